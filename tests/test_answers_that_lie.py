@@ -10,7 +10,7 @@ from fake_servers.base import PlannedFault, RequestFault
 from fake_servers.openai import FakeOpenAIServer
 from real_schedulers import endless, reward
 from test_openai_scheduler import Served, config
-from virtual_rollouts import EOS, RecordingEngine, Rollouts, table, virtual
+from virtual_rollouts import EOS, RecordingEngine, Rollouts, on_virtual_time, table, virtual
 
 import april
 from april.core.sampling import SamplingParams
@@ -86,24 +86,22 @@ FALSE: dict[str, tuple[list[Chunk], type[EngineError], str]] = {
 
 
 @pytest.mark.parametrize("what", list(FALSE))
-def test_an_evaluation_is_not_deceived(what: str) -> None:
+@on_virtual_time
+async def test_an_evaluation_is_not_deceived(what: str) -> None:
     """A request whose answer cannot be true begins again, a few times; then the evaluation fails by name."""
     chunks, error, words = FALSE[what]
 
-    async def program() -> None:
-        prompt = april.Prompt(np.array([1, 2], np.int32))
-        for lies in (2, 10**6):
-            rollouts = Rollouts(table({}, 8), n=1, engines=[_Liar(chunks, lies)])
-            evaluator = rollouts.driver
-            if lies == 2:
-                result = await evaluator.evaluate([prompt], 1, SamplingParams(100), 1)
-                assert len(result.responses[0][0].tokens) == 8
-            else:
-                with pytest.raises(error, match=words):
-                    await evaluator.evaluate([prompt], 1, SamplingParams(100), 1)
-            await rollouts.driver.close()
-
-    virtual(program)
+    prompt = april.Prompt(np.array([1, 2], np.int32))
+    for lies in (2, 10**6):
+        rollouts = Rollouts(table({}, 8), n=1, engines=[_Liar(chunks, lies)])
+        evaluator = rollouts.driver
+        if lies == 2:
+            result = await evaluator.evaluate([prompt], 1, SamplingParams(100), 1)
+            assert len(result.responses[0][0].tokens) == 8
+        else:
+            with pytest.raises(error, match=words):
+                await evaluator.evaluate([prompt], 1, SamplingParams(100), 1)
+        await rollouts.driver.close()
 
 
 def test_a_stop_string_does_not_excuse_an_answer_that_contradicts_itself() -> None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
+from virtual_rollouts import on_virtual_time
 
 from april import Config
 from april.core.batch import Batch
@@ -202,144 +203,126 @@ def test_a_blocking_call_says_train_first() -> None:
         assert run.next_batch().id == 2
 
 
-def test_an_update_commits_the_oldest_batch_or_those_up_to_the_one_it_names() -> None:
+@on_virtual_time
+async def test_an_update_commits_the_oldest_batch_or_those_up_to_the_one_it_names() -> None:
     """At most one update per batch, in the order of delivery; an unknown batch is refused before anything happens."""
-
-    async def main() -> None:
-        async with rollouts(config(5, "none", N), engines=[FakeEngine("e", lengths=9)], prompts=[[1, 2]] * 99) as run:
-            core = run.scheduler._driver.core
-            with pytest.raises(ConfigError, match="there is no batch 0; there was no batch yet"):
-                await run.weight_update(trained=0)
-            for _ in range(5):
-                await run.next_batch()
-            await run.weight_update()
-            assert list(core.leased) == [1, 2, 3, 4]
-            await run.weight_update(trained=2)
-            assert list(core.leased) == [3, 4]
-            for wrong in (5, -1, True, "3"):
-                with pytest.raises(ConfigError, match="weight_update: "):
-                    await run.weight_update(trained=wrong)  # type: ignore[arg-type]
-            await run.weight_update(trained=2)  # once more for a batch that is committed: an update of nothing else
-            assert list(core.leased) == [3, 4]
-            assert run.version.n == 3
-            with pytest.raises(CheckpointError, match="trained_through=1"):
-                run.state_dict(trained_through=1)
-
-    run_virtual(main())
+    async with rollouts(config(5, "none", N), engines=[FakeEngine("e", lengths=9)], prompts=[[1, 2]] * 99) as run:
+        core = run.scheduler._driver.core
+        with pytest.raises(ConfigError, match="there is no batch 0; there was no batch yet"):
+            await run.weight_update(trained=0)
+        for _ in range(5):
+            await run.next_batch()
+        await run.weight_update()
+        assert list(core.leased) == [1, 2, 3, 4]
+        await run.weight_update(trained=2)
+        assert list(core.leased) == [3, 4]
+        for wrong in (5, -1, True, "3"):
+            with pytest.raises(ConfigError, match="weight_update: "):
+                await run.weight_update(trained=wrong)  # type: ignore[arg-type]
+        await run.weight_update(trained=2)  # once more for a batch that is committed: an update of nothing else
+        assert list(core.leased) == [3, 4]
+        assert run.version.n == 3
+        with pytest.raises(CheckpointError, match="trained_through=1"):
+            run.state_dict(trained_through=1)
 
 
-def test_two_updates_at_once_commit_two_batches() -> None:
+@on_virtual_time
+async def test_two_updates_at_once_commit_two_batches() -> None:
     """Each takes the oldest batch that no other one has; where the first comes to nothing, the second has both."""
+    engine = FakeEngine("e", lengths=9, weight_update_s=5.0)
+    async with rollouts(config(5, "none", N), engines=[engine], prompts=[[1, 2]] * 99) as run:
+        core = run.scheduler._driver.core
+        for _ in range(4):
+            await run.next_batch()
+        await asyncio.gather(run.weight_update(), run.weight_update())
+        assert (list(core.leased), run.version.n) == ([2, 3], 2)
 
-    async def main() -> None:
-        engine = FakeEngine("e", lengths=9, weight_update_s=5.0)
-        async with rollouts(config(5, "none", N), engines=[engine], prompts=[[1, 2]] * 99) as run:
-            core = run.scheduler._driver.core
-            for _ in range(4):
-                await run.next_batch()
-            await asyncio.gather(run.weight_update(), run.weight_update())
-            assert (list(core.leased), run.version.n) == ([2, 3], 2)
+        def broken() -> None:
+            raise ValueError("no route")
 
-            def broken() -> None:
-                raise ValueError("no route")
-
-            first = asyncio.create_task(run.weight_update(transfer=broken))
-            await asyncio.sleep(0)
-            await run.weight_update()
-            assert (list(core.leased), run.version.n) == ([], 3)
-            with pytest.raises(ValueError, match="no route"):
-                await first
-
-    run_virtual(main())
+        first = asyncio.create_task(run.weight_update(transfer=broken))
+        await asyncio.sleep(0)
+        await run.weight_update()
+        assert (list(core.leased), run.version.n) == ([], 3)
+        with pytest.raises(ValueError, match="no route"):
+            await first
 
 
-def test_a_bound_that_is_lowered() -> None:
+@on_virtual_time
+async def test_a_bound_that_is_lowered() -> None:
     """What is drawn afterwards keeps it, what was drawn before keeps its own; it crosses a restart; never upwards."""
-
-    async def main() -> None:
-        lengths = {(group, i): 9 + 40 * (group % 3 == 0) for group in range(99) for i in range(SAMPLES)}
-        many = [[1, 2]] * 99
-        async with rollouts(config(3, "sample", N), engines=[FakeEngine("e", lengths=lengths)], prompts=many) as run:
-            for _ in range(3):
-                await run.next_batch()
-                await run.weight_update()
-            drawn = run.scheduler._driver.core.context.groups_drawn
-            assert run.scheduler._driver.lower_staleness(None) == 2
-            assert run.scheduler._driver.lower_staleness(1) == 1
-            for wrong in (2, -1, True, 0.5):
-                with pytest.raises(ConfigError, match="lower_staleness: the bound is 1 "):
-                    run.scheduler._driver.lower_staleness(wrong)  # type: ignore[arg-type]
-            oldest = {True: 0, False: 0}
-            for _ in range(12):
-                batch = await run.next_batch()
-                assert batch.metrics["staleness_bound"] == 1.0
-                for sample in batch.samples:
-                    after = sample.id.group >= drawn
-                    oldest[after] = max(oldest[after], sample.staleness)
-                await run.weight_update()
-            assert oldest[True] == 1 < oldest[False] <= 3
-            state = run.state_dict()
-        async with rollouts(config(3, "sample", N), engines=[FakeEngine("e", lengths=lengths)], prompts=many) as run:
-            await run.load_state_dict(state)
-            assert (await run.next_batch()).metrics["staleness_bound"] == 1.0
-        async with rollouts(config(2, "sample", N), engines=[FakeEngine("e", lengths=lengths)], prompts=many) as run:
-            await run.load_state_dict(state)
-            assert (await run.next_batch()).metrics["staleness_bound"] == 2.0
-
-    run_virtual(main())
-
-
-def test_a_bound_that_is_lowered_under_a_trainer_that_waits() -> None:
-    """Too many batches are out then: one that cannot train meanwhile is told so, and gets the batch when it has."""
-
-    async def main() -> None:
-        async with rollouts(config(3, "none", N), engines=[FakeEngine("e", lengths=9)], prompts=[[1, 2]] * 99) as run:
-            driver = run.scheduler._driver
-            first, second = await run.next_batch(), await run.next_batch()
-            waits = asyncio.create_task(driver.wait_batch(blocks=True))
-            await asyncio.sleep(0.001)
-            driver.lower_staleness(1)
-            assert not waits.done()
-            driver.lower_staleness(0)
-            with pytest.raises(RolloutError, match="train first: 2 batches are out"):
-                await waits
-            await run.weight_update(trained=first.id)
-            await run.weight_update(trained=second.id)
-            assert (await run.next_batch()).id == second.id + 1
-
-    run_virtual(main())
-
-
-def test_batches_that_no_update_follows() -> None:
-    """Data generation, and gradients over several batches: commit() ends a batch, and the next one is on policy."""
-
-    async def main() -> None:
-        async with rollouts(config(0, "none", N), engines=[FakeEngine("e", lengths=9)], prompts=[[1, 2]] * 99) as run:
-            for _ in range(8):
-                batch = await run.next_batch()
-                assert batch.off_policy_share == 0.0
-                run.commit(batch.id)
-            assert not run.scheduler._driver.core.leased
+    lengths = {(group, i): 9 + 40 * (group % 3 == 0) for group in range(99) for i in range(SAMPLES)}
+    many = [[1, 2]] * 99
+    async with rollouts(config(3, "sample", N), engines=[FakeEngine("e", lengths=lengths)], prompts=many) as run:
+        for _ in range(3):
+            await run.next_batch()
             await run.weight_update()
-            assert run.version.n == 1
-            with pytest.raises(ConfigError, match="commit: there is no batch 8; the batches so far are 0 to 7"):
-                run.commit(8)
+        drawn = run.scheduler._driver.core.context.groups_drawn
+        assert run.scheduler._driver.lower_staleness(None) == 2
+        assert run.scheduler._driver.lower_staleness(1) == 1
+        for wrong in (2, -1, True, 0.5):
+            with pytest.raises(ConfigError, match="lower_staleness: the bound is 1 "):
+                run.scheduler._driver.lower_staleness(wrong)  # type: ignore[arg-type]
+        oldest = {True: 0, False: 0}
+        for _ in range(12):
+            batch = await run.next_batch()
+            assert batch.metrics["staleness_bound"] == 1.0
+            for sample in batch.samples:
+                after = sample.id.group >= drawn
+                oldest[after] = max(oldest[after], sample.staleness)
+            await run.weight_update()
+        assert oldest[True] == 1 < oldest[False] <= 3
+        state = run.state_dict()
+    async with rollouts(config(3, "sample", N), engines=[FakeEngine("e", lengths=lengths)], prompts=many) as run:
+        await run.load_state_dict(state)
+        assert (await run.next_batch()).metrics["staleness_bound"] == 1.0
+    async with rollouts(config(2, "sample", N), engines=[FakeEngine("e", lengths=lengths)], prompts=many) as run:
+        await run.load_state_dict(state)
+        assert (await run.next_batch()).metrics["staleness_bound"] == 2.0
 
-    run_virtual(main())
+
+@on_virtual_time
+async def test_a_bound_that_is_lowered_under_a_trainer_that_waits() -> None:
+    """Too many batches are out then: one that cannot train meanwhile is told so, and gets the batch when it has."""
+    async with rollouts(config(3, "none", N), engines=[FakeEngine("e", lengths=9)], prompts=[[1, 2]] * 99) as run:
+        driver = run.scheduler._driver
+        first, second = await run.next_batch(), await run.next_batch()
+        waits = asyncio.create_task(driver.wait_batch(blocks=True))
+        await asyncio.sleep(0.001)
+        driver.lower_staleness(1)
+        assert not waits.done()
+        driver.lower_staleness(0)
+        with pytest.raises(RolloutError, match="train first: 2 batches are out"):
+            await waits
+        await run.weight_update(trained=first.id)
+        await run.weight_update(trained=second.id)
+        assert (await run.next_batch()).id == second.id + 1
 
 
-def test_what_was_planned_is_recorded_at_the_commit() -> None:
+@on_virtual_time
+async def test_batches_that_no_update_follows() -> None:
+    """Data generation, and gradients over several batches: commit() ends a batch, and the next one is on policy."""
+    async with rollouts(config(0, "none", N), engines=[FakeEngine("e", lengths=9)], prompts=[[1, 2]] * 99) as run:
+        for _ in range(8):
+            batch = await run.next_batch()
+            assert batch.off_policy_share == 0.0
+            run.commit(batch.id)
+        assert not run.scheduler._driver.core.leased
+        await run.weight_update()
+        assert run.version.n == 1
+        with pytest.raises(ConfigError, match="commit: there is no batch 8; the batches so far are 0 to 7"):
+            run.commit(8)
+
+
+@on_virtual_time
+async def test_what_was_planned_is_recorded_at_the_commit() -> None:
     """A trainer that updates less often than once a batch trains younger tokens than planned, and is told so."""
-
-    async def main() -> None:
-        async with rollouts(config(5, "none", N), engines=[FakeEngine("e", lengths=9)], prompts=[[1, 2]] * 99) as run:
-            batches = [await run.next_batch() for _ in range(3)]
-            assert [b.metrics["staleness_max"] for b in batches] == [0, 1, 2]
-            await run.weight_update(trained=2)
-            after = await run.next_batch()
-            assert after.metrics["committed_staleness_max"] == after.metrics["committed_off_policy_share"] == 0.0
-
-    run_virtual(main())
+    async with rollouts(config(5, "none", N), engines=[FakeEngine("e", lengths=9)], prompts=[[1, 2]] * 99) as run:
+        batches = [await run.next_batch() for _ in range(3)]
+        assert [b.metrics["staleness_max"] for b in batches] == [0, 1, 2]
+        await run.weight_update(trained=2)
+        after = await run.next_batch()
+        assert after.metrics["committed_staleness_max"] == after.metrics["committed_off_policy_share"] == 0.0
 
 
 if __name__ == "__main__":  # the table of docs and reports

@@ -10,117 +10,103 @@ from typing import Any, cast
 import pytest
 from coordinator_world import SAMPLES, N, Run
 from seeds import seeds
+from virtual_rollouts import on_virtual_time
 
 from april.core.types import Refill
 from april.daemon_pool import DaemonPool
 from april.errors import RolloutError, SchedulerClosed
 from april.processes.coordinator.messages import Order
 from april.processes.coordinator.run import Run as TrainersRun
-from april.testing import run_virtual
 
 
-def test_a_trainer_that_trains_holds_nobody_up() -> None:
+@on_virtual_time
+async def test_a_trainer_that_trains_holds_nobody_up() -> None:
     """A delivery ends nothing, places stay filled while nobody asks, and the next batch is there already."""
-
-    async def program() -> None:
-        run = Run(lambda row: 5 + row)
-        assert (await run.batch()).uids == ("p0", "p1")
-        assert not run.ended
-        assert run.drawn == N + 2 * N  # (max_staleness - 1 out + 1) N may be undelivered
-        await asyncio.sleep(2.5)
-        assert len(run.live) == 2 * SAMPLES
-        before = asyncio.get_running_loop().time()
-        await run.update()
-        batch = await run.batch()
-        assert asyncio.get_running_loop().time() == before
-        assert batch.uids == ("p2", "p3")
-        assert run.ended == [2 * SAMPLES]
-        await run.end()
-
-    run_virtual(program())
+    run = Run(lambda row: 5 + row)
+    assert (await run.batch()).uids == ("p0", "p1")
+    assert not run.ended
+    assert run.drawn == N + 2 * N  # (max_staleness - 1 out + 1) N may be undelivered
+    await asyncio.sleep(2.5)
+    assert len(run.live) == 2 * SAMPLES
+    before = asyncio.get_running_loop().time()
+    await run.update()
+    batch = await run.batch()
+    assert asyncio.get_running_loop().time() == before
+    assert batch.uids == ("p2", "p3")
+    assert run.ended == [2 * SAMPLES]
+    await run.end()
 
 
-def test_every_token_has_its_version_and_none_is_lost() -> None:
+@on_virtual_time
+async def test_every_token_has_its_version_and_none_is_lost() -> None:
     """Over updates that end what runs: spans are of the weights that wrote, the bound holds, the ledger closes."""
-
-    async def program() -> None:
-        run = Run(lambda row: 3 + row * 7 % 11)
-        for step in range(12):
-            delivery = await run.batch()
-            for uid in delivery.uids:
-                for index in range(SAMPLES):
-                    length, spans, logprobs = run.stored.pop((uid, index))
-                    assert length == 3 + int(uid[1:]) * 7 % 11
-                    for start, end, _, n in spans:
-                        assert logprobs[start - 2 : end - 2] == pytest.approx([-1.0 - n / 1000] * (end - start))
-                    assert min(n for *_, n in spans) >= step - 2
-            await asyncio.sleep(2.5)
-            await run.update()
-        await run.coordinator.pause()
-        await run.told.get()
-        books = (await run.coordinator.ledgers())["tokens"]
-        assert books["observed"] == run.made
-        assert not books["dropped"]
-        assert sum(run.ended) > 12
-        await run.end()
-
-    run_virtual(program())
-
-
-def test_weights_that_changed_without_a_pause_are_refused() -> None:
-    """Requests were at the servers: nobody could say which weights wrote what."""
-
-    async def program() -> None:
-        run = Run(lambda row: 5)
-        await run.batch()
-        with pytest.raises(RolloutError, match="the weights went from 0 to 1 while requests were at the servers"):
-            await run.coordinator.begin(1)
-        await run.end()
-
-    run_virtual(program())
-
-
-def test_a_trainer_that_never_updates_is_told() -> None:
-    """Whatever came then would be too old when it is trained; a pause alone commits nothing."""
-
-    async def program() -> None:
-        run = Run(lambda row: 5, max_staleness=1)
-        await run.batch()
-        await run.batch()
-        await run.coordinator.pause()
-        await run.told.get()
-        await run.coordinator.resume(0)
-        with pytest.raises(RolloutError, match="train first: 2 batches are out"):
-            await run.coordinator.begin(0)
-        await run.end()
-
-    run_virtual(program())
-
-
-def test_a_request_that_nobody_wants_ends_with_the_pause() -> None:
-    """Servers end all requests or none: that of a sample that was given up ends nothing before, and is gone then."""
-
-    async def program() -> None:
-        run = Run(lambda row: 50 if row == 3 else 4)
-        await run.batch()
-        sample = run.coordinator._execution.host.groups["p3"].samples[0]
-        for _ in range(run.coordinator.core.settings.max_attempt_failures):
-            life = run.coordinator._execution.host.mailboxes._lives[sample.id]
-            await run.coordinator.failed("p3", 0, life, "broken")
-        await asyncio.sleep(0)
-        assert "p3" not in run.coordinator._execution.host.groups
-        assert run.dropped == ["failed"]
-        assert len(run.live) > len(run.coordinator.core.attempts)
-        assert not run.ended
-        there = len(run.live)
+    run = Run(lambda row: 3 + row * 7 % 11)
+    for step in range(12):
+        delivery = await run.batch()
+        for uid in delivery.uids:
+            for index in range(SAMPLES):
+                length, spans, logprobs = run.stored.pop((uid, index))
+                assert length == 3 + int(uid[1:]) * 7 % 11
+                for start, end, _, n in spans:
+                    assert logprobs[start - 2 : end - 2] == pytest.approx([-1.0 - n / 1000] * (end - start))
+                assert min(n for *_, n in spans) >= step - 2
+        await asyncio.sleep(2.5)
         await run.update()
-        assert run.ended == [there]
-        await run.end()
+    await run.coordinator.pause()
+    await run.told.get()
+    books = (await run.coordinator.ledgers())["tokens"]
+    assert books["observed"] == run.made
+    assert not books["dropped"]
+    assert sum(run.ended) > 12
+    await run.end()
 
-    run_virtual(program())
+
+@on_virtual_time
+async def test_weights_that_changed_without_a_pause_are_refused() -> None:
+    """Requests were at the servers: nobody could say which weights wrote what."""
+    run = Run(lambda row: 5)
+    await run.batch()
+    with pytest.raises(RolloutError, match="the weights went from 0 to 1 while requests were at the servers"):
+        await run.coordinator.begin(1)
+    await run.end()
 
 
-def test_a_filter_of_the_trainers_decides() -> None:
+@on_virtual_time
+async def test_a_trainer_that_never_updates_is_told() -> None:
+    """Whatever came then would be too old when it is trained; a pause alone commits nothing."""
+    run = Run(lambda row: 5, max_staleness=1)
+    await run.batch()
+    await run.batch()
+    await run.coordinator.pause()
+    await run.told.get()
+    await run.coordinator.resume(0)
+    with pytest.raises(RolloutError, match="train first: 2 batches are out"):
+        await run.coordinator.begin(0)
+    await run.end()
+
+
+@on_virtual_time
+async def test_a_request_that_nobody_wants_ends_with_the_pause() -> None:
+    """Servers end all requests or none: that of a sample that was given up ends nothing before, and is gone then."""
+    run = Run(lambda row: 50 if row == 3 else 4)
+    await run.batch()
+    sample = run.coordinator._execution.host.groups["p3"].samples[0]
+    for _ in range(run.coordinator.core.settings.max_attempt_failures):
+        life = run.coordinator._execution.host.mailboxes._lives[sample.id]
+        await run.coordinator.failed("p3", 0, life, "broken")
+    await asyncio.sleep(0)
+    assert "p3" not in run.coordinator._execution.host.groups
+    assert run.dropped == ["failed"]
+    assert len(run.live) > len(run.coordinator.core.attempts)
+    assert not run.ended
+    there = len(run.live)
+    await run.update()
+    assert run.ended == [there]
+    await run.end()
+
+
+@on_virtual_time
+async def test_a_filter_of_the_trainers_decides() -> None:
     """Rejected groups leave by that name and are replaced; one that raises is asked again."""
     raised: list[str] = []
 
@@ -130,24 +116,22 @@ def test_a_filter_of_the_trainers_decides() -> None:
             raise ValueError("not now")
         return int(uid[1:]) % 3 != 0
 
-    async def program() -> None:
-        run = Run(lambda row: 4, accepts)
-        seen: list[str] = []
-        for _ in range(4):
-            seen += (await run.batch()).uids
-            await run.update()
-        assert len(seen) == len(set(seen)) == 4 * N
-        assert all(int(uid[1:]) % 3 for uid in seen)
-        assert "p1" in seen
-        assert set(run.dropped) == {"filtered"}
-        await run.end()
-
-    run_virtual(program())
+    run = Run(lambda row: 4, accepts)
+    seen: list[str] = []
+    for _ in range(4):
+        seen += (await run.batch()).uids
+        await run.update()
+    assert len(seen) == len(set(seen)) == 4 * N
+    assert all(int(uid[1:]) % 3 for uid in seen)
+    assert "p1" in seen
+    assert set(run.dropped) == {"filtered"}
+    await run.end()
 
 
 
 @pytest.mark.parametrize("seed", seeds(40))
-def test_random_lives(seed: int) -> None:
+@on_virtual_time
+async def test_random_lives(seed: int) -> None:
     """Late answers, servers and rollouts that break, filters, deadlines that run out, restarts: nothing is lost.
 
     Each prompt is delivered or dropped once, every token has the version of the weights that wrote it, none is too old,
@@ -166,38 +150,35 @@ def test_random_lives(seed: int) -> None:
     def accepts(uid: str) -> bool:
         return not rejects or int(uid[1:]) % 4 != 0
 
-    async def program() -> None:
-        run = Run(length.__getitem__, accepts, chance, **more)
-        seen: list[str] = []
-        made = 0
-        for step in range(14):
-            delivery = await run.batch()
-            for uid in delivery.uids:
-                seen.append(uid)
-                for index in range(SAMPLES):
-                    tokens, spans, logprobs = run.stored.pop((uid, index))
-                    assert tokens == length[int(uid[1:])]
-                    assert sum(end - start for start, end, *_ in spans) == tokens
-                    for start, end, _, n in spans:
-                        assert logprobs[start - 2 : end - 2] == pytest.approx([-1.0 - n / 1000] * (end - start))
-                        assert n >= step - bound
-            await asyncio.sleep(chance.choice((0.0, 1.5, 12.0)))
-            await run.update()
-            if chance.random() < 0.25:
-                made += run.made
-                run, before = await run.again(length.__getitem__, accepts, chance, **more), run
-                await before.end()
-        assert len(seen) == len(set(seen)) == 14 * N
-        await run.coordinator.pause()
-        assert await run.told.get() == ("paused",)
-        await asyncio.sleep(10.0)
-        books = await run.coordinator.ledgers()
-        assert books["prompts"]["observed"] == run.drawn
-        if not made:  # what comes late to a process that has ended is counted by nobody
-            assert books["tokens"]["observed"] == run.made
-        await run.end()
-
-    run_virtual(program())
+    run = Run(length.__getitem__, accepts, chance, **more)
+    seen: list[str] = []
+    made = 0
+    for step in range(14):
+        delivery = await run.batch()
+        for uid in delivery.uids:
+            seen.append(uid)
+            for index in range(SAMPLES):
+                tokens, spans, logprobs = run.stored.pop((uid, index))
+                assert tokens == length[int(uid[1:])]
+                assert sum(end - start for start, end, *_ in spans) == tokens
+                for start, end, _, n in spans:
+                    assert logprobs[start - 2 : end - 2] == pytest.approx([-1.0 - n / 1000] * (end - start))
+                    assert n >= step - bound
+        await asyncio.sleep(chance.choice((0.0, 1.5, 12.0)))
+        await run.update()
+        if chance.random() < 0.25:
+            made += run.made
+            run, before = await run.again(length.__getitem__, accepts, chance, **more), run
+            await before.end()
+    assert len(seen) == len(set(seen)) == 14 * N
+    await run.coordinator.pause()
+    assert await run.told.get() == ("paused",)
+    await asyncio.sleep(10.0)
+    books = await run.coordinator.ledgers()
+    assert books["prompts"]["observed"] == run.drawn
+    if not made:  # what comes late to a process that has ended is counted by nobody
+        assert books["tokens"]["observed"] == run.made
+    await run.end()
 
 
 class Orders:
@@ -255,19 +236,16 @@ def test_who_waits_for_a_batch_when_the_run_is_closed_is_told() -> None:
         run.pause()
 
 
-def test_rollouts_that_wait_when_the_coordinator_is_closed_are_told() -> None:
+@on_virtual_time
+async def test_rollouts_that_wait_when_the_coordinator_is_closed_are_told() -> None:
     """Those that wait to begin or for the rest of their response, and those that ask afterwards."""
-
-    async def program() -> None:
-        run = Run(lambda row: 50, max_in_flight=1)
-        batch = asyncio.create_task(run.batch())
-        await asyncio.sleep(2.5)
-        assert len(run.coordinator._execution.host.mailboxes) > 0
-        await run.coordinator.close()
-        await asyncio.sleep(100.0)
-        samples = run.tasks[1:]
-        assert samples
-        assert all(task.done() and isinstance(task.exception(), SchedulerClosed) for task in samples)
-        batch.cancel()
-
-    run_virtual(program())
+    run = Run(lambda row: 50, max_in_flight=1)
+    batch = asyncio.create_task(run.batch())
+    await asyncio.sleep(2.5)
+    assert len(run.coordinator._execution.host.mailboxes) > 0
+    await run.coordinator.close()
+    await asyncio.sleep(100.0)
+    samples = run.tasks[1:]
+    assert samples
+    assert all(task.done() and isinstance(task.exception(), SchedulerClosed) for task in samples)
+    batch.cancel()

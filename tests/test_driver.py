@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from virtual_rollouts import RecordingEngine, Rollouts, now, prompt_ids, table, virtual
+from virtual_rollouts import RecordingEngine, Rollouts, now, on_virtual_time, prompt_ids, table, virtual
 
 from april.core import events as ev
 from april.core.batch import Batch
@@ -28,74 +28,61 @@ LENGTHS = LognormalLengths(30, 0.6, 0.6, seed=3)
 
 @pytest.mark.parametrize("refill", list(Refill))
 @pytest.mark.parametrize("interval", [None, 4.0])
-def test_batches_hold_exactly_what_the_engines_made(refill: Refill, interval: float | None) -> None:
+@on_virtual_time
+async def test_batches_hold_exactly_what_the_engines_made(refill: Refill, interval: float | None) -> None:
     """Over many steps, cut and resumed on two engines, every sample is its uncut sequence with exact provenance."""
+    engines = [RecordingEngine(LENGTHS.sample, f"e{i}", stream_interval_s=interval) for i in range(2)]
+    rollouts = Rollouts(LENGTHS.sample, n=3, samples=4, over=5, engines=engines, refill=refill, max_response_len=120)
+    batches = [await rollouts.step() for _ in range(8)]
 
-    async def program() -> None:
-        engines = [RecordingEngine(LENGTHS.sample, f"e{i}", stream_interval_s=interval) for i in range(2)]
-        rollouts = Rollouts(
-            LENGTHS.sample, n=3, samples=4, over=5, engines=engines, refill=refill, max_response_len=120
-        )
-        batches = [await rollouts.step() for _ in range(8)]
-
-        assert [b.version for b in batches] == [PolicyVersion(0, i) for i in range(8)]
-        assert [b.id for b in batches] == list(range(8))
-        samples = [s for b in batches for s in b.samples]
-        assert len(samples) == len({s.id for s in samples}) == 8 * 12
-        resumed = [s for s in samples if s.attempts > 1]
-        assert len(resumed) > 10
-        assert any(len({g.engine for g in s.segments}) == 2 for s in resumed)
-        assert max(s.staleness for s in samples) >= 2
-        for batch in batches:
-            old = sum(int((s.versions[:, 1] < batch.version.n).sum()) for s in batch.samples)
-            assert batch.off_policy_share == old / sum(len(s.tokens) for s in batch.samples)
-            assert batch.metrics["staleness_max"] == max(s.staleness for s in batch.samples)
-            assert 0 <= batch.metrics["bubble"] <= 1
-            assert [s.reward for s in batch.samples] == [
-                float(s.tokens[0] + len(s.tokens) / 1024) for s in batch.samples
-            ]
-        await rollouts.close()
-
-    virtual(program)
+    assert [b.version for b in batches] == [PolicyVersion(0, i) for i in range(8)]
+    assert [b.id for b in batches] == list(range(8))
+    samples = [s for b in batches for s in b.samples]
+    assert len(samples) == len({s.id for s in samples}) == 8 * 12
+    resumed = [s for s in samples if s.attempts > 1]
+    assert len(resumed) > 10
+    assert any(len({g.engine for g in s.segments}) == 2 for s in resumed)
+    assert max(s.staleness for s in samples) >= 2
+    for batch in batches:
+        old = sum(int((s.versions[:, 1] < batch.version.n).sum()) for s in batch.samples)
+        assert batch.off_policy_share == old / sum(len(s.tokens) for s in batch.samples)
+        assert batch.metrics["staleness_max"] == max(s.staleness for s in batch.samples)
+        assert 0 <= batch.metrics["bubble"] <= 1
+        assert [s.reward for s in batch.samples] == [float(s.tokens[0] + len(s.tokens) / 1024) for s in batch.samples]
+    await rollouts.close()
 
 
-def test_versions_over_weight_updates() -> None:
+@on_virtual_time
+async def test_versions_over_weight_updates() -> None:
     """Tokens carry the version of the weights that made them; the sample's versions never decrease."""
+    rollouts = Rollouts(table({(0, 0): 25}, 10), n=1, over=2)  # group 0 is the straggler of three steps
+    await rollouts.step()
+    await rollouts.step()
+    batch = await rollouts.step()
 
-    async def program() -> None:
-        rollouts = Rollouts(table({(0, 0): 25}, 10), n=1, over=2)  # group 0 is the straggler of three steps
-        await rollouts.step()
-        await rollouts.step()
-        batch = await rollouts.step()
-
-        (sample,) = batch.samples
-        assert sample.id == (0, 0)
-        assert [(s.version.n, s.count) for s in sample.segments] == [(0, 10), (1, 10), (2, 5)]
-        assert sample.versions.tolist() == [[0, 0]] * 10 + [[0, 1]] * 10 + [[0, 2]] * 5
-        assert sample.staleness == 2
-        assert batch.off_policy_share == 20 / 25
-        assert rollouts.engines[0].engine._version == PolicyVersion(0, 3)
-        await rollouts.close()
-
-    virtual(program)
+    (sample,) = batch.samples
+    assert sample.id == (0, 0)
+    assert [(s.version.n, s.count) for s in sample.segments] == [(0, 10), (1, 10), (2, 5)]
+    assert sample.versions.tolist() == [[0, 0]] * 10 + [[0, 1]] * 10 + [[0, 2]] * 5
+    assert sample.staleness == 2
+    assert batch.off_policy_share == 20 / 25
+    assert rollouts.engines[0].engine._version == PolicyVersion(0, 3)
+    await rollouts.close()
 
 
-def test_resumed_requests_continue_exactly() -> None:
+@on_virtual_time
+async def test_resumed_requests_continue_exactly() -> None:
     """A resumed request sends prompt + everything so far, with the budget that is left and another seed."""
-
-    async def program() -> None:
-        rollouts = Rollouts(table({(0, 0): 25}, 10), n=1, over=2, max_response_len=40)
-        for _ in range(3):
-            await rollouts.step()
-        first, second, third = (r for r in rollouts.engines[0].requests.values() if r.sample_key == (0, 0))
-        assert [len(r.token_ids) - 3 for r in (first, second, third)] == [0, 10, 20]
-        assert [r.response_offset for r in (first, second, third)] == [0, 10, 20]
-        assert third.token_ids[: len(second.token_ids)].tolist() == second.token_ids.tolist()
-        assert [r.sampling.max_tokens for r in (first, second, third)] == [40, 30, 20]
-        assert len({r.sampling.seed for r in (first, second, third)}) == 3
-        await rollouts.close()
-
-    virtual(program)
+    rollouts = Rollouts(table({(0, 0): 25}, 10), n=1, over=2, max_response_len=40)
+    for _ in range(3):
+        await rollouts.step()
+    first, second, third = (r for r in rollouts.engines[0].requests.values() if r.sample_key == (0, 0))
+    assert [len(r.token_ids) - 3 for r in (first, second, third)] == [0, 10, 20]
+    assert [r.response_offset for r in (first, second, third)] == [0, 10, 20]
+    assert third.token_ids[: len(second.token_ids)].tolist() == second.token_ids.tolist()
+    assert [r.sampling.max_tokens for r in (first, second, third)] == [40, 30, 20]
+    assert len({r.sampling.seed for r in (first, second, third)}) == 3
+    await rollouts.close()
 
 
 def test_the_same_run_twice_is_the_same() -> None:
@@ -117,7 +104,8 @@ def test_the_same_run_twice_is_the_same() -> None:
     assert run() == run()
 
 
-def test_delivered_tensors_are_not_shared_with_the_user() -> None:
+@on_virtual_time
+async def test_delivered_tensors_are_not_shared_with_the_user() -> None:
     """A reward or rollout function that writes into what it was given changes no delivered token."""
 
     async def vandal(prompt: Prompt, llm: Any) -> None:
@@ -130,45 +118,41 @@ def test_delivered_tensors_are_not_shared_with_the_user() -> None:
         response.logprobs[:] = -9
         return 1.0
 
-    async def program() -> None:
-        rollouts = Rollouts(table({}), n=2, rollout=vandal, reward=reward)
-        batch = await rollouts.step()
-        assert all(s.loss_mask.all() for s in batch.samples)
-        await rollouts.close()
-
-    virtual(program)
+    rollouts = Rollouts(table({}), n=2, rollout=vandal, reward=reward)
+    batch = await rollouts.step()
+    assert all(s.loss_mask.all() for s in batch.samples)
+    await rollouts.close()
 
 
 # ---------------------------------------------------------------- rewards beside generation
 
 
-def test_slow_rewards_overlap_generation() -> None:
+@on_virtual_time
+async def test_slow_rewards_overlap_generation() -> None:
     """While a reward is awaited, others generate; a step does not wait for a reward that it can do without."""
 
     async def reward(prompt: Prompt, response: Response) -> float:
         await asyncio.sleep({5: 20.0, 3: 500.0}.get(len(response.tokens), 0.0))
         return 1.0
 
-    async def program() -> None:
-        rollouts = Rollouts(table({(0, 0): 5, (1, 0): 3, (2, 0): 90}), n=1, over=3, reward=reward)
-        batch = await rollouts.step()
-        assert now() == pytest.approx(5 + 20, abs=1e-6)
-        assert batch.samples[0].id == (0, 0)
-        # the straggler went on during the 20 s of the reward, and was stopped at once when it came
-        assert len(rollouts.sample(2, 0).tape) == 25
-        assert rollouts.sample(1, 0).state is SampleState.SCORING
+    rollouts = Rollouts(table({(0, 0): 5, (1, 0): 3, (2, 0): 90}), n=1, over=3, reward=reward)
+    batch = await rollouts.step()
+    assert now() == pytest.approx(5 + 20, abs=1e-6)
+    assert batch.samples[0].id == (0, 0)
+    # the straggler went on during the 20 s of the reward, and was stopped at once when it came
+    assert len(rollouts.sample(2, 0).tape) == 25
+    assert rollouts.sample(1, 0).state is SampleState.SCORING
 
-        await asyncio.sleep(1000)  # the trainer trains; the reward of group 1 arrives meanwhile
-        assert rollouts.sample(1, 0).state is SampleState.FINISHED
-        batch = await rollouts.step()
-        assert now() == pytest.approx(1025, abs=1e-6)  # surplus: delivered without waiting
-        assert batch.samples[0].id == (1, 0)
-        await rollouts.close()
-
-    virtual(program)
+    await asyncio.sleep(1000)  # the trainer trains; the reward of group 1 arrives meanwhile
+    assert rollouts.sample(1, 0).state is SampleState.FINISHED
+    batch = await rollouts.step()
+    assert now() == pytest.approx(1025, abs=1e-6)  # surplus: delivered without waiting
+    assert batch.samples[0].id == (1, 0)
+    await rollouts.close()
 
 
-def test_group_rewards_are_one_call_per_group() -> None:
+@on_virtual_time
+async def test_group_rewards_are_one_call_per_group() -> None:
     """group_reward gets the n responses in order, once, when the last has returned."""
     calls: list[tuple[float, int, list[int]]] = []
 
@@ -177,48 +161,40 @@ def test_group_rewards_are_one_call_per_group() -> None:
         await asyncio.sleep(2)
         return [r.sample_id.group * 10.0 + r.sample_id.index for r in responses]
 
-    async def program() -> None:
-        lengths = {(0, 0): 4, (0, 1): 9, (0, 2): 6, (1, 0): 30}
-        rollouts = Rollouts(table(lengths), n=2, samples=3, group_reward=group_reward)
-        batch = await rollouts.step()
-        assert [(round(t, 6), g, n) for t, g, n in calls] == [(9, 0, [4, 9, 6]), (30, 1, [30, 5, 5])]
-        assert batch.rewards.tolist() == [0.0, 1.0, 2.0, 10.0, 11.0, 12.0]
-        await rollouts.close()
-
-    virtual(program)
+    lengths = {(0, 0): 4, (0, 1): 9, (0, 2): 6, (1, 0): 30}
+    rollouts = Rollouts(table(lengths), n=2, samples=3, group_reward=group_reward)
+    batch = await rollouts.step()
+    assert [(round(t, 6), g, n) for t, g, n in calls] == [(9, 0, [4, 9, 6]), (30, 1, [30, 5, 5])]
+    assert batch.rewards.tolist() == [0.0, 1.0, 2.0, 10.0, 11.0, 12.0]
+    await rollouts.close()
 
 
-def test_group_rewards_with_restarts_of_stale_samples() -> None:
+@on_virtual_time
+async def test_group_rewards_with_restarts_of_stale_samples() -> None:
     """on_stale: restart together with group rewards: every group is scored as a whole, again if need be."""
 
     async def group_reward(prompt: Prompt, responses: list[Response]) -> list[float]:
         return [float(len(r.tokens)) for r in responses]
 
-    async def program() -> None:
-        rollouts = Rollouts(
-            LENGTHS.sample, n=2, samples=3, over=6, group_reward=group_reward, max_staleness=1, on_stale=OnStale.RESTART
-        )
-        for _ in range(12):
-            batch = await rollouts.step()
-            assert batch.rewards.tolist() == [len(s.tokens) for s in batch.samples]
-            assert max(s.staleness for s in batch.samples) <= 1
-        assert rollouts.core.tokens.dropped[DropReason.STALE] > 0
-        await rollouts.close()
-
-    virtual(program)
-
-
-def test_without_a_reward_function() -> None:
-    """No reward function: samples are finished when they have returned."""
-
-    async def program() -> None:
-        rollouts = Rollouts(table({(0, 0): 8}), n=2, samples=2, reward=None)
+    rollouts = Rollouts(
+        LENGTHS.sample, n=2, samples=3, over=6, group_reward=group_reward, max_staleness=1, on_stale=OnStale.RESTART
+    )
+    for _ in range(12):
         batch = await rollouts.step()
-        assert now() == pytest.approx(8, abs=1e-6)
-        assert batch.rewards.tolist() == [0.0] * 4
-        await rollouts.close()
+        assert batch.rewards.tolist() == [len(s.tokens) for s in batch.samples]
+        assert max(s.staleness for s in batch.samples) <= 1
+    assert rollouts.core.tokens.dropped[DropReason.STALE] > 0
+    await rollouts.close()
 
-    virtual(program)
+
+@on_virtual_time
+async def test_without_a_reward_function() -> None:
+    """No reward function: samples are finished when they have returned."""
+    rollouts = Rollouts(table({(0, 0): 8}), n=2, samples=2, reward=None)
+    batch = await rollouts.step()
+    assert now() == pytest.approx(8, abs=1e-6)
+    assert batch.rewards.tolist() == [0.0] * 4
+    await rollouts.close()
 
 
 # ---------------------------------------------------------------- cancellation
@@ -270,65 +246,57 @@ def test_a_cancelled_next_batch_loses_nothing_wherever_it_is_cancelled() -> None
     assert 10 <= cut < 34  # both kinds happened
 
 
-def test_a_batch_that_nobody_took_is_not_committed() -> None:
+@on_virtual_time
+async def test_a_batch_that_nobody_took_is_not_committed() -> None:
     """A weight update commits what the trainer has; the batch of a call that was cancelled waits for the next call."""
-
-    async def program() -> None:
-        rollouts = Rollouts(table({}), n=1)
-        waiter = asyncio.create_task(rollouts.driver.next_batch())
-        await asyncio.sleep(2)
-        waiter.cancel()
-        await asyncio.sleep(50)
-        assert list(rollouts.core.leased) == [0]
-        await rollouts.driver.update_weights()
-        assert list(rollouts.core.leased) == [0]
-        batch = await rollouts.driver.next_batch()
-        assert batch.id == 0
-        await rollouts.driver.update_weights()
-        assert not rollouts.core.leased
-        await rollouts.close()
-
-    virtual(program)
+    rollouts = Rollouts(table({}), n=1)
+    waiter = asyncio.create_task(rollouts.driver.next_batch())
+    await asyncio.sleep(2)
+    waiter.cancel()
+    await asyncio.sleep(50)
+    assert list(rollouts.core.leased) == [0]
+    await rollouts.driver.update_weights()
+    assert list(rollouts.core.leased) == [0]
+    batch = await rollouts.driver.next_batch()
+    assert batch.id == 0
+    await rollouts.driver.update_weights()
+    assert not rollouts.core.leased
+    await rollouts.close()
 
 
-def test_two_waiters_get_the_same_batch() -> None:
+@on_virtual_time
+async def test_two_waiters_get_the_same_batch() -> None:
     """A second next_batch while one waits asks for no second step."""
-
-    async def program() -> None:
-        rollouts = Rollouts(table({}), n=1)
-        first, second = await asyncio.gather(rollouts.driver.next_batch(), rollouts.driver.next_batch())
-        assert first is second
-        await rollouts.close()
-
-    virtual(program)
+    rollouts = Rollouts(table({}), n=1)
+    first, second = await asyncio.gather(rollouts.driver.next_batch(), rollouts.driver.next_batch())
+    assert first is second
+    await rollouts.close()
 
 
 # ---------------------------------------------------------------- the end of the data, and of the driver
 
 
-def test_the_end_of_the_data() -> None:
+@on_virtual_time
+async def test_the_end_of_the_data() -> None:
     """Every prompt is delivered once; the last batch may be short; then DataExhausted, again and again."""
-
-    async def program() -> None:
-        rollouts = Rollouts(LENGTHS.sample, n=3, samples=2, over=4, prompts=8)
-        sizes, groups = [], []
-        for _ in range(3):
-            batch = await rollouts.step()
-            sizes.append(len(batch.group_sizes))
-            groups += batch.group_ids.tolist()
-        assert sizes == [3, 3, 2]
-        assert sorted(groups) == sorted(2 * list(range(8)))
-        for _ in range(2):
-            with pytest.raises(DataExhausted, match="every prompt is settled"):
-                await rollouts.driver.next_batch()
-        assert rollouts.core.prompts.as_dict() == {"observed": 8, "delivered": 8, "held": 0, "dropped": {}}
-        await rollouts.close()
-
-    virtual(program)
+    rollouts = Rollouts(LENGTHS.sample, n=3, samples=2, over=4, prompts=8)
+    sizes, groups = [], []
+    for _ in range(3):
+        batch = await rollouts.step()
+        sizes.append(len(batch.group_sizes))
+        groups += batch.group_ids.tolist()
+    assert sizes == [3, 3, 2]
+    assert sorted(groups) == sorted(2 * list(range(8)))
+    for _ in range(2):
+        with pytest.raises(DataExhausted, match="every prompt is settled"):
+            await rollouts.driver.next_batch()
+    assert rollouts.core.prompts.as_dict() == {"observed": 8, "delivered": 8, "held": 0, "dropped": {}}
+    await rollouts.close()
 
 
 @pytest.mark.parametrize("bad", [[[5, 999_999]], [{"ids": [1]}], None], ids=["id", "mapping", "raises"])
-def test_a_bad_prompt_is_an_error_of_one_step(bad: Any) -> None:
+@on_virtual_time
+async def test_a_bad_prompt_is_an_error_of_one_step(bad: Any) -> None:
     """The trainer is told which prompt; good prompts around it are not lost."""
 
     def source() -> Iterator[Any]:
@@ -338,51 +306,46 @@ def test_a_bad_prompt_is_an_error_of_one_step(bad: Any) -> None:
         yield from bad
         yield from (prompt_ids(i) for i in range(4, 6))
 
-    async def program() -> None:
-        rollouts = Rollouts(table({}), n=2, prompts=source())
-        await rollouts.step()
-        with pytest.raises(RolloutError, match="prompt 3"):
-            await rollouts.driver.next_batch()
-        rollouts.check_ledger()
-        if bad is None:  # a generator that has raised is at its end: its rest is not passed over without a word
-            for _ in range(2):
-                with pytest.raises(RolloutError, match=r"after 3 of epoch 0, and cannot be begun anew.*extend\(\)"):
-                    await rollouts.driver.next_batch()
-            rollouts.driver.extend([prompt_ids(4)])
-            assert sorted((await rollouts.step()).group_ids.tolist()) == [2, 3]
-            with pytest.raises(DataExhausted):
+    rollouts = Rollouts(table({}), n=2, prompts=source())
+    await rollouts.step()
+    with pytest.raises(RolloutError, match="prompt 3"):
+        await rollouts.driver.next_batch()
+    rollouts.check_ledger()
+    if bad is None:  # a generator that has raised is at its end: its rest is not passed over without a word
+        for _ in range(2):
+            with pytest.raises(RolloutError, match=r"after 3 of epoch 0, and cannot be begun anew.*extend\(\)"):
                 await rollouts.driver.next_batch()
-        else:
-            firsts = [int(s.prompt.token_ids[0]) for _ in range(2) for s in (await rollouts.step()).samples]
-            assert sorted(firsts) == [3, 5, 6]
-        await rollouts.close()
-
-    virtual(program)
+        rollouts.driver.extend([prompt_ids(4)])
+        assert sorted((await rollouts.step()).group_ids.tolist()) == [2, 3]
+        with pytest.raises(DataExhausted):
+            await rollouts.driver.next_batch()
+    else:
+        firsts = [int(s.prompt.token_ids[0]) for _ in range(2) for s in (await rollouts.step()).samples]
+        assert sorted(firsts) == [3, 5, 6]
+    await rollouts.close()
 
 
 @pytest.mark.parametrize("at", [0.0, 3.5, 5.0, 6.0, 12.0])
-def test_close_with_work_in_flight_leaves_nothing_behind(at: float) -> None:
+@on_virtual_time
+async def test_close_with_work_in_flight_leaves_nothing_behind(at: float) -> None:
     """Streams, parked functions, rewards and waiters are ended; whoever waits is told; no task is left."""
 
     async def reward(prompt: Prompt, response: Response) -> float:
         await asyncio.sleep(4)
         return 1.0
 
-    async def program() -> None:
-        rollouts = Rollouts(table({(1, 0): 500}), n=3, reward=reward)
-        waiter = asyncio.create_task(rollouts.driver.next_batch())
-        await asyncio.sleep(at)
-        await rollouts.driver.close()
-        with pytest.raises(SchedulerClosed, match="closed"):
-            await waiter
-        await rollouts.close()  # idempotent, and checks that nothing is left
-        with pytest.raises(SchedulerClosed):
-            await rollouts.driver.next_batch()
-        with pytest.raises(SchedulerClosed):
-            await rollouts.driver.update_weights()
-        rollouts.driver.post(ev.PauseRequested())  # late events change nothing
-
-    virtual(program)
+    rollouts = Rollouts(table({(1, 0): 500}), n=3, reward=reward)
+    waiter = asyncio.create_task(rollouts.driver.next_batch())
+    await asyncio.sleep(at)
+    await rollouts.driver.close()
+    with pytest.raises(SchedulerClosed, match="closed"):
+        await waiter
+    await rollouts.close()  # idempotent, and checks that nothing is left
+    with pytest.raises(SchedulerClosed):
+        await rollouts.driver.next_batch()
+    with pytest.raises(SchedulerClosed):
+        await rollouts.driver.update_weights()
+    rollouts.driver.post(ev.PauseRequested())  # late events change nothing
 
 
 def test_an_error_that_nobody_expected_reaches_the_trainer(caplog: pytest.LogCaptureFixture) -> None:
@@ -405,7 +368,8 @@ def test_an_error_that_nobody_expected_reaches_the_trainer(caplog: pytest.LogCap
     assert "april stops" in caplog.text
 
 
-def test_prompts_are_copied() -> None:
+@on_virtual_time
+async def test_prompts_are_copied() -> None:
     """A data loader may use its buffer again."""
 
     def source() -> Iterator[Any]:
@@ -414,10 +378,7 @@ def test_prompts_are_copied() -> None:
             buffer[:] = prompt_ids(i)
             yield buffer
 
-    async def program() -> None:
-        rollouts = Rollouts(table({}), n=4, prompts=source())
-        batch = await rollouts.step()
-        assert [s.prompt.token_ids.tolist() for s in batch.samples] == [prompt_ids(i).tolist() for i in range(4)]
-        await rollouts.close()
-
-    virtual(program)
+    rollouts = Rollouts(table({}), n=4, prompts=source())
+    batch = await rollouts.step()
+    assert [s.prompt.token_ids.tolist() for s in batch.samples] == [prompt_ids(i).tolist() for i in range(4)]
+    await rollouts.close()

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from seeds import seeds
-from virtual_rollouts import EOS, VOCAB, RecordingEngine, Rollouts, now, table, virtual
+from virtual_rollouts import EOS, VOCAB, RecordingEngine, Rollouts, now, on_virtual_time, table, virtual
 
 from april.core import events as ev
 from april.core.engine_table import EngineHealth
@@ -42,24 +42,21 @@ class BreaksOff(RecordingEngine):
 
 
 @pytest.mark.parametrize("error", [ConnectionError, asyncio.CancelledError])
-def test_a_stream_that_breaks_off_is_resumed_elsewhere(error: type[BaseException]) -> None:
+@on_virtual_time
+async def test_a_stream_that_breaks_off_is_resumed_elsewhere(error: type[BaseException]) -> None:
     """Tokens before the break are kept and continued, not generated again; a cancellation inside the engine is one."""
-
-    async def program() -> None:
-        lengths = table({}, 20)
-        engines = [BreaksOff(lengths, "bad", after=4, times=1), RecordingEngine(lengths, "good")]
-        engines[0].error = error
-        rollouts = Rollouts(lengths, n=1, engines=engines)
-        batch = await rollouts.step()
-        (sample,) = batch.samples
-        assert sample.attempts == 2
-        assert sample.segments[0].count >= 4
-        assert sum(s.count for s in sample.segments) == 20 == sum(e.tokens for e in engines)
-        assert batch.metrics["failed_attempts"] == 1
-        assert not rollouts.dropped
-        await rollouts.close()
-
-    virtual(program)
+    lengths = table({}, 20)
+    engines = [BreaksOff(lengths, "bad", after=4, times=1), RecordingEngine(lengths, "good")]
+    engines[0].error = error
+    rollouts = Rollouts(lengths, n=1, engines=engines)
+    batch = await rollouts.step()
+    (sample,) = batch.samples
+    assert sample.attempts == 2
+    assert sample.segments[0].count >= 4
+    assert sum(s.count for s in sample.segments) == 20 == sum(e.tokens for e in engines)
+    assert batch.metrics["failed_attempts"] == 1
+    assert not rollouts.dropped
+    await rollouts.close()
 
 
 def test_a_stream_without_an_end_is_resumed() -> None:
@@ -83,23 +80,20 @@ def test_a_stream_without_an_end_is_resumed() -> None:
     virtual(program)
 
 
-def test_an_engine_that_always_fails_is_quarantined_and_the_sample_named() -> None:
+@on_virtual_time
+async def test_an_engine_that_always_fails_is_quarantined_and_the_sample_named() -> None:
     """Three failures in a row close the engine; a sample that gets no token from it is dropped with its story."""
-
-    async def program() -> None:
-        lengths = table({}, 20)
-        engine = BreaksOff(lengths, after=0, times=10_000)
-        rollouts = Rollouts(lengths, n=1, engines=[engine])
-        with pytest.raises(RolloutError, match=r"8 groups failed in a row.*g7\.s0.*engine e0: ConnectionError"):
-            await rollouts.driver.next_batch()
-        rollouts.check_ledger()
-        assert rollouts.core.prompts.dropped == {DropReason.FAILED: 8}
-        assert "group dropped (failed)" in rollouts.core.story((0, 0))  # type: ignore[arg-type]
-        engine.times = 0
-        await rollouts.step()
-        await rollouts.close()
-
-    virtual(program)
+    lengths = table({}, 20)
+    engine = BreaksOff(lengths, after=0, times=10_000)
+    rollouts = Rollouts(lengths, n=1, engines=[engine])
+    with pytest.raises(RolloutError, match=r"8 groups failed in a row.*g7\.s0.*engine e0: ConnectionError"):
+        await rollouts.driver.next_batch()
+    rollouts.check_ledger()
+    assert rollouts.core.prompts.dropped == {DropReason.FAILED: 8}
+    assert "group dropped (failed)" in rollouts.core.story((0, 0))  # type: ignore[arg-type]
+    engine.times = 0
+    await rollouts.step()
+    await rollouts.close()
 
 
 # ---------------------------------------------------------------- numbers that cannot be true
@@ -162,7 +156,8 @@ def test_wrong_numbers_are_rejected_counted_and_never_delivered(kind: str, caplo
     assert message in caplog.text
 
 
-def test_versions_that_go_back_are_rejected() -> None:
+@on_virtual_time
+async def test_versions_that_go_back_are_rejected() -> None:
     """No token is older than the weights that its engine had confirmed, in new samples either; they are corrupt."""
 
     class Old(RecordingEngine):
@@ -174,22 +169,19 @@ def test_versions_that_go_back_are_rejected() -> None:
 
         old, said = False, 0
 
-    async def program() -> None:
-        lengths = table({(0, 0): 30}, 8)
-        engine = Old(lengths)
-        rollouts = Rollouts(lengths, n=1, over=2, engines=[engine])
-        await rollouts.step()
-        await rollouts.step()
-        engine.old = True
-        waiter = asyncio.create_task(rollouts.driver.next_batch())
-        await asyncio.sleep(15)
-        engine.old = False
-        rollouts.check(await waiter)
-        assert rollouts.dropped == {DropReason.CORRUPT: engine.said}
-        assert engine.said > 8  # both samples'
-        await rollouts.close()
-
-    virtual(program)
+    lengths = table({(0, 0): 30}, 8)
+    engine = Old(lengths)
+    rollouts = Rollouts(lengths, n=1, over=2, engines=[engine])
+    await rollouts.step()
+    await rollouts.step()
+    engine.old = True
+    waiter = asyncio.create_task(rollouts.driver.next_batch())
+    await asyncio.sleep(15)
+    engine.old = False
+    rollouts.check(await waiter)
+    assert rollouts.dropped == {DropReason.CORRUPT: engine.said}
+    assert engine.said > 8  # both samples'
+    await rollouts.close()
 
 
 def test_a_chunk_after_the_end_is_rejected() -> None:
@@ -236,21 +228,18 @@ def test_an_end_without_a_token_that_nobody_asked_for_is_a_failure(finish: Engin
     virtual(program)
 
 
-def test_an_unasked_abort_keeps_its_tokens() -> None:
+@on_virtual_time
+async def test_an_unasked_abort_keeps_its_tokens() -> None:
     """Somebody else aborts at the engine: the sample is a partial and goes on at once."""
-
-    async def program() -> None:
-        rollouts = Rollouts(table({}, 20), n=1)
-        waiter = asyncio.create_task(rollouts.driver.next_batch())
-        await asyncio.sleep(7.5)
-        await rollouts.engines[0].engine.abort()
-        batch = await waiter
-        rollouts.check(batch)
-        assert [s.count for s in batch.samples[0].segments] == [7, 13]
-        assert batch.metrics["failed_attempts"] == 0
-        await rollouts.close()
-
-    virtual(program)
+    rollouts = Rollouts(table({}, 20), n=1)
+    waiter = asyncio.create_task(rollouts.driver.next_batch())
+    await asyncio.sleep(7.5)
+    await rollouts.engines[0].engine.abort()
+    batch = await waiter
+    rollouts.check(batch)
+    assert [s.count for s in batch.samples[0].segments] == [7, 13]
+    assert batch.metrics["failed_attempts"] == 0
+    await rollouts.close()
 
 
 # ---------------------------------------------------------------- aborts
@@ -279,76 +268,68 @@ class IgnoresAborts(RecordingEngine):
         return await super().health()
 
 
-def test_an_abort_is_asked_again_until_the_attempt_ends() -> None:
+@on_virtual_time
+async def test_an_abort_is_asked_again_until_the_attempt_ends() -> None:
     """An acknowledged abort that did nothing is sent again every abort_resend_s; nothing is lost, nobody fenced."""
-
-    async def program() -> None:
-        lengths = table({(1, 0): 400})
-        engine = IgnoresAborts(lengths, ignored=3)
-        rollouts = Rollouts(lengths, n=1, over=2, engines=[engine], abort_resend_s=2.0, abort_deadline_s=20.0)
-        batch = await rollouts.step()
-        assert [round(t, 3) for t, _ in engine.aborts] == [5, 7, 9, 11]
-        assert now() == pytest.approx(11, abs=0.01)
-        assert len(rollouts.sample(1, 0).tape) == 11
-        assert batch.metrics["fenced_attempts"] == 0
-        await rollouts.close()
-
-    virtual(program)
+    lengths = table({(1, 0): 400})
+    engine = IgnoresAborts(lengths, ignored=3)
+    rollouts = Rollouts(lengths, n=1, over=2, engines=[engine], abort_resend_s=2.0, abort_deadline_s=20.0)
+    batch = await rollouts.step()
+    assert [round(t, 3) for t, _ in engine.aborts] == [5, 7, 9, 11]
+    assert now() == pytest.approx(11, abs=0.01)
+    assert len(rollouts.sample(1, 0).tape) == 11
+    assert batch.metrics["fenced_attempts"] == 0
+    await rollouts.close()
 
 
-def test_an_abort_that_is_never_obeyed_is_fenced() -> None:
+@on_virtual_time
+async def test_an_abort_that_is_never_obeyed_is_fenced() -> None:
     """After abort_deadline_s: tokens seen are kept; the engine rests until a probe finds it well, then works again."""
+    lengths = table({(1, 0): 400})
+    engine = IgnoresAborts(lengths, ignored=10**6, sick=4, stream_interval_s=3.0)
+    rollouts = Rollouts(lengths, n=1, over=2, engines=[engine], abort_resend_s=1.0, abort_deadline_s=10.0)
+    batch = await rollouts.step()
+    assert now() == pytest.approx(5 + 10, abs=0.01)
+    assert len(engine.aborts) == 10
+    assert batch.metrics["fenced_attempts"] == 1
+    # streamed every 3 s: what came until the fence is kept and counted
+    assert len(rollouts.sample(1, 0).tape) == engine.tokens_of((1, 0))[0] > 10
+    assert rollouts.core.engines.states["e0"].quarantined
+    assert engine.open_streams == 0
 
-    async def program() -> None:
-        lengths = table({(1, 0): 400})
-        engine = IgnoresAborts(lengths, ignored=10**6, sick=4, stream_interval_s=3.0)
-        rollouts = Rollouts(lengths, n=1, over=2, engines=[engine], abort_resend_s=1.0, abort_deadline_s=10.0)
-        batch = await rollouts.step()
-        assert now() == pytest.approx(5 + 10, abs=0.01)
-        assert len(engine.aborts) == 10
-        assert batch.metrics["fenced_attempts"] == 1
-        # streamed every 3 s: what came until the fence is kept and counted
-        assert len(rollouts.sample(1, 0).tape) == engine.tokens_of((1, 0))[0] > 10
-        assert rollouts.core.engines.states["e0"].quarantined
-        assert engine.open_streams == 0
-
-        engine.ignored = 0
-        batch = await rollouts.step()
-        assert len(engine.probes) == 5  # raised, sick, raised, sick, well
-        assert engine.probes[0] == pytest.approx(16, abs=0.01)
-        assert not rollouts.core.engines.states["e0"].quarantined
-        assert now() == pytest.approx(20 + 5, abs=0.1)  # group 2 begins when the engine is well
-        for _ in range(3):
-            await rollouts.step()
-        await rollouts.close()
-
-    virtual(program)
-
-
-def test_evaluations_stay_away_from_quarantined_engines() -> None:
-    """They go to the engines that are well; when none is, the error says so."""
-
-    async def program() -> None:
-        lengths = table({(1, 0): 400})
-        bad = IgnoresAborts(lengths, "bad", ignored=10**6, sick=10**6)
-        good = RecordingEngine(lengths, "good")
-        rollouts = Rollouts(lengths, n=1, over=4, engines=[good, bad], abort_deadline_s=4.0)
+    engine.ignored = 0
+    batch = await rollouts.step()
+    assert len(engine.probes) == 5  # raised, sick, raised, sick, well
+    assert engine.probes[0] == pytest.approx(16, abs=0.01)
+    assert not rollouts.core.engines.states["e0"].quarantined
+    assert now() == pytest.approx(20 + 5, abs=0.1)  # group 2 begins when the engine is well
+    for _ in range(3):
         await rollouts.step()
-        assert rollouts.core.engines.states["bad"].quarantined
-        evaluator = rollouts.driver
-        prompts = [Prompt(np.array([i], np.int32)) for i in range(1, 7)]
-        sent = len(bad.requests)
+    await rollouts.close()
+
+
+@on_virtual_time
+async def test_evaluations_stay_away_from_quarantined_engines() -> None:
+    """They go to the engines that are well; when none is, the error says so."""
+    lengths = table({(1, 0): 400})
+    bad = IgnoresAborts(lengths, "bad", ignored=10**6, sick=10**6)
+    good = RecordingEngine(lengths, "good")
+    rollouts = Rollouts(lengths, n=1, over=4, engines=[good, bad], abort_deadline_s=4.0)
+    await rollouts.step()
+    assert rollouts.core.engines.states["bad"].quarantined
+    evaluator = rollouts.driver
+    prompts = [Prompt(np.array([i], np.int32)) for i in range(1, 7)]
+    sent = len(bad.requests)
+    await evaluator.evaluate(prompts, 2, SamplingParams(max_tokens=9), seed=0)
+    assert len(bad.requests) == sent
+    rollouts.core.engines.states["good"].health = EngineHealth.QUARANTINED
+    with pytest.raises(EngineError, match="all engines are quarantined: good, bad"):
         await evaluator.evaluate(prompts, 2, SamplingParams(max_tokens=9), seed=0)
-        assert len(bad.requests) == sent
-        rollouts.core.engines.states["good"].health = EngineHealth.QUARANTINED
-        with pytest.raises(EngineError, match="all engines are quarantined: good, bad"):
-            await evaluator.evaluate(prompts, 2, SamplingParams(max_tokens=9), seed=0)
-        await rollouts.close()
-
-    virtual(program)
+    await rollouts.close()
 
 
-def test_a_hanging_abort_call_and_a_hanging_probe_are_bounded() -> None:
+@on_virtual_time
+async def test_a_hanging_abort_call_and_a_hanging_probe_are_bounded() -> None:
     """engine.abort or engine.health that never returns delays the step to the deadline and no further."""
 
     class Hangs(RecordingEngine):
@@ -363,19 +344,17 @@ def test_a_hanging_abort_call_and_a_hanging_probe_are_bounded() -> None:
                 await asyncio.sleep(10**6)
             return await super().health()
 
-    async def program() -> None:
-        lengths = table({(1, 0): 400})
-        rollouts = Rollouts(lengths, n=1, over=2, engines=[Hangs(lengths)], abort_deadline_s=4.0)
-        await rollouts.step()
-        assert now() == pytest.approx(5 + 4, abs=0.01)
-        await rollouts.step()
-        assert now() < 9 + 1 + 10 + 1 + 5 + 1
-        await rollouts.close()
-
-    virtual(program)
+    lengths = table({(1, 0): 400})
+    rollouts = Rollouts(lengths, n=1, over=2, engines=[Hangs(lengths)], abort_deadline_s=4.0)
+    await rollouts.step()
+    assert now() == pytest.approx(5 + 4, abs=0.01)
+    await rollouts.step()
+    assert now() < 9 + 1 + 10 + 1 + 5 + 1
+    await rollouts.close()
 
 
-def test_an_abort_of_everything_hits_nothing_that_is_sent_later() -> None:
+@on_virtual_time
+async def test_an_abort_of_everything_hits_nothing_that_is_sent_later() -> None:
     """A slow "abort all" is still on its way when the next step begins: its requests wait for it, none is cut."""
 
     class Slow(RecordingEngine):
@@ -385,20 +364,18 @@ def test_an_abort_of_everything_hits_nothing_that_is_sent_later() -> None:
             await asyncio.sleep(0.7)  # the answer is late, and so is the deed on another server of the engine
             await super().abort(None)
 
-    async def program() -> None:
-        lengths = table({(1, 0): 30}, 6)
-        rollouts = Rollouts(lengths, n=1, over=2, engines=[Slow(lengths)])
-        await rollouts.step()
-        batch = await rollouts.step()
-        assert batch.metrics["attempts"] == 2
-        assert batch.metrics["aborted_attempts"] == 1  # the straggler at the end of this step
-        assert [len(c) for c in rollouts.engines[0].handed_over.values()] == [1] * 4
-        await rollouts.close()
-
-    virtual(program)
+    lengths = table({(1, 0): 30}, 6)
+    rollouts = Rollouts(lengths, n=1, over=2, engines=[Slow(lengths)])
+    await rollouts.step()
+    batch = await rollouts.step()
+    assert batch.metrics["attempts"] == 2
+    assert batch.metrics["aborted_attempts"] == 1  # the straggler at the end of this step
+    assert [len(c) for c in rollouts.engines[0].handed_over.values()] == [1] * 4
+    await rollouts.close()
 
 
-def test_an_attempt_that_is_aborted_before_it_was_sent_is_never_sent() -> None:
+@on_virtual_time
+async def test_an_attempt_that_is_aborted_before_it_was_sent_is_never_sent() -> None:
     """A pause in the very turn of the loop in which a request was submitted: the engine never hears of it."""
     programs: list[Rollouts] = []
 
@@ -409,23 +386,20 @@ def test_an_attempt_that_is_aborted_before_it_was_sent_is_never_sent() -> None:
             rollouts.driver.post(ev.PauseRequested())
         await llm.generate()
 
-    async def program() -> None:
-        rollouts = Rollouts(table({}, 5), n=2, rollout=rollout)
-        programs.append(rollouts)
-        waiter = asyncio.create_task(rollouts.driver.next_batch())
-        await asyncio.sleep(50)
-        engine = rollouts.engines[0]
-        assert rollouts.core.paused
-        assert not engine.requests
-        assert not engine.aborts
-        assert not rollouts.core.attempts
-        rollouts.driver.post(ev.Resumed())
-        batch = await waiter
-        rollouts.check(batch)
-        assert len(engine.requests) == 2
-        await rollouts.close()
-
-    virtual(program)
+    rollouts = Rollouts(table({}, 5), n=2, rollout=rollout)
+    programs.append(rollouts)
+    waiter = asyncio.create_task(rollouts.driver.next_batch())
+    await asyncio.sleep(50)
+    engine = rollouts.engines[0]
+    assert rollouts.core.paused
+    assert not engine.requests
+    assert not engine.aborts
+    assert not rollouts.core.attempts
+    rollouts.driver.post(ev.Resumed())
+    batch = await waiter
+    rollouts.check(batch)
+    assert len(engine.requests) == 2
+    await rollouts.close()
 
 
 def test_chunks_after_a_fence_change_nothing() -> None:
@@ -475,25 +449,23 @@ def test_chunks_after_a_fence_change_nothing() -> None:
 
 
 @pytest.mark.parametrize("late", [{"finish": EngineFinish.STOP}, {"error": "reset"}], ids=["ended", "failed"])
-def test_events_of_attempts_that_are_accounted_for_change_nothing(late: dict[str, Any]) -> None:
+@on_virtual_time
+async def test_events_of_attempts_that_are_accounted_for_change_nothing(late: dict[str, Any]) -> None:
     """A reply that comes twice, or for an id nobody knows, is counted and ignored."""
-
-    async def program() -> None:
-        rollouts = Rollouts(table({}, 5), n=1)
-        batch = await rollouts.step()
-        before = repr(rollouts.core)
-        for attempt_id in (batch.samples[0].segments[0].attempt_id, "never seen"):
-            event = ev.AttemptFailed if "error" in late else ev.AttemptEnded
-            rollouts.driver.post(event(attempt_id=attempt_id, **late))
-        assert repr(rollouts.core) == before
-        assert rollouts.core.counters["late_events"] == 2
-        await rollouts.close()
-
-    virtual(program)
+    rollouts = Rollouts(table({}, 5), n=1)
+    batch = await rollouts.step()
+    before = repr(rollouts.core)
+    for attempt_id in (batch.samples[0].segments[0].attempt_id, "never seen"):
+        event = ev.AttemptFailed if "error" in late else ev.AttemptEnded
+        rollouts.driver.post(event(attempt_id=attempt_id, **late))
+    assert repr(rollouts.core) == before
+    assert rollouts.core.counters["late_events"] == 2
+    await rollouts.close()
 
 
 @pytest.mark.parametrize("seed", seeds(12))
-def test_random_faults_lose_nothing(seed: int) -> None:
+@on_virtual_time
+async def test_random_faults_lose_nothing(seed: int) -> None:
     """Broken streams, lies, lost aborts and cancelled callers at random: delivered samples are right, books exact."""
     rng = np.random.default_rng(seed)
 
@@ -522,27 +494,24 @@ def test_random_faults_lose_nothing(seed: int) -> None:
             raise ValueError("no verdict")
         return 1.0
 
-    async def program() -> None:
-        lengths = {(g, i): int(rng.integers(1, 60)) for g in range(200) for i in range(3)}
-        engines = [Faulty(table(lengths), f"e{i}", stream_interval_s=2.5, max_running=6) for i in range(2)]
-        rollouts = Rollouts(
-            table(lengths), n=3, samples=3, over=5, engines=engines, reward=reward, max_response_len=50,
-            abort_deadline_s=6.0,
-        )  # fmt: skip
-        delivered: list[Any] = []
-        for _ in range(8):
-            while True:
-                waiter = asyncio.create_task(rollouts.driver.next_batch())
-                done, _ = await asyncio.wait([waiter], timeout=float(rng.integers(5, 80)))
-                if done:
-                    break
-                waiter.cancel()
-                await asyncio.wait([waiter])
-            batch = waiter.result()
-            rollouts.check(batch)
-            delivered += [s.id for s in batch.samples]
-            await rollouts.driver.update_weights()
-        assert len(set(delivered)) == len(delivered) == 8 * 9
-        await rollouts.close()
-
-    virtual(program)
+    lengths = {(g, i): int(rng.integers(1, 60)) for g in range(200) for i in range(3)}
+    engines = [Faulty(table(lengths), f"e{i}", stream_interval_s=2.5, max_running=6) for i in range(2)]
+    rollouts = Rollouts(
+        table(lengths), n=3, samples=3, over=5, engines=engines, reward=reward, max_response_len=50,
+        abort_deadline_s=6.0,
+    )  # fmt: skip
+    delivered: list[Any] = []
+    for _ in range(8):
+        while True:
+            waiter = asyncio.create_task(rollouts.driver.next_batch())
+            done, _ = await asyncio.wait([waiter], timeout=float(rng.integers(5, 80)))
+            if done:
+                break
+            waiter.cancel()
+            await asyncio.wait([waiter])
+        batch = waiter.result()
+        rollouts.check(batch)
+        delivered += [s.id for s in batch.samples]
+        await rollouts.driver.update_weights()
+    assert len(set(delivered)) == len(delivered) == 8 * 9
+    await rollouts.close()

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from real_schedulers import assert_nothing_is_left, check, config, reward, scheduler
-from virtual_rollouts import Rollouts, now, prompt_ids, table, virtual
+from virtual_rollouts import Rollouts, now, on_virtual_time, prompt_ids, table
 
 import april
 from april.core.sampling import SamplingParams
@@ -41,34 +41,32 @@ def only(accepted: Callable[[int], bool]) -> Callable[..., Awaitable[bool]]:
 
 @pytest.mark.parametrize("refill", list(Refill))
 @pytest.mark.parametrize("over", [3, 6, 2], ids=["N' = N", "N' = 2N", "portions"])
-def test_rejected_groups_are_replaced_and_never_counted(refill: Refill, over: int) -> None:
+@on_virtual_time
+async def test_rejected_groups_are_replaced_and_never_counted(refill: Refill, over: int) -> None:
     """Every batch has N accepted groups; what was rejected is counted per step, by name, with all its tokens."""
-
-    async def program() -> None:
-        rollouts = Rollouts(LENGTHS.sample, n=3, samples=2, over=over, refill=refill, filter=only(lambda g: g % 3 != 1))
-        dropped = 0
-        delivered: list[int] = []
-        for _ in range(6):
-            batch = await rollouts.step()
-            assert batch.group_sizes == (2, 2, 2)
-            dropped += int(batch.metrics["groups_dropped_filtered"])
-            delivered += batch.group_ids[::2].tolist()
-        assert all(group % 3 != 1 for group in delivered)
-        assert len(set(delivered)) == 18
-        core = rollouts.core
-        assert core.prompts.dropped[DropReason.FILTERED] >= dropped > 4
-        assert rollouts.dropped == {
-            DropReason.FILTERED: sum(
-                LENGTHS.sample(g, i) for g in range(core.context.groups_drawn) for i in range(2)
-                if g % 3 == 1 and g not in core.buffer.groups
-            )
-        }  # fmt: skip
-        await rollouts.close()
-
-    virtual(program)
+    rollouts = Rollouts(LENGTHS.sample, n=3, samples=2, over=over, refill=refill, filter=only(lambda g: g % 3 != 1))
+    dropped = 0
+    delivered: list[int] = []
+    for _ in range(6):
+        batch = await rollouts.step()
+        assert batch.group_sizes == (2, 2, 2)
+        dropped += int(batch.metrics["groups_dropped_filtered"])
+        delivered += batch.group_ids[::2].tolist()
+    assert all(group % 3 != 1 for group in delivered)
+    assert len(set(delivered)) == 18
+    core = rollouts.core
+    assert core.prompts.dropped[DropReason.FILTERED] >= dropped > 4
+    assert rollouts.dropped == {
+        DropReason.FILTERED: sum(
+            LENGTHS.sample(g, i) for g in range(core.context.groups_drawn) for i in range(2)
+            if g % 3 == 1 and g not in core.buffer.groups
+        )
+    }  # fmt: skip
+    await rollouts.close()
 
 
-def test_what_a_filter_sees() -> None:
+@on_virtual_time
+async def test_what_a_filter_sees() -> None:
     """The prompt with its data, and every response with its reward and what the rollout function returned."""
     seen: list[Any] = []
 
@@ -86,22 +84,20 @@ def test_what_a_filter_sees() -> None:
     async def length(prompt: Prompt, response: Response) -> float:
         return float(len(response.tokens))
 
-    async def program() -> None:
-        prompts = [{"token_ids": prompt_ids(i), "answer": 10 * i} for i in range(2)]
-        rollouts = Rollouts(
-            table({(0, 1): 8}), n=2, samples=2, prompts=prompts, rollout=rollout, reward=length, filter=verdict
-        )
-        await rollouts.step()
-        assert sorted(seen) == [
-            (0, [((0, 0), "output of g0.s0", 5.0, 5), ((0, 1), "output of g0.s1", 8.0, 8)]),
-            (10, [((1, 0), "output of g1.s0", 5.0, 5), ((1, 1), "output of g1.s1", 5.0, 5)]),
-        ]
-        await rollouts.close()
-
-    virtual(program)
+    prompts = [{"token_ids": prompt_ids(i), "answer": 10 * i} for i in range(2)]
+    rollouts = Rollouts(
+        table({(0, 1): 8}), n=2, samples=2, prompts=prompts, rollout=rollout, reward=length, filter=verdict
+    )
+    await rollouts.step()
+    assert sorted(seen) == [
+        (0, [((0, 0), "output of g0.s0", 5.0, 5), ((0, 1), "output of g0.s1", 8.0, 8)]),
+        (10, [((1, 0), "output of g1.s0", 5.0, 5), ((1, 1), "output of g1.s1", 5.0, 5)]),
+    ]
+    await rollouts.close()
 
 
-def test_rewards_differ() -> None:
+@on_virtual_time
+async def test_rewards_differ() -> None:
     """The filter of DAPO: groups whose samples all have the same reward teach nothing."""
 
     async def graded(prompt: Prompt, response: Response) -> float:
@@ -111,38 +107,34 @@ def test_rewards_differ() -> None:
     async def filter_(prompt: Prompt, responses: list[Response]) -> bool:
         return rewards_differ(prompt, responses)
 
-    async def program() -> None:
-        rollouts = Rollouts(table({}), n=2, samples=2, reward=graded, filter=filter_)
-        assert (await rollouts.step()).group_ids.tolist() == [1, 1, 3, 3]
-        await rollouts.close()
-
-    virtual(program)
+    rollouts = Rollouts(table({}), n=2, samples=2, reward=graded, filter=filter_)
+    assert (await rollouts.step()).group_ids.tolist() == [1, 1, 3, 3]
+    await rollouts.close()
 
 
-def test_generation_goes_on_while_a_filter_thinks() -> None:
+@on_virtual_time
+async def test_generation_goes_on_while_a_filter_thinks() -> None:
     """A slow filter holds up its group only: others are generated, judged and delivered meanwhile."""
 
     async def slow(prompt: Prompt, responses: list[Response]) -> bool:
         await asyncio.sleep(100 if group_of(responses) == 0 else 2)
         return True
 
-    async def program() -> None:
-        rollouts = Rollouts(table({(1, 0): 30, (2, 0): 40}), n=1, over=3, filter=slow)
-        batch = await rollouts.step()
-        assert batch.group_ids.tolist() == [1]
-        assert now() == pytest.approx(32, abs=1e-6)
-        assert len(rollouts.sample(2, 0).tape) == 32
-        await asyncio.sleep(200)  # the trainer trains; the filter has spoken meanwhile
-        assert rollouts.core.monitor.ready == 1
-        batch = await rollouts.step()
-        assert batch.group_ids.tolist() == [0]
-        assert now() == pytest.approx(232, abs=1e-6)
-        await rollouts.close()
-
-    virtual(program)
+    rollouts = Rollouts(table({(1, 0): 30, (2, 0): 40}), n=1, over=3, filter=slow)
+    batch = await rollouts.step()
+    assert batch.group_ids.tolist() == [1]
+    assert now() == pytest.approx(32, abs=1e-6)
+    assert len(rollouts.sample(2, 0).tape) == 32
+    await asyncio.sleep(200)  # the trainer trains; the filter has spoken meanwhile
+    assert rollouts.core.monitor.ready == 1
+    batch = await rollouts.step()
+    assert batch.group_ids.tolist() == [0]
+    assert now() == pytest.approx(232, abs=1e-6)
+    await rollouts.close()
 
 
-def test_a_verdict_on_a_group_that_began_again_is_late() -> None:
+@on_virtual_time
+async def test_a_verdict_on_a_group_that_began_again_is_late() -> None:
     """on_stale: restart takes a sample out of a group that is being judged: that verdict counts for nothing."""
     asked: list[int] = []
 
@@ -152,32 +144,24 @@ def test_a_verdict_on_a_group_that_began_again_is_late() -> None:
         await asyncio.sleep(50 if asked.count(group) == 1 and group == 0 else 0)
         return asked.count(0) > 1 or group != 0
 
-    async def program() -> None:
-        rollouts = Rollouts(
-            table({(0, 0): 4}, 6), n=1, over=2, filter=verdict, max_staleness=0, on_stale=OnStale.RESTART
-        )
-        assert (await rollouts.step()).group_ids.tolist() == [1]  # the update makes group 0 too old while it is judged
-        batch = await rollouts.step()
-        assert batch.group_ids.tolist() == [0]
-        assert asked.count(0) == 2
-        await asyncio.sleep(100)
-        assert rollouts.core.counters["late_events"] == 1
-        assert rollouts.dropped == {DropReason.STALE: 4 + 4}  # group 0, and group 2 after the next update
-        await rollouts.close()
-
-    virtual(program)
+    rollouts = Rollouts(table({(0, 0): 4}, 6), n=1, over=2, filter=verdict, max_staleness=0, on_stale=OnStale.RESTART)
+    assert (await rollouts.step()).group_ids.tolist() == [1]  # the update makes group 0 too old while it is judged
+    batch = await rollouts.step()
+    assert batch.group_ids.tolist() == [0]
+    assert asked.count(0) == 2
+    await asyncio.sleep(100)
+    assert rollouts.core.counters["late_events"] == 1
+    assert rollouts.dropped == {DropReason.STALE: 4 + 4}  # group 0, and group 2 after the next update
+    await rollouts.close()
 
 
-def test_evaluations_are_not_filtered() -> None:
+@on_virtual_time
+async def test_evaluations_are_not_filtered() -> None:
     """The filter is for training."""
-
-    async def program() -> None:
-        rollouts = Rollouts(table({}), n=1, samples=2, filter=only(lambda g: pytest.fail("not training")))
-        result = await rollouts.driver.evaluate([Prompt(prompt_ids(1))], 2, SamplingParams(max_tokens=9), 0)
-        assert result.rewards.shape == (1, 2)
-        await rollouts.close()
-
-    virtual(program)
+    rollouts = Rollouts(table({}), n=1, samples=2, filter=only(lambda g: pytest.fail("not training")))
+    result = await rollouts.driver.evaluate([Prompt(prompt_ids(1))], 2, SamplingParams(max_tokens=9), 0)
+    assert result.rewards.shape == (1, 2)
+    await rollouts.close()
 
 
 # ---------------------------------------------------------------- filters that fail
@@ -217,7 +201,8 @@ FAULTS: dict[str, tuple[Callable[[], Awaitable[Any]], str]] = {
 
 @pytest.mark.parametrize("kind", list(FAULTS))
 @pytest.mark.parametrize("times", [1, 3])
-def test_a_filter_that_fails(kind: str, times: int) -> None:
+@on_virtual_time
+async def test_a_filter_that_fails(kind: str, times: int) -> None:
     """Once: it is asked again. Three times: its group is dropped as failed, by name, and replaced; others go on."""
     fault, words = FAULTS[kind]
     asked: list[int] = []
@@ -229,42 +214,37 @@ def test_a_filter_that_fails(kind: str, times: int) -> None:
             return await fault()
         return np.bool_(True)
 
-    async def program() -> None:
-        rollouts = Rollouts(table({(1, 0): 9}), n=2, samples=2, filter=verdict)
-        batch = await rollouts.step()
-        assert set(batch.group_ids.tolist()) == ({0, 1} if times == 1 else {0, 2})
-        story = rollouts.core.story(SampleId(1, 0))
-        assert words in story
-        if times == 1:
-            assert asked.count(1) == 2
-            assert not rollouts.dropped
-        else:
-            assert asked.count(1) == 3
-            assert "group dropped (failed): filter of group 1: " in story
-            assert rollouts.dropped == {DropReason.FAILED: 9 + 5}
-            assert batch.metrics["groups_dropped_failed"] == 1
-            assert batch.metrics["groups_dropped_filtered"] == 0
-        await rollouts.close()
-
-    virtual(program)
+    rollouts = Rollouts(table({(1, 0): 9}), n=2, samples=2, filter=verdict)
+    batch = await rollouts.step()
+    assert set(batch.group_ids.tolist()) == ({0, 1} if times == 1 else {0, 2})
+    story = rollouts.core.story(SampleId(1, 0))
+    assert words in story
+    if times == 1:
+        assert asked.count(1) == 2
+        assert not rollouts.dropped
+    else:
+        assert asked.count(1) == 3
+        assert "group dropped (failed): filter of group 1: " in story
+        assert rollouts.dropped == {DropReason.FAILED: 9 + 5}
+        assert batch.metrics["groups_dropped_failed"] == 1
+        assert batch.metrics["groups_dropped_filtered"] == 0
+    await rollouts.close()
 
 
-def test_a_filter_that_rejects_everything_ends_the_step_with_a_reason() -> None:
+@on_virtual_time
+async def test_a_filter_that_rejects_everything_ends_the_step_with_a_reason() -> None:
     """After max_filtered_groups in a row; everything is accounted for, and the next step begins a new count."""
     strict = [True]
 
-    async def program() -> None:
-        rollouts = Rollouts(table({}), n=2, samples=2, filter=only(lambda g: not strict[0]), max_filtered_groups=7)
-        for total in (7, 14):
-            with pytest.raises(RolloutError, match=r"the filter rejected 7 groups in a row; are the prompts too easy"):
-                await rollouts.driver.next_batch()
-            rollouts.check_ledger()
-            assert rollouts.core.prompts.dropped[DropReason.FILTERED] in (total, total + 1)
-        strict[0] = False
-        await rollouts.step()
-        await rollouts.close()
-
-    virtual(program)
+    rollouts = Rollouts(table({}), n=2, samples=2, filter=only(lambda g: not strict[0]), max_filtered_groups=7)
+    for total in (7, 14):
+        with pytest.raises(RolloutError, match=r"the filter rejected 7 groups in a row; are the prompts too easy"):
+            await rollouts.driver.next_batch()
+        rollouts.check_ledger()
+        assert rollouts.core.prompts.dropped[DropReason.FILTERED] in (total, total + 1)
+    strict[0] = False
+    await rollouts.step()
+    await rollouts.close()
 
 
 # ---------------------------------------------------------------- the end of the data
@@ -272,61 +252,53 @@ def test_a_filter_that_rejects_everything_ends_the_step_with_a_reason() -> None:
 
 @pytest.mark.parametrize("end", [OnDataEnd.SHORT, OnDataEnd.WAIT])
 @pytest.mark.parametrize("over", [3, 6])
-def test_the_end_of_the_data_with_rejections(end: OnDataEnd, over: int) -> None:
+@on_virtual_time
+async def test_the_end_of_the_data_with_rejections(end: OnDataEnd, over: int) -> None:
     """20 prompts, every third rejected: 13 are delivered as 3 + 3 + 3 + 3 and a rest of 1, or the rest waits."""
-
-    async def program() -> None:
-        rollouts = Rollouts(
-            LENGTHS.sample, n=3, samples=2, over=over, prompts=20, on_data_end=end, filter=only(lambda g: g % 3 != 1)
-        )
-        sizes, groups = [], []
-        for _ in range(4 if end is OnDataEnd.WAIT else 5):
-            batch = await rollouts.step()
-            sizes.append(len(batch.group_sizes))
-            groups += batch.group_ids[::2].tolist()
-        words = "every prompt is settled" if end is OnDataEnd.SHORT else "complete groups that wait for more prompts: 1"
-        for _ in range(2):
-            with pytest.raises(DataExhausted, match=words):
-                await rollouts.driver.next_batch()
-        assert sizes == [3, 3, 3, 3, 1][: len(sizes)]
-        held = [g.id for g in rollouts.core.buffer]
-        assert sorted(groups + held) == [g for g in range(20) if g % 3 != 1]
-        assert rollouts.core.prompts.as_dict() == {
-            "observed": 20, "delivered": len(groups), "held": len(held), "dropped": {"filtered": 7},
-        }  # fmt: skip
-        await rollouts.close()
-
-    virtual(program)
-
-
-def test_data_of_which_nothing_is_accepted() -> None:
-    """No empty batch, no waiting for ever: the data has ended."""
-
-    async def program() -> None:
-        rollouts = Rollouts(table({}), n=2, samples=2, over=3, prompts=5, filter=only(lambda g: False))
-        with pytest.raises(DataExhausted, match="every prompt is settled"):
+    rollouts = Rollouts(
+        LENGTHS.sample, n=3, samples=2, over=over, prompts=20, on_data_end=end, filter=only(lambda g: g % 3 != 1)
+    )
+    sizes, groups = [], []
+    for _ in range(4 if end is OnDataEnd.WAIT else 5):
+        batch = await rollouts.step()
+        sizes.append(len(batch.group_sizes))
+        groups += batch.group_ids[::2].tolist()
+    words = "every prompt is settled" if end is OnDataEnd.SHORT else "complete groups that wait for more prompts: 1"
+    for _ in range(2):
+        with pytest.raises(DataExhausted, match=words):
             await rollouts.driver.next_batch()
-        assert rollouts.core.prompts.as_dict()["dropped"] == {"filtered": 5}
-        await rollouts.close()
+    assert sizes == [3, 3, 3, 3, 1][: len(sizes)]
+    held = [g.id for g in rollouts.core.buffer]
+    assert sorted(groups + held) == [g for g in range(20) if g % 3 != 1]
+    assert rollouts.core.prompts.as_dict() == {
+        "observed": 20, "delivered": len(groups), "held": len(held), "dropped": {"filtered": 7},
+    }  # fmt: skip
+    await rollouts.close()
 
-    virtual(program)
+
+@on_virtual_time
+async def test_data_of_which_nothing_is_accepted() -> None:
+    """No empty batch, no waiting for ever: the data has ended."""
+    rollouts = Rollouts(table({}), n=2, samples=2, over=3, prompts=5, filter=only(lambda g: False))
+    with pytest.raises(DataExhausted, match="every prompt is settled"):
+        await rollouts.driver.next_batch()
+    assert rollouts.core.prompts.as_dict()["dropped"] == {"filtered": 5}
+    await rollouts.close()
 
 
-def test_the_end_of_the_data_waits_for_a_filter_that_thinks() -> None:
+@on_virtual_time
+async def test_the_end_of_the_data_waits_for_a_filter_that_thinks() -> None:
     """The last group is neither forgotten nor delivered before its verdict."""
 
     async def slow(prompt: Prompt, responses: list[Response]) -> bool:
         await asyncio.sleep(60)
         return True
 
-    async def program() -> None:
-        rollouts = Rollouts(table({}), n=4, prompts=3, filter=slow)
-        batch = await rollouts.step()
-        assert sorted(batch.group_ids.tolist()) == [0, 1, 2]
-        assert now() == pytest.approx(65, abs=1e-6)
-        await rollouts.close()
-
-    virtual(program)
+    rollouts = Rollouts(table({}), n=4, prompts=3, filter=slow)
+    batch = await rollouts.step()
+    assert sorted(batch.group_ids.tolist()) == [0, 1, 2]
+    assert now() == pytest.approx(65, abs=1e-6)
+    await rollouts.close()
 
 
 # ---------------------------------------------------------------- through the scheduler

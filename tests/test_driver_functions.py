@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from virtual_rollouts import RecordingEngine, Rollouts, now, table, virtual
+from virtual_rollouts import RecordingEngine, Rollouts, now, on_virtual_time, table, virtual
 
 from april.core.types import DropReason, Prompt, SampleId
 from april.driver.llm import LLM
@@ -54,7 +54,8 @@ BAD_REWARDS: dict[str, tuple[Callable[[], Awaitable[Any]], str]] = {
 
 
 @pytest.mark.parametrize("kind", list(BAD_REWARDS))
-def test_a_reward_that_fails_once_is_asked_again(kind: str) -> None:
+@on_virtual_time
+async def test_a_reward_that_fails_once_is_asked_again(kind: str) -> None:
     """The reward is computed again; no token is dropped for it."""
     fault, message = BAD_REWARDS[kind]
     failed: list[SampleId] = []
@@ -65,20 +66,18 @@ def test_a_reward_that_fails_once_is_asked_again(kind: str) -> None:
             return await fault()
         return 1.0
 
-    async def program() -> None:
-        rollouts = Rollouts(table({}), n=2, samples=2, reward=reward)
-        batch = await rollouts.step()
-        assert batch.rewards.tolist() == [1.0] * 4
-        assert batch.metrics["failed_samples"] == 1
-        assert not rollouts.dropped
-        assert message in rollouts.core.story(failed[0])
-        await rollouts.close()
-
-    virtual(program)
+    rollouts = Rollouts(table({}), n=2, samples=2, reward=reward)
+    batch = await rollouts.step()
+    assert batch.rewards.tolist() == [1.0] * 4
+    assert batch.metrics["failed_samples"] == 1
+    assert not rollouts.dropped
+    assert message in rollouts.core.story(failed[0])
+    await rollouts.close()
 
 
 @pytest.mark.parametrize("kind", list(BAD_REWARDS))
-def test_a_reward_that_fails_too_often_drops_the_group_by_name(kind: str) -> None:
+@on_virtual_time
+async def test_a_reward_that_fails_too_often_drops_the_group_by_name(kind: str) -> None:
     """After max_attempt_failures the group is dropped as failed and replaced; every token is accounted for."""
     fault, message = BAD_REWARDS[kind]
     calls: list[SampleId] = []
@@ -89,21 +88,18 @@ def test_a_reward_that_fails_too_often_drops_the_group_by_name(kind: str) -> Non
             return await fault()
         return 1.0
 
-    async def program() -> None:
-        rollouts = Rollouts(table({(1, 0): 9}), n=2, samples=2, reward=reward)
-        batch = await rollouts.step()
-        assert set(batch.group_ids.tolist()) == {0, 2}
-        assert len(calls) == 3
-        # both samples of group 1: one had been scored or was still running
-        assert rollouts.dropped == {DropReason.FAILED: 5 + 5}
-        assert rollouts.core.prompts.as_dict()["dropped"] == {"failed": 1}
-        assert batch.metrics["groups_dropped_failed"] == 1
-        story = rollouts.core.story(SampleId(1, 1))
-        assert "group dropped (failed): g1.s1" in story
-        assert message in story
-        await rollouts.close()
-
-    virtual(program)
+    rollouts = Rollouts(table({(1, 0): 9}), n=2, samples=2, reward=reward)
+    batch = await rollouts.step()
+    assert set(batch.group_ids.tolist()) == {0, 2}
+    assert len(calls) == 3
+    # both samples of group 1: one had been scored or was still running
+    assert rollouts.dropped == {DropReason.FAILED: 5 + 5}
+    assert rollouts.core.prompts.as_dict()["dropped"] == {"failed": 1}
+    assert batch.metrics["groups_dropped_failed"] == 1
+    story = rollouts.core.story(SampleId(1, 1))
+    assert "group dropped (failed): g1.s1" in story
+    assert message in story
+    await rollouts.close()
 
 
 @pytest.mark.parametrize(
@@ -119,7 +115,8 @@ def test_a_reward_that_fails_too_often_drops_the_group_by_name(kind: str) -> Non
         ([1.0, 1.0, None], "the reward of g1.s2 is None"),
     ],
 )
-def test_group_rewards_that_cannot_be(answer: Any, message: str) -> None:
+@on_virtual_time
+async def test_group_rewards_that_cannot_be(answer: Any, message: str) -> None:
     """A group reward of the wrong shape or value: asked again, then the group is dropped by name and replaced."""
     calls: list[int] = []
 
@@ -127,20 +124,18 @@ def test_group_rewards_that_cannot_be(answer: Any, message: str) -> None:
         calls.append(responses[0].sample_id.group)
         return answer if calls[-1] == 1 else np.arange(3.0)
 
-    async def program() -> None:
-        rollouts = Rollouts(table({}), n=2, samples=3, group_reward=group_reward)
-        batch = await rollouts.step()
-        assert batch.rewards.tolist() == [0, 1, 2] * 2
-        assert set(batch.group_ids.tolist()) == {0, 2}
-        assert calls.count(1) == 3
-        assert message in rollouts.core.story(SampleId(1, 0))
-        assert rollouts.dropped == {DropReason.FAILED: 15}
-        await rollouts.close()
-
-    virtual(program)
+    rollouts = Rollouts(table({}), n=2, samples=3, group_reward=group_reward)
+    batch = await rollouts.step()
+    assert batch.rewards.tolist() == [0, 1, 2] * 2
+    assert set(batch.group_ids.tolist()) == {0, 2}
+    assert calls.count(1) == 3
+    assert message in rollouts.core.story(SampleId(1, 0))
+    assert rollouts.dropped == {DropReason.FAILED: 15}
+    await rollouts.close()
 
 
-def test_a_run_in_which_everything_fails_stops_with_the_reason() -> None:
+@on_virtual_time
+async def test_a_run_in_which_everything_fails_stops_with_the_reason() -> None:
     """Eight groups in a row without one completed: the trainer gets the last error; a fixed reward can go on."""
     broken = [True]
 
@@ -149,16 +144,13 @@ def test_a_run_in_which_everything_fails_stops_with_the_reason() -> None:
             raise ConnectionError("no answer from the judge")
         return 1.0
 
-    async def program() -> None:
-        rollouts = Rollouts(table({}), n=2, samples=2, reward=reward)
-        with pytest.raises(RolloutError, match=r"8 groups failed in a row.*ConnectionError: no answer from the judge"):
-            await rollouts.driver.next_batch()
-        rollouts.check_ledger()
-        broken[0] = False
-        await rollouts.step()
-        await rollouts.close()
-
-    virtual(program)
+    rollouts = Rollouts(table({}), n=2, samples=2, reward=reward)
+    with pytest.raises(RolloutError, match=r"8 groups failed in a row.*ConnectionError: no answer from the judge"):
+        await rollouts.driver.next_batch()
+    rollouts.check_ledger()
+    broken[0] = False
+    await rollouts.step()
+    await rollouts.close()
 
 
 # ---------------------------------------------------------------- rollout functions
@@ -166,7 +158,8 @@ def test_a_run_in_which_everything_fails_stops_with_the_reason() -> None:
 
 @pytest.mark.parametrize("fault", ["raises", "exits", "is cancelled from inside"])
 @pytest.mark.parametrize("after", [False, True], ids=["before generate", "after generate"])
-def test_a_rollout_function_that_fails_once_begins_again(fault: str, after: bool) -> None:
+@on_virtual_time
+async def test_a_rollout_function_that_fails_once_begins_again(fault: str, after: bool) -> None:
     """The sample starts anew, its tokens are counted as dropped; the others never notice."""
     failed: list[SampleId] = []
 
@@ -179,15 +172,12 @@ def test_a_rollout_function_that_fails_once_begins_again(fault: str, after: bool
         if first:
             await BAD_REWARDS[fault][0]()
 
-    async def program() -> None:
-        rollouts = Rollouts(table({}), n=2, samples=2, rollout=rollout)
-        batch = await rollouts.step()
-        assert set(batch.group_ids.tolist()) == {0, 1}
-        assert rollouts.dropped == ({DropReason.FAILED: 5} if after else {})
-        assert BAD_REWARDS[fault][1] in rollouts.core.story(failed[0])
-        await rollouts.close()
-
-    virtual(program)
+    rollouts = Rollouts(table({}), n=2, samples=2, rollout=rollout)
+    batch = await rollouts.step()
+    assert set(batch.group_ids.tolist()) == {0, 1}
+    assert rollouts.dropped == ({DropReason.FAILED: 5} if after else {})
+    assert BAD_REWARDS[fault][1] in rollouts.core.story(failed[0])
+    await rollouts.close()
 
 
 async def generates_nothing(prompt: Prompt, llm: LLM) -> None:
@@ -296,7 +286,8 @@ MISUSE = {
 
 
 @pytest.mark.parametrize("function", list(MISUSE), ids=lambda f: f.__name__)
-def test_misuse_is_a_named_failure_of_that_sample(function: Callable[..., Any]) -> None:
+@on_virtual_time
+async def test_misuse_is_a_named_failure_of_that_sample(function: Callable[..., Any]) -> None:
     """Whatever one sample's function does wrong: its group is dropped by name, engines and other samples go on."""
 
     async def rollout(prompt: Prompt, llm: LLM) -> None:
@@ -305,19 +296,16 @@ def test_misuse_is_a_named_failure_of_that_sample(function: Callable[..., Any]) 
         else:
             await llm.generate()
 
-    async def program() -> None:
-        rollouts = Rollouts(table({}), n=2, samples=2, rollout=rollout, allow_mismatch=True)
-        for _ in range(3):
-            batch = await rollouts.step()
-            assert 1 not in batch.group_ids
-        story = rollouts.core.story(SampleId(1, 0))
-        assert "group dropped (failed): g1.s0" in story
-        assert MISUSE[function] in story
-        assert rollouts.core.counters["failed_attempts"] == 0  # no engine was blamed
-        assert rollouts.core.prompts.as_dict()["dropped"] == {"failed": 1}
-        await rollouts.close()
-
-    virtual(program)
+    rollouts = Rollouts(table({}), n=2, samples=2, rollout=rollout, allow_mismatch=True)
+    for _ in range(3):
+        batch = await rollouts.step()
+        assert 1 not in batch.group_ids
+    story = rollouts.core.story(SampleId(1, 0))
+    assert "group dropped (failed): g1.s0" in story
+    assert MISUSE[function] in story
+    assert rollouts.core.counters["failed_attempts"] == 0  # no engine was blamed
+    assert rollouts.core.prompts.as_dict()["dropped"] == {"failed": 1}
+    await rollouts.close()
 
 
 def test_the_error_is_raised_where_the_mistake_is(caplog: pytest.LogCaptureFixture) -> None:
@@ -333,7 +321,8 @@ def test_the_error_is_raised_where_the_mistake_is(caplog: pytest.LogCaptureFixtu
     assert "await llm.generate(done.conversation[1:])" in caplog.text
 
 
-def test_generate_after_the_function_has_returned() -> None:
+@on_virtual_time
+async def test_generate_after_the_function_has_returned() -> None:
     """A task that outlives its function gets an error of its own, and the finished sample stays as it is."""
     errors: list[BaseException] = []
 
@@ -354,18 +343,16 @@ def test_generate_after_the_function_has_returned() -> None:
         await asyncio.sleep(1)
         return 1.0
 
-    async def program() -> None:
-        rollouts = Rollouts(table({}), n=2, rollout=rollout, reward=reward)
-        await rollouts.step()
-        await asyncio.gather(*tasks)
-        assert len(errors) == 2
-        assert all("after its rollout function had ended" in str(e) for e in errors)
-        await rollouts.close()
-
-    virtual(program)
+    rollouts = Rollouts(table({}), n=2, rollout=rollout, reward=reward)
+    await rollouts.step()
+    await asyncio.gather(*tasks)
+    assert len(errors) == 2
+    assert all("after its rollout function had ended" in str(e) for e in errors)
+    await rollouts.close()
 
 
-def test_what_the_function_waits_for_is_ended_with_its_group() -> None:
+@on_virtual_time
+async def test_what_the_function_waits_for_is_ended_with_its_group() -> None:
     """A dropped group ends its functions, tasks of their own that wait in generate included."""
     ended: list[str] = []
 
@@ -385,18 +372,16 @@ def test_what_the_function_waits_for_is_ended_with_its_group() -> None:
         else:
             await llm.generate()
 
-    async def program() -> None:
-        rollouts = Rollouts(table({(0, 0): 500}), n=1, samples=2, rollout=rollout)
-        batch = await rollouts.step()
-        assert batch.group_ids.tolist() == [1, 1]
-        assert ended == ["inner"]
-        await rollouts.close()
-
-    virtual(program)
+    rollouts = Rollouts(table({(0, 0): 500}), n=1, samples=2, rollout=rollout)
+    batch = await rollouts.step()
+    assert batch.group_ids.tolist() == [1, 1]
+    assert ended == ["inner"]
+    await rollouts.close()
 
 
 @pytest.mark.parametrize("ending", [returns(None), raises(ValueError("cleaning up failed"))], ids=["returns", "raises"])
-def test_a_cancelled_function_that_swallows_its_end_changes_nothing(ending: Callable[[], Awaitable[Any]]) -> None:
+@on_virtual_time
+async def test_a_cancelled_function_that_swallows_its_end_changes_nothing(ending: Callable[[], Awaitable[Any]]) -> None:
     """Functions of a dropped group that swallow their end, rollout and reward alike, are no events any more."""
     swallowed: list[SampleId] = []
 
@@ -422,15 +407,12 @@ def test_a_cancelled_function_that_swallows_its_end_changes_nothing(ending: Call
             await swallow(response.sample_id)
         return 1.0
 
-    async def program() -> None:
-        rollouts = Rollouts(table({}), n=1, samples=3, rollout=rollout, reward=reward, max_attempt_failures=1)
-        batch = await rollouts.step()
-        assert set(batch.group_ids.tolist()) == {1}
-        assert swallowed == [(0, 0), (0, 2)]
-        await rollouts.step()
-        await rollouts.close()
-
-    virtual(program)
+    rollouts = Rollouts(table({}), n=1, samples=3, rollout=rollout, reward=reward, max_attempt_failures=1)
+    batch = await rollouts.step()
+    assert set(batch.group_ids.tolist()) == {1}
+    assert swallowed == [(0, 0), (0, 2)]
+    await rollouts.step()
+    await rollouts.close()
 
 
 def test_close_waits_for_functions_that_clean_up(caplog: pytest.LogCaptureFixture) -> None:
@@ -465,7 +447,8 @@ def test_close_waits_for_functions_that_clean_up(caplog: pytest.LogCaptureFixtur
     assert "did not end within 10 s and is left behind" in caplog.text
 
 
-def test_functions_do_not_see_each_others_context() -> None:
+@on_virtual_time
+async def test_functions_do_not_see_each_others_context() -> None:
     """A context variable that one sample's function sets is not there in the functions that start later."""
     colour: ContextVar[str] = ContextVar("colour", default="none")
     seen: list[str] = []
@@ -475,13 +458,10 @@ def test_functions_do_not_see_each_others_context() -> None:
         colour.set(str(llm.sample_id))
         await llm.generate()
 
-    async def program() -> None:
-        rollouts = Rollouts(table({(0, 0): 9}), n=3, rollout=rollout, max_in_flight=1)
-        await rollouts.step()
-        assert seen == ["none"] * 3
-        await rollouts.close()
-
-    virtual(program)
+    rollouts = Rollouts(table({(0, 0): 9}), n=3, rollout=rollout, max_in_flight=1)
+    await rollouts.step()
+    assert seen == ["none"] * 3
+    await rollouts.close()
 
 
 @pytest.mark.parametrize("change", [{"top_p": 0.9}, {"min_tokens": 3}, {"temperature": 0.0}], ids=str)
@@ -506,7 +486,8 @@ def test_calls_whose_logprobs_cannot_be_recomputed_need_consent(change: dict[str
     virtual(lambda: program(True))
 
 
-def test_a_function_that_works_before_its_first_call_holds_its_place() -> None:
+@on_virtual_time
+async def test_a_function_that_works_before_its_first_call_holds_its_place() -> None:
     """Preparation before the first generate (here 10 s) delays that sample, and max_in_flight counts it."""
 
     async def rollout(prompt: Prompt, llm: LLM) -> str:
@@ -518,13 +499,10 @@ def test_a_function_that_works_before_its_first_call_holds_its_place() -> None:
         assert response.output == "done"
         return 1.0
 
-    async def program() -> None:
-        lengths = table({}, 5)
-        rollouts = Rollouts(
-            lengths, n=2, rollout=rollout, reward=reward, max_in_flight=1, engines=[RecordingEngine(lengths)]
-        )
-        await rollouts.step()
-        assert now() == pytest.approx(30, abs=0.1)
-        await rollouts.close()
-
-    virtual(program)
+    lengths = table({}, 5)
+    rollouts = Rollouts(
+        lengths, n=2, rollout=rollout, reward=reward, max_in_flight=1, engines=[RecordingEngine(lengths)]
+    )
+    await rollouts.step()
+    assert now() == pytest.approx(30, abs=0.1)
+    await rollouts.close()

@@ -9,7 +9,7 @@ from typing import Any
 import aiohttp
 import numpy as np
 import pytest
-from virtual_rollouts import Rollouts, table, virtual
+from virtual_rollouts import Rollouts, on_virtual_time, table
 
 from april.core.types import Prompt, SampleId
 from april.driver.llm import LLM
@@ -20,7 +20,8 @@ from april.errors import RolloutError
 
 @pytest.mark.parametrize("which", ["reward", "group_reward", "filter"])
 @pytest.mark.parametrize("seconds", [0.5, 2.0, 30.0])
-def test_an_outage_of_what_a_function_asks(which: str, seconds: float) -> None:
+@on_virtual_time
+async def test_an_outage_of_what_a_function_asks(which: str, seconds: float) -> None:
     """A judge that refuses connections for a while costs nothing but time, and other samples go on meanwhile."""
     refused: list[float] = []
 
@@ -46,20 +47,18 @@ def test_an_outage_of_what_a_function_asks(which: str, seconds: float) -> None:
         "filter": {"reward": reward, "filter": judge},
     }
 
-    async def program() -> None:
-        rollouts = Rollouts(table({}), n=2, samples=2, retry_pause_s=4.0, **functions[which])
-        while asyncio.get_running_loop().time() < 5.0 + 2 * seconds:
-            await rollouts.step()
-        assert refused
-        assert not rollouts.dropped
-        assert rollouts.core.prompts.as_dict()["dropped"] == {}
-        rollouts.check_ledger()
-        await rollouts.close()
-
-    virtual(program)
+    rollouts = Rollouts(table({}), n=2, samples=2, retry_pause_s=4.0, **functions[which])
+    while asyncio.get_running_loop().time() < 5.0 + 2 * seconds:
+        await rollouts.step()
+    assert refused
+    assert not rollouts.dropped
+    assert rollouts.core.prompts.as_dict()["dropped"] == {}
+    rollouts.check_ledger()
+    await rollouts.close()
 
 
-def test_pauses_between_tries() -> None:
+@on_virtual_time
+async def test_pauses_between_tries() -> None:
     """They grow, and a function that goes on failing costs its group after half a minute."""
     tries: list[float] = []
 
@@ -69,24 +68,22 @@ def test_pauses_between_tries() -> None:
             raise ConnectionError("connection refused")
         return 1.0
 
-    async def program() -> None:
-        rollouts = Rollouts(table({}), n=1, samples=2, over=2, reward=reward, retry_pause_s=4.0)
-        for _ in range(3):
-            await rollouts.step()
-        await asyncio.sleep(100)
+    rollouts = Rollouts(table({}), n=1, samples=2, over=2, reward=reward, retry_pause_s=4.0)
+    for _ in range(3):
         await rollouts.step()
-        assert np.diff(tries).tolist() == pytest.approx([4.0, 32.0])
-        assert rollouts.core.prompts.as_dict()["dropped"] == {"failed": 1}
-        await rollouts.close()
-
-    virtual(program)
+    await asyncio.sleep(100)
+    await rollouts.step()
+    assert np.diff(tries).tolist() == pytest.approx([4.0, 32.0])
+    assert rollouts.core.prompts.as_dict()["dropped"] == {"failed": 1}
+    await rollouts.close()
 
 
 WRONG = {"none": None, "text": "good", "dict": {"score": 1.0}, "nan": float("nan"), "list": [1.0, 2.0]}
 
 
 @pytest.mark.parametrize("kind", [*WRONG, "attribute", "group", "filter"])
-def test_a_function_that_was_written_wrongly_ends_the_step_at_once(
+@on_virtual_time
+async def test_a_function_that_was_written_wrongly_ends_the_step_at_once(
     kind: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """In one sentence, without a try more, and with a line in the log; once it is mended the scheduler goes on."""
@@ -109,24 +106,22 @@ def test_a_function_that_was_written_wrongly_ends_the_step_at_once(
     if kind == "filter":
         functions["filter"] = judge
 
-    async def program() -> None:
-        rollouts = Rollouts(table({}), n=2, samples=2, retry_pause_s=4.0, **functions)
-        with pytest.raises(RolloutError, match=r"^(g1\.s\d: )?the (reward function|filter) failed: .*$"):
-            await rollouts.driver.next_batch()
-        assert asyncio.get_running_loop().time() == 5.0  # when the first responses are there
-        assert len(asked) == len(set(asked))
-        assert not rollouts.dropped
-        rollouts.check_ledger()
-        assert len(caplog.records) == 1
-        mended.append(True)
-        await rollouts.step()
-        await rollouts.close()
-
-    virtual(program)
+    rollouts = Rollouts(table({}), n=2, samples=2, retry_pause_s=4.0, **functions)
+    with pytest.raises(RolloutError, match=r"^(g1\.s\d: )?the (reward function|filter) failed: .*$"):
+        await rollouts.driver.next_batch()
+    assert asyncio.get_running_loop().time() == 5.0  # when the first responses are there
+    assert len(asked) == len(set(asked))
+    assert not rollouts.dropped
+    rollouts.check_ledger()
+    assert len(caplog.records) == 1
+    mended.append(True)
+    await rollouts.step()
+    await rollouts.close()
 
 
 @pytest.mark.parametrize("error", [TypeError("one sample"), AttributeError("one sample")])
-def test_a_function_that_has_worked_was_not_written_wrongly(error: Exception) -> None:
+@on_virtual_time
+async def test_a_function_that_has_worked_was_not_written_wrongly(error: Exception) -> None:
     """What it raises for single samples costs their groups, as ever."""
 
     async def reward(prompt: Prompt, response: Response) -> float:
@@ -134,14 +129,11 @@ def test_a_function_that_has_worked_was_not_written_wrongly(error: Exception) ->
             raise error
         return 1.0
 
-    async def program() -> None:
-        rollouts = Rollouts(table({}), n=2, samples=2, reward=reward)
-        for _ in range(3):
-            await rollouts.step()
-        assert rollouts.core.prompts.as_dict()["dropped"] == {"failed": 2}
-        await rollouts.close()
-
-    virtual(program)
+    rollouts = Rollouts(table({}), n=2, samples=2, reward=reward)
+    for _ in range(3):
+        await rollouts.step()
+    assert rollouts.core.prompts.as_dict()["dropped"] == {"failed": 2}
+    await rollouts.close()
 
 
 class JudgeAway(Exception):
@@ -229,23 +221,20 @@ class Wrong:
     [(kind, "reward", 2) for kind in MISTAKES]
     + [("key", which, n) for which in ("reward", "group_reward", "filter", "rollout") for n in (1, 2, 8)],
 )
-def test_what_fails_alike_for_every_sample_ends_the_step_at_once(
+@on_virtual_time
+async def test_what_fails_alike_for_every_sample_ends_the_step_at_once(
     kind: str, which: str, n: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Whatever it raises, with the cause, its line and one line in the log, before any pause is over."""
-
-    async def program() -> None:
-        rollouts = Wrong(which, MISTAKES[kind], lambda group: True).rollouts(n=n, over=n)
-        place = r"\(line \d+ of test_driver_mistakes.py\)$"
-        with pytest.raises(RolloutError, match=rf"failed: (\w+(Error|Group):|it raised) .* {place}") as raised:
-            await rollouts.driver.next_batch()
-        assert raised.value.__cause__ is not None
-        assert raised.value.__cause__.__traceback__ is not None
-        assert asyncio.get_running_loop().time() <= (15.0 if which == "rollout" else 5.0) * (1 + (n == 1))
-        assert n == 1 or (rollouts.core.prompts.as_dict()["dropped"] == {} and len(caplog.records) == 1)
-        await rollouts.close()
-
-    virtual(program)
+    rollouts = Wrong(which, MISTAKES[kind], lambda group: True).rollouts(n=n, over=n)
+    place = r"\(line \d+ of test_driver_mistakes.py\)$"
+    with pytest.raises(RolloutError, match=rf"failed: (\w+(Error|Group):|it raised) .* {place}") as raised:
+        await rollouts.driver.next_batch()
+    assert raised.value.__cause__ is not None
+    assert raised.value.__cause__.__traceback__ is not None
+    assert asyncio.get_running_loop().time() <= (15.0 if which == "rollout" else 5.0) * (1 + (n == 1))
+    assert n == 1 or (rollouts.core.prompts.as_dict()["dropped"] == {} and len(caplog.records) == 1)
+    await rollouts.close()
 
 
 def test_what_a_plain_function_has_not_found() -> None:
@@ -263,53 +252,45 @@ def test_what_a_plain_function_has_not_found() -> None:
 
 @pytest.mark.parametrize("error", PASSING, ids=lambda e: type(e).__name__)
 @pytest.mark.parametrize("which", ["reward", "group_reward", "filter"])
-def test_an_outage_at_the_very_start_costs_no_group(which: str, error: Exception) -> None:
+@on_virtual_time
+async def test_an_outage_at_the_very_start_costs_no_group(which: str, error: Exception) -> None:
     """Errors of files, sockets, clients and users' own classes may pass, though every sample has them at first."""
-
-    async def program() -> None:
-        loop = asyncio.get_running_loop()
-        outage = Wrong(which, lambda data: raising(error) if loop.time() < 30 else None, lambda group: True)
-        rollouts = outage.rollouts()
-        await rollouts.step()
-        assert rollouts.core.prompts.as_dict()["dropped"] == {}
-        await rollouts.close()
-
-    virtual(program)
+    loop = asyncio.get_running_loop()
+    outage = Wrong(which, lambda data: raising(error) if loop.time() < 30 else None, lambda group: True)
+    rollouts = outage.rollouts()
+    await rollouts.step()
+    assert rollouts.core.prompts.as_dict()["dropped"] == {}
+    await rollouts.close()
 
 
 @pytest.mark.parametrize("which", ["reward", "group_reward", "filter", "rollout"])
 @pytest.mark.parametrize("bad", [{0}, {0, 1}, {0, 5, 6}])
-def test_bad_rows_cost_themselves(which: str, bad: set[int]) -> None:
+@on_virtual_time
+async def test_bad_rows_cost_themselves(which: str, bad: set[int]) -> None:
     """A KeyError of some prompts, the first ones among them, drops those and nothing else."""
-
-    async def program() -> None:
-        rollouts = Wrong(which, MISTAKES["key"], lambda group: group in bad).rollouts(n=4, over=4)
-        for _ in range(4):
-            await rollouts.step()
-        assert rollouts.core.prompts.as_dict()["dropped"] == {"failed": len(bad)}
-        await rollouts.close()
-
-    virtual(program)
+    rollouts = Wrong(which, MISTAKES["key"], lambda group: group in bad).rollouts(n=4, over=4)
+    for _ in range(4):
+        await rollouts.step()
+    assert rollouts.core.prompts.as_dict()["dropped"] == {"failed": len(bad)}
+    await rollouts.close()
 
 
 @pytest.mark.parametrize("n", [1, 2])
-def test_bad_rows_first_where_a_batch_is_small(n: int) -> None:
+@on_virtual_time
+async def test_bad_rows_first_where_a_batch_is_small(n: int) -> None:
     """Others are in work beside them: what becomes of those tells whether a function is wrong."""
-
-    async def program() -> None:
-        rollouts = Wrong("reward", MISTAKES["key"], lambda group: group < 3).rollouts(n=n, over=8, samples=1)
-        for _ in range(4):
-            await rollouts.step()
-        await asyncio.sleep(100)
+    rollouts = Wrong("reward", MISTAKES["key"], lambda group: group < 3).rollouts(n=n, over=8, samples=1)
+    for _ in range(4):
         await rollouts.step()
-        assert rollouts.core.prompts.as_dict()["dropped"] == {"failed": 3}
-        await rollouts.close()
-
-    virtual(program)
+    await asyncio.sleep(100)
+    await rollouts.step()
+    assert rollouts.core.prompts.as_dict()["dropped"] == {"failed": 3}
+    await rollouts.close()
 
 
 @pytest.mark.parametrize("which", ["reward", "rollout"])
-def test_bad_rows_that_fail_before_others_can_work(which: str) -> None:
+@on_virtual_time
+async def test_bad_rows_that_fail_before_others_can_work(which: str) -> None:
     """Four of 32, at once, while a slow judge or the engine is at work on the others: they cost themselves."""
 
     async def at_once(group: int) -> None:
@@ -327,15 +308,13 @@ def test_bad_rows_that_fail_before_others_can_work(which: str) -> None:
             await at_once(llm.sample_id.group)
         await llm.generate()
 
-    async def program() -> None:
-        rollouts = Rollouts(table({}), n=28, over=32, samples=2, rollout=rollout, reward=reward)
-        await rollouts.step()
-        await rollouts.close()
-
-    virtual(program)
+    rollouts = Rollouts(table({}), n=28, over=32, samples=2, rollout=rollout, reward=reward)
+    await rollouts.step()
+    await rollouts.close()
 
 
-def test_failures_of_several_kinds_are_no_mistake() -> None:
+@on_virtual_time
+async def test_failures_of_several_kinds_are_no_mistake() -> None:
     """Every sample raises in a line of its own: no line is blamed for what it has not done."""
 
     async def reward(prompt: Prompt, response: Response) -> float:
@@ -343,10 +322,7 @@ def test_failures_of_several_kinds_are_no_mistake() -> None:
             MISTAKES[list(MISTAKES)[sum(response.sample_id) % len(MISTAKES)]]({})
         return 1.0
 
-    async def program() -> None:
-        rollouts = Rollouts(table({}), n=4, samples=2, reward=reward, retry_pause_s=4.0)
-        await rollouts.step()
-        assert rollouts.core.prompts.as_dict()["dropped"] == {"failed": 4}
-        await rollouts.close()
-
-    virtual(program)
+    rollouts = Rollouts(table({}), n=4, samples=2, reward=reward, retry_pause_s=4.0)
+    await rollouts.step()
+    assert rollouts.core.prompts.as_dict()["dropped"] == {"failed": 4}
+    await rollouts.close()

@@ -6,6 +6,7 @@ import asyncio
 from typing import Any
 
 import pytest
+from virtual_rollouts import on_virtual_time
 
 import april
 from april.core.versions import PolicyVersion
@@ -56,45 +57,39 @@ def test_an_engine_that_sends_nothing_three_times_costs_the_group_and_no_more() 
     assert dropped(script, 8, 1, what="prompts", rollout_batch_size=1, stall_timeout_s=50) == {"failed": 1}
 
 
-def test_a_dead_engine_does_not_hold_up_weight_updates() -> None:
+@on_virtual_time
+async def test_a_dead_engine_does_not_hold_up_weight_updates() -> None:
     """The others train on; back again with old weights it gets no request before an update has reached it."""
-
-    async def program() -> None:
-        faults = FaultScript(Fault("engine_dies", engine="bad", from_s=5, seconds=100))
-        bad, good = FakeEngine("bad", lengths=20, faults=faults), FakeEngine("good", lengths=20)
-        config = april.Config(rollout_batch_size=2, n_samples_per_prompt=2, max_response_len=60)
-        prompts = [[i + 1, 2] for i in range(60)]
-        async with rollouts(config, engines=[bad, good], prompts=prompts, reward=lambda p, r: 1.0) as run:
-            for n in range(6):
-                await run.next_batch()
-                assert await run.weight_update() == PolicyVersion(0, n + 1)
-                sent = [r for r in bad.attempts.values() if r.started_s > 5]
-                if bad.version < run.version:
-                    assert not sent
-            assert asyncio.get_running_loop().time() > 105
-            assert bad.version == good.version == run.version
+    faults = FaultScript(Fault("engine_dies", engine="bad", from_s=5, seconds=100))
+    bad, good = FakeEngine("bad", lengths=20, faults=faults), FakeEngine("good", lengths=20)
+    config = april.Config(rollout_batch_size=2, n_samples_per_prompt=2, max_response_len=60)
+    prompts = [[i + 1, 2] for i in range(60)]
+    async with rollouts(config, engines=[bad, good], prompts=prompts, reward=lambda p, r: 1.0) as run:
+        for n in range(6):
             await run.next_batch()
-            assert [r for r in bad.attempts.values() if r.started_s > 105]
-            run.audit()
+            assert await run.weight_update() == PolicyVersion(0, n + 1)
+            sent = [r for r in bad.attempts.values() if r.started_s > 5]
+            if bad.version < run.version:
+                assert not sent
+        assert asyncio.get_running_loop().time() > 105
+        assert bad.version == good.version == run.version
+        await run.next_batch()
+        assert [r for r in bad.attempts.values() if r.started_s > 105]
+        run.audit()
 
-    run_virtual(program())
 
-
-def test_an_update_that_no_engine_takes_is_an_error() -> None:
+@on_virtual_time
+async def test_an_update_that_no_engine_takes_is_an_error() -> None:
     """All dead: the version stays, and the first engine's error comes out."""
-
-    async def program() -> None:
-        faults = FaultScript(Fault("engine_dies", from_s=5, seconds=100))
-        config = april.Config(rollout_batch_size=2, n_samples_per_prompt=2, max_response_len=60)
-        prompts = [[i + 1, 2] for i in range(60)]
-        engine = FakeEngine(lengths=20, faults=faults)
-        async with rollouts(config, engines=[engine], prompts=prompts, reward=lambda p, r: 1.0) as run:
-            step = asyncio.create_task(run.next_batch())
-            await asyncio.sleep(10)
-            with pytest.raises(april.EngineError, match="is dead"):
-                await run.weight_update()
-            assert run.version == PolicyVersion(0, 0)
-            await step
-            assert await run.weight_update() == PolicyVersion(0, 1)
-
-    run_virtual(program())
+    faults = FaultScript(Fault("engine_dies", from_s=5, seconds=100))
+    config = april.Config(rollout_batch_size=2, n_samples_per_prompt=2, max_response_len=60)
+    prompts = [[i + 1, 2] for i in range(60)]
+    engine = FakeEngine(lengths=20, faults=faults)
+    async with rollouts(config, engines=[engine], prompts=prompts, reward=lambda p, r: 1.0) as run:
+        step = asyncio.create_task(run.next_batch())
+        await asyncio.sleep(10)
+        with pytest.raises(april.EngineError, match="is dead"):
+            await run.weight_update()
+        assert run.version == PolicyVersion(0, 0)
+        await step
+        assert await run.weight_update() == PolicyVersion(0, 1)

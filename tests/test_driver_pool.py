@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from virtual_rollouts import on_virtual_time
 
 import april
 from april.core.engine_recovery import CHECK_INTERVAL_S
@@ -88,70 +89,62 @@ def used_after(server: Server, seconds: float) -> list[str]:
 
 
 @pytest.mark.parametrize("path", [None, "/first"])
-def test_a_server_that_was_restarted_in_the_middle_of_a_step_gets_its_weights_back(path: str | None) -> None:
+@on_virtual_time
+async def test_a_server_that_was_restarted_in_the_middle_of_a_step_gets_its_weights_back(path: str | None) -> None:
     """The probe finds it well with other weights: those of the last path, or at version 0 those of the start."""
-
-    async def program() -> None:
-        a, b = Server("a", lengths=20), Server("b", lengths=20)
-        async with pool([a, b]) as run:
-            if path is not None:
-                await run.weight_update(path)
-            step = asyncio.create_task(run.next_batch())
-            await asyncio.sleep(5.5)
-            a.restart(3.0)
-            await step
-            await run.next_batch()
-            assert used_after(a, 8.5)
-            assert a.used == {path or START}
-            assert a.updates[-1][1:] == (run.version, path)
-            assert run.audit().lost == 0
-            run.validate()
-
-    run_virtual(program())
+    a, b = Server("a", lengths=20), Server("b", lengths=20)
+    async with pool([a, b]) as run:
+        if path is not None:
+            await run.weight_update(path)
+        step = asyncio.create_task(run.next_batch())
+        await asyncio.sleep(5.5)
+        a.restart(3.0)
+        await step
+        await run.next_batch()
+        assert used_after(a, 8.5)
+        assert a.used == {path or START}
+        assert a.updates[-1][1:] == (run.version, path)
+        assert run.audit().lost == 0
+        run.validate()
 
 
-def test_a_server_that_was_restarted_between_two_steps_is_found_out_before_it_serves() -> None:
+@on_virtual_time
+async def test_a_server_that_was_restarted_between_two_steps_is_found_out_before_it_serves() -> None:
     """Nothing broke, so nothing was probed: the first look of the step comes before its first token."""
-
-    async def program() -> None:
-        a, b = Server("a", lengths=20), Server("b", lengths=20)
-        async with pool([a, b]) as run:
-            await run.weight_update("/first")
-            await run.next_batch()
-            a.restart()
-            await run.next_batch()
-            assert a.weights == "/first"
-            assert a.used == {"/first"}
-            assert run.audit().lost == 0
-
-    run_virtual(program())
+    a, b = Server("a", lengths=20), Server("b", lengths=20)
+    async with pool([a, b]) as run:
+        await run.weight_update("/first")
+        await run.next_batch()
+        a.restart()
+        await run.next_batch()
+        assert a.weights == "/first"
+        assert a.used == {"/first"}
+        assert run.audit().lost == 0
 
 
-def test_tokens_of_a_server_whose_weights_were_changed_by_others_are_dropped() -> None:
+@on_virtual_time
+async def test_tokens_of_a_server_whose_weights_were_changed_by_others_are_dropped() -> None:
     """Found by the next look; its requests go on elsewhere from what was certain."""
-
-    async def program() -> None:
-        a, b = Server("a", lengths=20), Server("b", lengths=20)
-        async with pool([a, b]) as run:
-            await run.weight_update("/first")
-            step = asyncio.create_task(run.next_batch())
-            await asyncio.sleep(5 * CHECK_INTERVAL_S / 2)
-            a.lose_weights("of others")
-            batch = await step
-            at_a = [r for r in a.attempts.values() if r.started_s < CHECK_INTERVAL_S]
-            ledger = run.ledger()["tokens"]
-            assert ledger.dropped == {"unknown_weights": sum(r.count for r in at_a)}
-            assert len(at_a) == 4
-            certain = {s.attempt_id for x in batch.samples for s in x.segments}
-            assert certain.isdisjoint(r.request.attempt_id for r in at_a)
-            assert [path for _, _, path in a.updates] == ["/first", "/first"]
-            run.audit()
-            run.validate()
-
-    run_virtual(program())
+    a, b = Server("a", lengths=20), Server("b", lengths=20)
+    async with pool([a, b]) as run:
+        await run.weight_update("/first")
+        step = asyncio.create_task(run.next_batch())
+        await asyncio.sleep(5 * CHECK_INTERVAL_S / 2)
+        a.lose_weights("of others")
+        batch = await step
+        at_a = [r for r in a.attempts.values() if r.started_s < CHECK_INTERVAL_S]
+        ledger = run.ledger()["tokens"]
+        assert ledger.dropped == {"unknown_weights": sum(r.count for r in at_a)}
+        assert len(at_a) == 4
+        certain = {s.attempt_id for x in batch.samples for s in x.segments}
+        assert certain.isdisjoint(r.request.attempt_id for r in at_a)
+        assert [path for _, _, path in a.updates] == ["/first", "/first"]
+        run.audit()
+        run.validate()
 
 
-def test_an_answer_that_comes_after_its_step_says_nothing() -> None:
+@on_virtual_time
+async def test_an_answer_that_comes_after_its_step_says_nothing() -> None:
     """The trainer has changed the weights by then, and tells april afterwards: no server is taken for a stale one."""
 
     class Slow(Server):
@@ -159,54 +152,47 @@ def test_an_answer_that_comes_after_its_step_says_nothing() -> None:
             await asyncio.sleep(4.5 * CHECK_INTERVAL_S)
             return await super().health()
 
-    async def program() -> None:
-        a = Slow("a", lengths=20)
-        async with pool([a]) as run:
-            await run.next_batch()
-            a.lose_weights("of the trainer")
-            await asyncio.sleep(3 * CHECK_INTERVAL_S)
-            await run.weight_update(transfer=write)
-            await run.next_batch()
-            assert run.scheduler._driver.core.counters["stale_engines"] == 0
-            assert a.used == {START, "of the trainer"}
-            run.audit()
-
-    run_virtual(program())
+    a = Slow("a", lengths=20)
+    async with pool([a]) as run:
+        await run.next_batch()
+        a.lose_weights("of the trainer")
+        await asyncio.sleep(3 * CHECK_INTERVAL_S)
+        await run.weight_update(transfer=write)
+        await run.next_batch()
+        assert run.scheduler._driver.core.counters["stale_engines"] == 0
+        assert a.used == {START, "of the trainer"}
+        run.audit()
 
 
-def test_an_update_that_gives_servers_nothing_is_refused() -> None:
+@on_virtual_time
+async def test_an_update_that_gives_servers_nothing_is_refused() -> None:
     """Their old weights would be called the new version: nothing happens, not even a pause."""
-
-    async def program() -> None:
-        a, b = Server("a", lengths=20), FakeEngine("b", lengths=20, chunk_tokens=1)
-        async with pool([b, a]) as run:
-            step = asyncio.create_task(run.next_batch())
-            await asyncio.sleep(5.5)
-            with pytest.raises(april.ConfigError, match="weight_update: a would keep the old weights under the new"):
-                await run.weight_update()
-            assert run.version == PolicyVersion(0, 0)
-            assert not a.aborts
-            batch = await step
-            assert {len(s.segments) for s in batch.samples} == {1}
-            assert not a.updates
-
-    run_virtual(program())
+    a, b = Server("a", lengths=20), FakeEngine("b", lengths=20, chunk_tokens=1)
+    async with pool([b, a]) as run:
+        step = asyncio.create_task(run.next_batch())
+        await asyncio.sleep(5.5)
+        with pytest.raises(april.ConfigError, match="weight_update: a would keep the old weights under the new"):
+            await run.weight_update()
+        assert run.version == PolicyVersion(0, 0)
+        assert not a.aborts
+        batch = await step
+        assert {len(s.segments) for s in batch.samples} == {1}
+        assert not a.updates
 
 
-def test_a_relative_path_is_made_absolute_for_servers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@on_virtual_time
+async def test_a_relative_path_is_made_absolute_for_servers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A server has another working directory than the trainer."""
     monkeypatch.chdir(tmp_path)
 
-    async def program() -> None:
-        a = Server("a", lengths=20)
-        async with pool([a]) as run:
-            await run.weight_update("weights/1")
-            assert a.weights == str(tmp_path / "weights" / "1")
-
-    run_virtual(program())
+    a = Server("a", lengths=20)
+    async with pool([a]) as run:
+        await run.weight_update("weights/1")
+        assert a.weights == str(tmp_path / "weights" / "1")
 
 
-def test_a_server_that_does_not_answer_does_not_hide_what_the_others_say() -> None:
+@on_virtual_time
+async def test_a_server_that_does_not_answer_does_not_hide_what_the_others_say() -> None:
     """Each answer counts as it comes, and each server is asked again in its own time."""
 
     class Silent(Server):
@@ -214,228 +200,199 @@ def test_a_server_that_does_not_answer_does_not_hide_what_the_others_say() -> No
             await asyncio.sleep(1000)
             raise AssertionError
 
-    async def program() -> None:
-        a, b = Server("a", lengths=20), Silent("b", lengths=20)
-        async with pool([a, b]) as run:
-            await run.weight_update("/first")
-            step = asyncio.create_task(run.next_batch())
-            await asyncio.sleep(3 * CHECK_INTERVAL_S / 2)
-            a.lose_weights("of others")
-            await asyncio.sleep(CHECK_INTERVAL_S)
-            assert run.scheduler._driver.core.counters["stale_engines"] == 1
-            await step
-            run.audit()
-
-    run_virtual(program())
+    a, b = Server("a", lengths=20), Silent("b", lengths=20)
+    async with pool([a, b]) as run:
+        await run.weight_update("/first")
+        step = asyncio.create_task(run.next_batch())
+        await asyncio.sleep(3 * CHECK_INTERVAL_S / 2)
+        a.lose_weights("of others")
+        await asyncio.sleep(CHECK_INTERVAL_S)
+        assert run.scheduler._driver.core.counters["stale_engines"] == 1
+        await step
+        run.audit()
 
 
-def test_after_a_transfer_a_restarted_server_waits_for_the_next_update() -> None:
+@on_virtual_time
+async def test_after_a_transfer_a_restarted_server_waits_for_the_next_update() -> None:
     """april does not know where these weights are: no request goes there before it has the next ones."""
-
-    async def program() -> None:
-        a, b = Server("a", lengths=20), Server("b", lengths=20)
-        async with pool([a, b]) as run:
-            await run.weight_update(transfer=write)
+    a, b = Server("a", lengths=20), Server("b", lengths=20)
+    async with pool([a, b]) as run:
+        await run.weight_update(transfer=write)
+        await run.next_batch()
+        a.restart(2.0)
+        before = asyncio.get_running_loop().time()  # the first request after it fails, and the probe is slower
+        for _ in range(3):
             await run.next_batch()
-            a.restart(2.0)
-            before = asyncio.get_running_loop().time()  # the first request after it fails, and the probe is slower
-            for _ in range(3):
-                await run.next_batch()
-            assert not used_after(a, before)
-            assert not run.scheduler._driver.core.engines.states["a"].quarantined
-            await run.weight_update(transfer=write)
-            later = asyncio.get_running_loop().time()
-            await run.next_batch()
-            assert [i for i, r in a.attempts.items() if r.started_s >= later]
-            run.audit()
-
-    run_virtual(program())
+        assert not used_after(a, before)
+        assert not run.scheduler._driver.core.engines.states["a"].quarantined
+        await run.weight_update(transfer=write)
+        later = asyncio.get_running_loop().time()
+        await run.next_batch()
+        assert [i for i, r in a.attempts.items() if r.started_s >= later]
+        run.audit()
 
 
-def test_servers_are_given_the_weights_of_a_checkpoint() -> None:
+@on_virtual_time
+async def test_servers_are_given_the_weights_of_a_checkpoint() -> None:
     """Not believed to have them; and what those weights had generated before the restart is not stale under them."""
-
-    async def program() -> None:
-        async with pool([Server("a", lengths=20)]) as run:
-            await run.next_batch()
-            await run.weight_update("/first")
-            await run.next_batch()
-            state = run.scheduler.state_dict()  # with a batch of the first update's weights
-        server = Server("a", lengths=20)
-        async with pool([server]) as run:
-            with pytest.raises(april.ConfigError, match=r"load_state_dict: a would keep the weights that they"):
-                await run.scheduler._driver.load_state_dict(state)
-            assert (server.weights, run.version) == (START, (0, 0))
-            await run.scheduler._driver.load_state_dict(state, "/first")
-            assert (server.weights, run.version) == ("/first", (1, 1))
-            batch = await run.next_batch()
-            assert {g.version for s in batch.samples for g in s.segments} == {(0, 1)}
-            assert batch.metrics["staleness_max"] == batch.off_policy_share == 0
-
-    run_virtual(program())
+    async with pool([Server("a", lengths=20)]) as run:
+        await run.next_batch()
+        await run.weight_update("/first")
+        await run.next_batch()
+        state = run.scheduler.state_dict()  # with a batch of the first update's weights
+    server = Server("a", lengths=20)
+    async with pool([server]) as run:
+        with pytest.raises(april.ConfigError, match=r"load_state_dict: a would keep the weights that they"):
+            await run.scheduler._driver.load_state_dict(state)
+        assert (server.weights, run.version) == (START, (0, 0))
+        await run.scheduler._driver.load_state_dict(state, "/first")
+        assert (server.weights, run.version) == ("/first", (1, 1))
+        batch = await run.next_batch()
+        assert {g.version for s in batch.samples for g in s.segments} == {(0, 1)}
+        assert batch.metrics["staleness_max"] == batch.off_policy_share == 0
 
 
 @pytest.mark.parametrize("path", [None, "/checkpoint"])
-def test_a_server_that_is_started_anew_after_load_state_dict(path: str | None) -> None:
+@on_virtual_time
+async def test_a_server_that_is_started_anew_after_load_state_dict(path: str | None) -> None:
     """It gets the weights of the checkpoint's directory; after a transfer nobody knows where they are, and it waits."""
-
-    async def program() -> None:
-        async with pool([Server("a", lengths=20)]) as run:
-            await run.next_batch()
-            await run.weight_update("/first")
-            state = run.scheduler._driver.state_dict(None)
-        a, b = Server("a", lengths=20), Server("b", lengths=20)
-        async with pool([a, b]) as run:
-            await run.scheduler._driver.load_state_dict(state, path, None if path else write)
-            assert {a.weights, b.weights} == {path or START}
-            step = asyncio.create_task(run.next_batch())
-            await asyncio.sleep(3.5)
-            a.restart()
-            await step
-            await run.next_batch()
-            if path is not None:
-                assert (a.weights, len(a.attempts) > 4) == (path, True)
-                return
-            assert len(a.attempts) == 4
-            await run.weight_update("/second")
-            await run.next_batch()
-            assert len(a.attempts) == 8
-
-    run_virtual(program())
+    async with pool([Server("a", lengths=20)]) as run:
+        await run.next_batch()
+        await run.weight_update("/first")
+        state = run.scheduler._driver.state_dict(None)
+    a, b = Server("a", lengths=20), Server("b", lengths=20)
+    async with pool([a, b]) as run:
+        await run.scheduler._driver.load_state_dict(state, path, None if path else write)
+        assert {a.weights, b.weights} == {path or START}
+        step = asyncio.create_task(run.next_batch())
+        await asyncio.sleep(3.5)
+        a.restart()
+        await step
+        await run.next_batch()
+        if path is not None:
+            assert (a.weights, len(a.attempts) > 4) == (path, True)
+            return
+        assert len(a.attempts) == 4
+        await run.weight_update("/second")
+        await run.next_batch()
+        assert len(a.attempts) == 8
 
 
-def test_a_cancelled_update_that_was_completed_is_what_a_server_gets_back() -> None:
+@on_virtual_time
+async def test_a_cancelled_update_that_was_completed_is_what_a_server_gets_back() -> None:
     """The caller left while engines loaded: the version is the new one, and so is the path that heals."""
-
-    async def program() -> None:
-        a, b = (Server(name, lengths=20, weight_update_s=2.0) for name in "ab")
-        async with pool([a, b]) as run:
-            await run.weight_update("/first")
-            update = asyncio.create_task(run.weight_update("/second"))
-            await asyncio.sleep(1.0)
-            update.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await update
-            assert run.version.n == 2
-            step = asyncio.create_task(run.next_batch())
-            await asyncio.sleep(3.5)
-            a.restart()
-            await step
-            await run.next_batch()
-            assert a.weights == "/second"
-
-    run_virtual(program())
+    a, b = (Server(name, lengths=20, weight_update_s=2.0) for name in "ab")
+    async with pool([a, b]) as run:
+        await run.weight_update("/first")
+        update = asyncio.create_task(run.weight_update("/second"))
+        await asyncio.sleep(1.0)
+        update.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await update
+        assert run.version.n == 2
+        step = asyncio.create_task(run.next_batch())
+        await asyncio.sleep(3.5)
+        a.restart()
+        await step
+        await run.next_batch()
+        assert a.weights == "/second"
 
 
-def test_a_weight_update_does_not_wait_for_an_engine_that_is_healed() -> None:
+@on_virtual_time
+async def test_a_weight_update_does_not_wait_for_an_engine_that_is_healed() -> None:
     """It is left out; when its load of the old weights is over, it gets the new ones."""
-
-    async def program() -> None:
-        a, b = Server("a", lengths=20), Server("b", lengths=20)
-        async with pool([a, b]) as run:
-            await run.weight_update("/first")
-            step = asyncio.create_task(run.next_batch())
-            await asyncio.sleep(3.5)
-            a.restart()
-            a.hangs = {"update_weights"}
-            await step
-            before = asyncio.get_running_loop().time()
-            await run.weight_update("/second")
-            assert asyncio.get_running_loop().time() == before
-            a.hangs = set()
-            for _ in range(2):
-                batch = await run.next_batch()
-            assert [path for _, _, path in a.updates] == ["/first", "/first", "/second"]
-            assert {s.engine for x in batch.samples for s in x.segments} == {"a", "b"}
-            assert a.used == {"/first", "/second"}
-            run.audit()
-
-    run_virtual(program())
+    a, b = Server("a", lengths=20), Server("b", lengths=20)
+    async with pool([a, b]) as run:
+        await run.weight_update("/first")
+        step = asyncio.create_task(run.next_batch())
+        await asyncio.sleep(3.5)
+        a.restart()
+        a.hangs = {"update_weights"}
+        await step
+        before = asyncio.get_running_loop().time()
+        await run.weight_update("/second")
+        assert asyncio.get_running_loop().time() == before
+        a.hangs = set()
+        for _ in range(2):
+            batch = await run.next_batch()
+        assert [path for _, _, path in a.updates] == ["/first", "/first", "/second"]
+        assert {s.engine for x in batch.samples for s in x.segments} == {"a", "b"}
+        assert a.used == {"/first", "/second"}
+        run.audit()
 
 
 @pytest.mark.parametrize("what", ["pause", "update_weights"])
-def test_an_update_that_reaches_no_engine_is_an_error(what: str) -> None:
+@on_virtual_time
+async def test_an_update_that_reaches_no_engine_is_an_error(what: str) -> None:
     """One is being healed, the only other one fails: nobody has the new weights, so there is no new version."""
-
-    async def program() -> None:
-        a, b = Server("a", lengths=20), Server("b", lengths=20)
-        async with pool([a, b]) as run:
-            await run.weight_update("/first")
-            step = asyncio.create_task(run.next_batch())
-            await asyncio.sleep(3.5)
-            a.restart()
-            a.hangs = {"update_weights"}
-            await step
-            b.hangs = {what}
-            with pytest.raises(april.EngineError, match=f"engine b has not answered {what}"):
-                await run.weight_update("/second")
-            assert run.version == PolicyVersion(0, 1)
-            a.hangs = b.hangs = set()
-            assert await run.weight_update("/third") == PolicyVersion(0, 2)
-            await run.next_batch()
-            run.audit()
-
-    run_virtual(program())
+    a, b = Server("a", lengths=20), Server("b", lengths=20)
+    async with pool([a, b]) as run:
+        await run.weight_update("/first")
+        step = asyncio.create_task(run.next_batch())
+        await asyncio.sleep(3.5)
+        a.restart()
+        a.hangs = {"update_weights"}
+        await step
+        b.hangs = {what}
+        with pytest.raises(april.EngineError, match=f"engine b has not answered {what}"):
+            await run.weight_update("/second")
+        assert run.version == PolicyVersion(0, 1)
+        a.hangs = b.hangs = set()
+        assert await run.weight_update("/third") == PolicyVersion(0, 2)
+        await run.next_batch()
+        run.audit()
 
 
-def test_an_update_of_the_only_engine_waits_until_it_is_healed() -> None:
+@on_virtual_time
+async def test_an_update_of_the_only_engine_waits_until_it_is_healed() -> None:
     """There is nobody else to go on with."""
-
-    async def program() -> None:
-        a = Server("a", lengths=20, weight_update_s=10.0)
-        async with pool([a]) as run:
-            await run.weight_update("/first")
-            step = asyncio.create_task(run.next_batch())
-            await asyncio.sleep(3.5)
-            a.restart()
-            await asyncio.sleep(2.0)
-            assert await run.weight_update("/second") == PolicyVersion(0, 2)
-            await step
-            assert [path for _, _, path in a.updates][:3] == ["/first", "/first", "/second"]
-            assert a.weights == "/second"
-            run.audit()
-
-    run_virtual(program())
+    a = Server("a", lengths=20, weight_update_s=10.0)
+    async with pool([a]) as run:
+        await run.weight_update("/first")
+        step = asyncio.create_task(run.next_batch())
+        await asyncio.sleep(3.5)
+        a.restart()
+        await asyncio.sleep(2.0)
+        assert await run.weight_update("/second") == PolicyVersion(0, 2)
+        await step
+        assert [path for _, _, path in a.updates][:3] == ["/first", "/first", "/second"]
+        assert a.weights == "/second"
+        run.audit()
 
 
-def test_a_quarantined_engine_that_hangs_is_not_waited_for() -> None:
+@on_virtual_time
+async def test_a_quarantined_engine_that_hangs_is_not_waited_for() -> None:
     """A dead machine answers nothing, not even with an error: the others train on after a moment."""
-
-    async def program() -> None:
-        a, b = Server("a", lengths=20), Server("b", lengths=20)
-        async with pool([a, b]) as run:
-            step = asyncio.create_task(run.next_batch())
-            await asyncio.sleep(3.5)
-            a.die(1000.0)
-            a.hangs = {"pause", "update_weights", "resume"}
-            await step
-            before = asyncio.get_running_loop().time()
-            await run.weight_update("/first")
-            assert asyncio.get_running_loop().time() - before == pytest.approx(QUARANTINED_PATIENCE_S)
-
-    run_virtual(program())
+    a, b = Server("a", lengths=20), Server("b", lengths=20)
+    async with pool([a, b]) as run:
+        step = asyncio.create_task(run.next_batch())
+        await asyncio.sleep(3.5)
+        a.die(1000.0)
+        a.hangs = {"pause", "update_weights", "resume"}
+        await step
+        before = asyncio.get_running_loop().time()
+        await run.weight_update("/first")
+        assert asyncio.get_running_loop().time() - before == pytest.approx(QUARANTINED_PATIENCE_S)
 
 
 @pytest.mark.parametrize("alone", [False, True])
-def test_an_engine_whose_resumption_failed_is_opened_before_it_is_used(alone: bool) -> None:
+@on_virtual_time
+async def test_an_engine_whose_resumption_failed_is_opened_before_it_is_used(alone: bool) -> None:
     """The update is done; the engine has the weights and is still paused: the probe resumes it."""
-
-    async def program() -> None:
-        a, b = Server("a", lengths=20), Server("b", lengths=20)
-        async with pool([a] if alone else [a, b]) as run:
-            a.hangs = {"resume"}
-            assert await run.weight_update("/first") == PolicyVersion(0, 1)
-            a.hangs = set()
-            async with asyncio.timeout(200):
-                for _ in range(3):
-                    batch = await run.next_batch()
-            assert "a" in {s.engine for x in batch.samples for s in x.segments}
-            run.audit()
-
-    run_virtual(program())
+    a, b = Server("a", lengths=20), Server("b", lengths=20)
+    async with pool([a] if alone else [a, b]) as run:
+        a.hangs = {"resume"}
+        assert await run.weight_update("/first") == PolicyVersion(0, 1)
+        a.hangs = set()
+        async with asyncio.timeout(200):
+            for _ in range(3):
+                batch = await run.next_batch()
+        assert "a" in {s.engine for x in batch.samples for s in x.segments}
+        run.audit()
 
 
-def test_an_engine_that_was_paused_too_late_is_opened_again() -> None:
+@on_virtual_time
+async def test_an_engine_that_was_paused_too_late_is_opened_again() -> None:
     """A pause that was given up took effect afterwards, and the transfer failed: it goes on with the next update."""
 
     async def transfer() -> None:
@@ -445,20 +402,17 @@ def test_an_engine_that_was_paused_too_late_is_opened_again() -> None:
 
     a, b = Server("a", lengths=20), Server("b", lengths=20)
 
-    async def program() -> None:
-        async with pool([a, b]) as run:
-            a.hangs = {"pause"}
-            with pytest.raises(OSError, match="no route"):
-                await run.weight_update(transfer=transfer)
-            with pytest.raises(april.EngineError, match="broken off"):
-                await run.next_batch()
-            await run.weight_update(transfer=write)
-            async with asyncio.timeout(200):
-                for _ in range(3):
-                    batch = await run.next_batch()
-            assert "a" in {s.engine for x in batch.samples for s in x.segments}
-
-    run_virtual(program())
+    async with pool([a, b]) as run:
+        a.hangs = {"pause"}
+        with pytest.raises(OSError, match="no route"):
+            await run.weight_update(transfer=transfer)
+        with pytest.raises(april.EngineError, match="broken off"):
+            await run.next_batch()
+        await run.weight_update(transfer=write)
+        async with asyncio.timeout(200):
+            for _ in range(3):
+                batch = await run.next_batch()
+        assert "a" in {s.engine for x in batch.samples for s in x.segments}
 
 
 def test_a_failed_load_of_the_only_engine_is_not_healed_by_a_name() -> None:
@@ -492,24 +446,21 @@ def test_a_failed_load_of_the_only_engine_is_not_healed_by_a_name() -> None:
     run_virtual(program())
 
 
-def test_one_of_two_engines_dies_with_64_in_flight() -> None:
+@on_virtual_time
+async def test_one_of_two_engines_dies_with_64_in_flight() -> None:
     """All finish on the other one; no token that had reached april is generated again."""
-
-    async def program() -> None:
-        lengths = {(g, i): 20 + (7 * g + i) % 30 for g in range(32) for i in range(2)}
-        a, b = Server("a", lengths=lengths), Server("b", lengths=lengths)
-        async with pool([a, b], n=32) as run:
-            step = asyncio.create_task(run.next_batch())
-            await asyncio.sleep(10.5)
-            assert a.open_streams + b.open_streams == 64
-            a.die()
-            batch = await step
-            assert len(batch.samples) == 64
-            assert sum(len(s.tokens) for s in batch.samples) == a.handed_over_tokens + b.handed_over_tokens
-            assert sum(len(s.tokens) for s in batch.samples) == sum(lengths.values())
-            ledger = run.ledger()["tokens"]
-            assert (ledger.observed, ledger.delivered, ledger.held) == (sum(lengths.values()), sum(lengths.values()), 0)
-            assert batch.metrics["failed_attempts"] == 32
-            run.audit()
-
-    run_virtual(program())
+    lengths = {(g, i): 20 + (7 * g + i) % 30 for g in range(32) for i in range(2)}
+    a, b = Server("a", lengths=lengths), Server("b", lengths=lengths)
+    async with pool([a, b], n=32) as run:
+        step = asyncio.create_task(run.next_batch())
+        await asyncio.sleep(10.5)
+        assert a.open_streams + b.open_streams == 64
+        a.die()
+        batch = await step
+        assert len(batch.samples) == 64
+        assert sum(len(s.tokens) for s in batch.samples) == a.handed_over_tokens + b.handed_over_tokens
+        assert sum(len(s.tokens) for s in batch.samples) == sum(lengths.values())
+        ledger = run.ledger()["tokens"]
+        assert (ledger.observed, ledger.delivered, ledger.held) == (sum(lengths.values()), sum(lengths.values()), 0)
+        assert batch.metrics["failed_attempts"] == 32
+        run.audit()

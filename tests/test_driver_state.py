@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from saved_rollouts import LENGTHS, check, new, observed, plain, seen_of, until_the_end
-from virtual_rollouts import RecordingEngine, Rollouts, prompt_ids, table, virtual
+from virtual_rollouts import RecordingEngine, Rollouts, on_virtual_time, prompt_ids, table
 
 from april.core.sampling import SamplingParams
 from april.core.tape import SegmentKind
@@ -23,280 +23,251 @@ from april.errors import CheckpointError, DataExhausted
 
 
 @pytest.mark.parametrize("at", [0.0, 4.0, 9.5, 20.0, 1000.0])
-def test_what_was_observed_goes_on_exactly(at: float) -> None:
+@on_virtual_time
+async def test_what_was_observed_goes_on_exactly(at: float) -> None:
     """Whenever the state is taken in a step: each token is kept bit for bit, sent to an engine, never made again."""
+    old = new()
+    await old.step()
+    await old.step()
+    waiter = asyncio.create_task(old.driver.next_batch())
+    await asyncio.sleep(at)
+    before = observed(old)
+    state = plain(old.driver.state_dict(None))
+    assert state == plain(old.driver.state_dict(None))  # taking it changes nothing
+    leased = {s.id.group for samples in old.core.leased.values() for s in samples}
+    total = sum(e.tokens for e in old.engines)
+    old.check(await waiter)
+    await old.close()
 
-    async def program() -> None:
-        old = new()
-        await old.step()
-        await old.step()
-        waiter = asyncio.create_task(old.driver.next_batch())
-        await asyncio.sleep(at)
-        before = observed(old)
-        state = plain(old.driver.state_dict(None))
-        assert state == plain(old.driver.state_dict(None))  # taking it changes nothing
-        leased = {s.id.group for samples in old.core.leased.values() for s in samples}
-        total = sum(e.tokens for e in old.engines)
-        old.check(await waiter)
-        await old.close()
+    again = new()
+    assert await again.driver.load_state_dict(state) == PolicyVersion(1, 2)
+    assert {i: t for i, t in observed(again).items() if i.group not in leased} == before
+    for _ in range(4):
+        batch = await again.driver.next_batch()
+        check(batch)
+        for s in batch.samples:
+            tokens, logprobs, versions = before.get(s.id, ([], [], []))
+            assert s.tokens.tolist()[: len(tokens)] == tokens
+            assert s.logprobs.tolist()[: len(tokens)] == logprobs
+            assert [tuple(v) for v in s.versions.tolist()[: len(tokens)]] == versions
+        books = again.core.tokens
+        running = sum(a.tape.count for a in again.core.attempts.values())
+        assert books.observed + running == total + sum(e.tokens for e in again.engines)
+        await again.driver.update_weights()
+    first = {r.sample_key: r for e in again.engines for r in reversed(list(e.requests.values()))}
+    for sample_id, (tokens, _, _) in before.items():
+        if sample_id in first:
+            assert first[sample_id].token_ids[3:].tolist() == tokens
+            assert first[sample_id].response_offset == len(tokens)
+    await again.close()
 
+
+@on_virtual_time
+async def test_a_batch_that_was_not_trained_is_delivered_again() -> None:
+    """Leased batches come again, equal and under their numbers; those that were trained on do not."""
+    old = new()
+    batches = []
+    for _ in range(2):
+        batches.append(await old.driver.next_batch())
+        await old.driver.update_weights()
+    batches.append(await old.driver.next_batch())
+    states = {through: plain(old.driver.state_dict(through)) for through in (None, 1, 2)}
+    with pytest.raises(CheckpointError, match=r"trained_through=0, but batch 1 is committed by a weight update"):
+        old.driver.state_dict(0)
+    for wrong in (3, -2):
+        with pytest.raises(CheckpointError, match=rf"trained_through={wrong} .* delivered so far are 0 to 2"):
+            old.driver.state_dict(wrong)
+    await old.close()
+
+    assert states[None] == states[1]
+    for through, state in states.items():
         again = new()
-        assert await again.driver.load_state_dict(state) == PolicyVersion(1, 2)
-        assert {i: t for i, t in observed(again).items() if i.group not in leased} == before
-        for _ in range(4):
+        await again.driver.load_state_dict(state)
+        batch = await again.driver.next_batch()
+        assert batch.id == (3 if through == 2 else 2)
+        assert (seen_of(batch) == seen_of(batches[2])) is (through != 2)
+        check(batch)
+        await again.driver.update_weights()
+        delivered = [s.id for s in batch.samples]
+        for _ in range(3):
             batch = await again.driver.next_batch()
-            check(batch)
-            for s in batch.samples:
-                tokens, logprobs, versions = before.get(s.id, ([], [], []))
-                assert s.tokens.tolist()[: len(tokens)] == tokens
-                assert s.logprobs.tolist()[: len(tokens)] == logprobs
-                assert [tuple(v) for v in s.versions.tolist()[: len(tokens)]] == versions
-            books = again.core.tokens
-            running = sum(a.tape.count for a in again.core.attempts.values())
-            assert books.observed + running == total + sum(e.tokens for e in again.engines)
+            delivered += [s.id for s in batch.samples]
             await again.driver.update_weights()
-        first = {r.sample_key: r for e in again.engines for r in reversed(list(e.requests.values()))}
-        for sample_id, (tokens, _, _) in before.items():
-            if sample_id in first:
-                assert first[sample_id].token_ids[3:].tolist() == tokens
-                assert first[sample_id].response_offset == len(tokens)
+        kept = batches[: 3 if through == 2 else 2]
+        assert len(set(delivered)) == len(delivered)
+        assert not set(delivered) & {s.id for b in kept for s in b.samples}
         await again.close()
 
-    virtual(program)
 
-
-def test_a_batch_that_was_not_trained_is_delivered_again() -> None:
-    """Leased batches come again, equal and under their numbers; those that were trained on do not."""
-
-    async def program() -> None:
-        old = new()
-        batches = []
-        for _ in range(2):
-            batches.append(await old.driver.next_batch())
-            await old.driver.update_weights()
-        batches.append(await old.driver.next_batch())
-        states = {through: plain(old.driver.state_dict(through)) for through in (None, 1, 2)}
-        with pytest.raises(CheckpointError, match=r"trained_through=0, but batch 1 is committed by a weight update"):
-            old.driver.state_dict(0)
-        for wrong in (3, -2):
-            with pytest.raises(CheckpointError, match=rf"trained_through={wrong} .* delivered so far are 0 to 2"):
-                old.driver.state_dict(wrong)
-        await old.close()
-
-        assert states[None] == states[1]
-        for through, state in states.items():
-            again = new()
-            await again.driver.load_state_dict(state)
-            batch = await again.driver.next_batch()
-            assert batch.id == (3 if through == 2 else 2)
-            assert (seen_of(batch) == seen_of(batches[2])) is (through != 2)
-            check(batch)
-            await again.driver.update_weights()
-            delivered = [s.id for s in batch.samples]
-            for _ in range(3):
-                batch = await again.driver.next_batch()
-                delivered += [s.id for s in batch.samples]
-                await again.driver.update_weights()
-            kept = batches[: 3 if through == 2 else 2]
-            assert len(set(delivered)) == len(delivered)
-            assert not set(delivered) & {s.id for b in kept for s in b.samples}
-            await again.close()
-
-    virtual(program)
-
-
-def test_versions_after_a_restart() -> None:
+@on_virtual_time
+async def test_versions_after_a_restart() -> None:
     """A batch that was trained on makes the weights one update newer, whether april had heard of the update or not."""
-
-    async def program() -> None:
-        lengths = table({(1, 0): 40}, 5)
-        old = Rollouts(lengths, n=1, over=2)
-        await old.step()
-        await old.driver.next_batch()
-        held = old.sample(1, 0)
-        assert [(s.version, s.count) for s in held.tape.segments] == [((0, 0), 5), ((0, 1), 5)]
-        states = [plain(old.driver.state_dict(through)) for through in (0, 1)]
-        await old.close()
-        for state, version in zip(states, (PolicyVersion(1, 1), PolicyVersion(1, 2)), strict=True):
-            again = Rollouts(lengths, n=1, over=2)
-            assert await again.driver.load_state_dict(state) == version
-            while True:
-                batch = await again.driver.next_batch()
-                if batch.samples[0].id == (1, 0):
-                    break
-                await again.driver.update_weights()
-            assert batch.samples[0].staleness == batch.version.n
-            assert [tuple(s.version) for s in batch.samples[0].segments][:3] == [(0, 0), (0, 1), (1, 2)]
-            await again.close()
-
-    virtual(program)
+    lengths = table({(1, 0): 40}, 5)
+    old = Rollouts(lengths, n=1, over=2)
+    await old.step()
+    await old.driver.next_batch()
+    held = old.sample(1, 0)
+    assert [(s.version, s.count) for s in held.tape.segments] == [((0, 0), 5), ((0, 1), 5)]
+    states = [plain(old.driver.state_dict(through)) for through in (0, 1)]
+    await old.close()
+    for state, version in zip(states, (PolicyVersion(1, 1), PolicyVersion(1, 2)), strict=True):
+        again = Rollouts(lengths, n=1, over=2)
+        assert await again.driver.load_state_dict(state) == version
+        while True:
+            batch = await again.driver.next_batch()
+            if batch.samples[0].id == (1, 0):
+                break
+            await again.driver.update_weights()
+        assert batch.samples[0].staleness == batch.version.n
+        assert [tuple(s.version) for s in batch.samples[0].segments][:3] == [(0, 0), (0, 1), (1, 2)]
+        await again.close()
 
 
-def test_a_restart_of_a_restart() -> None:
+@on_virtual_time
+async def test_a_restart_of_a_restart() -> None:
     """Every restart begins a new incarnation; attempt ids never repeat, tokens of all lives are kept."""
-
-    async def program() -> None:
-        lengths = table({(1, 0): 60}, 5)
-        ids: set[str] = set()
-        state: Any = None
-        for life in range(4):
-            rollouts = Rollouts(lengths, n=1, over=2)
-            if life:
-                assert await rollouts.driver.load_state_dict(state) == PolicyVersion(life, life)
-            batch = await rollouts.driver.next_batch()
-            assert batch.version == (life, life)
-            await rollouts.driver.update_weights()
-            state = plain(rollouts.driver.state_dict(None))
-            (engine,) = rollouts.engines
-            assert not ids & set(engine.requests)
-            ids |= set(engine.requests)
-            assert [s.version.incarnation for s in rollouts.sample(1, 0).tape.segments] == list(range(life + 1))
-            await rollouts.close()
-
-    virtual(program)
+    lengths = table({(1, 0): 60}, 5)
+    ids: set[str] = set()
+    state: Any = None
+    for life in range(4):
+        rollouts = Rollouts(lengths, n=1, over=2)
+        if life:
+            assert await rollouts.driver.load_state_dict(state) == PolicyVersion(life, life)
+        batch = await rollouts.driver.next_batch()
+        assert batch.version == (life, life)
+        await rollouts.driver.update_weights()
+        state = plain(rollouts.driver.state_dict(None))
+        (engine,) = rollouts.engines
+        assert not ids & set(engine.requests)
+        ids |= set(engine.requests)
+        assert [s.version.incarnation for s in rollouts.sample(1, 0).tape.segments] == list(range(life + 1))
+        await rollouts.close()
 
 
 @pytest.mark.parametrize("what", ["pause", "evaluation", "weight update"])
-def test_a_state_may_be_taken_at_any_time(what: str) -> None:
+@on_virtual_time
+async def test_a_state_may_be_taken_at_any_time(what: str) -> None:
     """In a pause, an evaluation or a weight update: the state is that of training, and can be gone on from."""
+    old = new()
+    waiter = asyncio.create_task(old.driver.next_batch())
+    await asyncio.sleep(7.5)
 
-    async def program() -> None:
-        old = new()
-        waiter = asyncio.create_task(old.driver.next_batch())
-        await asyncio.sleep(7.5)
+    async def transfer() -> None:
+        await asyncio.sleep(10)
 
-        async def transfer() -> None:
+    async def pause() -> None:
+        async with old.driver.paused():
             await asyncio.sleep(10)
 
-        async def pause() -> None:
-            async with old.driver.paused():
-                await asyncio.sleep(10)
+    evaluation = old.driver.evaluate([Prompt(prompt_ids(9))], 2, SamplingParams(max_tokens=30), 0)
+    update = old.driver.update_weights(None, transfer)
+    meanwhile = {"pause": pause(), "evaluation": evaluation, "weight update": update}
+    task = asyncio.create_task(meanwhile.pop(what))  # type: ignore[arg-type]
+    for other in meanwhile.values():
+        other.close()
+    await asyncio.sleep(5)
+    assert not old.core.attempts
+    before = observed(old)
+    state = plain(old.driver.state_dict(None))
+    await task
+    await waiter
+    await old.close()
 
-        evaluation = old.driver.evaluate([Prompt(prompt_ids(9))], 2, SamplingParams(max_tokens=30), 0)
-        update = old.driver.update_weights(None, transfer)
-        meanwhile = {"pause": pause(), "evaluation": evaluation, "weight update": update}
-        task = asyncio.create_task(meanwhile.pop(what))  # type: ignore[arg-type]
-        for other in meanwhile.values():
-            other.close()
-        await asyncio.sleep(5)
-        assert not old.core.attempts
-        before = observed(old)
-        state = plain(old.driver.state_dict(None))
-        await task
-        await waiter
-        await old.close()
-
-        again = new()
-        assert await again.driver.load_state_dict(state) == PolicyVersion(1, 0)
-        assert observed(again) == before
-        for _ in range(3):
-            check(await again.driver.next_batch())
-            await again.driver.update_weights()
-        await again.close()
-
-    virtual(program)
-
-
-def test_a_state_may_be_loaded_while_nothing_else_can_begin() -> None:
-    """A batch asked for during the load is refused with a sentence, and comes afterwards."""
-
-    async def program() -> None:
-        old = new()
-        await old.step()
-        state = plain(old.driver.state_dict(None))
-        await old.close()
-        engines = [RecordingEngine(LENGTHS.sample, f"e{i}", weight_update_s=5.0) for i in range(2)]
-        again = new(engines=engines)
-        load = asyncio.create_task(again.driver.load_state_dict(state))
-        await asyncio.sleep(2)
-        with pytest.raises(CheckpointError, match="a state is being loaded; ask for the batch when load_state_dict"):
-            await again.driver.next_batch()
-        assert await load == PolicyVersion(1, 1)
+    again = new()
+    assert await again.driver.load_state_dict(state) == PolicyVersion(1, 0)
+    assert observed(again) == before
+    for _ in range(3):
         check(await again.driver.next_batch())
-        await again.close()
+        await again.driver.update_weights()
+    await again.close()
 
-    virtual(program)
+
+@on_virtual_time
+async def test_a_state_may_be_loaded_while_nothing_else_can_begin() -> None:
+    """A batch asked for during the load is refused with a sentence, and comes afterwards."""
+    old = new()
+    await old.step()
+    state = plain(old.driver.state_dict(None))
+    await old.close()
+    engines = [RecordingEngine(LENGTHS.sample, f"e{i}", weight_update_s=5.0) for i in range(2)]
+    again = new(engines=engines)
+    load = asyncio.create_task(again.driver.load_state_dict(state))
+    await asyncio.sleep(2)
+    with pytest.raises(CheckpointError, match="a state is being loaded; ask for the batch when load_state_dict"):
+        await again.driver.next_batch()
+    assert await load == PolicyVersion(1, 1)
+    check(await again.driver.next_batch())
+    await again.close()
 
 
 # ---------------------------------------------------------------- the prompts
 
 
-def test_prompts_go_on_where_they_stood() -> None:
+@on_virtual_time
+async def test_prompts_go_on_where_they_stood() -> None:
     """Each prompt once, the last short batch and the end of the data included; the data of held prompts is kept."""
 
     def prompts() -> Iterator[dict[str, Any]]:
         return ({"token_ids": prompt_ids(i), "answer": i} for i in range(13))
 
-    async def program() -> None:
-        old = new(prompts=prompts())
-        delivered = [s.prompt.data["answer"] for _ in range(2) for s in (await old.step()).samples]
-        state = plain(old.driver.state_dict(None))
-        await old.close()
-        again = new(prompts=prompts())
-        await again.driver.load_state_dict(state)
-        async for batch in until_the_end(again):
-            delivered += [s.prompt.data["answer"] for s in batch.samples]
-        assert sorted(delivered) == sorted(2 * list(range(13)))
-        assert again.core.prompts.as_dict() == {"observed": 13, "delivered": 13, "held": 0, "dropped": {}}
-        await again.close()
-
-    virtual(program)
+    old = new(prompts=prompts())
+    delivered = [s.prompt.data["answer"] for _ in range(2) for s in (await old.step()).samples]
+    state = plain(old.driver.state_dict(None))
+    await old.close()
+    again = new(prompts=prompts())
+    await again.driver.load_state_dict(state)
+    async for batch in until_the_end(again):
+        delivered += [s.prompt.data["answer"] for s in batch.samples]
+    assert sorted(delivered) == sorted(2 * list(range(13)))
+    assert again.core.prompts.as_dict() == {"observed": 13, "delivered": 13, "held": 0, "dropped": {}}
+    await again.close()
 
 
-def test_fewer_prompts_than_before() -> None:
+@on_virtual_time
+async def test_fewer_prompts_than_before() -> None:
     """One sentence says what is wrong; the same prompts would have gone on."""
-
-    async def program() -> None:
-        old = new()
-        await old.step()
-        state = plain(old.driver.state_dict(None))
-        assert (state["prompts"]["epoch"], state["prompts"]["position"]) == (0, 4)
-        await old.close()
-        again = new(prompts=3)
-        with pytest.raises(CheckpointError, match="the prompts ended after 3 of epoch 0, where 4 had been"):
-            await again.driver.load_state_dict(state)
-        await again.close()
-
-    virtual(program)
-
-
-def test_responses_that_wait_for_more_prompts_with_a_quorum() -> None:
-    """Of three groups a batch takes eight responses, four wait, and another prompt brings them to a full batch."""
-
-    async def program() -> None:
-        run = Rollouts(
-            table({(2, 3): 40}), n=2, samples=4, prompts=3, group_quorum=0.75, on_data_end=OnDataEnd.WAIT, over=3
-        )
-        batch = await run.step()
-        assert batch.group_sizes == (4, 4)
-        with pytest.raises(DataExhausted, match="finished responses that wait for more prompts: 4"):
-            await run.driver.next_batch()
-        run.driver.extend([prompt_ids(77)])
-        assert len(await run.driver.next_batch()) == 8
-
-    virtual(program)
-
-
-def test_groups_that_wait_for_more_prompts_survive() -> None:
-    """on_data_end: wait keeps the rest over a restart; extend() brings it to a full batch."""
-
-    async def program() -> None:
-        old = Rollouts(table({}), n=2, prompts=3, on_data_end=OnDataEnd.WAIT)
-        await old.step()
-        with pytest.raises(DataExhausted, match="complete groups that wait for more prompts: 1"):
-            await old.driver.next_batch()
-        state = plain(old.driver.state_dict(None))
-        await old.close()
-        again = Rollouts(table({}), n=2, prompts=3, on_data_end=OnDataEnd.WAIT)
+    old = new()
+    await old.step()
+    state = plain(old.driver.state_dict(None))
+    assert (state["prompts"]["epoch"], state["prompts"]["position"]) == (0, 4)
+    await old.close()
+    again = new(prompts=3)
+    with pytest.raises(CheckpointError, match="the prompts ended after 3 of epoch 0, where 4 had been"):
         await again.driver.load_state_dict(state)
-        with pytest.raises(DataExhausted, match="complete groups that wait for more prompts: 1"):
-            await again.driver.next_batch()
-        again.driver.extend([prompt_ids(77)])
-        batch = await again.driver.next_batch()
-        assert [int(s.prompt.token_ids[0]) for s in batch.samples] == [3, 78]
-        await again.close()
+    await again.close()
 
-    virtual(program)
+
+@on_virtual_time
+async def test_responses_that_wait_for_more_prompts_with_a_quorum() -> None:
+    """Of three groups a batch takes eight responses, four wait, and another prompt brings them to a full batch."""
+    run = Rollouts(
+        table({(2, 3): 40}), n=2, samples=4, prompts=3, group_quorum=0.75, on_data_end=OnDataEnd.WAIT, over=3
+    )
+    batch = await run.step()
+    assert batch.group_sizes == (4, 4)
+    with pytest.raises(DataExhausted, match="finished responses that wait for more prompts: 4"):
+        await run.driver.next_batch()
+    run.driver.extend([prompt_ids(77)])
+    assert len(await run.driver.next_batch()) == 8
+
+
+@on_virtual_time
+async def test_groups_that_wait_for_more_prompts_survive() -> None:
+    """on_data_end: wait keeps the rest over a restart; extend() brings it to a full batch."""
+    old = Rollouts(table({}), n=2, prompts=3, on_data_end=OnDataEnd.WAIT)
+    await old.step()
+    with pytest.raises(DataExhausted, match="complete groups that wait for more prompts: 1"):
+        await old.driver.next_batch()
+    state = plain(old.driver.state_dict(None))
+    await old.close()
+    again = Rollouts(table({}), n=2, prompts=3, on_data_end=OnDataEnd.WAIT)
+    await again.driver.load_state_dict(state)
+    with pytest.raises(DataExhausted, match="complete groups that wait for more prompts: 1"):
+        await again.driver.next_batch()
+    again.driver.extend([prompt_ids(77)])
+    batch = await again.driver.next_batch()
+    assert [int(s.prompt.token_ids[0]) for s in batch.samples] == [3, 78]
+    await again.close()
 
 
 # ---------------------------------------------------------------- several turns
@@ -324,73 +295,69 @@ class Agent:
         return "done"
 
 
-def test_several_turns_are_replayed() -> None:
+@on_virtual_time
+async def test_several_turns_are_replayed() -> None:
     """Functions begin again: finished calls are answered at once from the state, tools run again, the rest goes on."""
     first, second = Agent(), Agent()
     lengths = table({}, 400)
 
-    async def program() -> None:
-        old = Rollouts(lengths, n=1, samples=2, over=2, rollout=first)
-        waiter = asyncio.create_task(old.driver.next_batch())
-        await asyncio.sleep(6 + 1 + 3.5)  # in the second call
-        state = plain(old.driver.state_dict(None))
-        tokens = sum(a.tape.count for a in old.core.attempts.values()) + old.core.tokens.observed
-        await waiter
-        await old.close()
+    old = Rollouts(lengths, n=1, samples=2, over=2, rollout=first)
+    waiter = asyncio.create_task(old.driver.next_batch())
+    await asyncio.sleep(6 + 1 + 3.5)  # in the second call
+    state = plain(old.driver.state_dict(None))
+    tokens = sum(a.tape.count for a in old.core.attempts.values()) + old.core.tokens.observed
+    await waiter
+    await old.close()
 
-        again = Rollouts(lengths, n=1, samples=2, over=2, rollout=second)
-        await again.driver.load_state_dict(state)
-        batch = await again.driver.next_batch()
-        for s in batch.samples:
-            kinds = [g.kind for g in s.segments]
-            assert kinds.count(SegmentKind.ENVIRONMENT) == 2
-            assert s.tokens[[6, 13]].tolist() == [50, 51]
-            again_said = [second.completions[s.id, turn] for turn in range(3)]
-            assert again_said[0] == first.completions[s.id, 0]
-            assert s.tokens.tolist() == [*again_said[0], 50, *again_said[1], 51, *again_said[2]]
-            assert s.versions[:6].tolist() == [[0, 0]] * 6
-            assert second.tools.count((s.id, 0)) == 1
-        made = sum(e.tokens for e in again.engines)
-        assert again.core.tokens.observed == tokens + made  # nothing that was kept is made again
-        assert not again.dropped
-        again.core.validate()
-        await again.close()
-
-    virtual(program)
+    again = Rollouts(lengths, n=1, samples=2, over=2, rollout=second)
+    await again.driver.load_state_dict(state)
+    batch = await again.driver.next_batch()
+    for s in batch.samples:
+        kinds = [g.kind for g in s.segments]
+        assert kinds.count(SegmentKind.ENVIRONMENT) == 2
+        assert s.tokens[[6, 13]].tolist() == [50, 51]
+        again_said = [second.completions[s.id, turn] for turn in range(3)]
+        assert again_said[0] == first.completions[s.id, 0]
+        assert s.tokens.tolist() == [*again_said[0], 50, *again_said[1], 51, *again_said[2]]
+        assert s.versions[:6].tolist() == [[0, 0]] * 6
+        assert second.tools.count((s.id, 0)) == 1
+    made = sum(e.tokens for e in again.engines)
+    assert again.core.tokens.observed == tokens + made  # nothing that was kept is made again
+    assert not again.dropped
+    again.core.validate()
+    await again.close()
 
 
 @pytest.mark.parametrize("change", ["another tool result", "returns early"])
-def test_a_function_that_does_otherwise_begins_again(change: str) -> None:
+@on_virtual_time
+async def test_a_function_that_does_otherwise_begins_again(change: str) -> None:
     """Its tokens belong to another conversation: dropped by name, the sample is made anew, the others go on."""
     lengths = table({}, 400)
 
-    async def program() -> None:
-        old = Rollouts(lengths, n=1, samples=2, over=2, rollout=Agent())
-        waiter = asyncio.create_task(old.driver.next_batch())
-        await asyncio.sleep(6 + 1 + 3.5)
-        async with old.driver.paused():  # so that partials are on the tapes
-            held = {s.id: s.tape.generated for s in old.core.buffer.samples()}
-            state = plain(old.driver.state_dict(None))
-        await waiter
-        await old.close()
+    old = Rollouts(lengths, n=1, samples=2, over=2, rollout=Agent())
+    waiter = asyncio.create_task(old.driver.next_batch())
+    await asyncio.sleep(6 + 1 + 3.5)
+    async with old.driver.paused():  # so that partials are on the tapes
+        held = {s.id: s.tape.generated for s in old.core.buffer.samples()}
+        state = plain(old.driver.state_dict(None))
+    await waiter
+    await old.close()
 
-        agent = Agent(change)
-        again = Rollouts(lengths, n=1, samples=2, over=2, rollout=agent)
-        await again.driver.load_state_dict(state)
-        delivered: list[Any] = []
-        while not any(s.id == (0, 0) for s in delivered):
-            delivered += (await again.driver.next_batch()).samples
-            await again.driver.update_weights()
-        assert again.dropped == {DropReason.REPLAY_DIVERGED: held[SampleId(0, 0)]}
-        assert again.core.counters["replays_diverged"] == 1
-        sample = next(s for s in delivered if s.id == (0, 0))
-        assert {s.version.incarnation for s in sample.segments} == {1}
-        sibling = next(s for s in delivered if s.id == (0, 1))
-        assert sibling.segments[0].version == (0, 0)
-        again.core.validate()
-        await again.close()
-
-    virtual(program)
+    agent = Agent(change)
+    again = Rollouts(lengths, n=1, samples=2, over=2, rollout=agent)
+    await again.driver.load_state_dict(state)
+    delivered: list[Any] = []
+    while not any(s.id == (0, 0) for s in delivered):
+        delivered += (await again.driver.next_batch()).samples
+        await again.driver.update_weights()
+    assert again.dropped == {DropReason.REPLAY_DIVERGED: held[SampleId(0, 0)]}
+    assert again.core.counters["replays_diverged"] == 1
+    sample = next(s for s in delivered if s.id == (0, 0))
+    assert {s.version.incarnation for s in sample.segments} == {1}
+    sibling = next(s for s in delivered if s.id == (0, 1))
+    assert sibling.segments[0].version == (0, 0)
+    again.core.validate()
+    await again.close()
 
 
 # ---------------------------------------------------------------- finished siblings, rewards, filters
@@ -413,43 +380,43 @@ GROUP_REWARD, FILTER = {"group_reward": tokens_of_group}, {"reward": count, "fil
 
 @pytest.mark.parametrize("functions", [GROUP_REWARD, FILTER], ids=["group reward", "filter"])
 @pytest.mark.parametrize("now", [None, "no filter"])
-def test_finished_siblings_are_scored_and_judged_with_the_others(functions: dict[str, Any], now: str | None) -> None:
+@on_virtual_time
+async def test_finished_siblings_are_scored_and_judged_with_the_others(
+    functions: dict[str, Any], now: str | None
+) -> None:
     """Group rewards and filters see the whole group after a restart, though functions' results did not survive it."""
     lengths = table({(0, 0): 4, (0, 1): 40, (1, 0): 5, (1, 1): 5, (2, 0): 9, (2, 1): 30}, 35)
 
-    async def program() -> None:
-        event = asyncio.Event()
+    event = asyncio.Event()
 
-        async def late(prompt: Prompt, responses: list[Response]) -> bool:
-            await event.wait()
-            return True
+    async def late(prompt: Prompt, responses: list[Response]) -> bool:
+        await event.wait()
+        return True
 
-        given = functions | ({"filter": late} if "filter" in functions else {})
-        old = new(lengths=lengths, **given)
-        waiter = asyncio.create_task(old.driver.next_batch())
-        await asyncio.sleep(20)
-        states = [s.state for s in old.core.buffer.samples()]
-        assert SampleState.FINISHED in states or SampleState.SCORING in states
-        state = plain(old.driver.state_dict(None))
-        before = observed(old)
-        event.set()
-        await waiter
-        await old.close()
+    given = functions | ({"filter": late} if "filter" in functions else {})
+    old = new(lengths=lengths, **given)
+    waiter = asyncio.create_task(old.driver.next_batch())
+    await asyncio.sleep(20)
+    states = [s.state for s in old.core.buffer.samples()]
+    assert SampleState.FINISHED in states or SampleState.SCORING in states
+    state = plain(old.driver.state_dict(None))
+    before = observed(old)
+    event.set()
+    await waiter
+    await old.close()
 
-        later = {k: v for k, v in functions.items() if k != "filter"} if now else functions
-        again = new(lengths=lengths, **later)
-        await again.driver.load_state_dict(state)
-        assert observed(again) == before
-        delivered: list[Any] = []
-        for _ in range(3):
-            batch = await again.driver.next_batch()
-            check(batch, lengths)
-            assert batch.rewards.tolist() == batch.lengths.tolist()
-            delivered += batch.group_ids.tolist()
-            await again.driver.update_weights()
-        assert (1 in delivered) is ("filter" not in later)
-        assert 0 in delivered
-        again.core.validate()
-        await again.close()
-
-    virtual(program)
+    later = {k: v for k, v in functions.items() if k != "filter"} if now else functions
+    again = new(lengths=lengths, **later)
+    await again.driver.load_state_dict(state)
+    assert observed(again) == before
+    delivered: list[Any] = []
+    for _ in range(3):
+        batch = await again.driver.next_batch()
+        check(batch, lengths)
+        assert batch.rewards.tolist() == batch.lengths.tolist()
+        delivered += batch.group_ids.tolist()
+        await again.driver.update_weights()
+    assert (1 in delivered) is ("filter" not in later)
+    assert 0 in delivered
+    again.core.validate()
+    await again.close()

@@ -14,6 +14,7 @@ from fake_servers.sglang import FakeSglangServer
 from fake_servers.vllm import FakeVllmServer
 from hash_engine import START, HashEngine, Server, conversation, longer, next_token, save
 from sglang_fixtures import read, request, run
+from virtual_rollouts import on_virtual_time
 
 import april
 from april.core import commands as do
@@ -28,7 +29,7 @@ from april.processes.host import Host
 from april.processes.link import Link, memory_links
 from april.processes.remote_hosts import HostDoor
 from april.processes.roster import Roster
-from april.testing import rollouts, run_virtual
+from april.testing import rollouts
 
 SECOND = PolicyVersion(0, 1)
 SERVERS: dict[str, tuple[Any, Any]] = {
@@ -131,70 +132,67 @@ def check(batch: Batch, named: dict[PolicyVersion, str], seeds: dict[str, int | 
 
 
 @pytest.mark.parametrize("by", ["path", "broken transfer", "restart before the first update"])
-def test_a_host_that_outlives_its_scheduler(tmp_path: Path, by: str, caplog: pytest.LogCaptureFixture) -> None:
+@on_virtual_time
+async def test_a_host_that_outlives_its_scheduler(tmp_path: Path, by: str, caplog: pytest.LogCaptureFixture) -> None:
     """Its engine waits for the first update of the next scheduler, with one sentence, whatever it was given before."""
+    seeds: dict[str, int | None] = {}
+    doors = [HostDoor(deadline_s=20.0), HostDoor(deadline_s=20.0)]
+    links: list[Link] = []
+    server = Server()
+    door = doors[0]
+    config = april.Config(
+        rollout_batch_size=4, n_samples_per_prompt=2, max_response_len=30, max_staleness=4, max_in_flight=16,
+        outage_deadline_s=60.0, engine={"kind": "simulated"},
+    )  # fmt: skip
 
-    async def main() -> None:
-        seeds: dict[str, int | None] = {}
-        doors = [HostDoor(deadline_s=20.0), HostDoor(deadline_s=20.0)]
-        links: list[Link] = []
-        server = Server()
-        door = doors[0]
-        config = april.Config(
-            rollout_batch_size=4, n_samples_per_prompt=2, max_response_len=30, max_staleness=4, max_in_flight=16,
-            outage_deadline_s=60.0, engine={"kind": "simulated"},
-        )  # fmt: skip
+    async def join() -> Link:
+        here, there = memory_links()
+        links.append(here)
+        door.accept(here)
+        return there
 
-        async def join() -> Link:
-            here, there = memory_links()
-            links.append(here)
-            door.accept(here)
-            return there
+    def life() -> Any:
+        own = [HashEngine("own", seeds, Server())]
+        prompts = [[1, 2 + i] for i in range(900)]
+        return rollouts(config, engines=own, prompts=prompts, reward=lambda p, r: 1.0, hosts=door)
 
-        def life() -> Any:
-            own = [HashEngine("own", seeds, Server())]
-            prompts = [[1, 2 + i] for i in range(900)]
-            return rollouts(config, engines=own, prompts=prompts, reward=lambda p, r: 1.0, hosts=door)
+    host = Host("h", engines=[HashEngine("e", seeds, server)], join=join, rejoin_s=1e6)
+    joining = asyncio.ensure_future(host.astart())
 
-        host = Host("h", engines=[HashEngine("e", seeds, server)], join=join, rejoin_s=1e6)
-        joining = asyncio.ensure_future(host.astart())
+    async def breaks() -> None:
+        server.weights = "torn"
+        raise OSError("the network")
 
-        async def breaks() -> None:
-            server.weights = "torn"
-            raise OSError("the network")
-
-        async with life() as run:
-            await joining
-            check(await run.next_batch(), {FIRST_VERSION: START}, seeds)
-            if by == "path":
-                await run.weight_update(path=save(tmp_path / "1", "w1"))
-            elif by == "broken transfer":
-                with pytest.raises(OSError, match="the network"):
-                    await run.weight_update(transfer=breaks)
-            else:
-                server.restart(1.0)
-                await asyncio.sleep(10.0)
-            links[-1].close()  # its process is killed, and says no goodbye
-            door = doors[1]
-        caplog.clear()
-        async with life() as run:
+    async with life() as run:
+        await joining
+        check(await run.next_batch(), {FIRST_VERSION: START}, seeds)
+        if by == "path":
+            await run.weight_update(path=save(tmp_path / "1", "w1"))
+        elif by == "broken transfer":
+            with pytest.raises(OSError, match="the network"):
+                await run.weight_update(transfer=breaks)
+        else:
+            server.restart(1.0)
             await asyncio.sleep(10.0)
-            known = by == "restart before the first update"
-            used = check(await run.next_batch(), {FIRST_VERSION: START}, seeds)
-            assert ("h/e" in used) == known
-            named = {FIRST_VERSION: START, await run.weight_update(path=save(tmp_path / "2", "w2")): "w2"}
-            for _ in range(3):
-                used = check(await run.next_batch(), named, seeds)
-            assert "h/e" in used
-        await host.aclose()
-        told = [r.getMessage() for r in caplog.records if "earlier run" in r.getMessage()]
-        assert told == ([] if known else [
-            "engine h/e has not the present weights and waits for the next weight update: it may have those of an "
-            "earlier run"
-        ])  # fmt: skip
-        assert not any("policy version" in r.getMessage() for r in caplog.records)
-
-    run_virtual(main())
+        links[-1].close()  # its process is killed, and says no goodbye
+        door = doors[1]
+    caplog.clear()
+    async with life() as run:
+        await asyncio.sleep(10.0)
+        known = by == "restart before the first update"
+        used = check(await run.next_batch(), {FIRST_VERSION: START}, seeds)
+        assert ("h/e" in used) == known
+        named = {FIRST_VERSION: START, await run.weight_update(path=save(tmp_path / "2", "w2")): "w2"}
+        for _ in range(3):
+            used = check(await run.next_batch(), named, seeds)
+        assert "h/e" in used
+    await host.aclose()
+    told = [r.getMessage() for r in caplog.records if "earlier run" in r.getMessage()]
+    assert told == ([] if known else [
+        "engine h/e has not the present weights and waits for the next weight update: it may have those of an "
+        "earlier run"
+    ])  # fmt: skip
+    assert not any("policy version" in r.getMessage() for r in caplog.records)
 
 
 def test_a_scheduler_that_begins_with_such_a_host() -> None:

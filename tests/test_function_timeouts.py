@@ -11,7 +11,7 @@ import pytest
 from awaited_calls import awaited
 from gate_engine import TAIL, GateEngine
 from real_schedulers import config, scheduler
-from virtual_rollouts import Rollouts, now, table, virtual
+from virtual_rollouts import Rollouts, now, on_virtual_time, table
 
 import april
 from april.core.types import DropReason, Prompt, SampleId
@@ -23,7 +23,8 @@ from april.errors import ConfigError, RolloutError
 # ---------------------------------------------------------------- async functions, on virtual time
 
 
-def test_an_async_reward_that_hangs_is_cancelled_and_asked_again() -> None:
+@on_virtual_time
+async def test_an_async_reward_that_hangs_is_cancelled_and_asked_again() -> None:
     """At its deadline, to the second: function, sample and setting are named, and no token is lost."""
     cancelled: list[float] = []
 
@@ -36,22 +37,20 @@ def test_an_async_reward_that_hangs_is_cancelled_and_asked_again() -> None:
                 raise
         return 1.0
 
-    async def program() -> None:
-        rollouts = Rollouts(table({}), n=2, reward=judge, function_timeout_s=60)
-        batch = await rollouts.step()
-        assert cancelled == [65.0]  # 5 tokens, then the limit
-        assert now() == 65.0
-        assert batch.metrics["failed_samples"] == 1
-        assert not rollouts.dropped
-        story = rollouts.core.story(SampleId(1, 0))
-        assert "the reward function failed" in story
-        assert "judge was not done with g1.s0 after function_timeout_s=60" in story
-        await rollouts.close()
-
-    virtual(program)
+    rollouts = Rollouts(table({}), n=2, reward=judge, function_timeout_s=60)
+    batch = await rollouts.step()
+    assert cancelled == [65.0]  # 5 tokens, then the limit
+    assert now() == 65.0
+    assert batch.metrics["failed_samples"] == 1
+    assert not rollouts.dropped
+    story = rollouts.core.story(SampleId(1, 0))
+    assert "the reward function failed" in story
+    assert "judge was not done with g1.s0 after function_timeout_s=60" in story
+    await rollouts.close()
 
 
-def test_an_async_group_reward_that_hangs_is_asked_again() -> None:
+@on_virtual_time
+async def test_an_async_group_reward_that_hangs_is_asked_again() -> None:
     """The same for the reward of a whole group."""
     calls: list[float] = []
 
@@ -61,16 +60,14 @@ def test_an_async_group_reward_that_hangs_is_asked_again() -> None:
             await asyncio.Event().wait()
         return [1.0] * len(responses)
 
-    async def program() -> None:
-        rollouts = Rollouts(table({}), n=1, samples=3, group_reward=judge, function_timeout_s=7)
-        await rollouts.step()
-        assert calls == [5.0, 12.0]
-        await rollouts.close()
-
-    virtual(program)
+    rollouts = Rollouts(table({}), n=1, samples=3, group_reward=judge, function_timeout_s=7)
+    await rollouts.step()
+    assert calls == [5.0, 12.0]
+    await rollouts.close()
 
 
-def test_a_reward_that_always_hangs_drops_the_group_by_name() -> None:
+@on_virtual_time
+async def test_a_reward_that_always_hangs_drops_the_group_by_name() -> None:
     """After max_attempt_failures the group is replaced, its tokens are counted as failed."""
 
     async def judge(prompt: Prompt, response: Response) -> float:
@@ -78,18 +75,16 @@ def test_a_reward_that_always_hangs_drops_the_group_by_name() -> None:
             await asyncio.Event().wait()
         return 1.0
 
-    async def program() -> None:
-        rollouts = Rollouts(table({}), n=1, reward=judge, function_timeout_s=10)
-        batch = await rollouts.step()
-        assert batch.group_ids.tolist() == [1]
-        assert rollouts.dropped == {DropReason.FAILED: 5}
-        assert now() == 5 + 3 * 10 + 5
-        await rollouts.close()
-
-    virtual(program)
+    rollouts = Rollouts(table({}), n=1, reward=judge, function_timeout_s=10)
+    batch = await rollouts.step()
+    assert batch.group_ids.tolist() == [1]
+    assert rollouts.dropped == {DropReason.FAILED: 5}
+    assert now() == 5 + 3 * 10 + 5
+    await rollouts.close()
 
 
-def test_a_filter_that_hangs_is_a_named_failure() -> None:
+@on_virtual_time
+async def test_a_filter_that_hangs_is_a_named_failure() -> None:
     """The group is judged again or dropped by name; the step goes on."""
 
     async def picky(prompt: Prompt, responses: list[Response]) -> bool:
@@ -97,18 +92,16 @@ def test_a_filter_that_hangs_is_a_named_failure() -> None:
             await asyncio.Event().wait()
         return True
 
-    async def program() -> None:
-        rollouts = Rollouts(table({}), n=1, filter=picky, function_timeout_s=10)
-        batch = await rollouts.step()
-        assert batch.group_ids.tolist() == [1]
-        assert "picky was not done with group 0 after function_timeout_s=10" in rollouts.core.story(SampleId(0, 0))
-        await rollouts.close()
-
-    virtual(program)
+    rollouts = Rollouts(table({}), n=1, filter=picky, function_timeout_s=10)
+    batch = await rollouts.step()
+    assert batch.group_ids.tolist() == [1]
+    assert "picky was not done with group 0 after function_timeout_s=10" in rollouts.core.story(SampleId(0, 0))
+    await rollouts.close()
 
 
 @pytest.mark.parametrize("ending", ["answers late", "raises late"])
-def test_an_async_reward_that_ignores_its_cancellation_is_left_behind(ending: str) -> None:
+@on_virtual_time
+async def test_an_async_reward_that_ignores_its_cancellation_is_left_behind(ending: str) -> None:
     """Its late answer is nobody's: the answer of the second call is delivered."""
     late: list[float] = []
 
@@ -126,20 +119,18 @@ def test_an_async_reward_that_ignores_its_cancellation_is_left_behind(ending: st
         await asyncio.sleep(40)
         return 1.0
 
-    async def program() -> None:
-        rollouts = Rollouts(table({}), n=1, reward=judge, function_timeout_s=50)
-        batch = await rollouts.step()
-        assert batch.rewards.tolist() == [1.0]
-        assert late == [-1.0, 75.0]
-        assert now() == 5 + 50 + 40
-        assert rollouts.core.counters["late_events"] == 0
-        await rollouts.close()
-
-    virtual(program)
+    rollouts = Rollouts(table({}), n=1, reward=judge, function_timeout_s=50)
+    batch = await rollouts.step()
+    assert batch.rewards.tolist() == [1.0]
+    assert late == [-1.0, 75.0]
+    assert now() == 5 + 50 + 40
+    assert rollouts.core.counters["late_events"] == 0
+    await rollouts.close()
 
 
 @pytest.mark.parametrize("hangs_after", [0, 1, 2])
-def test_a_rollout_function_that_hangs_begins_again(hangs_after: int) -> None:
+@on_virtual_time
+async def test_a_rollout_function_that_hangs_begins_again(hangs_after: int) -> None:
     """Before the first call, between two calls, after the last: its sample starts anew, its tokens are counted."""
     hung: list[float] = []
 
@@ -151,22 +142,20 @@ def test_a_rollout_function_that_hangs_begins_again(hangs_after: int) -> None:
             if call < 2:
                 await llm.generate()
 
-    async def program() -> None:
-        rollouts = Rollouts(table({}), n=1, samples=2, rollout=agent, function_timeout_s=30)
-        batch = await rollouts.driver.next_batch()
-        assert batch.group_ids.tolist() == [0, 0]
-        assert hung == [5.0 * hangs_after]
-        assert now() == hung[0] + 30 + 10
-        assert rollouts.dropped == ({DropReason.FAILED: 5 * hangs_after} if hangs_after else {})
-        assert "the rollout function failed: test_a_roll" in rollouts.core.story(SampleId(0, 1))
-        assert "agent was not done with g0.s1 after function_timeout_s=30" in rollouts.core.story(SampleId(0, 1))
-        rollouts.check_ledger()
-        await rollouts.close()
-
-    virtual(program)
+    rollouts = Rollouts(table({}), n=1, samples=2, rollout=agent, function_timeout_s=30)
+    batch = await rollouts.driver.next_batch()
+    assert batch.group_ids.tolist() == [0, 0]
+    assert hung == [5.0 * hangs_after]
+    assert now() == hung[0] + 30 + 10
+    assert rollouts.dropped == ({DropReason.FAILED: 5 * hangs_after} if hangs_after else {})
+    assert "the rollout function failed: test_a_roll" in rollouts.core.story(SampleId(0, 1))
+    assert "agent was not done with g0.s1 after function_timeout_s=30" in rollouts.core.story(SampleId(0, 1))
+    rollouts.check_ledger()
+    await rollouts.close()
 
 
-def test_time_in_generate_does_not_count() -> None:
+@on_virtual_time
+async def test_time_in_generate_does_not_count() -> None:
     """Responses and parked times far beyond the limit, over several steps; each tool has the whole limit."""
 
     async def agent(prompt: Prompt, llm: LLM) -> None:
@@ -176,44 +165,40 @@ def test_time_in_generate_does_not_count() -> None:
         await llm.generate([*done.conversation, 950])
         await asyncio.sleep(9)
 
-    async def program() -> None:
-        lengths = table({(0, 0): 400}, default=50)
-        rollouts = Rollouts(lengths, n=1, over=2, rollout=agent, function_timeout_s=10)
-        samples: dict[SampleId, int] = {}
-        while SampleId(0, 0) not in samples:
-            batch = await rollouts.driver.next_batch()
-            samples |= {s.id: len(s.segments) for s in batch.samples}
-            await asyncio.sleep(100)  # the trainer
-            await rollouts.driver.update_weights()
-        assert samples[SampleId(0, 0)] > 3  # two calls and what the tool said, in more than one attempt each
-        assert now() > 400
-        assert rollouts.core.counters["failed_samples"] == 0
-        await rollouts.close()
-
-    virtual(program)
+    lengths = table({(0, 0): 400}, default=50)
+    rollouts = Rollouts(lengths, n=1, over=2, rollout=agent, function_timeout_s=10)
+    samples: dict[SampleId, int] = {}
+    while SampleId(0, 0) not in samples:
+        batch = await rollouts.driver.next_batch()
+        samples |= {s.id: len(s.segments) for s in batch.samples}
+        await asyncio.sleep(100)  # the trainer
+        await rollouts.driver.update_weights()
+    assert samples[SampleId(0, 0)] > 3  # two calls and what the tool said, in more than one attempt each
+    assert now() > 400
+    assert rollouts.core.counters["failed_samples"] == 0
+    await rollouts.close()
 
 
-def test_a_tool_that_runs_while_training_is_paused_uses_its_time() -> None:
+@on_virtual_time
+async def test_a_tool_that_runs_while_training_is_paused_uses_its_time() -> None:
     """A pause stops generation, not the user's tools, so their time goes on."""
 
     async def agent(prompt: Prompt, llm: LLM) -> None:
         await llm.generate()
         await asyncio.sleep(30)
 
-    async def program() -> None:
-        rollouts = Rollouts(table({}), n=1, rollout=agent, function_timeout_s=20)
-        waiter = asyncio.create_task(rollouts.driver.next_batch())
-        await asyncio.sleep(6)
-        async with rollouts.driver.paused():
-            await asyncio.sleep(100)
-            assert rollouts.core.counters["failed_samples"] == 1
-        waiter.cancel()
-        await rollouts.close()
-
-    virtual(program)
+    rollouts = Rollouts(table({}), n=1, rollout=agent, function_timeout_s=20)
+    waiter = asyncio.create_task(rollouts.driver.next_batch())
+    await asyncio.sleep(6)
+    async with rollouts.driver.paused():
+        await asyncio.sleep(100)
+        assert rollouts.core.counters["failed_samples"] == 1
+    waiter.cancel()
+    await rollouts.close()
 
 
-def test_a_rollout_function_that_ignores_its_cancellation_is_left_behind() -> None:
+@on_virtual_time
+async def test_a_rollout_function_that_ignores_its_cancellation_is_left_behind() -> None:
     """The sample has a new function; what the old one asks for or returns later is refused and changes nothing."""
     errors: list[BaseException] = []
     started: list[float] = []
@@ -237,17 +222,15 @@ def test_a_rollout_function_that_ignores_its_cancellation_is_left_behind() -> No
         assert response.output == "new"
         return 1.0
 
-    async def program() -> None:
-        rollouts = Rollouts(table({}), n=1, rollout=agent, reward=reward, function_timeout_s=10)
-        await rollouts.step()
-        assert started == [0.0, 10.0]
-        assert ["after its rollout function had ended" in str(e) for e in errors] == [True]
-        await rollouts.close()
-
-    virtual(program)
+    rollouts = Rollouts(table({}), n=1, rollout=agent, reward=reward, function_timeout_s=10)
+    await rollouts.step()
+    assert started == [0.0, 10.0]
+    assert ["after its rollout function had ended" in str(e) for e in errors] == [True]
+    await rollouts.close()
 
 
-def test_a_function_that_cancels_itself_is_a_named_failure() -> None:
+@on_virtual_time
+async def test_a_function_that_cancels_itself_is_a_named_failure() -> None:
     """Cancelling the task that runs it, which no one else did, neither loses the sample nor hangs the step."""
     done: list[SampleId] = []
 
@@ -260,30 +243,26 @@ def test_a_function_that_cancels_itself_is_a_named_failure() -> None:
             task.cancel()
             await asyncio.sleep(1)
 
-    async def program() -> None:
-        rollouts = Rollouts(table({}), n=2, rollout=agent)
-        await rollouts.step()
-        assert "something that it waited for was cancelled" in rollouts.core.story(done[0])
-        await rollouts.close()
-
-    virtual(program)
+    rollouts = Rollouts(table({}), n=2, rollout=agent)
+    await rollouts.step()
+    assert "something that it waited for was cancelled" in rollouts.core.story(done[0])
+    await rollouts.close()
 
 
-def test_the_default_function_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+@on_virtual_time
+async def test_the_default_function_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     """One response and nothing else: no clock is started for it, nor a coroutine."""
     started: list[Any] = []
     monkeypatch.setattr(UserCalls, "begin_async", lambda self, *args, **options: started.append(args))
 
-    async def program() -> None:
-        rollouts = Rollouts(table({}), n=2, samples=2, reward=None, function_timeout_s=1)
-        await rollouts.step()
-        assert started == []
-        await rollouts.close()
-
-    virtual(program)
+    rollouts = Rollouts(table({}), n=2, samples=2, reward=None, function_timeout_s=1)
+    await rollouts.step()
+    assert started == []
+    await rollouts.close()
 
 
-def test_time_limits_run_out_in_order_and_start_again() -> None:
+@on_virtual_time
+async def test_time_limits_run_out_in_order_and_start_again() -> None:
     """The same limit for all: late in the order of their starts, exactly in time; stopped ones never."""
     events: list[tuple[str, float]] = []
 
@@ -299,27 +278,25 @@ def test_time_limits_run_out_in_order_and_start_again() -> None:
 
     limits = TimeLimits(10)
 
-    async def program() -> None:
-        stopped, first, again, restarted = (Timed(n) for n in ("stopped", "first", "again", "restarted"))
-        for timed in (stopped, first, restarted):
-            limits.start(timed)
-        await asyncio.sleep(4)
-        limits.start(first)  # running already: nothing
-        limits.start(again)
-        limits.stop(stopped)
-        limits.stop(restarted)
-        limits.start(restarted)
-        await asyncio.sleep(100)
-        assert events == [("first", 10.0), ("again", 14.0), ("restarted", 14.0), ("over", 24.0)]
-        limits.start(stopped)
-        limits.close()
-        await asyncio.sleep(100)
-        assert len(events) == 4
-
-    virtual(program)
+    stopped, first, again, restarted = (Timed(n) for n in ("stopped", "first", "again", "restarted"))
+    for timed in (stopped, first, restarted):
+        limits.start(timed)
+    await asyncio.sleep(4)
+    limits.start(first)  # running already: nothing
+    limits.start(again)
+    limits.stop(stopped)
+    limits.stop(restarted)
+    limits.start(restarted)
+    await asyncio.sleep(100)
+    assert events == [("first", 10.0), ("again", 14.0), ("restarted", 14.0), ("over", 24.0)]
+    limits.start(stopped)
+    limits.close()
+    await asyncio.sleep(100)
+    assert len(events) == 4
 
 
-def test_there_is_one_timer_however_often_something_is_late() -> None:
+@on_virtual_time
+async def test_there_is_one_timer_however_often_something_is_late() -> None:
     """What begins anew in the moment it is late, while others run, adds no timer; after close nothing starts."""
 
     class Timed:
@@ -332,22 +309,20 @@ def test_there_is_one_timer_however_often_something_is_late() -> None:
         handles: list[asyncio.TimerHandle] = asyncio.get_running_loop()._scheduled  # type: ignore[attr-defined]
         return sum(not handle.cancelled() for handle in handles)
 
-    async def program() -> None:
-        for _ in range(5):
-            limits.start(Timed())
-            await asyncio.sleep(1)
-        for _ in range(20):
-            assert timers() == 1
-            await asyncio.sleep(9.5)
-        limits.close()
+    for _ in range(5):
         limits.start(Timed())
-        assert timers() == 0
-
-    virtual(program)
+        await asyncio.sleep(1)
+    for _ in range(20):
+        assert timers() == 1
+        await asyncio.sleep(9.5)
+    limits.close()
+    limits.start(Timed())
+    assert timers() == 0
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), type("Odd", (BaseException,), {})("odd")], ids=repr)
-def test_whatever_an_async_function_raises_ends_its_own_sample_only(error: BaseException) -> None:
+@on_virtual_time
+async def test_whatever_an_async_function_raises_ends_its_own_sample_only(error: BaseException) -> None:
     """Not only Exceptions: a reward that raises what would end a program is asked again like any that fails."""
     asked: list[int] = []
 
@@ -357,14 +332,11 @@ def test_whatever_an_async_function_raises_ends_its_own_sample_only(error: BaseE
             raise error
         return 1.0
 
-    async def program() -> None:
-        rollouts = Rollouts(table({}), n=2, reward=reward)
-        batch = await rollouts.step()
-        assert batch.metrics["failed_samples"] == 1
-        assert len(asked) == 3
-        await rollouts.close()
-
-    virtual(program)
+    rollouts = Rollouts(table({}), n=2, reward=reward)
+    batch = await rollouts.step()
+    assert batch.metrics["failed_samples"] == 1
+    assert len(asked) == 3
+    await rollouts.close()
 
 
 # ---------------------------------------------------------------- plain functions, in threads

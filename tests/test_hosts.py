@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from virtual_rollouts import on_virtual_time
 
 import april
 from april.core.batch import Batch
@@ -109,19 +110,16 @@ def fake(name: str) -> FakeEngine:
     return FakeEngine(name, lengths=LENGTHS, chunk_tokens=1)
 
 
-def test_samples_are_generated_and_scored_on_hosts() -> None:
+@on_virtual_time
+async def test_samples_are_generated_and_scored_on_hosts() -> None:
     """Both hosts' engines are used, under names with their host's; what is delivered is what they handed over."""
-
-    async def main() -> None:
-        async with place() as p:
-            await p.host("a", [fake("f")])
-            await p.host("b", [fake("f"), fake("g")])
-            await p.all_batches()
-            p.check(12)
-            used = {s.engine for b in p.batches for x in b.samples for s in x.segments}
-            assert used == {"here", "a/f", "b/f", "b/g"}
-
-    run_virtual(main())
+    async with place() as p:
+        await p.host("a", [fake("f")])
+        await p.host("b", [fake("f"), fake("g")])
+        await p.all_batches()
+        p.check(12)
+        used = {s.engine for b in p.batches for x in b.samples for s in x.segments}
+        assert used == {"here", "a/f", "b/f", "b/g"}
 
 
 async def two_turns(prompt: Any, llm: april.LLM) -> str:
@@ -156,22 +154,19 @@ def test_functions_of_several_turns_run_on_hosts() -> None:
 
 
 @pytest.mark.parametrize("functions", [{}, {"rollout": two_turns, "reward": reward}], ids=["one turn", "two turns"])
-def test_a_host_that_dies_in_the_middle_loses_nothing_that_was_told(functions: dict[str, Any]) -> None:
+@on_virtual_time
+async def test_a_host_that_dies_in_the_middle_loses_nothing_that_was_told(functions: dict[str, Any]) -> None:
     """Its samples go on elsewhere, its functions begin again, answered from the tape; it comes back by itself."""
-
-    async def main() -> None:
-        async with place(**functions) as p:
-            await p.host("a", [fake("f")])
-            await p.step()
-            step = asyncio.ensure_future(p.step())
-            await asyncio.sleep(4)
-            p.links[0].cut("the cable was pulled")
-            await step
-            await p.all_batches()
-            p.check(12)
-            assert len(p.links) > 1  # it came back
-
-    run_virtual(main())
+    async with place(**functions) as p:
+        await p.host("a", [fake("f")])
+        await p.step()
+        step = asyncio.ensure_future(p.step())
+        await asyncio.sleep(4)
+        p.links[0].cut("the cable was pulled")
+        await step
+        await p.all_batches()
+        p.check(12)
+        assert len(p.links) > 1  # it came back
 
 
 def test_an_error_of_words_that_utf8_does_not_have_costs_its_sample_alone() -> None:
@@ -195,23 +190,20 @@ def test_an_error_of_words_that_utf8_does_not_have_costs_its_sample_alone() -> N
     assert len(failed) == 12
 
 
-def test_a_host_that_is_silent_is_lost_and_may_come_back() -> None:
+@on_virtual_time
+async def test_a_host_that_is_silent_is_lost_and_may_come_back() -> None:
     """Without a sign of life for deadline_s the scheduler goes on without it."""
-
-    async def main() -> None:
-        async with place() as p:
-            await p.host("a", [fake("f")])
-            driver = p.scheduler.driver
-            step = asyncio.ensure_future(p.step())
-            await asyncio.sleep(2)
-            p.links[0]._other = None  # what it says goes nowhere
-            await step
-            await asyncio.sleep(60)
-            assert "a/f" in driver.core.engines.states
-            await p.all_batches()
-            p.check(12)
-
-    run_virtual(main())
+    async with place() as p:
+        await p.host("a", [fake("f")])
+        driver = p.scheduler.driver
+        step = asyncio.ensure_future(p.step())
+        await asyncio.sleep(2)
+        p.links[0]._other = None  # what it says goes nowhere
+        await step
+        await asyncio.sleep(60)
+        assert "a/f" in driver.core.engines.states
+        await p.all_batches()
+        p.check(12)
 
 
 def test_a_pause_of_the_process_itself_is_nobody_elses_death(caplog: pytest.LogCaptureFixture) -> None:
@@ -244,105 +236,90 @@ def test_a_pause_of_the_process_itself_is_nobody_elses_death(caplog: pytest.LogC
 # -------------------------------------------------------------------- two of one name
 
 
-def test_a_second_host_of_a_name_is_refused_while_the_first_one_lives() -> None:
+@on_virtual_time
+async def test_a_second_host_of_a_name_is_refused_while_the_first_one_lives() -> None:
     """It reads which name, and where both are; the first one goes on as if nothing had been."""
-
-    async def main() -> None:
-        async with place() as p:
-            first = await p.host("a", [fake("f")])
-            desks = list(p.scheduler.driver.hosts.desks)  # type: ignore[union-attr]
-            with pytest.raises(LinkError, match="host a already, at this process, and it lives; this one is"):
-                await p.host("a", [fake("f")])
-            assert asyncio.get_running_loop().time() <= 2 * p.door.deadline_s / 4
-            assert list(p.scheduler.driver.hosts.desks) == desks  # type: ignore[union-attr]
-            assert first._ended is not None
-            assert not first._ended.done()
-            await p.all_batches()
-            p.check(12)
-
-    run_virtual(main())
+    async with place() as p:
+        first = await p.host("a", [fake("f")])
+        desks = list(p.scheduler.driver.hosts.desks)  # type: ignore[union-attr]
+        with pytest.raises(LinkError, match="host a already, at this process, and it lives; this one is"):
+            await p.host("a", [fake("f")])
+        assert asyncio.get_running_loop().time() <= 2 * p.door.deadline_s / 4
+        assert list(p.scheduler.driver.hosts.desks) == desks  # type: ignore[union-attr]
+        assert first._ended is not None
+        assert not first._ended.done()
+        await p.all_batches()
+        p.check(12)
 
 
 @pytest.mark.parametrize("died", ["seen", "unseen"])
-def test_a_process_that_takes_the_place_of_a_dead_one_joins(died: str) -> None:
+@on_virtual_time
+async def test_a_process_that_takes_the_place_of_a_dead_one_joins(died: str) -> None:
     """At once where the connection has ended; otherwise when the dead one is silent for two heartbeats."""
-
-    async def main() -> None:
-        async with place() as p:
-            first = await p.host("a", [fake("f")])
-            await p.step()
-            if died == "seen":
-                await first.aclose()
-            else:
-                p.links[0]._other = None  # what it says goes nowhere
-            now = asyncio.get_running_loop().time
-            began = now()
-            await p.host("a", [fake("f")])
-            beat = p.door.deadline_s / 4
-            assert now() - began == 0 if died == "seen" else 2 * beat <= now() - began <= 3 * beat
-            if died == "unseen":
-                assert (await first.aend()).startswith("another host has joined as a")
-            await p.all_batches()
-            p.check(12)
-
-    run_virtual(main())
+    async with place() as p:
+        first = await p.host("a", [fake("f")])
+        await p.step()
+        if died == "seen":
+            await first.aclose()
+        else:
+            p.links[0]._other = None  # what it says goes nowhere
+        now = asyncio.get_running_loop().time
+        began = now()
+        await p.host("a", [fake("f")])
+        beat = p.door.deadline_s / 4
+        assert now() - began == 0 if died == "seen" else 2 * beat <= now() - began <= 3 * beat
+        if died == "unseen":
+            assert (await first.aend()).startswith("another host has joined as a")
+        await p.all_batches()
+        p.check(12)
 
 
-def test_a_host_that_connects_again_needs_not_wait_for_its_old_connection() -> None:
+@on_virtual_time
+async def test_a_host_that_connects_again_needs_not_wait_for_its_old_connection() -> None:
     """Only it knows that this one is broken; and it is the same host."""
-
-    async def main() -> None:
-        async with place() as p:
-            first = await p.host("a", [fake("f")])
-            assert first._serving is not None
-            p.links[0]._other = None
-            first._serving._break(LinkError("broken"))
-            await asyncio.sleep(RETRY_S + 0.1)
-            assert len(p.links) == 2
-            assert first._serving.welcomed.done()
-            await p.all_batches()
-            p.check(12)
-
-    run_virtual(main())
+    async with place() as p:
+        first = await p.host("a", [fake("f")])
+        assert first._serving is not None
+        p.links[0]._other = None
+        first._serving._break(LinkError("broken"))
+        await asyncio.sleep(RETRY_S + 0.1)
+        assert len(p.links) == 2
+        assert first._serving.welcomed.done()
+        await p.all_batches()
+        p.check(12)
 
 
-def test_a_state_has_what_runs_on_hosts() -> None:
+@on_virtual_time
+async def test_a_state_has_what_runs_on_hosts() -> None:
     """Tapes on request: tokens of running requests are in the state, and another scheduler goes on from them."""
-
-    async def main() -> None:
-        async with place(config=CONFIG.model_copy(update={"over_sampling_batch_size": 2})) as p:
-            await p.host("a", [fake("f")])
-            step = asyncio.ensure_future(p.scheduler.anext_batch())
-            await asyncio.sleep(3)
-            driver = p.scheduler.driver
-            await driver.caught_up()
-            held = {a.engine: a.tape.count for a in driver.core.attempts.values()}
-            assert any(count > 0 for engine, count in held.items() if engine.startswith("a/"))
-            state = driver.state_dict(None)
-            step.cancel()
-        async with place() as again:
-            await again.host("a", [fake("f")])
-            await again.scheduler.driver.load_state_dict(state, "weights")
-            await again.all_batches()
-            resumed = sum(s.resumes > 0 for b in again.batches for s in b.samples)
-            assert resumed > 0
-            trained = Counter(s.prompt.data["i"] for b in again.batches for s in b.samples)
-            assert trained == Counter(dict.fromkeys(range(12), 2))
-
-    run_virtual(main())
+    async with place(config=CONFIG.model_copy(update={"over_sampling_batch_size": 2})) as p:
+        await p.host("a", [fake("f")])
+        step = asyncio.ensure_future(p.scheduler.anext_batch())
+        await asyncio.sleep(3)
+        driver = p.scheduler.driver
+        await driver.caught_up()
+        held = {a.engine: a.tape.count for a in driver.core.attempts.values()}
+        assert any(count > 0 for engine, count in held.items() if engine.startswith("a/"))
+        state = driver.state_dict(None)
+        step.cancel()
+    async with place() as again:
+        await again.host("a", [fake("f")])
+        await again.scheduler.driver.load_state_dict(state, "weights")
+        await again.all_batches()
+        resumed = sum(s.resumes > 0 for b in again.batches for s in b.samples)
+        assert resumed > 0
+        trained = Counter(s.prompt.data["i"] for b in again.batches for s in b.samples)
+        assert trained == Counter(dict.fromkeys(range(12), 2))
 
 
-def test_an_evaluation_runs_on_hosts() -> None:
+@on_virtual_time
+async def test_an_evaluation_runs_on_hosts() -> None:
     """Its prompts are answered there as well, and scored."""
-
-    async def main() -> None:
-        async with place() as p:
-            await p.host("a", [fake("f")])
-            result = await p.scheduler.aevaluate([[5, 6], [7, 8], [9, 10]], n_samples=4)
-            assert result.rewards.shape == (3, 4)
-            assert [[float(np.sum(r.tokens) % 7) for r in row] for row in result.responses] == result.rewards.tolist()
-
-    run_virtual(main())
+    async with place() as p:
+        await p.host("a", [fake("f")])
+        result = await p.scheduler.aevaluate([[5, 6], [7, 8], [9, 10]], n_samples=4)
+        assert result.rewards.shape == (3, 4)
+        assert [[float(np.sum(r.tokens) % 7) for r in row] for row in result.responses] == result.rewards.tolist()
 
 
 async def says_where(prompt: Any, llm: april.LLM) -> Any:
@@ -351,76 +328,65 @@ async def says_where(prompt: Any, llm: april.LLM) -> Any:
     return said if prompt.token_ids[0] == 5 else {1, 2}
 
 
-def test_an_evaluation_returns_what_functions_on_hosts_returned(caplog: pytest.LogCaptureFixture) -> None:
+@on_virtual_time
+async def test_an_evaluation_returns_what_functions_on_hosts_returned(caplog: pytest.LogCaptureFixture) -> None:
     """As it was there; what would arrive as another thing stays away, and a warning says what that is."""
-
-    async def main() -> None:
-        async with place(rollout=says_where, reward=reward) as p:
-            await p.host("a", [fake("f")])
-            await p.host("b", [fake("f")])
-            result = await p.scheduler.aevaluate([[5, 6]] * 3 + [[7, 8]] * 3, n_samples=2)
-            for row in result.responses[:3]:
-                for r in row:
-                    assert r.output == {
-                        "tokens": r.tokens.tolist(), "sample": str(r.sample_id), "by": b"\0", "none": None
-                    }  # fmt: skip
-            outputs = [r.output for row in result.responses[3:] for r in row]
-            assert sorted(map(str, outputs)) == ["None"] * 4 + ["{1, 2}"] * 2
-            warnings = [r.getMessage() for r in caplog.records if "(it is a set)" in r.getMessage()]
-            assert sorted(w.partition(":")[0] for w in warnings) == ["host a", "host b"]
-            samples = p.scheduler.driver.local.samples
-            assert not samples.elsewhere
-            assert not samples._runners
-
-    run_virtual(main())
+    async with place(rollout=says_where, reward=reward) as p:
+        await p.host("a", [fake("f")])
+        await p.host("b", [fake("f")])
+        result = await p.scheduler.aevaluate([[5, 6]] * 3 + [[7, 8]] * 3, n_samples=2)
+        for row in result.responses[:3]:
+            for r in row:
+                assert r.output == {
+                    "tokens": r.tokens.tolist(), "sample": str(r.sample_id), "by": b"\0", "none": None
+                }  # fmt: skip
+        outputs = [r.output for row in result.responses[3:] for r in row]
+        assert sorted(map(str, outputs)) == ["None"] * 4 + ["{1, 2}"] * 2
+        warnings = [r.getMessage() for r in caplog.records if "(it is a set)" in r.getMessage()]
+        assert sorted(w.partition(":")[0] for w in warnings) == ["host a", "host b"]
+        samples = p.scheduler.driver.local.samples
+        assert not samples.elsewhere
+        assert not samples._runners
 
 
-def test_a_host_that_does_not_fit_is_refused_with_the_reason() -> None:
+@on_virtual_time
+async def test_a_host_that_does_not_fit_is_refused_with_the_reason() -> None:
     """Another vocabulary, other functions, a name with a slash: its user reads why."""
-
-    async def main() -> None:
-        async with place() as p:
-            small = FakeEngine("f", vocab_size=10)
-            with pytest.raises(LinkError, match="vocabulary"):
-                await p.host("a", [small])
-            with pytest.raises(LinkError, match="reward"):
-                await p.host("b", [fake("f")], reward=None, filter=april.rewards_differ)
-            with pytest.raises(LinkError, match="slash"):
-                await p.host("a/b", [fake("f")])
-
-    run_virtual(main())
+    async with place() as p:
+        small = FakeEngine("f", vocab_size=10)
+        with pytest.raises(LinkError, match="vocabulary"):
+            await p.host("a", [small])
+        with pytest.raises(LinkError, match="reward"):
+            await p.host("b", [fake("f")], reward=None, filter=april.rewards_differ)
+        with pytest.raises(LinkError, match="slash"):
+            await p.host("a/b", [fake("f")])
 
 
-def test_hosts_are_told_that_the_scheduler_is_closed() -> None:
+@on_virtual_time
+async def test_hosts_are_told_that_the_scheduler_is_closed() -> None:
     """They end by themselves, with its reason."""
-
-    async def main() -> None:
-        async with place() as p:
-            host = await p.host("a", [fake("f")])
-            await p.step()
-            await p.scheduler.driver.close()
-            assert await host.aend() == "the scheduler is closed"
-
-    run_virtual(main())
+    async with place() as p:
+        host = await p.host("a", [fake("f")])
+        await p.step()
+        await p.scheduler.driver.close()
+        assert await host.aend() == "the scheduler is closed"
 
 
-def test_a_mistake_is_seen_though_each_host_has_one_group(caplog: pytest.LogCaptureFixture) -> None:
+@on_virtual_time
+async def test_a_mistake_is_seen_though_each_host_has_one_group(caplog: pytest.LogCaptureFixture) -> None:
     """Failures of functions count together, wherever they run: the step ends at once, with the line."""
 
     async def wrong(prompt: Any, response: Any) -> float:
         return float(prompt.data["anwser"])
 
-    async def main() -> None:
-        config = april.Config(
-            rollout_batch_size=2, n_samples_per_prompt=2, max_response_len=40, engine={"kind": "simulated"}
-        )
-        async with place(9, config, reward=wrong) as p:
-            for name in "ab":
-                await p.host(name, [fake("f")])
-            with pytest.raises(RolloutError, match=r"KeyError: 'anwser' \(line \d+ of test_hosts.py\)$"):
-                await p.scheduler.driver.next_batch()
-            assert asyncio.get_running_loop().time() < 20.0  # the longest response; nothing is asked again
-            assert len(caplog.records) == 2, "one line per host"
-            assert p.scheduler.driver.core.prompts.as_dict()["dropped"] == {}
-
-    run_virtual(main())
+    config = april.Config(
+        rollout_batch_size=2, n_samples_per_prompt=2, max_response_len=40, engine={"kind": "simulated"}
+    )
+    async with place(9, config, reward=wrong) as p:
+        for name in "ab":
+            await p.host(name, [fake("f")])
+        with pytest.raises(RolloutError, match=r"KeyError: 'anwser' \(line \d+ of test_hosts.py\)$"):
+            await p.scheduler.driver.next_batch()
+        assert asyncio.get_running_loop().time() < 20.0  # the longest response; nothing is asked again
+        assert len(caplog.records) == 2, "one line per host"
+        assert p.scheduler.driver.core.prompts.as_dict()["dropped"] == {}

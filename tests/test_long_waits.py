@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from core_machine import settings
-from virtual_rollouts import RecordingEngine, Rollouts, now, prompt_ids, table, virtual
+from virtual_rollouts import RecordingEngine, Rollouts, now, on_virtual_time, prompt_ids, table, virtual
 
 import april
 from april.core import events as ev
@@ -57,29 +57,26 @@ def said(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [text for text in texts if " has waited " in text or " at work on " in text]
 
 
-def test_a_transfer_that_does_not_return_is_named(caplog: pytest.LogCaptureFixture) -> None:
+@on_virtual_time
+async def test_a_transfer_that_does_not_return_is_named(caplog: pytest.LogCaptureFixture) -> None:
     """Once, after the time; what the driver says of itself has it before, with how long it has lasted."""
-
-    async def program() -> None:
-        run = Rollouts(table({}, 20), n=4, engines=[Server(table({}, 20))])
-        await run.driver.next_batch()
-        assert "waits for" not in repr(run.driver)
-        update = asyncio.create_task(run.driver.update_weights(transfer=asyncio.Event().wait))  # type: ignore[arg-type]
-        await asyncio.sleep(7)
-        assert repr(run.driver).endswith("waits for a weight update: its transfer function to return, for 7 s")
-        await asyncio.sleep(WARN_AFTER_S - 7.001)
-        assert not said(caplog)
-        await asyncio.sleep(1)
-        sentence = "weight_update has waited 60 s for its transfer function to return; meanwhile nothing is generated"
-        assert said(caplog) == [sentence]
-        await asyncio.sleep(10_000)
-        assert said(caplog) == [sentence]
-        update.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await update
-        await run.close()
-
-    virtual(program)
+    run = Rollouts(table({}, 20), n=4, engines=[Server(table({}, 20))])
+    await run.driver.next_batch()
+    assert "waits for" not in repr(run.driver)
+    update = asyncio.create_task(run.driver.update_weights(transfer=asyncio.Event().wait))  # type: ignore[arg-type]
+    await asyncio.sleep(7)
+    assert repr(run.driver).endswith("waits for a weight update: its transfer function to return, for 7 s")
+    await asyncio.sleep(WARN_AFTER_S - 7.001)
+    assert not said(caplog)
+    await asyncio.sleep(1)
+    sentence = "weight_update has waited 60 s for its transfer function to return; meanwhile nothing is generated"
+    assert said(caplog) == [sentence]
+    await asyncio.sleep(10_000)
+    assert said(caplog) == [sentence]
+    update.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await update
+    await run.close()
 
 
 @pytest.mark.parametrize(
@@ -90,69 +87,62 @@ def test_a_transfer_that_does_not_return_is_named(caplog: pytest.LogCaptureFixtu
         ({"resume": 29.0}, {}, "engine e0 to resume"),
     ],
 )
-def test_an_engine_that_an_update_waits_for_is_named(
+@on_virtual_time
+async def test_an_engine_that_an_update_waits_for_is_named(
     slow: dict[str, float], options: dict[str, float], what: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Whatever of the update takes long; the others, which have answered, are not."""
-
-    async def program() -> None:
-        lengths = table({}, 20)
-        engines = [Server(lengths, "e0", slow=slow, **options), Server(lengths, "e1")]
-        run = Rollouts(lengths, n=4, engines=engines, warn_after_s=20.0, stall_timeout_s=900.0)
-        await run.driver.next_batch()
-        await run.driver.update_weights("weights")
-        assert said(caplog) == [f"weight_update has waited 20 s for {what}; meanwhile nothing is generated"]
-        await run.driver.update_weights("weights")
-        assert len(said(caplog)) == 1  # no longer than the one that was named
-        await run.close()
-
-    virtual(program)
+    lengths = table({}, 20)
+    engines = [Server(lengths, "e0", slow=slow, **options), Server(lengths, "e1")]
+    run = Rollouts(lengths, n=4, engines=engines, warn_after_s=20.0, stall_timeout_s=900.0)
+    await run.driver.next_batch()
+    await run.driver.update_weights("weights")
+    assert said(caplog) == [f"weight_update has waited 20 s for {what}; meanwhile nothing is generated"]
+    await run.driver.update_weights("weights")
+    assert len(said(caplog)) == 1  # no longer than the one that was named
+    await run.close()
 
 
-def test_a_state_whose_weights_are_not_handed_over(caplog: pytest.LogCaptureFixture) -> None:
+@on_virtual_time
+async def test_a_state_whose_weights_are_not_handed_over(caplog: pytest.LogCaptureFixture) -> None:
     """The call that waits is named as it is called."""
-
-    async def program() -> None:
-        lengths = table({}, 20)
-        run = Rollouts(lengths, n=4, engines=[Server(lengths)])
-        state = run.driver.state_dict(None)
-        load = asyncio.create_task(run.driver.load_state_dict(state, transfer=asyncio.Event().wait))  # type: ignore[arg-type]
-        await asyncio.sleep(61)
-        assert said(caplog) == [
-            "load_state_dict has waited 60 s for its transfer function to return; meanwhile nothing is generated"
-        ]
-        load.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await load
-        await run.close()
-
-    virtual(program)
+    lengths = table({}, 20)
+    run = Rollouts(lengths, n=4, engines=[Server(lengths)])
+    state = run.driver.state_dict(None)
+    load = asyncio.create_task(run.driver.load_state_dict(state, transfer=asyncio.Event().wait))  # type: ignore[arg-type]
+    await asyncio.sleep(61)
+    assert said(caplog) == [
+        "load_state_dict has waited 60 s for its transfer function to return; meanwhile nothing is generated"
+    ]
+    load.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await load
+    await run.close()
 
 
 @pytest.mark.parametrize("timeout_s", [None, 600.0])
-def test_a_function_that_takes_long_is_named(timeout_s: float | None, caplog: pytest.LogCaptureFixture) -> None:
+@on_virtual_time
+async def test_a_function_that_takes_long_is_named(timeout_s: float | None, caplog: pytest.LogCaptureFixture) -> None:
     """With a sample of it, and once for all that do so at the same time; short ones are not, nor what they wait for."""
 
     async def judge(prompt: Prompt, response: Any) -> float:
         await asyncio.sleep(70 if len(response.tokens) > 5 else 1)
         return 1.0
 
-    async def program() -> None:
-        run = Rollouts(table({}, 20), n=4, reward=judge, function_timeout_s=timeout_s)
-        await run.driver.next_batch()
-        assert len(said(caplog)) == 1
-        (sentence,) = said(caplog)
-        assert "judge has been at work on " in sentence
-        ends = "nothing ends it (function_timeout_s)" if timeout_s is None else "it is ended after 600 s"
-        assert sentence.endswith(f" for 60 s; {ends}")
-        await run.driver.next_batch()
-        assert len(said(caplog)) == 1
-        await run.close()
-
-    virtual(program)
+    run = Rollouts(table({}, 20), n=4, reward=judge, function_timeout_s=timeout_s)
+    await run.driver.next_batch()
+    assert len(said(caplog)) == 1
+    (sentence,) = said(caplog)
+    assert "judge has been at work on " in sentence
+    ends = "nothing ends it (function_timeout_s)" if timeout_s is None else "it is ended after 600 s"
+    assert sentence.endswith(f" for 60 s; {ends}")
+    await run.driver.next_batch()
+    assert len(said(caplog)) == 1
+    await run.close()
 
 
-def test_a_function_that_is_warned_of_has_the_rest_of_its_time() -> None:
+@on_virtual_time
+async def test_a_function_that_is_warned_of_has_the_rest_of_its_time() -> None:
     """The warning changes nothing: it is ended when it would have been, and is on time a moment before."""
     ended: list[float] = []
 
@@ -164,49 +154,41 @@ def test_a_function_that_is_warned_of_has_the_rest_of_its_time() -> None:
             ended.append(now() - began)
         return 1.0
 
-    async def program() -> None:
-        run = Rollouts(table({}, 5), n=1, reward=judge, function_timeout_s=100.0, max_attempt_failures=9)
-        await run.driver.next_batch()
-        assert ended == [100.0, 99.0]
-        await run.close()
-
-    virtual(program)
+    run = Rollouts(table({}, 5), n=1, reward=judge, function_timeout_s=100.0, max_attempt_failures=9)
+    await run.driver.next_batch()
+    assert ended == [100.0, 99.0]
+    await run.close()
 
 
-def test_the_functions_of_an_evaluation_are_named_too(caplog: pytest.LogCaptureFixture) -> None:
+@on_virtual_time
+async def test_the_functions_of_an_evaluation_are_named_too(caplog: pytest.LogCaptureFixture) -> None:
     """They are the same functions."""
 
     async def judge(prompt: Prompt, response: Any) -> float:
         await asyncio.sleep(90)
         return 1.0
 
-    async def program() -> None:
-        run = Rollouts(table({}, 5), n=1, reward=judge)
-        await run.driver.evaluate([Prompt(prompt_ids(1))], 1, SamplingParams(max_tokens=5), 0)
-        assert any("judge has been at work on " in text for text in said(caplog))
-        await run.close()
-
-    virtual(program)
+    run = Rollouts(table({}, 5), n=1, reward=judge)
+    await run.driver.evaluate([Prompt(prompt_ids(1))], 1, SamplingParams(max_tokens=5), 0)
+    assert any("judge has been at work on " in text for text in said(caplog))
+    await run.close()
 
 
-def test_too_many_batches_out_are_named_every_time_that_they_last(caplog: pytest.LogCaptureFixture) -> None:
+@on_virtual_time
+async def test_too_many_batches_out_are_named_every_time_that_they_last(caplog: pytest.LogCaptureFixture) -> None:
     """An update that came in time once does not keep the second wait from being named."""
-
-    async def program() -> None:
-        run = Rollouts(table({}, 5), n=1, max_staleness=0)
-        for lasts in (30.0, 61.0):
-            await run.driver.next_batch()
-            ahead = asyncio.create_task(run.driver.next_batch())
-            await asyncio.sleep(lasts)
-            assert len(said(caplog)) == (lasts > WARN_AFTER_S)
-            await run.driver.update_weights("weights")
-            await ahead
-            await run.driver.update_weights("weights")
-        (sentence,) = said(caplog)
-        assert sentence.startswith("next_batch has waited 60 s for training: max_staleness. train first: 1 batch")
-        await run.close()
-
-    virtual(program)
+    run = Rollouts(table({}, 5), n=1, max_staleness=0)
+    for lasts in (30.0, 61.0):
+        await run.driver.next_batch()
+        ahead = asyncio.create_task(run.driver.next_batch())
+        await asyncio.sleep(lasts)
+        assert len(said(caplog)) == (lasts > WARN_AFTER_S)
+        await run.driver.update_weights("weights")
+        await ahead
+        await run.driver.update_weights("weights")
+    (sentence,) = said(caplog)
+    assert sentence.startswith("next_batch has waited 60 s for training: max_staleness. train first: 1 batch")
+    await run.close()
 
 
 Happens = Callable[[RolloutCore], None]
@@ -257,70 +239,61 @@ def updates_behind_a_pause(core: RolloutCore) -> None:
         (updates_behind_a_pause, "weight_update", "the end of an evaluation or of a pause"),
     ],
 )
-def test_whatever_is_waited_for_is_named_once_and_no_timer_is_left(
+@on_virtual_time
+async def test_whatever_is_waited_for_is_named_once_and_no_timer_is_left(
     happens: Happens, call: str, what: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Nothing happens any more, and the loop has nothing to do for it."""
-
-    async def program() -> None:
-        core = RolloutCore(settings(n=1, samples=1), [EngineLimits("e0", 4096, None, (2,))])
-        told: list[float] = []
-        waits = LongWaits(core, now, 60.0, {}, told.append)
-        happens(core)
-        waits.look()
-        await asyncio.sleep(3600)
-        (sentence,) = said(caplog)
-        assert sentence.startswith(f"{call} has waited 60 s for {what}")
-        assert told == [6.0]
-        assert waits.standing == f"waits for {waits_for(core)}, for 3600 s"
-        assert not asyncio.get_running_loop()._scheduled  # type: ignore[attr-defined]
-
-    run_virtual(program())
+    core = RolloutCore(settings(n=1, samples=1), [EngineLimits("e0", 4096, None, (2,))])
+    told: list[float] = []
+    waits = LongWaits(core, now, 60.0, {}, told.append)
+    happens(core)
+    waits.look()
+    await asyncio.sleep(3600)
+    (sentence,) = said(caplog)
+    assert sentence.startswith(f"{call} has waited 60 s for {what}")
+    assert told == [6.0]
+    assert waits.standing == f"waits for {waits_for(core)}, for 3600 s"
+    assert not asyncio.get_running_loop()._scheduled  # type: ignore[attr-defined]
 
 
-def test_a_wait_of_aprils_own_is_named(caplog: pytest.LogCaptureFixture) -> None:
+@on_virtual_time
+async def test_a_wait_of_aprils_own_is_named(caplog: pytest.LogCaptureFixture) -> None:
     """What the core does not know of, such as an engine that still computes on the trainer's model."""
+    run = Rollouts(table({}, 5), n=1)
 
-    async def program() -> None:
-        run = Rollouts(table({}, 5), n=1)
+    async def never() -> None:
+        await asyncio.sleep(100)
 
-        async def never() -> None:
-            await asyncio.sleep(100)
-
-        run.driver.quiet = never  # type: ignore[method-assign]
-        await run.driver.next_batch()
-        assert said(caplog) == [
-            "next_batch has waited 60 s for engines to end what they still compute on the trainer's model"
-        ]
-        assert "waits for" not in repr(run.driver)
-        await run.close()
-
-    virtual(program)
+    run.driver.quiet = never  # type: ignore[method-assign]
+    await run.driver.next_batch()
+    assert said(caplog) == [
+        "next_batch has waited 60 s for engines to end what they still compute on the trainer's model"
+    ]
+    assert "waits for" not in repr(run.driver)
+    await run.close()
 
 
-def test_silent_requests_are_named_where_nothing_else_ends_them(caplog: pytest.LogCaptureFixture) -> None:
+@on_virtual_time
+async def test_silent_requests_are_named_where_nothing_else_ends_them(caplog: pytest.LogCaptureFixture) -> None:
     """Without stall_timeout_s; tokens that come, however slowly, are no silence."""
-
-    async def program() -> None:
-        lengths = table({}, 200)
-        run = Rollouts(lengths, n=1, engines=[RecordingEngine(lengths, stream_interval_s=10.0)])
-        await run.driver.next_batch()
-        assert now() > 190
-        assert not said(caplog)
-        await run.close()
-        core = RolloutCore(settings(n=1, samples=1), [EngineLimits("e0", 4096, None, (2,))])
-        waits = LongWaits(core, now, 60.0, {})
-        core.handle(ev.StepRequested())
-        core.handle(ev.PromptsDrawn([Prompt(prompt_ids(0))], exhausted=True))
-        (sample,) = (s for group in core.buffer.groups.values() for s in group.samples)
-        core.handle(ev.CallMade(sample.id, SamplingParams(5)))
-        waits.look()
-        await asyncio.sleep(61)
-        assert said(caplog) == [
-            "next_batch has waited 60 s for responses: 1 request in flight, and no token of theirs has come"
-        ]
-
-    virtual(program)
+    lengths = table({}, 200)
+    run = Rollouts(lengths, n=1, engines=[RecordingEngine(lengths, stream_interval_s=10.0)])
+    await run.driver.next_batch()
+    assert now() > 190
+    assert not said(caplog)
+    await run.close()
+    core = RolloutCore(settings(n=1, samples=1), [EngineLimits("e0", 4096, None, (2,))])
+    waits = LongWaits(core, now, 60.0, {})
+    core.handle(ev.StepRequested())
+    core.handle(ev.PromptsDrawn([Prompt(prompt_ids(0))], exhausted=True))
+    (sample,) = (s for group in core.buffer.groups.values() for s in group.samples)
+    core.handle(ev.CallMade(sample.id, SamplingParams(5)))
+    waits.look()
+    await asyncio.sleep(61)
+    assert said(caplog) == [
+        "next_batch has waited 60 s for responses: 1 request in flight, and no token of theirs has come"
+    ]
 
 
 def test_silent_requests_of_an_evaluation_are_its_own(caplog: pytest.LogCaptureFixture) -> None:

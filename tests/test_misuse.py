@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 from real_schedulers import assert_nothing_is_left, config, engine, scheduler
-from virtual_rollouts import VOCAB, RecordingEngine, Rollouts, table, virtual
+from virtual_rollouts import VOCAB, RecordingEngine, Rollouts, on_virtual_time, table, virtual
 
 import april
 from april.core.types import DropReason, Prompt, SampleId
@@ -268,42 +268,38 @@ def test_group_rewards(answer: Any, sentence: str, caplog: pytest.LogCaptureFixt
     run(caplog, rf"reward function failed for g1\.s0: {sentence}", DropReason.FAILED, group_reward=group_reward)
 
 
-def test_a_rollout_function_that_returns_without_generating(caplog: pytest.LogCaptureFixture) -> None:
+@on_virtual_time
+async def test_a_rollout_function_that_returns_without_generating(caplog: pytest.LogCaptureFixture) -> None:
     """The empty return: a sentence in the sample's story, and that group only."""
 
     async def rollout(prompt: Prompt, llm: LLM) -> None:
         if llm.sample_id != (1, 0):
             await llm.generate()
 
-    async def program() -> None:
-        rollouts = Rollouts(table({}), n=2, samples=2, rollout=rollout)
-        delivered = [g for _ in range(3) for g in (await rollouts.step()).group_ids[::2].tolist()]
-        assert sorted(delivered) == [0, 2, 3, 4, 5, 6]
-        sentence = "g1.s0: the rollout function returned without a call of llm.generate; await at least one"
-        assert rollouts.core.story(SampleId(1, 0)).endswith(f"group dropped (failed): {sentence}")
-        assert caplog.messages == [f"group 1 (prompt 1 of epoch 0) is dropped as failed and replaced: {sentence}"]
-        await rollouts.close()
-
-    virtual(program)
+    rollouts = Rollouts(table({}), n=2, samples=2, rollout=rollout)
+    delivered = [g for _ in range(3) for g in (await rollouts.step()).group_ids[::2].tolist()]
+    assert sorted(delivered) == [0, 2, 3, 4, 5, 6]
+    sentence = "g1.s0: the rollout function returned without a call of llm.generate; await at least one"
+    assert rollouts.core.story(SampleId(1, 0)).endswith(f"group dropped (failed): {sentence}")
+    assert caplog.messages == [f"group 1 (prompt 1 of epoch 0) is dropped as failed and replaced: {sentence}"]
+    await rollouts.close()
 
 
-def test_a_rollout_function_that_never_generates() -> None:
+@on_virtual_time
+async def test_a_rollout_function_that_never_generates() -> None:
     """If all do so the trainer is told, with a sample."""
 
     async def rollout(prompt: Prompt, llm: LLM) -> None:
         return None
 
-    async def program() -> None:
-        rollouts = Rollouts(table({}), n=2, samples=2, rollout=rollout)
-        with pytest.raises(RolloutError) as caught:
-            await rollouts.driver.next_batch()
-        assert str(caught.value) == (
-            "8 groups failed in a row, the last one: g7.s0: "
-            "the rollout function returned without a call of llm.generate; await at least one"
-        )
-        await rollouts.close()
-
-    virtual(program)
+    rollouts = Rollouts(table({}), n=2, samples=2, rollout=rollout)
+    with pytest.raises(RolloutError) as caught:
+        await rollouts.driver.next_batch()
+    assert str(caught.value) == (
+        "8 groups failed in a row, the last one: g7.s0: "
+        "the rollout function returned without a call of llm.generate; await at least one"
+    )
+    await rollouts.close()
 
 
 def test_prompts_with_ids_outside_the_vocabulary() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from virtual_rollouts import EOS, VOCAB, Rollouts, now, table, virtual
+from virtual_rollouts import EOS, VOCAB, Rollouts, now, on_virtual_time, table
 
 from april.core.batch import DeliveredSample
 from april.core.tape import SegmentKind
@@ -59,7 +59,8 @@ def check_transcript(sample: DeliveredSample, length: int, turns: int) -> None:
     assert sample.loss_mask.tolist() == mask
 
 
-def test_parked_functions_cross_step_boundaries() -> None:
+@on_virtual_time
+async def test_parked_functions_cross_step_boundaries() -> None:
     """Three calls and two tools over many weight updates: transcripts are those of an uncut run, tools are no loss."""
     agent = Agent()
 
@@ -67,98 +68,90 @@ def test_parked_functions_cross_step_boundaries() -> None:
         assert response.output == 3
         return float(response.loss_mask.sum())
 
-    async def program() -> None:
-        rollouts = Rollouts(LENGTHS.sample, n=2, samples=2, over=4, rollout=agent, reward=reward)
-        crossed = 0
-        for _ in range(10):
-            batch = await rollouts.driver.next_batch()
-            for sample in batch.samples:
-                length = LENGTHS.sample(*sample.id)
-                check_transcript(sample, length, 3)
-                rollouts.check_provenance(sample)
-                environment = [s for s in sample.segments if s.kind is SegmentKind.ENVIRONMENT]
-                assert [s.count for s in environment] == [1, 2]
-                assert all(s.engine == s.attempt_id == "" for s in environment)
-                assert sample.logprobs[sample.loss_mask == 0].tolist() == [0.0] * 3
-                assert sample.reward == 3 * length
-                crossed += len({s.version for s in sample.segments}) > 2
-                calls = agent.completions[sample.id]
-                assert len(calls) == 3
-                assert [len(c.tokens) for c in calls] == [length] * 3
-                assert all(c.finish is FinishReason.STOP for c in calls)
-                joined = np.concatenate([c.versions for c in calls])
-                assert joined.tolist() == sample.versions[sample.loss_mask == 1].tolist()
-            rollouts.check_ledger()
-            await rollouts.driver.update_weights()
-        assert crossed > 5
-        await rollouts.close()
-
-    virtual(program)
+    rollouts = Rollouts(LENGTHS.sample, n=2, samples=2, over=4, rollout=agent, reward=reward)
+    crossed = 0
+    for _ in range(10):
+        batch = await rollouts.driver.next_batch()
+        for sample in batch.samples:
+            length = LENGTHS.sample(*sample.id)
+            check_transcript(sample, length, 3)
+            rollouts.check_provenance(sample)
+            environment = [s for s in sample.segments if s.kind is SegmentKind.ENVIRONMENT]
+            assert [s.count for s in environment] == [1, 2]
+            assert all(s.engine == s.attempt_id == "" for s in environment)
+            assert sample.logprobs[sample.loss_mask == 0].tolist() == [0.0] * 3
+            assert sample.reward == 3 * length
+            crossed += len({s.version for s in sample.segments}) > 2
+            calls = agent.completions[sample.id]
+            assert len(calls) == 3
+            assert [len(c.tokens) for c in calls] == [length] * 3
+            assert all(c.finish is FinishReason.STOP for c in calls)
+            joined = np.concatenate([c.versions for c in calls])
+            assert joined.tolist() == sample.versions[sample.loss_mask == 1].tolist()
+        rollouts.check_ledger()
+        await rollouts.driver.update_weights()
+    assert crossed > 5
+    await rollouts.close()
 
 
-def test_tools_run_on_while_the_trainer_trains() -> None:
+@on_virtual_time
+async def test_tools_run_on_while_the_trainer_trains() -> None:
     """Between steps a tool goes on and its next call waits; time spent parked delays nobody."""
     agent = Agent(turns=2, tool_s=30.0)
 
-    async def program() -> None:
-        rollouts = Rollouts(table({(0, 0): 4, (1, 0): 6}, 200), n=1, over=2, rollout=agent, max_response_len=50)
-        waiter = asyncio.create_task(rollouts.driver.next_batch())
-        await asyncio.sleep(5)  # group 0 has called its tool at t = 4
-        assert len(agent.completions[SampleId(0, 0)]) == 1
-        async with rollouts.driver.paused():
-            await asyncio.sleep(100)
-            assert len(rollouts.sample(0, 0).tape) == 4 + 1  # the tool has answered, the next call is parked
-            assert [c.finish for c in agent.completions[SampleId(0, 0)]] == [FinishReason.STOP]
-        batch = await waiter
-        check_transcript(batch.samples[0], 4, 2)
-        assert now() == pytest.approx(5 + 100 + 4, abs=1.01)
-        await rollouts.close()
-
-    virtual(program)
+    rollouts = Rollouts(table({(0, 0): 4, (1, 0): 6}, 200), n=1, over=2, rollout=agent, max_response_len=50)
+    waiter = asyncio.create_task(rollouts.driver.next_batch())
+    await asyncio.sleep(5)  # group 0 has called its tool at t = 4
+    assert len(agent.completions[SampleId(0, 0)]) == 1
+    async with rollouts.driver.paused():
+        await asyncio.sleep(100)
+        assert len(rollouts.sample(0, 0).tape) == 4 + 1  # the tool has answered, the next call is parked
+        assert [c.finish for c in agent.completions[SampleId(0, 0)]] == [FinishReason.STOP]
+    batch = await waiter
+    check_transcript(batch.samples[0], 4, 2)
+    assert now() == pytest.approx(5 + 100 + 4, abs=1.01)
+    await rollouts.close()
 
 
-def test_max_tokens_per_call() -> None:
+@on_virtual_time
+async def test_max_tokens_per_call() -> None:
     """A call ends with LENGTH at its own max_tokens, however often it was cut; the next call goes on."""
     agent = Agent(turns=3, max_tokens=7)
 
-    async def program() -> None:
-        rollouts = Rollouts(table({}, 100), n=1, samples=1, over=3, rollout=agent, max_in_flight=3)
-        for _ in range(4):
-            batch = await rollouts.driver.next_batch()
-            (sample,) = batch.samples
-            assert [len(c.tokens) for c in agent.completions[sample.id]] == [7, 7, 7]
-            assert all(c.finish is FinishReason.LENGTH for c in agent.completions[sample.id])
-            assert len(sample.tokens) == 21 + 3
-            rollouts.check_provenance(sample)
-            await rollouts.driver.update_weights()
-        for request in rollouts.engines[0].requests.values():
-            assert request.sampling.max_tokens == 7 - request.response_offset
-        await rollouts.close()
-
-    virtual(program)
+    rollouts = Rollouts(table({}, 100), n=1, samples=1, over=3, rollout=agent, max_in_flight=3)
+    for _ in range(4):
+        batch = await rollouts.driver.next_batch()
+        (sample,) = batch.samples
+        assert [len(c.tokens) for c in agent.completions[sample.id]] == [7, 7, 7]
+        assert all(c.finish is FinishReason.LENGTH for c in agent.completions[sample.id])
+        assert len(sample.tokens) == 21 + 3
+        rollouts.check_provenance(sample)
+        await rollouts.driver.update_weights()
+    for request in rollouts.engines[0].requests.values():
+        assert request.sampling.max_tokens == 7 - request.response_offset
+    await rollouts.close()
 
 
-def test_the_budget_is_that_of_the_whole_response() -> None:
+@on_virtual_time
+async def test_the_budget_is_that_of_the_whole_response() -> None:
     """max_response_len counts all calls and what the tools add; a call without room ends at once with LENGTH."""
     agent = Agent(turns=4)
 
-    async def program() -> None:
-        rollouts = Rollouts(table({}, 12), n=2, rollout=agent, max_response_len=30)
-        batch = await rollouts.driver.next_batch()
-        for sample in batch.samples:
-            calls = agent.completions[sample.id]
-            # 12 + 1 tool + 12 + 2 tool leave 3 tokens
-            assert [len(c.tokens) for c in calls] == [12, 12, 3, 0]
-            assert [c.finish for c in calls] == [FinishReason.STOP] * 2 + [FinishReason.LENGTH] * 2
-            assert len(sample.tokens) <= 30
-            rollouts.check_provenance(sample)
-        rollouts.check_ledger()
-        await rollouts.close()
-
-    virtual(program)
+    rollouts = Rollouts(table({}, 12), n=2, rollout=agent, max_response_len=30)
+    batch = await rollouts.driver.next_batch()
+    for sample in batch.samples:
+        calls = agent.completions[sample.id]
+        # 12 + 1 tool + 12 + 2 tool leave 3 tokens
+        assert [len(c.tokens) for c in calls] == [12, 12, 3, 0]
+        assert [c.finish for c in calls] == [FinishReason.STOP] * 2 + [FinishReason.LENGTH] * 2
+        assert len(sample.tokens) <= 30
+        rollouts.check_provenance(sample)
+    rollouts.check_ledger()
+    await rollouts.close()
 
 
-def test_a_function_that_stops_when_the_budget_is_used_up() -> None:
+@on_virtual_time
+async def test_a_function_that_stops_when_the_budget_is_used_up() -> None:
     """The usual way: look at finish, and stop asking."""
 
     async def rollout(prompt: Prompt, llm: LLM) -> int:
@@ -169,18 +162,16 @@ def test_a_function_that_stops_when_the_budget_is_used_up() -> None:
             turns += 1
         return turns
 
-    async def program() -> None:
-        rollouts = Rollouts(table({}, 12), n=1, samples=2, rollout=rollout, max_response_len=40)
-        batch = await rollouts.driver.next_batch()
-        assert [len(s.tokens) for s in batch.samples] == [40, 40]
-        assert batch.samples[0].loss_mask.sum() == 12 + 12 + 12
-        assert batch.samples[0].finish is FinishReason.LENGTH
-        await rollouts.close()
-
-    virtual(program)
+    rollouts = Rollouts(table({}, 12), n=1, samples=2, rollout=rollout, max_response_len=40)
+    batch = await rollouts.driver.next_batch()
+    assert [len(s.tokens) for s in batch.samples] == [40, 40]
+    assert batch.samples[0].loss_mask.sum() == 12 + 12 + 12
+    assert batch.samples[0].finish is FinishReason.LENGTH
+    await rollouts.close()
 
 
-def test_conversation_as_it_stands_or_spelled_out() -> None:
+@on_virtual_time
+async def test_conversation_as_it_stands_or_spelled_out() -> None:
     """generate(), generate(prompt ids) and generate(conversation as list or array of any int type) are the same."""
     forms: list[Callable[[Prompt], Any]] = [
         lambda p: None,
@@ -195,15 +186,13 @@ def test_conversation_as_it_stands_or_spelled_out() -> None:
         assert done.conversation.tolist() == [*prompt.token_ids.tolist(), *done.tokens.tolist()]
         assert done.tokens.dtype == done.conversation.dtype == np.int32
 
-    async def program() -> None:
-        rollouts = Rollouts(table({}), n=1, samples=len(forms), rollout=rollout)
-        rollouts.check(await rollouts.driver.next_batch())
-        await rollouts.close()
-
-    virtual(program)
+    rollouts = Rollouts(table({}), n=1, samples=len(forms), rollout=rollout)
+    rollouts.check(await rollouts.driver.next_batch())
+    await rollouts.close()
 
 
-def test_sampling_of_a_call_overrides_the_configuration() -> None:
+@on_virtual_time
+async def test_sampling_of_a_call_overrides_the_configuration() -> None:
     """temperature and stop ids of one call reach the engine, are recorded per segment, and end with the call."""
 
     async def rollout(prompt: Prompt, llm: LLM) -> None:
@@ -211,19 +200,17 @@ def test_sampling_of_a_call_overrides_the_configuration() -> None:
         assert done.tokens[-1] == 17
         await llm.generate()
 
-    async def program() -> None:
-        rollouts = Rollouts(table({}, 10), n=1, rollout=rollout)
-        batch = await rollouts.driver.next_batch()
-        assert [s.temperature for s in batch.samples[0].segments] == [0.5, 1.0]
-        first, second = rollouts.engines[0].requests.values()
-        assert (first.sampling.temperature, first.sampling.stop_token_ids) == (0.5, (17,))
-        assert (second.sampling.temperature, second.sampling.stop_token_ids) == (1.0, ())
-        await rollouts.close()
-
-    virtual(program)
+    rollouts = Rollouts(table({}, 10), n=1, rollout=rollout)
+    batch = await rollouts.driver.next_batch()
+    assert [s.temperature for s in batch.samples[0].segments] == [0.5, 1.0]
+    first, second = rollouts.engines[0].requests.values()
+    assert (first.sampling.temperature, first.sampling.stop_token_ids) == (0.5, (17,))
+    assert (second.sampling.temperature, second.sampling.stop_token_ids) == (1.0, ())
+    await rollouts.close()
 
 
-def test_a_function_that_begins_again_has_a_new_conversation() -> None:
+@on_virtual_time
+async def test_a_function_that_begins_again_has_a_new_conversation() -> None:
     """After a failure in the second turn the sample starts with its prompt; the first try is in no delivered token."""
     failed: list[SampleId] = []
 
@@ -234,11 +221,8 @@ def test_a_function_that_begins_again_has_a_new_conversation() -> None:
             raise ValueError("the tool is down")
         await llm.generate([*done.conversation, 950])
 
-    async def program() -> None:
-        rollouts = Rollouts(table({}, 6), n=1, samples=2, rollout=rollout)
-        batch = await rollouts.driver.next_batch()
-        assert [len(s.tokens) for s in batch.samples] == [13, 13]
-        assert sum(rollouts.dropped.values()) == 6
-        await rollouts.close()
-
-    virtual(program)
+    rollouts = Rollouts(table({}, 6), n=1, samples=2, rollout=rollout)
+    batch = await rollouts.driver.next_batch()
+    assert [len(s.tokens) for s in batch.samples] == [13, 13]
+    assert sum(rollouts.dropped.values()) == 6
+    await rollouts.close()

@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 from real_schedulers import scheduler
 from rich.console import Console
-from virtual_rollouts import RecordingEngine, Rollouts, table, virtual
+from virtual_rollouts import RecordingEngine, Rollouts, on_virtual_time, table
 
 import april
 from april.core import events as ev
 from april.core.types import Prompt
 from april.errors import ConfigError
 from april.record.standing import Standing, Waits, standing_of
-from april.testing import rollouts, run_virtual
+from april.testing import rollouts
 from april.view import progress
 from april.view.progress import WINDOW_S, Line, Progress, progress_on, short
 
@@ -80,39 +80,36 @@ def test_numbers_are_short(number: float, text: str) -> None:
     assert short(number) == text
 
 
-def test_what_stands_there_is_what_the_core_has() -> None:
+@on_virtual_time
+async def test_what_stands_there_is_what_the_core_has() -> None:
     """At every moment of a run: requests in flight, complete groups, tokens, and partials of older weights."""
-
-    async def program() -> None:
-        run = Rollouts(table({(0, 0): 3, (1, 0): 30, (2, 0): 40}, 5), n=1, over=3, max_staleness=5)
-        core = run.driver.core
-        assert standing_of(core) == Standing(
-            step=0, ready=0, target=1, whole_groups=True, in_flight=0, partials=0, oldest=0, observed=0,
-            waits=Waits.TRAINER.value, engines={"e0": 0},
-        )  # fmt: skip
-        asked = asyncio.create_task(run.driver.next_batch())
-        await asyncio.sleep(2.5)
-        now = standing_of(core)
-        assert (now.in_flight, now.partials, now.waits, now.engines) == (3, 0, Waits.RESPONSES, {"e0": 3})
-        assert now.observed == core.observed_tokens() == 0  # the engine hands over nothing before a request ends
-        await asked
-        assert (standing_of(core).step, standing_of(core).waits) == (1, Waits.TRAINER)
-        assert standing_of(core).observed == core.observed_tokens() == 9
-        await run.driver.update_weights()
-        asked = asyncio.create_task(run.driver.next_batch())
-        await asyncio.sleep(1.5)
-        now = standing_of(core)
-        assert (now.partials, now.oldest) == (2, 1)
-        await asked
-        run.driver.post(ev.PauseRequested())
-        asked = asyncio.create_task(run.driver.next_batch())
-        await asyncio.sleep(1)
-        assert standing_of(core).waits == Waits.PAUSE
-        run.driver.post(ev.Resumed())
-        await asked
-        await run.close()
-
-    virtual(program)
+    run = Rollouts(table({(0, 0): 3, (1, 0): 30, (2, 0): 40}, 5), n=1, over=3, max_staleness=5)
+    core = run.driver.core
+    assert standing_of(core) == Standing(
+        step=0, ready=0, target=1, whole_groups=True, in_flight=0, partials=0, oldest=0, observed=0,
+        waits=Waits.TRAINER.value, engines={"e0": 0},
+    )  # fmt: skip
+    asked = asyncio.create_task(run.driver.next_batch())
+    await asyncio.sleep(2.5)
+    now = standing_of(core)
+    assert (now.in_flight, now.partials, now.waits, now.engines) == (3, 0, Waits.RESPONSES, {"e0": 3})
+    assert now.observed == core.observed_tokens() == 0  # the engine hands over nothing before a request ends
+    await asked
+    assert (standing_of(core).step, standing_of(core).waits) == (1, Waits.TRAINER)
+    assert standing_of(core).observed == core.observed_tokens() == 9
+    await run.driver.update_weights()
+    asked = asyncio.create_task(run.driver.next_batch())
+    await asyncio.sleep(1.5)
+    now = standing_of(core)
+    assert (now.partials, now.oldest) == (2, 1)
+    await asked
+    run.driver.post(ev.PauseRequested())
+    asked = asyncio.create_task(run.driver.next_batch())
+    await asyncio.sleep(1)
+    assert standing_of(core).waits == Waits.PAUSE
+    run.driver.post(ev.Resumed())
+    await asked
+    await run.close()
 
 
 async def shown(console: Console, own_loop: bool) -> april.Batch:
@@ -235,17 +232,14 @@ def test_what_progress_cannot_be(monkeypatch: pytest.MonkeyPatch) -> None:
         progress_on(True, lambda tell: None)
 
 
-def test_a_virtual_clock_shows_nothing() -> None:
+@on_virtual_time
+async def test_a_virtual_clock_shows_nothing() -> None:
     """rich's thread would not know its time."""
-
-    async def program() -> None:
-        console = terminal()
-        run = rollouts(
-            april.Config(rollout_batch_size=1, max_response_len=9), prompts=[[1, 2]] * 4,
-            engines=[RecordingEngine(table({}))], progress=console,
-        )  # fmt: skip
-        await run.next_batch()
-        await run.close()
-        assert written(console) == ""
-
-    run_virtual(program())
+    console = terminal()
+    run = rollouts(
+        april.Config(rollout_batch_size=1, max_response_len=9), prompts=[[1, 2]] * 4,
+        engines=[RecordingEngine(table({}))], progress=console,
+    )  # fmt: skip
+    await run.next_batch()
+    await run.close()
+    assert written(console) == ""

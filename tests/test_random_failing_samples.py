@@ -28,7 +28,7 @@ from test_three_epochs import (
     quiet,
     rejected,
 )
-from virtual_rollouts import EOS, VOCAB, virtual
+from virtual_rollouts import EOS, VOCAB, on_virtual_time
 
 from april.core.batch import Batch, DeliveredSample
 from april.core.ledger import bucket_of
@@ -203,7 +203,8 @@ def check_history(world: FailingWorld, policy: OnFailedSample | None, *, filters
 
 
 @pytest.mark.parametrize("seed", seeds(30))
-def test_every_sample_is_trained_once_whatever_fails(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@on_virtual_time
+async def test_every_sample_is_trained_once_whatever_fails(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Any policy, schedule and quorum, or a policy that changes; group rewards, filters, faults, restarts."""
     rng, faults = random.Random(seed), random.Random(seed)
 
@@ -227,12 +228,9 @@ def test_every_sample_is_trained_once_whatever_fails(seed: int, monkeypatch: pyt
     if not filters:
         monkeypatch.setattr(FailingWorld, "filter", None)
 
-    async def program() -> None:
-        world = FailingWorld(n, changes, together=together)
-        restarts = await live(world, rng, changes=policy is None)
-        assert restarts > 0
-        check_history(world, policy, filters=filters)
-        assert world.core.tokens.held == 0
-        await world.rollouts.close()
-
-    virtual(program)
+    world = FailingWorld(n, changes, together=together)
+    restarts = await live(world, rng, changes=policy is None)
+    assert restarts > 0
+    check_history(world, policy, filters=filters)
+    assert world.core.tokens.held == 0
+    await world.rollouts.close()

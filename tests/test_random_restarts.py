@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import pytest
 from seeds import seeds
 from test_three_epochs import EPOCHS, MODES, CountingEngine, World, keys_of, quiet, settings_of
-from virtual_rollouts import RecordingEngine, virtual
+from virtual_rollouts import RecordingEngine, on_virtual_time
 
 from april.core.types import GenerationMode, OnDataEnd, OnStale
 from april.engines.protocol import Chunk, Request
@@ -64,7 +64,8 @@ STEPWISE, CONTINUOUS = GenerationMode
 @pytest.mark.parametrize(
     ("generation", "seed"), [*seeds(24, STEPWISE), *seeds(10, CONTINUOUS)]
 )
-def test_every_prompt_is_settled_once_whatever_happens(
+@on_virtual_time
+async def test_every_prompt_is_settled_once_whatever_happens(
     generation: GenerationMode, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Any schedule and policy, many restarts, faults: exactly once per epoch, tokens as the engines made them."""
@@ -87,18 +88,15 @@ def test_every_prompt_is_settled_once_whatever_happens(
     n, prompts = rng.choice([2, 3, 5]), rng.choice([7, 12, 20])
     mode, stale, end = MODES[seed % len(MODES)], rng.choice(list(OnStale)), rng.choice(list(OnDataEnd))
 
-    async def program() -> None:
-        changes = {**settings_of(n, mode), "on_stale": stale, "max_staleness": rng.choice([1, 2, 4]), "check": True}
-        changes["generation"] = generation
-        world = World(n, prompts, end, changes)
-        await live(world, rng)
-        held = [(g.prompt.epoch, g.prompt.position) for g in world.core.buffer]
-        times = Counter(world.settled())
-        assert max(times.values()) == 1
-        if end is not OnDataEnd.WAIT:
-            held = []
-        missing = {(e, p) for e in range(EPOCHS) for p in range(prompts)} - set(times)
-        assert missing == {key for key in held if key[0] < EPOCHS}
-        await world.rollouts.close()
-
-    virtual(program)
+    changes = {**settings_of(n, mode), "on_stale": stale, "max_staleness": rng.choice([1, 2, 4]), "check": True}
+    changes["generation"] = generation
+    world = World(n, prompts, end, changes)
+    await live(world, rng)
+    held = [(g.prompt.epoch, g.prompt.position) for g in world.core.buffer]
+    times = Counter(world.settled())
+    assert max(times.values()) == 1
+    if end is not OnDataEnd.WAIT:
+        held = []
+    missing = {(e, p) for e in range(EPOCHS) for p in range(prompts)} - set(times)
+    assert missing == {key for key in held if key[0] < EPOCHS}
+    await world.rollouts.close()

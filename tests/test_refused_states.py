@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from saved_rollouts import LENGTHS, check, new, plain, resealed, until_the_end
-from virtual_rollouts import RecordingEngine, virtual
+from virtual_rollouts import RecordingEngine, on_virtual_time
 
 from april.core.versions import PolicyVersion
 from april.driver.prompt_source import PromptSource
@@ -148,73 +148,65 @@ DAMAGED |= NUMBERS
 
 
 @pytest.mark.parametrize("kind", list(DAMAGED))
-def test_a_state_that_is_refused_changes_nothing(kind: str) -> None:
+@on_virtual_time
+async def test_a_state_that_is_refused_changes_nothing(kind: str) -> None:
     """CheckpointError with one sentence; afterwards the right state can be loaded, and goes on as if nothing was."""
     change, words = DAMAGED[kind]
 
-    async def program() -> None:
-        old = new()
-        await old.step()
-        waiter = asyncio.create_task(old.driver.next_batch())
-        await asyncio.sleep(8)
-        good = plain(old.driver.state_dict(None))
-        await waiter
-        await old.close()
-        again = new()
-        before = repr(again.core)
-        with pytest.raises(CheckpointError, match=words) as caught:
-            await again.driver.load_state_dict(change(deepcopy(good)))
-        assert "\n" not in str(caught.value)
-        assert repr(again.core) == before
-        assert again.driver._source.state_dict() == PromptSource([[1]], 9).state_dict()
-        assert {e.engine._version for e in again.engines} == {PolicyVersion(0, 0)}
-        again.core.validate()
-        await again.driver.load_state_dict(good)
-        for _ in range(2):
-            check(await again.driver.next_batch())
-            await again.driver.update_weights()
-        await again.close()
-
-    virtual(program)
+    old = new()
+    await old.step()
+    waiter = asyncio.create_task(old.driver.next_batch())
+    await asyncio.sleep(8)
+    good = plain(old.driver.state_dict(None))
+    await waiter
+    await old.close()
+    again = new()
+    before = repr(again.core)
+    with pytest.raises(CheckpointError, match=words) as caught:
+        await again.driver.load_state_dict(change(deepcopy(good)))
+    assert "\n" not in str(caught.value)
+    assert repr(again.core) == before
+    assert again.driver._source.state_dict() == PromptSource([[1]], 9).state_dict()
+    assert {e.engine._version for e in again.engines} == {PolicyVersion(0, 0)}
+    again.core.validate()
+    await again.driver.load_state_dict(good)
+    for _ in range(2):
+        check(await again.driver.next_batch())
+        await again.driver.update_weights()
+    await again.close()
 
 
 @pytest.mark.parametrize("after", ["a batch", "a weight update", "a load"])
-def test_a_state_is_loaded_first(after: str) -> None:
+@on_virtual_time
+async def test_a_state_is_loaded_first(after: str) -> None:
     """Once something has begun a load is refused, and the run goes on with every prompt."""
+    first = new(prompts=30)
+    old_groups = (await first.step()).group_ids.tolist()
+    await first.close()
 
-    async def program() -> None:
-        old = new(prompts=30)
-        await old.step()
-        state = plain(old.driver.state_dict(None))
-        await old.close()
-        again = new(prompts=30)
-        delivered = []
-        if after == "a load":
-            delivered = list(old_groups)
-            await again.driver.load_state_dict(state)
-        elif after == "a batch":
-            delivered += (await again.step()).group_ids.tolist()
-        else:
-            await again.driver.update_weights()
-        with pytest.raises(CheckpointError, match="loaded before the first batch and weight update; make a new sched"):
-            await again.driver.load_state_dict(state)
-        async for batch in until_the_end(again):
-            delivered += batch.group_ids.tolist()
-        assert sorted(delivered) == sorted(2 * list(range(30)))
-        await again.close()
-
-    old_groups: list[int] = []
-
-    async def groups() -> None:
-        rollouts = new(prompts=30)
-        old_groups.extend((await rollouts.step()).group_ids.tolist())
-        await rollouts.close()
-
-    virtual(groups)
-    virtual(program)
+    old = new(prompts=30)
+    await old.step()
+    state = plain(old.driver.state_dict(None))
+    await old.close()
+    again = new(prompts=30)
+    delivered = []
+    if after == "a load":
+        delivered = list(old_groups)
+        await again.driver.load_state_dict(state)
+    elif after == "a batch":
+        delivered += (await again.step()).group_ids.tolist()
+    else:
+        await again.driver.update_weights()
+    with pytest.raises(CheckpointError, match="loaded before the first batch and weight update; make a new sched"):
+        await again.driver.load_state_dict(state)
+    async for batch in until_the_end(again):
+        delivered += batch.group_ids.tolist()
+    assert sorted(delivered) == sorted(2 * list(range(30)))
+    await again.close()
 
 
-def test_an_engine_that_cannot_be_told() -> None:
+@on_virtual_time
+async def test_an_engine_that_cannot_be_told() -> None:
     """The load fails as a whole and can be repeated."""
 
     class Fails(RecordingEngine):
@@ -226,20 +218,17 @@ def test_an_engine_that_cannot_be_told() -> None:
                 raise EngineError("no route to e1")
             await super().update_weights(version, path)
 
-    async def program() -> None:
-        old = new()
-        await old.step()
-        state = plain(old.driver.state_dict(None))
-        await old.close()
-        again = new(engines=[RecordingEngine(LENGTHS.sample, "e0"), Fails(LENGTHS.sample, "e1")])
-        with pytest.raises(EngineError, match="no route to e1"):
-            await again.driver.load_state_dict(state)
-        assert len(again.core.buffer) == 0
-        assert again.driver._source.position == 0
-        with pytest.raises(EngineError, match=r"reached engines \['e0'\] and not \['e1'\]"):
-            await again.driver.next_batch()
-        assert await again.driver.load_state_dict(state) == PolicyVersion(1, 1)
-        check(await again.driver.next_batch())
-        await again.close()
-
-    virtual(program)
+    old = new()
+    await old.step()
+    state = plain(old.driver.state_dict(None))
+    await old.close()
+    again = new(engines=[RecordingEngine(LENGTHS.sample, "e0"), Fails(LENGTHS.sample, "e1")])
+    with pytest.raises(EngineError, match="no route to e1"):
+        await again.driver.load_state_dict(state)
+    assert len(again.core.buffer) == 0
+    assert again.driver._source.position == 0
+    with pytest.raises(EngineError, match=r"reached engines \['e0'\] and not \['e1'\]"):
+        await again.driver.next_batch()
+    assert await again.driver.load_state_dict(state) == PolicyVersion(1, 1)
+    check(await again.driver.next_batch())
+    await again.close()

@@ -12,11 +12,12 @@ import numpy as np
 import pytest
 from saved_rollouts import resealed
 from seeds import seeds
+from virtual_rollouts import on_virtual_time
 
 import april
 from april.driver.prompt_source import PromptSource
 from april.errors import CheckpointError, DataExhausted
-from april.testing import FakeEngine, rollouts, run_virtual
+from april.testing import FakeEngine, rollouts
 from april.testing.same_loop import Rollouts
 
 PROMPTS = [{"token_ids": [3, 4 + i], "n": i} for i in range(60)]
@@ -77,24 +78,21 @@ MAY_CHANGE: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("changes", MAY_CHANGE, ids=str)
-def test_settings_that_may_change(changes: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
+@on_virtual_time
+async def test_settings_that_may_change(changes: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
     """They hold from the first step on; nothing is masked, nothing is too old, each prompt is trained on once."""
-
-    async def program() -> None:
-        state, seen = await saved()
-        with caplog.at_level(logging.INFO, "april"):
-            async with started(**changes) as run:
-                await run.load_state_dict(state)
-                batches = await to_the_end(run, seen)
-        assert seen == dict.fromkeys(range(60), 1)
-        assert sum(b.metrics["masked_tokens"] for b in batches) == 0
-        assert max(b.metrics["staleness_max"] for b in batches) <= changes.get("max_staleness", 5)
-        told = [r.getMessage() for r in caplog.records if "goes on under other settings" in r.getMessage()]
-        assert bool(told) is bool(changes)
-        for name in changes.keys() - {"partial_rollout"}:
-            assert f"{name} was " in told[0]
-
-    run_virtual(program())
+    state, seen = await saved()
+    with caplog.at_level(logging.INFO, "april"):
+        async with started(**changes) as run:
+            await run.load_state_dict(state)
+            batches = await to_the_end(run, seen)
+    assert seen == dict.fromkeys(range(60), 1)
+    assert sum(b.metrics["masked_tokens"] for b in batches) == 0
+    assert max(b.metrics["staleness_max"] for b in batches) <= changes.get("max_staleness", 5)
+    told = [r.getMessage() for r in caplog.records if "goes on under other settings" in r.getMessage()]
+    assert bool(told) is bool(changes)
+    for name in changes.keys() - {"partial_rollout"}:
+        assert f"{name} was " in told[0]
 
 
 MUST_NOT: list[tuple[dict[str, Any], str]] = [
@@ -121,51 +119,46 @@ MUST_NOT: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("changes", "words"), MUST_NOT, ids=str)
-def test_settings_that_must_not_change(changes: dict[str, Any], words: str) -> None:
+@on_virtual_time
+async def test_settings_that_must_not_change(changes: dict[str, Any], words: str) -> None:
     """One sentence names what was and what is; nothing has changed, and the state can be loaded under the old ones."""
-
-    async def program() -> None:
-        state, seen = await saved()
-        async with started(**changes) as run:
-            if not words:
-                await run.load_state_dict(state)
-                return
-            with pytest.raises(CheckpointError, match=words):
-                await run.load_state_dict(state)
-            assert run.version == (0, 0)
-        async with started() as run:
+    state, seen = await saved()
+    async with started(**changes) as run:
+        if not words:
             await run.load_state_dict(state)
-            await to_the_end(run, seen)
-        assert seen == dict.fromkeys(range(60), 1)
+            return
+        with pytest.raises(CheckpointError, match=words):
+            await run.load_state_dict(state)
+        assert run.version == (0, 0)
+    async with started() as run:
+        await run.load_state_dict(state)
+        await to_the_end(run, seen)
+    assert seen == dict.fromkeys(range(60), 1)
 
-    run_virtual(program())
 
-
-def test_the_smallest_batch_that_the_message_names_is_enough() -> None:
+@on_virtual_time
+async def test_the_smallest_batch_that_the_message_names_is_enough() -> None:
     """With that N the same state is gone on from, and nothing is masked; with one less it is refused."""
+    state, seen = await saved()
 
-    async def program() -> None:
-        state, seen = await saved()
+    async def load(n: int) -> Any:
+        async with started(rollout_batch_size=n, over_sampling_batch_size=n) as run:
+            await run.load_state_dict(state)
+            return await to_the_end(run, seen.copy())
 
-        async def load(n: int) -> Any:
-            async with started(rollout_batch_size=n, over_sampling_batch_size=n) as run:
-                await run.load_state_dict(state)
-                return await to_the_end(run, seen.copy())
-
-        with pytest.raises(CheckpointError, match="to at least") as caught:
-            await load(1)
-        enough = int(str(caught.value).partition("to at least ")[2].partition(",")[0])
-        with pytest.raises(CheckpointError, match="could not be delivered in time"):
-            await load(enough - 1)
-        batches = await load(enough)
-        assert sum(b.metrics["masked_tokens"] for b in batches) == 0
-        assert max(b.metrics["staleness_max"] for b in batches) <= 5
-
-    run_virtual(program())
+    with pytest.raises(CheckpointError, match="to at least") as caught:
+        await load(1)
+    enough = int(str(caught.value).partition("to at least ")[2].partition(",")[0])
+    with pytest.raises(CheckpointError, match="could not be delivered in time"):
+        await load(enough - 1)
+    batches = await load(enough)
+    assert sum(b.metrics["masked_tokens"] for b in batches) == 0
+    assert max(b.metrics["staleness_max"] for b in batches) <= 5
 
 
 @pytest.mark.parametrize("seed", seeds(40))
-def test_lower_bounds_and_batches_mask_nothing(seed: int) -> None:
+@on_virtual_time
+async def test_lower_bounds_and_batches_mask_nothing(seed: int) -> None:
     """Random N, N', bound and refill before and after: the state is refused, or nothing of it is too old or masked."""
     rng = random.Random(seed)
 
@@ -179,95 +172,80 @@ def test_lower_bounds_and_batches_mask_nothing(seed: int) -> None:
 
     first, second = chosen(), chosen()
 
-    async def program() -> None:
-        state, seen = await saved(rng.randint(1, 3), **first)
-        async with started(**second) as run:
-            try:
-                await run.load_state_dict(state)
-            except CheckpointError as error:
-                assert "could not be delivered in time" in str(error)  # noqa: PT017
-                return
-            batches = await to_the_end(run, seen)
-        assert seen == dict.fromkeys(range(60), 1)
-        assert sum(b.metrics["masked_tokens"] for b in batches) == 0
-        assert max((b.metrics["staleness_max"] for b in batches), default=0) <= second["max_staleness"]
-
-    run_virtual(program())
-
-
-def test_what_was_late_where_it_could_be_masked_is_refused_where_nothing_is() -> None:
-    """on_stale: mask promises nothing of too-old tokens, so on_stale: finish takes no state over that has some."""
-
-    async def program() -> None:
-        async with started(max_staleness=1, over_sampling_batch_size=12, on_stale="mask") as run:
-            for _ in range(3):
-                await run.next_batch()
-                for _ in range(3):
-                    await run.weight_update()
-            state = run.state_dict()
-        async with started(max_staleness=1, over_sampling_batch_size=12) as run:
-            with pytest.raises(CheckpointError, match=r"in time with .*, which on_stale: finish promises .*=mask\)"):
-                await run.load_state_dict(state)
-
-    run_virtual(program())
-
-
-def test_an_unchanged_configuration_is_never_in_the_way() -> None:
-    """A trainer that updates twice per batch has too old groups already: it may go on as it did."""
-
-    async def program() -> None:
-        async with started(max_staleness=1, over_sampling_batch_size=12) as run:
-            for _ in range(3):
-                await run.next_batch()
-                for _ in range(3):
-                    await run.weight_update()
-            state = run.state_dict()
-        async with started(max_staleness=1, over_sampling_batch_size=12) as run:
+    state, seen = await saved(rng.randint(1, 3), **first)
+    async with started(**second) as run:
+        try:
             await run.load_state_dict(state)
-            await run.next_batch()
+        except CheckpointError as error:
+            assert "could not be delivered in time" in str(error)  # noqa: PT017
+            return
+        batches = await to_the_end(run, seen)
+    assert seen == dict.fromkeys(range(60), 1)
+    assert sum(b.metrics["masked_tokens"] for b in batches) == 0
+    assert max((b.metrics["staleness_max"] for b in batches), default=0) <= second["max_staleness"]
 
-    run_virtual(program())
+
+@on_virtual_time
+async def test_what_was_late_where_it_could_be_masked_is_refused_where_nothing_is() -> None:
+    """on_stale: mask promises nothing of too-old tokens, so on_stale: finish takes no state over that has some."""
+    async with started(max_staleness=1, over_sampling_batch_size=12, on_stale="mask") as run:
+        for _ in range(3):
+            await run.next_batch()
+            for _ in range(3):
+                await run.weight_update()
+        state = run.state_dict()
+    async with started(max_staleness=1, over_sampling_batch_size=12) as run:
+        with pytest.raises(CheckpointError, match=r"in time with .*, which on_stale: finish promises .*=mask\)"):
+            await run.load_state_dict(state)
+
+
+@on_virtual_time
+async def test_an_unchanged_configuration_is_never_in_the_way() -> None:
+    """A trainer that updates twice per batch has too old groups already: it may go on as it did."""
+    async with started(max_staleness=1, over_sampling_batch_size=12) as run:
+        for _ in range(3):
+            await run.next_batch()
+            for _ in range(3):
+                await run.weight_update()
+        state = run.state_dict()
+    async with started(max_staleness=1, over_sampling_batch_size=12) as run:
+        await run.load_state_dict(state)
+        await run.next_batch()
 
 
 # ---------------------------------------------------------------- engines
 
 
 @pytest.mark.parametrize(("policy", "context"), [("error", 130), ("skip", 130), ("error", 400)])
-def test_engines_with_a_smaller_context(policy: str, context: int) -> None:
+@on_virtual_time
+async def test_engines_with_a_smaller_context(policy: str, context: int) -> None:
     """What has no room is refused at the load, or dropped by name with on_long_prompt: skip; what fits goes on."""
-
-    async def program() -> None:
-        prompts = [{"token_ids": [3] * (120 if 20 <= i < 24 else 20) + [4 + i], "n": i} for i in range(60)]
-        how = {"prompts": prompts, "max_response_len": 100}
-        state, seen = await saved(engine={"max_context": 600}, **how)
-        before = state["core"]["tokens"]
-        async with started(engine={"max_context": context}, on_long_prompt=policy, **how) as run:
-            if policy == "error" and context == 130:
-                with pytest.raises(CheckpointError, match=r"\d+ unfinished groups .* context of 130 tokens, which"):
-                    await run.load_state_dict(state)
-                return
-            await run.load_state_dict(state)
-            books = run.ledger()
-            dropped = {str(reason): count for reason, count in books["prompts"].dropped.items()}
-            assert books["tokens"].observed == before["observed"]
-            assert ("too_long" in dropped) is (context == 130)
-            await to_the_end(run, seen)
-        assert set(seen.values()) == {1}
-        assert len(seen) + dropped.get("too_long", 0) == 60
-
-    run_virtual(program())
-
-
-def test_engines_with_a_smaller_vocabulary() -> None:
-    """Tokens and prompts that they do not know are refused by name."""
-
-    async def program() -> None:
-        state, _ = await saved()
-        async with started(engine={"vocab_size": 40}) as run:
-            with pytest.raises(CheckpointError, match=r"does not fit these engines: token id \d+ is outside .* of 40"):
+    prompts = [{"token_ids": [3] * (120 if 20 <= i < 24 else 20) + [4 + i], "n": i} for i in range(60)]
+    how = {"prompts": prompts, "max_response_len": 100}
+    state, seen = await saved(engine={"max_context": 600}, **how)
+    before = state["core"]["tokens"]
+    async with started(engine={"max_context": context}, on_long_prompt=policy, **how) as run:
+        if policy == "error" and context == 130:
+            with pytest.raises(CheckpointError, match=r"\d+ unfinished groups .* context of 130 tokens, which"):
                 await run.load_state_dict(state)
+            return
+        await run.load_state_dict(state)
+        books = run.ledger()
+        dropped = {str(reason): count for reason, count in books["prompts"].dropped.items()}
+        assert books["tokens"].observed == before["observed"]
+        assert ("too_long" in dropped) is (context == 130)
+        await to_the_end(run, seen)
+    assert set(seen.values()) == {1}
+    assert len(seen) + dropped.get("too_long", 0) == 60
 
-    run_virtual(program())
+
+@on_virtual_time
+async def test_engines_with_a_smaller_vocabulary() -> None:
+    """Tokens and prompts that they do not know are refused by name."""
+    state, _ = await saved()
+    async with started(engine={"vocab_size": 40}) as run:
+        with pytest.raises(CheckpointError, match=r"does not fit these engines: token id \d+ is outside .* of 40"):
+            await run.load_state_dict(state)
 
 
 # ---------------------------------------------------------------- prompts
@@ -296,24 +274,21 @@ def loader(prompts: list[Any], broken: bool = False) -> Callable[[], Iterator[An
     ],
     ids=["reversed", "two exchanged", "another one", "fewer", "an unusable one", "one that fails"],
 )
-def test_other_prompts(prompts: list[Any] | None, words: str, once: bool) -> None:
+@on_virtual_time
+async def test_other_prompts(prompts: list[Any] | None, words: str, once: bool) -> None:
     """Refused at the load; a generator that was looked through for it still gives all its prompts afterwards."""
-
-    async def program() -> None:
-        state, _ = await saved()
-        given = PROMPTS if prompts is None else prompts
-        source = loader(given, broken=prompts is None)() if once else _Again(loader(given, broken=prompts is None))
-        async with started(prompts=source, over_sampling_batch_size=6) as run:
-            with pytest.raises(CheckpointError, match=words):
-                await run.load_state_dict(state)
-            if prompts is not None and "text" not in prompts:
-                batch = await run.next_batch()
-                assert {s.prompt.position for s in batch.samples} == set(range(6))
-                assert {tuple(s.prompt.token_ids.tolist()) for s in batch.samples} == {
-                    tuple(p["token_ids"]) for p in given[:6]
-                }
-
-    run_virtual(program())
+    state, _ = await saved()
+    given = PROMPTS if prompts is None else prompts
+    source = loader(given, broken=prompts is None)() if once else _Again(loader(given, broken=prompts is None))
+    async with started(prompts=source, over_sampling_batch_size=6) as run:
+        with pytest.raises(CheckpointError, match=words):
+            await run.load_state_dict(state)
+        if prompts is not None and "text" not in prompts:
+            batch = await run.next_batch()
+            assert {s.prompt.position for s in batch.samples} == set(range(6))
+            assert {tuple(s.prompt.token_ids.tolist()) for s in batch.samples} == {
+                tuple(p["token_ids"]) for p in given[:6]
+            }
 
 
 class _Again:
@@ -326,38 +301,33 @@ class _Again:
         return self.give()
 
 
-def test_more_prompts_at_the_end_are_no_others() -> None:
+@on_virtual_time
+async def test_more_prompts_at_the_end_are_no_others() -> None:
     """A data set that has grown goes on; what was drawn is the same."""
-
-    async def program() -> None:
-        state, seen = await saved()
-        async with started(prompts=[*PROMPTS, {"token_ids": [7, 7]}]) as run:
-            await run.load_state_dict(state)
-            await to_the_end(run, seen)
-        assert seen == dict.fromkeys(range(61), 1)
-
-    run_virtual(program())
+    state, seen = await saved()
+    async with started(prompts=[*PROMPTS, {"token_ids": [7, 7]}]) as run:
+        await run.load_state_dict(state)
+        await to_the_end(run, seen)
+    assert seen == dict.fromkeys(range(61), 1)
 
 
-def test_a_state_whose_prompts_were_not_drawn_is_damaged() -> None:
+@on_virtual_time
+async def test_a_state_whose_prompts_were_not_drawn_is_damaged() -> None:
     """Its groups and the place where its prompts stand belong together."""
-
-    async def program() -> None:
-        state, _ = await saved()
-        source = PromptSource(PROMPTS, 1000)
-        source.draw(6)
-        changed = resealed({**state, "prompts": source.state_dict()})
-        async with started() as run:
-            with pytest.raises(CheckpointError, match="prompts that were not drawn before prompt 6 of epoch 0"):
-                await run.load_state_dict(changed)
-
-    run_virtual(program())
+    state, _ = await saved()
+    source = PromptSource(PROMPTS, 1000)
+    source.draw(6)
+    changed = resealed({**state, "prompts": source.state_dict()})
+    async with started() as run:
+        with pytest.raises(CheckpointError, match="prompts that were not drawn before prompt 6 of epoch 0"):
+            await run.load_state_dict(changed)
 
 
 # ---------------------------------------------------------------- what is written into
 
 
-def test_what_a_trainer_or_a_function_writes_into_is_its_own() -> None:
+@on_virtual_time
+async def test_what_a_trainer_or_a_function_writes_into_is_its_own() -> None:
     """In-place work on a batch, a prompt or a response reaches neither the state nor what is delivered again."""
 
     async def rollout(prompt: april.Prompt, llm: Any) -> None:
@@ -366,29 +336,23 @@ def test_what_a_trainer_or_a_function_writes_into_is_its_own() -> None:
         done.tokens[:] = 7
         done.conversation[:] = 7
 
-    async def program() -> None:
-        async with started(over_sampling_batch_size=6, rollout=rollout) as run:
-            batch = await run.next_batch()
-            kept = [(s.tokens.tolist(), s.logprobs.tolist(), s.prompt.token_ids.tolist()) for s in batch.samples]
-            for sample in batch.samples:
-                sample.tokens[:], sample.logprobs[:], sample.prompt.token_ids[:] = 7, 7.0, 7
-            state = run.state_dict(trained_through=-1)
-        assert not any(tokens == [7] * len(tokens) for tokens, _, _ in kept)
-        async with started(over_sampling_batch_size=6) as run:
-            await run.load_state_dict(state)
-            again = await run.next_batch()
-        assert [(s.tokens.tolist(), s.logprobs.tolist(), s.prompt.token_ids.tolist()) for s in again.samples] == kept
-
-    run_virtual(program())
+    async with started(over_sampling_batch_size=6, rollout=rollout) as run:
+        batch = await run.next_batch()
+        kept = [(s.tokens.tolist(), s.logprobs.tolist(), s.prompt.token_ids.tolist()) for s in batch.samples]
+        for sample in batch.samples:
+            sample.tokens[:], sample.logprobs[:], sample.prompt.token_ids[:] = 7, 7.0, 7
+        state = run.state_dict(trained_through=-1)
+    assert not any(tokens == [7] * len(tokens) for tokens, _, _ in kept)
+    async with started(over_sampling_batch_size=6) as run:
+        await run.load_state_dict(state)
+        again = await run.next_batch()
+    assert [(s.tokens.tolist(), s.logprobs.tolist(), s.prompt.token_ids.tolist()) for s in again.samples] == kept
 
 
 @pytest.mark.parametrize("reward", [1e39, -4e38, float("inf"), np.float64(1e300)])
-def test_rewards_that_no_float32_holds(reward: float) -> None:
+@on_virtual_time
+async def test_rewards_that_no_float32_holds(reward: float) -> None:
     """They would be infinite in the batch: wrong, like NaN."""
-
-    async def program() -> None:
-        async with started(reward=lambda prompt, response: reward) as run:
-            with pytest.raises(april.RolloutError, match=r"the reward of g\d+.s\d is .*; expected a"):
-                await run.next_batch()
-
-    run_virtual(program())
+    async with started(reward=lambda prompt, response: reward) as run:
+        with pytest.raises(april.RolloutError, match=r"the reward of g\d+.s\d is .*; expected a"):
+            await run.next_batch()

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from real_schedulers import config
+from virtual_rollouts import on_virtual_time
 
 import april
 from april.core import lives
@@ -102,17 +103,14 @@ def test_baselines_of_a_quorum_are_those_of_the_batch() -> None:
         assert not batch.advantages("rloo", epsilon=0.0).any()
 
 
-def test_evaluations_are_rounded_alike() -> None:
+@on_virtual_time
+async def test_evaluations_are_rounded_alike() -> None:
     """What a training reward is, an evaluation's is."""
-
-    async def program() -> None:
-        async with rollouts(
-            config(), engines=[FakeEngine("e", lengths=5)], prompts=[[1, 2]] * 9, reward=lambda p, r: 0.1
-        ) as scheduler:
-            result = await scheduler.evaluate([[1, 2]], n_samples=2)
-        assert result.rewards.tolist() == [[float(np.float32(0.1))] * 2]
-
-    run_virtual(program())
+    async with rollouts(
+        config(), engines=[FakeEngine("e", lengths=5)], prompts=[[1, 2]] * 9, reward=lambda p, r: 0.1
+    ) as scheduler:
+        result = await scheduler.evaluate([[1, 2]], n_samples=2)
+    assert result.rewards.tolist() == [[float(np.float32(0.1))] * 2]
 
 
 @pytest.mark.parametrize("reward", [float("nan"), float("inf"), 1e39, -1e39, 10**400, "much"])
@@ -122,7 +120,8 @@ def test_what_no_float32_holds_is_refused(reward: Any) -> None:
         run(reward=lambda prompt, response: reward)
 
 
-def test_states_with_other_rewards_are_rounded(monkeypatch: pytest.MonkeyPatch) -> None:
+@on_virtual_time
+async def test_states_with_other_rewards_are_rounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Finished samples and cohorts of a state that was saved with more digits."""
 
     def length(request: Request) -> int:
@@ -139,21 +138,18 @@ def test_states_with_other_rewards_are_rounded(monkeypatch: pytest.MonkeyPatch) 
             "reward": alternating(SAME["sums of floats"]),
         }  # fmt: skip
 
-    async def program() -> None:
-        with monkeypatch.context() as before:
-            before.setattr(lives, "held_reward", float)
-            async with rollouts(**options()) as scheduler:
-                batch = await scheduler.next_batch()
-                state = scheduler.state_dict(trained_through=batch.id)
-        assert repr(0.1 + 0.2) in repr(state)
+    with monkeypatch.context() as before:
+        before.setattr(lives, "held_reward", float)
         async with rollouts(**options()) as scheduler:
-            await scheduler.load_state_dict(state)
-            for _ in range(3):
-                batch = await scheduler.next_batch()
-                assert not batch.advantages("rloo", epsilon=0.0).any()
-                await scheduler.weight_update()
-
-    run_virtual(program())
+            batch = await scheduler.next_batch()
+            state = scheduler.state_dict(trained_through=batch.id)
+    assert repr(0.1 + 0.2) in repr(state)
+    async with rollouts(**options()) as scheduler:
+        await scheduler.load_state_dict(state)
+        for _ in range(3):
+            batch = await scheduler.next_batch()
+            assert not batch.advantages("rloo", epsilon=0.0).any()
+            await scheduler.weight_update()
 
 
 def test_the_formula_alone_reads_rewards_as_a_batch_holds_them() -> None:

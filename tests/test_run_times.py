@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from seeds import seeds
-from virtual_rollouts import RecordingEngine, Rollouts, now, prompt_ids, table, virtual
+from virtual_rollouts import RecordingEngine, Rollouts, now, on_virtual_time, prompt_ids, table, virtual
 
 from april.core.batch import Batch
 from april.core.run_times import SECONDS, SHARES, UPDATE_PARTS, TrainerTime, pace, whole
@@ -78,163 +78,147 @@ def times(batch: Batch) -> dict[str, float]:
     return {name: value for name, value in found.items() if abs(value) > 1e-9}
 
 
-def test_a_trainer_that_waits_for_each_batch() -> None:
+@on_virtual_time
+async def test_a_trainer_that_waits_for_each_batch() -> None:
     """Two groups of 4 and 8 s on two places, 3 s of training, an update with a part of each kind, 2 s of something."""
 
     def lengths(group: int, index: int) -> int:
         return 4 if group % 2 == 0 else 8
 
-    async def program() -> None:
-        engine = Watched(lengths, pause_s=1.0, resume_s=0.5, weight_update_s=2.0)
-        run = Rollouts(lengths, n=2, engines=[engine])
-        batch = await run.driver.next_batch()
-        check(batch.metrics)
-        assert times(batch) == pytest.approx(
-            {"step_s": 8, "trainer_wait_s": 8, "engines_busy": 12 / 16, "idle_over_sampling": 4 / 16}
-        )
-        assert batch.metrics["bubble"] == pytest.approx(4 / 16)
-        await asyncio.sleep(3)
-        await run.driver.update_weights("new", lambda: asyncio.sleep(4))
-        await asyncio.sleep(2)
-        batch = await run.driver.next_batch()
-        check(batch.metrics)
-        step = 3 + 7.5 + 2 + 8
-        assert times(batch) == pytest.approx(
-            {
-                "step_s": step, "train_s": 3, "update_s": 7.5, "other_s": 2, "trainer_wait_s": 8,
-                "update_pause_s": 1, "update_transfer_s": 4, "update_load_s": 2, "update_resume_s": 0.5,
-                "engines_busy": 6 / step, "idle_over_sampling": 2 / step, "idle_update": 7.5 / step,
-                "idle_trainer": 5 / step,
-            }
-        )  # fmt: skip
-        assert batch.metrics["rollout_wall_s"] == pytest.approx(8)
-        assert batch.metrics["bubble"] == pytest.approx(4 / 16)
-        await run.close()
-
-    virtual(program)
+    engine = Watched(lengths, pause_s=1.0, resume_s=0.5, weight_update_s=2.0)
+    run = Rollouts(lengths, n=2, engines=[engine])
+    batch = await run.driver.next_batch()
+    check(batch.metrics)
+    assert times(batch) == pytest.approx(
+        {"step_s": 8, "trainer_wait_s": 8, "engines_busy": 12 / 16, "idle_over_sampling": 4 / 16}
+    )
+    assert batch.metrics["bubble"] == pytest.approx(4 / 16)
+    await asyncio.sleep(3)
+    await run.driver.update_weights("new", lambda: asyncio.sleep(4))
+    await asyncio.sleep(2)
+    batch = await run.driver.next_batch()
+    check(batch.metrics)
+    step = 3 + 7.5 + 2 + 8
+    assert times(batch) == pytest.approx(
+        {
+            "step_s": step, "train_s": 3, "update_s": 7.5, "other_s": 2, "trainer_wait_s": 8,
+            "update_pause_s": 1, "update_transfer_s": 4, "update_load_s": 2, "update_resume_s": 0.5,
+            "engines_busy": 6 / step, "idle_over_sampling": 2 / step, "idle_update": 7.5 / step,
+            "idle_trainer": 5 / step,
+        }
+    )  # fmt: skip
+    assert batch.metrics["rollout_wall_s"] == pytest.approx(8)
+    assert batch.metrics["bubble"] == pytest.approx(4 / 16)
+    await run.close()
 
 
-def test_the_bound_is_what_keeps_places_empty() -> None:
+@on_virtual_time
+async def test_the_bound_is_what_keeps_places_empty() -> None:
     """Continuous, bound 1: two batches' worth of groups is done after 10 s, and the trainer trains for 100 s."""
-
-    async def program() -> None:
-        run = Rollouts(lambda g, i: 5, n=2, engines=[Watched(lambda g, i: 5)], max_staleness=1, **CONTINUOUS)
-        batch = await run.driver.next_batch()
-        assert times(batch) == pytest.approx({"step_s": 5, "trainer_wait_s": 5, "engines_busy": 1})
-        assert batch.bottleneck == (
-            "generation is the bottleneck: the trainer waited 5.00 of 5.00 s for rollouts; engines were busy 100% of "
-            "the time; only more or faster ones would help"
-        )
-        await asyncio.sleep(100)
-        await run.driver.update_weights()
-        batch = await run.driver.next_batch()
-        check(batch.metrics)
-        # one batch is out: the plan takes one more of 2 groups, and a second one from the update on
-        assert times(batch) == pytest.approx(
-            {"step_s": 100, "train_s": 100, "engines_busy": 0.05, "idle_bound": 0.95, "bound_wait_s": 95}
-        )
-        assert batch.bottleneck == (
-            "training is the bottleneck: it took 100 of 100 s; the trainer waited 0 s for rollouts; engines stood "
-            "idle 95% of the time because max_staleness 1 admits no more; fewer engines would do"
-        )
-        await run.close()
-
-    virtual(program)
+    run = Rollouts(lambda g, i: 5, n=2, engines=[Watched(lambda g, i: 5)], max_staleness=1, **CONTINUOUS)
+    batch = await run.driver.next_batch()
+    assert times(batch) == pytest.approx({"step_s": 5, "trainer_wait_s": 5, "engines_busy": 1})
+    assert batch.bottleneck == (
+        "generation is the bottleneck: the trainer waited 5.00 of 5.00 s for rollouts; engines were busy 100% of "
+        "the time; only more or faster ones would help"
+    )
+    await asyncio.sleep(100)
+    await run.driver.update_weights()
+    batch = await run.driver.next_batch()
+    check(batch.metrics)
+    # one batch is out: the plan takes one more of 2 groups, and a second one from the update on
+    assert times(batch) == pytest.approx(
+        {"step_s": 100, "train_s": 100, "engines_busy": 0.05, "idle_bound": 0.95, "bound_wait_s": 95}
+    )
+    assert batch.bottleneck == (
+        "training is the bottleneck: it took 100 of 100 s; the trainer waited 0 s for rollouts; engines stood "
+        "idle 95% of the time because max_staleness 1 admits no more; fewer engines would do"
+    )
+    await run.close()
 
 
-def test_a_broken_engine_keeps_its_places_empty() -> None:
+@on_virtual_time
+async def test_a_broken_engine_keeps_its_places_empty() -> None:
     """Two engines of one place each; one is broken from the start for 10 s."""
-
-    async def program() -> None:
-        engines = [Watched(lambda g, i: 20, name=f"e{i}", max_running=1) for i in range(2)]
-        engines[1].broken_until = 10.0
-        run = Rollouts(lambda g, i: 20, n=2, engines=engines)
-        batch = await run.driver.next_batch()
-        check(batch.metrics)
-        m = batch.metrics
-        assert m["idle_engines"] * m["step_s"] * 2 == pytest.approx(10, abs=1.1)
-        assert "no engine took the work that waits" in batch.bottleneck
-        await run.close()
-
-    virtual(program)
+    engines = [Watched(lambda g, i: 20, name=f"e{i}", max_running=1) for i in range(2)]
+    engines[1].broken_until = 10.0
+    run = Rollouts(lambda g, i: 20, n=2, engines=engines)
+    batch = await run.driver.next_batch()
+    check(batch.metrics)
+    m = batch.metrics
+    assert m["idle_engines"] * m["step_s"] * 2 == pytest.approx(10, abs=1.1)
+    assert "no engine took the work that waits" in batch.bottleneck
+    await run.close()
 
 
-def test_an_evaluation_has_its_places_and_keeps_the_others_empty() -> None:
+@on_virtual_time
+async def test_an_evaluation_has_its_places_and_keeps_the_others_empty() -> None:
     """Stepwise: of 2 places an evaluation has one for 30 s, and training has none meanwhile."""
-
-    async def program() -> None:
-        run = Rollouts(lambda g, i: 10 if g >= 0 else 30, n=2, engines=[Watched(lambda g, i: 10)])
-        run.engines[0].engine._length_of = lambda r: 30 if is_evaluation(r.attempt_id) else 10
-        waiter = asyncio.create_task(run.driver.next_batch())
-        await asyncio.sleep(4)
-        await run.driver.evaluate([Prompt(prompt_ids(1))], 1, run.driver.sampling, 0)
-        batch = await waiter
-        check(batch.metrics)
-        assert times(batch) == pytest.approx(
-            {
-                "step_s": 40, "trainer_wait_s": 10, "evaluation_s": 30,
-                "engines_busy": 10 / 40, "idle_evaluation": 30 / 40,
-            }
-        )  # fmt: skip
-        await run.close()
-
-    virtual(program)
+    run = Rollouts(lambda g, i: 10 if g >= 0 else 30, n=2, engines=[Watched(lambda g, i: 10)])
+    run.engines[0].engine._length_of = lambda r: 30 if is_evaluation(r.attempt_id) else 10
+    waiter = asyncio.create_task(run.driver.next_batch())
+    await asyncio.sleep(4)
+    await run.driver.evaluate([Prompt(prompt_ids(1))], 1, run.driver.sampling, 0)
+    batch = await waiter
+    check(batch.metrics)
+    assert times(batch) == pytest.approx(
+        {
+            "step_s": 40, "trainer_wait_s": 10, "evaluation_s": 30,
+            "engines_busy": 10 / 40, "idle_evaluation": 30 / 40,
+        }
+    )  # fmt: skip
+    await run.close()
 
 
-def test_a_pause_slow_rewards_and_prompts_that_have_ended() -> None:
+@on_virtual_time
+async def test_a_pause_slow_rewards_and_prompts_that_have_ended() -> None:
     """Each is a cause of its own."""
 
     async def reward(prompt: Any, response: Any) -> float:
         await asyncio.sleep(50)
         return 0.0
 
-    async def program() -> None:
-        run = Rollouts(lambda g, i: 10, n=2, prompts=3, reward=reward, engines=[Watched(lambda g, i: 10)])
-        waiter = asyncio.create_task(run.driver.next_batch())
-        await asyncio.sleep(4)
-        async with run.driver.paused():
-            await asyncio.sleep(7)
-        batch = await waiter
-        check(batch.metrics)
-        assert times(batch) == pytest.approx(
-            {
-                "step_s": 67, "trainer_wait_s": 67, "engines_busy": 10 / 67, "idle_pause": 7 / 67,
-                "idle_functions": 50 / 67,
-            }
-        )  # fmt: skip
-        await run.driver.update_weights()
-        batch = await run.driver.next_batch()
-        check(batch.metrics)
-        # one group is left: its place is busy for 10 s, the other one is empty for 60
-        found = {"step_s": 60, "trainer_wait_s": 60, "engines_busy": 5 / 60, "idle_prompts": 5 / 60}
-        assert times(batch) == pytest.approx(found | {"idle_functions": 50 / 60})
-        await run.close()
-
-    virtual(program)
+    run = Rollouts(lambda g, i: 10, n=2, prompts=3, reward=reward, engines=[Watched(lambda g, i: 10)])
+    waiter = asyncio.create_task(run.driver.next_batch())
+    await asyncio.sleep(4)
+    async with run.driver.paused():
+        await asyncio.sleep(7)
+    batch = await waiter
+    check(batch.metrics)
+    assert times(batch) == pytest.approx(
+        {
+            "step_s": 67, "trainer_wait_s": 67, "engines_busy": 10 / 67, "idle_pause": 7 / 67,
+            "idle_functions": 50 / 67,
+        }
+    )  # fmt: skip
+    await run.driver.update_weights()
+    batch = await run.driver.next_batch()
+    check(batch.metrics)
+    # one group is left: its place is busy for 10 s, the other one is empty for 60
+    found = {"step_s": 60, "trainer_wait_s": 60, "engines_busy": 5 / 60, "idle_prompts": 5 / 60}
+    assert times(batch) == pytest.approx(found | {"idle_functions": 50 / 60})
+    await run.close()
 
 
-def test_a_trainer_that_asks_ahead() -> None:
+@on_virtual_time
+async def test_a_trainer_that_asks_ahead() -> None:
     """It asks as soon as it has a batch: where it is slower, a batch waits for it, and that is training's time."""
-
-    async def program() -> None:
-        for training, ready in ((4.0, 0.0), (25.0, 15.0)):
-            run = Rollouts(lambda g, i: 10, n=2, engines=[Watched(lambda g, i: 10)])
-            batch = await run.driver.next_batch()
-            for _ in range(3):
-                ahead = asyncio.create_task(run.driver.next_batch())
-                await asyncio.sleep(training)
-                batch = await ahead
-                check(batch.metrics)
-                await run.driver.update_weights()
-            assert batch.metrics["asked_ahead_s"] == pytest.approx(10)
-            assert batch.metrics["train_s"] == pytest.approx(ready)
-            side = "training" if ready else "generation"
-            assert batch.bottleneck.startswith(f"{side} is the bottleneck"), batch.bottleneck
-            # where it is slower its time is known; where it waits for the batch, that is not taken for training
-            assert pace([batch.metrics] * 3) == (pytest.approx(training if ready else 0.0), 1)
-            await run.close()
-
-    virtual(program)
+    for training, ready in ((4.0, 0.0), (25.0, 15.0)):
+        run = Rollouts(lambda g, i: 10, n=2, engines=[Watched(lambda g, i: 10)])
+        batch = await run.driver.next_batch()
+        for _ in range(3):
+            ahead = asyncio.create_task(run.driver.next_batch())
+            await asyncio.sleep(training)
+            batch = await ahead
+            check(batch.metrics)
+            await run.driver.update_weights()
+        assert batch.metrics["asked_ahead_s"] == pytest.approx(10)
+        assert batch.metrics["train_s"] == pytest.approx(ready)
+        side = "training" if ready else "generation"
+        assert batch.bottleneck.startswith(f"{side} is the bottleneck"), batch.bottleneck
+        # where it is slower its time is known; where it waits for the batch, that is not taken for training
+        assert pace([batch.metrics] * 3) == (pytest.approx(training if ready else 0.0), 1)
+        await run.close()
 
 
 def test_a_replay_finds_the_same_times(tmp_path: Path) -> None:

@@ -10,13 +10,13 @@ import pytest
 import sglang_fixtures
 import vllm_fixtures
 from sglang_fixtures import read, request, run, until
+from virtual_rollouts import on_virtual_time
 
 from april.core.sampling import LogprobKind
 from april.core.versions import PolicyVersion
 from april.engines.http.server_engine import PAUSE_DEADLINE_S, ServerEngine
 from april.engines.protocol import Capabilities, EngineFinish
 from april.errors import EngineError, EngineUnreachable
-from april.testing.virtual_clock import run_virtual
 
 V1 = PolicyVersion(0, 1)
 LONG = 10**6
@@ -40,21 +40,18 @@ class _Engine(ServerEngine):
                 self._admission.leave(name)
 
 
-def test_a_pause_asks_again_and_gives_up_before_the_driver_does() -> None:
+@on_virtual_time
+async def test_a_pause_asks_again_and_gives_up_before_the_driver_does() -> None:
     """A call that fails is made again; the reason is said before somebody else's patience ends."""
-
-    async def program() -> None:
-        engine = _Engine(ends_at=3, fails=(1,))
-        await engine.pause()
-        assert engine.aborts == 3
-        never = _Engine(ends_at=-1, fails=range(1000))
-        began = asyncio.get_running_loop().time()
-        with pytest.raises(EngineError, match="has not ended 2 aborted requests in 25 s") as caught:
-            await never.pause()
-        assert isinstance(caught.value.__cause__, EngineUnreachable)
-        assert asyncio.get_running_loop().time() - began == PAUSE_DEADLINE_S < 30
-
-    run_virtual(program())
+    engine = _Engine(ends_at=3, fails=(1,))
+    await engine.pause()
+    assert engine.aborts == 3
+    never = _Engine(ends_at=-1, fails=range(1000))
+    began = asyncio.get_running_loop().time()
+    with pytest.raises(EngineError, match="has not ended 2 aborted requests in 25 s") as caught:
+        await never.pause()
+    assert isinstance(caught.value.__cause__, EngineUnreachable)
+    assert asyncio.get_running_loop().time() - began == PAUSE_DEADLINE_S < 30
 
 
 def test_a_pause_survives_one_abort_that_fails() -> None:

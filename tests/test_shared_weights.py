@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from tiny_models import tiny_model
-from virtual_rollouts import RecordingEngine, Rollouts, now, table, virtual
+from virtual_rollouts import RecordingEngine, Rollouts, now, on_virtual_time, table
 
 import april
 from april.core.sampling import SamplingParams
@@ -238,7 +238,8 @@ async def test_training_beside_anext_batch_fails_the_step_by_name_and_loses_noth
     assert min(counts.values()) > 0
 
 
-def test_weights_written_during_an_evaluation_are_told_and_training_waits() -> None:
+@on_virtual_time
+async def test_weights_written_during_an_evaluation_are_told_and_training_waits() -> None:
     """The evaluation fails with the engine's sentence, and so does the next batch, until the weights are told."""
 
     class Torn(RecordingEngine):
@@ -253,24 +254,22 @@ def test_weights_written_during_an_evaluation_are_told_and_training_waits() -> N
             self.torn = False
             await super().update_weights(version, path)
 
-    async def program() -> None:
-        lengths = table({(0, 0): 3})
-        rollouts = Rollouts(lengths, n=1, engines=[Torn(lengths)])
-        prompt = april.Prompt(token_ids=np.array([5, 6], np.int32))
-        for call in (
-            lambda: rollouts.driver.evaluate([prompt], 1, SamplingParams(5), 0),
-            rollouts.driver.next_batch,
-        ):
-            with pytest.raises(EngineError, match="written meanwhile"):
-                await call()
-        await rollouts.driver.update_weights()
-        rollouts.check(await rollouts.driver.next_batch())
-        await rollouts.close()
-
-    virtual(program)
+    lengths = table({(0, 0): 3})
+    rollouts = Rollouts(lengths, n=1, engines=[Torn(lengths)])
+    prompt = april.Prompt(token_ids=np.array([5, 6], np.int32))
+    for call in (
+        lambda: rollouts.driver.evaluate([prompt], 1, SamplingParams(5), 0),
+        rollouts.driver.next_batch,
+    ):
+        with pytest.raises(EngineError, match="written meanwhile"):
+            await call()
+    await rollouts.driver.update_weights()
+    rollouts.check(await rollouts.driver.next_batch())
+    await rollouts.close()
 
 
-def test_a_batch_waits_until_the_engine_is_quiet() -> None:
+@on_virtual_time
+async def test_a_batch_waits_until_the_engine_is_quiet() -> None:
     """An attempt that was given up for lost may still run on the trainer's model: the batch comes when it does not."""
 
     class Busy(RecordingEngine):
@@ -281,14 +280,11 @@ def test_a_batch_waits_until_the_engine_is_quiet() -> None:
         async def quiet(self) -> None:
             await asyncio.sleep(50)
 
-    async def program() -> None:
-        lengths = table({(0, 0): 3})
-        rollouts = Rollouts(lengths, n=1, engines=[Busy(lengths)])
-        await rollouts.driver.next_batch()
-        assert now() >= 53
-        await rollouts.close()
-
-    virtual(program)
+    lengths = table({(0, 0): 3})
+    rollouts = Rollouts(lengths, n=1, engines=[Busy(lengths)])
+    await rollouts.driver.next_batch()
+    assert now() >= 53
+    await rollouts.close()
 
 
 def test_a_few_values_tell_weights_apart() -> None:

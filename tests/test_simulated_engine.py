@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from virtual_rollouts import on_virtual_time
 
 from april.core.sampling import SamplingParams
 from april.core.versions import PolicyVersion
@@ -80,25 +81,22 @@ def test_it_is_an_engine() -> None:
 
 
 @pytest.mark.parametrize("stream_interval_s", [None, 0.4, 3.0, 100.0])
-def test_every_token_once_in_order_with_its_end(stream_interval_s: float | None) -> None:
+@on_virtual_time
+async def test_every_token_once_in_order_with_its_end(stream_interval_s: float | None) -> None:
     """However it is streamed, a response is the synthetic sequence, ended by EOS once, and one chunk says so."""
-
-    async def program() -> None:
-        engine = make_engine(length=23, stream_interval_s=stream_interval_s, eos_token_id=5)
-        for_key = {(g, i): start(engine, make_request(f"{g}.{i}", (g, i))) for g in range(3) for i in range(3)}
-        for key, task in for_key.items():
-            chunks = await task
-            tokens, logprobs = joined(chunks)
-            expected, expected_logprobs = synthetic_response(PROMPT, key, 0, 23, 100, (5,))
-            assert tokens.tolist() == [*expected[:-1], 5]
-            assert logprobs.tolist() == expected_logprobs.tolist()
-            assert tokens.dtype == np.int32
-            assert logprobs.dtype == np.float32
-            assert [c.finish for c in chunks] == [None] * (len(chunks) - 1) + [EngineFinish.STOP]
-            assert all(c.version == V0 for c in chunks)
-        assert len({tuple((await task)[0].tokens) for task in for_key.values()}) == 9
-
-    virtual(program)
+    engine = make_engine(length=23, stream_interval_s=stream_interval_s, eos_token_id=5)
+    for_key = {(g, i): start(engine, make_request(f"{g}.{i}", (g, i))) for g in range(3) for i in range(3)}
+    for key, task in for_key.items():
+        chunks = await task
+        tokens, logprobs = joined(chunks)
+        expected, expected_logprobs = synthetic_response(PROMPT, key, 0, 23, 100, (5,))
+        assert tokens.tolist() == [*expected[:-1], 5]
+        assert logprobs.tolist() == expected_logprobs.tolist()
+        assert tokens.dtype == np.int32
+        assert logprobs.dtype == np.float32
+        assert [c.finish for c in chunks] == [None] * (len(chunks) - 1) + [EngineFinish.STOP]
+        assert all(c.version == V0 for c in chunks)
+    assert len({tuple((await task)[0].tokens) for task in for_key.values()}) == 9
 
 
 @settings(derandomize=True, deadline=None)
@@ -125,234 +123,195 @@ def test_all_ids_stop_ids_is_refused() -> None:
         synthetic_response(PROMPT, None, 0, 1, 2, (0, 1))
 
 
-def test_budgets_and_stop_ids() -> None:
+@on_virtual_time
+async def test_budgets_and_stop_ids() -> None:
     """LENGTH at max_tokens and at the context, without EOS; the request's own stop id ends it; min_tokens hold."""
-
-    async def program() -> None:
-        engine = make_engine(length=10, max_context=16)
-        cut = (await start(engine, make_request("a", max_tokens=7)))[-1]
-        exact = (await start(engine, make_request("b", max_tokens=10, stop_token_ids=(42, 7))))[-1]
-        more = (await start(engine, make_request("c", min_tokens=12)))[-1]
-        context = (await start(engine, make_request("d", min_tokens=500)))[-1]
-        assert (len(cut.tokens), cut.finish) == (7, EngineFinish.LENGTH)
-        assert 0 not in cut.tokens
-        assert (len(exact.tokens), exact.finish, exact.tokens[-1]) == (10, EngineFinish.STOP, 42)
-        assert (len(more.tokens), more.finish) == (12, EngineFinish.STOP)
-        assert (len(context.tokens), context.finish) == (13, EngineFinish.LENGTH)
-
-    virtual(program)
+    engine = make_engine(length=10, max_context=16)
+    cut = (await start(engine, make_request("a", max_tokens=7)))[-1]
+    exact = (await start(engine, make_request("b", max_tokens=10, stop_token_ids=(42, 7))))[-1]
+    more = (await start(engine, make_request("c", min_tokens=12)))[-1]
+    context = (await start(engine, make_request("d", min_tokens=500)))[-1]
+    assert (len(cut.tokens), cut.finish) == (7, EngineFinish.LENGTH)
+    assert 0 not in cut.tokens
+    assert (len(exact.tokens), exact.finish, exact.tokens[-1]) == (10, EngineFinish.STOP, 42)
+    assert (len(more.tokens), more.finish) == (12, EngineFinish.STOP)
+    assert (len(context.tokens), context.finish) == (13, EngineFinish.LENGTH)
 
 
-def test_abort_while_running_returns_whole_steps() -> None:
+@on_virtual_time
+async def test_abort_while_running_returns_whole_steps() -> None:
     """After 6.5 seconds of one-second steps, an aborted request has exactly 6 tokens, streamed or not."""
-
-    async def program() -> None:
-        for interval in (None, 2.0):
-            engine = make_engine(stream_interval_s=interval)
-            task = start(engine, make_request())
-            await asyncio.sleep(6.5)
-            await engine.abort(["a", "unknown", "a"])
-            chunks = await task
-            assert chunks[-1].finish is EngineFinish.ABORT
-            assert joined(chunks)[0].tolist() == synthetic_response(PROMPT, (0, 0), 0, 6, 100, (0,))[0].tolist()
-
-    virtual(program)
-
-
-def test_abort_while_queued_just_finished_and_unknown() -> None:
-    """Queued: no token and ABORT. Finished at that instant: the end that came first stands. Unknown ids: ignored."""
-
-    async def program() -> None:
-        engine = make_engine(length=10, max_running=1)
-        first, second = start(engine, make_request("a")), start(engine, make_request("b", (0, 1)))
-        await asyncio.sleep(10.0)
-        assert engine.decoder.waiting == 1
-        await engine.abort(["b", "a"])
-        await engine.abort(["a", "b", "never"])
-        (finished,), (queued,) = await first, await second
-        assert (len(finished.tokens), finished.finish) == (10, EngineFinish.STOP)
-        assert (len(queued.tokens), queued.finish) == (0, EngineFinish.ABORT)
-
-    virtual(program)
-
-
-def test_abort_before_the_request_is_known_does_nothing() -> None:
-    """An id that is not registered yet is ignored, as the contract says: april asks again."""
-
-    async def program() -> None:
-        engine = make_engine()
-        await engine.abort(["a"])
-        assert (await start(engine, make_request("a")))[-1].finish is EngineFinish.STOP
-
-    virtual(program)
-
-
-def test_abort_all_and_resume_elsewhere_continues_the_same_sequence() -> None:
-    """Cut at random places and resumed on other engines, a sample is what it would have been uncut."""
-
-    async def program() -> None:
-        rng = np.random.default_rng(0)
-        whole = (await start(make_engine(60, DecodeCost(1.0, 0.5, 1e-3, 0.1)), make_request()))[-1]
-        held, attempts = whole.tokens[:0], 0
-        finish: EngineFinish | None = EngineFinish.ABORT
-        while finish is EngineFinish.ABORT:
-            engine = make_engine(60)
-            task = start(engine, make_request(f"a{attempts}", held=held, max_tokens=1000 - len(held)))
-            await asyncio.sleep(float(rng.uniform(0, 9)))
-            await engine.abort()
-            last = (await task)[-1]
-            held, attempts, finish = np.concatenate([held, last.tokens]), attempts + 1, last.finish
-        assert attempts > 5
-        assert finish is EngineFinish.STOP
-        assert held.tolist() == whole.tokens.tolist()
-
-    virtual(program)
-
-
-def test_requests_of_one_instant_share_a_step() -> None:
-    """Requests that arrive at the same virtual time, after however many loop turns, decode together."""
-
-    async def program() -> None:
-        engine = make_engine(cost=DecodeCost(1.0, 0.25, 0.0), max_running=8)
-
-        async def late(turns: int) -> float:
-            for _ in range(turns):
-                await asyncio.sleep(0)
-            await read(engine.generate(make_request(f"r{turns}", (0, turns))))
-            return now()
-
-        assert set(await asyncio.gather(*(late(turns) for turns in range(8)))) == {10 * (1.0 + 8 * 0.25)}
-
-    virtual(program)
-
-
-def test_duplicate_ids_are_refused() -> None:
-    """A second request with an id in flight is an error and does not disturb the first."""
-
-    async def program() -> None:
-        engine = make_engine()
-        task = start(engine, make_request("a"))
-        await asyncio.sleep(2.0)
-        with pytest.raises(EngineError, match="in flight already"):
-            await read(engine.generate(make_request("a")))
-        assert len((await task)[-1].tokens) == 10
-
-    virtual(program)
-
-
-def test_pause_stops_time_and_admission() -> None:
-    """pause returns at the end of the step; until resume no token comes, new requests wait, and aborts still work."""
-
-    async def program() -> None:
-        engine = make_engine()
-        first = start(engine, make_request("a"))
-        await asyncio.sleep(3.5)
-        await engine.pause()
-        assert now() == 4.0
-        second, third = start(engine, make_request("b", (0, 1))), start(engine, make_request("c", (0, 2)))
-        await asyncio.sleep(96.0)
-        assert engine.decoder.tokens_of("a") == 4
-        assert engine.decoder.running == 1
-        await engine.abort(["c"])
-        assert len((await third)[-1].tokens) == 0
-        await engine.resume()
-        await first
-        assert now() == 106.0
-        await second
-        assert now() == 110.0
-        assert engine.decoder.counters().busy_time_s == pytest.approx(14.0)
-
-    virtual(program)
-
-
-def test_pause_of_an_idle_engine_and_twice() -> None:
-    """Pausing with nothing to do returns at once; a second pause and resume change nothing."""
-
-    async def program() -> None:
-        engine = make_engine()
-        await engine.pause()
-        await engine.pause()
-        assert now() == 0.0
-        await engine.resume()
-        await engine.resume()
-        assert len((await start(engine, make_request()))[-1].tokens) == 10
-
-    virtual(program)
-
-
-def test_abort_during_pause_still_lets_the_step_end() -> None:
-    """pause waits for the step in progress even if its last request is aborted meanwhile."""
-
-    async def program() -> None:
-        engine = make_engine()
+    for interval in (None, 2.0):
+        engine = make_engine(stream_interval_s=interval)
         task = start(engine, make_request())
-        await asyncio.sleep(1.25)
-        pausing = asyncio.create_task(engine.pause())
-        await asyncio.sleep(0.25)
-        await engine.abort()
-        await pausing
-        assert now() == 2.0
-        assert len((await task)[-1].tokens) == 1
+        await asyncio.sleep(6.5)
+        await engine.abort(["a", "unknown", "a"])
+        chunks = await task
+        assert chunks[-1].finish is EngineFinish.ABORT
+        assert joined(chunks)[0].tolist() == synthetic_response(PROMPT, (0, 0), 0, 6, 100, (0,))[0].tolist()
 
-    virtual(program)
+
+@on_virtual_time
+async def test_abort_while_queued_just_finished_and_unknown() -> None:
+    """Queued: no token and ABORT. Finished at that instant: the end that came first stands. Unknown ids: ignored."""
+    engine = make_engine(length=10, max_running=1)
+    first, second = start(engine, make_request("a")), start(engine, make_request("b", (0, 1)))
+    await asyncio.sleep(10.0)
+    assert engine.decoder.waiting == 1
+    await engine.abort(["b", "a"])
+    await engine.abort(["a", "b", "never"])
+    (finished,), (queued,) = await first, await second
+    assert (len(finished.tokens), finished.finish) == (10, EngineFinish.STOP)
+    assert (len(queued.tokens), queued.finish) == (0, EngineFinish.ABORT)
+
+
+@on_virtual_time
+async def test_abort_before_the_request_is_known_does_nothing() -> None:
+    """An id that is not registered yet is ignored, as the contract says: april asks again."""
+    engine = make_engine()
+    await engine.abort(["a"])
+    assert (await start(engine, make_request("a")))[-1].finish is EngineFinish.STOP
+
+
+@on_virtual_time
+async def test_abort_all_and_resume_elsewhere_continues_the_same_sequence() -> None:
+    """Cut at random places and resumed on other engines, a sample is what it would have been uncut."""
+    rng = np.random.default_rng(0)
+    whole = (await start(make_engine(60, DecodeCost(1.0, 0.5, 1e-3, 0.1)), make_request()))[-1]
+    held, attempts = whole.tokens[:0], 0
+    finish: EngineFinish | None = EngineFinish.ABORT
+    while finish is EngineFinish.ABORT:
+        engine = make_engine(60)
+        task = start(engine, make_request(f"a{attempts}", held=held, max_tokens=1000 - len(held)))
+        await asyncio.sleep(float(rng.uniform(0, 9)))
+        await engine.abort()
+        last = (await task)[-1]
+        held, attempts, finish = np.concatenate([held, last.tokens]), attempts + 1, last.finish
+    assert attempts > 5
+    assert finish is EngineFinish.STOP
+    assert held.tolist() == whole.tokens.tolist()
+
+
+@on_virtual_time
+async def test_requests_of_one_instant_share_a_step() -> None:
+    """Requests that arrive at the same virtual time, after however many loop turns, decode together."""
+    engine = make_engine(cost=DecodeCost(1.0, 0.25, 0.0), max_running=8)
+
+    async def late(turns: int) -> float:
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        await read(engine.generate(make_request(f"r{turns}", (0, turns))))
+        return now()
+
+    assert set(await asyncio.gather(*(late(turns) for turns in range(8)))) == {10 * (1.0 + 8 * 0.25)}
+
+
+@on_virtual_time
+async def test_duplicate_ids_are_refused() -> None:
+    """A second request with an id in flight is an error and does not disturb the first."""
+    engine = make_engine()
+    task = start(engine, make_request("a"))
+    await asyncio.sleep(2.0)
+    with pytest.raises(EngineError, match="in flight already"):
+        await read(engine.generate(make_request("a")))
+    assert len((await task)[-1].tokens) == 10
+
+
+@on_virtual_time
+async def test_pause_stops_time_and_admission() -> None:
+    """pause returns at the end of the step; until resume no token comes, new requests wait, and aborts still work."""
+    engine = make_engine()
+    first = start(engine, make_request("a"))
+    await asyncio.sleep(3.5)
+    await engine.pause()
+    assert now() == 4.0
+    second, third = start(engine, make_request("b", (0, 1))), start(engine, make_request("c", (0, 2)))
+    await asyncio.sleep(96.0)
+    assert engine.decoder.tokens_of("a") == 4
+    assert engine.decoder.running == 1
+    await engine.abort(["c"])
+    assert len((await third)[-1].tokens) == 0
+    await engine.resume()
+    await first
+    assert now() == 106.0
+    await second
+    assert now() == 110.0
+    assert engine.decoder.counters().busy_time_s == pytest.approx(14.0)
+
+
+@on_virtual_time
+async def test_pause_of_an_idle_engine_and_twice() -> None:
+    """Pausing with nothing to do returns at once; a second pause and resume change nothing."""
+    engine = make_engine()
+    await engine.pause()
+    await engine.pause()
+    assert now() == 0.0
+    await engine.resume()
+    await engine.resume()
+    assert len((await start(engine, make_request()))[-1].tokens) == 10
+
+
+@on_virtual_time
+async def test_abort_during_pause_still_lets_the_step_end() -> None:
+    """pause waits for the step in progress even if its last request is aborted meanwhile."""
+    engine = make_engine()
+    task = start(engine, make_request())
+    await asyncio.sleep(1.25)
+    pausing = asyncio.create_task(engine.pause())
+    await asyncio.sleep(0.25)
+    await engine.abort()
+    await pausing
+    assert now() == 2.0
+    assert len((await task)[-1].tokens) == 1
 
 
 @pytest.mark.parametrize("stream_interval_s", [None, 0.75])
-def test_weights_change_between_tokens(stream_interval_s: float | None) -> None:
+@on_virtual_time
+async def test_weights_change_between_tokens(stream_interval_s: float | None) -> None:
     """Tokens made before an update carry the old version, those after it the new one, none is lost between."""
-
-    async def program() -> None:
-        engine = make_engine(stream_interval_s=stream_interval_s, weight_update_s=30.0)
-        task = start(engine, make_request())
-        await asyncio.sleep(3.5)
-        with pytest.raises(EngineError, match="only while it is paused"):
-            await engine.update_weights(V1)
-        await engine.pause()
-        await engine.update_weights(V1, path="anywhere")
-        assert now() == 34.0
-        await engine.resume()
-        chunks = await task
-        versions = [c.version for c in chunks for _ in c.tokens]
-        assert versions == [V0] * 4 + [V1] * 6
-        assert joined(chunks)[0].tolist()[:9] == synthetic_response(PROMPT, (0, 0), 0, 9, 100, (0,))[0].tolist()
-
-    virtual(program)
+    engine = make_engine(stream_interval_s=stream_interval_s, weight_update_s=30.0)
+    task = start(engine, make_request())
+    await asyncio.sleep(3.5)
+    with pytest.raises(EngineError, match="only while it is paused"):
+        await engine.update_weights(V1)
+    await engine.pause()
+    await engine.update_weights(V1, path="anywhere")
+    assert now() == 34.0
+    await engine.resume()
+    chunks = await task
+    versions = [c.version for c in chunks for _ in c.tokens]
+    assert versions == [V0] * 4 + [V1] * 6
+    assert joined(chunks)[0].tolist()[:9] == synthetic_response(PROMPT, (0, 0), 0, 9, 100, (0,))[0].tolist()
 
 
-def test_a_consumer_that_leaves_frees_its_slot() -> None:
+@on_virtual_time
+async def test_a_consumer_that_leaves_frees_its_slot() -> None:
     """Closing or cancelling a stream takes the request out of the engine."""
-
-    async def program() -> None:
-        engine = make_engine(max_running=1, stream_interval_s=1.0)
-        async with aclosing(engine.generate(make_request("a"))) as stream:
-            assert len((await anext(stream)).tokens) == 1
-        task = start(engine, make_request("b"))
-        await asyncio.sleep(1.0)
-        task.cancel()
-        await asyncio.wait([task])
-        assert "a" not in engine.decoder
-        assert "b" not in engine.decoder
-        assert len(joined(await start(engine, make_request("a")))[0]) == 10
-        assert engine.decoder.counters().aborts == 2
-
-    virtual(program)
+    engine = make_engine(max_running=1, stream_interval_s=1.0)
+    async with aclosing(engine.generate(make_request("a"))) as stream:
+        assert len((await anext(stream)).tokens) == 1
+    task = start(engine, make_request("b"))
+    await asyncio.sleep(1.0)
+    task.cancel()
+    await asyncio.wait([task])
+    assert "a" not in engine.decoder
+    assert "b" not in engine.decoder
+    assert len(joined(await start(engine, make_request("a")))[0]) == 10
+    assert engine.decoder.counters().aborts == 2
 
 
-def test_leaving_at_the_very_end_is_harmless() -> None:
+@on_virtual_time
+async def test_leaving_at_the_very_end_is_harmless() -> None:
     """A consumer that leaves at the instant its request ends, or with its last chunk, leaves nothing behind."""
-
-    async def program() -> None:
-        engine = make_engine(stream_interval_s=5.0)
-        async with aclosing(engine.generate(make_request("a"))) as stream:
-            await anext(stream)
-            await asyncio.sleep(5.0)
-        async with aclosing(engine.generate(make_request("b"))) as stream:
-            while (await anext(stream)).finish is None:
-                pass
-        assert engine.decoder.running == 0
-        assert engine.decoder.counters().aborts == 0
-
-    virtual(program)
+    engine = make_engine(stream_interval_s=5.0)
+    async with aclosing(engine.generate(make_request("a"))) as stream:
+        await anext(stream)
+        await asyncio.sleep(5.0)
+    async with aclosing(engine.generate(make_request("b"))) as stream:
+        while (await anext(stream)).finish is None:
+            pass
+    assert engine.decoder.running == 0
+    assert engine.decoder.counters().aborts == 0
 
 
 def test_impossible_requests_are_refused() -> None:
@@ -386,24 +345,21 @@ def test_impossible_requests_are_refused() -> None:
         make_engine(stream_interval_s=0.0)
 
 
-def test_close_ends_streams_and_refuses_requests() -> None:
+@on_virtual_time
+async def test_close_ends_streams_and_refuses_requests() -> None:
     """close is idempotent; open streams and later requests raise; health says closed."""
-
-    async def program() -> None:
-        engine = make_engine(stream_interval_s=1.0)
-        task = start(engine, make_request())
-        await asyncio.sleep(1.5)
-        assert (await engine.health()).counters["running"] == 1
-        assert (await engine.health()).counters["decode_steps"] == 1
-        await engine.close()
-        await engine.close()
-        with pytest.raises(EngineError, match="was closed"):
-            await task
-        with pytest.raises(EngineError, match="is closed"):
-            await read(engine.generate(make_request("b")))
-        assert not (await engine.health()).ok
-
-    virtual(program)
+    engine = make_engine(stream_interval_s=1.0)
+    task = start(engine, make_request())
+    await asyncio.sleep(1.5)
+    assert (await engine.health()).counters["running"] == 1
+    assert (await engine.health()).counters["decode_steps"] == 1
+    await engine.close()
+    await engine.close()
+    with pytest.raises(EngineError, match="was closed"):
+        await task
+    with pytest.raises(EngineError, match="is closed"):
+        await read(engine.generate(make_request("b")))
+    assert not (await engine.health()).ok
 
 
 def test_a_paused_engine_keeps_no_loop_alive() -> None:

@@ -15,7 +15,7 @@ from real_schedulers import reward
 from sglang_fixtures import ServerThread
 from test_openai_scheduler import Served
 from test_openai_scheduler import config as openai_config
-from virtual_rollouts import RecordingEngine, Rollouts, now, table, virtual
+from virtual_rollouts import RecordingEngine, Rollouts, now, on_virtual_time, table, virtual
 from vllm_fixtures import KNOWN
 
 import april
@@ -110,21 +110,18 @@ class _BufferingEngine(RecordingEngine):
         ([(1.0, 1)] + [(0.9, 0)] * 500, 9.1 + STALL_S),
     ],
 )
-def test_pieces_that_pile_up(pieces: list[tuple[float, int]], late_s: float) -> None:
+@on_virtual_time
+async def test_pieces_that_pile_up(pieces: list[tuple[float, int]], late_s: float) -> None:
     """The moment at which the engine is asked to end the request: stall_timeout_s after the last token."""
-
-    async def program() -> None:
-        engine = _BufferingEngine(table({}, 300), pieces=pieces)
-        rollouts = Rollouts(table({}, 300), n=1, engines=[engine], stall_timeout_s=STALL_S, max_response_len=200)
-        waiter = asyncio.create_task(rollouts.driver.next_batch())
-        await asyncio.sleep(late_s + 1)
-        assert engine.asked_s == pytest.approx(late_s, abs=1e-6)
-        assert len(rollouts.sample(0, 0).tape) == sum(n for _, n in pieces)
-        waiter.cancel()
-        await asyncio.gather(waiter, return_exceptions=True)
-        await rollouts.driver.close()
-
-    virtual(program)
+    engine = _BufferingEngine(table({}, 300), pieces=pieces)
+    rollouts = Rollouts(table({}, 300), n=1, engines=[engine], stall_timeout_s=STALL_S, max_response_len=200)
+    waiter = asyncio.create_task(rollouts.driver.next_batch())
+    await asyncio.sleep(late_s + 1)
+    assert engine.asked_s == pytest.approx(late_s, abs=1e-6)
+    assert len(rollouts.sample(0, 0).tape) == sum(n for _, n in pieces)
+    waiter.cancel()
+    await asyncio.gather(waiter, return_exceptions=True)
+    await rollouts.driver.close()
 
 
 def test_chunks_without_tokens() -> None:
@@ -169,7 +166,8 @@ def test_an_evaluation_counts_tokens_too() -> None:
     virtual(program)
 
 
-def test_time_limits_of_what_had_time_left() -> None:
+@on_virtual_time
+async def test_time_limits_of_what_had_time_left() -> None:
     """late() may give time back; stop and close end that too."""
 
     class Work:
@@ -180,24 +178,21 @@ def test_time_limits_of_what_had_time_left() -> None:
             self.late_s.append(now())  # type: ignore[attr-defined]
             return self.left.pop(0)
 
-    async def program() -> None:
-        limits = TimeLimits(10.0)
-        twice, stopped, plain = Work(4.0, 2.0, None), Work(5.0, None), Work(None)
-        for work in (twice, stopped, plain):
-            limits.start(work)
-        await asyncio.sleep(12.0)
-        limits.start(twice)  # it runs: nothing happens
-        limits.stop(stopped)
-        await asyncio.sleep(20.0)
-        assert (twice.late_s, stopped.late_s, plain.late_s) == ([10.0, 14.0, 16.0], [10.0], [10.0])
-        closed = Work(5.0, None)
-        limits.start(closed)
-        await asyncio.sleep(11.0)
-        limits.close()
-        await asyncio.sleep(20.0)
-        assert len(closed.late_s) == 1
-
-    virtual(program)
+    limits = TimeLimits(10.0)
+    twice, stopped, plain = Work(4.0, 2.0, None), Work(5.0, None), Work(None)
+    for work in (twice, stopped, plain):
+        limits.start(work)
+    await asyncio.sleep(12.0)
+    limits.start(twice)  # it runs: nothing happens
+    limits.stop(stopped)
+    await asyncio.sleep(20.0)
+    assert (twice.late_s, stopped.late_s, plain.late_s) == ([10.0, 14.0, 16.0], [10.0], [10.0])
+    closed = Work(5.0, None)
+    limits.start(closed)
+    await asyncio.sleep(11.0)
+    limits.close()
+    await asyncio.sleep(20.0)
+    assert len(closed.late_s) == 1
 
 
 def prompts() -> list[list[int]]:

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from virtual_rollouts import EOS, VOCAB, RecordingEngine, Rollouts, now, prompt_ids, table, virtual
+from virtual_rollouts import EOS, VOCAB, RecordingEngine, Rollouts, now, on_virtual_time, prompt_ids, table, virtual
 
 from april.config.mistakes import UNSUPPORTED
 from april.config.settings import Config
@@ -135,47 +135,41 @@ def test_more_than_one_cut_inside_a_string(cut: int) -> None:
     virtual(program)
 
 
-def test_a_streaming_engine_is_asked_to_end_that_one_request() -> None:
+@on_virtual_time
+async def test_a_streaming_engine_is_asked_to_end_that_one_request() -> None:
     """The abort names the one attempt, the others go on; what came meanwhile is dropped by name."""
-
-    async def program() -> None:
-        lengths = table({(0, 0): LONG, (1, 0): 30, (2, 0): 40})
-        engine = RecordingEngine(lengths, stream_interval_s=4.0)
-        seen: dict[SampleId, Completion] = {}
-        rollouts = Rollouts(
-            lengths, n=3, engines=[engine], rollout=stopping({0: stop_around(0, 4, 5)}, seen), tokenizer=Angles()
-        )
-        batch = await rollouts.driver.next_batch()
-        assert [ids for _, ids in engine.aborts] == [(next(iter(engine.requests)),)]
-        assert engine.aborts[0][0] == pytest.approx(8, abs=0.01)  # tokens 5 and 6 came in the second chunk
-        assert {s.id.group: len(s.tokens) for s in batch.samples} == {0: 6, 1: 30, 2: 40}
-        assert seen[SampleId(0, 0)].tokens.tolist() == response(0, 6)
-        assert seen[SampleId(0, 0)].finish is FinishReason.STOP
-        assert after_stop(rollouts) == engine.tokens_of((0, 0))[0] - 6 > 0
-        assert batch.metrics["aborted_attempts"] == 1
-        rollouts.check_ledger()
-        first, second, _ = engine.requests.values()
-        assert (first.stream, second.stream) == (True, False)
-        assert first.sampling.stop == ()
-        await rollouts.close()
-
-    virtual(program)
+    lengths = table({(0, 0): LONG, (1, 0): 30, (2, 0): 40})
+    engine = RecordingEngine(lengths, stream_interval_s=4.0)
+    seen: dict[SampleId, Completion] = {}
+    rollouts = Rollouts(
+        lengths, n=3, engines=[engine], rollout=stopping({0: stop_around(0, 4, 5)}, seen), tokenizer=Angles()
+    )
+    batch = await rollouts.driver.next_batch()
+    assert [ids for _, ids in engine.aborts] == [(next(iter(engine.requests)),)]
+    assert engine.aborts[0][0] == pytest.approx(8, abs=0.01)  # tokens 5 and 6 came in the second chunk
+    assert {s.id.group: len(s.tokens) for s in batch.samples} == {0: 6, 1: 30, 2: 40}
+    assert seen[SampleId(0, 0)].tokens.tolist() == response(0, 6)
+    assert seen[SampleId(0, 0)].finish is FinishReason.STOP
+    assert after_stop(rollouts) == engine.tokens_of((0, 0))[0] - 6 > 0
+    assert batch.metrics["aborted_attempts"] == 1
+    rollouts.check_ledger()
+    first, second, _ = engine.requests.values()
+    assert (first.stream, second.stream) == (True, False)
+    assert first.sampling.stop == ()
+    await rollouts.close()
 
 
-def test_found_in_the_chunk_that_ends_the_stream() -> None:
+@on_virtual_time
+async def test_found_in_the_chunk_that_ends_the_stream() -> None:
     """An engine that answers in one chunk needs no abort; everything past the string is counted and dropped."""
-
-    async def program() -> None:
-        lengths = table({}, LONG)
-        rollouts = Rollouts(lengths, n=1, rollout=stopping({0: stop_around(0, 4, 5)}), tokenizer=Angles())
-        batch = await rollouts.driver.next_batch()
-        assert batch.samples[0].tokens.tolist() == response(0, 6)
-        assert rollouts.dropped == {DropReason.AFTER_STOP: LONG - 6}
-        assert rollouts.engines[0].aborts == []
-        rollouts.check_ledger()
-        await rollouts.close()
-
-    virtual(program)
+    lengths = table({}, LONG)
+    rollouts = Rollouts(lengths, n=1, rollout=stopping({0: stop_around(0, 4, 5)}), tokenizer=Angles())
+    batch = await rollouts.driver.next_batch()
+    assert batch.samples[0].tokens.tolist() == response(0, 6)
+    assert rollouts.dropped == {DropReason.AFTER_STOP: LONG - 6}
+    assert rollouts.engines[0].aborts == []
+    rollouts.check_ledger()
+    await rollouts.close()
 
 
 class Deaf(RecordingEngine):
@@ -188,53 +182,47 @@ class Deaf(RecordingEngine):
         self.aborts.append((now(), attempt_ids and tuple(attempt_ids)))
 
 
-def test_an_engine_that_does_not_end_the_request() -> None:
+@on_virtual_time
+async def test_an_engine_that_does_not_end_the_request() -> None:
     """Asked again until the deadline, then fenced: the response is complete all the same, and counted exactly."""
-
-    async def program() -> None:
-        lengths = table({}, LONG)
-        engine = Deaf(lengths)
-        rollouts = Rollouts(
-            lengths, n=1, engines=[engine], rollout=stopping({0: stop_around(0, 4, 5)}), tokenizer=Angles(),
-            abort_resend_s=1.0, abort_deadline_s=10.0,
-        )  # fmt: skip
-        waiter = asyncio.create_task(rollouts.driver.next_batch())
-        await asyncio.sleep(9.5)
-        (attempt,) = rollouts.core.attempts.values()
-        assert attempt.tape.count == 6
-        assert attempt.tape.after_stop >= 2
-        assert rollouts.core.observed_tokens() == engine.tokens == attempt.tape.parsed  # live
-        batch = await waiter
-        assert now() == pytest.approx(6 + 10, abs=1.1)
-        assert len(engine.aborts) == 10
-        assert batch.samples[0].tokens.tolist() == response(0, 6)
-        assert batch.samples[0].finish is FinishReason.STOP
-        assert batch.metrics["fenced_attempts"] == 1
-        assert batch.metrics["after_stop_tokens"] == attempt.tape.after_stop == engine.tokens - 6
-        rollouts.check_ledger()
-        await rollouts.close()
-
-    virtual(program)
+    lengths = table({}, LONG)
+    engine = Deaf(lengths)
+    rollouts = Rollouts(
+        lengths, n=1, engines=[engine], rollout=stopping({0: stop_around(0, 4, 5)}), tokenizer=Angles(),
+        abort_resend_s=1.0, abort_deadline_s=10.0,
+    )  # fmt: skip
+    waiter = asyncio.create_task(rollouts.driver.next_batch())
+    await asyncio.sleep(9.5)
+    (attempt,) = rollouts.core.attempts.values()
+    assert attempt.tape.count == 6
+    assert attempt.tape.after_stop >= 2
+    assert rollouts.core.observed_tokens() == engine.tokens == attempt.tape.parsed  # live
+    batch = await waiter
+    assert now() == pytest.approx(6 + 10, abs=1.1)
+    assert len(engine.aborts) == 10
+    assert batch.samples[0].tokens.tolist() == response(0, 6)
+    assert batch.samples[0].finish is FinishReason.STOP
+    assert batch.metrics["fenced_attempts"] == 1
+    assert batch.metrics["after_stop_tokens"] == attempt.tape.after_stop == engine.tokens - 6
+    rollouts.check_ledger()
+    await rollouts.close()
 
 
 @pytest.mark.parametrize("budget", [LONG, 12])
-def test_an_engine_that_ends_it_otherwise(budget: int) -> None:
+@on_virtual_time
+async def test_an_engine_that_ends_it_otherwise(budget: int) -> None:
     """STOP or LENGTH of the engine, after a string was found, changes nothing: the string came first."""
-
-    async def program() -> None:
-        lengths = table({}, 15)
-        rollouts = Rollouts(
-            lengths, n=1, engines=[Deaf(lengths)], rollout=stopping({0: stop_around(0, 4, 5)}), tokenizer=Angles(),
-            max_response_len=budget,
-        )  # fmt: skip
-        batch = await rollouts.driver.next_batch()
-        assert batch.samples[0].tokens.tolist() == response(0, 6)
-        assert batch.samples[0].finish is FinishReason.STOP
-        assert rollouts.dropped == {DropReason.AFTER_STOP: min(15, budget) - 6}
-        rollouts.check_ledger()
-        await rollouts.close()
-
-    virtual(program)
+    lengths = table({}, 15)
+    rollouts = Rollouts(
+        lengths, n=1, engines=[Deaf(lengths)], rollout=stopping({0: stop_around(0, 4, 5)}), tokenizer=Angles(),
+        max_response_len=budget,
+    )  # fmt: skip
+    batch = await rollouts.driver.next_batch()
+    assert batch.samples[0].tokens.tolist() == response(0, 6)
+    assert batch.samples[0].finish is FinishReason.STOP
+    assert rollouts.dropped == {DropReason.AFTER_STOP: min(15, budget) - 6}
+    rollouts.check_ledger()
+    await rollouts.close()
 
 
 class BreaksLate(Deaf):
@@ -253,53 +241,46 @@ class BreaksLate(Deaf):
 
 
 @pytest.mark.parametrize("fault", ["raises", "ends without a reason", "sends what cannot be"])
-def test_an_engine_that_fails_after_the_string(fault: str) -> None:
+@on_virtual_time
+async def test_an_engine_that_fails_after_the_string(fault: str) -> None:
     """The response is complete; the failure is counted, and nothing is generated again."""
-
-    async def program() -> None:
-        lengths = table({}, 15)
-        engine = BreaksLate(lengths)
-        engine.fault = fault
-        rollouts = Rollouts(
-            lengths, n=1, engines=[engine], rollout=stopping({0: stop_around(0, 4, 5)}), tokenizer=Angles()
-        )
-        batch = await rollouts.driver.next_batch()
-        assert batch.samples[0].tokens.tolist() == response(0, 6)
-        assert batch.samples[0].attempts == 1
-        assert batch.metrics["failed_attempts"] == 1
-        assert sum(rollouts.dropped.values()) == engine.tokens - 6
-        assert (DropReason.CORRUPT in rollouts.dropped) == (fault == "sends what cannot be")
-        rollouts.check_ledger()
-        await rollouts.close()
-
-    virtual(program)
+    lengths = table({}, 15)
+    engine = BreaksLate(lengths)
+    engine.fault = fault
+    rollouts = Rollouts(lengths, n=1, engines=[engine], rollout=stopping({0: stop_around(0, 4, 5)}), tokenizer=Angles())
+    batch = await rollouts.driver.next_batch()
+    assert batch.samples[0].tokens.tolist() == response(0, 6)
+    assert batch.samples[0].attempts == 1
+    assert batch.metrics["failed_attempts"] == 1
+    assert sum(rollouts.dropped.values()) == engine.tokens - 6
+    assert (DropReason.CORRUPT in rollouts.dropped) == (fault == "sends what cannot be")
+    rollouts.check_ledger()
+    await rollouts.close()
 
 
 @pytest.mark.parametrize("first", [5, 6, 7])
 @pytest.mark.parametrize("interval", [1.0, None])
-def test_the_step_ends_in_the_same_moment(first: int, interval: float | None) -> None:
+@on_virtual_time
+async def test_the_step_ends_in_the_same_moment(first: int, interval: float | None) -> None:
     """The other group completes the step a second before, at, or after the string's last token: one completion."""
-
-    async def program() -> None:
-        lengths = table({(0, 0): first, (1, 0): LONG})
-        engine = RecordingEngine(lengths, stream_interval_s=interval)
-        rollouts = Rollouts(
-            lengths, n=1, over=2, engines=[engine], rollout=stopping({1: stop_around(1, 4, 5)}), tokenizer=Angles()
-        )
-        batch = await rollouts.driver.next_batch()
-        rollouts.check_ledger()
-        if 1 not in batch.group_ids:
-            batch = (await until_delivered(rollouts, 1))[-1]
-        (sample,) = batch.samples
-        assert sample.tokens.tolist() == response(1, 6)
-        assert sample.finish is FinishReason.STOP
-        assert rollouts.core.story(sample.id).count("call complete") == 1
-        await rollouts.close()
-
-    virtual(program)
+    lengths = table({(0, 0): first, (1, 0): LONG})
+    engine = RecordingEngine(lengths, stream_interval_s=interval)
+    rollouts = Rollouts(
+        lengths, n=1, over=2, engines=[engine], rollout=stopping({1: stop_around(1, 4, 5)}), tokenizer=Angles()
+    )
+    batch = await rollouts.driver.next_batch()
+    rollouts.check_ledger()
+    if 1 not in batch.group_ids:
+        batch = (await until_delivered(rollouts, 1))[-1]
+    (sample,) = batch.samples
+    assert sample.tokens.tolist() == response(1, 6)
+    assert sample.finish is FinishReason.STOP
+    assert rollouts.core.story(sample.id).count("call complete") == 1
+    await rollouts.close()
 
 
-def test_the_group_is_given_up_after_the_string() -> None:
+@on_virtual_time
+async def test_the_group_is_given_up_after_the_string() -> None:
     """Tokens before the string go with the group, those after it are what they are; nothing is lost."""
 
     async def rollout(prompt: Prompt, llm: LLM) -> None:
@@ -308,22 +289,20 @@ def test_the_group_is_given_up_after_the_string() -> None:
             raise ValueError("no")
         await llm.generate(stop=stop_around(0, 4, 5) if llm.sample_id == (0, 0) else None)
 
-    async def program() -> None:
-        lengths = table({}, 30)
-        engine = Deaf(lengths)
-        rollouts = Rollouts(
-            lengths, n=1, samples=2, engines=[engine], rollout=rollout, tokenizer=Angles(), max_attempt_failures=1
-        )
-        batch = await rollouts.driver.next_batch()
-        assert batch.group_ids.tolist() == [1, 1]
-        assert rollouts.dropped == {DropReason.FAILED: 6, DropReason.AFTER_STOP: engine.tokens_of((0, 0))[0] - 6}
-        rollouts.check_ledger()
-        await rollouts.close()
-
-    virtual(program)
+    lengths = table({}, 30)
+    engine = Deaf(lengths)
+    rollouts = Rollouts(
+        lengths, n=1, samples=2, engines=[engine], rollout=rollout, tokenizer=Angles(), max_attempt_failures=1
+    )
+    batch = await rollouts.driver.next_batch()
+    assert batch.group_ids.tolist() == [1, 1]
+    assert rollouts.dropped == {DropReason.FAILED: 6, DropReason.AFTER_STOP: engine.tokens_of((0, 0))[0] - 6}
+    rollouts.check_ledger()
+    await rollouts.close()
 
 
-def test_turns_match_each_on_their_own() -> None:
+@on_virtual_time
+async def test_turns_match_each_on_their_own() -> None:
     """A string that lies across a tool's answer and the next turn is none; in the next turn it is one."""
     turns: list[Completion] = []
 
@@ -335,38 +314,33 @@ def test_turns_match_each_on_their_own() -> None:
         inside = f"<{following[2]}><{following[3]}"
         turns.append(await llm.generate(tool, stop=[crossing, inside]))
 
-    async def program() -> None:
-        rollouts = Rollouts(table({}, 50), n=1, rollout=rollout, tokenizer=Angles())
-        batch = await rollouts.driver.next_batch()
-        assert [len(t.tokens) for t in turns] == [3, 4]
-        assert batch.samples[0].loss_mask.tolist() == [1] * 3 + [0] * 2 + [1] * 4
-        await rollouts.close()
-
-    virtual(program)
+    rollouts = Rollouts(table({}, 50), n=1, rollout=rollout, tokenizer=Angles())
+    batch = await rollouts.driver.next_batch()
+    assert [len(t.tokens) for t in turns] == [3, 4]
+    assert batch.samples[0].loss_mask.tolist() == [1] * 3 + [0] * 2 + [1] * 4
+    await rollouts.close()
 
 
-def test_min_tokens_of_the_whole_response() -> None:
+@on_virtual_time
+async def test_min_tokens_of_the_whole_response() -> None:
     """A string in the first min_tokens is text, also when an abort lies between: the next one counts."""
+    tokens = response(1, LONG)
+    stop = f"<{tokens[3]}><{tokens[4]}>"
+    lengths = table({(0, 0): 5, (1, 0): 60})
 
-    async def program() -> None:
-        tokens = response(1, LONG)
-        stop = f"<{tokens[3]}><{tokens[4]}>"
-        lengths = table({(0, 0): 5, (1, 0): 60})
+    async def rollout(prompt: Prompt, llm: LLM) -> None:
+        await llm.generate(stop=[stop, stop_around(1, 8, 9)], min_tokens=6)
 
-        async def rollout(prompt: Prompt, llm: LLM) -> None:
-            await llm.generate(stop=[stop, stop_around(1, 8, 9)], min_tokens=6)
-
-        rollouts = Rollouts(lengths, n=1, over=2, rollout=rollout, tokenizer=Angles(), allow_mismatch=True)
-        await rollouts.driver.next_batch()
-        batches = await until_delivered(rollouts, 1)
-        assert batches[-1].samples[0].tokens.tolist() == tokens[:10]
-        assert batches[-1].samples[0].attempts == 2
-        await rollouts.close()
-
-    virtual(program)
+    rollouts = Rollouts(lengths, n=1, over=2, rollout=rollout, tokenizer=Angles(), allow_mismatch=True)
+    await rollouts.driver.next_batch()
+    batches = await until_delivered(rollouts, 1)
+    assert batches[-1].samples[0].tokens.tolist() == tokens[:10]
+    assert batches[-1].samples[0].attempts == 2
+    await rollouts.close()
 
 
-def test_a_tokenizer_that_fails_costs_its_sample_only() -> None:
+@on_virtual_time
+async def test_a_tokenizer_that_fails_costs_its_sample_only() -> None:
     """The failure is named in the story, the tokens are counted, the group is replaced."""
 
     class Fragile(Angles):
@@ -375,61 +349,52 @@ def test_a_tokenizer_that_fails_costs_its_sample_only() -> None:
                 raise KeyError("no such token")
             return super().decode(ids, skip_special_tokens)
 
-    async def program() -> None:
-        engine = RecordingEngine(table({}, 12), stream_interval_s=3.0)
-        rollouts = Rollouts(
-            table({}, 12), n=1, engines=[engine], rollout=stopping({0: "never"}), tokenizer=Fragile(),
-            max_attempt_failures=2,
-        )  # fmt: skip
-        batch = await rollouts.driver.next_batch()
-        assert batch.group_ids.tolist() == [1]
-        assert "the tokenizer failed: KeyError" in rollouts.core.story(SampleId(0, 0))
-        rollouts.check_ledger()
-        await rollouts.close()
-
-    virtual(program)
+    engine = RecordingEngine(table({}, 12), stream_interval_s=3.0)
+    rollouts = Rollouts(
+        table({}, 12), n=1, engines=[engine], rollout=stopping({0: "never"}), tokenizer=Fragile(),
+        max_attempt_failures=2,
+    )  # fmt: skip
+    batch = await rollouts.driver.next_batch()
+    assert batch.group_ids.tolist() == [1]
+    assert "the tokenizer failed: KeyError" in rollouts.core.story(SampleId(0, 0))
+    rollouts.check_ledger()
+    await rollouts.close()
 
 
 # ---------------------------------------------------------------- evaluation
 
 
-def test_evaluations_stop_too() -> None:
+@on_virtual_time
+async def test_evaluations_stop_too() -> None:
     """The response is cut at the string, the request is ended at the engine, no count of training is touched."""
-
-    async def program() -> None:
-        lengths = table({}, LONG)
-        engine = RecordingEngine(lengths, stream_interval_s=4.0)
-        rollouts = Rollouts(lengths, n=1, engines=[engine], tokenizer=Angles())
-        sampling = SamplingParams(max_tokens=500, stop=(stop_around(0, 4, 5),))
-        result = await rollouts.driver.evaluate([Prompt(prompt_ids(0))], 1, sampling, seed=0)
-        (answer,) = result.responses[0]
-        assert answer.tokens.tolist() == response(0, 6)
-        assert answer.finish is FinishReason.STOP
-        assert answer.text() == Angles().decode(response(0, 6))
-        assert now() < 9
-        (request,) = engine.requests.values()
-        assert engine.aborts[-1][1] == (request.attempt_id,)
-        # asked to end, and read to that end: closing the stream first would leave some engines generating
-        assert engine.handed_over[request.attempt_id][-1].finish is EngineFinish.ABORT
-        assert (request.stream, request.sampling.stop) == (True, ())
-        assert rollouts.core.tokens.observed == 0
-        await rollouts.close()
-
-    virtual(program)
+    lengths = table({}, LONG)
+    engine = RecordingEngine(lengths, stream_interval_s=4.0)
+    rollouts = Rollouts(lengths, n=1, engines=[engine], tokenizer=Angles())
+    sampling = SamplingParams(max_tokens=500, stop=(stop_around(0, 4, 5),))
+    result = await rollouts.driver.evaluate([Prompt(prompt_ids(0))], 1, sampling, seed=0)
+    (answer,) = result.responses[0]
+    assert answer.tokens.tolist() == response(0, 6)
+    assert answer.finish is FinishReason.STOP
+    assert answer.text() == Angles().decode(response(0, 6))
+    assert now() < 9
+    (request,) = engine.requests.values()
+    assert engine.aborts[-1][1] == (request.attempt_id,)
+    # asked to end, and read to that end: closing the stream first would leave some engines generating
+    assert engine.handed_over[request.attempt_id][-1].finish is EngineFinish.ABORT
+    assert (request.stream, request.sampling.stop) == (True, ())
+    assert rollouts.core.tokens.observed == 0
+    await rollouts.close()
 
 
-def test_evaluation_of_an_engine_that_answers_at_once() -> None:
+@on_virtual_time
+async def test_evaluation_of_an_engine_that_answers_at_once() -> None:
     """One chunk: cut after the fact."""
-
-    async def program() -> None:
-        rollouts = Rollouts(table({}, 40), n=1, tokenizer=Angles())
-        sampling = SamplingParams(max_tokens=500, stop=(stop_around(0, 4, 5),))
-        result = await rollouts.driver.evaluate([Prompt(prompt_ids(0))], 1, sampling, seed=0)
-        assert result.responses[0][0].tokens.tolist() == response(0, 6)
-        assert rollouts.engines[0].aborts == []
-        await rollouts.close()
-
-    virtual(program)
+    rollouts = Rollouts(table({}, 40), n=1, tokenizer=Angles())
+    sampling = SamplingParams(max_tokens=500, stop=(stop_around(0, 4, 5),))
+    result = await rollouts.driver.evaluate([Prompt(prompt_ids(0))], 1, sampling, seed=0)
+    assert result.responses[0][0].tokens.tolist() == response(0, 6)
+    assert rollouts.engines[0].aborts == []
+    await rollouts.close()
 
 
 # ---------------------------------------------------------------- what is refused, and text
@@ -449,7 +414,8 @@ def test_evaluation_of_an_engine_that_answers_at_once() -> None:
         ({"colour": "red"}, Angles(), "TypeError: llm.generate: colour: unknown argument; april supports token_ids"),
     ],
 )
-def test_calls_that_are_refused(arguments: dict[str, Any], tokenizer: Any, message: str) -> None:
+@on_virtual_time
+async def test_calls_that_are_refused(arguments: dict[str, Any], tokenizer: Any, message: str) -> None:
     """One sentence where the call is made; no engine sees the request."""
     errors: list[str] = []
 
@@ -459,14 +425,11 @@ def test_calls_that_are_refused(arguments: dict[str, Any], tokenizer: Any, messa
         errors.append(f"{type(caught.value).__name__}: {caught.value}")
         await llm.generate()
 
-    async def program() -> None:
-        rollouts = Rollouts(table({}), n=1, rollout=rollout, tokenizer=tokenizer)
-        rollouts.check(await rollouts.driver.next_batch())
-        assert len(rollouts.engines[0].requests) == len(errors) == 1
-        assert re.search(message, errors[0])
-        await rollouts.close()
-
-    virtual(program)
+    rollouts = Rollouts(table({}), n=1, rollout=rollout, tokenizer=tokenizer)
+    rollouts.check(await rollouts.driver.next_batch())
+    assert len(rollouts.engines[0].requests) == len(errors) == 1
+    assert re.search(message, errors[0])
+    await rollouts.close()
 
 
 class _Asked(Exception):

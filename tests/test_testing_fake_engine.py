@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from virtual_rollouts import on_virtual_time
 
 from april.core.sampling import SamplingParams
 from april.core.versions import PolicyVersion
@@ -55,25 +56,22 @@ def virtual(program: Callable[[], Awaitable[None]]) -> None:
     run_virtual(main(), limit_s=10_000)
 
 
-def test_a_response_can_be_computed_by_hand() -> None:
+@on_virtual_time
+async def test_a_response_can_be_computed_by_hand() -> None:
     """Tokens, log-probabilities, version, time and finish of an undisturbed request; the engine keeps the protocol."""
-
-    async def program() -> None:
-        engine = FakeEngine(lengths=8, seconds_per_token=0.5)
-        assert isinstance(engine, Engine)
-        chunks, ended = await read(engine, ask())
-        (chunk,) = chunks
-        assert chunk.tokens.tolist() == fake_response(PROMPT, (0, 0), 8).tolist()
-        assert chunk.tokens.dtype == np.int32
-        assert chunk.logprobs.tolist() == fake_logprobs(chunk.tokens, V0).tolist()
-        assert chunk.logprobs.dtype == np.float32
-        assert (chunk.version, chunk.finish, ended) == (V0, EngineFinish.STOP, 4.0)
-        assert chunk.tokens[-1] == engine.capabilities.eos_token_ids[0]
-        record = engine.attempts["00000000"]
-        assert (record.count, record.end, record.started_s, record.ended_s, record.withheld) == (8, "stop", 0.0, 4.0, 0)
-        assert record.versions.tolist() == [[0, 0]] * 8
-
-    virtual(program)
+    engine = FakeEngine(lengths=8, seconds_per_token=0.5)
+    assert isinstance(engine, Engine)
+    chunks, ended = await read(engine, ask())
+    (chunk,) = chunks
+    assert chunk.tokens.tolist() == fake_response(PROMPT, (0, 0), 8).tolist()
+    assert chunk.tokens.dtype == np.int32
+    assert chunk.logprobs.tolist() == fake_logprobs(chunk.tokens, V0).tolist()
+    assert chunk.logprobs.dtype == np.float32
+    assert (chunk.version, chunk.finish, ended) == (V0, EngineFinish.STOP, 4.0)
+    assert chunk.tokens[-1] == engine.capabilities.eos_token_ids[0]
+    record = engine.attempts["00000000"]
+    assert (record.count, record.end, record.started_s, record.ended_s, record.withheld) == (8, "stop", 0.0, 4.0, 0)
+    assert record.versions.tolist() == [[0, 0]] * 8
 
 
 def test_log_probabilities_tell_the_version_and_the_token() -> None:
@@ -86,53 +84,44 @@ def test_log_probabilities_tell_the_version_and_the_token() -> None:
 
 
 @pytest.mark.parametrize("cut", [1, 3, 7])
-def test_a_resumed_response_is_the_uncut_one(cut: int) -> None:
+@on_virtual_time
+async def test_a_resumed_response_is_the_uncut_one(cut: int) -> None:
     """Whatever was held, the rest of the tokens is the same; the stop comes at the same place."""
-
-    async def program() -> None:
-        whole = fake_response(PROMPT, (0, 0), 8).tolist()
-        engine = FakeEngine(lengths={(0, 0): 8})
-        chunks, _ = await read(engine, ask(0, max_tokens=cut))
-        assert (tokens_of(chunks), chunks[-1].finish) == (whole[:cut], EngineFinish.LENGTH)
-        chunks, _ = await read(engine, ask(1, held=whole[:cut]))
-        assert (tokens_of(chunks), chunks[-1].finish) == (whole[cut:], EngineFinish.STOP)
-        assert not engine.violations
-
-    virtual(program)
+    whole = fake_response(PROMPT, (0, 0), 8).tolist()
+    engine = FakeEngine(lengths={(0, 0): 8})
+    chunks, _ = await read(engine, ask(0, max_tokens=cut))
+    assert (tokens_of(chunks), chunks[-1].finish) == (whole[:cut], EngineFinish.LENGTH)
+    chunks, _ = await read(engine, ask(1, held=whole[:cut]))
+    assert (tokens_of(chunks), chunks[-1].finish) == (whole[cut:], EngineFinish.STOP)
+    assert not engine.violations
 
 
-def test_lengths_and_responses() -> None:
+@on_virtual_time
+async def test_lengths_and_responses() -> None:
     """A number, a table, a function of the request, or the very tokens to say, cut at the first stop."""
-
-    async def program() -> None:
-        by_function = FakeEngine(lengths=lambda r: int(conversation(r)[0]) - 3)
-        assert len(tokens_of((await read(by_function, ask()))[0])) == 4
-        says = FakeEngine(responses=lambda r: [5, 6, *conversation(r)[:1]])
-        assert tokens_of((await read(says, ask()))[0]) == [5, 6, 7, 0]
-        assert tokens_of((await read(says, ask(1, held=[5, 6])))[0]) == [7, 0]
-        assert tokens_of((await read(says, ask(2, stop_token_ids=(6,))))[0]) == [5, 6]
-        long = tokens_of((await read(says, ask(3, min_tokens=9)))[0])
-        assert (len(long), long[:3], long[-1], 0 in long[:-1]) == (9, [5, 6, 7], 0, False)
-        with pytest.raises(EngineError, match=r"the table of lengths has no entry for sample \(0, 0\)"):
-            await read(FakeEngine(lengths={(1, 0): 3}), ask())
-
-    virtual(program)
+    by_function = FakeEngine(lengths=lambda r: int(conversation(r)[0]) - 3)
+    assert len(tokens_of((await read(by_function, ask()))[0])) == 4
+    says = FakeEngine(responses=lambda r: [5, 6, *conversation(r)[:1]])
+    assert tokens_of((await read(says, ask()))[0]) == [5, 6, 7, 0]
+    assert tokens_of((await read(says, ask(1, held=[5, 6])))[0]) == [7, 0]
+    assert tokens_of((await read(says, ask(2, stop_token_ids=(6,))))[0]) == [5, 6]
+    long = tokens_of((await read(says, ask(3, min_tokens=9)))[0])
+    assert (len(long), long[:3], long[-1], 0 in long[:-1]) == (9, [5, 6, 7], 0, False)
+    with pytest.raises(EngineError, match=r"the table of lengths has no entry for sample \(0, 0\)"):
+        await read(FakeEngine(lengths={(1, 0): 3}), ask())
 
 
-def test_chunks_places_and_the_context() -> None:
+@on_virtual_time
+async def test_chunks_places_and_the_context() -> None:
     """Chunks of the size asked for; requests beyond max_running wait their turn; the context ends a response."""
-
-    async def program() -> None:
-        engine = FakeEngine(lengths=7, chunk_tokens=3, max_running=1, max_context=8)
-        (first, ended), (second, later) = await asyncio.gather(
-            read(engine, ask(0, max_tokens=4)), read(engine, ask(1, key=(0, 1)))
-        )
-        assert [len(c.tokens) for c in first] == [3, 1]
-        assert [len(c.tokens) for c in second] == [3, 2]  # 3 of prompt, 8 of context
-        assert second[-1].finish is EngineFinish.LENGTH
-        assert (ended, later) == (4.0, 9.0)
-
-    virtual(program)
+    engine = FakeEngine(lengths=7, chunk_tokens=3, max_running=1, max_context=8)
+    (first, ended), (second, later) = await asyncio.gather(
+        read(engine, ask(0, max_tokens=4)), read(engine, ask(1, key=(0, 1)))
+    )
+    assert [len(c.tokens) for c in first] == [3, 1]
+    assert [len(c.tokens) for c in second] == [3, 2]  # 3 of prompt, 8 of context
+    assert second[-1].finish is EngineFinish.LENGTH
+    assert (ended, later) == (4.0, 9.0)
 
 
 def test_an_abort_ends_with_what_was_generated() -> None:
@@ -156,109 +145,94 @@ def test_an_abort_ends_with_what_was_generated() -> None:
     virtual(lambda: program(True))
 
 
-def test_a_pause_hands_over_under_the_old_version() -> None:
+@on_virtual_time
+async def test_a_pause_hands_over_under_the_old_version() -> None:
     """While paused nothing is generated and nothing begins; tokens made before it carry the version that made them."""
-
-    async def program() -> None:
-        engine = FakeEngine(lengths=10, weight_update_s=2.0)
-        with pytest.raises(EngineError, match="only while it is paused"):
-            await engine.update_weights(V1)
-        task = asyncio.create_task(read(engine, ask()))
-        await asyncio.sleep(4)
-        await engine.pause()
-        await engine.update_weights(V1, "/weights")
-        late = asyncio.create_task(read(engine, ask(1)))
-        await asyncio.sleep(10)
-        await engine.resume()
-        chunks, ended = await task
-        assert [(len(c.tokens), c.version) for c in chunks] == [(4, V0), (6, V1)]
-        assert chunks[1].logprobs.tolist() == fake_logprobs(chunks[1].tokens, V1).tolist()
-        assert ended == 4 + 2 + 2 + 10 + 6
-        assert (await late)[0][0].version == V1
-        assert engine.updates == [(8.0, V1, "/weights")]
-
-    virtual(program)
+    engine = FakeEngine(lengths=10, weight_update_s=2.0)
+    with pytest.raises(EngineError, match="only while it is paused"):
+        await engine.update_weights(V1)
+    task = asyncio.create_task(read(engine, ask()))
+    await asyncio.sleep(4)
+    await engine.pause()
+    await engine.update_weights(V1, "/weights")
+    late = asyncio.create_task(read(engine, ask(1)))
+    await asyncio.sleep(10)
+    await engine.resume()
+    chunks, ended = await task
+    assert [(len(c.tokens), c.version) for c in chunks] == [(4, V0), (6, V1)]
+    assert chunks[1].logprobs.tolist() == fake_logprobs(chunks[1].tokens, V1).tolist()
+    assert ended == 4 + 2 + 2 + 10 + 6
+    assert (await late)[0][0].version == V1
+    assert engine.updates == [(8.0, V1, "/weights")]
 
 
-def test_what_must_not_be_asked_is_refused_and_written_down() -> None:
+@on_virtual_time
+async def test_what_must_not_be_asked_is_refused_and_written_down() -> None:
     """An id twice, a prefix of an id, a response behind its end, an empty budget: each is a violation by name."""
-
-    async def program() -> None:
-        engine = FakeEngine(lengths=4)
-        await read(engine, ask())
-        for request, what in (
-            (ask(), "used before"),
-            (replace(ask(), attempt_id="0000"), "prefix"),
-            (replace(ask(), attempt_id=""), "empty"),
-            (ask(2, held=[5, 0]), "has ended in a stop token"),
-            (ask(3, max_tokens=0), "no token may be generated"),
-            (replace(ask(4), response_offset=3), "leaves no prompt"),
-        ):
-            with pytest.raises(EngineError, match=what):
-                await read(engine, request)
-            assert what in engine.violations[-1]
-        assert len(engine.violations) == 6
-
-    virtual(program)
+    engine = FakeEngine(lengths=4)
+    await read(engine, ask())
+    for request, what in (
+        (ask(), "used before"),
+        (replace(ask(), attempt_id="0000"), "prefix"),
+        (replace(ask(), attempt_id=""), "empty"),
+        (ask(2, held=[5, 0]), "has ended in a stop token"),
+        (ask(3, max_tokens=0), "no token may be generated"),
+        (replace(ask(4), response_offset=3), "leaves no prompt"),
+    ):
+        with pytest.raises(EngineError, match=what):
+            await read(engine, request)
+        assert what in engine.violations[-1]
+    assert len(engine.violations) == 6
 
 
-def test_the_record_does_not_change_with_the_chunk() -> None:
+@on_virtual_time
+async def test_the_record_does_not_change_with_the_chunk() -> None:
     """Whoever writes into a delivered array writes into no record: the audit could not see it otherwise."""
-
-    async def program() -> None:
-        engine = FakeEngine(lengths=3)
-        request = ask()
-        chunks, _ = await read(engine, request)
-        before = chunks[0].tokens.tolist(), chunks[0].logprobs.tolist(), request.token_ids.tolist()
-        chunks[0].tokens[:] = 1
-        chunks[0].logprobs[:] = 1
-        request.token_ids[:] = 1
-        (record,) = engine.attempts_of((0, 0))
-        assert (record.tokens.tolist(), record.logprobs.tolist(), record.request.token_ids.tolist()) == before
-
-    virtual(program)
+    engine = FakeEngine(lengths=3)
+    request = ask()
+    chunks, _ = await read(engine, request)
+    before = chunks[0].tokens.tolist(), chunks[0].logprobs.tolist(), request.token_ids.tolist()
+    chunks[0].tokens[:] = 1
+    chunks[0].logprobs[:] = 1
+    request.token_ids[:] = 1
+    (record,) = engine.attempts_of((0, 0))
+    assert (record.tokens.tolist(), record.logprobs.tolist(), record.request.token_ids.tolist()) == before
 
 
-def test_a_dead_engine_refuses_everything_until_it_is_revived() -> None:
+@on_virtual_time
+async def test_a_dead_engine_refuses_everything_until_it_is_revived() -> None:
     """At its time all streams break; requests, aborts, pauses and updates raise, a probe says so; then all is well."""
-
-    async def program() -> None:
-        script = FaultScript(Fault("engine_dies", from_s=5.0, seconds=10.0))
-        engine = FakeEngine(lengths=8, chunk_tokens=2, faults=script)
-        with pytest.raises(EngineError, match="died"):
-            await read(engine, ask())
-        assert engine.attempts["00000000"].count == 4
-        assert engine.attempts["00000000"].withheld == 1
-        update = partial(engine.update_weights, V1)
-        for call in (partial(read, engine, ask(1)), engine.abort, engine.pause, engine.resume, update):
-            with pytest.raises(EngineError, match="is dead"):
-                await call()
-        assert not (await engine.health()).ok
-        await asyncio.sleep(10)
-        assert (await engine.health()).ok
-        assert len(tokens_of((await read(engine, ask(2)))[0])) == 8
-        assert [(f.at_s, f.engine) for f in script.fired] == [(5.0, "fake")]
-
-    virtual(program)
+    script = FaultScript(Fault("engine_dies", from_s=5.0, seconds=10.0))
+    engine = FakeEngine(lengths=8, chunk_tokens=2, faults=script)
+    with pytest.raises(EngineError, match="died"):
+        await read(engine, ask())
+    assert engine.attempts["00000000"].count == 4
+    assert engine.attempts["00000000"].withheld == 1
+    update = partial(engine.update_weights, V1)
+    for call in (partial(read, engine, ask(1)), engine.abort, engine.pause, engine.resume, update):
+        with pytest.raises(EngineError, match="is dead"):
+            await call()
+    assert not (await engine.health()).ok
+    await asyncio.sleep(10)
+    assert (await engine.health()).ok
+    assert len(tokens_of((await read(engine, ask(2)))[0])) == 8
+    assert [(f.at_s, f.engine) for f in script.fired] == [(5.0, "fake")]
 
 
-def test_close_ends_everything() -> None:
+@on_virtual_time
+async def test_close_ends_everything() -> None:
     """Streams that are open raise, later requests are refused, timers are gone."""
-
-    async def program() -> None:
-        engine = FakeEngine(lengths=8, faults=FaultScript(Fault("engine_dies", from_s=1e6)))
-        task = asyncio.create_task(read(engine, ask()))
-        await asyncio.sleep(2)
-        await engine.close()
-        await engine.close()
-        with pytest.raises(EngineError, match="was closed"):
-            await task
-        with pytest.raises(EngineError, match="is closed"):
-            await read(engine, ask(1))
-        assert not (await engine.health()).ok
-        assert engine.attempts["00000000"].withheld == 2
-
-    virtual(program)
+    engine = FakeEngine(lengths=8, faults=FaultScript(Fault("engine_dies", from_s=1e6)))
+    task = asyncio.create_task(read(engine, ask()))
+    await asyncio.sleep(2)
+    await engine.close()
+    await engine.close()
+    with pytest.raises(EngineError, match="was closed"):
+        await task
+    with pytest.raises(EngineError, match="is closed"):
+        await read(engine, ask(1))
+    assert not (await engine.health()).ok
+    assert engine.attempts["00000000"].withheld == 2
 
 
 async def _aborted(fault: Fault, abort_after: list[float], length: int = 30) -> tuple[FakeEngine, list[Chunk], float]:
@@ -287,36 +261,32 @@ async def _aborted(fault: Fault, abort_after: list[float], length: int = 30) -> 
     ],
     ids=lambda value: repr(value) if isinstance(value, Fault) else "",
 )
-def test_aborts_and_stalls(fault: Fault, aborts: list[float], tokens: int, ended: float, finish: EngineFinish) -> None:
+@on_virtual_time
+async def test_aborts_and_stalls(
+    fault: Fault, aborts: list[float], tokens: int, ended: float, finish: EngineFinish
+) -> None:
     """Each way in which an abort goes wrong, to the token and the second."""
-
-    async def program() -> None:
-        engine, chunks, at = await _aborted(fault, aborts)
-        assert (len(tokens_of(chunks)), at, chunks[-1].finish) == (tokens, ended, finish)
-        record = engine.attempts["00000000"]
-        assert record.withheld == (1 if fault.kind == "abort_empty" else 0)
-        assert record.repeated == (1 if fault.kind == "abort_repeats" else 0)
-        whole = fake_response(PROMPT, (0, 0), 30).tolist()
-        said = tokens_of(chunks)
-        assert said == ([*whole[:5], whole[4]] if record.repeated else whole[:tokens])
-
-    virtual(program)
+    engine, chunks, at = await _aborted(fault, aborts)
+    assert (len(tokens_of(chunks)), at, chunks[-1].finish) == (tokens, ended, finish)
+    record = engine.attempts["00000000"]
+    assert record.withheld == (1 if fault.kind == "abort_empty" else 0)
+    assert record.repeated == (1 if fault.kind == "abort_repeats" else 0)
+    whole = fake_response(PROMPT, (0, 0), 30).tolist()
+    said = tokens_of(chunks)
+    assert said == ([*whole[:5], whole[4]] if record.repeated else whole[:tokens])
 
 
 @pytest.mark.parametrize("after", [0, 3, 8])
-def test_a_stream_breaks_off_after_exactly_so_many_tokens(after: int) -> None:
+@on_virtual_time
+async def test_a_stream_breaks_off_after_exactly_so_many_tokens(after: int) -> None:
     """None, some, or all of them: behind the last token the finish is missing."""
-
-    async def program() -> None:
-        engine = FakeEngine(lengths=8, faults=FaultScript(Fault("break_off", after_tokens=after)))
-        with pytest.raises(EngineError, match=f"breaks the stream off after {after} tokens"):
-            await read(engine, ask())
-        record = engine.attempts["00000000"]
-        assert (record.count, [c.finish for c in record.chunks if c.finish]) == (after, [])
-        chunks, _ = await read(engine, ask(1))
-        assert len(tokens_of(chunks)) == 8
-
-    virtual(program)
+    engine = FakeEngine(lengths=8, faults=FaultScript(Fault("break_off", after_tokens=after)))
+    with pytest.raises(EngineError, match=f"breaks the stream off after {after} tokens"):
+        await read(engine, ask())
+    record = engine.attempts["00000000"]
+    assert (record.count, [c.finish for c in record.chunks if c.finish]) == (after, [])
+    chunks, _ = await read(engine, ask(1))
+    assert len(tokens_of(chunks)) == 8
 
 
 WRONG: dict[str, Callable[[list[Chunk]], bool]] = {
@@ -332,41 +302,35 @@ WRONG: dict[str, Callable[[list[Chunk]], bool]] = {
 
 
 @pytest.mark.parametrize("kind", list(WRONG))
-def test_wrong_chunks(kind: str) -> None:
+@on_virtual_time
+async def test_wrong_chunks(kind: str) -> None:
     """Each is wrong in the way that its name says, once, from the asked token on; the record is marked."""
-
-    async def program() -> None:
-        script = FaultScript(Fault(kind, after_tokens=2))  # type: ignore[arg-type]  # by name, as users may
-        engine = FakeEngine(lengths=8, faults=script)
-        chunks, _ = await read(engine, ask())
-        assert WRONG[kind](chunks)
-        assert engine.attempts["00000000"].wrong == kind
-        assert script.count(kind) == 1
-        chunks, _ = await read(engine, ask(1))
-        assert not engine.attempts["00000001"].wrong
-        assert tokens_of(chunks) == fake_response(PROMPT, (0, 0), 8).tolist()
-
-    virtual(program)
+    script = FaultScript(Fault(kind, after_tokens=2))  # type: ignore[arg-type]  # by name, as users may
+    engine = FakeEngine(lengths=8, faults=script)
+    chunks, _ = await read(engine, ask())
+    assert WRONG[kind](chunks)
+    assert engine.attempts["00000000"].wrong == kind
+    assert script.count(kind) == 1
+    chunks, _ = await read(engine, ask(1))
+    assert not engine.attempts["00000001"].wrong
+    assert tokens_of(chunks) == fake_response(PROMPT, (0, 0), 8).tolist()
 
 
-def test_probes_and_updates_fail_as_often_as_asked() -> None:
+@on_virtual_time
+async def test_probes_and_updates_fail_as_often_as_asked() -> None:
     """sick_probe and failed_update count calls, on the engine they name."""
-
-    async def program() -> None:
-        script = FaultScript(Fault("sick_probe", times=2), Fault("failed_update", engine="b", times=2))
-        a, b = FakeEngine("a", faults=script), FakeEngine("b", faults=script)
-        assert [(await a.health()).ok for _ in range(4)] == [False, False, True, True]
-        for engine in (a, b):
-            await engine.pause()
-        await a.update_weights(V1)
-        for _ in range(2):
-            with pytest.raises(EngineError, match="makes this weight update fail"):
-                await b.update_weights(V1)
-        await b.update_weights(V1)
-        assert (a.version, b.version) == (V1, V1)
-        assert not script.unfired
-
-    virtual(program)
+    script = FaultScript(Fault("sick_probe", times=2), Fault("failed_update", engine="b", times=2))
+    a, b = FakeEngine("a", faults=script), FakeEngine("b", faults=script)
+    assert [(await a.health()).ok for _ in range(4)] == [False, False, True, True]
+    for engine in (a, b):
+        await engine.pause()
+    await a.update_weights(V1)
+    for _ in range(2):
+        with pytest.raises(EngineError, match="makes this weight update fail"):
+            await b.update_weights(V1)
+    await b.update_weights(V1)
+    assert (a.version, b.version) == (V1, V1)
+    assert not script.unfired
 
 
 def test_unusable_engines_are_refused() -> None:
@@ -382,22 +346,19 @@ def test_unusable_engines_are_refused() -> None:
             FakeEngine(**options)  # type: ignore[arg-type]
 
 
-def test_a_fault_after_k_tokens_is_exact_for_a_slow_reader() -> None:
+@on_virtual_time
+async def test_a_fault_after_k_tokens_is_exact_for_a_slow_reader() -> None:
     """Tokens that a late reader finds waiting never reach beyond the point at which a fault is due."""
+    engine = FakeEngine(lengths=20, chunk_tokens=2, faults=FaultScript(Fault("break_off", after_tokens=3)))
+    counts: list[int] = []
 
-    async def program() -> None:
-        engine = FakeEngine(lengths=20, chunk_tokens=2, faults=FaultScript(Fault("break_off", after_tokens=3)))
-        counts: list[int] = []
+    async def slowly() -> None:
+        async for chunk in engine.generate(ask()):
+            counts.append(len(chunk.tokens))
+            await asyncio.sleep(7)
+            await engine.pause()
+            await engine.resume()
 
-        async def slowly() -> None:
-            async for chunk in engine.generate(ask()):
-                counts.append(len(chunk.tokens))
-                await asyncio.sleep(7)
-                await engine.pause()
-                await engine.resume()
-
-        with pytest.raises(EngineError, match="after 3 tokens"):
-            await slowly()
-        assert counts == [2, 1]
-
-    virtual(program)
+    with pytest.raises(EngineError, match="after 3 tokens"):
+        await slowly()
+    assert counts == [2, 1]

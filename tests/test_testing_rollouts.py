@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from virtual_rollouts import on_virtual_time
 
 import april
 from april.core.batch import Batch
@@ -65,53 +66,47 @@ def test_it_is_the_scheduler_without_its_thread() -> None:
     assert found.delivered == found.handed_over == sum(LENGTHS[g, i] for g in range(6) for i in range(2))
 
 
-def test_transfers_run_while_the_engines_are_paused() -> None:
+@on_virtual_time
+async def test_transfers_run_while_the_engines_are_paused() -> None:
     """Plain or async; one that raises leaves the version as it is, and rollouts go on."""
+    engine = FakeEngine(lengths=LENGTHS)
+    seen: list[str] = []
 
-    async def program() -> None:
-        engine = FakeEngine(lengths=LENGTHS)
-        seen: list[str] = []
-
-        async def transfer() -> None:
-            await asyncio.sleep(2)
-            seen.append(repr(engine).split()[2])
-
-        def fails() -> None:
-            raise OSError("no such file")
-
-        async with rollouts(CONFIG, engines=[engine], prompts=prompts(), reward=by_length) as run:
-            await run.next_batch()
-            await run.weight_update("/weights", transfer)
-            with pytest.raises(OSError, match="no such file"):
-                await run.weight_update(transfer=fails)
-            assert (seen, run.version, engine.updates[0][2]) == (["paused"], PolicyVersion(0, 1), "/weights")
-            await run.next_batch()
-            run.audit()
-
-    run_virtual(program())
-
-
-def test_a_cancelled_call_loses_nothing_and_close_is_final() -> None:
-    """The next call gets the batch of a cancelled one; after close every call says so."""
-
-    async def program() -> None:
-        run = rollouts(CONFIG, engines=[FakeEngine(lengths=LENGTHS)], prompts=prompts(), reward=by_length)
-        waiter = asyncio.create_task(run.next_batch())
+    async def transfer() -> None:
         await asyncio.sleep(2)
-        waiter.cancel()
-        assert (await run.next_batch()).id == 0
-        run.validate()
-        assert "leased in batch 0" in run.story(0, 0)
-        assert repr(run).startswith("<Rollouts <RolloutCore")
-        with pytest.raises(april.RolloutError, match="await those of the facade"):
-            run.scheduler.next_batch()
-        await run.close()
-        await run.close()
-        for call in (run.next_batch, run.weight_update):
-            with pytest.raises(april.SchedulerClosed):
-                await call()
+        seen.append(repr(engine).split()[2])
 
-    run_virtual(program())
+    def fails() -> None:
+        raise OSError("no such file")
+
+    async with rollouts(CONFIG, engines=[engine], prompts=prompts(), reward=by_length) as run:
+        await run.next_batch()
+        await run.weight_update("/weights", transfer)
+        with pytest.raises(OSError, match="no such file"):
+            await run.weight_update(transfer=fails)
+        assert (seen, run.version, engine.updates[0][2]) == (["paused"], PolicyVersion(0, 1), "/weights")
+        await run.next_batch()
+        run.audit()
+
+
+@on_virtual_time
+async def test_a_cancelled_call_loses_nothing_and_close_is_final() -> None:
+    """The next call gets the batch of a cancelled one; after close every call says so."""
+    run = rollouts(CONFIG, engines=[FakeEngine(lengths=LENGTHS)], prompts=prompts(), reward=by_length)
+    waiter = asyncio.create_task(run.next_batch())
+    await asyncio.sleep(2)
+    waiter.cancel()
+    assert (await run.next_batch()).id == 0
+    run.validate()
+    assert "leased in batch 0" in run.story(0, 0)
+    assert repr(run).startswith("<Rollouts <RolloutCore")
+    with pytest.raises(april.RolloutError, match="await those of the facade"):
+        run.scheduler.next_batch()
+    await run.close()
+    await run.close()
+    for call in (run.next_batch, run.weight_update):
+        with pytest.raises(april.SchedulerClosed):
+            await call()
 
 
 @pytest.mark.parametrize("after", [0, 3])
@@ -144,106 +139,91 @@ def test_an_evaluation_does_not_wait_for_a_silent_engine_for_ever(after: int) ->
 
 
 @pytest.mark.parametrize("what", ["evaluate", "weight_update"])
-def test_close_tells_who_waits(what: str) -> None:
+@on_virtual_time
+async def test_close_tells_who_waits(what: str) -> None:
     """An evaluation or a weight update that runs while another task closes ends at once with SchedulerClosed."""
-
-    async def program() -> None:
-        run = rollouts(CONFIG, engines=[FakeEngine(lengths=50)], prompts=prompts(), reward=by_length)
-        calls = {
-            "evaluate": lambda: run.evaluate([[1, 2]]),
-            "weight_update": lambda: run.weight_update(transfer=lambda: asyncio.sleep(1e6)),
-        }
-        waiter = asyncio.create_task(calls[what]())
-        await asyncio.sleep(5)
-        await run.close()
-        with pytest.raises(april.SchedulerClosed, match="the scheduler is closed"):
-            await waiter
-        assert asyncio.get_running_loop().time() == 5
-
-    run_virtual(program())
+    run = rollouts(CONFIG, engines=[FakeEngine(lengths=50)], prompts=prompts(), reward=by_length)
+    calls = {
+        "evaluate": lambda: run.evaluate([[1, 2]]),
+        "weight_update": lambda: run.weight_update(transfer=lambda: asyncio.sleep(1e6)),
+    }
+    waiter = asyncio.create_task(calls[what]())
+    await asyncio.sleep(5)
+    await run.close()
+    with pytest.raises(april.SchedulerClosed, match="the scheduler is closed"):
+        await waiter
+    assert asyncio.get_running_loop().time() == 5
 
 
-def test_a_plain_filter_runs_on_the_loop() -> None:
+@on_virtual_time
+async def test_a_plain_filter_runs_on_the_loop() -> None:
     """Dynamic sampling on virtual time: a plain filter, april's own too, needs no thread."""
 
-    async def program() -> None:
-        async def by_index(prompt: april.Prompt, response: Any) -> float:
-            return float(response.sample_id.index * (response.sample_id.group % 2))
+    async def by_index(prompt: april.Prompt, response: Any) -> float:
+        return float(response.sample_id.index * (response.sample_id.group % 2))
 
-        async with rollouts(
-            CONFIG,
-            engines=[FakeEngine(lengths=LENGTHS)],
-            prompts=prompts(),
-            reward=by_index,
-            filter=april.rewards_differ,
-        ) as run:
-            batch = await run.next_batch()
-            assert all(s.id.group % 2 for s in batch.samples)
-            run.audit()
-        with pytest.raises(april.ConfigError, match="rewards_differ would reject every group"):
-            rollouts(CONFIG, engines=[FakeEngine()], prompts=prompts(), filter=april.rewards_differ)
-
-    run_virtual(program())
+    async with rollouts(
+        CONFIG,
+        engines=[FakeEngine(lengths=LENGTHS)],
+        prompts=prompts(),
+        reward=by_index,
+        filter=april.rewards_differ,
+    ) as run:
+        batch = await run.next_batch()
+        assert all(s.id.group % 2 for s in batch.samples)
+        run.audit()
+    with pytest.raises(april.ConfigError, match="rewards_differ would reject every group"):
+        rollouts(CONFIG, engines=[FakeEngine()], prompts=prompts(), filter=april.rewards_differ)
 
 
-def test_a_plain_rollout_function_on_a_virtual_clock_is_refused() -> None:
+@on_virtual_time
+async def test_a_plain_rollout_function_on_a_virtual_clock_is_refused() -> None:
     """It would run in a thread, which a virtual clock does not wait for: a sentence instead of time-outs."""
 
     def plain(prompt: april.Prompt, llm: Any) -> None:
         llm.generate()
 
-    async def program() -> None:
-        with pytest.raises(april.ConfigError, match=r"plain is a plain function.*make it async"):
-            rollouts(CONFIG, engines=[FakeEngine()], prompts=prompts(), rollout=plain)
-
-    run_virtual(program())
+    with pytest.raises(april.ConfigError, match=r"plain is a plain function.*make it async"):
+        rollouts(CONFIG, engines=[FakeEngine()], prompts=prompts(), rollout=plain)
 
 
-def test_calls_inside_a_function_are_refused() -> None:
+@on_virtual_time
+async def test_calls_inside_a_function_are_refused() -> None:
     """next_batch inside a reward function would wait for itself: an error that says so, as in the scheduler."""
 
-    async def program() -> None:
-        async def reward(prompt: april.Prompt, response: Any) -> float:
+    async def reward(prompt: april.Prompt, response: Any) -> float:
+        await run.next_batch()
+        return 1.0
+
+    async with rollouts(CONFIG, engines=[FakeEngine(lengths=3)], prompts=prompts(), reward=reward) as run:
+        with pytest.raises(april.RolloutError, match="cannot be called inside a rollout or reward function"):
             await run.next_batch()
-            return 1.0
-
-        async with rollouts(CONFIG, engines=[FakeEngine(lengths=3)], prompts=prompts(), reward=reward) as run:
-            with pytest.raises(april.RolloutError, match="cannot be called inside a rollout or reward function"):
-                await run.next_batch()
-
-    run_virtual(program())
 
 
-def test_group_rewards_and_wrong_arguments() -> None:
+@on_virtual_time
+async def test_group_rewards_and_wrong_arguments() -> None:
     """A plain group reward works; what is no function is refused as by the scheduler."""
+    engines = [FakeEngine(lengths=LENGTHS)]
 
-    async def program() -> None:
-        engines = [FakeEngine(lengths=LENGTHS)]
+    def ranks(prompt: april.Prompt, responses: Any) -> list[int]:
+        return list(range(len(responses)))
 
-        def ranks(prompt: april.Prompt, responses: Any) -> list[int]:
-            return list(range(len(responses)))
-
-        async with rollouts(CONFIG, engines=engines, prompts=prompts(), group_reward=ranks) as run:
-            assert (await run.next_batch()).rewards.tolist() == [0.0, 1.0] * 2
-        with pytest.raises(april.ConfigError, match="reward must be a function, got int"):
-            rollouts(CONFIG, engines=engines, prompts=prompts(), reward=3)  # type: ignore[arg-type]
-        with pytest.raises(april.ConfigError, match="names must be unique"):
-            rollouts(CONFIG, engines=engines * 2, prompts=prompts())
-
-    run_virtual(program())
+    async with rollouts(CONFIG, engines=engines, prompts=prompts(), group_reward=ranks) as run:
+        assert (await run.next_batch()).rewards.tolist() == [0.0, 1.0] * 2
+    with pytest.raises(april.ConfigError, match="reward must be a function, got int"):
+        rollouts(CONFIG, engines=engines, prompts=prompts(), reward=3)  # type: ignore[arg-type]
+    with pytest.raises(april.ConfigError, match="names must be unique"):
+        rollouts(CONFIG, engines=engines * 2, prompts=prompts())
 
 
-def test_an_audit_needs_fake_engines() -> None:
+@on_virtual_time
+async def test_an_audit_needs_fake_engines() -> None:
     """With other engines too the counts could not be complete; said so instead of a wrong verdict."""
-
-    async def program() -> None:
-        other = SimulatedEngine("other", DecodeCost(1.0, 0.0, 0.0), lambda request: 5, max_running=8)
-        async with rollouts(CONFIG, engines=[FakeEngine(lengths=5), other], prompts=prompts(), reward=by_length) as run:
-            await run.next_batch()
-            with pytest.raises(april.ConfigError, match="an audit needs the records of fake engines"):
-                run.audit()
-
-    run_virtual(program())
+    other = SimulatedEngine("other", DecodeCost(1.0, 0.0, 0.0), lambda request: 5, max_running=8)
+    async with rollouts(CONFIG, engines=[FakeEngine(lengths=5), other], prompts=prompts(), reward=by_length) as run:
+        await run.next_batch()
+        with pytest.raises(april.ConfigError, match="an audit needs the records of fake engines"):
+            run.audit()
 
 
 # ---------------------------------------------------------------- the audit sees what it is for
@@ -376,27 +356,24 @@ def test_the_audit_catches_double_delivery_and_wrong_books() -> None:
         audit(batches, engines)
 
 
-def test_what_began_again_is_lost_unless_the_ledger_names_it() -> None:
+@on_virtual_time
+async def test_what_began_again_is_lost_unless_the_ledger_names_it() -> None:
     """on_stale: restart throws tokens away on purpose: without the ledger the audit calls them lost."""
-
-    async def program() -> None:
-        engine = FakeEngine(lengths=lambda r: 45 if r.sample_key[0] in (1, 2) else 9, chunk_tokens=4)  # type: ignore[index]
-        config = april.Config(
-            rollout_batch_size=1, over_sampling_batch_size=3, n_samples_per_prompt=1, max_response_len=60,
-            max_staleness=1, on_stale="restart", max_in_flight=3,
-        )  # fmt: skip
-        async with rollouts(config, engines=[engine], prompts=prompts()[:4], reward=by_length) as run:
-            for _ in range(4):
-                await run.next_batch()
-                await run.weight_update()
-            with pytest.raises(april.DataExhausted):
-                await run.next_batch()
-            found = run.audit()
-            assert found.lost == sum(run.ledger()["tokens"].dropped.values()) > 0
-            with pytest.raises(AuditError, match="pass ledger="):
-                audit(run.batches, engine)
-
-    run_virtual(program())
+    engine = FakeEngine(lengths=lambda r: 45 if r.sample_key[0] in (1, 2) else 9, chunk_tokens=4)  # type: ignore[index]
+    config = april.Config(
+        rollout_batch_size=1, over_sampling_batch_size=3, n_samples_per_prompt=1, max_response_len=60,
+        max_staleness=1, on_stale="restart", max_in_flight=3,
+    )  # fmt: skip
+    async with rollouts(config, engines=[engine], prompts=prompts()[:4], reward=by_length) as run:
+        for _ in range(4):
+            await run.next_batch()
+            await run.weight_update()
+        with pytest.raises(april.DataExhausted):
+            await run.next_batch()
+        found = run.audit()
+        assert found.lost == sum(run.ledger()["tokens"].dropped.values()) > 0
+        with pytest.raises(AuditError, match="pass ledger="):
+            audit(run.batches, engine)
 
 
 def test_provenance_can_be_computed_again() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from virtual_rollouts import RecordingEngine, Rollouts, now, table, virtual
+from virtual_rollouts import RecordingEngine, Rollouts, now, on_virtual_time, table, virtual
 
 from april.core.sampling import SamplingParams
 from april.core.types import DropReason, FinishReason, Prompt
@@ -121,19 +121,16 @@ def test_for_ever(caplog: pytest.LogCaptureFixture) -> None:
     assert kept[0].core.engines.states["e0"].failures == 0
 
 
-def test_an_evaluation_fails_by_the_tokenizers_name() -> None:
+@on_virtual_time
+async def test_an_evaluation_fails_by_the_tokenizers_name() -> None:
     """A RolloutError, as for every function of the user's."""
-
-    async def program() -> None:
-        lengths = table({}, 8)
-        rollouts = Rollouts(lengths, n=1, tokenizer=Borrowed(lambda: True))
-        prompt = Prompt(np.array([1, 2], np.int32))
-        with pytest.raises(RolloutError, match="the tokenizer failed: RuntimeError"):
-            await rollouts.driver.evaluate([prompt], 1, SamplingParams(100, stop=("<9",)), 1)
-        assert not rollouts.core.engines.states["e0"].quarantined
-        await rollouts.close()
-
-    virtual(program)
+    lengths = table({}, 8)
+    rollouts = Rollouts(lengths, n=1, tokenizer=Borrowed(lambda: True))
+    prompt = Prompt(np.array([1, 2], np.int32))
+    with pytest.raises(RolloutError, match="the tokenizer failed: RuntimeError"):
+        await rollouts.driver.evaluate([prompt], 1, SamplingParams(100, stop=("<9",)), 1)
+    assert not rollouts.core.engines.states["e0"].quarantined
+    await rollouts.close()
 
 
 def test_a_step_that_ends_meanwhile_loses_only_what_has_no_text() -> None:

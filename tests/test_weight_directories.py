@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from hash_engine import HashEngine, Server, conversation, longer, next_token, save
+from virtual_rollouts import on_virtual_time
 
 import april
 from april.core.batch import Batch
@@ -161,21 +162,18 @@ def test_a_directory_that_was_written_over_is_not_the_old_version(
 
 
 @pytest.mark.parametrize("names", [("a", "b"), tuple("abcdef")], ids=["in turns", "fresh ones"])
-def test_with_a_directory_for_each_version_it_is_back_at_once(tmp_path: Path, names: tuple[str, ...]) -> None:
+@on_virtual_time
+async def test_with_a_directory_for_each_version_it_is_back_at_once(tmp_path: Path, names: tuple[str, ...]) -> None:
     """Also with two that take turns: the present version's is not the one that is written."""
-
-    async def program() -> None:
-        trainer = Trainer(tmp_path)
-        async with trainer.rollouts() as run:
-            for step in range(6):
-                batch = await run.next_batch()
-                trainer.check(batch)
-                path = await trainer.save_and_crash(run, f"w{step}", names[step % len(names)])
-                assert trainer.servers[0].weights == trainer.named[run.version]
-                trainer.named[await run.weight_update(path=path, trained=batch.id)] = f"w{step}"
-                assert batch.metrics["engine/s0/waits_for_update"] == 0
-
-    run_virtual(program())
+    trainer = Trainer(tmp_path)
+    async with trainer.rollouts() as run:
+        for step in range(6):
+            batch = await run.next_batch()
+            trainer.check(batch)
+            path = await trainer.save_and_crash(run, f"w{step}", names[step % len(names)])
+            assert trainer.servers[0].weights == trainer.named[run.version]
+            trainer.named[await run.weight_update(path=path, trained=batch.id)] = f"w{step}"
+            assert batch.metrics["engine/s0/waits_for_update"] == 0
 
 
 def test_a_directory_that_nobody_here_can_read_is_not_trusted(
@@ -214,36 +212,33 @@ def test_a_directory_that_nobody_here_can_read_is_not_trusted(
 
 
 @pytest.mark.parametrize("all_of_them", [False, True])
-def test_a_directory_that_is_written_while_it_is_loaded(tmp_path: Path, all_of_them: bool) -> None:
+@on_virtual_time
+async def test_a_directory_that_is_written_while_it_is_loaded(tmp_path: Path, all_of_them: bool) -> None:
     """Nobody knows what an engine has of it: it is left out of the update, which fails where no other has loaded it."""
+    trainer = Trainer(tmp_path)
 
-    async def program() -> None:
-        trainer = Trainer(tmp_path)
+    async def overwrite(engine: HashEngine, path: str) -> None:
+        await asyncio.sleep(5.0)
+        save(Path(path), "later")
 
-        async def overwrite(engine: HashEngine, path: str) -> None:
-            await asyncio.sleep(5.0)
-            save(Path(path), "later")
-
-        async with trainer.rollouts() as run:
-            batch = await run.next_batch()
-            for engine in trainer.engines[: 2 if all_of_them else 1]:
-                engine.on_load = overwrite
-            update = run.weight_update(path=save(tmp_path / "1", "w1"), trained=batch.id)
-            if all_of_them:
-                with pytest.raises(april.EngineError, match="1 was written while engine s0 loaded it"):
-                    await update
-                assert run.version == FIRST_VERSION
-            else:
-                trainer.named[await update] = "w1"
-                assert trainer.check(await run.next_batch()) == {"s1"}
-            for engine in trainer.engines:
-                engine.on_load = None
-            trainer.named[await run.weight_update(path=save(tmp_path / "2", "w2"))] = "w2"
-            for _ in range(3):
-                used = trainer.check(await run.next_batch())
-            assert used == {"s0", "s1"}
-
-    run_virtual(program())
+    async with trainer.rollouts() as run:
+        batch = await run.next_batch()
+        for engine in trainer.engines[: 2 if all_of_them else 1]:
+            engine.on_load = overwrite
+        update = run.weight_update(path=save(tmp_path / "1", "w1"), trained=batch.id)
+        if all_of_them:
+            with pytest.raises(april.EngineError, match="1 was written while engine s0 loaded it"):
+                await update
+            assert run.version == FIRST_VERSION
+        else:
+            trainer.named[await update] = "w1"
+            assert trainer.check(await run.next_batch()) == {"s1"}
+        for engine in trainer.engines:
+            engine.on_load = None
+        trainer.named[await run.weight_update(path=save(tmp_path / "2", "w2"))] = "w2"
+        for _ in range(3):
+            used = trainer.check(await run.next_batch())
+        assert used == {"s0", "s1"}
 
 
 # ---------------------------------------------------------------- engines that loaded different contents
@@ -268,54 +263,51 @@ def test_the_weights_of_a_directory_are_the_same_on_every_machine(tmp_path: Path
 
 
 @pytest.mark.parametrize("right", ["one of them", "neither"])
-def test_engines_that_loaded_different_weights_are_not_of_one_version(
+@on_virtual_time
+async def test_engines_that_loaded_different_weights_are_not_of_one_version(
     tmp_path: Path, right: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A directory is written over exactly between two loads: each of them sees nothing wrong.
 
     Where the trainer's process can tell which weights are meant, the other engine is left out; else the update fails.
     """
+    trainer = Trainer(tmp_path)
+    gate = asyncio.Event()
 
-    async def program() -> None:
-        trainer = Trainer(tmp_path)
-        gate = asyncio.Event()
+    first, second = trainer.engines
 
-        first, second = trainer.engines
+    async with trainer.rollouts() as run:
+        calls = run._driver.local.engine_control
+        reads = calls._content_of
+        seen = {"s0": 0, "s1": 0}
 
-        async with trainer.rollouts() as run:
-            calls = run._driver.local.engine_control
-            reads = calls._content_of
-            seen = {"s0": 0, "s1": 0}
+        async def read(engine: Any, path: str) -> str:
+            if path.endswith("/2"):
+                return str(await reads(engine, path))
+            seen[engine.name] += 1
+            if engine is second and seen["s1"] == 1:
+                await gate.wait()
+                save(Path(path), "later")
+            if engine is first and seen["s0"] == 1 and right == "neither":
+                save(Path(path), "w2")
+            content = await reads(engine, path)
+            if engine is first and seen["s0"] == 2:
+                gate.set()
+            return str(content)
 
-            async def read(engine: Any, path: str) -> str:
-                if path.endswith("/2"):
-                    return str(await reads(engine, path))
-                seen[engine.name] += 1
-                if engine is second and seen["s1"] == 1:
-                    await gate.wait()
-                    save(Path(path), "later")
-                if engine is first and seen["s0"] == 1 and right == "neither":
-                    save(Path(path), "w2")
-                content = await reads(engine, path)
-                if engine is first and seen["s0"] == 2:
-                    gate.set()
-                return str(content)
-
-            calls._content_of = read
-            batch = await run.next_batch()
-            update = run.weight_update(path=save(tmp_path / "1", "w1"), trained=batch.id)
-            if right == "neither":
-                with pytest.raises(april.EngineError, match="held other weights when engine s0 loaded it"):
-                    await update
-                assert run.version == FIRST_VERSION
-            else:
-                trainer.named[await update] = "w1"
-                assert trainer.check(await run.next_batch()) == {"s0"}
-                assert "engine s1 is left out of the weight update" in caplog.text
-            assert (first.server.weights, second.server.weights) == ("w2" if right == "neither" else "w1", "later")
-            trainer.named[await run.weight_update(path=save(tmp_path / "2", "w9"))] = "w9"
-            for _ in range(3):
-                used = trainer.check(await run.next_batch())
-            assert used == {"s0", "s1"}
-
-    run_virtual(program())
+        calls._content_of = read
+        batch = await run.next_batch()
+        update = run.weight_update(path=save(tmp_path / "1", "w1"), trained=batch.id)
+        if right == "neither":
+            with pytest.raises(april.EngineError, match="held other weights when engine s0 loaded it"):
+                await update
+            assert run.version == FIRST_VERSION
+        else:
+            trainer.named[await update] = "w1"
+            assert trainer.check(await run.next_batch()) == {"s0"}
+            assert "engine s1 is left out of the weight update" in caplog.text
+        assert (first.server.weights, second.server.weights) == ("w2" if right == "neither" else "w1", "later")
+        trainer.named[await run.weight_update(path=save(tmp_path / "2", "w9"))] = "w9"
+        for _ in range(3):
+            used = trainer.check(await run.next_batch())
+        assert used == {"s0", "s1"}

@@ -9,6 +9,7 @@ import asyncio
 import gc
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Iterable, Sequence
+from functools import wraps
 from typing import Any
 
 import numpy as np
@@ -77,6 +78,16 @@ def virtual(program: Callable[[], Awaitable[None]]) -> None:
 
     run_virtual(main())
     gc.collect(1)  # only what is young: a full collection costs more than most tests
+
+
+def on_virtual_time(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
+    """Run an async test by :func:`virtual`."""
+
+    @wraps(test)
+    def run(*args: Any, **kwargs: Any) -> None:
+        virtual(lambda: test(*args, **kwargs))
+
+    return run
 
 
 def now() -> float:

@@ -9,7 +9,6 @@ import asyncio
 import hashlib
 import logging
 from collections.abc import Callable, Coroutine, Mapping
-from contextvars import copy_context
 from typing import Any
 
 from msgspec.structs import replace
@@ -17,10 +16,10 @@ from msgspec.structs import replace
 from april.core import commands as do
 from april.core import events as ev
 from april.driver.user_calls import WorkerThreads
-from april.driver.user_code import Outcome, describe, own_cancellation
+from april.driver.user_code import describe, own_cancellation
 from april.engines.http.weight_directories import content_of
 from april.engines.protocol import Engine, ReadsPaths
-from april.errors import EngineBusy, EngineUnreachable, RolloutError, WeightsGone
+from april.errors import EngineBusy, EngineUnreachable, WeightsGone
 
 log = logging.getLogger("april")
 
@@ -79,18 +78,12 @@ class EngineControl:
         """The hash of a directory's content; empty if it cannot be read here, or not in time."""
         if not getattr(asyncio.get_running_loop(), "threads_wake_it", True):
             return content_of(path)
-        found: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-
-        def heard(outcome: Outcome) -> None:
-            if not found.done():
-                found.set_result("" if outcome.error is not None else outcome.take())
-
         try:
-            self._threads.run(copy_context(), content_of, (path,), heard)
             async with asyncio.timeout(READING_S):
-                return await found
-        except (RolloutError, TimeoutError):
+                content: str = await self._threads.call(content_of, path)
+        except Exception:  # the directory cannot be read, or not in time
             return ""
+        return content
 
     async def _content_of(self, engine: Engine, path: str) -> str:
         if not isinstance(engine, ReadsPaths):

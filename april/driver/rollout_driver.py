@@ -9,8 +9,8 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-import threading
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from concurrent.futures import wait
 from contextlib import asynccontextmanager
 from contextvars import copy_context
 from dataclasses import dataclass, field, replace
@@ -34,11 +34,12 @@ from april.driver.host_view import CoreView
 from april.driver.limit import StepLimit
 from april.driver.local_host import LocalHost, OtherHosts, limits_of
 from april.driver.long_waits import LongWaits
-from april.driver.prompt_source import Draw, DrawPatience, PromptSource, Way, warn_of_equal_rollouts
+from april.driver.prompt_source import DrawPatience, PromptSource, Way, warn_of_equal_rollouts
 from april.driver.restarts import log_changes, parts_of, refuse_sampling, refuse_undrawn, state_of
 from april.driver.rewards import EvaluationResult
 from april.driver.sample_functions import RolloutSettings, UserFunctions
-from april.driver.user_code import Outcome, describe, inside_user_code
+from april.driver.user_calls import marked
+from april.driver.user_code import Outcome, describe
 from april.driver.weight_update import Transfer, WeightUpdate, WeightUpdates, directory_for
 from april.engines.protocol import Engine
 from april.errors import (
@@ -436,22 +437,8 @@ class RolloutDriver:
         """Pass over the prompts drawn before a restart, in a thread where they may be slow."""
         if not (self._options.draws_beside and self._source.is_slow):
             return self._source.way_to(prompts)
-        found: asyncio.Future[Way] = asyncio.get_running_loop().create_future()
-
-        def find() -> Way:
-            with inside_user_code():
-                return self._source.way_to(prompts)
-
-        def ended(outcome: Outcome) -> None:
-            if found.done():
-                return
-            if outcome.error is None:
-                found.set_result(outcome.take())
-            else:
-                found.set_exception(outcome.error)
-
-        self.local.worker_threads.run(self._context.copy(), find, (), ended)
-        return await found
+        way: Way = await self.local.worker_threads.call(marked, self._source.way_to, prompts)
+        return way
 
     async def close(self) -> None:
         """End everything; what was generated stays in the core's books. Who calls it again waits for the same end."""
@@ -502,15 +489,7 @@ class RolloutDriver:
             self.post(ev.PromptsDrawn(*source.draw(count)))
             return
 
-        drawn: list[Draw] = []
-        done, quick = threading.Event(), False
-
-        def fetch() -> None:
-            try:
-                with inside_user_code():
-                    drawn.append(source.fetch(count))
-            finally:
-                done.set()
+        quick = False
 
         def ended(outcome: Outcome) -> None:
             """Take what the thread has drawn."""
@@ -520,20 +499,20 @@ class RolloutDriver:
             if outcome.error is not None:
                 self._break(outcome.error)
             else:
-                self.post(ev.PromptsDrawn(*source.hand_over(drawn[0])))
+                self.post(ev.PromptsDrawn(*source.hand_over(outcome.take())))
 
         try:
-            self.local.worker_threads.run(self._context.copy(), fetch, (), ended)
+            job = self.local.worker_threads.run(self._context.copy(), marked, (source.fetch, count), ended)
         except RolloutError as error:
             self.post(ev.PromptsDrawn([], exhausted=False, error=str(error)))
             return
         # quick prompts come before anything else happens, so that runs with them repeat exactly
         now = asyncio.get_running_loop().time
         began = now()
-        quick = done.wait(self._patience.left_s) and bool(drawn)
+        quick = bool(wait([job], self._patience.left_s).done) and job.result().error is None
         self._patience.waited(now() - began, found=quick)
         if quick:
-            self.post(ev.PromptsDrawn(*source.hand_over(drawn[0])))
+            self.post(ev.PromptsDrawn(*source.hand_over(job.result().take())))
         else:
             self._drawing = True
 

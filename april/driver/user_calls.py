@@ -13,9 +13,10 @@ import sys
 import threading
 from collections import OrderedDict, deque
 from collections.abc import Awaitable, Callable, Coroutine
+from concurrent.futures import Future
 from contextvars import Context, copy_context
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from april.daemon_pool import DaemonPool
 from april.driver.user_code import Outcome, cancelled_inside, harmless, inside_user_code, is_async, name_of, outcome_of
@@ -29,6 +30,7 @@ PLAIN_FUNCTIONS_AT_ONCE = min(32, (os.cpu_count() or 1) + 4)
 WARN_AGAIN = 10
 """A function is named again after this many times the limit of a slow one."""
 
+T = TypeVar("T")
 Answered = Callable[[Any, BaseException | None], None]
 Spawn = Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]]
 
@@ -205,7 +207,7 @@ class UserCalls:
             self.leave(call)
 
         try:
-            self._threads.run(self._context.copy(), _marked, (function, *args), heard)
+            self._threads.run(self._context.copy(), marked, (function, *args), heard)
         except RolloutError as error:
             call.answer(None, error)
             return
@@ -227,7 +229,8 @@ class UserCalls:
             call.answer(outcome.take(), error)
 
 
-def _marked(function: Callable[..., Any], *args: Any) -> Any:
+def marked(function: Callable[..., T], *args: Any) -> T:
+    """Call a function of the user's, in a thread, where calls of april's are refused."""
     with inside_user_code():
         return function(*args)
 
@@ -319,8 +322,10 @@ class WorkerThreads:
 
     def run(
         self, context: Context, function: Callable[..., Any], args: tuple[Any, ...], heard: Callable[[Outcome], None]
-    ) -> None:
+    ) -> Future[Outcome]:
         """Call ``function(*args)`` in a thread, in ``context``; then ``heard(outcome)`` on this loop, if it lives.
+
+        Returns the outcome for a thread that would rather wait for it.
 
         Raises:
             RolloutError: the system gives no more threads.
@@ -334,6 +339,16 @@ class WorkerThreads:
                 "functions need one each: start fewer samples at a time, or write async functions"
             ) from None
         job.add_done_callback(lambda done: tell(loop, heard, done.result()))
+        return job
+
+    async def call(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Await ``function(*args)`` in a thread; raises what it raises, and RolloutError as :meth:`run`."""
+        ended: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
+        self.run(copy_context(), function, args, lambda o: None if ended.done() else ended.set_result(o))
+        outcome = await ended
+        if outcome.error is not None:
+            raise outcome.error
+        return outcome.take()
 
     def close(self) -> None:
         """End idle threads now, and the others after the function that they run; none is waited for."""
