@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
+import os
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
@@ -30,6 +31,8 @@ from april.engines.simulated.response_lengths import LognormalLengths
 from april.errors import DataExhausted
 
 SAMPLES, EPOCHS, CAP = 4, 3, 150
+LONG = "APRIL_RANDOM_LIVES" in os.environ
+"""``make random`` has more prompts and all combinations."""
 LENGTHS = LognormalLengths(14, 0.7, 0.8, seed=11)
 length = lru_cache(maxsize=None)(LENGTHS.sample)
 
@@ -355,24 +358,34 @@ def run(n: int, prompts: int, mode: str, stale: OnStale, end: OnDataEnd, *, chec
         ("refill-sample", OnStale.RESTART, OnDataEnd.SHORT),
     ],
 )
-def test_three_epochs_of_a_thousand_prompts(mode: str, stale: OnStale, end: OnDataEnd) -> None:
+def test_three_epochs_of_many_prompts(mode: str, stale: OnStale, end: OnDataEnd) -> None:
     """Every schedule at full size: each prompt is settled exactly once per epoch, and the books are exact."""
-    world = run(24, 1000, mode, stale, end)
+    prompts = 1000 if LONG else 250
+    world = run(24, prompts, mode, stale, end)
     assert world.seen["kept in flight"]
-    assert world.seen["resumed samples"] > 100
+    assert world.seen["resumed samples"] > prompts / 10
     assert world.seen["samples of two lives"] > 10
     assert world.seen["forgotten batches"] >= 2
     reasons = Counter(reason for (epoch, _), reason in world.drops if epoch < EPOCHS)
     if stale is not OnStale.DROP:
-        assert reasons[DropReason.FILTERED] > 800
-        assert reasons[DropReason.FAILED] > 80
+        assert reasons[DropReason.FILTERED] > 0.8 * prompts
+        assert reasons[DropReason.FAILED] > 0.08 * prompts
 
 
-@pytest.mark.parametrize("end", list(OnDataEnd))
-@pytest.mark.parametrize("stale", list(OnStale))
-@pytest.mark.parametrize("mode", MODES)
+def combinations() -> list[tuple[str, OnStale, OnDataEnd]]:
+    """Return 20 combinations with every pair of schedule, staleness policy and end of data; all 60 where runs are long."""
+    ends = list(OnDataEnd)
+    return [
+        (mode, stale, end)
+        for i, mode in enumerate(MODES)
+        for j, stale in enumerate(OnStale)
+        for end in (ends if LONG else [ends[(i + j) % len(ends)]])
+    ]
+
+
+@pytest.mark.parametrize(("mode", "stale", "end"), combinations())
 def test_every_mode(mode: str, stale: OnStale, end: OnDataEnd) -> None:
-    """The same in every combination of schedule, staleness policy and end of data, at 30 prompts an epoch."""
-    world = run(6, 30, mode, stale, end, check=(stale, end) == (OnStale.RESTART, OnDataEnd.SHORT))
+    """The same in combinations of schedule, staleness policy and end of data, at 30 prompts an epoch."""
+    world = run(6, 30, mode, stale, end, check=stale is OnStale.RESTART)
     assert world.seen["tokens kept over a restart"] > 0
     assert world.seen["forgotten batches"] >= 2

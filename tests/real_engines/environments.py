@@ -1,5 +1,7 @@
 """Environments for vLLM and SGLang on a machine without a GPU, each made once, beside the project's own.
 
+``python -m tests.real_engines.environments`` makes both, for who has something else to do meanwhile.
+
 Invariant: a stamp is written last and holds the recipe's digest, so that an environment that was left half-made, or
 that another recipe made, is made anew.
 """
@@ -133,3 +135,8 @@ def _require_cpu_torch(where: Path) -> None:
             f"torch {version} came as a build for CUDA {cuda}, and these tests need its CPU build; let pip find that "
             "one, for example with PIP_INDEX_URL=https://download.pytorch.org/whl/cpu, and try again"
         )
+
+
+if __name__ == "__main__":
+    for recipe in (VLLM, SGLANG):
+        environment(recipe)
