@@ -24,12 +24,9 @@ DECIDED = {
 
 
 def split_flags(words: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
-    """OpenRLHF's part of a command line, and april's settings in it.
+    """Split a command line into OpenRLHF's part and april's settings; raises ConfigError.
 
     ``--april.config FILE`` names a YAML file; ``--april.max_staleness 3`` gives one setting, above those of the file.
-
-    Raises:
-        ConfigError: a flag without a value, or a file that cannot be read.
     """
     theirs: list[str] = []
     ours: dict[str, Any] = {}
@@ -66,14 +63,9 @@ def _read(text: str) -> Any:
 
 
 def config_of(args: Any, own: Mapping[str, Any]) -> Config:
-    """The configuration that OpenRLHF's flags and april's settings describe.
+    """The configuration that OpenRLHF's checked flags and april's ``own`` settings describe.
 
-    Args:
-        args: OpenRLHF's namespace, as its command line has checked it.
-        own: april's settings.
-
-    Raises:
-        ConfigError: flags that contradict each other, or ask for what april does not do; OpenRLHF's names are used.
+    Raises ConfigError, in OpenRLHF's names, for flags that contradict each other or ask for what april does not do.
     """
     own = dict(own)
     for name in own:

@@ -23,14 +23,7 @@ HELP = """april's flags, beside those of OpenRLHF that follow:
 
 
 def install(settings: Mapping[str, Any]) -> None:
-    """Put april's classes in the places where OpenRLHF's command line looks for its own, in this process.
-
-    Args:
-        settings: april's, as :func:`april.adapters.openrlhf.arguments.split_flags` gives them.
-
-    Raises:
-        ConfigError: OpenRLHF is not installed, or not one that this adapter knows.
-    """
+    """Put april's classes where OpenRLHF's command line looks for its own, in this process; raises ConfigError."""
     require_openrlhf()
     from april.adapters.openrlhf import actors
 

@@ -49,10 +49,9 @@ async def connect(actors: Sequence[Any]) -> list[OpenRLHFEngine]:
 
 
 class TransferElsewhere:
-    """Begun by one call and ended by another, both from the process that writes the weights.
+    """A transfer begun by one call and ended by another, both from the process that writes the weights.
 
-    Args:
-        hand_over: ``hand_over(transfer)`` stops generation, calls ``transfer``, and goes on when it has returned.
+    ``hand_over(transfer)`` stops generation, calls ``transfer``, and goes on when it has returned.
     """
 
     def __init__(self, hand_over: Callable[[Callable[[], None]], Any]) -> None:
@@ -71,12 +70,7 @@ class TransferElsewhere:
             self._ended.result()
 
     def end(self, *, written: bool) -> None:
-        """All engines have the weights, or not; returns when generation goes on.
-
-        Raises:
-            RolloutError: they have not.
-            EngineError: april could not go on with them.
-        """
+        """Let generation go on; raises RolloutError unless ``written``, and EngineError where april cannot."""
         self._written.set_result(written)
         self._ended.result()
 
@@ -92,15 +86,14 @@ KIND = "openrlhf"
 
 
 class Rollouts:
-    """What lives as long as OpenRLHF's trainer.
+    """The rollouts of one trainer of OpenRLHF.
 
     Args:
         args: OpenRLHF's namespace.
         config: april's settings for it.
         tokenizer: the trainer's.
         actors: handles of the engine actors.
-        open_engines: makes april's engines from them; they also count the trainer's transfers of weights and ask for
-            rewards (see :class:`april.adapters.openrlhf.rollouts.OpenRLHFEngine`).
+        open_engines: makes april's engines from them, as :class:`OpenRLHFEngine` is one.
         check: cross-check april's books after every event (slow).
     """
 
@@ -139,10 +132,9 @@ class Rollouts:
     # ---------------------------------------------------------------- a step
 
     def next(self, rows: Iterator[Any]) -> tuple[list[dict[str, Any]], int, bool]:
-        """N groups as OpenRLHF's executor would return them, prompts drawn for it, and whether all is over.
+        """Return N groups as OpenRLHF's executor would, the number of prompts drawn, and whether all is over.
 
-        Args:
-            rows: the loader's iterator of this episode.
+        ``rows`` is the loader's iterator of this episode.
         """
         begins = rows is not self._rows
         if begins:
@@ -179,14 +171,11 @@ class Rollouts:
             self._pushes += 1
 
     def hand_over(self, transfer: Callable[[], None]) -> None:
-        """The trainer's transfer of weights into the engines, after the update for the oldest batch that is out.
+        """Transfer the trainer's weights into the engines, after the update for the oldest batch that is out.
 
-        Continuous: requests are cut before it and go on after it, under the new version. May be called from another
-        thread than :meth:`next`.
-
-        Raises:
-            RolloutError: the engines have not all got the weights.
-            EngineError: an engine could not be stopped, or could not go on with them.
+        Continuous: requests are cut before it and go on after it, under the new version. It may be called from another
+        thread than :meth:`next`. Raises RolloutError unless all engines have got them, EngineError for one that does
+        not go on.
         """
         if not self.continuous:
             transfer()
@@ -266,12 +255,9 @@ class Rollouts:
     # ---------------------------------------------------------------- checkpoints
 
     def save(self, loader_state: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """The loader's state with april's of the same moment, after the last batch was trained on.
+        """Return the loader's state with april's of the same moment, after the last batch was trained on.
 
-        april's is bytes in a uint8 array [length], for OpenRLHF logs the states that it loads.
-
-        Raises:
-            CheckpointError: a label is no plain value.
+        april's is a uint8 array [length], for OpenRLHF logs the states that it loads. Raises CheckpointError.
         """
         if self.scheduler is None:
             return loader_state()
@@ -287,11 +273,7 @@ class Rollouts:
         return {**theirs, KEY: _as_tensor(pack(KIND, content))}
 
     def load(self, saved: Any) -> bool:
-        """Go on from a saved state at the next batch; whether the saved episode's prompts had ended.
-
-        Raises:
-            CheckpointError: it is damaged, or another version of april wrote it.
-        """
+        """Go on from a saved state at the next batch; returns whether its episode had ended. Raises CheckpointError."""
         if saved is None:
             log.warning("the checkpoint was written without april: nothing in it is unfinished, and april begins anew")
             return False

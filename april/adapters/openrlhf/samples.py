@@ -33,10 +33,7 @@ class RewardResult:
 
     @classmethod
     def of(cls, answer: Any) -> RewardResult:
-        """From ``{"rewards", "scores", "extra_logs"}``, each a number or a list or tensor of one.
-
-        Raises RolloutError where there is no reward in it.
-        """
+        """Read ``{"rewards", "scores", "extra_logs"}``, each a number or a list or tensor of one; or RolloutError."""
         if not isinstance(answer, Mapping) or answer.get("rewards") is None:
             raise RolloutError(f"the reward function answered {answer!r}; expected a mapping with rewards")
         reward = _number(answer["rewards"])
@@ -58,13 +55,13 @@ Held = dict[SampleId, RewardResult]
 
 
 def prompt_ids(tokenizer: Any, text: str, max_len: int, max_new_tokens: int | None) -> list[int]:
-    """Token ids of a prompt; one too long loses its beginning, as OpenRLHF cuts it.
+    """Token ids of a prompt, without special tokens; one too long loses its beginning, as OpenRLHF cuts it.
 
     Args:
-        tokenizer: of Hugging Face; no special tokens are added.
+        tokenizer: of Hugging Face.
         text: the prompt, its template applied.
         max_len: tokens of prompt and response together.
-        max_new_tokens: room that is kept for the response; None: one token.
+        max_new_tokens: room that is kept for the response; None means one token.
     """
     ids = tokenizer(text=text, add_special_tokens=False)["input_ids"]
     room = max(1, max_len - len(ids)) if max_new_tokens is None else max_new_tokens
@@ -78,12 +75,7 @@ def judged_text(tokenizer: Any, prompt: Prompt, response: Response) -> str:
 
 
 def row_of(item: Any) -> tuple[str, Any]:
-    """Prompt and label of one item of OpenRLHF's loader of prompts, whose batches are of one.
-
-    Raises:
-        ConfigError: it has images.
-        RolloutError: it is of another shape.
-    """
+    """Prompt and label of one item of OpenRLHF's loader, whose batches are of one; no images (ConfigError)."""
     try:
         _, (prompt,), (label,), (images,) = item
     except (TypeError, ValueError):
@@ -96,10 +88,9 @@ def row_of(item: Any) -> tuple[str, Any]:
 
 
 def responses_of(batch: Batch, scored: Held, *, with_rewards: bool) -> Iterator[dict[str, Any]]:
-    """What OpenRLHF's executor would have returned, per sample, group by group.
+    """Yield what OpenRLHF's executor would have returned, per sample, group by group.
 
-    Raises:
-        RolloutError: the reward function logs different things about different responses, which OpenRLHF cannot stack.
+    Raises RolloutError for logs of the reward function that differ between responses: OpenRLHF cannot stack them.
     """
     shared = {f"april/{name}": batch.metrics[name] for name in OF_BATCH}
     logged: tuple[str, ...] | None = None
@@ -157,11 +148,7 @@ KEY = "april"
 
 
 class Prompts:
-    """Iterates over the present episode's prompts, for april; draws come from april's thread.
-
-    Args:
-        encode: text to token ids.
-    """
+    """The present episode's prompts, for april, which draws them in its own thread; ``encode`` makes token ids."""
 
     resumes = True
     """OpenRLHF's loader goes on by its own state."""
@@ -213,7 +200,7 @@ class Prompts:
 
 
 class CarryingLoader:
-    """The loader of prompts with april's state in its own; everything else is the loader's.
+    """OpenRLHF's loader of prompts with april's state in its own; everything else is the loader's.
 
     Args:
         loader: OpenRLHF's.

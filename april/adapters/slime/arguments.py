@@ -41,11 +41,10 @@ def config_of(args: Any, urls: Sequence[str] | None, *, own_function: bool = Fal
 
     Args:
         args: slime's namespace.
-        urls: the SGLang servers behind its router; None: the engines are objects.
+        urls: the SGLang servers behind its router; None means that the engines are objects.
         own_function: a custom generate function talks to the servers itself, in its own way.
 
-    Raises:
-        ConfigError: flags that contradict each other, or ask for what april does not do; slime's names are used.
+    Raises ConfigError, in slime's names, for flags that contradict each other or ask for what april does not do.
     """
     own = _own_settings(args)
     _refuse(args, own_function)

@@ -82,11 +82,7 @@ class Framework:
 
 
 def framework_of(data_source: Any) -> Framework:
-    """The framework that a data source belongs to, else the one that is loaded, else the one that is installed.
-
-    Raises:
-        ConfigError: there is neither slime nor miles.
-    """
+    """The framework of a data source, else the one that is loaded, else the installed one; or ConfigError."""
     homes = {base.__module__.partition(".")[0] for base in type(data_source).__mro__}
     loaded = [name for name in NAMES if f"{name}.rollout.base_types" in sys.modules]
     for name in NAMES:

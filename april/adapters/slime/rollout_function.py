@@ -67,9 +67,9 @@ def make_generate_rollout(
     engines: Sequence[Engine] | None = None, *, args: Any = None, tokenizer: Any = None, evaluate: Any = None,
     check: bool = False,
 ) -> Any:  # fmt: skip
-    """A rollout function for slime with engines of your own; see :class:`RolloutFunction` for the arguments.
+    """A rollout function for slime with engines of your own; arguments are those of :class:`RolloutFunction`.
 
-    The function has ``function``, the :class:`RolloutFunction` behind it, to be closed at the end.
+    Its attribute ``function`` is the :class:`RolloutFunction` behind it, to be closed at the end.
     """
     function = RolloutFunction(engines, args=args, tokenizer=tokenizer, evaluate=evaluate, check=check)
 

@@ -34,10 +34,9 @@ def method_of(args: Any) -> Method | None:
 
 
 def post_process_rewards(args: Any, samples: Sequence[Any], **kwargs: Any) -> tuple[list[float], list[float]]:
-    """(raw rewards, advantages) of delivered samples, in their order; of whole groups what slime itself makes of them.
+    """Return raw rewards and advantages of delivered samples; for whole groups the advantages are slime's own.
 
-    Raises:
-        RolloutError: samples that april has not delivered.
+    Raises RolloutError for samples that april has not delivered.
     """
     raw = [sample.get_reward_value(args) for sample in samples]
     if method_of(args) is None:
@@ -58,7 +57,7 @@ Names = Mapping[PolicyVersion, tuple[str, int]]
 
 
 class Groups:
-    """Iterates over the data source for april, one group of n samples at a time, without end.
+    """The groups of the data source, one after the other, as april's prompts.
 
     Args:
         data_source: with ``get_samples(k)``, as slime's.
@@ -116,7 +115,7 @@ class Groups:
         return self._type.from_dict(copy.deepcopy(dict(entry)))
 
     def begin(self, prompt: Prompt, sample_id: SampleId) -> Any:
-        """A sample to write into, without a response. One that takes the place of another has an index below zero.
+        """Return a sample to write into, without a response; the index of one that replaces another is below zero.
 
         miles counts samples of the same index once.
         """
@@ -179,12 +178,11 @@ def finish(
     sample: Any, delivered: DeliveredSample, version: PolicyVersion, names: Names, advantage: float | None, *,
     mask_offpolicy: bool,
 ) -> Any:  # fmt: skip
-    """Provenance, advantage (None: its trainer uses none) and loss mask of a sample that is delivered now.
+    """Write provenance, advantage (None: its trainer uses none) and loss mask into a sample that is delivered.
 
-    ``version``: of the present weights.
-
-    ``mask_offpolicy``: of a response that was continued, the tokens of older weights than its last ones carry no
-    loss. A response that one version wrote keeps its mask, however old that version is.
+    ``version`` is that of the present weights. ``mask_offpolicy`` takes the loss off tokens of a continued response
+    that are of older weights than its last ones; a response that one version wrote keeps its mask, however old that
+    version is.
     """
     mask = delivered.loss_mask.astype(bool)
     spans = spans_of(delivered.segments)

@@ -22,10 +22,10 @@ NAMED_VERSIONS = 1000
 
 
 class Weights:
-    """Whose weights the servers have: the trainer labels them when it updates them, or every rollout has new ones.
+    """Whose weights the servers have: the trainer labels them at updates, or every rollout has new ones.
 
     Args:
-        router: address of slime's router; None: there are no servers to ask.
+        router: address of slime's router; None means that there are no servers to ask.
         relabels: april writes labels of its own, over the trainer's.
         rollout_id: that of the first rollout.
     """
@@ -84,11 +84,7 @@ class Weights:
 
 
 async def servers_behind(router: str) -> tuple[tuple[str, ...], tuple[str | None, ...]]:
-    """Addresses of the router's servers, sorted, and the labels of their weights.
-
-    Raises:
-        ConfigError, EngineError: there is no router, or it has no servers.
-    """
+    """Addresses of the router's servers, sorted, and the labels of their weights; raises ConfigError, EngineError."""
     client = HttpClient(router, name="the router")
     try:
         urls = tuple(sorted(await router_workers(client)))
@@ -135,7 +131,7 @@ LOOK_S = 0.1
 
 
 class FollowedUpdates:
-    """At most one at a time, in a thread of its own, and none while slime asks for a rollout: it has updated by then.
+    """Updates of slime, followed one at a time in a thread, and never while slime asks for a rollout.
 
     Args:
         engines: of april's scheduler.
@@ -143,8 +139,7 @@ class FollowedUpdates:
         update: april's update, given what to wait for while its engines are paused; returns the version.
         done: told the version, after the weights were looked at.
 
-    Raises:
-        ConfigError: a server does not say whose weights it has, or an engine is no server of slime's.
+    Raises ConfigError for a server that does not say whose weights it has, and an engine that is no server of slime's.
     """
 
     def __init__(
@@ -170,7 +165,7 @@ class FollowedUpdates:
 
     @contextmanager
     def caught_up(self) -> Iterator[None]:
-        """slime goes on, so its update is over: enter when april's is; what is found new inside is the caller's.
+        """Enter when april's update is over, as slime's is; what is found new inside is the caller's.
 
         Raises what april's update has raised.
         """

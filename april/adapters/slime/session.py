@@ -232,11 +232,7 @@ class Session:
         self._data_source.save = both
 
     def save(self, rollout_id: int, save: Callable[[int], Any]) -> None:
-        """slime's own file by ``save``, and april's beside it, of the same moment.
-
-        Raises:
-            CheckpointError: it cannot be written.
-        """
+        """Write slime's own file by ``save``, and april's beside it, of the same moment; raises CheckpointError."""
         directory = getattr(self._args, "save", None)
         if directory is None:
             save(rollout_id)

@@ -42,10 +42,9 @@ def _write_buffer(folder: Path, trainer: Any) -> list[str]:
 
 
 def read(folder: Path, trainer: Any) -> Any:
-    """The scheduler's state; a batch that was half trained goes to the trainer at once.
+    """Return the scheduler's state; a batch that was half trained goes to the trainer at once.
 
-    Raises:
-        CheckpointError: the checkpoint was saved without april or with other prompts, or is damaged.
+    Raises CheckpointError for a checkpoint that was saved without april or with other prompts, or is damaged.
     """
     if not (folder / STATE_FILE).exists():
         raise CheckpointError(

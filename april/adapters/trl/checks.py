@@ -71,11 +71,7 @@ def config_for(given: Config | Mapping[str, Any], trainer: Any) -> Config:
 def refuse_unsupported(trainer: Any, config: Config, *, servers: bool, filters: bool) -> None:
     """Raise ConfigError for the first thing under which rollouts or their log-probabilities would not be right.
 
-    Args:
-        trainer: made, and not trained yet.
-        config: as april will go by it.
-        servers: whether there is a directory through which servers get weights.
-        filters: whether groups may be rejected.
+    ``servers`` get weights through a directory; ``filters`` means that groups may be rejected.
     """
     early = "group_quorum below 1" if config.delivers_parts else "filter" if filters else ""
     for sentence in chain(

@@ -43,11 +43,7 @@ class DatasetPasses:
             yield {"token_ids": self._tokens(self._dataset[row]), ROW: row}
 
     def row_of(self, prompt: Any) -> dict[str, Any]:
-        """A copy of the prompt's row, which TRL may write into.
-
-        Raises:
-            CheckpointError: it is another prompt now.
-        """
+        """Return a copy of the prompt's row, which TRL may write into; CheckpointError if it is another prompt now."""
         number = prompt.data[ROW]
         row = dict(self._dataset[number])
         if self._tokens(row) != prompt.token_ids.tolist():

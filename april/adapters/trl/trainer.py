@@ -109,11 +109,7 @@ class Rollout:
         return self._config
 
     def attach(self, trainer: Any) -> None:
-        """Check everything against the trainer, before anything starts.
-
-        Raises:
-            ConfigError: settings that contradict GRPOConfig, or that this adapter cannot be exact with.
-        """
+        """Check everything against the trainer, before anything starts; raises ConfigError."""
         config = config_for(self._settings, trainer)
         refuse_unsupported(trainer, config, servers=self._weights_dir is not None, filters=self._filter is not None)
         self._config, self._is_main = config, trainer.accelerator.is_main_process
@@ -124,8 +120,7 @@ class Rollout:
     def __call__(self, prompts: list[Any], trainer: Any) -> dict[str, list[Any]]:
         """TRL's rollout function: lists per row, ``prompt_ids``, ``completion_ids``, ``logprobs``.
 
-        Raises:
-            ConfigError: the trainer is a plain GRPOTrainer.
+        Raises ConfigError for a plain GRPOTrainer.
         """
         if not getattr(trainer, "trains_with_april", False):
             raise ConfigError(
@@ -286,8 +281,7 @@ class Rollout:
     def load(self, trainer: Any, folder: Path) -> None:
         """Go on from a checkpoint: now the batch that was half trained, at the next generation everything else.
 
-        Raises:
-            CheckpointError: the checkpoint was saved without april or with other prompts, or is damaged.
+        Raises CheckpointError as :func:`.checkpoint.read`.
         """
         self._saved = checkpoint.read(folder, trainer)
 
@@ -297,11 +291,7 @@ async def _scored_by_trl(prompt: Any, response: Any) -> float:
 
 
 def april_trainer(base: Any) -> Any:
-    """A subclass of ``base``, a GRPOTrainer or a subclass of yours, that trains on april's rollouts.
-
-    Raises:
-        ConfigError: ``base`` has not what this adapter builds on.
-    """
+    """A subclass of ``base``, a GRPOTrainer or a subclass of yours, that trains on april's rollouts; or ConfigError."""
     require_seams("trl", TESTED_VERSION, SEAMS, base)
 
     class AprilTrainer(base):  # type: ignore[misc]

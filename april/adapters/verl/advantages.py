@@ -42,8 +42,7 @@ def april_grpo(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Advantages and returns, float [B, T] each: april's advantage of the row, on its tokens with loss.
 
-    Raises:
-        RolloutError: a row is not of the batch that april has handed over.
+    Raises RolloutError for a row that is not of the batch that april has handed over.
     """
     unknown = [name for name in index if name not in _given and not name.startswith(PADDING)]
     if unknown:

@@ -66,11 +66,7 @@ class RunSettings:
 
 
 def settings_of(config: Any) -> RunSettings:
-    """From verl's whole configuration (an OmegaConf container, or mappings of the same shape).
-
-    Raises:
-        ConfigError: something contradicts itself, or asks for what this adapter cannot be exact with.
-    """
+    """From verl's whole configuration (an OmegaConf container, or mappings of the same shape); raises ConfigError."""
     for sentence in objections(config):
         raise ConfigError(sentence)
     own = plain(config, "april")
@@ -241,11 +237,7 @@ def select(config: Any, path: str, default: Any = None) -> Any:
 
 
 def plain(config: Any, path: str) -> dict[str, Any]:
-    """The mapping at a path; empty where there is none.
-
-    Raises:
-        ConfigError: it is not a mapping.
-    """
+    """The mapping at a path, empty where there is none; raises ConfigError for anything else."""
     value = select(config, path)
     if value is None:
         return {}

@@ -47,13 +47,13 @@ class Reply:
 
 
 class HttpClient:
-    """Calls one server. Must be used on one event loop; the connection pool opens with the first call.
+    """A client of one server. It must be used on one event loop; the connection pool opens with the first call.
 
     Args:
         url: http or https, without path, query, user or password.
         name: of the engine, for messages.
-        api_key: sent as a bearer token; appears in no message, even where the server repeats it.
-        keepalive_s: how long an idle connection is kept: below the server's own limit, or a request meets a
+        api_key: sent as a bearer token; it appears in no message, even where the server repeats it.
+        keepalive_s: how long an idle connection is kept. It must be below the server's own limit, or a request meets a
             connection that is just being closed.
     """
 
@@ -85,12 +85,12 @@ class HttpClient:
         self, method: str, route: str, body: Any = None, *, params: Mapping[str, str] | None = None,
         timeout_s: float | None = CONTROL_TIMEOUT_S, retry: bool = False, limit: int | None = None,
     ) -> Reply:  # fmt: skip
-        """One exchange; ``body`` is JSON bytes, or an object to encode. Every status but a redirect is returned.
+        """Make one exchange; ``body`` is JSON bytes, or an object to encode. Every status but a redirect is returned.
 
         Args:
-            timeout_s: for all of it; None: for ever.
-            limit: bytes of an answer with status 200; None: MAX_REPLY_BYTES.
-            retry: the call may be made twice without harm: when its connection breaks, it is made once more.
+            timeout_s: for all of it; None means no limit.
+            limit: bytes of an answer with status 200; None means MAX_REPLY_BYTES.
+            retry: make the call once more when its connection breaks; it must be harmless to make it twice.
 
         Raises:
             EngineUnreachable: no connection, one that broke, or no answer in time.
@@ -147,12 +147,7 @@ class HttpClient:
         self, method: str, route: str, body: Any = None, *, params: Mapping[str, str] | None = None,
         timeout_s: float | None = CONTROL_TIMEOUT_S, retry: bool = False,
     ) -> Any:  # fmt: skip
-        """:meth:`call`, for an answer that must be 200 and JSON (or empty: None).
-
-        Raises:
-            RequestRefused, EngineBusy, EngineError: another status, by kind.
-            WireError: the answer is no JSON.
-        """
+        """Make a :meth:`call` whose answer must be 200 and JSON (or empty: None); raises EngineError otherwise."""
         reply = await self.call(method, route, body, params=params, timeout_s=timeout_s, retry=retry)
         self.require_ok(reply, route)
         if not reply.body:
@@ -163,12 +158,7 @@ class HttpClient:
             raise WireError(f"{self.url}{route} answered what is no JSON: {error}") from None
 
     async def post(self, route: str, body: bytes) -> ResponseBytes:
-        """POST JSON; the response has begun with status 200, and is read piece by piece. It must be closed.
-
-        Raises:
-            RequestRefused, EngineBusy, EngineError: the status is not 200.
-            EngineUnreachable: the connection could not be made, or broke.
-        """
+        """POST JSON; the response has status 200, comes in pieces, and must be closed. Otherwise raises EngineError."""
         task = asyncio.current_task()
         assert task is not None
         self._callers.add(task)
@@ -314,10 +304,7 @@ class ResponseBytes:
         return self._response.content.exception() is not None
 
     async def read(self) -> bytes:
-        """What has come since, at least one byte; nothing at the end.
-
-        Raises EngineUnreachable when the connection breaks.
-        """
+        """Return at least one byte of what has come since, or nothing at the end; raises EngineUnreachable."""
         if self._client._closed:
             raise self._client._closed_early()
         self.reading = not self._stopped
@@ -417,12 +404,7 @@ def nothing(said: Any) -> bool:
 
 
 def require_words(client: HttpClient, reply: Reply, route: str, *words: Words) -> None:
-    """Raise the error that the answer means, unless its status is 200 and its body is one of ``words``.
-
-    Raises:
-        RequestRefused, EngineBusy, EngineError: another status, by kind.
-        EngineError: status 200, and other words.
-    """
+    """Raise the error that an answer means, unless its status is 200 and its body is one of ``words``."""
     client.require_ok(reply, route)
     said = words_of(reply)
     if not any(word(said) for word in words):
@@ -440,10 +422,7 @@ def is_page(reply: Reply) -> bool:
 async def control(
     client: HttpClient, route: str, *words: Words, body: object = None, params: dict[str, str] | None = None
 ) -> None:
-    """POST a control call that may be made twice, and is done when the server says one of ``words``.
-
-    Raises as :func:`require_words`, and EngineUnreachable.
-    """
+    """POST a control call that may be made twice and is done when the server says one of ``words``; or EngineError."""
     require_words(client, await client.call("POST", route, body, params=params, retry=True), route, *words)
 
 

@@ -16,10 +16,7 @@ LOOK_AGAIN_S = 1.0
 
 
 async def result_from(there: asyncio.AbstractEventLoop, work: Coroutine[Any, Any, T]) -> T:
-    """Run ``work`` on ``there`` and wait for its result; cancelled with its caller.
-
-    Raises RuntimeError where ``there`` is stopped before the end, and whatever ``work`` raises.
-    """
+    """Run ``work`` on ``there`` and wait for its result; RuntimeError if that loop stops before the end."""
     future = asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, there))
     try:
         while not (await asyncio.wait([future], timeout=LOOK_AGAIN_S))[0]:
@@ -39,10 +36,10 @@ async def _stopped(there: asyncio.AbstractEventLoop) -> bool:
 
 
 class LoopRelay:
-    """Iterates ``make()`` on ``there``; ``async for`` hands its items out on the loop that made the relay, in order.
+    """An iterator over ``make()``, run on ``there``: its items come out here, in order.
 
-    Begins at once. An error of the generator is raised after its last item; RuntimeError where ``there`` was stopped.
-    Must be closed.
+    It begins at once and must be closed. An error of the generator is raised after its last item; RuntimeError where
+    ``there`` was stopped.
     """
 
     def __init__(self, there: asyncio.AbstractEventLoop, make: Callable[[], AsyncGenerator[Any, None]]) -> None:

@@ -63,11 +63,9 @@ class Parser(Generic[E]):
         self.list_decoder = list_decoder
 
     def piece(self, event: E, payload: bytes, had: int) -> Piece:
-        """Of one event; ``payload`` is what it was decoded from, ``had`` how many tokens came before.
+        """Return what one event brings; ``payload`` is its source, ``had`` the number of tokens before it.
 
-        Raises:
-            WireError: the event cannot be true.
-            RequestRefused, EngineBusy, EngineError: the server says that it failed.
+        Raises WireError for an event that cannot be true, and the error that the server says.
         """
         raise NotImplementedError
 
@@ -95,13 +93,13 @@ class Progress(StrEnum):
 _TOKENS = Progress.TOKENS
 
 class ResponseReader:
-    """Reads the response to one request.
+    """A reader of the response to one request.
 
     Args:
         version: of the weights when the request was sent.
-        labels: of the engine, where the server says which weights made which token; otherwise all tokens are
-            ``version``'s.
-        prompt_tokens: how many were sent; compared with what the server says of them. None: not looked at.
+        labels: of the engine, where the server says which weights made which token; otherwise every token has
+            ``version``.
+        prompt_tokens: how many were sent, compared with what the server says of them; None means no comparison.
     """
 
     __slots__ = (
@@ -153,9 +151,10 @@ class ResponseReader:
             self.fail(error)
 
     def take(self, *, last: bool = False) -> list[Chunk]:
-        """What was read since the last call; ``last``: nothing more comes, and the last chunk has the finish.
+        """Return what was read since the last call; ``last`` means that nothing more comes.
 
-        The tokens that came with an end wait until nothing can take it back.
+        The last chunk then has the finish. Before, the tokens that came with an end wait until nothing can take it
+        back.
         """
         chunks: list[Chunk] = []
         runs = [(self._ids, self._logprobs, self._version)] if self._ids else []

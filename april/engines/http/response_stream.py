@@ -29,12 +29,10 @@ _BOM = b"\xef\xbb\xbf"
 
 
 class EventSplitter:
-    """Feed bytes, get the payloads (what follows ``data:``) of the events that are complete.
+    """Turns bytes into the payloads (what follows ``data:``) of the events that are complete.
 
     Lines end in LF or CRLF; comments and other fields are skipped; several data lines of one event are joined.
-
-    Args:
-        limit: bytes of one event; None: MAX_EVENT_BYTES.
+    ``limit`` is the most bytes of one event; None means MAX_EVENT_BYTES.
     """
 
     def __init__(self, limit: int | None = None) -> None:
@@ -47,11 +45,7 @@ class EventSplitter:
         self._first = True
 
     def feed(self, piece: bytes) -> list[bytes]:
-        """The payloads that end in this piece, in order.
-
-        Raises:
-            WireError: a line that is no field of an event stream, or an event that is too large.
-        """
+        """Return the payloads that end in this piece; raises WireError for another line, or for an event too large."""
         cut = piece.rfind(b"\n")
         if cut < 0:
             self._keep(piece)
@@ -79,11 +73,7 @@ class EventSplitter:
         return events
 
     def end(self) -> list[bytes]:
-        """What the end of the stream completes: an event without its blank line.
-
-        Raises:
-            EngineError: the stream ends inside a line: it has broken off.
-        """
+        """Return the event that the end of the stream completes; raises EngineError if it ends inside a line."""
         if self._size:
             raise EngineError(f"the stream ends inside an event, after {self._size} bytes of it")
         data, self._data = self._data, []
@@ -181,7 +171,7 @@ class Endpoint:
     """Requests that were let in and have not ended, by attempt."""
 
     def abort(self, attempt_ids: Iterable[str]) -> None:
-        """The ends of these are wanted; see :meth:`ResponseStream.abort`."""
+        """Ask for the ends of these attempts; see :meth:`ResponseStream.abort`."""
         for attempt_id in attempt_ids:
             if (stream := self.open.get(attempt_id)) is not None:
                 stream.abort()
@@ -195,10 +185,7 @@ class Endpoint:
 class ResponseStream(BufferedStream):
     """An iterator of chunks (one event at a time), or :meth:`arrived` and :meth:`take` for who can wait.
 
-    Must be closed with :meth:`aclose`.
-
-    Args:
-        streamed: the response comes as server-sent events, not as one answer.
+    It must be closed with :meth:`aclose`. ``streamed`` means that the response comes as server-sent events.
     """
 
     __slots__ = (
@@ -232,11 +219,9 @@ class ResponseStream(BufferedStream):
     # ---------------------------------------------------------------- in two steps
 
     async def arrived(self) -> bool:
-        """Wait until more is there to :meth:`take`; False: the request has ended, and everything was taken.
+        """Wait until more is there to :meth:`take`; False means that the request has ended and everything was taken.
 
-        Raises:
-            EngineError: the request was refused, or broke off, or has answers that cannot be true; what came before
-                was there to be taken.
+        Raises EngineError where it was refused, broke off or has answers that cannot be true, after what came before.
         """
         if self.state in _OVER:
             if not self._chunks:
@@ -373,7 +358,7 @@ class ResponseStream(BufferedStream):
         return reader
 
     async def _settle(self, error: EngineError | None) -> None:
-        """Nothing more comes: the answer is here, or ``error`` has broken it off, or it was never begun.
+        """End the request: the answer is here, or ``error`` has broken it off, or it was never begun.
 
         What came before counts, and so does an end that nothing can follow.
         """
@@ -435,10 +420,7 @@ class ResponseStream(BufferedStream):
         return by_pauses and not reader.count and (refused or ended)
 
     async def _is_taken_back(self, reader: ResponseReader) -> bool:
-        """It has no token, and its server stands still for its owner: it waits at the gate again.
-
-        Whoever reads the end of another request that such a server has ended finds the gate closed.
-        """
+        """Whether it goes back to the gate: it has no token, and its server stands still for its owner."""
         stands_still = self._endpoint.stands_still
         if self._recalled:
             return not reader.count  # what it began under weights that april does not know is nobody's

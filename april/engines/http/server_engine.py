@@ -37,10 +37,9 @@ class Admission:
 
     @asynccontextmanager
     async def request(self, attempt_id: str) -> AsyncIterator[bool]:
-        """Inside for the time of one request; False: it was aborted while it waited, and must not be sent.
+        """Be inside for the time of one request; False means that it was aborted while it waited, and must not be sent.
 
-        Raises:
-            RequestRefused: the id is in use; servers end both requests when one of them is aborted.
+        Raises RequestRefused for an id that is in use: servers end both requests when one of them is aborted.
         """
         admitted = self.is_open or await self.wait(attempt_id)
         if not admitted:
@@ -58,10 +57,7 @@ class Admission:
         return self._open
 
     async def wait(self, attempt_id: str) -> bool:
-        """Until it may enter; False: it was aborted while it waited, and must not be sent.
-
-        Raises RequestRefused for an id that is in use.
-        """
+        """Wait until the attempt may enter; False if it was aborted meanwhile. Raises RequestRefused as above."""
         self._require_new(attempt_id)
         while not self._open:
             turn: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
@@ -120,8 +116,7 @@ PAUSE_DEADLINE_S = 25.0
 
 
 class ServerEngine:
-    """Base of engines whose requests pass a gate; the protocol's ``generate``, ``update_weights`` and ``health`` are
-    the subclasses' own."""
+    """Base of engines whose requests pass a gate; subclasses add ``generate``, ``update_weights`` and ``health``."""
 
     _abort_again_s = ABORT_RESEND_S
 
@@ -152,7 +147,7 @@ class ServerEngine:
         return self._labels.present
 
     def _check(self, request: Request) -> None:
-        """Servers shorten what is too long without a word, and die of an id that their vocabulary lacks.
+        """Refuse what servers shorten without a word, or die of.
 
         Raises:
             EngineError: the weights are those of no version.
@@ -188,10 +183,8 @@ class ServerEngine:
     async def pause(self) -> None:
         """Close admission and end what is inside, asking again until it has ended; a call that fails is made again.
 
-        The server itself is not paused: nothing of ours is inside any more, and to every probe a paused server is dead.
-
-        Raises:
-            EngineError: requests have not ended in PAUSE_DEADLINE_S.
+        The server itself is not paused: nothing of april's is inside any more, and to every probe a paused server is
+        dead. Raises EngineError for requests that have not ended in PAUSE_DEADLINE_S.
         """
         self._admission.close()
         failure: EngineError | None = None

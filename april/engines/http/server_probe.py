@@ -66,10 +66,7 @@ def longest_request(url: str, *limits: int | None) -> int:
 
 
 async def get_json(client: HttpClient, *routes: str) -> Any:
-    """What the first of the GET routes that is there says; None: none is.
-
-    Raises ConfigError for what is no JSON.
-    """
+    """Return the answer of the first GET route that is there; None if none is. Raises ConfigError for no JSON."""
     for route in routes:
         reply = await client.call("GET", route, timeout_s=PROBE_S, retry=True)
         if reply.status in (404, 405):
@@ -95,11 +92,9 @@ def probe_id() -> str:
 
 
 def model_files(root: Any, tokenizer: Any = None, ends: Collection[str] = ()) -> list[dict[str, Any]]:
-    """The model's configuration files, if its directory is on this machine too; what its tokenizer adds is one more.
+    """Return the model's configuration files, if its directory is on this machine; its tokenizer's ends are one more.
 
-    Args:
-        tokenizer: directory of the tokenizer; None: the model's.
-        ends: texts of tokens at which the server stops if the tokenizer has added them.
+    ``ends`` are texts of tokens at which the server stops if the tokenizer, by default the model's, has added them.
     """
     found = [f for f in (_json_file(root, name) for name in ("config.json", "generation_config.json")) if f]
     # servers stop at the tokenizer's EOS as well, which need not be the model's (that of a chat format, say)
@@ -152,11 +147,7 @@ async def vocabulary_in_refusal(client: HttpClient, route: str, body: dict[str, 
 async def kind_of_logprobs(
     one_token: Callable[[list[int], dict[str, float]], Awaitable[tuple[int, float]]],
 ) -> LogprobKind:
-    """Of which distribution log-probabilities are, seen from requests of one token.
-
-    Args:
-        one_token: (prompt, sampling) -> the token and its log-probability.
-    """
+    """Tell of which distribution log-probabilities are; ``one_token``: (prompt, sampling) -> (id, nats)."""
     for start in range(3):
         prompt = [start * 7 + i for i in (3, 4, 5)]
         kind = _kind_seen(await one_token(prompt, {"temperature": 0.0}), await one_token(prompt, _NARROW))
@@ -215,11 +206,7 @@ class ServedModel:
 
 
 def chosen(url: str, answer: Any, name: str | None) -> ServedModel:
-    """The model that the settings name, or the only one, out of what ``/v1/models`` has answered.
-
-    Raises:
-        ConfigError: there is none of this name, or no name and more than one to choose from.
-    """
+    """Pick the model that the settings name, or the only one, from an answer of ``/v1/models``; raises ConfigError."""
     listed = answer.get("data") if isinstance(answer, dict) else None
     cards = [c for c in listed if isinstance(c, dict) and "id" in c] if isinstance(listed, list) else []
     adapters = {str(c["id"]): str(c["parent"]) for c in cards if c.get("parent") not in (None, "", c["id"])}
@@ -277,7 +264,7 @@ E = TypeVar("E", bound=Engine)
 
 
 async def connect_all(config: ServerEngineConfig, connect: Callable[[HttpClient], Awaitable[E]]) -> list[E]:
-    """``connect`` for each of the configured servers, all at once; when one fails, the others are closed again.
+    """Call ``connect`` for all configured servers at once; when one fails, the others are closed again.
 
     Raises:
         ConfigError: as ``connect`` does, or the environment variable with the key is not set.

@@ -56,10 +56,8 @@ Call = Callable[[], Coroutine[Any, Any, object]]
 async def while_paused(pause: Call, resume: Call) -> AsyncIterator[None]:
     """``pause`` before, ``resume`` after, also where the pause fails or is cancelled: the server may have taken it.
 
-    Neither call is cut off in the middle, for a resumption that overtakes its pause resumes nothing.
-
-    Raises:
-        EngineError: the server could not be paused, or, where nothing else is raised, not be resumed.
+    Neither call is cut off in the middle, for a resumption that overtakes its pause resumes nothing. Raises EngineError
+    if the server cannot be paused or, where nothing else is raised, not be resumed.
     """
     pausing = asyncio.ensure_future(pause())
     try:
@@ -123,10 +121,7 @@ async def read_metrics(client: HttpClient, route: str | None = "/metrics") -> Se
 
 
 def parse_metrics(lines: Iterable[str]) -> ServerMetrics:
-    """Values of the same name, one per engine, are added; for the share of memory the largest counts.
-
-    What is no finite number >= 0 is passed over.
-    """
+    """Read a page. Values of one name are added, of memory shares the largest counts; only finite ones >= 0 do."""
     values: dict[str, list[float]] = defaultdict(list)
     for line in lines:
         kind = _KIND_OF.get(line.split("{", 1)[0].split(" ", 1)[0])
@@ -164,8 +159,8 @@ class ServerProcess:
     """The process behind one address, as its metrics tell it apart from the next one.
 
     Args:
-        route: of the metrics; None: there are none that may be asked.
-        started_s: when it began, at the connection; None: it does not say.
+        route: of the metrics; None means that there are none that may be asked.
+        started_s: when it began, at the connection; None means that it does not say.
         start_is_known: a new process has the weights that this one had at the connection.
     """
 
@@ -203,11 +198,7 @@ class ServerProcess:
         self._paused = None
 
     async def take(self, version: PolicyVersion) -> None:
-        """The process that was paused has the weights ``version``.
-
-        Raises:
-            EngineError: it is another one now.
-        """
+        """Record that the paused process has the weights ``version``; raises EngineError if it is another one now."""
         now = (await read_metrics(self._client, self._route)).started_s
         paused, refusals = self._paused or (now or self._seen, self._client.refusals)
         gone = self._client.refusals != refusals if paused is None else now not in (None, paused)
@@ -225,7 +216,7 @@ class Confirmation:
     """Answers wait here until the server was seen to have the present weights after they had begun.
 
     Whoever answers on a port before and after such a check is the process that was seen: one check is enough for all
-    of a stream, and for all streams that had begun by then, whatever it says.
+    streams that had begun by then, whatever it says.
     """
 
     def __init__(self, check: Check, name: str, needed: Callable[[], bool] = lambda: True) -> None:
@@ -242,10 +233,10 @@ class Confirmation:
         self._one = asyncio.Lock()
 
     async def since(self, began_s: float, *, broken: Callable[[], bool] = lambda: False) -> None:
-        """Until it was seen, by a check that began at ``began_s`` (loop time) or later.
+        """Wait for a check that began at ``began_s`` (loop time) or later and saw the weights.
 
-        Raises:
-            EngineError: it has other weights, or does not say which, for PATIENCE_S or once the answer is ``broken``.
+        Raises EngineError for other weights, or where the server says none for PATIENCE_S or once the answer is
+        ``broken``.
         """
         loop = asyncio.get_running_loop()
         deadline, heard_s = loop.time() + PATIENCE_S, -math.inf

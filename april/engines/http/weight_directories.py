@@ -15,10 +15,7 @@ WEIGHTS = ".safetensors"
 
 
 def why_unloadable(path: str) -> str | None:
-    """What stands against loading this directory into any engine, as far as it can be seen from here; None: nothing.
-
-    A server that takes an adapter (LoRA) for a whole model is left with its base weights torn.
-    """
+    """Say why no engine may load this directory, as far as it can be seen from here; None means nothing against it."""
     if not (Path(path) / ADAPTER_FILE).is_file():
         return None
     return (

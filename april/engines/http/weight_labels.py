@@ -91,7 +91,7 @@ async def marked(
 
 
 def another_process(label: str, mark: str | None, labels: WeightLabels, first: str | None) -> bool:
-    """Whether a label says that the process which was :func:`marked` has gone, or may have gone (``mark`` None).
+    """Whether a label says that the process which was :func:`marked` has gone, or may have (``mark`` None).
 
     A trainer that hands weights over may name them, but hardly as they were named at the start.
     """

@@ -22,11 +22,7 @@ class NotJson(ValueError):
 
 
 def read_json(raw: bytes, shape: Any = Any) -> Any:
-    """The value; ``shape`` is the type that it must have.
-
-    Raises:
-        NotJson: the message says what is wrong, in words that a sentence can end with.
-    """
+    """Return the value, of type ``shape``; raises NotJson, whose message can end a sentence."""
     return read_with(msgspec.json.Decoder(shape), raw) if shape is not Any else read_with(_ANY, raw)
 
 
@@ -95,11 +91,7 @@ def error_text(body: bytes) -> str:
 def chunk_of(
     tokens: Sequence[int], logprobs: Sequence[float], version: PolicyVersion, finish: EngineFinish | None = None
 ) -> Chunk:
-    """One chunk; ranges are checked by the driver, here only that the lists are numbers of one length.
-
-    Raises:
-        WireError: lengths differ, a number is missing (null), or does not fit its type.
-    """
+    """Make one chunk; raises WireError for lists of different lengths, missing numbers, or ones that do not fit."""
     if len(tokens) != len(logprobs):
         raise WireError(f"{len(tokens)} tokens came with {len(logprobs)} log-probabilities")
     return Chunk(int32_array(tokens), float32_array(logprobs), version, finish)

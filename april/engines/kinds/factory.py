@@ -24,13 +24,13 @@ from april.errors import ConfigError
 def create_engines(
     config: EngineConfig, model: Any, seed: int, run: Callable[[Coroutine[Any, Any, list[Engine]]], list[Engine]]
 ) -> list[Engine]:
-    """The engines that ``config`` describes; ``model`` is a model object for those that embed one.
+    """Make the engines that ``config`` describes, with a ``model`` object for those that embed one.
 
     ``run`` runs a coroutine on the event loop that will use the engines: servers are asked there what they can do.
 
     Raises:
-        ConfigError: a model is missing or superfluous, the engine's packages are not installed, a server cannot do what
-            april needs, or servers differ in what must be equal.
+        ConfigError: a model is missing or superfluous, packages are not installed, a server cannot do what april needs,
+            or servers differ in what must be equal.
         EngineError: a server could not be asked.
     """
     if isinstance(config, TransformersEngineConfig):

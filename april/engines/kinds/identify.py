@@ -59,12 +59,7 @@ ROUTES = ("/v1/models", "/version", "/model_info", "/workers")
 
 
 async def identify(client: HttpClient, timeout_s: float) -> Identity:
-    """Ask all routes at once.
-
-    Raises:
-        EngineUnreachable: it does not answer within ``timeout_s`` seconds, or the connection breaks.
-        EngineError: it redirects, or answers without end.
-    """
+    """Ask all routes at once; raises EngineError where nothing answers within ``timeout_s`` seconds."""
     replies = await asyncio.gather(
         *(client.call("GET", route, timeout_s=timeout_s) for route in ROUTES), return_exceptions=True
     )
@@ -77,11 +72,7 @@ async def identify(client: HttpClient, timeout_s: float) -> Identity:
 
 
 async def why_silent(client: HttpClient, kind: ServerKind, timeout_s: float) -> str:
-    """What the server says that means: requests are taken and not answered. Empty if it says nothing of the kind.
-
-    Raises:
-        EngineError: as :func:`identify`.
-    """
+    """Quote what the server says that means: requests are taken and not answered. Empty if it says no such thing."""
     for route, means in _PAUSED.get(kind, ()):
         reply = await client.call("GET", route, timeout_s=timeout_s)
         if means(reply):
@@ -166,10 +157,8 @@ _PROBES: dict[type[ServerEngineConfig], Callable[[HttpClient, Any], Awaitable[Se
 
 
 async def probe(client: HttpClient, config: ServerEngineConfig) -> ServerFacts:
-    """What the server behind ``client`` is, and can do for an engine of the kind of ``config``. Changes nothing there.
+    """Find out what a server is and can do for an engine of the kind of ``config``; changes nothing there.
 
-    Raises:
-        ConfigError: it is of another kind, cannot do what april needs, or does not tell what must then be set.
-        EngineError: it could not be asked.
+    Raises ConfigError for another kind, or one that april cannot use; EngineError if it could not be asked.
     """
     return await _PROBES[type(config)](client, config)

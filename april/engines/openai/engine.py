@@ -23,12 +23,7 @@ from april.errors import EngineError
 
 
 async def connect_openai(config: OpenAIEngineConfig) -> list[OpenAIEngine]:
-    """One engine per configured server, each asked what it can do.
-
-    Raises:
-        ConfigError: a server cannot do what april needs, or something is missing that it does not tell itself.
-        EngineError: a server could not be asked.
-    """
+    """Make one engine per configured server, each asked what it can do; raises ConfigError and EngineError."""
 
     async def connect(client: HttpClient) -> OpenAIEngine:
         return OpenAIEngine(client, await probe_openai(client, config))
@@ -78,11 +73,10 @@ class OpenAIEngine(ServerEngine):
         await super().resume()
 
     async def update_weights(self, version: PolicyVersion, path: str | None = None) -> None:
-        """From now on the weights are ``version``; the trainer has put them there.
+        """Record that the trainer has put the weights ``version`` there.
 
-        Raises:
-            EngineError: ``path`` is given, requests are running, another model than the trained one would answer, or
-                the server was started anew since it was paused.
+        Raises EngineError where ``path`` is given, requests run, another model would answer, or the server was started
+        anew.
         """
         if path is not None:
             raise EngineError(

@@ -115,9 +115,7 @@ class OpenAIFacts(ServerFacts):
 async def probe_openai(client: HttpClient, config: OpenAIEngineConfig) -> OpenAIFacts:
     """Ask one server, by its list of models and up to 15 requests of 1 to 16 tokens.
 
-    Raises:
-        ConfigError: the server cannot do what april needs, or does not tell what must then be set.
-        EngineError: it could not be asked.
+    Raises ConfigError for one that cannot do what april needs or does not tell what must be set; EngineError.
     """
     served = chosen(client.url, await _models(client), config.model)
     said_len, owner = served.card.get("max_model_len"), served.card.get("owned_by")
@@ -302,7 +300,7 @@ async def _keeps_eos(probe: _Probe, eos: int) -> bool | None:
 
 
 async def _logprob_kind(probe: _Probe) -> LogprobKind:
-    """The most likely token of one prompt, forced by top_k=1, under three samplings.
+    """Compare the most likely token of one prompt, forced by top_k=1, under three samplings.
 
     Of the distribution sampled from it has log-probability 0; otherwise it changes with the temperature or does not.
     """

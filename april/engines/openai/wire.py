@@ -146,11 +146,7 @@ def finish_of(attempt_id: str, reason: str) -> EngineFinish | EngineError:
 
 
 class CompletionParser(Parser[_Event | _NamedEvent]):
-    """Of the completions route. The prompt's ids are compared with what the server repeats, where it does.
-
-    Args:
-        spans: the server is known to say which weights made which token, and must.
-    """
+    """The parser of the completions route; with ``spans`` the server must say which weights made which token."""
 
     __slots__ = ("_prompt", "_spans")
 

@@ -113,8 +113,7 @@ class SglangEngine(ServerEngine):
     # ---------------------------------------------------------------- aborts
 
     async def abort(self, attempt_ids: Sequence[str] | None = None) -> None:
-        """By rid, at every worker: behind a router nobody says which of them has a request, and an unknown rid is
-        ignored. Never everything at once: other clients may use the server."""
+        """Ask every worker by rid: nobody says which of them has a request, and others may use the server."""
         asked = self._to_abort(attempt_ids)
         self._endpoint.abort(asked)
         rids = [rid_of(i) for i in asked]
@@ -124,8 +123,7 @@ class SglangEngine(ServerEngine):
     async def _stands_still(self) -> bool:
         """Whether the servers' owner has paused them; the gate is closed then.
 
-        A paused server keeps new requests and begins them under whatever weights it has when it goes on, so those
-        that have no token are taken back.
+        A paused server begins requests under whatever weights it has later, so those without a token are taken back.
         """
         if self.on_foreign_pause is None:
             return False
@@ -160,11 +158,10 @@ class SglangEngine(ServerEngine):
         await super().resume()
 
     async def update_weights(self, version: PolicyVersion, path: str | None = None) -> None:
-        """On every worker; it counts when all of them have it.
+        """Update every worker; the version counts when all of them have it.
 
-        Raises:
-            EngineError: a worker could not load it; the message says which, and what the server says.
-            WeightsGone: one had weights of others at the connection, and has lost them.
+        Raises EngineError for a worker that could not load it, and WeightsGone for one that has lost the weights of
+        others.
         """
         if path is not None:
             self._require_loadable(path)
@@ -198,7 +195,7 @@ class SglangEngine(ServerEngine):
     # ---------------------------------------------------------------- the rest
 
     async def health(self) -> Health:
-        """Load and label of every worker, and whether the router lives; no token is generated for it.
+        """Ask every worker for load and label, and whether the router lives; no token is generated for it.
 
         A router sends requests past a dead worker, so one that lives is enough; when that one is back, its label tells.
         """
@@ -252,12 +249,7 @@ class SglangEngine(ServerEngine):
 
 
 async def connect_sglang(config: SglangEngineConfig) -> list[Engine]:
-    """One engine per server; with a router, one for all of them.
-
-    Raises:
-        ConfigError: a server is no SGLang server, lacks what april needs, or differs from the others.
-        EngineError: a server could not be asked.
-    """
+    """Make one engine per server, or one for all of a router; raises ConfigError and EngineError."""
 
     async def connect(client: HttpClient) -> SglangEngine:
         facts = await probe_sglang(client, config)

@@ -53,12 +53,7 @@ class SglangFacts(ServerFacts):
 
 
 async def probe_sglang(client: HttpClient, config: SglangEngineConfig) -> SglangFacts:
-    """Ask a server (a worker, not the router) what it can do.
-
-    Raises:
-        ConfigError: it is no SGLang server, or does not say what april must know and the configuration does not either.
-        EngineError: it could not be asked.
-    """
+    """Ask a server (a worker, not the router) what it can do; raises ConfigError or EngineError."""
     model, server, models, loads, ready = await asyncio.gather(
         get_json(client, "/model_info", "/get_model_info"),
         get_json(client, "/server_info", "/get_server_info"),
@@ -137,10 +132,10 @@ async def probe_sglang(client: HttpClient, config: SglangEngineConfig) -> Sglang
 
 
 async def _pause_modes(client: HttpClient, recent: bool, *, paused: bool) -> tuple[str, ...]:
-    """The modes that the server names when it is asked for one that does not exist.
+    """Return the modes that the server names when it is asked for one that does not exist.
 
-    Unless it refuses that, it may have paused after all, whatever became of the call: it is continued then. One that
-    somebody else has ``paused`` is not.
+    Unless it refuses that, it may have paused after all, and is continued; one that somebody else has ``paused`` is
+    not.
     """
     if not recent or not await has_route(client, "/pause_generation"):
         return ()  # a server so old that it might not look at the mode is not asked

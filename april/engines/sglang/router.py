@@ -18,11 +18,7 @@ ASK_AGAIN_S = 0.25
 
 
 async def router_workers(router: HttpClient) -> frozenset[str]:
-    """Addresses of the router's workers; empty: it has none yet.
-
-    Raises:
-        ConfigError: it is no sglang-router, or its workers split prefill from decode.
-    """
+    """Return the addresses of the workers, perhaps none yet; raises ConfigError for another kind of router."""
     reply = await router.call("GET", "/workers", retry=True)
     if reply.status == 404:
         raise ConfigError(f"engine.router: {router.url} has no /workers; it must be an sglang-router (0.3 or later)")
@@ -39,11 +35,7 @@ async def router_workers(router: HttpClient) -> frozenset[str]:
 
 
 async def require_same_workers(router: HttpClient, config: SglangEngineConfig) -> None:
-    """The router's workers are ``engine.urls``; waits a little for a router that has none yet.
-
-    Raises:
-        ConfigError: they differ; weights of a worker that april does not know would never change.
-    """
+    """Raise ConfigError unless the workers are ``engine.urls``; a router that has none yet is waited for a little."""
     wanted = frozenset(config.urls)
     loop = asyncio.get_running_loop()
     deadline = loop.time() + min(EMPTY_PATIENCE_S, config.probe_timeout_s / 2)
@@ -64,11 +56,7 @@ async def require_same_workers(router: HttpClient, config: SglangEngineConfig) -
 
 
 def common_facts(workers: Sequence[SglangFacts]) -> SglangFacts:
-    """What holds for all workers of one router: a request may come to any of them.
-
-    Raises:
-        ConfigError: they differ in what must be equal.
-    """
+    """Return what holds for all workers, as a request may come to any; raises ConfigError where they differ."""
     first = workers[0]
     ours = _equal(first)
     for other in workers[1:]:

@@ -67,10 +67,7 @@ def rid_of(attempt_id: str) -> str:
 def request_body(
     request: Request, *, stream: bool, stream_interval: int | None, seed: int | None, adapter: str | None = None
 ) -> bytes:
-    """JSON for ``/generate``, for the model itself or an ``adapter`` by its name.
-
-    All that changes the distribution is explicit, or the server would take its own or the model's defaults.
-    """
+    """The JSON for ``/generate``, for the model itself or an ``adapter``; nothing is left to defaults."""
     sampling = request.sampling
     params: dict[str, Any] = {
         "max_new_tokens": sampling.max_tokens,
@@ -104,12 +101,7 @@ def request_body(
 
 
 class ReplyParser(Parser[Reply]):
-    """Of ``/generate``.
-
-    Args:
-        attempt_id: which the answers must name.
-        incremental: each event of the stream has the new tokens only; otherwise all tokens so far.
-    """
+    """The parser of ``/generate``; if ``incremental``, events have the new tokens only, otherwise all tokens so far."""
 
     __slots__ = ("_incremental", "_rid")
 

@@ -71,11 +71,7 @@ class SglangWorker:
     facts: SglangFacts
 
     async def abort(self, rids: Sequence[str], at_once: int) -> None:
-        """Ask for the end of these requests, ``at_once`` calls at a time; unknown ones are ignored by the server.
-
-        Raises:
-            EngineError: the first thing that went wrong, after all were asked for.
-        """
+        """Ask for the end of these requests, ``at_once`` calls at a time; raises the first EngineError at the end."""
         left = deque(rids)
         errors: list[EngineError] = []
 
@@ -112,11 +108,7 @@ class SglangWorker:
         return ready.status == 503 or await self.label() not in (None, label)
 
     async def set_label(self, label: str) -> None:
-        """Name the present weights; requests that run go on under the new name.
-
-        Raises:
-            EngineError: the server does not show the label afterwards.
-        """
+        """Name the present weights, also of requests that run; raises EngineError unless the server shows the name."""
         if self.facts.label is None:
             return
         # without the flag the server would abort every request it has
@@ -135,7 +127,7 @@ class SglangWorker:
         self, labels: WeightLabels, version: PolicyVersion, path: str | None, paused_as: str | None = None, *,
         paused: bool = False,
     ) -> None:  # fmt: skip
-        """New weights from a directory of the server (None: they are there already), an empty cache, a label.
+        """Load new weights from a directory (None means that they are there), empty the cache, and name them.
 
         Args:
             paused_as: what :meth:`mark` has said of the server that was ``paused`` for the update.
@@ -210,14 +202,9 @@ class SglangWorker:
         )
 
     async def _load(self, label: str, path: str, before: str | None) -> bool:
-        """New weights; False: the cache was kept.
+        """Load weights over those named ``before``; False means that the cache was kept.
 
-        Args:
-            before: the label of the weights that the server has.
-
-        Raises:
-            HalfUpdated: it does not say whether it has loaded them.
-            EngineError: it says that it has not.
+        Raises HalfUpdated where the server does not say whether it has loaded them, EngineError where it has not.
         """
         body: dict[str, Any] = {
             "model_path": path, "weight_version": label, "flush_cache": True, "abort_all_requests": False,

@@ -214,11 +214,10 @@ class TransformersEngine:
     # ------------------------------------------------------------------ requests
 
     async def generate(self, request: Request) -> AsyncIterator[Chunk]:
-        """Chunks of one request; see the protocol. Closing the iterator early frees the slot.
+        """Yield the chunks of one request; closing the iterator early frees the slot.
 
-        Raises:
-            EngineError: the request cannot be served as it stands (nothing was computed), or a model call failed
-                (tokens of completed steps were yielded before).
+        Raises EngineError for a request that cannot be served as it stands, or for a model call that failed, after the
+        tokens of completed steps.
         """
         slot_request = self._checked(request)
         stream = self._streams[request.attempt_id] = _Stream(request.attempt_id)
@@ -447,10 +446,8 @@ class TransformersEngine:
         """Make the weights whole on this rank, where FSDP2 has spread them; in the trainer's thread.
 
         Collective: every rank of the mesh calls it at the same time. The first call makes the ``check`` of the model.
-
-        Raises:
-            EngineError: another rank did not take part.
-            ConfigError: the model is one that this engine cannot drive exactly; the weights are spread again then.
+        Raises EngineError where another rank did not take part, ConfigError (weights are spread again) where the model
+        does not fit.
         """
         if self._weights.sharded:
             self.release()  # gathered again even so: other ranks may have to
@@ -490,11 +487,7 @@ class TransformersEngine:
             self._decoder.release_memory()
 
     async def resume(self) -> None:
-        """Generate again.
-
-        Raises:
-            EngineError: the weights were written while active requests keep keys and values of the old ones.
-        """
+        """Generate again; EngineError if weights were written while active requests keep keys of the old ones."""
         if self._decoder.active and self._paused and self._state.weights_written():
             raise EngineError(
                 f"{self._name}: the weights were written while {self._decoder.active} requests keep keys and values of "
@@ -504,14 +497,11 @@ class TransformersEngine:
         self._start_pump()
 
     async def update_weights(self, version: PolicyVersion, path: str | None = None) -> None:
-        """From now on the weights are ``version``; with ``path``, after loading them in place from that directory.
+        """Begin ``version``; with ``path``, after loading that directory (of ``save_pretrained``, safetensors) in
+        place.
 
-        The directory is one of ``save_pretrained`` with safetensors. Waiting requests stay and will be generated
-        under the new version.
-
-        Raises:
-            EngineError: requests are active (their keys and values would be stale), or the directory does not hold
-                exactly this model's weights (then nothing was written).
+        Waiting requests stay and will be generated under the new version. Raises EngineError while requests are active,
+        and for a directory that does not hold exactly this model's weights, of which nothing is written then.
         """
         if self._closed:
             raise EngineError(f"{self._name}: the engine is closed: make a new one")
@@ -568,10 +558,9 @@ class TransformersEngine:
         self._decoder.release_memory()
 
     async def quiet(self) -> None:
-        """Until no ticks run, nobody holds the model, and it is as the trainer has left it.
+        """Wait until no ticks run, nobody holds the model, and it is as the trainer has left it.
 
-        Raises:
-            WeightsInUse: somebody has switched it and does not switch it back.
+        Raises WeightsInUse where somebody has switched it and does not switch it back.
         """
         while (pump := self._pump) is not None:
             await asyncio.wait([pump])

@@ -155,11 +155,7 @@ class ModelState:
     async def as_noted(
         self, name: str, thread: Executor, generating: Callable[[], AbstractContextManager[None]]
     ) -> None:
-        """Returns when it is switched as it was noted; it is looked at in ``thread``.
-
-        Raises:
-            WeightsInUse: somebody has switched it and does not switch it back.
-        """
+        """Return when it is switched as it was noted, looking in ``thread``; WeightsInUse if it stays switched."""
 
         def look() -> str:
             with generating():

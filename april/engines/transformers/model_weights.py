@@ -234,8 +234,7 @@ def _writes(parameter: Tensor) -> int:
 def load_weights(model: Any, path: str) -> None:
     """Write the weights in directory ``path`` (safetensors, of ``save_pretrained``) into ``model``, in place.
 
-    Raises:
-        EngineError: names, shapes or the directory do not fit; ``model`` is unchanged then.
+    Raises EngineError for other names or shapes, or another directory; ``model`` is unchanged then.
     """
     if not Path(path).is_dir():
         raise EngineError(f"{path} is not a directory: save the weights there with save_pretrained")

@@ -101,9 +101,7 @@ class _Batch:
 
 
 class SlotDecoder:
-    """Decodes up to ``slots`` requests at a time; further ones wait inside.
-
-    Not thread-safe: one call at a time, from whichever thread.
+    """Decodes up to ``slots`` requests at a time; further ones wait inside. Not thread-safe: one call at a time.
 
     Args:
         model: a causal language model that :func:`.model_support.refuse_unsupported` lets through.

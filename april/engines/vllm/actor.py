@@ -33,11 +33,7 @@ Result = tuple[str, Any]
 
 
 class ActorSide:
-    """What the engine's actor does for april. All methods are called on the actor's own event loop.
-
-    Args:
-        llm: the actor's ``AsyncLLM``.
-    """
+    """What the engine's actor, which owns ``llm``, does for april; all methods are called on the actor's event loop."""
 
     def __init__(self, llm: Any) -> None:
         self._engine = VllmInProcessEngine(llm, loop=asyncio.get_running_loop())
@@ -52,8 +48,7 @@ class ActorSide:
         self._engine.require_idle()
 
     async def generate(self, ask: dict[str, Any]) -> Result:
-        """One request, whole: token ids int32 [k], log-probabilities float32 [k], why it ended, at what, under which
-        weights."""
+        """Run one request, whole: tokens, log-probabilities, finish, what it stopped at, and the version."""
         request = Request(**{**ask, "sampling": SamplingParams(**ask["sampling"])})
         try:
             chunks = [chunk async for chunk in self._engine.generate(request)]
@@ -98,11 +93,11 @@ def capabilities_of(plain: dict[str, Any]) -> Capabilities:
 
 
 class ActorEngine(ServerEngine):
-    """Implements :class:`april.engines.protocol.Engine` before one engine actor.
+    """An :class:`april.engines.protocol.Engine` before one engine actor.
 
     Args:
-        actor: handle (``actor.name.remote(...)`` can be awaited) with the methods of :class:`ActorSide`, each called
-            ``april_<name>``.
+        actor: a handle with the methods of :class:`ActorSide`, each called ``april_<name>``;
+            ``actor.april_x.remote(...)`` can be awaited.
         name: short unique label.
         capabilities: as the actor told them.
     """
@@ -114,13 +109,7 @@ class ActorEngine(ServerEngine):
         """Of the actor that was paused for an update; None: it was not asked, or did not say."""
 
     async def generate(self, request: Request) -> AsyncGenerator[Chunk, None]:
-        """One request, in one chunk; see the protocol.
-
-        Raises:
-            RequestRefused: vLLM finds the request wrong, or it does not fit into the context.
-            EngineBusy: somebody else has paused vLLM, or its queue is full.
-            EngineError: the actor or its vLLM died, or has other weights than april knows of.
-        """
+        """Run one request, in one chunk; raises RequestRefused, EngineBusy and EngineError as the protocol says."""
         async with self._admission.request(request.attempt_id) as admitted:
             version = self._version
             if not admitted:
@@ -162,10 +151,9 @@ class ActorEngine(ServerEngine):
         await super().resume()
 
     async def update_weights(self, version: PolicyVersion, path: str | None = None) -> None:
-        """While paused, and after the trainer has put them there: from now on the weights are ``version``.
+        """Record that the trainer has put the weights ``version`` there, while paused.
 
-        Raises:
-            EngineError: a path is given, requests are running, or vLLM could not forget the old weights' keys.
+        Raises EngineError for a path, while requests run, or where vLLM could not forget the keys of old weights.
         """
         if path is not None:
             raise EngineError(f"engine {self.name}: the trainer puts the weights into its engines itself")

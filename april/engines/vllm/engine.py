@@ -50,11 +50,9 @@ THIS_MACHINE = ("localhost", "127.0.0.1", "::1")
 
 
 class VllmEngine(ServerEngine):
-    """One vLLM server; implements :class:`april.engines.protocol.Engine`. Made by :func:`connect_vllm`.
+    """One vLLM server, made by :func:`connect_vllm`; implements :class:`april.engines.protocol.Engine`.
 
-    Args:
-        facts: what the probe has found; their ``abort_means`` must not be CLOSE.
-        stream: hand tokens over as they come, always; otherwise only where a request asks for it.
+    With ``stream`` tokens are handed over as they come, always; otherwise only where a request asks for it.
     """
 
     def __init__(self, client: HttpClient, facts: VllmFacts, *, stream: bool = False) -> None:
@@ -130,9 +128,9 @@ class VllmEngine(ServerEngine):
         """Load, empty the cache, name the weights, and look whether the name is there.
 
         Raises:
-            EngineError: requests are running, the server cannot load from a directory, has failed, does not say that
-                it has done what it was asked, or was started anew meanwhile; if it is between two versions then, it
-                gets no requests before an update succeeds.
+            EngineError: requests run, or the server cannot load from a directory, has failed, does not say that it has
+                done what it was asked, or was started anew; between two versions it gets no requests before an update
+                succeeds.
             WeightsGone: it had weights of others at the connection, and has lost them.
         """
         self.require_idle()
@@ -318,12 +316,7 @@ def _reloaded(said: object) -> bool:
 
 
 async def connect_vllm(config: VllmEngineConfig) -> list[VllmEngine | OpenAIEngine]:
-    """One engine per server; a server without any abort is driven like an OpenAI-compatible one.
-
-    Raises:
-        ConfigError: a server is no vLLM server, or lacks what april needs.
-        EngineError: a server could not be asked, or is paused.
-    """
+    """Make one engine per server; one without any abort is driven like an OpenAI server."""
 
     async def connect(client: HttpClient) -> Engine:
         facts = await probe_vllm(client, config)

@@ -92,13 +92,7 @@ class VllmInProcessEngine(ServerEngine):
         self._closed = False
 
     async def generate(self, request: Request) -> AsyncGenerator[Chunk, None]:
-        """One request; see the protocol.
-
-        Raises:
-            RequestRefused: vLLM finds the request wrong, or it does not fit into the context.
-            EngineBusy: somebody else has paused vLLM, or its queue is full.
-            EngineError: vLLM died, or its answer cannot be true.
-        """
+        """Run one request; raises RequestRefused, EngineBusy (paused by others, or a full queue) and EngineError."""
         async with self._admission.request(request.attempt_id) as admitted:
             version = self._version
             if not admitted:
@@ -206,13 +200,10 @@ class VllmInProcessEngine(ServerEngine):
         await super().resume()
 
     async def update_weights(self, version: PolicyVersion, path: str | None = None) -> None:
-        """From now on the weights are ``version``; with ``path``, after vLLM's workers have loaded that directory.
+        """Load ``path`` if given, forget keys and values of the old weights, and label the new ones ``version``.
 
-        Cached keys and values of the old weights are thrown away, and the weights labelled in vLLM.
-
-        Raises:
-            EngineError: requests are running, vLLM would load the directory wrongly, or it could not do it; then it
-                gets no requests before an update succeeds.
+        Raises EngineError while requests run, for a directory that vLLM would load wrongly, or if it fails; then the
+        engine gets no requests before an update succeeds.
         """
         self.require_idle()
         if path is not None:

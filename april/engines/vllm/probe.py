@@ -56,12 +56,7 @@ class VllmFacts(ServerFacts):
 
 
 async def probe_vllm(client: HttpClient, config: VllmEngineConfig) -> VllmFacts:
-    """Ask a server what it can do; nothing that runs there is disturbed.
-
-    Raises:
-        ConfigError: it is no vLLM server, or does not say what april must know and the configuration does not either.
-        EngineError: it could not be asked.
-    """
+    """Ask a server what it can do, disturbing nothing; raises ConfigError if april cannot use it, and EngineError."""
     version, models, info, label, paused, metrics = await asyncio.gather(
         get_json(client, "/version"),
         get_json(client, "/v1/models"),
