@@ -373,7 +373,7 @@ def test_three_epochs_of_many_prompts(mode: str, stale: OnStale, end: OnDataEnd)
 
 
 def combinations() -> list[tuple[str, OnStale, OnDataEnd]]:
-    """Return 20 combinations with every pair of schedule, staleness policy and end of data; all 60 where runs are long."""
+    """Return 20 combinations with every pair of schedule, policy and end of data; all 60 where runs are long."""
     ends = list(OnDataEnd)
     return [
         (mode, stale, end)
