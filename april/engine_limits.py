@@ -1,4 +1,4 @@
-"""What an engine cannot do, as data: a code, its consequence, the remedy, and the promise that april cannot keep.
+"""Limits of an engine, as data: a code, its consequence, the remedy, and the promise that april cannot keep.
 
 Probes make limits, ``april doctor`` prints them, the conformance suite gives them as reasons.
 
@@ -15,19 +15,19 @@ IT = "The server"
 
 
 class Level(StrEnum):
-    """How well an engine does one thing."""
+    """Level at which an engine does one thing."""
 
     OK = "ok"
     REMARK = "remark"
-    """It is good to know; exactness does not depend on it."""
+    """Good to know; exactness does not depend on it."""
     LIMITED = "limited"
-    """It works, and april does not keep one of its promises."""
+    """Works, and april does not keep one of its promises."""
     MISSING = "missing"
     """april cannot work so."""
 
 
 class LimitCode(StrEnum):
-    """What is not as it should be."""
+    """Code of a limit."""
 
     PAUSED = "paused"
     NO_VERSION_SPANS = "no version spans"
@@ -70,7 +70,7 @@ class LimitCode(StrEnum):
     NO_START_TIME = "no start time"
     """The server does not say when its process began."""
     OTHER = "other"
-    """For engines of your own."""
+    """A limit of an engine of your own."""
 
 
 CAUSES: dict[str, tuple[LimitCode, ...]] = {
@@ -106,13 +106,13 @@ PROMISES: dict[LimitCode, str] = {
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """One thing that an engine cannot do."""
+    """A thing that an engine cannot do."""
 
     code: LimitCode
     consequence: str
-    """What follows, as a sentence without its full stop; begins with the verb where ``server`` is its subject."""
+    """The consequence, a sentence without its full stop; begins with the verb where ``server`` is its subject."""
     remedy: str = ""
-    """What to do about it; empty if nothing can be done."""
+    """The remedy; empty if there is none."""
     flags: tuple[str, ...] = ()
     """Flags and variables (NAME=value) of the server that change it."""
     server: str = ""
@@ -139,7 +139,7 @@ class Limit:
         return f"{self.statement}{'; ' if self.remedy else ''}{self.remedy}."
 
     def of(self, server: str) -> Limit:
-        """The same with another name for the server; what has a subject of its own stays as it is."""
+        """Return the limit with another name for the server, if the server is its subject."""
         return replace(self, server=server) if self.server else self
 
 
@@ -165,7 +165,7 @@ def unknown_eos(
     consequence: str = "The ids that end a response are not known, as the model's files are not on this machine or "
     "name none: april takes the server's word for it",
 ) -> Limit:
-    """Nobody knows which ids end a response."""
+    """The ids that end a response are unknown."""
     remedy = "set engine.eos_token_ids (eos_token_id of the model's generation_config.json)"
     return Limit(LimitCode.UNKNOWN_EOS, consequence, remedy)
 

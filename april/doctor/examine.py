@@ -69,7 +69,7 @@ _COMMON: tuple[tuple[str, Callable[[ServerFacts], Any], Level, str, str], ...] =
 
 @dataclass(frozen=True, slots=True)
 class Patience:
-    """How long the doctor waits, in seconds."""
+    """Time limits of the doctor, in seconds."""
 
     total_s: float = 15.0
     """Limit for everything."""

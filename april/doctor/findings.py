@@ -1,4 +1,4 @@
-"""What the doctor found: plain records, from which both the report and the JSON are made."""
+"""The doctor's findings: plain records, from which both the report and the JSON are made."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ class Verdict(StrEnum):
 
     @property
     def usable(self) -> bool:
-        """Whether april can run with it."""
+        """True if april can run with it."""
         return self is not Verdict.UNUSABLE
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing that a server can or cannot do."""
+    """A thing that a server can or cannot do."""
 
     subject: str
     level: Level
     sentence: str
     advice: str = ""
-    """What to do about it; empty if nothing."""
+    """The remedy; empty if there is none."""
     promise: str = ""
     """The promise that april does not keep because of it; every LIMITED finding has one."""
     flags: tuple[str, ...] = ()
@@ -49,7 +49,7 @@ class Finding:
 
 @dataclass(slots=True, kw_only=True)
 class Examined:
-    """One server, as far as the examination came."""
+    """A server, as far as the examination came."""
 
     url: str
     kind: str = ""

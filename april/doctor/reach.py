@@ -1,4 +1,4 @@
-"""Why a server cannot be examined, in words that say what to do: unreachable, another kind, paused, or a router."""
+"""Reasons why a server cannot be examined, with what to do: unreachable, another kind, paused, or a router."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def missing(subject: str, sentence: str, advice: str) -> Finding:
 
 
 def not_probed(url: str, identity: Identity, settings: Any, *, key_given: bool) -> Finding | None:
-    """Why this server is not asked what it can do; None if it can be.
+    """Return why this server is not asked what it can do; None if it can be.
 
     ``settings`` is the ``engine`` section that names it, None if it was named by its address.
     """
@@ -69,7 +69,7 @@ def at_rest(url: str, said: str) -> Finding:
 
 
 def router_findings(identity: Identity, settings: SglangEngineConfig) -> list[Finding]:
-    """Whether ``engine.router`` is a router, and knows the servers that ``engine.urls`` names, and no others."""
+    """Check that ``engine.router`` is a router and knows exactly the servers that ``engine.urls`` names."""
     if identity.kind is not ServerKind.ROUTER:
         return [missing("kind", f"engine.router is no sglang-router ({identity.kind.value})", "name it in engine.urls")]
     workers = [url.rstrip("/") for url in identity.workers]
@@ -185,7 +185,7 @@ async def _addresses(host: str, port: int) -> None:
 
 
 async def why_no_talk(url: str, error: EngineError, timeout_s: float) -> Finding:
-    """Why an open port does not answer as an HTTP server does; ``error`` is what came of asking."""
+    """Return why an open port does not answer as an HTTP server does; ``error`` came of asking."""
     parts = urlsplit(url)
     if not isinstance(error, EngineUnreachable):  # a redirect, or an answer without end
         return missing(_TALK, str(error), "is this the server itself, or a proxy or web site before it?")
@@ -228,7 +228,7 @@ async def _other_scheme(url: str, timeout_s: float) -> str | None:
 
 
 _TLS_RECORDS = (b"\x16\x03", b"\x15\x03")
-"""How a TLS server begins its answer: a handshake, or an alert if it dislikes the greeting."""
+"""First bytes of a TLS server's answer: a handshake, or an alert if it dislikes the greeting."""
 
 
 def _tls_greeting(host: str) -> bytes:

@@ -20,14 +20,13 @@ from april.simulate.workload import MOST_IN_FLIGHT, Placement, Schedule, Workloa
 YOUNGER = 0.5
 """Times the off-policy share of what is in work is worth a change that costs no speed."""
 MARGIN = 0.97
-"""What is chosen anew keeps so far below the limit of the off-policy share, at which what is in work is left: or the
-noise of a simulation would take turns with itself."""
+"""Factor of the limit of the off-policy share that a new choice keeps to, so that noise does not undo it."""
 NICE = 10
 """Priority behind the run's own processes."""
 
 
 def choose(question: Question) -> Answer:
-    """What is best within the limits of the question.
+    """Return the best settings within the limits of the question.
 
     Raises:
         ValueError: there is nothing to simulate.
@@ -53,7 +52,7 @@ def choose(question: Question) -> Answer:
 
 
 def workload_of(q: Question) -> Workload:
-    """What is simulated. Raises ValueError."""
+    """Return the workload of the question; raises ValueError."""
     placement = Placement.SEPARATE if q.continuous or q.fetch_ahead else Placement.COLOCATED
     return Workload(
         model="", gpu="", engines=q.engines, groups=q.groups, samples=q.samples, prompt_len=q.prompt_len,
@@ -66,7 +65,7 @@ def workload_of(q: Question) -> Workload:
 
 
 def space_of(q: Question) -> Space:
-    """What may be chosen."""
+    """Return the settings that may be chosen."""
     mode = q.max_staleness if q.continuous else None
     places = min(q.places, MOST_IN_FLIGHT)
     if Work.IN_FLIGHT not in q.free:
@@ -92,7 +91,7 @@ def _in_work(q: Question, row: Row) -> InWork:
 
 
 def main() -> None:
-    """One question, one answer."""
+    """Answer the question on stdin."""
     with suppress(OSError):
         os.nice(NICE)
     sys.stdout.buffer.write(choose(Question.decode(sys.stdin.buffer.read())).encode())

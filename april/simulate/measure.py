@@ -1,6 +1,6 @@
-"""One schedule on virtual time: run it, leave out the ramp, measure the rest.
+"""Run one schedule on virtual time, leave out the ramp, measure the rest.
 
-What the fraction of the limit is. Of the steps after the ramp take the tokens that were kept: generated, less those
+The fraction of the limit: of the steps after the ramp take the tokens that were kept: generated, less those
 dropped for their age (which is the same as trained, plus held at the end, less held at the beginning). The limit is the
 time that exactly these tokens, each at its place in its response, take on the same engines when the same number of
 samples is in flight all the time: no step ends, nothing is prefilled twice. The fraction is that time over the time it
@@ -29,7 +29,7 @@ Progress = Callable[[int], None]
 
 @dataclass(frozen=True)
 class Measured:
-    """One schedule: its figures, and what the picture shows of it.
+    """The figures of one schedule, and what the picture shows of it.
 
     Attributes:
         figures: for simulate.json; times in seconds of virtual time.
@@ -46,7 +46,7 @@ class Measured:
 
 @dataclass(frozen=True)
 class _Totals:
-    """What a window's figures are differences of."""
+    """Totals; a window's figures are their differences."""
 
     dropped: int
     preemptions: int
@@ -102,7 +102,7 @@ def measure(workload: Workload, schedule: Schedule, progress: Progress = lambda 
 
 
 def _waited(settings: CoreSettings, steps: list[dict[str, float]]) -> dict[str, Any]:
-    """Who waited, for how long and why: the account that real runs have among their metrics."""
+    """Return who waited, for how long and why: the account that real runs have among their metrics."""
     times = whole(steps)
     return {
         "trainer_idle_share": times[TrainerTime.WAITS] / times["step_s"],

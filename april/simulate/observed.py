@@ -23,7 +23,7 @@ FEWEST = 32
 
 
 def workload_of(path: Path) -> Workload:
-    """What a recorded run was.
+    """Return the workload of a recorded run.
 
     Lengths are those of the responses that came to their end; those that had none yet when the record ended are
     missing, which are long ones, so a short record looks shorter than the run was.
@@ -63,7 +63,7 @@ def slots_of(run: RunData) -> int | None:
 
 
 def settings_of(run: RunData) -> dict[str, Any]:
-    """Its configuration, or what the core knew of it; raises RecordError for one that cannot be."""
+    """Return its configuration, or what the core knew of it; raises RecordError for one that cannot be."""
     if (recorded := run.head.get("config")) is not None:
         try:
             return Config.from_mapping(recorded).to_mapping()
@@ -80,7 +80,7 @@ def settings_of(run: RunData) -> dict[str, Any]:
 
 
 def lengths_of(run: RunData, seed: int = 0) -> TraceLengths:
-    """Of the finished responses, those of a group together."""
+    """Return the lengths of the finished responses, by group."""
     order = np.argsort(run.finished_group, kind="stable")
     groups = np.split(run.finished[order], np.flatnonzero(np.diff(run.finished_group[order])) + 1)
     rows = [[int(length) for length in group if length > 0] for group in groups]
@@ -88,7 +88,7 @@ def lengths_of(run: RunData, seed: int = 0) -> TraceLengths:
 
 
 def mean_cost(run: RunData, path: Path) -> DecodeCost:
-    """Of an engine like those of the run; raises RecordError where none could be fitted."""
+    """Return the mean cost of the run's engines; raises RecordError where none could be fitted."""
     costs = [fitted.cost for fitted in run.costs.values()]
     if not costs:
         raise RecordError(f"{path}: too few requests ended to know what the engines cost")

@@ -1,4 +1,4 @@
-"""What decoding and prefilling cost on servers: requests at several numbers in flight, and a cost fitted to them.
+"""Measure decoding and prefilling on servers: requests at several numbers in flight, and a cost fitted to them.
 
 The same fit as of a run (:mod:`.fitted_cost`), to requests that are made for it: short and long prompts and responses,
 from one in flight to many. The last round is left out of the fit, and says how far off it is.
@@ -35,7 +35,7 @@ from april.state_file import write_atomic
 
 FORMAT = 1
 ROUNDS = 4
-"""Of all numbers in flight; the first is thrown away, as a server is slow at first, the last is held out."""
+"""Rounds over all numbers in flight; the first is thrown away, as a server is slow at first, the last held out."""
 PROMPTS = (32, 512)
 """Tokens of the prompts, in turn."""
 LEAST_ID = 3
@@ -44,7 +44,7 @@ LEAST_ID = 3
 
 @dataclass(frozen=True, kw_only=True)
 class Profile:
-    """What was measured.
+    """The result of a measurement.
 
     Attributes:
         cost: of one engine.
@@ -156,7 +156,7 @@ def _fitted(numbers: Sequence[int], seen: list[list[list[Ran]]]) -> Profile:
 def profile_server(
     url: str, kind: str, api_key_env: str | None, model: str | None, most: int, tokens: int, out: Path, console: Console
 ) -> Profile:
-    """See ``april profile``.
+    """Run ``april profile``.
 
     Raises:
         ConfigError: an argument is wrong, or the server cannot do what april needs.
@@ -202,7 +202,7 @@ def profile_server(
 
 
 def _require_writable(out: Path) -> None:
-    """What takes minutes to measure must not be lost in the end."""
+    """Fail now if ``out`` cannot be written: the measurement takes minutes."""
     there = out.exists()
     out.parent.mkdir(parents=True, exist_ok=True)
     out.open("a").close()

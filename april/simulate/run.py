@@ -141,7 +141,7 @@ def _against(measured: Measured, base: float) -> dict[str, Any]:
 
 
 def _loop(workload: Workload) -> dict[str, Any]:
-    """How fast engines and trainer are, each for itself."""
+    """Return how fast engines and trainer are, each for itself."""
     return {
         "placement": str(Placement.SEPARATE if workload.separate else Placement.COLOCATED),
         "batch_s": workload.batch_s,
@@ -167,7 +167,7 @@ LOGNORMAL = ("median_len", "sigma_between", "sigma_within")
 
 
 def _notes(workload: Workload, modes: dict[str, dict[str, Any]]) -> list[str]:
-    """What a reader of the figures must know, in sentences."""
+    """Return what a reader of the figures must know, in sentences."""
     notes = []
     for name, m in modes.items():
         if m["in_flight"] > workload.fits:

@@ -61,7 +61,7 @@ class LiveProgress:
 
 
 def headline(report: dict[str, Any]) -> list[str]:
-    """What was simulated, and how long its responses are."""
+    """Return lines on what was simulated, and how long its responses are."""
     w, lengths = report["workload"], report["lengths"]
     source = w["lengths_file"] or (
         f"lognormal, median {w['median_len']:g}, sigma {w['sigma_between']:g} between and {w['sigma_within']:g} within "
@@ -137,7 +137,7 @@ def sweep_table(report: dict[str, Any]) -> Table:
 
 
 def verdict(report: dict[str, Any]) -> list[str]:
-    """What the figures say, in sentences."""
+    """Return what the figures say, in sentences."""
     m = report["modes"]["refill"]
     if report["loop"] is not None:
         return [*_loop_verdict(report), *(f"note: {note}" for note in report["notes"])]

@@ -201,7 +201,7 @@ class SimulatedTrainer:
 
     @property
     def wants_more(self) -> bool:
-        """Whether the trainer asks for a batch now."""
+        """True if the trainer asks for a batch now."""
         return len(self._batches) <= self._fetch_ahead
 
     def add(self, batch: Batch, now: float) -> None:
@@ -228,7 +228,7 @@ IGNORED: tuple[type[do.Command], ...] = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepRecord:
-    """What happened between two deliveries; times in seconds of virtual time."""
+    """The figures between two deliveries; times in seconds of virtual time."""
 
     start_s: float
     """Delivery of the batch before."""
@@ -246,7 +246,7 @@ class StepRecord:
 
 @dataclass(slots=True)
 class SimulationResult:
-    """What a simulation gives: one record per step, and a digest of everything that was delivered."""
+    """The result of a simulation: one record per step, and a digest of everything that was delivered."""
 
     slots: int
     steps: list[StepRecord] = field(default_factory=list)
@@ -285,7 +285,7 @@ class SimulationResult:
 
 
 class Simulation:
-    """One trainer that takes a batch, trains it, updates the weights, and takes the next.
+    """A simulated run: a trainer takes a batch, trains it, updates the weights, and takes the next.
 
     Args:
         settings: of the core, without rewards and filter: neither takes time here.
@@ -365,7 +365,7 @@ class Simulation:
         self._asked = False
         self._batch: Batch | None = None
         self._waited: dict[str, float] = {}
-        """Where the time before that batch went."""
+        """Account of the time before that batch."""
         self._updates = 0
         self._delivered_s, self._delivered_totals = 0.0, self._totals()
         self._times = RunTimes(self.core)
@@ -388,7 +388,7 @@ class Simulation:
         return self.result
 
     def _ask_for_better(self) -> None:
-        """Whether something else should be in work."""
+        """Ask whether something else should be in work."""
         auto = self._auto
         if auto is None or self._choose is None or not auto.asks:
             return
@@ -398,14 +398,14 @@ class Simulation:
             self._decided(auto.answered(question, self._choose(question)))
 
     def _decided(self, decision: Decision | None) -> None:
-        """More or less is in work from now on."""
+        """Change what is in work from now on."""
         if decision is not None:
             log.info("auto, after %d batches: %s", len(self.result.steps), decision.words)
             if (change := decision.change) is not None:
                 self._pump.post(change)
 
     def close(self) -> None:
-        """The end of its record, if it has one."""
+        """End its record, if it has one."""
         if self._recorder is not None:
             self._recorder.close()
 

@@ -1,4 +1,4 @@
-"""What is simulated: the model and its engines, the batch, the response lengths.
+"""The workload of a simulation: the model and its engines, the batch, the response lengths.
 
 Invariant: a :class:`Workload` that could be made can be simulated; every mistake in the arguments is found here, before
 anything runs.
@@ -36,7 +36,7 @@ BOUNDS = (1, 2, 4, 8)
 
 
 class Placement(StrEnum):
-    """Where the trainer's GPUs are."""
+    """Place of the trainer's GPUs."""
 
     COLOCATED = "colocated"
     """Engines and trainer share GPUs; the engines stand still while it trains."""
@@ -46,7 +46,7 @@ class Placement(StrEnum):
 
 @dataclass(frozen=True)
 class Schedule:
-    """How samples are scheduled; the rest of the workload is the same in all modes.
+    """A way to schedule samples; the rest of the workload is the same in all modes.
 
     Attributes:
         over: N', groups in work.
@@ -65,7 +65,7 @@ class Schedule:
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """One job: defaults are those of the paper's scripts (arXiv 2509.18521), on H100.
+    """A job to simulate; defaults are those of the paper's scripts (arXiv 2509.18521), on H100.
 
     Attributes:
         model, gpu, tensor_parallel, memory_share: of one engine, see :func:`.decode_cost.roofline`.
@@ -171,7 +171,7 @@ class Workload:
 
     @cached_property
     def cost(self) -> DecodeCost:
-        """Of one engine."""
+        """The decode cost of one engine."""
         return self.measured_cost or roofline(self.model, self.gpu, self.tensor_parallel, self.memory_share)
 
     @cached_property
@@ -247,7 +247,7 @@ class Workload:
 
     @cached_property
     def modes(self) -> dict[str, Schedule]:
-        """What is compared: sync, N' as in the paper, a constant number of samples in flight; continuous generation."""
+        """The schedules to compare: sync, N' as in the paper, a constant number in flight; continuous generation."""
         n = self.groups
         over = 2 * n if self.over is None else self.over
         modes = {

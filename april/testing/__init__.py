@@ -1,4 +1,4 @@
-"""What users and april itself test with: a virtual clock, fake engines, fault scripts, an audit from outside.
+"""Tools with which users and april itself test: a virtual clock, fake engines, fault scripts, an audit from outside.
 
 ``docs/testing.md`` shows a whole test. Needs neither torch nor any test runner.
 """

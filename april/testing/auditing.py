@@ -29,25 +29,25 @@ class Audit:
 
     handed_over: int
     delivered: int
-    """In a delivered batch, with the log-probability and the version under which they were handed over."""
+    """Tokens in a delivered batch, with the log-probability and the version under which they were handed over."""
     waiting: int
-    """Of samples that no batch has brought."""
+    """Tokens of samples that no batch has brought."""
     rejected: int
-    """Of attempts that had a chunk which cannot be true."""
+    """Tokens of attempts that had a chunk which cannot be true."""
     lost: int
-    """Of delivered samples, but not in them: dropped for a named reason (began again), or really lost."""
+    """Tokens of delivered samples that are not in them: dropped for a named reason (began again), or really lost."""
     duplicated: int
-    """Delivered more than once; beyond ``handed_over``."""
+    """Tokens delivered more than once; beyond ``handed_over``."""
     repeated: int
-    """Handed over twice by an engine (abort_repeats), which nobody above an engine can see."""
+    """Tokens handed over twice by an engine (abort_repeats), which nobody above an engine can see."""
     samples: int
-    """Samples delivered."""
+    """Number of delivered samples."""
     problems: tuple[str, ...]
     """Everything that is wrong, in words."""
 
 
 class AuditError(AprilError, AssertionError):
-    """What was delivered is not what the engines handed over; ``audit`` has the counts."""
+    """Raised where deliveries are not what the engines handed over; ``audit`` has the counts."""
 
     def __init__(self, message: str, audit: Audit) -> None:
         super().__init__(message)
@@ -96,7 +96,7 @@ class _Auditor:
         """Tokens of each attempt that were delivered."""
 
     def run(self, ledger: Ledger | None) -> Audit:
-        """Everything."""
+        """Check everything."""
         seen: set[tuple[int, int]] = set()
         duplicated = delivered = 0
         for batch in self.batches:
@@ -145,7 +145,7 @@ class _Auditor:
         return bool(attempt_id) and version != batch.trained_at
 
     def sample(self, sample: DeliveredSample, batch: Batch) -> None:
-        """One delivered sample against the records of its attempts."""
+        """Compare a delivered sample with the records of its attempts."""
         shapes = {len(sample.tokens), len(sample.logprobs), len(sample.loss_mask), len(sample.versions)}
         if shapes != {sum(s.count for s in sample.segments)}:
             self.wrong(sample, f"has arrays of different lengths: {sorted(shapes)}")
@@ -188,7 +188,7 @@ class _Auditor:
     def equal(
         self, sample: DeliveredSample, what: str, start: int, got: object, expected: object, record: AttemptRecord
     ) -> None:
-        """One array of a segment is what the engine handed over."""
+        """Check that an array of a segment is what the engine handed over."""
         got, expected = np.asarray(got), np.asarray(expected)
         if len(got) != len(expected):
             self.wrong(sample, f"has {len(got)} {what}s from {start}; {_name(record)} handed over {len(expected)}")
@@ -198,7 +198,7 @@ class _Auditor:
             self.wrong(sample, f"has {what} {got[i]} at {start + i}; {_name(record)} handed over {expected[i]}")
 
     def request(self, sample: DeliveredSample, record: AttemptRecord, start: int) -> None:
-        """An attempt continued exactly what the sample had, prompt and response."""
+        """Check that an attempt continued exactly what the sample had, prompt and response."""
         before = np.concatenate((sample.prompt.token_ids, sample.tokens[:start]))
         if not np.array_equal(record.request.token_ids, before):
             self.wrong(sample, f"{_name(record)} was not asked to continue the {len(before)} tokens before it")
@@ -216,12 +216,12 @@ class _Auditor:
                 self.wrong(sample, f"has no loss on tokens of version {segment.version}, and has some on {kept}")
 
     def end(self, sample: DeliveredSample, last: AttemptRecord) -> None:
-        """A response that stopped ends in the stop token of its last attempt."""
+        """Check that a response that stopped ends in the stop token of its last attempt."""
         if sample.finish is FinishReason.STOP and sample.tokens[-1] != last.tokens[-1]:
             self.wrong(sample, f"is said to have stopped, and does not end where {_name(last)} ended")
 
     def seeds(self) -> None:
-        """Attempts of a sample that begin at different tokens have different seeds: the same would repeat itself."""
+        """Check that attempts of a sample that begin at different tokens have different seeds."""
         starts: dict[tuple[object, int], tuple[int, AttemptRecord]] = {}
         for record in self.records.values():
             seed, start = record.request.sampling.seed, len(record.request.token_ids)
@@ -234,7 +234,7 @@ class _Auditor:
                 )
 
     def nothing_is_lost(self, seen: set[tuple[int, int]]) -> None:
-        """Every good attempt of a delivered sample is in it, to the last token."""
+        """Check that every good attempt of a delivered sample is in it, to the last token."""
         for record in self.records.values():
             missing = record.count - self.used[record.attempt_id]
             if record.request.sample_key in seen and not record.wrong and missing:
@@ -244,7 +244,7 @@ class _Auditor:
                 )
 
     def compare(self, ledger: Ledger, handed_over: int, delivered: int, rejected: int, lost: int) -> None:
-        """april's own count of the same things."""
+        """Compare april's own counts of the same things."""
         running = sum(r.count for r in self.records.values() if r.ended_s is None)
         dropped = sum(ledger.dropped.values())
         corrupt = ledger.dropped[DropReason.CORRUPT]

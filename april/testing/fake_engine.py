@@ -66,7 +66,7 @@ class FakeResponder:
         return np.concatenate((said, drawn[len(said) :]))
 
     def _said(self, request: Request) -> Int32:
-        """What the function says, up to the first stop; one is appended if there is none."""
+        """Return what the function says, up to the first stop; one is appended if there is none."""
         assert self._responses is not None
         tokens = np.asarray(self._responses(request), np.int32)
         ends = np.flatnonzero(np.isin(tokens, list(self.stops(request))))
@@ -90,17 +90,21 @@ class FakeResponder:
 
 @dataclass(slots=True)
 class FakeStream:
-    """What an engine keeps of a request that it serves."""
+    """A request at a fake engine: tokens are made as time passes, and taken out in chunks.
+
+    Invariant: made = sent + what is in ``unsent``, and no token is made beyond ``target``, so that a fault after k
+    tokens finds exactly k.
+    """
 
     record: AttemptRecord
     script: AttemptFaults
     tokens: Int32
-    """What this attempt is going to say."""
+    """The tokens that this attempt is going to say."""
     finish: EngineFinish
     token_s: float
     chunk_tokens: int | None
     running: bool = False
-    """It has a place."""
+    """True while it has a place."""
     made: int = 0
     made_until: float = 0.0
     """Time from which the next token counts; in the future: nothing is made before."""
@@ -130,7 +134,7 @@ class FakeStream:
 
     @property
     def due_s(self) -> float:
-        """When the target is reached."""
+        """Time at which the target is reached."""
         return self.made_until + (self.target - self.made) * self.token_s
 
     def make(self, now: float, version: PolicyVersion) -> None:
@@ -155,7 +159,7 @@ class FakeStream:
         return tokens, version
 
     def withhold(self) -> None:
-        """What was made and not handed over never will be."""
+        """Never hand over the tokens that were made and not handed over."""
         self.record.withheld += sum(count for _, count in self.unsent)
         self.unsent.clear()
 
@@ -203,7 +207,7 @@ def made_wrong(chunk: Chunk, kind: FaultKind, vocab_size: int, room: int) -> Chu
 
 
 EMPTY_CHUNK_S = 1.0
-"""Between two chunks without tokens."""
+"""Time between two chunks without tokens."""
 
 
 class FakeEngine:
@@ -285,7 +289,7 @@ class FakeEngine:
         """(time, version, path) of every weight update that worked."""
         self.probes: list[float] = []
         self.violations: list[str] = []
-        """What april asked for against the protocol."""
+        """Requests of april that break the protocol, in words."""
         try:
             self._start_clock()
         except RuntimeError:
@@ -308,7 +312,7 @@ class FakeEngine:
 
     @property
     def version(self) -> PolicyVersion:
-        """Of the weights it has."""
+        """Version of its weights."""
         return self._version
 
     @property
@@ -569,7 +573,7 @@ class FakeEngine:
         return fault is not None
 
     def _chunk(self, stream: FakeStream) -> Chunk:
-        """What was made under one version; sets the end with the last token."""
+        """Return the tokens made under one version; sets the end with the last token."""
         wrong = [kind for kind in WRONG_CHUNKS if stream.unsent and self._hits(stream, kind)]
         room = stream.record.request.sampling.max_tokens - stream.sent
         tokens, version = stream.take(self._version)

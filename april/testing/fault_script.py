@@ -18,7 +18,7 @@ from april.testing.records import conversation, is_evaluation
 
 
 class FaultKind(StrEnum):
-    """What goes wrong."""
+    """The kind of a fault."""
 
     BREAK_OFF = "break_off"
     """The stream raises after exactly ``after_tokens`` tokens."""
@@ -27,7 +27,7 @@ class FaultKind(StrEnum):
     STALL = "stall"
     """No token for ``seconds`` (None: never again) after ``after_tokens``; an abort ends it."""
     EMPTY_CHUNKS = "empty_chunks"
-    """The same, and a chunk without tokens every second."""
+    """No token, as for STALL, and a chunk without tokens every second."""
     ABORT_IGNORED = "abort_ignored"
     """Aborts are acknowledged and do nothing."""
     ABORT_HANGS = "abort_hangs"
@@ -47,16 +47,16 @@ class FaultKind(StrEnum):
     UNKNOWN_TOKEN = "unknown_token"  # noqa: S105 - a token id, not a secret
     """A token id outside the vocabulary."""
     LENGTHS_DIFFER = "lengths_differ"
-    """One log-probability more than tokens."""
+    """A log-probability more than tokens."""
     TOO_MANY_TOKENS = "too_many_tokens"
     """More tokens than the request asked for."""
     FUTURE_VERSION = "future_version"
     OLDER_VERSION = "older_version"
     """A version before that of the attempt's earlier tokens; needs ``after_tokens`` >= 1."""
     EARLY_LENGTH = "early_length"
-    """It ends with LENGTH, and budget and context have room."""
+    """The stream ends with LENGTH, and budget and context have room."""
     EARLY_STOP = "early_stop"
-    """It ends with STOP, and its last token is no stop token."""
+    """The stream ends with STOP, and its last token is no stop token."""
     CHUNK_AFTER_FINISH = "chunk_after_finish"
     """The last chunk comes twice."""
     NO_FINISH = "no_finish"
@@ -98,13 +98,13 @@ ALL_FAULTS = tuple(FaultKind)
 STREAM_FAULTS = tuple(
     kind for kind in FaultKind if kind not in _ABOUT_THE_ENGINE and kind is not FaultKind.ABORT_REPEATS
 )
-"""Those that april has to deal with alone: no call of the trainer raises for a few of them, and no response changes
-(abort_repeats changes it: above an engine nobody can tell a token sent twice from one sampled twice)."""
+"""Kinds that april has to deal with alone: no call of the trainer raises for a few of them, and no response changes.
+(abort_repeats changes it: above an engine a token sent twice looks like one sampled twice.)"""
 
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """One thing that goes wrong.
+    """A thing that goes wrong.
 
     Attributes:
         kind: a :class:`FaultKind` or its name.
@@ -163,7 +163,7 @@ class Fault:
 
     @property
     def by_time_alone(self) -> bool:
-        """Whether it hits the engine at ``from_s``, whatever it is doing."""
+        """True if it hits the engine at ``from_s``, whatever that is doing."""
         return self.kind is FaultKind.ENGINE_DIES and (self.sample, self.attempt, self.after_tokens) == (None, None, 0)
 
 
@@ -183,7 +183,7 @@ class Fired:
 
 @dataclass(slots=True)
 class AttemptFaults:
-    """What may hit one attempt; handed to the engine when the attempt begins."""
+    """The faults that may hit one attempt; made for the engine when the attempt begins."""
 
     sample: tuple[int, int] | None
     attempt: int
@@ -205,7 +205,7 @@ class FaultScript:
                 raise TypeError(f"FaultScript takes faults one by one, FaultScript(Fault(...), ...), got {fault!r}")
         self.faults = faults
         self.fired: list[Fired] = []
-        """In the order in which they hit."""
+        """Faults that have hit, in order."""
         self._left = {id(fault): fault.times for fault in faults}
         self._drawn: list[Fault] = []
         """Faults of a random script; kept, so that no id is used again."""
@@ -253,7 +253,7 @@ class FaultScript:
         return [fault for fault in self.faults if self._left[id(fault)]]
 
     def count(self, kind: FaultKind | str) -> int:
-        """How many faults of this kind have hit."""
+        """Return how many faults of this kind have hit."""
         return sum(fired.fault.kind is FaultKind(kind) for fired in self.fired)
 
     # ---------------------------------------------------------------- for engines
@@ -279,7 +279,7 @@ class FaultScript:
         return AttemptFaults(request.sample_key, number, request.attempt_id, faults)
 
     def hits(self, fault: Fault, engine: str, now_s: float, attempt: AttemptFaults | None = None) -> bool:
-        """Whether a fault that matches hits now; if so it is written down."""
+        """Return whether a fault that matches hits now; if so it is written down."""
         # one that was drawn for this attempt is not among the declared ones
         left = self._left.setdefault(id(fault), fault.times)
         if not left or not fault.from_s <= now_s < fault.until_s:
@@ -301,7 +301,7 @@ class FaultScript:
         return True
 
     def call_fails(self, kind: FaultKind, engine: str, now_s: float) -> bool:
-        """Whether this call of an engine's method (a probe, a weight update) fails."""
+        """Return whether this call of an engine's method (a probe, a weight update) fails."""
         for fault in self.faults:
             if fault.kind is kind and fault.engine in (None, engine) and self.hits(fault, engine, now_s):
                 return True

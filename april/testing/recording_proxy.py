@@ -31,7 +31,7 @@ MAX_BODY_BYTES = 1 << 30
 
 @dataclass(slots=True, kw_only=True)
 class Exchange:
-    """One request for tokens, and what was passed on of its answer."""
+    """A request for tokens, and what was passed on of its answer."""
 
     route: str
     ids: frozenset[str]
@@ -43,7 +43,7 @@ class Exchange:
     sent: list[bytes] = field(default_factory=list)
     """Written to the client while it listened."""
     unsent: list[bytes] = field(default_factory=list)
-    """What came from the server when the client had hung up."""
+    """Pieces that came from the server when the client had hung up."""
     done: bool = False
     closed_early: bool = False
     """The client hung up before the answer was complete."""
@@ -95,7 +95,7 @@ class RecordingProxy:
 
     @property
     def url(self) -> str:
-        """Where it listens."""
+        """Address of the proxy."""
         return self._url
 
     def tokens(self, attempt_id: str) -> list[int]:
@@ -110,7 +110,7 @@ class RecordingProxy:
         return self._nameless.get((request.token_ids.astype("<i4").tobytes(), request.sampling.seed), ())
 
     async def quiet(self) -> None:
-        """Until no exchange is under way, and so every hang-up is noted."""
+        """Wait until no exchange is under way, and so every hang-up is noted."""
         await self._quiet.wait()
 
     # ---------------------------------------------------------------- life
@@ -172,7 +172,7 @@ class RecordingProxy:
                 self._quiet.set()
 
     def _exchange(self, request: web.Request, body: bytes) -> Exchange:
-        """What the request is; those that ask for tokens are kept."""
+        """Describe the request, and keep it if it asks for tokens."""
         value = None
         if request.method == "POST" and request.path in _ROUTES:
             with suppress(msgspec.DecodeError):

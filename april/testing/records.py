@@ -1,4 +1,4 @@
-"""What a fake engine says, and what it writes down: each request, each chunk that left it, each abort.
+"""Tokens of a fake engine, and its records: each request, each chunk that left it, each abort.
 
 Tokens depend on (conversation, sample, position), log-probabilities on (token, version). So a test can compute every
 delivered token again, and a log-probability beside the wrong token or under the wrong version shows.
@@ -60,14 +60,14 @@ def fake_logprobs(tokens: Sequence[int] | Int32, version: PolicyVersion) -> Floa
 
 
 class AbortRecord(NamedTuple):
-    """One call of ``abort``; ``attempt_ids`` None means everything."""
+    """A call of ``abort``; ``attempt_ids`` None means everything."""
 
     at_s: float
     attempt_ids: tuple[str, ...] | None
 
 
 class HandedOver:
-    """What was handed over for one request: the arrays of its chunks."""
+    """Arrays of the chunks that were handed over for one request."""
 
     __slots__ = ()
 
@@ -91,17 +91,17 @@ class HandedOver:
 
 @dataclass(slots=True, kw_only=True)
 class AttemptRecord(HandedOver):
-    """One request, and what was handed over for it."""
+    """A request, and what was handed over for it."""
 
     engine: str
     request: Request
     started_s: float
     chunks: list[Chunk] = field(default_factory=list)
     times_s: list[float] = field(default_factory=list)
-    """When each chunk left the engine."""
+    """Time at which each chunk left the engine."""
     ended_s: float | None = None
     end: str = ""
-    """How it ended: a finish reason, an error, or that the caller left. Empty: it has not."""
+    """The end: a finish reason, an error, or that the caller left; empty while it runs."""
     wrong: str = ""
     """Kind of the fault that made one of its chunks impossible; april must not deliver any token of it."""
     withheld: int = 0
@@ -116,7 +116,7 @@ class AttemptRecord(HandedOver):
 
     @property
     def evaluation(self) -> bool:
-        """Whether it belongs to an evaluation, and so to no batch."""
+        """True if it belongs to an evaluation, and so to no batch."""
         return is_evaluation(self.request.attempt_id)
 
     @property
@@ -127,5 +127,5 @@ class AttemptRecord(HandedOver):
 
 
 def is_evaluation(attempt_id: str) -> bool:
-    """Whether an attempt id is one of april's evaluations (their numbers have nothing to do with training's)."""
+    """Return whether an attempt id is one of april's evaluations (their numbers have nothing to do with training's)."""
     return len(attempt_id) == 32 and attempt_id[16:20] == f"{EVALUATION_MARK:04x}"

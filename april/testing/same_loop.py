@@ -43,7 +43,7 @@ class _SameLoop(LoopThread):
     def __init__(self) -> None:
         self._open = True
         self._running: dict[asyncio.Task[Any], asyncio.Future[None]] = {}
-        """Who has called, and what is done when the call has ended."""
+        """Callers, with the future that is done when their call has ended."""
         self._cancelled: set[asyncio.Task[Any]] = set()
         """Callers whose calls close has ended."""
 
@@ -131,7 +131,7 @@ class _SameLoopScheduler(RolloutScheduler):
 
 
 class Rollouts:
-    """What :class:`april.RolloutScheduler` does, awaited on the loop on which it was made; see :func:`rollouts`."""
+    """The methods of :class:`april.RolloutScheduler`, awaited on the loop that made it; see :func:`rollouts`."""
 
     def __init__(self, scheduler: _SameLoopScheduler) -> None:
         self._scheduler = scheduler
@@ -142,7 +142,7 @@ class Rollouts:
 
     @property
     def requests(self) -> RequestLog:
-        """When the latest requests were sent, and what they brought."""
+        """Log of the latest requests: their times and tokens."""
         return self._driver.requests
 
     async def next_batch(self) -> Batch:
@@ -225,7 +225,7 @@ class Rollouts:
         self._scheduler.validate()
 
     def story(self, group: int, index: int) -> str:
-        """What happened to one sample, one line per transition."""
+        """Return the history of one sample, one line per transition."""
         return self._scheduler.story(group, index)
 
     def __repr__(self) -> str:

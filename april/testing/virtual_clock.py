@@ -26,7 +26,7 @@ class VirtualDeadlock(AprilError, RuntimeError):
 
 
 class _NoFiles(selectors.BaseSelector):
-    """Where the loop would sleep: moves the clock instead."""
+    """The selector of a loop that never sleeps: it moves the clock instead."""
 
     def __init__(self, loop: VirtualClockLoop) -> None:
         self._loop = loop
@@ -102,7 +102,7 @@ class VirtualClockLoop(asyncio.SelectorEventLoop):
         """No pipe: nobody can wake a loop that never sleeps."""
 
     def _close_self_pipe(self) -> None:
-        """See ``_make_self_pipe``."""
+        """Nothing to close."""
 
     async def subprocess_exec(self, *args: Any, **options: Any) -> NoReturn:
         """Not supported, as on Windows with a selector loop; refused before there is a process."""

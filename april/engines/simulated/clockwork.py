@@ -1,4 +1,4 @@
-"""One engine with continuous batching as a discrete-event model: no asyncio, no tokens, only when and how many.
+"""A discrete-event model of an engine with continuous batching: no asyncio, no tokens, only when and how many.
 
 The model. Decode steps follow one another; every active sequence gains one token per step; a step's duration follows
 from the batch and the resident KV at its start (``DecodeCost``). Between two steps, in this order: sequences that have
@@ -225,7 +225,7 @@ class SimulatedDecoder:
     # -- time --------------------------------------------------------------------------------------------------------
 
     def next_event_time(self) -> float:
-        """When something happens next if nothing is added or aborted; inf when idle or paused between steps."""
+        """Return the time of the next event if nothing is added or aborted; inf when idle or paused between steps."""
         if self._next is None:
             if self._stepping:
                 self._next = self._end_of(self._next_change())

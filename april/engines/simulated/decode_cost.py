@@ -1,4 +1,4 @@
-"""What decoding costs on one engine, and the throughput limit that follows from it.
+"""The cost of decoding on one engine, and the throughput limit that follows from it.
 
 One decode step with n active sequences and K tokens resident in the KV cache takes ``t(n, K) = a + b n + g K`` seconds;
 every step adds n to K. Prefill costs a constant time per token.
@@ -78,7 +78,7 @@ class DecodeCost:
 
 @dataclass(frozen=True, slots=True)
 class ModelSize:
-    """What a decode step reads and computes: parameters, bytes of one weight, KV-cache bytes of one token."""
+    """A model as a decode step sees it: parameters, bytes of one weight, KV-cache bytes of one token."""
 
     parameters: float
     kv_bytes_per_token: int
@@ -187,7 +187,7 @@ def s_max(cost: DecodeCost, lengths: Lengths, in_flight_factor: float = 1.0, pro
 
 
 def in_flight_that_fits(cost: DecodeCost, lengths: Lengths, prompt_tokens: float = 0.0) -> float:
-    """How many sequences the KV cache holds on average when the engine is kept full for ever; inf if unbounded.
+    """Return how many sequences the KV cache holds on average when the engine is kept full for ever; inf if unbounded.
 
     A sequence of length L is met with probability proportional to L, on average half done.
     """

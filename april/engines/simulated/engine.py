@@ -78,7 +78,7 @@ def synthetic_response(
 
 @dataclass(slots=True)
 class _Stream:
-    """One request that is being served. ``outbox``: (number of tokens, version, finish)."""
+    """A request that is being served. ``outbox``: (number of tokens, version, finish)."""
 
     request: Request
     new_tokens: int

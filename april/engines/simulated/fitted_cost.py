@@ -1,4 +1,4 @@
-"""What decoding costs on an engine, fitted to what its requests took: the model of :class:`DecodeCost`, turned round.
+"""The cost of decoding on an engine, fitted to the durations of its requests (:class:`DecodeCost`, turned round).
 
 A request that gets k tokens sees k decode steps, and the prefills that stop them. How long it takes is therefore linear
 in the costs: k steps' worth of a, b for each sequence and g for each resident token of each of these steps, p for each
@@ -28,7 +28,7 @@ FEWEST = 16
 ALIKE = 0.05
 """Where the numbers of sequences that requests had beside them differ by less, relative, a step's costs are one sum."""
 LEAST = 1e-3
-"""Of a mean step, what it costs at least whatever the batch."""
+"""Least share of a mean step that does not depend on the batch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,19 +50,19 @@ class Requests:
         return len(self.began_s)
 
     def __getitem__(self, rows: slice | NDArray[Any]) -> Requests:
-        """Some of them."""
+        """Return some of the requests."""
         return Requests(self.began_s[rows], self.ended_s[rows], self.context[rows], self.generated[rows])
 
     @classmethod
     def of(cls, ended: Iterable[Ran]) -> Requests:
-        """Of a :class:`april.core.event_pump.RequestLog`."""
+        """Return the requests of a :class:`april.core.event_pump.RequestLog`."""
         rows = np.array([(r.began_s, r.ended_s, r.context, r.generated) for r in ended], np.float64).reshape(-1, 4)
         return cls(*rows.T)
 
 
 @dataclass(frozen=True, slots=True)
 class FittedCost:
-    """What was found.
+    """The result of a fit.
 
     Attributes:
         cost: of the engine.
@@ -103,7 +103,7 @@ def fit(requests: Requests) -> FittedCost | None:
 
 
 def predicted_s(requests: Requests, cost: DecodeCost) -> Floats:
-    """How long each of the requests [R] would take by ``cost``, among the others as they were."""
+    """Return how long each of the requests [R] would take by ``cost``, among the others as they were."""
     if not len(requests):
         return np.zeros(0)
     costs = np.array([cost.base_s, cost.per_sequence_s, cost.per_kv_token_s, cost.per_prefill_token_s])
@@ -112,7 +112,7 @@ def predicted_s(requests: Requests, cost: DecodeCost) -> Floats:
 
 
 class _Traffic:
-    """How many sequences and tokens an engine had, from one begin or end of a request to the next."""
+    """Return how many sequences and tokens an engine had, from one begin or end of a request to the next."""
 
     def __init__(self, requests: Requests) -> None:
         r = self._requests = requests

@@ -1,4 +1,4 @@
-"""How long simulated responses are: distributions of lengths that need no model.
+"""Distributions of response lengths that need no model.
 
 Invariant: the length of a sample depends only on (distribution, seed, group, index), never on what was drawn before, in
 which process or how many samples its group has. The random bits come from BLAKE2b, so they are the same everywhere; the
@@ -81,7 +81,7 @@ class LognormalLengths(ResponseLengths):
     def split(
         cls, median: float, sigma: float, between_share: float, cap: int | None = None, seed: int = 0
     ) -> LognormalLengths:
-        """From the total ``sigma`` and the share of its variance (0..1) that lies between prompts."""
+        """Make it from the total ``sigma`` and the share of its variance (0..1) that lies between prompts."""
         if not 0.0 <= between_share <= 1.0:
             raise ValueError(f"between_share is a share of the variance, in [0, 1], not {between_share}")
         between, within = sigma * math.sqrt(between_share), sigma * math.sqrt(1.0 - between_share)

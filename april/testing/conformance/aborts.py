@@ -22,7 +22,7 @@ LONG_PROMPT = 2000
 
 
 def _ends(readings: Sequence[Reading]) -> Figures:
-    """How requests ended, as figures."""
+    """Return how requests ended, as figures."""
     counts = Counter(str(r.finish) for r in readings)
     cut = [r for r in readings if r.finish is EngineFinish.ABORT]
     return {
@@ -33,7 +33,7 @@ def _ends(readings: Sequence[Reading]) -> Figures:
 
 
 async def _accounted(bench: Bench, readings: Sequence[Reading]) -> Figures:
-    """All have ended well, hold what was sent, and are the beginnings of the uncut responses."""
+    """Check that all have ended well, hold what was sent, and begin like the uncut responses."""
     bench.no_error(readings)
     figures = _ends(readings) | bench.compared(readings)
     if bench.subject.greedy_repeats:

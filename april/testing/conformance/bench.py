@@ -1,4 +1,4 @@
-"""Where a check puts an engine on: requests, their readings, and waits that end.
+"""A bench for an engine: requests, their readings, and waits that end.
 
 Invariant: every reading is held to the engine contract (one end, arrays of one length, possible numbers, the budget),
 whatever the check looks at besides.
@@ -81,15 +81,15 @@ def _answer_of(answers: Iterable[Answer], tokens: Int32, taken: dict[int, int]) 
 T = TypeVar("T")
 
 ASK_AGAIN_S = 0.25
-"""Between two requests for the same abort, as april does it."""
+"""Time between two requests for the same abort, as april does it."""
 SILENCE_S = 0.5
 """An engine that works and has shown no token for so long hands them over at the end only."""
 LOOK_S = 0.004
-"""Between two looks at something that tells nobody when it changes."""
+"""Time between two looks at something that tells nobody when it changes."""
 
 
 class Reading(HandedOver):
-    """One request, read to its end in a task of its own."""
+    """A request, read to its end in a task of its own."""
 
     def __init__(self, engine: Engine, request: Request) -> None:
         self.request = request
@@ -107,17 +107,17 @@ class Reading(HandedOver):
 
     @property
     def id(self) -> str:
-        """Of the attempt."""
+        """Id of the attempt."""
         return self.request.attempt_id
 
     @property
     def versions(self) -> list[PolicyVersion]:
-        """One per token."""
+        """The version of each token."""
         return [c.version for c in self.chunks for _ in range(len(c.tokens))]
 
     @property
     def finish(self) -> EngineFinish | None:
-        """Why it ended; None while it runs and after an error."""
+        """The finish reason; None while it runs and after an error."""
         return self.chunks[-1].finish if self.chunks else None
 
     def check(self, limits: Capabilities, newest: PolicyVersion) -> None:
@@ -166,7 +166,7 @@ class Bench:
         return f"{self._run}{next(self._numbers):016x}"
 
     def prompt(self, number: int = 0) -> Int32:
-        """One of the subject's prompts, int32 [P]."""
+        """Return one of the subject's prompts, int32 [P]."""
         prompts = self.subject.prompts
         return np.array(prompts[number % len(prompts)], np.int32)
 
@@ -206,7 +206,7 @@ class Bench:
         )
 
     def again(self, request: Request, count: int | None = None) -> Request:
-        """The same request under another id; only its first ``count`` tokens, if EOS could not end it before."""
+        """Return the request under another id; only its first ``count`` tokens, if EOS could not end it before."""
         sampling = request.sampling
         if not sampling.temperature:
             sampling = replace(sampling, seed=next(self._seeds))
@@ -221,7 +221,7 @@ class Bench:
         return reading
 
     async def whole(self, requests: Iterable[Request], engine: Engine | None = None) -> list[Reading]:
-        """Requests that must complete, read to their ends."""
+        """Return requests that must complete, read to their ends."""
         readings = [self.start(r, engine) for r in requests]
         await self.ended(readings)
         self.no_error(readings)
@@ -230,7 +230,7 @@ class Bench:
     # ---------------------------------------------------------------- waits
 
     async def within(self, coroutine: Coroutine[Any, Any, T], what: str) -> T:
-        """The result of a call, if it comes; raises Broken if it does not, or fails."""
+        """Return the result of a call; raises Broken if it does not come, or the call fails."""
         try:
             async with asyncio.timeout(self.subject.patience_s):
                 return await coroutine
@@ -240,7 +240,7 @@ class Bench:
             raise Broken(f"{what} failed: {error}") from error
 
     async def until(self, condition: Callable[[], bool], what: str) -> None:
-        """Until it holds; raises Broken after the subject's patience."""
+        """Wait until it holds; raises Broken after the subject's patience."""
         deadline = asyncio.get_running_loop().time() + self.subject.patience_s
         while not condition():
             if asyncio.get_running_loop().time() > deadline:
@@ -248,7 +248,7 @@ class Bench:
             await asyncio.sleep(LOOK_S)
 
     async def ended(self, readings: Sequence[Reading]) -> None:
-        """Until all streams have ended; raises Broken if one hangs or breaks the contract."""
+        """Wait until all streams have ended; raises Broken if one hangs or breaks the contract."""
         if readings:
             await asyncio.wait([r.task for r in readings], timeout=self.subject.patience_s)
         late = [r for r in readings if not r.task.done()]
@@ -273,7 +273,7 @@ class Bench:
         await self.ended(readings)
 
     async def caught(self, readings: Sequence[Reading], every: bool = True) -> None:
-        """Until each of them (``every`` off: any) has tokens; an engine that shows none before the end gets time."""
+        """Wait until each (``every`` off: any) has tokens; an engine that shows none before the end gets time."""
         loop = asyncio.get_running_loop()
         began, enough = loop.time(), all if every else any
         while not enough(r.count or r.task.done() for r in readings):
@@ -285,7 +285,7 @@ class Bench:
             await asyncio.sleep(LOOK_S)
 
     async def load(self) -> int | None:
-        """Requests that the engine works on or holds, by its own word; None if it does not tell."""
+        """Return the requests that the engine works on or holds, by its own word; None if it does not tell."""
         health = await self.within(self.engine.health(), "health")
         if health.load is not None:
             return health.load.running + health.load.waiting
@@ -294,7 +294,7 @@ class Bench:
         return sum(known) if known else None
 
     async def idle(self) -> str:
-        """Until nothing runs on the engine, by its own word; says what was seen."""
+        """Wait until nothing runs on the engine, by its own word; returns what was seen."""
         load = await self.load()
         if load is None:
             return "the engine does not tell its load"
@@ -307,7 +307,7 @@ class Bench:
         return "0"
 
     async def well(self) -> None:
-        """The engine is healthy and serves a request."""
+        """Check that the engine is healthy and serves a request."""
         health = await self.within(self.engine.health(), "health")
         if not health.ok:
             raise Broken(f"the engine is not well afterwards: {health.detail}")
@@ -322,13 +322,13 @@ class Bench:
         await self.within(self.engine.resume(), "resume")
 
     async def next_version(self, weights: Weights) -> None:
-        """``update_weights`` of a paused engine."""
+        """Call ``update_weights`` of a paused engine."""
         version = PolicyVersion(self.version.incarnation, self.version.n + 1)
         await self.within(self.engine.update_weights(version, weights.path), "update_weights")
         self.version, self.weights = version, weights
 
     async def tidy(self) -> None:
-        """Nothing of the last check is left behind: no reading, and the first weights."""
+        """Leave nothing of the last check behind: end all readings, put back the first weights."""
         tasks = [r.task for r in self._readings if not r.task.done()]
         for task in tasks:
             task.cancel()
@@ -341,12 +341,12 @@ class Bench:
     # ---------------------------------------------------------------- expectations
 
     def compared(self, readings: Iterable[Reading]) -> Figures:
-        """What they hold against what the witness saw, if there is one."""
+        """Compare the readings with what the witness saw, if there is one."""
         held = [(r.request, r.tokens, r.finish) for r in readings]
         return compare(self.subject.wire, held, self.engine.capabilities.abort_means)
 
     def no_error(self, readings: Iterable[Reading]) -> None:
-        """None of them failed."""
+        """Check that none of the readings failed."""
         for reading in readings:
             if reading.error is not None:
                 raise Broken(
@@ -355,13 +355,13 @@ class Bench:
                 )
 
     def needs_greedy(self) -> None:
-        """For checks that compare greedy responses."""
+        """Raise NotTested where greedy responses do not repeat."""
         if not self.subject.greedy_repeats:
             raise NotTested("greedy responses do not repeat exactly on this engine (greedy_repeats=False)")
 
 
 def same(got: Int32, wanted: Int32, what: str) -> None:
-    """``got`` is the beginning of ``wanted``, or Broken says where they part."""
+    """Raise Broken, with the place, unless ``got`` is the beginning of ``wanted``."""
     count = min(len(got), len(wanted))
     differs = np.flatnonzero(got[:count] != wanted[:count])
     if differs.size or len(got) > len(wanted):
@@ -373,7 +373,7 @@ def same(got: Int32, wanted: Int32, what: str) -> None:
 
 
 def equal(got: Int32, wanted: Int32, what: str) -> None:
-    """Both are the same tokens."""
+    """Check that both are the same tokens."""
     same(got, wanted, what)
     if len(got) != len(wanted):
         raise Broken(f"{what}: {len(got)} tokens, and the uncut response has {len(wanted)}")

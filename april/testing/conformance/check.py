@@ -17,11 +17,11 @@ LONGEST_CHECK = 20
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One promise. Call it with a :class:`Subject` for a verdict on a freshly opened engine."""
+    """A promise. Call it with a :class:`Subject` for a verdict on a freshly opened engine."""
 
     name: str
     promise: str
-    """What is promised, in one sentence."""
+    """The promise, in one sentence."""
     body: Callable[[Bench], Awaitable[Figures]]
 
     def __str__(self) -> str:

@@ -23,7 +23,7 @@ from april.testing.recording_proxy import RecordingProxy
 _MADE = re.compile(
     rb"^(?:vllm:|sglang:|trtllm_)generation_tokens_total(?:\{[^}]*\})? (\S+)", re.MULTILINE
 )
-"""What servers call the number of tokens that they have generated."""
+"""Metrics in which servers count the tokens that they have generated."""
 
 
 @asynccontextmanager

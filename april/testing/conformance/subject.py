@@ -1,4 +1,4 @@
-"""What goes into the suite and what comes out: the engine under test with its equipment, verdicts, the report."""
+"""The engine under test with its equipment, which goes into the suite; verdicts and a report, which come out."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ pass in fp32. The suite computes from it what the engine's declared kind of log-
 
 
 class Answer(Protocol):
-    """What was sent for one request."""
+    """The answer that was sent for one request."""
 
     @property
     def tokens(self) -> Sequence[int]:
@@ -40,12 +40,12 @@ class Answer(Protocol):
 
     @property
     def closed_early(self) -> bool:
-        """Whether the client hung up before the answer was complete."""
+        """True if the client hung up before the answer was complete."""
         ...
 
 
 class Witness(Protocol):
-    """Who saw what left the server, independently of the engine's client: :class:`~april.testing.RecordingProxy`."""
+    """A witness of what left the server, independent of the engine's client: :class:`~april.testing.RecordingProxy`."""
 
     def answers(self, request: Request) -> Sequence[Answer]:
         """Answers to this request; if requests have no names on the wire, to all that look the same there."""
@@ -54,7 +54,7 @@ class Witness(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """One set of weights. ``path`` None: there is no directory that the engine could load."""
+    """A set of weights. ``path`` None means that there is no directory that the engine could load."""
 
     path: str | None = None
     reference: Reference | None = None
@@ -62,7 +62,7 @@ class Weights:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Subject:
-    """What the suite is run on. Everything but ``open`` is optional; what is missing leaves promises ``not tested``.
+    """The engine under test. Everything but ``open`` is optional; what is missing leaves promises ``not tested``.
 
     The server, if there is one, is the suite's alone while it runs: it is paused, gets weights, and is asked whether
     anything runs on it.
@@ -73,7 +73,7 @@ class Subject:
     name: str = ""
     """Column of the matrix; default: the engine's name."""
     version: str = ""
-    """Of the engine's software."""
+    """Version of the engine's software."""
     prompts: Sequence[Sequence[int]] = ((5, 6, 7, 8), (9, 10, 11), (12, 13, 14, 15, 16))
     """Token ids that the model knows; no end-of-text among them."""
     ending_prompts: Sequence[Sequence[int]] = ()
@@ -93,7 +93,7 @@ class Subject:
     tokenizer: Any = None
     """With ``decode``, for stop strings."""
     wire: Witness | None = None
-    """Between engine and server."""
+    """The witness between engine and server."""
     made: Callable[[], Awaitable[float]] | None = None
     """Tokens that the server has generated since its start, by its own count."""
     second: Callable[[], Awaitable[Engine]] | None = None
@@ -115,7 +115,7 @@ Figures = dict[str, float | int | str]
 
 
 class Outcome(StrEnum):
-    """What became of one promise."""
+    """The outcome of one promise."""
 
     PASSED = "passed"
     FAILED = "failed"
@@ -132,7 +132,7 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     promise: str
     outcome: Outcome
     detail: str = ""
-    """What is wrong, not offered or missing; empty for a plain pass."""
+    """The reason, where it is broken, not offered or not tested."""
     figures: Figures = {}
     wall_s: float = 0.0
     cpu_s: float = 0.0
@@ -149,9 +149,9 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
 
     engine: str
     version: str = ""
-    """Of the engine's software, as the subject says it."""
+    """Version of the engine's software, as the subject says it."""
     capabilities: dict[str, str] = {}
-    """What the engine says of itself, in words; the first block of the matrix."""
+    """The engine's capabilities in words; the first block of the matrix."""
     notes: tuple[str, ...] = ()
     verdicts: tuple[Verdict, ...] = ()
     wall_s: float = 0.0

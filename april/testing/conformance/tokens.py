@@ -1,4 +1,4 @@
-"""Where responses end, what is refused, seeds, and log-probabilities of the declared kind."""
+"""Checks of the ends of responses, refusals, seeds, and log-probabilities of the declared kind."""
 
 from __future__ import annotations
 
@@ -200,7 +200,7 @@ TIE = 1e-5
 
 
 def expected(kind: LogprobKind, logits: Float32, tokens: Int32, temperature: float, top_p: float) -> Float32:
-    """What ``kind`` says of ``tokens`` [T] under ``logits`` [T, V]: float32 [C, T]; per token one row must fit.
+    """Return what ``kind`` says of ``tokens`` [T] under ``logits`` [T, V]: float32 [C, T]; per token one row must fit.
 
     C is 1, and 2 for ``processed`` with top-p, where rounding decides which token is the last of the nucleus.
     """

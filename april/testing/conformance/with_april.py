@@ -88,7 +88,7 @@ def _recorded(bench: Bench, **options: Any) -> _Recorded:
 
 
 async def _response(bench: Bench, config: Config, engine: _Recorded, prompt: Int32) -> tuple[Int32, FinishReason]:
-    """One greedy response through the scheduler."""
+    """Generate one greedy response through the scheduler."""
     async with rollouts(
         config, engines=[engine], prompts=[prompt.tolist()], tokenizer=bench.subject.tokenizer
     ) as run:  # fmt: skip
