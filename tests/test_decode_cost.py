@@ -49,13 +49,6 @@ def test_inverse_is_the_largest_number_of_whole_steps(cost: DecodeCost, seconds:
     assert cost.steps_s(k, n, kv) <= seconds < cost.steps_s(k + 1, n, kv)
 
 
-@settings(derandomize=True, deadline=None)
-@given(costs, st.integers(0, 10**5), st.integers(0, 4096), st.integers(0, 10**7))
-def test_inverse_of_the_closed_form(cost: DecodeCost, steps: int, n: int, kv: int) -> None:
-    """The time of k steps holds k steps, not k - 1 by rounding."""
-    assert cost.steps_within(cost.steps_s(steps, n, kv), n, kv) == steps
-
-
 def test_no_steps_before_the_start() -> None:
     """A negative time holds no step."""
     assert DecodeCost(1.0, 0.0, 0.0).steps_within(-1.0, 1, 1) == 0

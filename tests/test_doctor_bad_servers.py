@@ -120,25 +120,6 @@ def test_a_certificate_that_is_not_trusted() -> None:
     assert "SSL_CERT_FILE" in finding.advice
 
 
-def test_a_server_that_accepts_and_never_answers() -> None:
-    """Hung or drowned: the doctor waits as long for one answer as it may, and says so."""
-    server, finding = examined(lambda path: None, patience=SHORT)
-    assert finding.sentence == f"{server.url} accepts connections and gives no answer in 0.2 s"
-    assert "look at its log" in finding.advice
-
-
-def test_a_server_that_hangs_after_its_headers() -> None:
-    """Half an answer is none."""
-    server, finding = examined(lambda path: http(200, b"{", length=100), patience=SHORT)
-    assert finding.sentence == f"{server.url} accepts connections and gives no answer in 0.2 s"
-
-
-def test_the_whole_time_is_over() -> None:
-    """However patient with each answer."""
-    server, finding = examined(lambda path: None, patience=replace(LONG, total_s=0.2))
-    assert finding.sentence == f"{server.url} had not said in 0.2 s what it can do"
-
-
 def test_what_was_found_when_the_time_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
     """A server that is known and then hangs: who it is stays in the report."""
     answer = routes(version=http(200, {"version": "0.32.0"}), v1_models=http(200, MODELS))
@@ -164,14 +145,28 @@ def test_what_was_found_when_the_time_is_over(monkeypatch: pytest.MonkeyPatch) -
 # ---------------------------------------------------------------- reached, but no engine
 
 
-def test_a_page_of_another_web_server() -> None:
-    """A 404 page everywhere, or a page for every path: no inference server, and what the address should be."""
-    page = b"<html><h1>nginx</h1></html>"
-    for answer in (http(404, page, "Content-Type: text/html"), http(200, page, "Content-Type: text/html")):
-        server, finding = examined(lambda path, answer=answer: answer)  # type: ignore[misc]
-        assert server.kind == "other"
-        assert finding.sentence.startswith("a web server answers here, but no inference server that april knows")
-        assert finding.advice == "is this the right port? the address must be the server's root, without /v1"
+PAGE = b"<html><h1>nginx</h1></html>"
+ROOT = "is this the right port? the address must be the server's root, without /v1"
+
+
+@pytest.mark.parametrize(
+    ("answer", "patience", "sentence", "advice"),
+    [
+        (None, SHORT, "{url} accepts connections and gives no answer in 0.2 s", "look at its log"),
+        (http(200, b"{", length=100), SHORT, "{url} accepts connections and gives no answer in 0.2 s", "look at"),
+        (None, replace(LONG, total_s=0.2), "{url} had not said in 0.2 s what it can do", "look at its log"),
+        (http(404, PAGE, "Content-Type: text/html"), LONG, "a web server answers here, but no inference server", ROOT),
+        (http(200, PAGE, "Content-Type: text/html"), LONG, "a web server answers here, but no inference server", ROOT),
+        (http(503, b"Service Unavailable"), LONG, "everything is answered with 502, 503 or 504", "wait until"),
+        (b"-ERR unknown command\r\n", LONG, "{url} does not speak HTTP", "is this the right port?"),
+    ],
+    ids=["silent", "half an answer", "no time", "404 page", "page for all", "proxy alone", "database"],
+)
+def test_the_same_answer_to_everything(answer: Any, patience: Patience, sentence: str, advice: str) -> None:
+    """Hung, drowned, another web server, a proxy whose server is down, no web server at all: each has its sentence."""
+    server, finding = examined(lambda path: answer, patience=patience)
+    assert finding.sentence.startswith(sentence.format(url=server.url))
+    assert advice in finding.advice
 
 
 def test_json_of_another_kind() -> None:
@@ -180,13 +175,6 @@ def test_json_of_another_kind() -> None:
     for strange in ([], "text", 5, None, {"data": 5}, {"data": [5, {"no id": 1}]}, {"workers": 3}, {"model_path": 3}):
         server, _ = examined(lambda path, strange=strange: http(200, strange))  # type: ignore[misc]
         assert server.kind == "other"
-
-
-def test_a_proxy_whose_server_is_down() -> None:
-    """502, 503 or 504 to everything."""
-    server, finding = examined(lambda path: http(503, b"Service Unavailable"))
-    assert server.kind == "starting"
-    assert "wait until" in finding.advice
 
 
 @pytest.mark.parametrize("status", [301, 302, 307, 308])
@@ -217,13 +205,6 @@ def test_http_where_https_is_spoken() -> None:
             _, finding = only(report_of(server.url))
         assert finding.sentence == "the server speaks HTTPS, and the address says http"
         assert finding.advice == f"write {server.url.replace('http:', 'https:')}"
-
-
-def test_something_that_is_no_web_server() -> None:
-    """A database, say."""
-    server, finding = examined(lambda path: b"-ERR unknown command\r\n")
-    assert finding.sentence.startswith(f"{server.url} does not speak HTTP")
-    assert finding.advice == "is this the right port?"
 
 
 # ---------------------------------------------------------------- an engine, but not now, or not so

@@ -20,7 +20,7 @@ from virtual_rollouts import on_virtual_time
 
 from april.core.sampling import SamplingParams
 from april.core.versions import PolicyVersion
-from april.engines.protocol import Chunk, Engine, EngineFinish, Request
+from april.engines.protocol import Chunk, EngineFinish, Request
 from april.engines.simulated.decode_cost import DecodeCost
 from april.engines.simulated.engine import SimulatedEngine, by_sample_key, synthetic_response
 from april.engines.simulated.response_lengths import ConstantLengths
@@ -68,16 +68,6 @@ def virtual(program: Callable[[], Awaitable[None]]) -> None:
         await program()
 
     run_virtual(main())
-
-
-def test_it_is_an_engine() -> None:
-    """The protocol's attributes are there, and the capabilities say what is done."""
-    engine: Engine = make_engine(cost=replace(SECOND, kv_capacity_tokens=500), max_context=4096)
-
-    assert isinstance(engine, Engine)
-    assert engine.capabilities.max_in_flight == 4
-    assert engine.capabilities.max_context == 500
-    assert engine.capabilities.returns_partials
 
 
 @pytest.mark.parametrize("stream_interval_s", [None, 0.4, 3.0, 100.0])
@@ -166,33 +156,6 @@ async def test_abort_while_queued_just_finished_and_unknown() -> None:
 
 
 @on_virtual_time
-async def test_abort_before_the_request_is_known_does_nothing() -> None:
-    """An id that is not registered yet is ignored, as the contract says: april asks again."""
-    engine = make_engine()
-    await engine.abort(["a"])
-    assert (await start(engine, make_request("a")))[-1].finish is EngineFinish.STOP
-
-
-@on_virtual_time
-async def test_abort_all_and_resume_elsewhere_continues_the_same_sequence() -> None:
-    """Cut at random places and resumed on other engines, a sample is what it would have been uncut."""
-    rng = np.random.default_rng(0)
-    whole = (await start(make_engine(60, DecodeCost(1.0, 0.5, 1e-3, 0.1)), make_request()))[-1]
-    held, attempts = whole.tokens[:0], 0
-    finish: EngineFinish | None = EngineFinish.ABORT
-    while finish is EngineFinish.ABORT:
-        engine = make_engine(60)
-        task = start(engine, make_request(f"a{attempts}", held=held, max_tokens=1000 - len(held)))
-        await asyncio.sleep(float(rng.uniform(0, 9)))
-        await engine.abort()
-        last = (await task)[-1]
-        held, attempts, finish = np.concatenate([held, last.tokens]), attempts + 1, last.finish
-    assert attempts > 5
-    assert finish is EngineFinish.STOP
-    assert held.tolist() == whole.tokens.tolist()
-
-
-@on_virtual_time
 async def test_requests_of_one_instant_share_a_step() -> None:
     """Requests that arrive at the same virtual time, after however many loop turns, decode together."""
     engine = make_engine(cost=DecodeCost(1.0, 0.25, 0.0), max_running=8)
@@ -204,17 +167,6 @@ async def test_requests_of_one_instant_share_a_step() -> None:
         return now()
 
     assert set(await asyncio.gather(*(late(turns) for turns in range(8)))) == {10 * (1.0 + 8 * 0.25)}
-
-
-@on_virtual_time
-async def test_duplicate_ids_are_refused() -> None:
-    """A second request with an id in flight is an error and does not disturb the first."""
-    engine = make_engine()
-    task = start(engine, make_request("a"))
-    await asyncio.sleep(2.0)
-    with pytest.raises(EngineError, match="in flight already"):
-        await read(engine.generate(make_request("a")))
-    assert len((await task)[-1].tokens) == 10
 
 
 @on_virtual_time
@@ -237,18 +189,6 @@ async def test_pause_stops_time_and_admission() -> None:
     await second
     assert now() == 110.0
     assert engine.decoder.counters().busy_time_s == pytest.approx(14.0)
-
-
-@on_virtual_time
-async def test_pause_of_an_idle_engine_and_twice() -> None:
-    """Pausing with nothing to do returns at once; a second pause and resume change nothing."""
-    engine = make_engine()
-    await engine.pause()
-    await engine.pause()
-    assert now() == 0.0
-    await engine.resume()
-    await engine.resume()
-    assert len((await start(engine, make_request()))[-1].tokens) == 10
 
 
 @on_virtual_time
@@ -298,20 +238,6 @@ async def test_a_consumer_that_leaves_frees_its_slot() -> None:
     assert "b" not in engine.decoder
     assert len(joined(await start(engine, make_request("a")))[0]) == 10
     assert engine.decoder.counters().aborts == 2
-
-
-@on_virtual_time
-async def test_leaving_at_the_very_end_is_harmless() -> None:
-    """A consumer that leaves at the instant its request ends, or with its last chunk, leaves nothing behind."""
-    engine = make_engine(stream_interval_s=5.0)
-    async with aclosing(engine.generate(make_request("a"))) as stream:
-        await anext(stream)
-        await asyncio.sleep(5.0)
-    async with aclosing(engine.generate(make_request("b"))) as stream:
-        while (await anext(stream)).finish is None:
-            pass
-    assert engine.decoder.running == 0
-    assert engine.decoder.counters().aborts == 0
 
 
 def test_impossible_requests_are_refused() -> None:
@@ -374,19 +300,6 @@ def test_a_paused_engine_keeps_no_loop_alive() -> None:
 
     with pytest.raises(VirtualDeadlock, match="nothing is scheduled"):
         run_virtual(main())
-
-
-def test_on_a_real_loop() -> None:
-    """The same engine runs in real time: a hundred microseconds of it."""
-
-    async def main() -> None:
-        engine = make_engine(cost=DecodeCost(1e-5, 0.0, 0.0), max_running=2)
-        tasks = [start(engine, make_request(f"r{i}", (0, i))) for i in range(6)]
-        for task in tasks:
-            assert len((await task)[-1].tokens) == 10
-        assert engine.decoder.counters().decode_steps >= 30
-
-    asyncio.run(main())
 
 
 DETERMINISM = """

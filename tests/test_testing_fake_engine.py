@@ -83,19 +83,6 @@ def test_log_probabilities_tell_the_version_and_the_token() -> None:
     assert -4 < values.min() < values.max() <= 0
 
 
-@pytest.mark.parametrize("cut", [1, 3, 7])
-@on_virtual_time
-async def test_a_resumed_response_is_the_uncut_one(cut: int) -> None:
-    """Whatever was held, the rest of the tokens is the same; the stop comes at the same place."""
-    whole = fake_response(PROMPT, (0, 0), 8).tolist()
-    engine = FakeEngine(lengths={(0, 0): 8})
-    chunks, _ = await read(engine, ask(0, max_tokens=cut))
-    assert (tokens_of(chunks), chunks[-1].finish) == (whole[:cut], EngineFinish.LENGTH)
-    chunks, _ = await read(engine, ask(1, held=whole[:cut]))
-    assert (tokens_of(chunks), chunks[-1].finish) == (whole[cut:], EngineFinish.STOP)
-    assert not engine.violations
-
-
 @on_virtual_time
 async def test_lengths_and_responses() -> None:
     """A number, a table, a function of the request, or the very tokens to say, cut at the first stop."""
