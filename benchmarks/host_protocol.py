@@ -62,7 +62,7 @@ class Pair:
             wire.Welcome(
                 name="h", version=core.clock.current, eos_token_ids=(EOS,), vocab_size=core.engines.vocab_size,
                 max_context=16384, max_response_len=8192, abort_resend_s=1.0, abort_deadline_s=5.0,
-                heartbeat_s=1.0, deadline_s=9.0, sampling=SamplingParams(8192),
+                deadline_s=9.0, sampling=SamplingParams(8192),
                 any_temperature=True, allow_mismatch=False,
                 function_timeout_s=None, stall_timeout_s=None,
             )

@@ -29,7 +29,7 @@ def welcome(core: RolloutCore, name: str = "h") -> wire.Welcome:
     return wire.Welcome(
         name=name, version=core.clock.current, eos_token_ids=tuple(table.eos_token_ids),
         vocab_size=table.vocab_size, max_context=table.max_context, max_response_len=s.max_response_len,
-        abort_resend_s=s.abort_resend_s, abort_deadline_s=s.abort_deadline_s, heartbeat_s=1.0, deadline_s=9.0,
+        abort_resend_s=s.abort_resend_s, abort_deadline_s=s.abort_deadline_s, deadline_s=9.0,
         sampling=SAMPLING, any_temperature=True, allow_mismatch=False, function_timeout_s=None,
         stall_timeout_s=None,
     )  # fmt: skip

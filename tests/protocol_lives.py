@@ -30,7 +30,7 @@ from april.processes import messages as wire
 from april.processes.desk import HostDesk
 from april.processes.messages import ProtocolError
 from april.processes.mirror import Forgotten, Mirror
-from april.processes.roster import Roster
+from april.processes.remote_hosts import Roster
 
 SAMPLING = SamplingParams(40)
 DEADLINE_S = 8.0
@@ -311,6 +311,7 @@ class ProtocolLife:
         self.roster = Roster(
             self.core, work, functions_run=self.functions_run, post=lambda e: self.post(e),
             failed=self.call_failed, collected=lambda desk: self.to_send.update({desk: None}),
+            deadline_s=DEADLINE_S,
         )  # fmt: skip
         nothing = dict.fromkeys([do.Warn, do.Paused, do.HandOver, do.Restore], lambda c: None)
         self.pump = EventPump(self.core, {
@@ -369,7 +370,7 @@ class ProtocolLife:
         return wire.Welcome(
             name=name, version=self.core.clock.current, eos_token_ids=tuple(table.eos_token_ids),
             vocab_size=table.vocab_size, max_context=table.max_context, max_response_len=s.max_response_len,
-            abort_resend_s=s.abort_resend_s, abort_deadline_s=s.abort_deadline_s, heartbeat_s=1.0, deadline_s=9.0,
+            abort_resend_s=s.abort_resend_s, abort_deadline_s=s.abort_deadline_s, deadline_s=9.0,
             sampling=SAMPLING, any_temperature=True, allow_mismatch=False, function_timeout_s=None,
             stall_timeout_s=None,
         )  # fmt: skip
@@ -414,7 +415,7 @@ class ProtocolLife:
 
     def look_around(self) -> None:
         """Hosts that are silent are lost; those that have been, come back when they notice."""
-        for desk in self.roster.overdue(self.now, DEADLINE_S):
+        for desk in self.roster.overdue(self.now):
             self.lose(desk, "silent")
         for host in list(self.hosts.values()):
             if not host.work.over and not host.hung and host.desk not in self.roster.desks:

@@ -15,8 +15,7 @@ import april
 from april.engines.simulated.decode_cost import DecodeCost
 from april.engines.simulated.engine import SimulatedEngine
 from april.processes.ranks import Ranks
-from april.processes.ray_actors import CoreActor
-from april.processes.ray_run import ActorScheduler
+from april.processes.ray_run import ActorScheduler, CoreActor
 
 PATIENCE_S = 60.0
 """Of a test that would hang."""

@@ -18,8 +18,8 @@ from april.core.types import Attempt, AttemptFailure, EngineFinish, GenerateCall
 from april.core.versions import PolicyVersion
 from april.errors import RolloutError
 from april.processes.coordinator.calls import SampleGivenUp, Session, generate
+from april.processes.coordinator.execution import take
 from april.processes.coordinator.messages import Done, GivenUp, Go, Message, Result
-from april.processes.coordinator.results import take
 from april.testing import VirtualClockLoop
 
 NOTHING = Result(offset=3, tokens=np.empty(0, np.int32), logprobs=np.empty(0, np.float32), label=0, aborted=True)

@@ -27,8 +27,7 @@ from april.errors import WeightsGone
 from april.processes.desk import HostDesk
 from april.processes.host import Host
 from april.processes.link import Link, memory_links
-from april.processes.remote_hosts import HostDoor
-from april.processes.roster import Roster
+from april.processes.remote_hosts import HostDoor, Roster
 from april.testing import rollouts
 
 SECOND = PolicyVersion(0, 1)
@@ -203,7 +202,7 @@ def test_a_scheduler_that_begins_with_such_a_host() -> None:
     desk = HostDesk(core, "h", [limits], functions=False, failed=lambda call, error: None)
     roster = Roster(
         core, {}, functions_run=False, post=lambda event: None, failed=lambda call, error: None,
-        collected=lambda desk: None,
+        collected=lambda desk: None, deadline_s=30.0,
     )  # fmt: skip
     (probe,) = [command for event in roster.join(desk, 0.0, known=True) for command in core.handle(event)]
     assert isinstance(probe, do.ProbeEngine)

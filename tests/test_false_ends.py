@@ -32,8 +32,8 @@ from april.driver.wire_checks import AnswerChecks
 from april.engines.protocol import Chunk, EngineFinish, Request
 from april.errors import EngineError, LinkError
 from april.processes import messages as wire
+from april.processes.coordinator.execution import take
 from april.processes.coordinator.messages import Result
-from april.processes.coordinator.results import take
 from april.processes.desk import HostDesk
 from april.processes.host import Host
 from april.processes.link import Link, memory_links

@@ -26,7 +26,7 @@ from april.core.types import (
 )
 from april.errors import EngineUnreachable
 from april.processes.desk import HostDesk
-from april.processes.roster import Roster
+from april.processes.remote_hosts import Roster
 
 
 class Hosts:
@@ -44,6 +44,7 @@ class Hosts:
         self.roster = Roster(
             self.core, dict.fromkeys(kinds, self.here.append), functions_run=functions, post=self.posted.append,
             failed=lambda call, error: self.raised.update({call: error}), collected=lambda desk: None,
+            deadline_s=8.0,
         )  # fmt: skip
         self.desks = {name: self.join(name) for name in names}
 
@@ -189,11 +190,13 @@ def test_a_host_is_overdue_by_its_own_last_word() -> None:
     """What an older connection says is no sign of life of the new one."""
     hosts = Hosts("a", "b")
     hosts.roster.heard(hosts.desks["b"], 6.0)
-    assert list(hosts.roster.overdue(8.0, 8.0)) == [hosts.desks["a"]]
+    assert list(hosts.roster.overdue(8.0)) == [hosts.desks["a"]]
     new = hosts.join("a", 9.0)
-    hosts.roster.heard(hosts.desks["a"], 20.0)
-    hosts.roster.heard(hosts.desks["b"], 20.0)
-    assert list(hosts.roster.overdue(21.0, 8.0)) == [new]
+    hosts.roster.heard(hosts.desks["b"], 12.0)
+    for now in (12.0, 16.0):
+        hosts.roster.heard(hosts.desks["a"], now)
+        assert not hosts.roster.overdue(now)
+    assert list(hosts.roster.overdue(17.0)) == [new]
 
 
 def test_a_host_that_does_not_end_what_it_must_is_overdue() -> None:
@@ -204,7 +207,7 @@ def test_a_host_that_does_not_end_what_it_must_is_overdue() -> None:
     hosts.execute(do.Fence("a/e", (attempt.id,)))
     for now in (1.0, 5.0, 8.9):
         hosts.roster.heard(hosts.desks["a"], now)
-        assert not hosts.roster.overdue(now, 8.0)
+        assert not hosts.roster.overdue(now)
     hosts.roster.heard(hosts.desks["a"], 9.0)
-    (why,) = hosts.roster.overdue(9.0, 8.0).values()
+    (why,) = hosts.roster.overdue(9.0).values()
     assert "still run" in why

@@ -19,8 +19,8 @@ from april.driver.user_code import inside_user_code
 from april.errors import LinkError
 from april.processes import rank_messages as say
 from april.processes import rank_scheduler as scheduler
-from april.processes.center import PURPOSE, Center
-from april.processes.link import CLOSING_TURNS, Hello, Listener, SocketLink, connect, new_token
+from april.processes.center import Center
+from april.processes.link import CLOSING_TURNS, RANK, Hello, Listener, SocketLink, connect, new_token
 from april.processes.member import Member
 from april.processes.rank_scheduler import RankScheduler
 
@@ -205,7 +205,7 @@ def test_a_hundred_ranks_come_at_once() -> None:
     address = center.listen(token)
 
     async def come() -> None:
-        hellos = [Hello(PURPOSE, f"{rank} {rank}") for rank in range(1, size)]
+        hellos = [Hello(RANK, f"{rank} {rank}") for rank in range(1, size)]
         for link in await asyncio.gather(*(connect(address, token, hello) for hello in hellos)):
             link.close()
 

@@ -144,12 +144,12 @@ def test_who_is_gone_is_named() -> None:
 
 def test_silence_is_death_after_the_deadline() -> None:
     """One is silent, another beats; if this process itself stood still, all begin anew."""
-    beats = Heartbeats(6.0)
+    beats = Heartbeats[int](6.0)
     beats.hear(1, 0.0)
     beats.hear(2, 0.0)
     for now in range(1, 9):
         beats.hear(2, float(now))
-        assert list(beats.silent(float(now))) == ([1] if now > 6 else [])
+        assert list(beats.silent(float(now))) == ([1] if now >= 6 else [])
     beats.forget(1)
     assert list(beats.silent(9.0)) == []
     assert list(beats.silent(100.0)) == []

@@ -17,7 +17,7 @@ from ray_stand_in import GO_ON, World, beside, until
 
 import april
 from april.errors import RankError
-from april.processes.packed_call import pack_call, unpack_call
+from april.processes.content import pack_call, unpack_call
 from april.processes.ray_run import ActorScheduler
 
 EVERYTHING = dict.fromkeys(((g, i) for g in range(8) for i in range(3)), 1)

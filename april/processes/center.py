@@ -20,14 +20,11 @@ from april.driver.user_code import describe
 from april.errors import LinkError, RankError, SchedulerClosed
 from april.processes import rank_messages as say
 from april.processes.heartbeats import Heartbeats
-from april.processes.link import STRANGERS, Link, Listener, SocketLink, close_all
+from april.processes.link import RANK, STRANGERS, Link, Listener, SocketLink, close_all
 from april.processes.meeting import EndedCall, Journal, Meeting
 from april.processes.ranks import Ranks
 
 log = logging.getLogger("april")
-
-PURPOSE = "rank"
-"""Of the connections."""
 
 
 class OnAll(Protocol):
@@ -67,7 +64,7 @@ class Center:
         self._ranks, self._name, self._returns = ranks, name, returns
         self._meeting = Meeting(ranks.world_size, ranks.rank_timeout_s, returns=returns)
         self._journal = Journal()
-        self._beats = Heartbeats(ranks.rank_deadline_s)
+        self._beats = Heartbeats[int](ranks.rank_deadline_s)
         self.shares = [-1] * ranks.world_size
         """The share that each rank gets, as it has said."""
         self.asked: Any = None
@@ -187,7 +184,7 @@ class Center:
 
     def accept(self, link: SocketLink) -> None:
         """Somebody has connected."""
-        words = link.hello.name.split() if link.hello.purpose == PURPOSE else []
+        words = link.hello.name.split() if link.hello.purpose == RANK else []
         rank, share = map(int, words) if len(words) == 2 and all(w.isdecimal() for w in words) else (-1, 0)
         if not 0 <= rank < self._ranks.world_size:
             log.warning("a connection from %s was closed: it is no rank of this trainer", link.peer)
@@ -298,9 +295,9 @@ class Center:
 
     def _tick(self) -> None:
         now = self._now()
-        for rank in list(self._beats.silent(now)):
+        for rank in self._beats.silent(now):
             link = self._links[rank]
-            self._lost(rank, link, self._beats.sentence)
+            self._lost(rank, link, say.silence(self._ranks.rank_deadline_s))
             link.close()
         self._meeting.tick(now)
         self._spread_broken()

@@ -2,38 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Hashable
+from typing import Generic, TypeVar
+
+K = TypeVar("K", bound=Hashable)
+
+BEATS = 4
+"""Heartbeats within the deadline."""
 
 
-class Heartbeats:
+class Heartbeats(Generic[K]):
     """Deadlines of some others, of whom something is to be heard every ``interval_s`` at least."""
 
     def __init__(self, deadline_s: float) -> None:
         self.deadline_s = deadline_s
-        self.interval_s = deadline_s / 6
-        self._heard: dict[int, float] = {}
+        self.interval_s = deadline_s / BEATS
+        self.paused = False
+        """Whether this process itself did not run for a while before the last look."""
+        self._heard: dict[K, float] = {}
         self._looked: float | None = None
 
-    def hear(self, whom: int, now: float) -> None:
-        """Anything was heard."""
+    def hear(self, whom: K, now: float) -> None:
+        """Note that anything was heard."""
         self._heard[whom] = now
 
-    def forget(self, whom: int) -> None:
-        """Nothing more is expected."""
+    def forget(self, whom: K) -> None:
+        """Expect nothing more."""
         self._heard.pop(whom, None)
 
-    def silent(self, now: float) -> Iterable[int]:
-        """Those whose deadline is over. If this process itself did not run for a while, they all begin anew."""
-        paused = self._looked is not None and now - self._looked > self.deadline_s / 2
+    def silent(self, now: float) -> list[K]:
+        """Return those whose deadline is over; if this process did not run for a while, they all begin anew."""
+        self.paused = self._looked is not None and now - self._looked > self.deadline_s / 2
         self._looked = now
-        if paused:
+        if self.paused:  # what was said meanwhile is on its way
             self._heard = dict.fromkeys(self._heard, now)
-        return [whom for whom, heard in self._heard.items() if now - heard > self.deadline_s]
-
-    @property
-    def sentence(self) -> str:
-        """What is wrong with a silent one."""
-        return (
-            f"nothing was heard of it for {self.deadline_s:g} s (rank_deadline_s); its process is stopped, or does not "
-            "let april's thread run"
-        )
+        return [whom for whom, heard in self._heard.items() if now - heard >= self.deadline_s]

@@ -150,8 +150,12 @@ def memory_links() -> tuple[MemoryLink, MemoryLink]:
 # -------------------------------------------------------------------- over a network
 
 
+HOST, RANK = "host", "rank"
+"""Purposes of connections."""
+
+
 class Hello(msgspec.Struct, frozen=True):
-    """What a connection is for ("host", "rank"), and who asks for it."""
+    """What a connection is for, and who asks for it."""
 
     purpose: str
     name: str

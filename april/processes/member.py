@@ -11,9 +11,9 @@ from april.driver.loop_thread import LoopThread, Reply
 from april.driver.user_code import describe
 from april.errors import LinkError, RankError
 from april.processes import rank_messages as say
-from april.processes.center import PURPOSE, Center
+from april.processes.center import Center
 from april.processes.heartbeats import Heartbeats
-from april.processes.link import Hello, Link, close_all, connect, memory_links
+from april.processes.link import RANK, Hello, Link, close_all, connect, memory_links
 from april.processes.ranks import MeetingPoint, Ranks
 
 TRY_AGAIN_S = 0.2
@@ -32,7 +32,7 @@ class Member:
         self._ranks, self._name, self._local = ranks, name, local
         self.first = 0
         """Number of its first call."""
-        self._beats = Heartbeats(ranks.rank_deadline_s)
+        self._beats = Heartbeats[int](ranks.rank_deadline_s)
         self._link: Link | None = None
         self.broken: RankError | None = None
         """Why the ranks do not go on together."""
@@ -64,7 +64,7 @@ class Member:
             self._local.join(self._ranks.rank, self._ranks.share, there)
 
         async def join() -> None:
-            hello = Hello(PURPOSE, f"{self._ranks.rank} {self._ranks.share}")
+            hello = Hello(RANK, f"{self._ranks.rank} {self._ranks.share}")
             loop = asyncio.get_running_loop()
             end = loop.time() + self._ranks.rank_timeout_s
             while True:
@@ -75,7 +75,7 @@ class Member:
                             frames = await _first_frames(link)
                     except TimeoutError:
                         link.close()
-                        raise LinkError(self._beats.sentence) from None
+                        raise LinkError(say.silence(self._beats.deadline_s)) from None
                     self.join(link)
                     for frame in frames:
                         self._frame(frame)
@@ -225,8 +225,8 @@ class Member:
 
     def _tick(self) -> None:
         if self._gone is None:
-            if list(self._beats.silent(self._now())):
-                self._lost(self._beats.sentence)
+            if self._beats.silent(self._now()):
+                self._lost(say.silence(self._beats.deadline_s))
             self._send(say.Beat())
             asyncio.get_running_loop().call_later(self._beats.interval_s, self._tick)
 

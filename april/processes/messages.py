@@ -49,7 +49,6 @@ class Welcome(Message, tag=0, kw_only=True):
     max_response_len: int
     abort_resend_s: float
     abort_deadline_s: float
-    heartbeat_s: float
     deadline_s: float
     """Who has heard nothing for so long, on either side, takes the other for lost."""
     sampling: SamplingParams

@@ -121,6 +121,14 @@ _TYPES: dict[str, type[AprilError]] = {
 }  # fmt: skip
 
 
+def silence(deadline_s: float) -> str:
+    """What is wrong with one of whom nothing was heard for so long."""
+    return (
+        f"nothing was heard of it for {deadline_s:g} s (rank_deadline_s); its process is stopped, or does not let "
+        "april's thread run"
+    )
+
+
 def told(error: BaseException, who: str = "rank 0") -> Told:
     """An error for another rank: april's keep their type, all others become a RankError that names ``who``."""
     name = type(error).__name__

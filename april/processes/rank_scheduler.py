@@ -9,13 +9,17 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import logging
 import os
+import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from types import TracebackType
 from typing import Any, Self
+
+import numpy as np
 
 from april.config.settings import Config
 from april.core.batch import Batch, SplitBy
@@ -24,23 +28,110 @@ from april.core.types import Prompt
 from april.core.versions import PolicyVersion
 from april.driver.detokenizer import Detokenizer
 from april.driver.local_host import Hosts
+from april.driver.loop_thread import Reply
 from april.driver.prompt_source import as_prompt
 from april.driver.rewards import EvaluationResult
 from april.driver.user_code import call_user_code, refuse_inside_user_code
-from april.engines.protocol import Engine
+from april.engines.protocol import Engine, GathersWeights, ShowsWeights
 from april.errors import ConfigError, RankError, RolloutError, SchedulerClosed
 from april.processes import content
 from april.processes import rank_messages as say
 from april.processes.center import Center, OnAll
-from april.processes.gathering import gather, gathering, release
+from april.processes.content import unpack_call
 from april.processes.member import Member
-from april.processes.open_call import OpenCall
-from april.processes.packed_call import unpack_call
 from april.processes.rank_host import FUNCTIONS, Brought, RankHost
 from april.processes.ranks import MeetingPoint, Ranks, any_port
 from april.processes.remote_hosts import HostListener
-from april.processes.replicas import differ, sampled
 from april.scheduler import RolloutScheduler
+
+
+def gathering(engines: Iterable[Engine]) -> list[GathersWeights]:
+    """Those whose weights are spread over the ranks."""
+    return [e for e in engines if e.capabilities.gathers_weights and isinstance(e, GathersWeights)]
+
+
+def gather(engines: Iterable[Engine]) -> None:
+    """Collective; see :class:`april.engines.protocol.GathersWeights`."""
+    for engine in gathering(engines):
+        engine.gather()
+
+
+def release(engines: Iterable[Engine]) -> None:
+    """The end of it, which waits for no other rank."""
+    for engine in gathering(engines):
+        engine.release()
+
+
+log = logging.getLogger("april")
+
+
+def sampled(engines: Iterable[Engine]) -> bytes:
+    """Values of the model that is on this rank, float32; empty: none is, or the ranks gather its weights anyway."""
+    showing = (e for e in engines if isinstance(e, ShowsWeights) and not e.capabilities.gathers_weights)
+    engine = next(showing, None)
+    return b"" if engine is None else np.ascontiguousarray(engine.weight_sample(), np.float32).tobytes()
+
+
+def differ(rank: int, own: bytes, first: bytes) -> bool:
+    """Warn if the values of this rank are not those of rank 0; whether they are not."""
+    if not (own and first) or own == first:
+        return False
+    here, there = np.frombuffer(own, np.float32), np.frombuffer(first, np.float32)
+    how = "another model"
+    if len(here) == len(there):
+        how = f"largest difference of {len(here):,} values: {np.nanmax(np.abs(here - there)):.2g}"
+    log.warning(
+        "rank %d does not generate from the weights of rank 0 (%s), so log-probabilities are not those of the model "
+        "that is trained on them; train one model on all ranks (DistributedDataParallel, or average the gradients), or "
+        "give model= on rank 0 only", rank, how,
+    )  # fmt: skip
+    return True
+
+
+class OpenCall:
+    """Call number ``number``, whose name and arguments are ``what``."""
+
+    def __init__(self, number: int, what: str) -> None:
+        self.number = number
+        self.what = what
+        self.steps = 0
+        """Steps that this rank has carried out, and said so."""
+        self.carried = 0
+        """Those that it has carried out."""
+        self.failed: Exception | None = None
+        """What a step has raised on another rank."""
+        self.outcome = Reply[Any]()
+        """For the caller; there when the call has ended here and for the others."""
+        self.wanted = True
+        """Somebody waits for it, in whatever thread."""
+        self.over = False
+        """It has ended for all by an interrupt of this rank in a step, and cannot go on."""
+        self._runner: int | None = None
+
+    def run(self, body: Callable[[OpenCall], Any], leave: Callable[[int], None]) -> None:
+        """Carry it out, or wait for the thread that does; an interrupt leaves it open."""
+        if self._runner is not None:
+            if self._runner == threading.get_ident():
+                raise RolloutError(f"{self.what} was called in the middle of itself, by a signal handler")
+            self.outcome.wait()
+        if self.outcome.done():
+            return
+        self._runner = threading.get_ident()
+        try:
+            self.outcome.give(body(self))
+        except Exception as error:
+            self.outcome.give(None, error)
+        except BaseException:
+            leave(self.number)
+            raise
+        finally:
+            self._runner = None
+
+    def ended(self) -> tuple[Any, BaseException | None]:
+        """What came of it, to be returned or raised."""
+        error = self.outcome.error()
+        return (None if error is not None else self.outcome.result()), error
+
 
 TRANSFER = "transfer"
 GATHER = "gathering of the weights"

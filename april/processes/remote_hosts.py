@@ -1,6 +1,7 @@
-"""The hosts of a scheduler on its loop: who joins, what they say, what they are told, and who is missed.
+"""The hosts of a scheduler: where they come in, who may join, where each command goes, and what the end of one means.
 
-What follows from any of it is decided in ``roster.py`` and in the core.
+A host is known by its name, a connection by its desk. Invariant: a command for an engine whose host is gone is answered
+here, at once, as an engine that does not answer.
 """
 
 from __future__ import annotations
@@ -8,29 +9,384 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
+import msgspec
+
+from april.config.engine_fit import why_unfit
 from april.config.settings import Config
 from april.core import commands as do
 from april.core import events as ev
+from april.core.sampling import LogprobKind
 from april.core.settings import EngineLimits
 from april.core.state import RolloutCore
-from april.core.types import Group, SampleId
+from april.core.types import SETTLED, EngineFinish, Group, SampleId
 from april.driver.llm import single_turn
-from april.driver.local_host import LocalHost
-from april.errors import ConfigError, LinkError
+from april.driver.local_host import LocalHost, limits_from
+from april.engines.protocol import Capabilities
+from april.errors import ConfigError, EngineUnreachable, LinkError
 from april.processes.desk import HostDesk
-from april.processes.joining import BEATS, Guest, guest_of, welcome_of, why_not
-from april.processes.link import Link, Listener, SocketLink, bound, close_all, told_address
-from april.processes.messages import AskQuiet, AskTapes, Goodbye, Now, ProtocolError, Refusal, encode
-from april.processes.roster import Roster
+from april.processes.heartbeats import BEATS, Heartbeats
+from april.processes.link import HOST, Link, Listener, SocketLink, bound, close_all, told_address
+from april.processes.messages import (
+    PROTOCOL,
+    AskQuiet,
+    AskTapes,
+    Goodbye,
+    Joined,
+    Now,
+    ProtocolError,
+    Refusal,
+    Welcome,
+    decode_from_host,
+    encode,
+    why_not_plain,
+)
 from april.server_text import said
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Guest:
+    """A host that wants to join, or has joined."""
+
+    link: Link
+    joined: Joined
+    engines: Mapping[str, Capabilities]
+    """By global name."""
+
+    @property
+    def name(self) -> str:
+        """Its own."""
+        return self.joined.name
+
+    @property
+    def limits(self) -> list[EngineLimits]:
+        """What the core must know of its engines."""
+        written = {f"{self.name}/{card.name}" for card in self.joined.engines if card.written}
+        return [replace(limits_from(n, c), written=n in written) for n, c in self.engines.items()]
+
+
+# -------------------------------------------------------------------- the core's process
+
+
+def guest_of(link: Link, frame: bytes) -> Guest:
+    """Who has sent this first frame; raises ProtocolError."""
+    messages = decode_from_host(frame)
+    joined = messages[0] if len(messages) == 1 else None
+    if not isinstance(joined, Joined):
+        raise ProtocolError("it does not say who it is")
+    if joined.protocol != PROTOCOL:
+        raise ProtocolError(f"host {joined.name} is of another version of april; install the same on both sides")
+    known = {f.name for f in fields(Capabilities)}
+    try:
+        engines = {
+            f"{joined.name}/{card.name}": msgspec.convert(
+                {k: v for k, v in card.capabilities.items() if k in known}, Capabilities
+            )
+            for card in joined.engines
+        }
+    except msgspec.ValidationError as error:
+        raise ProtocolError(f"host {joined.name}: an engine's capabilities cannot be read: {error}") from None
+    return Guest(link, joined, engines)
+
+
+def why_not(guest: Guest, config: Config, core: RolloutCore | None, *, tokenizer: bool) -> Iterator[str]:
+    """What stands against a host, one sentence each; without a ``core`` (yet) only what is known of it.
+
+    ``tokenizer``: whether the scheduler has one.
+    """
+    joined, name = guest.joined, f"host {guest.name}"
+    if not joined.name or "/" in joined.name or not joined.name.isprintable():
+        yield f"host {joined.name!r}: its name must be printable, and without a slash"
+    if not guest.engines and not joined.functions:
+        yield f"{name} has neither engines nor functions"
+    if len(guest.engines) < len(joined.engines):
+        yield f"{name}: names of engines must be unique, got {[card.name for card in joined.engines]}"
+    if tokenizer and not joined.tokenizer:
+        yield f"{name} needs a tokenizer, as the scheduler has one"
+    yield from why_unfit(config, guest.engines)
+    if core is None:
+        return
+    for limits in guest.limits:
+        if (why := core.engines.unfit(limits)) is not None:
+            yield why
+    if joined.functions:
+        s = core.settings
+        here = (s.has_reward and not s.group_reward, s.group_reward, s.has_filter)
+        there = (joined.reward, joined.group_reward, joined.filter)
+        for function, mine, theirs in zip(("reward", "group_reward", "filter"), here, there, strict=True):
+            if mine != theirs:
+                has, lacks = ("the scheduler", "it") if mine else ("it", "the scheduler")
+                yield f"{name}: {has} has a function {function}, and {lacks} has none; give both the same"
+
+
+def welcome_of(name: str, core: RolloutCore, config: Config, deadline_s: float) -> Welcome:
+    """What a host that joins is told."""
+    s, table = core.settings, core.engines
+    return Welcome(
+        name=name,
+        version=core.clock.current,
+        eos_token_ids=tuple(sorted(table.eos_token_ids)),
+        vocab_size=table.vocab_size,
+        max_context=table.max_context,
+        max_response_len=s.max_response_len,
+        abort_resend_s=s.abort_resend_s,
+        abort_deadline_s=s.abort_deadline_s,
+        deadline_s=deadline_s,
+        sampling=config.sampling_params(),
+        any_temperature=all(LogprobKind(e.limits.logprob_kind).follows_temperature for e in table.states.values()),
+        allow_mismatch=config.allow_mismatch,
+        function_timeout_s=config.function_timeout_s,
+        warn_after_s=config.warned_after_s,
+        stall_timeout_s=config.stall_timeout_s,
+    )
+
 
 log = logging.getLogger("april")
 
-HOST = "host"
-"""Purpose of a connection that a host makes."""
+HERE = ""
+"""Name of the host in the core's own process."""
+
+Executor = Callable[[Any], None]
+
+
+class Roster:
+    """See above.
+
+    Args:
+        local: what carries out commands in the core's own process.
+        functions_run: whether there are rollout functions to run; the default one is answered here, without a message.
+        post: takes the events of answers that are known at once.
+        failed: told what a call of an engine has raised, by the call's number, before its event is posted.
+        collected: told of each desk that has something to send.
+        deadline_s: a host that has said nothing for so long is lost.
+    """
+
+    def __init__(
+        self,
+        core: RolloutCore,
+        local: Mapping[type[do.Command], Executor],
+        *,
+        functions_run: bool,
+        post: Callable[[ev.Event], None],
+        failed: Callable[[int, BaseException], None],
+        collected: Callable[[HostDesk], None],
+        deadline_s: float,
+    ) -> None:
+        self._core = core
+        self._local = local
+        self._post = post
+        self._failed = failed
+        self._collected = collected
+        self._desks: dict[str, HostDesk] = {}
+        """By host, those that are here."""
+        self.beats = Heartbeats[HostDesk](deadline_s)
+        self._owners: dict[str, HostDesk | None] = {}
+        """By engine, of all that other hosts have brought; None: its host is gone."""
+        self._homes: dict[int, str] = {}
+        """By group: the host that runs its functions."""
+        self._groups: dict[int, Group] = {}
+        """Those that other hosts have heard of."""
+        self._at_home: Counter[str] = Counter()
+        self._warned = False
+        by_sample = self._for_sample if functions_run else self._here
+        self.executors: dict[type[do.Command], Executor] = {
+            do.StartSample: by_sample,
+            do.CallCompleted: self._for_call if functions_run else self._here,
+            do.CancelSample: self._cancel,
+            do.ScoreSample: self._for_sample,
+            do.ScoreGroup: self._for_group,
+            do.JudgeGroup: self._for_group,
+            do.Submit: self._submit,
+            do.Abort: self._for_engine,
+            do.Fence: self._for_engine,
+            do.ProbeEngine: self._for_engine,
+            do.PauseEngine: self._for_engine,
+            do.LoadEngine: self._for_engine,
+            do.ResumeEngine: self._for_engine,
+        }
+
+    @property
+    def desks(self) -> list[HostDesk]:
+        """Of the hosts that are here."""
+        return list(self._desks.values())
+
+    # ---------------------------------------------------------------- hosts that come and go
+
+    def why_not(self, engines: Iterable[str]) -> str | None:
+        """Why a host cannot bring engines of these (global) names, or None."""
+        for name in engines:
+            if name in self._core.engines.states and name not in self._owners:
+                return f"there is an engine {name} already"
+        return None
+
+    def join(self, desk: HostDesk, now: float, *, known: bool = False) -> Iterator[ev.Event]:
+        """A host is here; an older connection of its is over. ``known``: the core began with its engines."""
+        if (before := self._desks.get(desk.name)) is not None:
+            yield from self.lost(before, "it has joined anew")
+        self._desks[desk.name] = desk
+        self.beats.hear(desk, now)
+        self._owners.update(dict.fromkeys(desk.engines, desk))
+        limits = desk.engines.values()
+        if limits and (not known or any(engine.written for engine in limits)):
+            yield ev.EnginesJoined(list(desk.engines.values()))
+
+    def lost(self, desk: HostDesk, why: str, *, for_good: bool = False) -> Iterator[ev.Event]:
+        """What follows from the end of a connection; its host may come back, unless it has left ``for_good``."""
+        if self._desks.get(desk.name) is not desk:
+            return
+        del self._desks[desk.name]
+        self.beats.forget(desk)
+        for engine in desk.engines:
+            self._owners[engine] = None
+        orphans = [group for group, home in self._homes.items() if home == desk.name]
+        for group in orphans:
+            del self._homes[group]
+        del self._at_home[desk.name]
+        if for_good and desk.idle:  # it leaves in peace: nobody waits for anything there, and nothing has failed
+            if desk.engines:
+                yield ev.EnginesLeft(list(desk.engines))
+            if orphans:
+                yield ev.FunctionsLost(orphans)
+            return
+        # that its engines are dead comes before what follows from it: nothing goes there, or begins, in vain
+        for event in desk.lost(why):
+            if orphans and not isinstance(event, ev.EngineFailed):
+                yield ev.FunctionsLost(orphans, died=not for_good)
+                orphans = []
+            yield event
+        if orphans:
+            yield ev.FunctionsLost(orphans, died=not for_good)
+        if for_good and desk.engines:
+            yield ev.EnginesLeft(list(desk.engines))
+
+    def heard(self, desk: HostDesk, now: float) -> None:
+        """It has said something."""
+        if self._desks.get(desk.name) is desk:
+            self.beats.hear(desk, now)
+
+    def overdue(self, now: float) -> dict[HostDesk, str]:
+        """Hosts that are silent, or do not end what they were told to end, for the deadline; and which it is."""
+        deadline_s = self.beats.deadline_s
+        late = dict.fromkeys(self.beats.silent(now), f"it has said nothing for {deadline_s:g} s")
+        for desk in self._desks.values():
+            since = dict.fromkeys(desk.fenced) if self.beats.paused else desk.fenced
+            if desk not in late and any(now - at >= deadline_s for at in since.values() if at is not None):
+                late[desk] = f"requests that it was to end at once still run after {deadline_s:g} s"
+            desk.fenced = {attempt_id: now if at is None else at for attempt_id, at in since.items()}
+        return late
+
+    # ---------------------------------------------------------------- what is settled
+
+    def delivered(self, samples: Iterable[SampleId]) -> None:
+        """These are in a batch: nobody needs what hosts have of them."""
+        gone = [sample for sample in samples if sample.group in self._groups]
+        self._forget(gone)
+        for number in {sample.group for sample in gone}:
+            if all(s.state in SETTLED for s in self._groups[number].samples):
+                self._settled(number)
+
+    def settled(self, group: Group) -> None:
+        """Nothing is left to do for it."""
+        if group.id in self._groups:
+            self._forget([sample.id for sample in group.samples])
+            self._settled(group.id)
+
+    def evaluated(self, evaluation: int) -> None:
+        """An evaluation is over."""
+        for group in [g for n, g in self._groups.items() if n < 0]:
+            if group.evaluation is not None and group.evaluation.request.evaluation == evaluation:
+                self.settled(group)
+
+    def _forget(self, samples: list[SampleId]) -> None:
+        for desk in self._desks.values() if samples else ():
+            desk.forget(samples)
+            self._collected(desk)
+
+    def _settled(self, number: int) -> None:
+        del self._groups[number]
+        if (home := self._homes.pop(number, None)) is not None:
+            self._at_home[home] -= 1
+
+    # ---------------------------------------------------------------- where commands go
+
+    def _here(self, command: do.Command) -> None:
+        self._local[type(command)](command)
+
+    def _send(self, desk: HostDesk | None, command: do.Command) -> None:
+        if desk is None:
+            self._local[type(command)](command)
+        else:
+            desk.execute(command)
+            self._collected(desk)
+
+    def _home(self, group: Group) -> HostDesk | None:
+        """The host that runs the functions of a group; None: the one here."""
+        name = self._homes.get(group.id)
+        if name is None:
+            hosts = [HERE, *(d.name for d in self._desks.values() if d.functions)]
+            if hosts[1:] and (why := why_not_plain(group.prompt.data)) is not None:
+                self._warn_of_data(why)
+                hosts = [HERE]
+            name = self._homes[group.id] = min(hosts, key=lambda host: self._at_home[host])
+            self._at_home[name] += 1
+            self._groups[group.id] = group
+        return self._desks[name] if name else None
+
+    def _warn_of_data(self, why: str) -> None:
+        """Once."""
+        if not self._warned:
+            self._warned = True
+            log.warning(
+                "prompts have data that cannot travel (%s): their functions run in the scheduler's process alone; give "
+                "numbers, strings, bytes, lists and mappings", why,
+            )  # fmt: skip
+
+    def _for_sample(self, command: do.StartSample | do.ScoreSample) -> None:
+        self._send(self._home(command.sample.group), command)
+
+    def _for_call(self, command: do.CallCompleted) -> None:
+        self._send(self._home(command.call.sample.group), command)
+
+    def _for_group(self, command: do.ScoreGroup | do.JudgeGroup) -> None:
+        self._send(self._home(command.group), command)
+
+    def _cancel(self, command: do.CancelSample) -> None:
+        group = command.sample.group
+        self._send(self._home(group) if group.id in self._homes else None, command)
+
+    def _submit(self, command: do.Submit) -> None:
+        attempt = command.attempt
+        if attempt.engine not in self._owners:
+            self._local[do.Submit](command)
+        elif (desk := self._owners[attempt.engine]) is None:
+            self._post(ev.AttemptFailed.of(attempt, _gone(attempt.engine)))
+        else:
+            self._groups[attempt.sample.group.id] = attempt.sample.group
+            self._send(desk, command)
+
+    def _for_engine(self, command: Any) -> None:
+        name: str = command.engine
+        if name not in self._owners:
+            self._local[type(command)](command)
+        elif (desk := self._owners[name]) is not None:
+            self._send(desk, command)
+        elif isinstance(command, do.ProbeEngine):
+            self._post(ev.EngineProbed(engine=name, probe=command.probe, answered=False, detail=_gone(name)))
+        elif isinstance(command, (do.PauseEngine, do.LoadEngine, do.ResumeEngine)):
+            self._failed(command.call, EngineUnreachable(_gone(name)))
+            self._post(ev.EngineCallEnded(name, command.call, ev.CallResult.UNREACHABLE, _gone(name)))
+        elif isinstance(command, do.Fence):
+            for attempt_id in command.attempt_ids:
+                self._post(ev.AttemptEnded(attempt_id, EngineFinish.ABORT, fenced=True))
+
+
+def _gone(engine: str) -> str:
+    return f"engine {engine}: host {engine.partition('/')[0]} is gone"
+
+
 SILENT_BEATS = 2
 """Heartbeats that a host may miss before another one gets its name."""
 MOST_CUT_OFF = 2
@@ -170,8 +526,6 @@ class RemoteHosts:
         self._watchers: set[asyncio.Future[None]] = set()
         """Told whenever a host has said something or is gone."""
         self._timer: asyncio.TimerHandle | None = None
-        self._looked_s: float | None = None
-        """When it was last looked who is silent."""
         self._closed = False
         door.open(self._came_in)
 
@@ -228,6 +582,7 @@ class RemoteHosts:
         self._roster = Roster(
             core, local.executors, functions_run=local.functions.rollout is not single_turn,
             post=post, failed=failed, collected=self._collect,
+            deadline_s=self._door.deadline_s,
         )  # fmt: skip
         loop = asyncio.get_running_loop()
         # the driver that calls this is not made yet, and would do what follows from them
@@ -474,12 +829,11 @@ class RemoteHosts:
         """Who has been silent for too long is lost; all others hear that this side lives."""
         assert self._roster is not None
         assert self._core is not None
-        deadline_s, now = self._door.deadline_s, self._now()
-        if self._looked_s is not None and now - self._looked_s > deadline_s / 2:
-            self._roster.begin_anew(now)
+        now, beats = self._now(), self._roster.beats
+        late = self._roster.overdue(now)
+        if beats.paused:
             self._rivals = {name: (guest, now) for name, (guest, _) in self._rivals.items()}
-        self._looked_s = now
-        for desk, why in self._roster.overdue(now, deadline_s).items():
+        for desk, why in late.items():
             if desk in self._guests:
                 self._guests[desk].link.close()
                 self._lost(desk, why)
@@ -487,7 +841,7 @@ class RemoteHosts:
         for desk in self._guests:
             desk.say(Now(self._core.clock.current))
             self._collect(desk)
-        self._timer = asyncio.get_running_loop().call_later(deadline_s / BEATS, self._look_around)
+        self._timer = asyncio.get_running_loop().call_later(beats.interval_s, self._look_around)
 
     async def _until(self, done: Callable[[], bool]) -> None:
         while not (done() or self._closed):
@@ -502,4 +856,3 @@ class RemoteHosts:
         for watcher in self._watchers:
             if not watcher.done():
                 watcher.set_result(None)
-

@@ -13,7 +13,7 @@ import torch
 
 from adapters import stand_in_areal as areal
 from adapters.test_areal_rollouts import mislabelled, trained_rows, trainer  # noqa: F401
-from april.adapters.areal.plain_values import plain, restored
+from april.adapters.areal.rollouts import plain, restored
 from april.errors import CheckpointError
 
 Make = Callable[..., Any]

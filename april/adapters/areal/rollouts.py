@@ -9,12 +9,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from april.adapters.areal.plain_values import plain, restored
-from april.adapters.areal.prompts import Prompts
+import torch
+
 from april.config.settings import Config
 from april.core.settings import EngineLimits
 from april.driver.loop_thread import LoopThread
@@ -25,7 +25,124 @@ from april.processes.coordinator.messages import Delivery
 from april.processes.coordinator.run import Run
 from april.state_file import read_state, write_state
 
+TENSOR = "__tensor__"
+
+
+def plain(value: Any, where: str) -> Any:
+    """``value`` with its tensors and arrays as (dtype, shape, bytes); ``where`` it stands is for the message.
+
+    Raises:
+        CheckpointError: it holds something else than numbers, text, bytes, lists, mappings, tensors and arrays.
+    """
+    if value is None or isinstance(value, (bool, int, float, str, bytes)):
+        return value
+    if isinstance(value, dict):
+        return {key: plain(item, f"{where}[{key!r}]") for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(item, f"{where}[{i}]") for i, item in enumerate(value)]
+    try:
+        tensor = torch.as_tensor(value).detach().cpu().contiguous()
+    except (TypeError, ValueError, RuntimeError):
+        raise CheckpointError(
+            f"{where} is a {type(value).__name__}, which april cannot keep over a restart: let the data set give "
+            "numbers, text, lists, mappings, tensors or arrays, or set recover.mode to disabled"
+        ) from None
+    content = tensor.reshape(-1).view(torch.uint8).numpy().tobytes()
+    return {TENSOR: [str(tensor.dtype).removeprefix("torch."), list(tensor.shape), content]}
+
+
+def restored(value: Any) -> Any:
+    """The way back; what was an array is a tensor now."""
+    if isinstance(value, list):
+        return [restored(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    if TENSOR not in value:
+        return {key: restored(item) for key, item in value.items()}
+    name, shape, content = value[TENSOR]
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise CheckpointError(f"april's state is damaged: there is no tensor of {name!r}")
+    flat = torch.frombuffer(bytearray(content), dtype=dtype) if content else torch.empty(0, dtype=dtype)
+    return flat.reshape(shape)
+
+
 log = logging.getLogger("april")
+
+KEY = "april"
+"""In the loader's state; AReaL without april passes over it."""
+
+
+class CarryingLoader:
+    """The loader that AReaL's trainer has; everything but its state is the loader's.
+
+    Args:
+        loader: AReaL's.
+        save: writes april's state, and says where (None: this rank has none).
+        load: is told so after a restart.
+    """
+
+    def __init__(self, loader: Any, save: Callable[[], str | None], load: Callable[[str], None]) -> None:
+        self._loader, self._save, self._load = loader, save, load
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._loader)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The loader's state, and where april's is."""
+        return {**self._loader.state_dict(), KEY: self._save()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """The rest of the saved epoch; april goes on when it is first asked for a batch."""
+        theirs = dict(state)
+        if KEY not in theirs:
+            log.warning(
+                "AReaL's recover checkpoint was saved without april: what was unfinished then is lost, and its prompts "
+                "are not asked again in this epoch"
+            )
+        ours = theirs.pop(KEY, None)
+        self._loader.load_state_dict(theirs)
+        if ours is not None:
+            self._load(ours)
+
+
+class Prompts:
+    """The loader's batches, epoch after epoch.
+
+    Args:
+        loader: its order is another one in each epoch, as AReaL has it, also after a restart.
+        epoch: that begins, or is gone on with.
+    """
+
+    def __init__(self, loader: Any, epoch: int = 0) -> None:
+        self._loader = loader
+        self.epoch = epoch
+        self._batches = self._all()
+
+    def next(self) -> list[Any]:
+        """Rows of the next batch, all of which are the caller's now."""
+        return list(next(self._batches))
+
+    def _all(self) -> Iterator[Any]:
+        empty = 0
+        while True:
+            set_epoch = getattr(getattr(self._loader, "sampler", None), "set_epoch", None)
+            if set_epoch is not None:
+                set_epoch(self.epoch)
+            for batch in self._loader:
+                empty = 0
+                yield batch
+            empty += 1
+            if empty > 1:  # the first may be the end of an epoch that a restart goes on with
+                raise RolloutError("the loader of prompts gives no batch; is the data set smaller than a batch?")
+            self.epoch += 1
+
 
 KIND = "areal"
 SERVERS = "areal"

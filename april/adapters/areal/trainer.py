@@ -14,7 +14,7 @@ from areal.utils.environ import is_single_controller
 from areal.utils.recover import RecoverHandler
 
 from april.adapters.areal.executor import AprilExecutor
-from april.adapters.areal.prompts import CarryingLoader
+from april.adapters.areal.rollouts import CarryingLoader
 from april.adapters.areal.settings import config_of, objections
 from april.errors import CheckpointError, ConfigError
 

@@ -5,9 +5,8 @@ Where :mod:`april.driver` talks to the engines itself, here somebody else does: 
 servers and what carries the questions (Ray, HTTP, plain calls) are unknown here.
 
 ========================  ===============================================================================
-``coordinator.py``        the core behind questions; what the trainer and the rollouts ask
-``mailboxes.py``          which rollout waits for which answer, and whether anybody still listens to it
-``results.py``            what a server returned, as the core's books have it
+``coordinator.py``        what the trainer and the rollouts ask
+``execution.py``          the core behind the questions, and which rollout waits for which answer
 ``messages.py``           what travels between processes
 ``calls.py``              the rollout's half: one call of a rollout, from however many requests
 ``run.py``                the trainer's half: draws, aborts, batches, checkpoints

@@ -23,9 +23,8 @@ from april.core.state import RolloutCore
 from april.core.tape import Int32
 from april.core.types import SETTLED, DropReason, Prompt, Sample, SampleId, SampleState
 from april.errors import CheckpointError
-from april.processes.coordinator.execution import Execution
+from april.processes.coordinator.execution import Execution, take
 from april.processes.coordinator.messages import GivenUp, Message, Order, Result, Settled
-from april.processes.coordinator.results import take
 
 
 class Coordinator:
