@@ -10,12 +10,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from april.core.types import OnStale, Refill
+from april.core.types import OnStale
 from april.engines.simulated.decode_cost import limit_tokens_per_s
 from april.simulate import workload
 from april.simulate.measure import measure
 from april.simulate.run import RATIOS, length_statistics, simulate
-from april.simulate.workload import Schedule, Workload
+from april.simulate.workload import Workload
 
 SMALL = Workload(
     engines=2, groups=4, samples=4, max_response_len=900, median_len=60.0, sigma_between=0.5, sigma_within=0.7,
@@ -44,19 +44,6 @@ def trace(path: Path, *lines: object) -> Path:
     """A JSONL of lengths."""
     path.write_text("\n".join(json.dumps(line) for line in lines) + "\n", "utf-8")
     return path
-
-
-def test_defaults_are_the_reference_workload() -> None:
-    """32 x 8, 16,384 tokens, N' = 64 with 512 in flight, refill at sync's 256, staleness at most 5."""
-    w = Workload()
-
-    assert (w.groups, w.samples, w.max_response_len, w.max_staleness) == (32, 8, 16_384, 5)
-    assert w.modes == {
-        "sync": Schedule(32, Refill.NONE, 256),
-        "april": Schedule(64, Refill.NONE, 512),
-        "refill": Schedule(32, Refill.SAMPLE, 256),
-    }
-    assert RATIOS == (1.0, 1.25, 1.5, 2.0, 3.0)
 
 
 def test_refill_comes_close_to_the_limit_on_the_reference_workload() -> None:

@@ -66,23 +66,6 @@ def test_train_time_in_seconds_and_in_batch_times() -> None:
     assert replace(SMALL, train_time=None).train_s == 0.0
 
 
-@pytest.mark.parametrize(
-    ("changes", "sentence"),
-    [
-        ({"train_time": "soon"}, "train_time='soon' is no time: give seconds"),
-        ({"train_time": "-1"}, "train_time='-1' is no time: give seconds"),
-        ({"train_time": "1e9"}, "train_time='1e9' is no time: give seconds"),
-        ({"train_time": None, "placement": Placement.SEPARATE}, "have no meaning where training takes no time"),
-        ({"train_time": None, "fetch_ahead": 1}, "have no meaning where training takes no time"),
-        ({"placement": Placement.COLOCATED, "fetch_ahead": 1}, "colocated engines stand still meanwhile"),
-    ],
-)
-def test_contradictions_are_refused(changes: dict[str, object], sentence: str) -> None:
-    """Before anything runs, in one sentence."""
-    with pytest.raises(ValueError, match=sentence):
-        replace(SMALL, **changes)
-
-
 @pytest.mark.parametrize("train_time", ["0.25x", "1x", "4x"])
 @pytest.mark.parametrize("bound", BOUNDS)
 def test_continuous_generation_loses_nothing_and_keeps_the_bound(train_time: str, bound: int) -> None:

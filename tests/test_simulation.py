@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -26,6 +27,15 @@ DIGESTS = {
     "april": "e3a59fc0a263073564c0954c715bd69f",
     "refill": "a23739f317eb27ef2770b74947742eea",
 }
+
+
+def core(n: int = 1, samples: int = 1, **changes: Any) -> CoreSettings:
+    """N x n of at most 100 tokens, all in flight at once, without reward."""
+    values = {
+        "rollout_batch_size": n, "n_samples_per_prompt": samples, "over_sampling_batch_size": n,
+        "max_response_len": 100, "max_in_flight": n * samples, "has_reward": False,
+    }  # fmt: skip
+    return CoreSettings(**(values | changes))
 
 
 @pytest.mark.parametrize("hash_seed", ["0", "4242"])
@@ -48,15 +58,8 @@ def test_reference_workload_repeats_to_the_last_bit(hash_seed: str) -> None:
 @pytest.mark.parametrize("quorum", [1.0, 0.75])
 def test_tokens_of_the_core_are_those_of_the_engines(over: int, refill: Refill, quorum: float) -> None:
     """Two accountants that know nothing of each other: the decoders' counters and the core's ledger."""
-    settings = CoreSettings(
-        rollout_batch_size=3,
-        n_samples_per_prompt=4,
-        over_sampling_batch_size=over,
-        max_response_len=600,
-        max_in_flight=16,
-        refill=refill,
-        group_quorum=quorum,
-        has_reward=False,
+    settings = core(
+        3, 4, over_sampling_batch_size=over, max_response_len=600, max_in_flight=16, refill=refill, group_quorum=quorum
     )
     simulation = Simulation(settings, COST, LognormalLengths(60, 0.6, 0.6, seed=3), engines=2, check=True)
     result = simulation.run(25)
@@ -70,66 +73,12 @@ def test_tokens_of_the_core_are_those_of_the_engines(over: int, refill: Refill, 
 
 def test_equal_lengths_leave_no_tail_and_no_bubble() -> None:
     """With equal lengths sync wastes nothing: the time is steps x step time, computed by hand."""
-    settings = CoreSettings(
-        rollout_batch_size=2,
-        n_samples_per_prompt=4,
-        over_sampling_batch_size=2,
-        max_response_len=100,
-        max_in_flight=8,
-        has_reward=False,
-    )
-    result = Simulation(settings, COST, ConstantLengths(100), prompt_len=10).run(3)
+    result = Simulation(core(2, 4), COST, ConstantLengths(100), prompt_len=10).run(3)
 
     kv = sum(8 * (10 + s) for s in range(100))
     expected = 100 * (0.004 + 8 * 1e-5) + kv * 1e-8 + 8 * 10 * 1e-6
     assert [s.end_s - s.start_s for s in result.steps] == pytest.approx([expected] * 3)
     assert result.summary()["bubble"] == pytest.approx(0.0, abs=1e-9)
-
-
-def test_over_sampling_takes_fewer_decode_steps_per_trained_token() -> None:
-    """The point of it all: with a long tail, N' = 2N and refill need fewer steps for the same tokens."""
-    lengths = LognormalLengths(60, 0.6, 0.7, seed=1)
-
-    def steps_per_token(over: int, refill: Refill) -> float:
-        settings = CoreSettings(
-            rollout_batch_size=4,
-            n_samples_per_prompt=4,
-            over_sampling_batch_size=over,
-            max_response_len=2000,
-            max_in_flight=16,
-            refill=refill,
-            has_reward=False,
-        )
-        summary = Simulation(settings, COST, lengths).run(60).summary(skip=10)
-        return summary["decode_steps"] / summary["trained_tokens"]
-
-    sync = steps_per_token(4, Refill.NONE)
-    assert steps_per_token(8, Refill.NONE) < 0.6 * sync
-    assert steps_per_token(4, Refill.SAMPLE) < 0.5 * sync
-
-
-def test_rewards_and_filters_are_refused() -> None:
-    """Nobody would answer them: the simulation would be stuck."""
-    for settings in (
-        CoreSettings(
-            rollout_batch_size=1,
-            n_samples_per_prompt=1,
-            over_sampling_batch_size=1,
-            max_response_len=9,
-            max_in_flight=1,
-        ),
-        CoreSettings(
-            rollout_batch_size=1,
-            n_samples_per_prompt=1,
-            over_sampling_batch_size=1,
-            max_response_len=9,
-            max_in_flight=1,
-            has_reward=False,
-            has_filter=True,
-        ),
-    ):
-        with pytest.raises(ValueError, match="no rewards and no filter"):
-            Simulation(settings, DecodeCost(1.0, 0.0, 0.0), ConstantLengths(3))
 
 
 @pytest.mark.parametrize("quorum", [1.0, 0.5])
@@ -145,17 +94,8 @@ def test_failing_samples_cost_what_the_policy_says(
     quorum: float, policy: OnFailedSample, trained_per_generated: float
 ) -> None:
     """5 % of the responses of equal length fail every try: what is trained of what is generated, by hand."""
-    settings = CoreSettings(
-        rollout_batch_size=8,
-        n_samples_per_prompt=8,
-        over_sampling_batch_size=8,
-        max_response_len=100,
-        max_in_flight=64,
-        refill=Refill.SAMPLE,
-        has_reward=False,
-        group_quorum=quorum,
-        on_failed_sample=policy,
-        min_group_size=4,
+    settings = core(
+        8, 8, refill=Refill.SAMPLE, group_quorum=quorum, on_failed_sample=policy, min_group_size=4,
         max_failed_groups=100,
     )
     simulation = Simulation(settings, COST, ConstantLengths(20), failing=0.05)
@@ -169,16 +109,16 @@ def test_failing_samples_cost_what_the_policy_says(
     simulation.core.validate()
 
 
-@pytest.mark.parametrize("failing", [-0.1, 1.0])
-def test_a_share_of_failing_samples_is_a_share(failing: float) -> None:
-    """All failing would never give a batch."""
-    settings = CoreSettings(
-        rollout_batch_size=1,
-        n_samples_per_prompt=1,
-        over_sampling_batch_size=1,
-        max_response_len=9,
-        max_in_flight=1,
-        has_reward=False,
-    )
-    with pytest.raises(ValueError, match="is a share of the samples"):
-        Simulation(settings, COST, ConstantLengths(3), failing=failing)
+@pytest.mark.parametrize(
+    ("changes", "failing", "words"),
+    [
+        ({"has_reward": True}, 0.0, "no rewards and no filter"),
+        ({"has_filter": True}, 0.0, "no rewards and no filter"),
+        ({}, -0.1, "is a share of the samples"),
+        ({}, 1.0, "is a share of the samples"),
+    ],
+)
+def test_what_would_be_stuck_is_refused(changes: dict[str, bool], failing: float, words: str) -> None:
+    """Nobody would answer rewards and filters, and all failing would never give a batch."""
+    with pytest.raises(ValueError, match=words):
+        Simulation(core(**changes), COST, ConstantLengths(3), failing=failing)
