@@ -49,7 +49,6 @@ async def test_batches_hold_exactly_what_the_engines_made(refill: Refill, interv
         assert batch.metrics["staleness_max"] == max(s.staleness for s in batch.samples)
         assert 0 <= batch.metrics["bubble"] <= 1
         assert [s.reward for s in batch.samples] == [float(s.tokens[0] + len(s.tokens) / 1024) for s in batch.samples]
-    await rollouts.close()
 
 
 @on_virtual_time
@@ -67,7 +66,6 @@ async def test_versions_over_weight_updates() -> None:
     assert sample.staleness == 2
     assert batch.off_policy_share == 20 / 25
     assert rollouts.engines[0].engine._version == PolicyVersion(0, 3)
-    await rollouts.close()
 
 
 @on_virtual_time
@@ -82,7 +80,6 @@ async def test_resumed_requests_continue_exactly() -> None:
     assert third.token_ids[: len(second.token_ids)].tolist() == second.token_ids.tolist()
     assert [r.sampling.max_tokens for r in (first, second, third)] == [40, 30, 20]
     assert len({r.sampling.seed for r in (first, second, third)}) == 3
-    await rollouts.close()
 
 
 def test_the_same_run_twice_is_the_same() -> None:
@@ -121,7 +118,6 @@ async def test_delivered_tensors_are_not_shared_with_the_user() -> None:
     rollouts = Rollouts(table({}), n=2, rollout=vandal, reward=reward)
     batch = await rollouts.step()
     assert all(s.loss_mask.all() for s in batch.samples)
-    await rollouts.close()
 
 
 # ---------------------------------------------------------------- rewards beside generation
@@ -148,7 +144,6 @@ async def test_slow_rewards_overlap_generation() -> None:
     batch = await rollouts.step()
     assert now() == pytest.approx(1025, abs=1e-6)  # surplus: delivered without waiting
     assert batch.samples[0].id == (1, 0)
-    await rollouts.close()
 
 
 @on_virtual_time
@@ -166,7 +161,6 @@ async def test_group_rewards_are_one_call_per_group() -> None:
     batch = await rollouts.step()
     assert [(round(t, 6), g, n) for t, g, n in calls] == [(9, 0, [4, 9, 6]), (30, 1, [30, 5, 5])]
     assert batch.rewards.tolist() == [0.0, 1.0, 2.0, 10.0, 11.0, 12.0]
-    await rollouts.close()
 
 
 @on_virtual_time
@@ -184,7 +178,6 @@ async def test_group_rewards_with_restarts_of_stale_samples() -> None:
         assert batch.rewards.tolist() == [len(s.tokens) for s in batch.samples]
         assert max(s.staleness for s in batch.samples) <= 1
     assert rollouts.core.tokens.dropped[DropReason.STALE] > 0
-    await rollouts.close()
 
 
 @on_virtual_time
@@ -194,7 +187,6 @@ async def test_without_a_reward_function() -> None:
     batch = await rollouts.step()
     assert now() == pytest.approx(8, abs=1e-6)
     assert batch.rewards.tolist() == [0.0] * 4
-    await rollouts.close()
 
 
 # ---------------------------------------------------------------- cancellation
@@ -261,7 +253,6 @@ async def test_a_batch_that_nobody_took_is_not_committed() -> None:
     assert batch.id == 0
     await rollouts.driver.update_weights()
     assert not rollouts.core.leased
-    await rollouts.close()
 
 
 @on_virtual_time
@@ -270,7 +261,6 @@ async def test_two_waiters_get_the_same_batch() -> None:
     rollouts = Rollouts(table({}), n=1)
     first, second = await asyncio.gather(rollouts.driver.next_batch(), rollouts.driver.next_batch())
     assert first is second
-    await rollouts.close()
 
 
 # ---------------------------------------------------------------- the end of the data, and of the driver
@@ -291,7 +281,6 @@ async def test_the_end_of_the_data() -> None:
         with pytest.raises(DataExhausted, match="every prompt is settled"):
             await rollouts.driver.next_batch()
     assert rollouts.core.prompts.as_dict() == {"observed": 8, "delivered": 8, "held": 0, "dropped": {}}
-    await rollouts.close()
 
 
 @pytest.mark.parametrize("bad", [[[5, 999_999]], [{"ids": [1]}], None], ids=["id", "mapping", "raises"])
@@ -322,7 +311,6 @@ async def test_a_bad_prompt_is_an_error_of_one_step(bad: Any) -> None:
     else:
         firsts = [int(s.prompt.token_ids[0]) for _ in range(2) for s in (await rollouts.step()).samples]
         assert sorted(firsts) == [3, 5, 6]
-    await rollouts.close()
 
 
 @pytest.mark.parametrize("at", [0.0, 3.5, 5.0, 6.0, 12.0])
@@ -381,4 +369,3 @@ async def test_prompts_are_copied() -> None:
     rollouts = Rollouts(table({}), n=4, prompts=source())
     batch = await rollouts.step()
     assert [s.prompt.token_ids.tolist() for s in batch.samples] == [prompt_ids(i).tolist() for i in range(4)]
-    await rollouts.close()

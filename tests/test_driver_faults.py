@@ -56,7 +56,6 @@ async def test_a_stream_that_breaks_off_is_resumed_elsewhere(error: type[BaseExc
     assert sum(s.count for s in sample.segments) == 20 == sum(e.tokens for e in engines)
     assert batch.metrics["failed_attempts"] == 1
     assert not rollouts.dropped
-    await rollouts.close()
 
 
 def test_a_stream_without_an_end_is_resumed() -> None:
@@ -93,7 +92,6 @@ async def test_an_engine_that_always_fails_is_quarantined_and_the_sample_named()
     assert "group dropped (failed)" in rollouts.core.story((0, 0))  # type: ignore[arg-type]
     engine.times = 0
     await rollouts.step()
-    await rollouts.close()
 
 
 # ---------------------------------------------------------------- numbers that cannot be true
@@ -181,7 +179,6 @@ async def test_versions_that_go_back_are_rejected() -> None:
     rollouts.check(await waiter)
     assert rollouts.dropped == {DropReason.CORRUPT: engine.said}
     assert engine.said > 8  # both samples'
-    await rollouts.close()
 
 
 def test_a_chunk_after_the_end_is_rejected() -> None:
@@ -239,7 +236,6 @@ async def test_an_unasked_abort_keeps_its_tokens() -> None:
     rollouts.check(batch)
     assert [s.count for s in batch.samples[0].segments] == [7, 13]
     assert batch.metrics["failed_attempts"] == 0
-    await rollouts.close()
 
 
 # ---------------------------------------------------------------- aborts
@@ -279,7 +275,6 @@ async def test_an_abort_is_asked_again_until_the_attempt_ends() -> None:
     assert now() == pytest.approx(11, abs=0.01)
     assert len(rollouts.sample(1, 0).tape) == 11
     assert batch.metrics["fenced_attempts"] == 0
-    await rollouts.close()
 
 
 @on_virtual_time
@@ -305,7 +300,6 @@ async def test_an_abort_that_is_never_obeyed_is_fenced() -> None:
     assert now() == pytest.approx(20 + 5, abs=0.1)  # group 2 begins when the engine is well
     for _ in range(3):
         await rollouts.step()
-    await rollouts.close()
 
 
 @on_virtual_time
@@ -325,7 +319,6 @@ async def test_evaluations_stay_away_from_quarantined_engines() -> None:
     rollouts.core.engines.states["good"].health = EngineHealth.QUARANTINED
     with pytest.raises(EngineError, match="all engines are quarantined: good, bad"):
         await evaluator.evaluate(prompts, 2, SamplingParams(max_tokens=9), seed=0)
-    await rollouts.close()
 
 
 @on_virtual_time
@@ -350,7 +343,6 @@ async def test_a_hanging_abort_call_and_a_hanging_probe_are_bounded() -> None:
     assert now() == pytest.approx(5 + 4, abs=0.01)
     await rollouts.step()
     assert now() < 9 + 1 + 10 + 1 + 5 + 1
-    await rollouts.close()
 
 
 @on_virtual_time
@@ -371,7 +363,6 @@ async def test_an_abort_of_everything_hits_nothing_that_is_sent_later() -> None:
     assert batch.metrics["attempts"] == 2
     assert batch.metrics["aborted_attempts"] == 1  # the straggler at the end of this step
     assert [len(c) for c in rollouts.engines[0].handed_over.values()] == [1] * 4
-    await rollouts.close()
 
 
 @on_virtual_time
@@ -399,7 +390,6 @@ async def test_an_attempt_that_is_aborted_before_it_was_sent_is_never_sent() -> 
     batch = await waiter
     rollouts.check(batch)
     assert len(engine.requests) == 2
-    await rollouts.close()
 
 
 def test_chunks_after_a_fence_change_nothing() -> None:
@@ -460,7 +450,6 @@ async def test_events_of_attempts_that_are_accounted_for_change_nothing(late: di
         rollouts.driver.post(event(attempt_id=attempt_id, **late))
     assert repr(rollouts.core) == before
     assert rollouts.core.counters["late_events"] == 2
-    await rollouts.close()
 
 
 @pytest.mark.parametrize("seed", seeds(12))
@@ -514,4 +503,3 @@ async def test_random_faults_lose_nothing(seed: int) -> None:
         delivered += [s.id for s in batch.samples]
         await rollouts.driver.update_weights()
     assert len(set(delivered)) == len(delivered) == 8 * 9
-    await rollouts.close()

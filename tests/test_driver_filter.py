@@ -62,7 +62,6 @@ async def test_rejected_groups_are_replaced_and_never_counted(refill: Refill, ov
             if g % 3 == 1 and g not in core.buffer.groups
         )
     }  # fmt: skip
-    await rollouts.close()
 
 
 @on_virtual_time
@@ -93,7 +92,6 @@ async def test_what_a_filter_sees() -> None:
         (0, [((0, 0), "output of g0.s0", 5.0, 5), ((0, 1), "output of g0.s1", 8.0, 8)]),
         (10, [((1, 0), "output of g1.s0", 5.0, 5), ((1, 1), "output of g1.s1", 5.0, 5)]),
     ]
-    await rollouts.close()
 
 
 @on_virtual_time
@@ -109,7 +107,6 @@ async def test_rewards_differ() -> None:
 
     rollouts = Rollouts(table({}), n=2, samples=2, reward=graded, filter=filter_)
     assert (await rollouts.step()).group_ids.tolist() == [1, 1, 3, 3]
-    await rollouts.close()
 
 
 @on_virtual_time
@@ -130,7 +127,6 @@ async def test_generation_goes_on_while_a_filter_thinks() -> None:
     batch = await rollouts.step()
     assert batch.group_ids.tolist() == [0]
     assert now() == pytest.approx(232, abs=1e-6)
-    await rollouts.close()
 
 
 @on_virtual_time
@@ -152,7 +148,6 @@ async def test_a_verdict_on_a_group_that_began_again_is_late() -> None:
     await asyncio.sleep(100)
     assert rollouts.core.counters["late_events"] == 1
     assert rollouts.dropped == {DropReason.STALE: 4 + 4}  # group 0, and group 2 after the next update
-    await rollouts.close()
 
 
 @on_virtual_time
@@ -161,7 +156,6 @@ async def test_evaluations_are_not_filtered() -> None:
     rollouts = Rollouts(table({}), n=1, samples=2, filter=only(lambda g: pytest.fail("not training")))
     result = await rollouts.driver.evaluate([Prompt(prompt_ids(1))], 2, SamplingParams(max_tokens=9), 0)
     assert result.rewards.shape == (1, 2)
-    await rollouts.close()
 
 
 # ---------------------------------------------------------------- filters that fail
@@ -228,7 +222,6 @@ async def test_a_filter_that_fails(kind: str, times: int) -> None:
         assert rollouts.dropped == {DropReason.FAILED: 9 + 5}
         assert batch.metrics["groups_dropped_failed"] == 1
         assert batch.metrics["groups_dropped_filtered"] == 0
-    await rollouts.close()
 
 
 @on_virtual_time
@@ -244,7 +237,6 @@ async def test_a_filter_that_rejects_everything_ends_the_step_with_a_reason() ->
         assert rollouts.core.prompts.dropped[DropReason.FILTERED] in (total, total + 1)
     strict[0] = False
     await rollouts.step()
-    await rollouts.close()
 
 
 # ---------------------------------------------------------------- the end of the data
@@ -273,7 +265,6 @@ async def test_the_end_of_the_data_with_rejections(end: OnDataEnd, over: int) ->
     assert rollouts.core.prompts.as_dict() == {
         "observed": 20, "delivered": len(groups), "held": len(held), "dropped": {"filtered": 7},
     }  # fmt: skip
-    await rollouts.close()
 
 
 @on_virtual_time
@@ -283,7 +274,6 @@ async def test_data_of_which_nothing_is_accepted() -> None:
     with pytest.raises(DataExhausted, match="every prompt is settled"):
         await rollouts.driver.next_batch()
     assert rollouts.core.prompts.as_dict()["dropped"] == {"filtered": 5}
-    await rollouts.close()
 
 
 @on_virtual_time
@@ -298,7 +288,6 @@ async def test_the_end_of_the_data_waits_for_a_filter_that_thinks() -> None:
     batch = await rollouts.step()
     assert sorted(batch.group_ids.tolist()) == [0, 1, 2]
     assert now() == pytest.approx(65, abs=1e-6)
-    await rollouts.close()
 
 
 # ---------------------------------------------------------------- through the scheduler

@@ -72,7 +72,6 @@ async def test_a_reward_that_fails_once_is_asked_again(kind: str) -> None:
     assert batch.metrics["failed_samples"] == 1
     assert not rollouts.dropped
     assert message in rollouts.core.story(failed[0])
-    await rollouts.close()
 
 
 @pytest.mark.parametrize("kind", list(BAD_REWARDS))
@@ -99,7 +98,6 @@ async def test_a_reward_that_fails_too_often_drops_the_group_by_name(kind: str) 
     story = rollouts.core.story(SampleId(1, 1))
     assert "group dropped (failed): g1.s1" in story
     assert message in story
-    await rollouts.close()
 
 
 @pytest.mark.parametrize(
@@ -131,7 +129,6 @@ async def test_group_rewards_that_cannot_be(answer: Any, message: str) -> None:
     assert calls.count(1) == 3
     assert message in rollouts.core.story(SampleId(1, 0))
     assert rollouts.dropped == {DropReason.FAILED: 15}
-    await rollouts.close()
 
 
 @on_virtual_time
@@ -150,7 +147,6 @@ async def test_a_run_in_which_everything_fails_stops_with_the_reason() -> None:
     rollouts.check_ledger()
     broken[0] = False
     await rollouts.step()
-    await rollouts.close()
 
 
 # ---------------------------------------------------------------- rollout functions
@@ -177,7 +173,6 @@ async def test_a_rollout_function_that_fails_once_begins_again(fault: str, after
     assert set(batch.group_ids.tolist()) == {0, 1}
     assert rollouts.dropped == ({DropReason.FAILED: 5} if after else {})
     assert BAD_REWARDS[fault][1] in rollouts.core.story(failed[0])
-    await rollouts.close()
 
 
 async def generates_nothing(prompt: Prompt, llm: LLM) -> None:
@@ -305,7 +300,6 @@ async def test_misuse_is_a_named_failure_of_that_sample(function: Callable[..., 
     assert MISUSE[function] in story
     assert rollouts.core.counters["failed_attempts"] == 0  # no engine was blamed
     assert rollouts.core.prompts.as_dict()["dropped"] == {"failed": 1}
-    await rollouts.close()
 
 
 def test_the_error_is_raised_where_the_mistake_is(caplog: pytest.LogCaptureFixture) -> None:
@@ -348,7 +342,6 @@ async def test_generate_after_the_function_has_returned() -> None:
     await asyncio.gather(*tasks)
     assert len(errors) == 2
     assert all("after its rollout function had ended" in str(e) for e in errors)
-    await rollouts.close()
 
 
 @on_virtual_time
@@ -376,7 +369,6 @@ async def test_what_the_function_waits_for_is_ended_with_its_group() -> None:
     batch = await rollouts.step()
     assert batch.group_ids.tolist() == [1, 1]
     assert ended == ["inner"]
-    await rollouts.close()
 
 
 @pytest.mark.parametrize("ending", [returns(None), raises(ValueError("cleaning up failed"))], ids=["returns", "raises"])
@@ -412,7 +404,6 @@ async def test_a_cancelled_function_that_swallows_its_end_changes_nothing(ending
     assert set(batch.group_ids.tolist()) == {1}
     assert swallowed == [(0, 0), (0, 2)]
     await rollouts.step()
-    await rollouts.close()
 
 
 def test_close_waits_for_functions_that_clean_up(caplog: pytest.LogCaptureFixture) -> None:
@@ -461,7 +452,6 @@ async def test_functions_do_not_see_each_others_context() -> None:
     rollouts = Rollouts(table({(0, 0): 9}), n=3, rollout=rollout, max_in_flight=1)
     await rollouts.step()
     assert seen == ["none"] * 3
-    await rollouts.close()
 
 
 @pytest.mark.parametrize("change", [{"top_p": 0.9}, {"min_tokens": 3}, {"temperature": 0.0}], ids=str)
@@ -505,4 +495,3 @@ async def test_a_function_that_works_before_its_first_call_holds_its_place() -> 
     )
     await rollouts.step()
     assert now() == pytest.approx(30, abs=0.1)
-    await rollouts.close()

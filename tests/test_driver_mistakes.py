@@ -54,7 +54,6 @@ async def test_an_outage_of_what_a_function_asks(which: str, seconds: float) -> 
     assert not rollouts.dropped
     assert rollouts.core.prompts.as_dict()["dropped"] == {}
     rollouts.check_ledger()
-    await rollouts.close()
 
 
 @on_virtual_time
@@ -75,7 +74,6 @@ async def test_pauses_between_tries() -> None:
     await rollouts.step()
     assert np.diff(tries).tolist() == pytest.approx([4.0, 32.0])
     assert rollouts.core.prompts.as_dict()["dropped"] == {"failed": 1}
-    await rollouts.close()
 
 
 WRONG = {"none": None, "text": "good", "dict": {"score": 1.0}, "nan": float("nan"), "list": [1.0, 2.0]}
@@ -116,7 +114,6 @@ async def test_a_function_that_was_written_wrongly_ends_the_step_at_once(
     assert len(caplog.records) == 1
     mended.append(True)
     await rollouts.step()
-    await rollouts.close()
 
 
 @pytest.mark.parametrize("error", [TypeError("one sample"), AttributeError("one sample")])
@@ -133,7 +130,6 @@ async def test_a_function_that_has_worked_was_not_written_wrongly(error: Excepti
     for _ in range(3):
         await rollouts.step()
     assert rollouts.core.prompts.as_dict()["dropped"] == {"failed": 2}
-    await rollouts.close()
 
 
 class JudgeAway(Exception):
@@ -310,7 +306,6 @@ async def test_bad_rows_that_fail_before_others_can_work(which: str) -> None:
 
     rollouts = Rollouts(table({}), n=28, over=32, samples=2, rollout=rollout, reward=reward)
     await rollouts.step()
-    await rollouts.close()
 
 
 @on_virtual_time
@@ -325,4 +320,3 @@ async def test_failures_of_several_kinds_are_no_mistake() -> None:
     rollouts = Rollouts(table({}), n=4, samples=2, reward=reward, retry_pause_s=4.0)
     await rollouts.step()
     assert rollouts.core.prompts.as_dict()["dropped"] == {"failed": 4}
-    await rollouts.close()

@@ -59,7 +59,6 @@ async def test_what_was_observed_goes_on_exactly(at: float) -> None:
         if sample_id in first:
             assert first[sample_id].token_ids[3:].tolist() == tokens
             assert first[sample_id].response_offset == len(tokens)
-    await again.close()
 
 
 @on_virtual_time
@@ -179,7 +178,6 @@ async def test_a_state_may_be_taken_at_any_time(what: str) -> None:
     for _ in range(3):
         check(await again.driver.next_batch())
         await again.driver.update_weights()
-    await again.close()
 
 
 @on_virtual_time
@@ -197,7 +195,6 @@ async def test_a_state_may_be_loaded_while_nothing_else_can_begin() -> None:
         await again.driver.next_batch()
     assert await load == PolicyVersion(1, 1)
     check(await again.driver.next_batch())
-    await again.close()
 
 
 # ---------------------------------------------------------------- the prompts
@@ -220,7 +217,6 @@ async def test_prompts_go_on_where_they_stood() -> None:
         delivered += [s.prompt.data["answer"] for s in batch.samples]
     assert sorted(delivered) == sorted(2 * list(range(13)))
     assert again.core.prompts.as_dict() == {"observed": 13, "delivered": 13, "held": 0, "dropped": {}}
-    await again.close()
 
 
 @on_virtual_time
@@ -234,7 +230,6 @@ async def test_fewer_prompts_than_before() -> None:
     again = new(prompts=3)
     with pytest.raises(CheckpointError, match="the prompts ended after 3 of epoch 0, where 4 had been"):
         await again.driver.load_state_dict(state)
-    await again.close()
 
 
 @on_virtual_time
@@ -267,7 +262,6 @@ async def test_groups_that_wait_for_more_prompts_survive() -> None:
     again.driver.extend([prompt_ids(77)])
     batch = await again.driver.next_batch()
     assert [int(s.prompt.token_ids[0]) for s in batch.samples] == [3, 78]
-    await again.close()
 
 
 # ---------------------------------------------------------------- several turns
@@ -325,7 +319,6 @@ async def test_several_turns_are_replayed() -> None:
     assert again.core.tokens.observed == tokens + made  # nothing that was kept is made again
     assert not again.dropped
     again.core.validate()
-    await again.close()
 
 
 @pytest.mark.parametrize("change", ["another tool result", "returns early"])
@@ -357,7 +350,6 @@ async def test_a_function_that_does_otherwise_begins_again(change: str) -> None:
     sibling = next(s for s in delivered if s.id == (0, 1))
     assert sibling.segments[0].version == (0, 0)
     again.core.validate()
-    await again.close()
 
 
 # ---------------------------------------------------------------- finished siblings, rewards, filters
@@ -419,4 +411,3 @@ async def test_finished_siblings_are_scored_and_judged_with_the_others(
     assert (1 in delivered) is ("filter" not in later)
     assert 0 in delivered
     again.core.validate()
-    await again.close()

@@ -33,7 +33,6 @@ async def test_pause_and_resume_in_the_middle_of_a_step() -> None:
     rollouts.check(batch)
     assert now() == pytest.approx(7.5 + 100 + 23, abs=1.01)
     assert all(s.attempts == 2 for s in batch.samples)
-    await rollouts.close()
 
 
 @on_virtual_time
@@ -60,7 +59,6 @@ async def test_a_cancelled_pause_goes_on() -> None:
     rollouts.check(await waiter)
     async with rollouts.driver.paused():  # the lock was given back
         pass
-    await rollouts.close()
 
 
 @on_virtual_time
@@ -73,7 +71,6 @@ async def test_weight_update_in_the_middle_of_a_step() -> None:
     batch = await waiter
     rollouts.check(batch)
     assert [(s.version.n, s.count) for s in batch.samples[0].segments] == [(0, 8), (1, 12)]
-    await rollouts.close()
 
 
 @on_virtual_time
@@ -92,7 +89,6 @@ async def test_a_transfer_that_raises_leaves_the_version() -> None:
     batch = await rollouts.driver.next_batch()
     assert {s.version for x in batch.samples for s in x.segments} == {PolicyVersion(0, 0)}
     assert await rollouts.driver.update_weights() == PolicyVersion(0, 1)
-    await rollouts.close()
 
 
 @on_virtual_time
@@ -113,7 +109,6 @@ async def test_an_interrupted_update_is_completed_once_engines_are_loading() -> 
         assert len(rollouts.core.leased) == 1 - version
     batch = await rollouts.step()
     assert batch.version == PolicyVersion(0, 1)
-    await rollouts.close()
 
 
 class Server(RecordingEngine):
@@ -158,7 +153,6 @@ async def test_engines_of_which_none_can_pause_keep_their_version() -> None:
     batch = await rollouts.driver.next_batch()
     assert {s.engine for x in batch.samples for s in x.segments} == {"a", "b"}
     assert batch.version == PolicyVersion(0, 0)
-    await rollouts.close()
 
 
 @pytest.mark.parametrize("path", ["weights", None])
@@ -178,7 +172,6 @@ async def test_an_engine_that_cannot_pause_is_left_out_and_comes_back(path: str 
     batch = await rollouts.driver.next_batch()
     assert {s.engine for x in batch.samples for s in x.segments} == {"bad", "good"}
     assert {s.version for x in batch.samples for s in x.segments} == {batch.version}
-    await rollouts.close()
 
 
 class Hangs(RecordingEngine):
@@ -236,7 +229,6 @@ async def test_nobody_waits_for_ever_for_an_engine_that_hangs(
     bad.hangs = ""
     await rollouts.driver.update_weights()
     rollouts.check(await rollouts.driver.next_batch())
-    await rollouts.close()
 
 
 @on_virtual_time
@@ -259,7 +251,6 @@ async def test_an_update_that_raises_may_be_repeated() -> None:
     assert await rollouts.driver.update_weights() == PolicyVersion(0, 1)
     assert list(rollouts.core.leased) == [second.id]
     rollouts.check(await rollouts.driver.next_batch())  # a probe has found the engine, which was resumed then
-    await rollouts.close()
 
 
 @on_virtual_time
@@ -295,7 +286,6 @@ async def test_a_half_done_weight_update_stops_generation_until_it_is_whole() ->
     assert await rollouts.driver.update_weights("weights") == PolicyVersion(0, 1)
     batch = await rollouts.step()
     assert batch.version == PolicyVersion(0, 1)
-    await rollouts.close()
 
 
 @on_virtual_time
@@ -322,7 +312,6 @@ async def test_a_half_done_weight_update_ends_the_wait_for_a_step_that_is_runnin
     batch = await rollouts.driver.next_batch()
     rollouts.check(batch)
     assert [[(s.version.n, s.count) for s in x.segments] for x in batch.samples] == [[(0, 7), (1, 13)]] * 4
-    await rollouts.close()
 
 
 @on_virtual_time
@@ -341,7 +330,6 @@ async def test_after_a_half_done_weight_update_nothing_is_generated_ahead() -> N
     await asyncio.sleep(50)
     assert sum(e.tokens for e in engines) > made
     rollouts.check(await rollouts.driver.next_batch())
-    await rollouts.close()
 
 
 @pytest.mark.parametrize("generation", list(GenerationMode))
@@ -370,7 +358,6 @@ async def test_a_transfer_that_breaks_off_ends_the_wait_for_a_batch_that_was_ask
     assert now() == told
     await driver.update_weights("weights")
     assert (await driver.next_batch()).version == PolicyVersion(0, 1)
-    await rollouts.close()
 
 
 @on_virtual_time
@@ -387,7 +374,6 @@ async def test_an_update_that_was_asked_for_already_may_mend_a_half_done_one() -
         await updates[0]
     assert await updates[1] == PolicyVersion(0, 1)
     assert await ahead is await asked_between
-    await rollouts.close()
 
 
 @on_virtual_time
@@ -403,7 +389,6 @@ async def test_what_was_said_of_torn_weights_is_not_said_of_whole_ones() -> None
         await rollouts.driver.update_weights("weights")
     await rollouts.driver.update_weights("weights")
     rollouts.check(await rollouts.driver.next_batch())
-    await rollouts.close()
 
 
 @on_virtual_time
@@ -427,4 +412,3 @@ async def test_an_evaluation_has_the_engines_to_itself() -> None:
     assert [len(r.tokens) for r in result.responses[0]] == [10, 10]
     batch = await waiter
     assert [[s.count for s in x.segments] for x in batch.samples] == [[7, 13]] * 4
-    await rollouts.close()

@@ -46,7 +46,6 @@ async def test_an_async_reward_that_hangs_is_cancelled_and_asked_again() -> None
     story = rollouts.core.story(SampleId(1, 0))
     assert "the reward function failed" in story
     assert "judge was not done with g1.s0 after function_timeout_s=60" in story
-    await rollouts.close()
 
 
 @on_virtual_time
@@ -63,7 +62,6 @@ async def test_an_async_group_reward_that_hangs_is_asked_again() -> None:
     rollouts = Rollouts(table({}), n=1, samples=3, group_reward=judge, function_timeout_s=7)
     await rollouts.step()
     assert calls == [5.0, 12.0]
-    await rollouts.close()
 
 
 @on_virtual_time
@@ -80,7 +78,6 @@ async def test_a_reward_that_always_hangs_drops_the_group_by_name() -> None:
     assert batch.group_ids.tolist() == [1]
     assert rollouts.dropped == {DropReason.FAILED: 5}
     assert now() == 5 + 3 * 10 + 5
-    await rollouts.close()
 
 
 @on_virtual_time
@@ -96,7 +93,6 @@ async def test_a_filter_that_hangs_is_a_named_failure() -> None:
     batch = await rollouts.step()
     assert batch.group_ids.tolist() == [1]
     assert "picky was not done with group 0 after function_timeout_s=10" in rollouts.core.story(SampleId(0, 0))
-    await rollouts.close()
 
 
 @pytest.mark.parametrize("ending", ["answers late", "raises late"])
@@ -125,7 +121,6 @@ async def test_an_async_reward_that_ignores_its_cancellation_is_left_behind(endi
     assert late == [-1.0, 75.0]
     assert now() == 5 + 50 + 40
     assert rollouts.core.counters["late_events"] == 0
-    await rollouts.close()
 
 
 @pytest.mark.parametrize("hangs_after", [0, 1, 2])
@@ -151,7 +146,6 @@ async def test_a_rollout_function_that_hangs_begins_again(hangs_after: int) -> N
     assert "the rollout function failed: test_a_roll" in rollouts.core.story(SampleId(0, 1))
     assert "agent was not done with g0.s1 after function_timeout_s=30" in rollouts.core.story(SampleId(0, 1))
     rollouts.check_ledger()
-    await rollouts.close()
 
 
 @on_virtual_time
@@ -176,7 +170,6 @@ async def test_time_in_generate_does_not_count() -> None:
     assert samples[SampleId(0, 0)] > 3  # two calls and what the tool said, in more than one attempt each
     assert now() > 400
     assert rollouts.core.counters["failed_samples"] == 0
-    await rollouts.close()
 
 
 @on_virtual_time
@@ -194,7 +187,6 @@ async def test_a_tool_that_runs_while_training_is_paused_uses_its_time() -> None
         await asyncio.sleep(100)
         assert rollouts.core.counters["failed_samples"] == 1
     waiter.cancel()
-    await rollouts.close()
 
 
 @on_virtual_time
@@ -226,7 +218,6 @@ async def test_a_rollout_function_that_ignores_its_cancellation_is_left_behind()
     await rollouts.step()
     assert started == [0.0, 10.0]
     assert ["after its rollout function had ended" in str(e) for e in errors] == [True]
-    await rollouts.close()
 
 
 @on_virtual_time
@@ -246,7 +237,6 @@ async def test_a_function_that_cancels_itself_is_a_named_failure() -> None:
     rollouts = Rollouts(table({}), n=2, rollout=agent)
     await rollouts.step()
     assert "something that it waited for was cancelled" in rollouts.core.story(done[0])
-    await rollouts.close()
 
 
 @on_virtual_time
@@ -258,7 +248,6 @@ async def test_the_default_function_is_not_timed(monkeypatch: pytest.MonkeyPatch
     rollouts = Rollouts(table({}), n=2, samples=2, reward=None, function_timeout_s=1)
     await rollouts.step()
     assert started == []
-    await rollouts.close()
 
 
 @on_virtual_time
@@ -336,7 +325,6 @@ async def test_whatever_an_async_function_raises_ends_its_own_sample_only(error:
     batch = await rollouts.step()
     assert batch.metrics["failed_samples"] == 1
     assert len(asked) == 3
-    await rollouts.close()
 
 
 # ---------------------------------------------------------------- plain functions, in threads

@@ -76,7 +76,6 @@ async def test_a_transfer_that_does_not_return_is_named(caplog: pytest.LogCaptur
     update.cancel()
     with pytest.raises(asyncio.CancelledError):
         await update
-    await run.close()
 
 
 @pytest.mark.parametrize(
@@ -100,7 +99,6 @@ async def test_an_engine_that_an_update_waits_for_is_named(
     assert said(caplog) == [f"weight_update has waited 20 s for {what}; meanwhile nothing is generated"]
     await run.driver.update_weights("weights")
     assert len(said(caplog)) == 1  # no longer than the one that was named
-    await run.close()
 
 
 @on_virtual_time
@@ -117,7 +115,6 @@ async def test_a_state_whose_weights_are_not_handed_over(caplog: pytest.LogCaptu
     load.cancel()
     with pytest.raises(asyncio.CancelledError):
         await load
-    await run.close()
 
 
 @pytest.mark.parametrize("timeout_s", [None, 600.0])
@@ -138,7 +135,6 @@ async def test_a_function_that_takes_long_is_named(timeout_s: float | None, capl
     assert sentence.endswith(f" for 60 s; {ends}")
     await run.driver.next_batch()
     assert len(said(caplog)) == 1
-    await run.close()
 
 
 @on_virtual_time
@@ -157,7 +153,6 @@ async def test_a_function_that_is_warned_of_has_the_rest_of_its_time() -> None:
     run = Rollouts(table({}, 5), n=1, reward=judge, function_timeout_s=100.0, max_attempt_failures=9)
     await run.driver.next_batch()
     assert ended == [100.0, 99.0]
-    await run.close()
 
 
 @on_virtual_time
@@ -171,7 +166,6 @@ async def test_the_functions_of_an_evaluation_are_named_too(caplog: pytest.LogCa
     run = Rollouts(table({}, 5), n=1, reward=judge)
     await run.driver.evaluate([Prompt(prompt_ids(1))], 1, SamplingParams(max_tokens=5), 0)
     assert any("judge has been at work on " in text for text in said(caplog))
-    await run.close()
 
 
 @on_virtual_time
@@ -188,7 +182,6 @@ async def test_too_many_batches_out_are_named_every_time_that_they_last(caplog: 
         await run.driver.update_weights("weights")
     (sentence,) = said(caplog)
     assert sentence.startswith("next_batch has waited 60 s for training: max_staleness. train first: 1 batch")
-    await run.close()
 
 
 Happens = Callable[[RolloutCore], None]
@@ -271,7 +264,6 @@ async def test_a_wait_of_aprils_own_is_named(caplog: pytest.LogCaptureFixture) -
         "next_batch has waited 60 s for engines to end what they still compute on the trainer's model"
     ]
     assert "waits for" not in repr(run.driver)
-    await run.close()
 
 
 @on_virtual_time

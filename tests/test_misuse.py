@@ -282,7 +282,6 @@ async def test_a_rollout_function_that_returns_without_generating(caplog: pytest
     sentence = "g1.s0: the rollout function returned without a call of llm.generate; await at least one"
     assert rollouts.core.story(SampleId(1, 0)).endswith(f"group dropped (failed): {sentence}")
     assert caplog.messages == [f"group 1 (prompt 1 of epoch 0) is dropped as failed and replaced: {sentence}"]
-    await rollouts.close()
 
 
 @on_virtual_time
@@ -299,7 +298,6 @@ async def test_a_rollout_function_that_never_generates() -> None:
         "8 groups failed in a row, the last one: g7.s0: "
         "the rollout function returned without a call of llm.generate; await at least one"
     )
-    await rollouts.close()
 
 
 def test_prompts_with_ids_outside_the_vocabulary() -> None:

@@ -91,7 +91,6 @@ async def test_parked_functions_cross_step_boundaries() -> None:
         rollouts.check_ledger()
         await rollouts.driver.update_weights()
     assert crossed > 5
-    await rollouts.close()
 
 
 @on_virtual_time
@@ -110,7 +109,6 @@ async def test_tools_run_on_while_the_trainer_trains() -> None:
     batch = await waiter
     check_transcript(batch.samples[0], 4, 2)
     assert now() == pytest.approx(5 + 100 + 4, abs=1.01)
-    await rollouts.close()
 
 
 @on_virtual_time
@@ -129,7 +127,6 @@ async def test_max_tokens_per_call() -> None:
         await rollouts.driver.update_weights()
     for request in rollouts.engines[0].requests.values():
         assert request.sampling.max_tokens == 7 - request.response_offset
-    await rollouts.close()
 
 
 @on_virtual_time
@@ -147,7 +144,6 @@ async def test_the_budget_is_that_of_the_whole_response() -> None:
         assert len(sample.tokens) <= 30
         rollouts.check_provenance(sample)
     rollouts.check_ledger()
-    await rollouts.close()
 
 
 @on_virtual_time
@@ -167,7 +163,6 @@ async def test_a_function_that_stops_when_the_budget_is_used_up() -> None:
     assert [len(s.tokens) for s in batch.samples] == [40, 40]
     assert batch.samples[0].loss_mask.sum() == 12 + 12 + 12
     assert batch.samples[0].finish is FinishReason.LENGTH
-    await rollouts.close()
 
 
 @on_virtual_time
@@ -188,7 +183,6 @@ async def test_conversation_as_it_stands_or_spelled_out() -> None:
 
     rollouts = Rollouts(table({}), n=1, samples=len(forms), rollout=rollout)
     rollouts.check(await rollouts.driver.next_batch())
-    await rollouts.close()
 
 
 @on_virtual_time
@@ -206,7 +200,6 @@ async def test_sampling_of_a_call_overrides_the_configuration() -> None:
     first, second = rollouts.engines[0].requests.values()
     assert (first.sampling.temperature, first.sampling.stop_token_ids) == (0.5, (17,))
     assert (second.sampling.temperature, second.sampling.stop_token_ids) == (1.0, ())
-    await rollouts.close()
 
 
 @on_virtual_time
@@ -225,4 +218,3 @@ async def test_a_function_that_begins_again_has_a_new_conversation() -> None:
     batch = await rollouts.driver.next_batch()
     assert [len(s.tokens) for s in batch.samples] == [13, 13]
     assert sum(rollouts.dropped.values()) == 6
-    await rollouts.close()

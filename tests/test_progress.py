@@ -109,7 +109,6 @@ async def test_what_stands_there_is_what_the_core_has() -> None:
     assert standing_of(core).waits == Waits.PAUSE
     run.driver.post(ev.Resumed())
     await asked
-    await run.close()
 
 
 async def shown(console: Console, own_loop: bool) -> april.Batch:

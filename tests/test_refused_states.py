@@ -173,7 +173,6 @@ async def test_a_state_that_is_refused_changes_nothing(kind: str) -> None:
     for _ in range(2):
         check(await again.driver.next_batch())
         await again.driver.update_weights()
-    await again.close()
 
 
 @pytest.mark.parametrize("after", ["a batch", "a weight update", "a load"])
@@ -202,7 +201,6 @@ async def test_a_state_is_loaded_first(after: str) -> None:
     async for batch in until_the_end(again):
         delivered += batch.group_ids.tolist()
     assert sorted(delivered) == sorted(2 * list(range(30)))
-    await again.close()
 
 
 @on_virtual_time
@@ -231,4 +229,3 @@ async def test_an_engine_that_cannot_be_told() -> None:
         await again.driver.next_batch()
     assert await again.driver.load_state_dict(state) == PolicyVersion(1, 1)
     check(await again.driver.next_batch())
-    await again.close()

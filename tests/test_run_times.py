@@ -109,7 +109,6 @@ async def test_a_trainer_that_waits_for_each_batch() -> None:
     )  # fmt: skip
     assert batch.metrics["rollout_wall_s"] == pytest.approx(8)
     assert batch.metrics["bubble"] == pytest.approx(4 / 16)
-    await run.close()
 
 
 @on_virtual_time
@@ -134,7 +133,6 @@ async def test_the_bound_is_what_keeps_places_empty() -> None:
         "training is the bottleneck: it took 100 of 100 s; the trainer waited 0 s for rollouts; engines stood "
         "idle 95% of the time because max_staleness 1 admits no more; fewer engines would do"
     )
-    await run.close()
 
 
 @on_virtual_time
@@ -148,7 +146,6 @@ async def test_a_broken_engine_keeps_its_places_empty() -> None:
     m = batch.metrics
     assert m["idle_engines"] * m["step_s"] * 2 == pytest.approx(10, abs=1.1)
     assert "no engine took the work that waits" in batch.bottleneck
-    await run.close()
 
 
 @on_virtual_time
@@ -167,7 +164,6 @@ async def test_an_evaluation_has_its_places_and_keeps_the_others_empty() -> None
             "engines_busy": 10 / 40, "idle_evaluation": 30 / 40,
         }
     )  # fmt: skip
-    await run.close()
 
 
 @on_virtual_time
@@ -197,7 +193,6 @@ async def test_a_pause_slow_rewards_and_prompts_that_have_ended() -> None:
     # one group is left: its place is busy for 10 s, the other one is empty for 60
     found = {"step_s": 60, "trainer_wait_s": 60, "engines_busy": 5 / 60, "idle_prompts": 5 / 60}
     assert times(batch) == pytest.approx(found | {"idle_functions": 50 / 60})
-    await run.close()
 
 
 @on_virtual_time

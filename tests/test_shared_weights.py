@@ -265,7 +265,6 @@ async def test_weights_written_during_an_evaluation_are_told_and_training_waits(
             await call()
     await rollouts.driver.update_weights()
     rollouts.check(await rollouts.driver.next_batch())
-    await rollouts.close()
 
 
 @on_virtual_time
@@ -284,7 +283,6 @@ async def test_a_batch_waits_until_the_engine_is_quiet() -> None:
     rollouts = Rollouts(lengths, n=1, engines=[Busy(lengths)])
     await rollouts.driver.next_batch()
     assert now() >= 53
-    await rollouts.close()
 
 
 def test_a_few_values_tell_weights_apart() -> None:

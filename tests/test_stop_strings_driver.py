@@ -156,7 +156,6 @@ async def test_a_streaming_engine_is_asked_to_end_that_one_request() -> None:
     first, second, _ = engine.requests.values()
     assert (first.stream, second.stream) == (True, False)
     assert first.sampling.stop == ()
-    await rollouts.close()
 
 
 @on_virtual_time
@@ -169,7 +168,6 @@ async def test_found_in_the_chunk_that_ends_the_stream() -> None:
     assert rollouts.dropped == {DropReason.AFTER_STOP: LONG - 6}
     assert rollouts.engines[0].aborts == []
     rollouts.check_ledger()
-    await rollouts.close()
 
 
 class Deaf(RecordingEngine):
@@ -205,7 +203,6 @@ async def test_an_engine_that_does_not_end_the_request() -> None:
     assert batch.metrics["fenced_attempts"] == 1
     assert batch.metrics["after_stop_tokens"] == attempt.tape.after_stop == engine.tokens - 6
     rollouts.check_ledger()
-    await rollouts.close()
 
 
 @pytest.mark.parametrize("budget", [LONG, 12])
@@ -222,7 +219,6 @@ async def test_an_engine_that_ends_it_otherwise(budget: int) -> None:
     assert batch.samples[0].finish is FinishReason.STOP
     assert rollouts.dropped == {DropReason.AFTER_STOP: min(15, budget) - 6}
     rollouts.check_ledger()
-    await rollouts.close()
 
 
 class BreaksLate(Deaf):
@@ -255,7 +251,6 @@ async def test_an_engine_that_fails_after_the_string(fault: str) -> None:
     assert sum(rollouts.dropped.values()) == engine.tokens - 6
     assert (DropReason.CORRUPT in rollouts.dropped) == (fault == "sends what cannot be")
     rollouts.check_ledger()
-    await rollouts.close()
 
 
 @pytest.mark.parametrize("first", [5, 6, 7])
@@ -276,7 +271,6 @@ async def test_the_step_ends_in_the_same_moment(first: int, interval: float | No
     assert sample.tokens.tolist() == response(1, 6)
     assert sample.finish is FinishReason.STOP
     assert rollouts.core.story(sample.id).count("call complete") == 1
-    await rollouts.close()
 
 
 @on_virtual_time
@@ -298,7 +292,6 @@ async def test_the_group_is_given_up_after_the_string() -> None:
     assert batch.group_ids.tolist() == [1, 1]
     assert rollouts.dropped == {DropReason.FAILED: 6, DropReason.AFTER_STOP: engine.tokens_of((0, 0))[0] - 6}
     rollouts.check_ledger()
-    await rollouts.close()
 
 
 @on_virtual_time
@@ -318,7 +311,6 @@ async def test_turns_match_each_on_their_own() -> None:
     batch = await rollouts.driver.next_batch()
     assert [len(t.tokens) for t in turns] == [3, 4]
     assert batch.samples[0].loss_mask.tolist() == [1] * 3 + [0] * 2 + [1] * 4
-    await rollouts.close()
 
 
 @on_virtual_time
@@ -336,7 +328,6 @@ async def test_min_tokens_of_the_whole_response() -> None:
     batches = await until_delivered(rollouts, 1)
     assert batches[-1].samples[0].tokens.tolist() == tokens[:10]
     assert batches[-1].samples[0].attempts == 2
-    await rollouts.close()
 
 
 @on_virtual_time
@@ -358,7 +349,6 @@ async def test_a_tokenizer_that_fails_costs_its_sample_only() -> None:
     assert batch.group_ids.tolist() == [1]
     assert "the tokenizer failed: KeyError" in rollouts.core.story(SampleId(0, 0))
     rollouts.check_ledger()
-    await rollouts.close()
 
 
 # ---------------------------------------------------------------- evaluation
@@ -383,7 +373,6 @@ async def test_evaluations_stop_too() -> None:
     assert engine.handed_over[request.attempt_id][-1].finish is EngineFinish.ABORT
     assert (request.stream, request.sampling.stop) == (True, ())
     assert rollouts.core.tokens.observed == 0
-    await rollouts.close()
 
 
 @on_virtual_time
@@ -394,7 +383,6 @@ async def test_evaluation_of_an_engine_that_answers_at_once() -> None:
     result = await rollouts.driver.evaluate([Prompt(prompt_ids(0))], 1, sampling, seed=0)
     assert result.responses[0][0].tokens.tolist() == response(0, 6)
     assert rollouts.engines[0].aborts == []
-    await rollouts.close()
 
 
 # ---------------------------------------------------------------- what is refused, and text
@@ -429,7 +417,6 @@ async def test_calls_that_are_refused(arguments: dict[str, Any], tokenizer: Any,
     rollouts.check(await rollouts.driver.next_batch())
     assert len(rollouts.engines[0].requests) == len(errors) == 1
     assert re.search(message, errors[0])
-    await rollouts.close()
 
 
 class _Asked(Exception):

@@ -130,7 +130,6 @@ async def test_an_evaluation_fails_by_the_tokenizers_name() -> None:
     with pytest.raises(RolloutError, match="the tokenizer failed: RuntimeError"):
         await rollouts.driver.evaluate([prompt], 1, SamplingParams(100, stop=("<9",)), 1)
     assert not rollouts.core.engines.states["e0"].quarantined
-    await rollouts.close()
 
 
 def test_a_step_that_ends_meanwhile_loses_only_what_has_no_text() -> None:

@@ -81,13 +81,23 @@ def virtual(program: Callable[[], Awaitable[None]]) -> None:
 
 
 def on_virtual_time(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
-    """Run an async test by :func:`virtual`."""
+    """Run an async test by :func:`virtual`; the :class:`Rollouts` that it has made are closed at its end."""
 
     @wraps(test)
     def run(*args: Any, **kwargs: Any) -> None:
-        virtual(lambda: test(*args, **kwargs))
+        async def program() -> None:
+            await test(*args, **kwargs)
+            while _made:
+                await _made.pop().close()
+
+        _made.clear()
+        virtual(program)
 
     return run
+
+
+_made: list[Rollouts] = []
+"""The rollouts of the test that runs."""
 
 
 def now() -> float:
@@ -161,6 +171,7 @@ class Rollouts:
             options=DriverOptions(check=check, record=record),
         )
         self.core = self.driver.core
+        _made.append(self)
 
     async def step(self) -> Batch:
         """The next batch, checked, and a weight update."""
