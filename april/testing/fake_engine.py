@@ -28,66 +28,6 @@ from april.testing.records import AbortRecord, AttemptRecord, conversation, fake
 Lengths = int | Mapping[tuple[int, int], int] | Callable[[Request], int]
 
 
-class FakeResponder:
-    """The responses of one engine: synthetic ones of given ``lengths``, or those that ``responses`` returns."""
-
-    def __init__(
-        self,
-        engine: str,
-        lengths: Lengths,
-        responses: Callable[[Request], Sequence[int] | Int32] | None,
-        vocab_size: int,
-        eos_token_id: int,
-    ) -> None:
-        self._engine = engine
-        self._lengths = lengths
-        self._responses = responses
-        self._vocab_size = vocab_size
-        self._eos = eos_token_id
-
-    def stops(self, request: Request) -> set[int]:
-        """Token ids that end the response."""
-        return {self._eos, *request.sampling.stop_token_ids}
-
-    def whole(self, request: Request) -> Int32:
-        """The whole response that a request begins or continues, int32 [T]; ends in a stop token."""
-        sampling = request.sampling
-        least = max(request.response_offset + sampling.min_tokens, 1)
-        if self._responses is None:
-            said, length = np.empty(0, np.int32), max(self._length(request), least)
-        else:
-            said = self._said(request)
-            if len(said) >= least:
-                return said
-            said, length = said[:-1], least
-        drawn = fake_response(
-            conversation(request), request.sample_key, length, self._vocab_size, self._eos, sampling.stop_token_ids
-        )
-        return np.concatenate((said, drawn[len(said) :]))
-
-    def _said(self, request: Request) -> Int32:
-        """Return what the function says, up to the first stop; one is appended if there is none."""
-        assert self._responses is not None
-        tokens = np.asarray(self._responses(request), np.int32)
-        ends = np.flatnonzero(np.isin(tokens, list(self.stops(request))))
-        stop = (*request.sampling.stop_token_ids, self._eos)[0]
-        return tokens[: ends[0] + 1] if ends.size else np.append(tokens, np.int32(stop)).astype(np.int32)
-
-    def _length(self, request: Request) -> int:
-        if isinstance(self._lengths, int):
-            return self._lengths
-        if isinstance(self._lengths, Mapping):
-            key = request.sample_key
-            try:
-                return self._lengths[key]  # type: ignore[index]  # without a key: the error below
-            except KeyError:
-                raise EngineError(
-                    f"engine {self._engine}: the table of lengths has no entry for sample {key}; add it, or give a "
-                    "number, a function or a defaultdict"
-                ) from None
-        return self._lengths(request)
-
-
 @dataclass(slots=True)
 class FakeStream:
     """A request at a fake engine: tokens are made as time passes, and taken out in chunks.
@@ -259,7 +199,7 @@ class FakeEngine:
         if faults is not None and not isinstance(faults, FaultScript):
             raise TypeError(f"FakeEngine {name}: faults must be a FaultScript, got {type(faults).__name__}")
         self._name = name
-        self._responder = FakeResponder(name, lengths, responses, vocab_size, eos_token_id)
+        self._lengths, self._responses, self._eos = lengths, responses, eos_token_id
         self.faults = faults if faults is not None else FaultScript()
         self._token_s = seconds_per_token
         self._chunk_tokens = chunk_tokens
@@ -493,16 +433,50 @@ class FakeEngine:
             raise self._violation(request, f"a token id is outside the vocabulary of {self._capabilities.vocab_size}")
         if not 0 <= held < total:
             raise self._violation(request, f"response_offset {held} leaves no prompt in its {total} token ids")
-        if held and int(request.token_ids[-1]) in self._responder.stops(request):
+        if held and int(request.token_ids[-1]) in self._stops(request):
             raise self._violation(request, "it continues a response that has ended in a stop token")
         if room < 1:
             raise self._violation(
                 request, f"no token may be generated: max_tokens {request.sampling.max_tokens}, context used {total}"
             )
-        whole = self._responder.whole(request)
+        whole = self._whole(request)
         # an engine never answers with nothing
         new = whole[held:] if held < len(whole) else whole[-1:]
         return (new, EngineFinish.STOP) if len(new) <= room else (new[:room], EngineFinish.LENGTH)
+
+    def _stops(self, request: Request) -> set[int]:
+        return {self._eos, *request.sampling.stop_token_ids}
+
+    def _whole(self, request: Request) -> Int32:
+        """Return the whole response that a request begins or continues, int32 [T]; it ends in a stop token."""
+        stop_ids = request.sampling.stop_token_ids
+        least = max(request.response_offset + request.sampling.min_tokens, 1)
+        if self._responses is None:
+            said, length = np.empty(0, np.int32), max(self._length(request), least)
+        else:
+            said = np.asarray(self._responses(request), np.int32)
+            ends = np.flatnonzero(np.isin(said, list(self._stops(request))))
+            stop = np.int32((*stop_ids, self._eos)[0])
+            said = said[: ends[0] + 1] if ends.size else np.append(said, stop).astype(np.int32)
+            if len(said) >= least:
+                return said
+            said, length = said[:-1], least
+        vocab_size = self._capabilities.vocab_size
+        drawn = fake_response(conversation(request), request.sample_key, length, vocab_size, self._eos, stop_ids)
+        return np.concatenate((said, drawn[len(said) :]))
+
+    def _length(self, request: Request) -> int:
+        if isinstance(self._lengths, int):
+            return self._lengths
+        if not isinstance(self._lengths, Mapping):
+            return self._lengths(request)
+        try:
+            return self._lengths[request.sample_key]  # type: ignore[index]  # without a key: the error below
+        except KeyError:
+            raise EngineError(
+                f"engine {self._name}: the table of lengths has no entry for sample {request.sample_key}; add it, or "
+                "give a number, a function or a defaultdict"
+            ) from None
 
     def _violation(self, request: Request, what: str) -> EngineError:
         text = f"engine {self._name}, request {request.attempt_id} of sample {request.sample_key}: {what}"

@@ -10,7 +10,7 @@ import hashlib
 import math
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from enum import StrEnum
 
 from april.engines.protocol import EngineFinish, Request
@@ -285,19 +285,10 @@ class FaultScript:
         if not left or not fault.from_s <= now_s < fault.until_s:
             return False
         self._left[id(fault)] = left - 1
-        if attempt is None:
-            self.fired.append(Fired(fault=fault, engine=engine, at_s=now_s))
-        else:
-            self.fired.append(
-                Fired(
-                    fault=fault,
-                    engine=engine,
-                    at_s=now_s,
-                    sample=attempt.sample,
-                    attempt=attempt.attempt,
-                    attempt_id=attempt.attempt_id,
-                )
-            )
+        fired = Fired(fault=fault, engine=engine, at_s=now_s)
+        if attempt is not None:
+            fired = replace(fired, sample=attempt.sample, attempt=attempt.attempt, attempt_id=attempt.attempt_id)
+        self.fired.append(fired)
         return True
 
     def call_fails(self, kind: FaultKind, engine: str, now_s: float) -> bool:

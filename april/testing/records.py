@@ -17,12 +17,7 @@ import numpy as np
 from april.core.attempt_book import EVALUATION_MARK
 from april.core.versions import PolicyVersion
 from april.engines.protocol import Chunk, Float32, Int32, Request
-from april.engines.simulated.engine import synthetic_response
-
-_STEP = np.uint64(0x9E3779B97F4A7C15)
-_MIX1 = np.uint64(0xBF58476D1CE4E5B9)
-_MIX2 = np.uint64(0x94D049BB133111EB)
-_LOWEST = 4.0
+from april.engines.simulated.engine import MIX1, STEP, splitmix64, synthetic_logprobs, synthetic_response
 
 
 def conversation(request: Request) -> Int32:
@@ -49,14 +44,9 @@ def fake_response(
 
 def fake_logprobs(tokens: Sequence[int] | Int32, version: PolicyVersion) -> Float32:
     """Log-probabilities float32 [T] in (-4, 0] of ``tokens`` [T] under ``version``; the same on every platform."""
-    # splitmix64; unsigned arithmetic of arrays wraps
-    weights = np.array([(version.incarnation << 32) ^ (version.n & 0xFFFFFFFF)], np.uint64) * _MIX1
-    x = (np.asarray(tokens, np.int64).astype(np.uint64) + np.uint64(1)) * _STEP + weights
-    x = (x ^ (x >> np.uint64(30))) * _MIX1
-    x = (x ^ (x >> np.uint64(27))) * _MIX2
-    x = x ^ (x >> np.uint64(31))
-    logprobs: Float32 = (x >> np.uint64(40)).astype(np.float32) * np.float32(-_LOWEST / 2**24)
-    return logprobs
+    weights = np.array([(version.incarnation << 32) ^ (version.n & 0xFFFFFFFF)], np.uint64) * MIX1
+    counter = (np.asarray(tokens, np.int64).astype(np.uint64) + np.uint64(1)) * STEP
+    return synthetic_logprobs(splitmix64(counter + weights))
 
 
 class AbortRecord(NamedTuple):

@@ -16,6 +16,7 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import asdict, dataclass, field
 
 import numpy as np
+from numpy.typing import NDArray
 
 from april.core.sampling import LogprobKind
 from april.core.versions import FIRST_VERSION, PolicyVersion
@@ -25,10 +26,23 @@ from april.engines.simulated.decode_cost import DecodeCost
 from april.engines.simulated.response_lengths import ResponseLengths
 from april.errors import EngineError
 
-_STEP = np.uint64(0x9E3779B97F4A7C15)
-_MIX1 = np.uint64(0xBF58476D1CE4E5B9)
+STEP = np.uint64(0x9E3779B97F4A7C15)
+MIX1 = np.uint64(0xBF58476D1CE4E5B9)
 _MIX2 = np.uint64(0x94D049BB133111EB)
 _LOWEST_LOGPROB = 4.0
+
+
+def splitmix64(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """Return a counter through the mixer of splitmix64; unsigned arithmetic of arrays wraps."""
+    x = (x ^ (x >> np.uint64(30))) * MIX1
+    x = (x ^ (x >> np.uint64(27))) * _MIX2
+    return x ^ (x >> np.uint64(31))
+
+
+def synthetic_logprobs(mixed: NDArray[np.uint64]) -> Float32:
+    """Return log-probabilities in (-4, 0] of at most 24 significant bits, so the same on every platform."""
+    logprobs: Float32 = (mixed >> np.uint64(40)).astype(np.float32) * np.float32(-_LOWEST_LOGPROB / 2**24)
+    return logprobs
 
 
 def by_sample_key(lengths: ResponseLengths) -> Callable[[Request], int]:
@@ -55,8 +69,7 @@ def synthetic_response(
 ) -> tuple[Int32, Float32]:
     """Tokens int32[stop - start] and log-probabilities float32[stop - start] at positions start..stop-1 of a response.
 
-    No token is one of ``stop_token_ids``: the end of the response is put there by the engine. Log-probabilities lie in
-    (-4, 0] and have at most 24 significant bits, so they are the same on every platform.
+    No token is one of ``stop_token_ids``: the end of the response is put there by the engine.
     """
     stops = sorted({i for i in stop_token_ids if 0 <= i < vocab_size})
     if len(stops) >= vocab_size:
@@ -64,16 +77,11 @@ def synthetic_response(
     label = b"" if sample_key is None else b"%d/%d" % sample_key
     text = np.asarray(prompt_ids, dtype="<i4").tobytes()
     origin = np.uint64(int.from_bytes(hashlib.blake2b(text, digest_size=8, key=label).digest(), "little"))
-    # splitmix64: a counter through a mixer; unsigned arithmetic wraps
-    x = origin + np.arange(start + 1, stop + 1, dtype=np.uint64) * _STEP
-    x = (x ^ (x >> np.uint64(30))) * _MIX1
-    x = (x ^ (x >> np.uint64(27))) * _MIX2
-    x = x ^ (x >> np.uint64(31))
+    x = splitmix64(origin + np.arange(start + 1, stop + 1, dtype=np.uint64) * STEP)
     tokens = (x % np.uint64(vocab_size - len(stops))).astype(np.int32)
     for stop_id in stops:
         tokens += tokens >= stop_id  # leaves a gap at each stop id
-    logprobs = (x >> np.uint64(40)).astype(np.float32) * np.float32(-_LOWEST_LOGPROB / 2**24)
-    return tokens, logprobs
+    return tokens, synthetic_logprobs(x)
 
 
 @dataclass(slots=True)
