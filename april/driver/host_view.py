@@ -1,4 +1,4 @@
-"""What carrying out commands takes from the core: the present version, and a few settings."""
+"""The part of the core that carrying out commands needs: the present version, and a few settings."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from april.core.versions import PolicyVersion
 
 
 class HostView(Protocol):
-    """What a host knows of the core that decides; the core may be in another process."""
+    """The core that decides, as a host knows it; it may be in another process."""
 
     @property
     def current(self) -> PolicyVersion:
@@ -18,15 +18,15 @@ class HostView(Protocol):
 
     @property
     def eos_token_ids(self) -> frozenset[int]:
-        """What ends a response by itself."""
+        """Token ids that end a response by themselves."""
 
     @property
     def abort_resend_s(self) -> float:
-        """See CoreSettings."""
+        ...
 
     @property
     def abort_deadline_s(self) -> float:
-        """See CoreSettings."""
+        ...
 
     def room(self, sample: Sample) -> int:
         """Tokens that its response may have at most, tokens of the environment included."""
@@ -49,7 +49,7 @@ class CoreView:
 
     @property
     def eos_token_ids(self) -> frozenset[int]:
-        """What ends a response by itself."""
+        """Token ids that end a response by themselves."""
         return self._core.engines.eos_token_ids
 
     def room(self, sample: Sample) -> int:

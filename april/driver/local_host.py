@@ -28,11 +28,11 @@ from april.engines.protocol import Capabilities, Engine, SharesModel
 log = logging.getLogger("april")
 
 CLOSE_PATIENCE_S = 10.0
-"""How long the end waits for cancelled functions and streams."""
+"""The longest wait of the end for cancelled functions and streams."""
 
 
 class LocalHost:
-    """See above; must be made and used on the loop that runs it.
+    """The engines and functions of this process; made and used on the loop that runs them.
 
     Args:
         view: what it knows of the core.
@@ -89,7 +89,7 @@ class LocalHost:
 
     @property
     def plain_rollout(self) -> bool:
-        """Whether the rollout function runs in a thread of its own, one per sample."""
+        """True if the rollout function runs in a thread of its own, one per sample."""
         return self.rollout is not self.functions.rollout
 
     async def quiet(self) -> None:
@@ -135,12 +135,12 @@ class LocalHost:
 
 
 def limits_of(engine: Engine) -> EngineLimits:
-    """What the core must know of an engine."""
+    """Return what the core must know of an engine."""
     return limits_from(engine.name, engine.capabilities)
 
 
 def limits_from(name: str, c: Capabilities) -> EngineLimits:
-    """The same, of one that may be elsewhere."""
+    """Return what the core must know of an engine that may be elsewhere."""
     return EngineLimits(
         name, c.max_context, c.max_in_flight, c.eos_token_ids, c.logprob_kind.value, c.vocab_size,
         unverified=not c.verifies_weights, remote=c.remote,
@@ -166,13 +166,14 @@ class OtherHosts(Protocol):
         post: Callable[[ev.Event], None],
         failed: Callable[[int, BaseException], None],
     ) -> Mapping[type[do.Command], Callable[[Any], None]]:
-        """They belong to this core from now on: what carries out commands, there or in the ``local`` host.
+        """Take the core to which they belong from now on; return what carries out commands, there or in the ``local``
+        host.
 
         ``post`` and ``failed`` are those of the local one.
         """
 
     def delivered(self, samples: Iterable[SampleId]) -> None:
-        """These are in a batch."""
+        """Note that these samples are in a batch."""
 
     def settled(self, group: Group) -> None:
         """Nothing is left to do for it."""
@@ -197,7 +198,7 @@ class OtherHosts(Protocol):
 
 
 class Hosts(Protocol):
-    """Where processes with engines and functions of their own come in, such as :class:`april.HostListener`."""
+    """A place where processes with engines and functions of their own come in, such as :class:`april.HostListener`."""
 
     def begin(self, config: Config, *, tokenizer: bool) -> OtherHosts:
         """The hosts of a scheduler with this configuration, which may have a tokenizer; called once, on its loop.

@@ -51,7 +51,7 @@ class Conducted(Protocol):
 
 
 class Center:
-    """See above.
+    """The center of a group of ranks.
 
     Args:
         ranks: how many there are, and how long they wait.
@@ -68,12 +68,12 @@ class Center:
         self.shares = [-1] * ranks.world_size
         """The share that each rank gets, as it has said."""
         self.asked: Any = None
-        """What rank 0 has come with: bytes, or where it is in this process, what it says here before it comes."""
+        """The call as rank 0 gives it: bytes; or where rank 0 is in this process, what it sets here before it comes."""
         self._scheduler: Conducted | Exception | None = None
         self.outcome: tuple[Any, Exception | None] = None, None
-        """What the last call has returned, or raised, for a rank in this process."""
+        """The result or the error of the last call, for a rank in this process."""
         self._stepped: set[int] = set()
-        """Who was told of the step that is carried out."""
+        """The ranks that were told of the step that is carried out."""
         self._links: dict[int, Link] = {}
         self._waiting: Reply[None] | None = None
         """The conductor."""
@@ -183,7 +183,7 @@ class Center:
     # ---------------------------------------------------------------- the ranks, on the loop
 
     def accept(self, link: SocketLink) -> None:
-        """Somebody has connected."""
+        """Take somebody who has connected, if it is a rank."""
         words = link.hello.name.split() if link.hello.purpose == RANK else []
         rank, share = map(int, words) if len(words) == 2 and all(w.isdecimal() for w in words) else (-1, 0)
         if not 0 <= rank < self._ranks.world_size:

@@ -1,4 +1,4 @@
-"""What goes to another rank and from rank 0 to the core: batches, evaluations, ledgers and calls, in msgpack.
+"""Batches, evaluations, ledgers and calls on their way between ranks and the core, in msgpack.
 
 Tokens travel once, as 9 bytes each: int32 id, float32 log-probability, uint8 loss mask.
 """
@@ -143,7 +143,7 @@ _BATCHES = msgspec.msgpack.Decoder(_Batch)
 
 
 def unpack_batch(content: bytes) -> Batch:
-    """What was packed; its arrays are its own and may be written into."""
+    """Unpack a batch; its arrays are its own and may be written into."""
     b = _BATCHES.decode(content)
     ids = _parts(b.prompt_ids, np.int32, [p.tokens for p in b.prompts])
     prompts = [Prompt(i, p.data, p.epoch, p.position) for i, p in zip(ids, b.prompts, strict=True)]
@@ -198,7 +198,7 @@ _EVALUATIONS = msgspec.msgpack.Decoder(tuple[list[list[_Response]], bytes, tuple
 
 
 def unpack_evaluation(content: bytes, detokenizer: Detokenizer | None) -> EvaluationResult:
-    """What was packed; responses have the text that ``detokenizer`` makes of them."""
+    """Unpack an evaluation; responses have the text that ``detokenizer`` makes of them."""
     rows, rewards, shape = _EVALUATIONS.decode(content)
 
     def unpacked(r: _Response) -> Response:
@@ -221,7 +221,7 @@ _LEDGERS = msgspec.msgpack.Decoder(dict[str, tuple[int, int, int, dict[DropReaso
 
 
 def unpack_ledgers(content: bytes) -> dict[str, Ledger]:
-    """What was packed."""
+    """Unpack the books."""
     return {n: Ledger(o, d, h, Counter(dropped)) for n, (o, d, h, dropped) in _LEDGERS.decode(content).items()}
 
 
@@ -241,7 +241,7 @@ def pack_update(version: PolicyVersion, weights: bytes) -> bytes:
 
 
 def unpack_update(content: bytes) -> tuple[PolicyVersion, bytes]:
-    """What was packed; of a plain version the weights are empty."""
+    """Unpack an update; of a plain version the weights are empty."""
     incarnation, n, *weights = msgspec.msgpack.decode(content)
     return PolicyVersion(incarnation, n), weights[0] if weights else b""
 
@@ -252,7 +252,7 @@ unpack_plain: Callable[[bytes], Any] = msgspec.msgpack.decode
 METHODS = frozenset(
     {"next_batch", "weight_update", "commit", "lower_staleness", "evaluate", "extend", "load_state_dict"}
 )
-"""What ranks may have the scheduler do."""
+"""The methods that ranks may have the scheduler call."""
 _WITH_PROMPTS = {"evaluate", "extend"}
 _PATHS = {"weight_update": 0, "load_state_dict": 1}
 """Which argument is a directory."""

@@ -41,7 +41,8 @@ log = logging.getLogger("april")
 
 
 class AttemptReports:
-    """See above. All methods raise EngineError for what cannot be true, and have changed nothing on the tape then.
+    """Checks of what a host says of one attempt; what can be true goes onto its tape. All methods raise EngineError for
+    what cannot be true, and have changed nothing on the tape then.
 
     Args:
         table: what the engines have in common.
@@ -102,7 +103,7 @@ class AttemptReports:
             raise WireError(f"the response has stopped at a stop string after {len(came)} tokens, where there is none")
 
     def ended(self, m: wire.Ended, *, fenced: bool) -> EngineFinish:
-        """Its end. ``fenced``: the host was told to cut it off."""
+        """Check its end; ``fenced``: the host was told to cut it off."""
         self._check_count(m.count)
         if m.fenced and not (fenced and m.finish is EngineFinish.ABORT):
             raise WireError(f"the response has ended ({m.finish}) as if it had been cut off here")
@@ -136,11 +137,11 @@ _ERRORS: dict[ev.CallResult, type[EngineError]] = {
 
 @dataclass(slots=True)
 class _Known:
-    """What the host knows of a sample, and the run of a function of its that the core waits for."""
+    """A sample as the host knows it, and the run of a function of its that the core waits for."""
 
     tape: TokenTape
     segments: int = 0
-    """Of the tape, that the host was told of."""
+    """The number of the tape's segments that the host was told of."""
     brought: set[str] = field(default_factory=set)
     """Attempts that ended there since: it has their tokens."""
     run: int = 0
@@ -148,11 +149,11 @@ class _Known:
     turn: int = 0
     """Calls that this run has made."""
     scored: tuple[int, ...] = ()
-    """Whose rewards this run is to find."""
+    """The samples whose rewards this run is to find."""
 
 
 class HostDesk:
-    """See above.
+    """The core's half of a connection to a host.
 
     Args:
         core: read, never changed; tapes of attempts are filled, as whoever drives a core does.
@@ -191,21 +192,21 @@ class HostDesk:
         self.attempts: dict[str, Attempt] = {}
         """That run there."""
         self._reports: dict[str, AttemptReports] = {}
-        """What is said of each of them."""
+        """Checks of the running attempts."""
         self._unbelieved = ""
         """The attempt of which something was said that cannot be true."""
         self._last_run = 0
         self._judged: dict[int, int] = {}
-        """By group: the judgement that is waited for."""
+        """The judgement that each group waits for."""
         self._calls: dict[str, int] = {}
-        """By engine: the call that runs."""
+        """The call that runs at each engine."""
         self._probes: dict[str, int] = {}
         self.fenced: dict[str, float | None] = {}
         """Attempts that it was told to end now, and has not."""
         self.tapes_sent = self.quieted = 0
         """Number of the last question that was answered."""
         self.leaves: str | None = None
-        """Why it goes, as it says itself."""
+        """The reason for which the host goes, as it says itself."""
         self.frames_out = self.frames_in = self.messages_out = self.messages_in = self.bytes_out = self.bytes_in = 0
         self._executors: dict[type[do.Command], Callable[[Any], None]] = {
             do.StartSample: self._start,
@@ -268,7 +269,7 @@ class HostDesk:
         return frame
 
     def receive(self, frame: bytes) -> Iterator[ev.Event]:
-        """What the host reports; each event must be handled before the next one is asked for.
+        """Yield what the host reports; each event must be handled before the next one is asked for.
 
         Raises:
             ProtocolError: what it says cannot be true; it is to be cut off.
@@ -313,7 +314,7 @@ class HostDesk:
     # ---------------------------------------------------------------- what the host must know
 
     def _know(self, group: Group) -> None:
-        """It has heard of the group."""
+        """Tell the host of a group."""
         if group.id in self._groups:
             return
         self._groups[group.id] = group
@@ -330,7 +331,7 @@ class HostDesk:
         )  # fmt: skip
 
     def _know_response(self, sample: Sample) -> _Known:
-        """It has the sample's response as it stands here; tokens that it has brought itself do not travel again."""
+        """Tell the host a sample's response; tokens that it has brought itself do not travel again."""
         tape, known = sample.tape, self._known.get(sample.id)
         if known is None:
             self._know(sample.group)
@@ -362,7 +363,8 @@ class HostDesk:
         return known
 
     def forget(self, samples: Iterable[SampleId]) -> None:
-        """These are delivered, or given up; with the last of a group, the group and whatever runs for it."""
+        """Forget samples that are delivered or given up; with the last of a group, the group and whatever runs for it.
+        """
         by_group: dict[int, list[int]] = {}
         for sample in samples:
             if sample.group in self._groups:
@@ -461,7 +463,7 @@ class HostDesk:
     # ---------------------------------------------------------------- reports: attempts
 
     def _over(self, attempt_id: str) -> Attempt | None:
-        """It runs there no longer; None: it does not, as far as is known here."""
+        """End an attempt, and return it; None means that it does not run there, as far as is known here."""
         self.fenced.pop(attempt_id, None)
         self._reports.pop(attempt_id, None)
         attempt = self.attempts.pop(attempt_id, None)
@@ -501,7 +503,7 @@ class HostDesk:
         return ev.AttemptFailed.of(attempt, said(m.error), m.kind, rejected=m.rejected, busy_s=m.busy_s)
 
     def _disbelieve(self, attempt: Attempt, error: Exception) -> ProtocolError:
-        """What to raise; nothing of that request is believed any more."""
+        """Return what to raise; nothing of that request is believed any more."""
         self._unbelieved, where = attempt.id, f"attempt {attempt.id} of {attempt.sample.key} on engine {attempt.engine}"
         return ProtocolError(f"host {self.name}: {where}: {error}")
 
@@ -623,6 +625,6 @@ class HostDesk:
 
 
 def _finish_of(sample: Sample) -> FinishReason:
-    """Why a response that is complete has ended."""
+    """Return why a response that is complete has ended."""
     assert sample.finish is not None
     return sample.finish

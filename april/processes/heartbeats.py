@@ -1,4 +1,4 @@
-"""Who has been heard of when. Time is given; own pauses are nobody else's death."""
+"""Deadlines for signs of life. Time is given; own pauses are nobody else's death."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Heartbeats(Generic[K]):
         self.deadline_s = deadline_s
         self.interval_s = deadline_s / BEATS
         self.paused = False
-        """Whether this process itself did not run for a while before the last look."""
+        """True if this process itself did not run for a while before the last look."""
         self._heard: dict[K, float] = {}
         self._looked: float | None = None
 

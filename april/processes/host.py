@@ -84,7 +84,7 @@ class HostRefused(LinkError):
 
 
 class Serving:
-    """See above; made and used on the loop.
+    """A connection of a host to its scheduler; made and used on the loop.
 
     Args:
         link: to the scheduler; not opened yet.
@@ -116,7 +116,7 @@ class Serving:
         self.welcomed: asyncio.Future[None] = self._loop.create_future()
         """Done when it has joined; or it has raised LinkError."""
         self.ended: asyncio.Future[str] = self._loop.create_future()
-        """Why it is over, as the scheduler says; or it has raised LinkError."""
+        """The scheduler's reason for the end; or it has raised LinkError."""
         self.welcomed.add_done_callback(_heard_of)
         self.ended.add_done_callback(_heard_of)
         link.open(self._receive, self._lost)
@@ -177,7 +177,7 @@ class Serving:
             self._break(error)
 
     def _note(self, asked: do.Command) -> None:
-        """Whose weights may be others than those of the start: a transfer is told to nobody but by its pause."""
+        """Note engines that may have other weights than those of the start: a transfer is told by its pause only."""
         if isinstance(asked, do.PauseEngine):
             self._written.add(asked.engine)
         elif isinstance(asked, do.LoadEngine) and asked.version == FIRST_VERSION:
@@ -222,7 +222,7 @@ class Serving:
         self._flush_soon()
 
     def _flush_soon(self) -> None:
-        """What is said in one turn of the loop is one frame."""
+        """Send all that is said in this turn of the loop as one frame."""
         if not self._flushes:
             self._flushes = True
             self._loop.call_soon(self._flush)
@@ -238,7 +238,7 @@ class Serving:
             self._break(error)
 
     def _beat(self) -> None:
-        """It lives; and does the scheduler?"""
+        """Tell that this host lives, and look whether the scheduler does."""
         if self.ended.done():
             return
         if self._beats.silent(self._loop.time()):
@@ -275,13 +275,13 @@ class Serving:
 
 
 def _heard_of(future: asyncio.Future[None] | asyncio.Future[str]) -> None:
-    """Its error may have nobody to hear it."""
+    """Fetch an error that may have nobody to hear it."""
     if not future.cancelled():
         future.exception()
 
 
 RETRY_S = 1.0
-"""Between two tries to reach the scheduler."""
+"""The pause between two tries to reach the scheduler."""
 
 
 class Host:
@@ -427,7 +427,7 @@ class Host:
     # ---------------------------------------------------------------- one connection after the other
 
     async def _live(self) -> str:
-        """One connection after the other, until the scheduler says goodbye."""
+        """Serve one connection after the other, until the scheduler says goodbye."""
         loop = asyncio.get_running_loop()
         since = loop.time()
         while True:

@@ -32,20 +32,22 @@ NONCE, PROOF, HELLO = "April-Nonce", "April-Proof", "April-Hello"
 """Headers of the greeting, in hexadecimal digits."""
 LONGEST_FRAME = 1 << 30
 HANDSHAKE_S = 10.0
-"""How long a peer has to prove the token."""
+"""The time that a peer has to prove the token."""
 CLOSE_S = 2.0
-"""How long the end of a connection waits for the other side's."""
+"""The longest wait of the end of a connection for the other side's."""
 STRANGERS = 64
 """Connections that may be at their handshake at the same time, where nobody is expected."""
 CLOSING_TURNS = 4
-"""Of the loop: asyncio makes a transport of a connection that it has taken, tells of it, and closes it in one each."""
+"""Turns of the loop: asyncio makes a transport of a connection that it has taken, tells of it, and closes it in one
+each.
+"""
 
 
 class Link:
-    """One end of a connection; everything is called on the loop that it lives on."""
+    """An end of a connection; everything is called on the loop that it lives on."""
 
     peer: str
-    """Where the other end is, for messages."""
+    """The other end's address, for messages."""
 
     def __init__(self, peer: str) -> None:
         self.peer = peer
@@ -55,7 +57,7 @@ class Link:
         self._why_lost: str | None = None
 
     def open(self, on_frame: OnFrame, on_lost: OnLost) -> None:
-        """From now on frames are given to ``on_frame``, each once and in order; those that came before are first.
+        """Give frames to ``on_frame`` from now on, each once and in order, those that came before first.
 
         ``on_lost(why)`` is called at most once, when the other end is gone, and nothing after it.
         """
@@ -69,7 +71,7 @@ class Link:
         raise NotImplementedError
 
     def close(self) -> None:
-        """What was sent goes out, then the other end is told that the link is lost; here nothing is called any more."""
+        """Send what was said, then tell the other end that the link is lost; here nothing is called any more."""
         raise NotImplementedError
 
     async def wait_closed(self) -> None:
@@ -94,7 +96,7 @@ async def close_all(links: Sequence[Link]) -> None:
 
 
 class MemoryLink(Link):
-    """One end of a link inside of a process; see :func:`memory_links`."""
+    """An end of a link inside of a process; see :func:`memory_links`."""
 
     def __init__(self) -> None:
         super().__init__("this process")
@@ -103,19 +105,16 @@ class MemoryLink(Link):
         self._early: list[tuple[Callable[[Any], None], Any]] = []
 
     def open(self, on_frame: OnFrame, on_lost: OnLost) -> None:
-        """See :class:`Link`."""
         super().open(on_frame, on_lost)
         early, self._early = self._early, []
         for receive, what in early:
             self._loop.call_soon(receive, what)
 
     def send(self, frame: bytes) -> None:
-        """See :class:`Link`."""
         if not self._closed and self._other is not None:
             self._loop.call_soon(self._other._receive, frame)
 
     def close(self) -> None:
-        """See :class:`Link`."""
         self._closed = True
         self.cut("the other end has closed the connection")
 
@@ -141,7 +140,7 @@ class MemoryLink(Link):
 
 
 def memory_links() -> tuple[MemoryLink, MemoryLink]:
-    """Both ends of a link on the running loop, a virtual one as well."""
+    """Make both ends of a link on the running loop, a virtual one as well."""
     a, b = MemoryLink(), MemoryLink()
     a._other, b._other = b, a
     return a, b
@@ -155,7 +154,7 @@ HOST, RANK = "host", "rank"
 
 
 class Hello(msgspec.Struct, frozen=True):
-    """What a connection is for, and who asks for it."""
+    """The purpose of a connection, and who asks for it."""
 
     purpose: str
     name: str
@@ -209,7 +208,7 @@ def told_address(address: Any) -> str:
 
 
 class SocketLink(Link):
-    """One end of a WebSocket between two that have proven the token.
+    """An end of a WebSocket between two that have proven the token.
 
     Args:
         hello: of the side that has connected.
@@ -227,7 +226,6 @@ class SocketLink(Link):
         self._reader: asyncio.Task[None] | None = None
 
     def open(self, on_frame: OnFrame, on_lost: OnLost) -> None:
-        """See :class:`Link`."""
         super().open(on_frame, on_lost)
         loop = asyncio.get_running_loop()
         if self._reader is None:
@@ -237,19 +235,16 @@ class SocketLink(Link):
             loop.call_soon(self._lose, self._why_lost)
 
     def send(self, frame: bytes) -> None:
-        """See :class:`Link`."""
         if len(frame) > self._limit:
             raise LinkError(f"a message of {len(frame):,} bytes is longer than the {self._limit:,} that a link carries")
         if not self._closed and self._why_lost is None:
             self._out.put_nowait(frame)
 
     def close(self) -> None:
-        """See :class:`Link`."""
         self._closed = True
         self._out.put_nowait(None)
 
     async def wait_closed(self) -> None:
-        """See :class:`Link`."""
         await asyncio.wait([self._writer])
 
     async def _read(self) -> None:
@@ -304,7 +299,7 @@ class _Peer(web.RequestHandler):
         super().connection_lost(exc)
 
     def handle_error(self, *arguments: Any, **named: Any) -> web.StreamResponse:
-        """It has sent what is not HTTP."""
+        """Refuse a peer that has sent what is not HTTP."""
         self.refuse("it does not speak as this april does")
         return super().handle_error(*arguments, **named)
 

@@ -1,4 +1,4 @@
-"""Where the ranks meet: an account of who has come to which call, and what a rank that begins anew has missed.
+"""The ranks' meeting: an account of who has come to which call, and what a rank that begins anew has missed.
 
 The rule: a call that changes something is made by every rank, in the same order, with the same arguments. It begins
 when all have come. What breaks the rule breaks the meeting for all, with one sentence, for good. No asyncio, no clock:
@@ -15,7 +15,7 @@ from april.processes.rank_messages import Answer
 
 
 class Meeting:
-    """One per group of ranks. Calls are numbered from 0; whoever carries one out says when it has ended.
+    """The meeting of a group of ranks. Calls are numbered from 0; whoever carries one out says when it has ended.
 
     Args:
         ranks: how many.
@@ -30,19 +30,19 @@ class Meeting:
         self.began = False
         """All have come to the call, which is carried out."""
         self.step: str | None = None
-        """What all ranks carry out now, in the middle of the call."""
+        """The step that all ranks carry out now, in the middle of the call."""
         self.step_failed: RankError | None = None
         self.broken: RankError | None = None
         self._last = ""
-        """What the call before this one was."""
+        """The call before this one."""
         self._what: dict[int, str] = {}
-        """What each rank that came has called."""
+        """The call of each rank that has come."""
         self._early: dict[int, str] = {}
-        """Of those who have come to the next call already."""
+        """The calls of ranks that have come to the next one already."""
         self._done: set[int] = set()
-        """Who has carried out the step."""
+        """The ranks that have carried out the step."""
         self.closed: set[int] = set()
-        """Who has closed its scheduler."""
+        """The ranks that have closed their scheduler."""
         self._returns = returns
         self._missed: dict[int, tuple[float, str]] = {}
         """Since when ranks are lost that may come back, and why."""
@@ -150,7 +150,7 @@ class Meeting:
         return True
 
     def back(self, rank: int) -> None:
-        """It is there, for the first time or again."""
+        """Note that a rank is there, for the first time or again."""
         self._missed.pop(rank, None)
         self.closed.discard(rank)
 

@@ -17,11 +17,12 @@ from april.processes.link import RANK, Hello, Link, close_all, connect, memory_l
 from april.processes.ranks import MeetingPoint, Ranks
 
 TRY_AGAIN_S = 0.2
-"""Between two attempts to reach a center that does not listen yet."""
+"""The pause between two attempts to reach a center that does not listen yet."""
 
 
 class Member:
-    """See above. Messages of a call are kept until the call has ended here, so an interrupted wait loses none.
+    """One end of a link to the center. Messages of a call are kept until the call has ended here, so an interrupted
+    wait loses none.
 
     Args:
         name: who is at the center, for messages.
@@ -35,19 +36,19 @@ class Member:
         self._beats = Heartbeats[int](ranks.rank_deadline_s)
         self._link: Link | None = None
         self.broken: RankError | None = None
-        """Why the ranks do not go on together."""
+        """The reason for which the ranks do not go on together."""
         self.token = ""
         """That all ranks know."""
         self._gone: str | None = None
-        """Why the center cannot be asked any more."""
+        """The reason for which the center cannot be asked any more."""
         self._come: dict[int, list[say.Step | say.Answer]] = {}
-        """What has come of each call that has not ended here."""
+        """Messages of the calls that have not ended here."""
         self._made = (-1, "")
         """The last call."""
         self._ended = 0
         """Calls that have ended here."""
         self._waiting: list[tuple[int, int, Reply[say.Step | say.Answer]]] = []
-        """Who waits for which message of which call."""
+        """The waits for messages: call, index, reply."""
         self._asked: dict[int, Reply[bytes]] = {}
         self._numbers = itertools.count()
         self._thread = LoopThread("april-ranks") if local is None else local.thread
@@ -133,7 +134,7 @@ class Member:
         self._thread.call_later(lambda: self._send(say.Leave(call)))
 
     def ask(self, method: str, *arguments: Any) -> bytes:
-        """What the center answers to a look; raises its error, or RankError if it is gone."""
+        """Return the center's answer to a look; raise its error, or RankError if it is gone."""
 
         def begin(reply: Reply[bytes]) -> None:
             number = next(self._numbers)
@@ -212,7 +213,7 @@ class Member:
         self._look_up()
 
     def _look_up(self) -> None:
-        """Whoever waits gets what has come; what has come before all broke still counts."""
+        """Give each wait what has come; what has come before all broke still counts."""
         waiting, self._waiting = self._waiting, []
         for call, index, reply in waiting:
             come = self._come.get(call, [])
@@ -245,7 +246,7 @@ class Member:
 
 
 async def _first_frames(link: Link) -> list[bytes]:
-    """What the center says to a rank that it takes; raises LinkError if it does not take it."""
+    """Return the first frames of the center to a rank that it takes; raise LinkError if it does not."""
     came: asyncio.Future[None] = asyncio.get_running_loop().create_future()
     frames: list[bytes] = []
 

@@ -1,4 +1,4 @@
-"""What the core's process and its hosts say to each other: MessagePack, no code.
+"""Messages between the core's process and its hosts: MessagePack, no code.
 
 The core's commands and events travel as they are where they refer to no live object; the others have messages of their
 own here. A frame is a list of messages, in order. Arrays travel as little-endian bytes (int32, float32), read as
@@ -50,7 +50,7 @@ class Welcome(Message, tag=0, kw_only=True):
     abort_resend_s: float
     abort_deadline_s: float
     deadline_s: float
-    """Who has heard nothing for so long, on either side, takes the other for lost."""
+    """Either side takes the other for lost when it has heard nothing for so long."""
     sampling: SamplingParams
     any_temperature: bool
     allow_mismatch: bool
@@ -90,7 +90,7 @@ class OwnPart(Message, tag=4):
 
 
 class Part(Message, tag=5):
-    """One segment of a response, as :class:`april.core.tape.Segment`."""
+    """A segment of a response, as :class:`april.core.tape.Segment`."""
 
     version: PolicyVersion
     generated: bool
@@ -193,7 +193,7 @@ class AskQuiet(Message, tag=21):
 
 
 class Goodbye(Message, tag=22):
-    """From both sides: nothing follows, and that is meant."""
+    """The meant end of a connection, of either side."""
 
     why: str
 
@@ -202,7 +202,7 @@ class Goodbye(Message, tag=22):
 
 
 class EngineCard(Message, tag=39, kw_only=True):
-    """What the other side must know of an engine: :class:`april.engines.protocol.Capabilities` by fields."""
+    """An engine's name and :class:`april.engines.protocol.Capabilities`, by fields."""
 
     name: str
     capabilities: dict[str, Any]
@@ -216,10 +216,10 @@ class Joined(Message, tag=40, kw_only=True):
     protocol: int
     name: str
     life: str
-    """The same at every connection of one host object, and no other's."""
+    """A name that is the same at every connection of one host object, and no other's."""
     engines: tuple[EngineCard, ...]
     functions: bool
-    """It runs rollout and reward functions."""
+    """Whether it runs rollout and reward functions."""
     reward: bool
     group_reward: bool
     filter: bool
@@ -227,7 +227,7 @@ class Joined(Message, tag=40, kw_only=True):
 
 
 class Heartbeat(Message, tag=41):
-    """It lives."""
+    """A sign of life."""
 
 
 class Came(Message, tag=42):
@@ -240,7 +240,7 @@ class Came(Message, tag=42):
     spans: tuple[tuple[PolicyVersion, int], ...]
     stopped: bool = False
     after_stop: int = 0
-    """Of all that came so far."""
+    """Tokens after a stop string, of all that came so far."""
 
 
 class Ended(Message, tag=43):
@@ -337,7 +337,7 @@ FromHost = (
 _BIG_ENDIAN = sys.byteorder == "big"
 
 def _number(value: Any) -> int | float:
-    """Those of numpy's, which users may have given for sampling."""
+    """Turn numpy's numbers, which users may have given for sampling, into plain ones."""
     if isinstance(value, np.integer):
         return int(value)
     if isinstance(value, np.floating):
@@ -379,7 +379,7 @@ def decode_from_host(frame: bytes) -> list[FromHost]:
 
 
 def plain_bytes(value: Any, where: str = "it") -> bytes:
-    """What a user gave, as MessagePack; what would arrive as another thing than it is does not travel.
+    """Encode what a user gave; what would arrive as another thing than it is does not travel.
 
     Raises TypeError, which says what that is; ``where``: what the value is called there.
     """
@@ -399,7 +399,7 @@ def of_plain_bytes(data: bytes) -> Any:
 
 
 def why_not_plain(data: Mapping[str, Any]) -> str | None:
-    """Why the data of a prompt cannot travel between processes, or None."""
+    """Return why the data of a prompt cannot travel between processes, or None."""
     try:
         plain_bytes(dict(data), "data")
     except TypeError as error:
@@ -409,7 +409,7 @@ def why_not_plain(data: Mapping[str, Any]) -> str | None:
 
 _SCALARS = frozenset({type(None), bool, int, float, str, bytes})
 LEVELS = 100
-"""Of lists and dicts in each other, in one value: what is read at another depth of calls is read all the same."""
+"""The most levels of lists and dicts in one value: what is read at another depth of calls is read all the same."""
 
 
 def _refuse_odd(value: Any, where: str, levels: int = LEVELS) -> None:

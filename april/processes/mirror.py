@@ -34,16 +34,18 @@ from april.processes import messages as wire
 from april.processes.messages import ProtocolError, ids_of, logprobs_of, packed
 
 _BEGUN_ELSEWHERE = Replay(deque(), None)
-"""Of all samples here; nobody takes from it."""
+"""The replay of all samples here, from which nobody takes."""
 Question = wire.AskTapes | wire.AskQuiet | wire.Goodbye
 
 
 class Forgotten(tuple[SampleId, ...]):
-    """These samples are settled."""
+    """Samples that are settled."""
 
 
 class Mirror:
-    """See above; it is the view that a host's engines and functions have of the core (``HostView``)."""
+    """The samples, groups and attempts that a host was told of; the view that a host's engines and functions have of
+    the core (``HostView``).
+    """
 
     def __init__(self, welcome: wire.Welcome) -> None:
         self.name = welcome.name
@@ -57,14 +59,14 @@ class Mirror:
         self._attempts: dict[str, Attempt] = {}
         """That run."""
         self._reported: dict[str, tuple[int, bool, int]] = {}
-        """By attempt: tokens, whether a stop string was found, and tokens after it, as told last."""
+        """Tokens of each attempt, whether a stop string was found, and tokens after it, as told last."""
         self._brought: dict[SampleId, dict[str, Attempt]] = {}
         """Attempts that have ended, until it is told what became of their tokens."""
         self._runs: dict[SampleId, int] = {}
         self._turns: Counter[SampleId] = Counter()
         self._out: list[wire.Message] = []
         self.output_of: Callable[[SampleId], Any] = lambda sample: None
-        """What the rollout function of a sample has returned here."""
+        """Returns the result of a sample's rollout function here."""
         self._readers: dict[type[wire.Message], Callable[[Any], Iterable[do.Command | Forgotten | Question]]] = {
             wire.Now: self._now,
             wire.NewPrompt: self._new_prompt,
@@ -97,7 +99,7 @@ class Mirror:
     # ---------------------------------------------------------------- frames
 
     def receive(self, frame: bytes) -> Iterator[do.Command | Forgotten | Question]:
-        """What is to be done here, each before the next one is asked for.
+        """Yield what is to be done here, each before the next one is asked for.
 
         Raises:
             ProtocolError: this is no frame of april's.
@@ -335,7 +337,7 @@ class Mirror:
 
 
 def _after(spans: list[tuple[PolicyVersion, int]], at: int) -> list[tuple[PolicyVersion, int]]:
-    """What is left of run-length versions without the first ``at`` tokens."""
+    """Return what is left of run-length versions without the first ``at`` tokens."""
     left = []
     for version, count in spans:
         if at < count:

@@ -1,4 +1,4 @@
-"""What a rank brings to rank 0's scheduler: a host with engines and functions of its own."""
+"""The engines and functions that a rank brings to rank 0's scheduler, as a host."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ class Brought:
     """by their names, those that were given"""
 
     def __str__(self) -> str:
-        """What the ranks must have alike."""
+        """Describe what the ranks must have alike."""
         given = ", ".join(sorted(self.functions)) or "no functions"
         return f"spread=True with {given}" if self.spread else f"spread={self.spread!r}"
 
     @property
     def engine(self) -> EngineConfig | None:
-        """What describes its engines, where they are not given; None: it has none."""
+        """The configuration of its engines, where they are not given; None means that it has none."""
         if not self.spread:
             return self.config.engine if self.ranks.rank == 0 or self.model is not None else None
         return dealt(self.config.engine, self.model, self.ranks.rank, self.ranks.world_size)
@@ -59,17 +59,17 @@ class Brought:
 
     @property
     def lends(self) -> bool:
-        """Whether the other ranks may be hosts: rank 0, which has an engine then, takes them."""
+        """True if the other ranks may be hosts: rank 0, which has an engine then, takes them."""
         return self.model is not None or self.engines is not None or (self.spread and self.engine is not None)
 
     @property
     def anything(self) -> bool:
-        """Whether there is something for a host."""
+        """True if there is something for a host."""
         return self.engines is not None or self.engine is not None or self.runs_functions
 
     @property
     def runs_functions(self) -> bool:
-        """Whether the rank does."""
+        """True if the rank runs functions."""
         return self.spread and any(f is not None and f is not single_turn for f in self.functions.values())
 
     def open(self, run: Callable[[Coroutine[Any, Any, list[Engine]]], list[Engine]]) -> list[Engine]:

@@ -1,4 +1,4 @@
-"""What ranks say to each other: each message is one frame, msgpack without anything that is executed."""
+"""Messages of ranks: each is one frame, msgpack without anything that is executed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from april.driver.user_code import describe, message_of
 from april.errors import AprilError, LinkError, RankError
 
 TOLD_CHARS = 2000
-"""Of an error's message that goes to other ranks."""
+"""The longest error message that goes to other ranks, in characters."""
 
 Told = tuple[str, str, tuple[int, ...]]
 """An error: the name of its type, its message, and whose doing it is."""
@@ -23,11 +23,11 @@ class Message(msgspec.Struct, array_like=True, tag=True):
 
 
 class Beat(Message):
-    """Whoever sends it is alive."""
+    """A sign of life."""
 
 
 class Joined(Message):
-    """To a rank that is taken: the number of its first call."""
+    """The number of its first call, for a rank that is taken."""
 
     call: int
 
@@ -70,7 +70,7 @@ class Bye(Message):
 
 
 class Step(Message):
-    """To all ranks: carry this out now, in the trainer's thread. ``what``: the call, as they have named it."""
+    """Carry this out now, all ranks, in the trainer's thread. ``what``: the call, as they have named it."""
 
     call: int
     step: str
@@ -79,7 +79,7 @@ class Step(Message):
 
 
 class Answer(Message):
-    """To all ranks: the end of a call. ``what``: as in Step; empty: of whatever the rank calls."""
+    """The end of a call, for all ranks. ``what``: as in Step; empty: of whatever the rank calls."""
 
     call: int
     content: bytes = b""
@@ -88,7 +88,7 @@ class Answer(Message):
 
 
 class Shown(Message):
-    """To the rank that has asked."""
+    """The answer to Ask."""
 
     number: int
     content: bytes = b""
@@ -96,7 +96,7 @@ class Shown(Message):
 
 
 class Broken(Message):
-    """To all ranks: they do not go on together, by the doing of those named."""
+    """The ranks do not go on together, by the doing of those named."""
 
     sentence: str
     ranks: tuple[int, ...]
@@ -122,7 +122,7 @@ _TYPES: dict[str, type[AprilError]] = {
 
 
 def silence(deadline_s: float) -> str:
-    """What is wrong with one of whom nothing was heard for so long."""
+    """Return what is wrong with a process of which nothing was heard for so long."""
     return (
         f"nothing was heard of it for {deadline_s:g} s (rank_deadline_s); its process is stopped, or does not let "
         "april's thread run"

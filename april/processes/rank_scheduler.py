@@ -46,7 +46,7 @@ from april.scheduler import RolloutScheduler
 
 
 def gathering(engines: Iterable[Engine]) -> list[GathersWeights]:
-    """Those whose weights are spread over the ranks."""
+    """Return the engines whose weights are spread over the ranks."""
     return [e for e in engines if e.capabilities.gathers_weights and isinstance(e, GathersWeights)]
 
 
@@ -97,15 +97,15 @@ class OpenCall:
         self.steps = 0
         """Steps that this rank has carried out, and said so."""
         self.carried = 0
-        """Those that it has carried out."""
+        """Steps that this rank has carried out."""
         self.failed: Exception | None = None
-        """What a step has raised on another rank."""
+        """The error of a step on this rank."""
         self.outcome = Reply[Any]()
-        """For the caller; there when the call has ended here and for the others."""
+        """The result, once the call has ended here and for the others."""
         self.wanted = True
-        """Somebody waits for it, in whatever thread."""
+        """True while a caller waits for it, in whatever thread."""
         self.over = False
-        """It has ended for all by an interrupt of this rank in a step, and cannot go on."""
+        """True once an interrupt of this rank in a step has ended it for all; it cannot go on."""
         self._runner: int | None = None
 
     def run(self, body: Callable[[OpenCall], Any], leave: Callable[[int], None]) -> None:
@@ -128,7 +128,7 @@ class OpenCall:
             self._runner = None
 
     def ended(self) -> tuple[Any, BaseException | None]:
-        """What came of it, to be returned or raised."""
+        """Return the result and the error, of which one is None."""
         error = self.outcome.error()
         return (None if error is not None else self.outcome.result()), error
 
@@ -185,7 +185,7 @@ class OwnScheduler(RolloutScheduler):
         return self._vocab_size
 
     def carry_out(self, asked: Any, on_all: OnAll, shares: Sequence[int]) -> tuple[Any, Sequence[bytes]]:
-        """What a call returns here, and what the ranks get, rank 0 nothing if it is here; see :class:`Conducted`."""
+        """Make a call; return its result, and what the ranks get, rank 0 nothing if it is here."""
         hand_over = partial(on_all, TRANSFER)
         if isinstance(asked, bytes):
             method, arguments, named = unpack_call(asked, hand_over)
@@ -219,7 +219,7 @@ class OwnScheduler(RolloutScheduler):
         return result, [one] * len(shares)
 
     def look(self, method: str, arguments: list[Any]) -> bytes:
-        """What a rank that has no scheduler itself wants to know."""
+        """Answer what a rank that has no scheduler itself wants to know."""
         match method:
             case "state_dict":
                 return content.pack_plain(self.state_dict(*arguments))
@@ -238,7 +238,7 @@ class OwnScheduler(RolloutScheduler):
 
 
 class RankScheduler:
-    """One scheduler for all ranks of a trainer; every rank makes one, with the same configuration.
+    """The scheduler for all ranks of a trainer; every rank makes one, with the same configuration.
 
     Args:
         config: see :class:`april.Config`.
@@ -263,9 +263,9 @@ class RankScheduler:
 
     _own: OwnScheduler | None = None
     _center: Center | None = None
-    """Both of rank 0."""
+    """The scheduler and the center, in rank 0's process only."""
     _host: RankHost | None = None
-    """Of a rank that is not 0."""
+    """The host of a rank that is not 0."""
 
     def __init__(
         self,
@@ -340,7 +340,7 @@ class RankScheduler:
         return () if door is None else (door.address, bool(gathering(self._own.engines)))
 
     def _sit_down(self, config: Config, ranks: Ranks, seat: Member, tokenizer: Any) -> None:
-        """What every rank has."""
+        """Set up what every rank has."""
         self.config = config
         self.ranks = ranks
         self._detokenizer = None if tokenizer is None else Detokenizer(tokenizer)
@@ -352,7 +352,7 @@ class RankScheduler:
         """That its weights are not those of rank 0."""
 
     def _check_data(self, own: OwnScheduler, prompts: Iterable[Any]) -> None:
-        """Of the first prompt, where looking takes none away."""
+        """Look at the data of the first prompt, where looking takes none away."""
         if self.ranks.world_size > 1 and isinstance(prompts, Sequence) and prompts:
             try:
                 first = as_prompt(prompts[0], own.vocab_size, 0)
@@ -385,7 +385,8 @@ class RankScheduler:
     def weight_update(
         self, path: str | None = None, transfer: Transfer | None = None, trained: int | None = None
     ) -> PolicyVersion:
-        """See :meth:`april.RolloutScheduler.weight_update`; here ``transfer`` is called on every rank.
+        """Update the weights as :meth:`april.RolloutScheduler.weight_update` does; here ``transfer`` is called on every
+        rank.
 
         It is called in each trainer's thread while all engines are paused, so the ranks' own collectives work inside.
         If it raises on one rank, that rank is named in the error of all the others, and the version stays.
@@ -399,11 +400,11 @@ class RankScheduler:
         return await self._together_async(self._weight_update(path, transfer, trained))  # type: ignore[no-any-return]
 
     def commit(self, batch_id: int) -> None:
-        """See :meth:`april.RolloutScheduler.commit`."""
+        """Commit a batch; see :meth:`april.RolloutScheduler.commit`."""
         self._together(_Call(what=f"commit({_text(batch_id)})", method="commit", arguments=(batch_id,)))
 
     def lower_staleness(self, to: int | None = None) -> int:
-        """See :meth:`april.RolloutScheduler.lower_staleness`."""
+        """Lower the staleness; see :meth:`april.RolloutScheduler.lower_staleness`."""
         call = _Call(what=f"lower_staleness({_text(to)})", method="lower_staleness", arguments=(to,))
         return self._together(call)  # type: ignore[no-any-return]
 
@@ -411,7 +412,7 @@ class RankScheduler:
         self, prompts: Iterable[Any], *, n_samples: int = 1, temperature: float | None = None,
         top_p: float | None = None, max_tokens: int | None = None, seed: int = 0,
     ) -> EvaluationResult:  # fmt: skip
-        """See :meth:`april.RolloutScheduler.evaluate`: the result is whole on every rank.
+        """Evaluate as :meth:`april.RolloutScheduler.evaluate` does: the result is whole on every rank.
 
         The prompts are those that rank 0 gives; the other ranks may give the same, or None.
         """
@@ -431,13 +432,14 @@ class RankScheduler:
         return await self._together_async(call)  # type: ignore[no-any-return]
 
     def extend(self, prompts: Iterable[Any]) -> None:
-        """See :meth:`april.RolloutScheduler.extend`; the prompts are those that rank 0 gives."""
+        """Add prompts, those that rank 0 gives; see :meth:`april.RolloutScheduler.extend`."""
         self._together(_Call(what="extend()", method="extend", arguments=(prompts,)))
 
     def load_state_dict(
         self, state: dict[str, Any], path: str | None = None, transfer: Transfer | None = None
     ) -> PolicyVersion:
-        """See :meth:`april.RolloutScheduler.load_state_dict`; ``transfer`` is called on every rank.
+        """Go on from a state as :meth:`april.RolloutScheduler.load_state_dict` does; ``transfer`` is called on every
+        rank.
 
         The state is the one that rank 0 gives, whatever number of ranks it is of; the others may give it too, or {}.
         """
@@ -452,7 +454,9 @@ class RankScheduler:
     # ---------------------------------------------------------------- made by whoever wants to know
 
     def state_dict(self, trained_through: int | None = None) -> dict[str, Any]:
-        """See :meth:`april.RolloutScheduler.state_dict`: whole, for one rank to save. Also after a RankError."""
+        """Return the whole state, for one rank to save, also after a RankError; see
+        :meth:`april.RolloutScheduler.state_dict`.
+        """
         if self._own is not None:
             return self._own.state_dict(trained_through)
         return content.unpack_plain(self._ask("state_dict", trained_through))  # type: ignore[no-any-return]
@@ -470,24 +474,24 @@ class RankScheduler:
         return [] if self._host is None else list(self._host.engines)
 
     def ledger(self) -> dict[str, Ledger]:
-        """See :meth:`april.RolloutScheduler.ledger`."""
+        """Return the books; see :meth:`april.RolloutScheduler.ledger`."""
         return self._own.ledger() if self._own is not None else content.unpack_ledgers(self._ask("ledger"))
 
     def held_groups(self) -> frozenset[int]:
-        """See :meth:`april.RolloutScheduler.held_groups`."""
+        """Return the groups that are held; see :meth:`april.RolloutScheduler.held_groups`."""
         if self._own is not None:
             return self._own.held_groups()
         return frozenset(content.unpack_plain(self._ask("held_groups")))
 
     def validate(self) -> None:
-        """See :meth:`april.RolloutScheduler.validate`."""
+        """Cross-check the books; see :meth:`april.RolloutScheduler.validate`."""
         if self._own is not None:
             self._own.validate()
         else:
             self._ask("validate")
 
     def story(self, group: int, index: int) -> str:
-        """See :meth:`april.RolloutScheduler.story`."""
+        """Tell a sample's history; see :meth:`april.RolloutScheduler.story`."""
         if self._own is not None:
             return self._own.story(group, index)
         return content.unpack_plain(self._ask("story", group, index))  # type: ignore[no-any-return]
@@ -547,7 +551,7 @@ class RankScheduler:
         return value
 
     async def _together_async(self, made: _Call) -> Any:
-        """The same in a thread; who is cancelled leaves it to the next one who makes the same call."""
+        """Make a call in a thread; a caller who is cancelled leaves it to the next one who makes the same call."""
         call = self._enter(made.what)
         try:
             await asyncio.to_thread(call.run, partial(self._body, made), self._seat.leave)
@@ -579,7 +583,7 @@ class RankScheduler:
         return call
 
     def _arguments(self, made: _Call, call: OpenCall) -> bytes:
-        """What the center needs of this rank to make the call."""
+        """Return what the center needs of this rank to make the call."""
         if self._center is not None:
             self._center.asked = made
         return b""
@@ -686,5 +690,5 @@ def _given(function: Any) -> str:
 
 
 def _digest(config: Config) -> str:
-    """Of the settings; ranks with others are told apart."""
+    """Return a digest of the settings, by which others are told apart."""
     return hashlib.sha256(config.model_dump_json().encode()).hexdigest()[:12]

@@ -113,7 +113,7 @@ class Ranks:
         )  # fmt: skip
 
     def meeting_point(self) -> MeetingPoint:
-        """Where this group meets; once for each scheduler, on every rank."""
+        """Return where this group meets; called once for each scheduler, on every rank."""
         return MeetingPoint(self)
 
 
@@ -129,9 +129,9 @@ class MeetingPoint:
         self._ranks = ranks
         self._key = f"april/ranks/{next(_groups)}"
         self.token = ranks.token or (new_token() if ranks.rank == 0 else "")
-        """Of rank 0."""
+        """The token, on rank 0."""
         self.listens = ranks.store is not None
-        """Whether somebody listens there as soon as it is found."""
+        """True if the center listens there as soon as it is found."""
 
     def publish(self, address: str) -> None:
         """Rank 0 listens there; "": nowhere."""

@@ -42,7 +42,7 @@ CORE = "core"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostSpec:
-    """What belongs to one host."""
+    """The engines and functions of a host."""
 
     engine: EngineConfig
     """describes its engines, where there is no ``factory``"""
@@ -103,7 +103,7 @@ class CoreActor:
         return None
 
     async def look(self, method: str, arguments: list[Any]) -> bytes | Exception:
-        """What a rank may ask for, for whoever has made the run."""
+        """Answer what a rank may ask for, for whoever has made the run."""
         try:
             if self._scheduler is None:
                 raise SchedulerClosed("the core's actor has no scheduler (yet)")
@@ -112,13 +112,13 @@ class CoreActor:
             return error
 
     async def host(self, index: int) -> tuple[HostSpec, str, str]:
-        """What belongs to a host, and the address and token with which it joins."""
+        """Return the part of a host, and the address and token with which it joins."""
         await self._there.wait()
         assert self._door is not None
         return self._hosts[index], self._door.address, self._token
 
     async def rank(self, rank: int) -> tuple[Config, Ranks] | Exception:
-        """What a rank must know."""
+        """Return what a rank must know, or why there is no such rank."""
         await self._there.wait()
         if not 0 <= rank < self._ranks.world_size:
             return RankError(f"rank {rank} is none of {self._ranks.world_size}; ranks count from 0", (rank,))
@@ -180,9 +180,9 @@ log = logging.getLogger("april")
 OF_HOSTS = frozenset((*FUNCTIONS, "tokenizer"))
 """Options of the scheduler that its hosts have, too."""
 CLOSE_S = 30.0
-"""For the core's actor to close, and then for its hosts; one that Ray has not placed yet never does."""
+"""The wait for the core's actor to close, and then for its hosts; one that Ray has not placed yet never does."""
 CALLS_AT_ONCE = 10_000
-"""Of the core's actor: one of each rank always waits there for news."""
+"""The most calls of an actor at a time."""
 
 
 class ActorScheduler(RankScheduler):
@@ -194,7 +194,7 @@ class ActorScheduler(RankScheduler):
     """
 
     _unpacked: Exception | None = None
-    """What rank 0 gave to a call and cannot go to the core."""
+    """The error with which rank 0's arguments could not be packed."""
 
     def __init__(self, config: Config, ranks: Ranks, tokenizer: Any = None) -> None:
         self._sit_down(config, ranks, Member(ranks, "the core"), tokenizer)
@@ -236,7 +236,7 @@ class ActorScheduler(RankScheduler):
 
 
 class Run:
-    """What :func:`scheduler` has started; ``with`` closes it."""
+    """A run that :func:`scheduler` has started; ``with`` closes it."""
 
     def __init__(self, name: str, core: Any, hosts: list[Any]) -> None:
         self.name = name
@@ -251,7 +251,7 @@ class Run:
         return f"<april.ray.Run {self.name!r}>"
 
     def state_dict(self, trained_through: int | None = None) -> dict[str, Any]:
-        """See :meth:`april.RolloutScheduler.state_dict`."""
+        """Return the state; see :meth:`april.RolloutScheduler.state_dict`."""
         return content.unpack_plain(self._look("state_dict", trained_through))  # type: ignore[no-any-return]
 
     @property
@@ -260,15 +260,15 @@ class Run:
         return content.unpack_version(self._look("version"))
 
     def ledger(self) -> dict[str, Ledger]:
-        """See :meth:`april.RolloutScheduler.ledger`."""
+        """Return the books; see :meth:`april.RolloutScheduler.ledger`."""
         return content.unpack_ledgers(self._look("ledger"))
 
     def validate(self) -> None:
-        """See :meth:`april.RolloutScheduler.validate`."""
+        """Cross-check the books; see :meth:`april.RolloutScheduler.validate`."""
         self._look("validate")
 
     def story(self, group: int, index: int) -> str:
-        """See :meth:`april.RolloutScheduler.story`."""
+        """Tell a sample's history; see :meth:`april.RolloutScheduler.story`."""
         return content.unpack_plain(self._look("story", group, index))  # type: ignore[no-any-return]
 
     def _look(self, method: str, *arguments: Any) -> bytes:
@@ -442,7 +442,7 @@ def _namespace(name: str) -> str:
 
 
 def _dealt(engine: EngineConfig, index: int, hosts: int) -> EngineConfig:
-    """What one host gets of the engines."""
+    """Return the part of one host in the engines."""
     urls = getattr(engine, "urls", None)
     if urls is None:
         return engine

@@ -54,16 +54,16 @@ class Guest:
     link: Link
     joined: Joined
     engines: Mapping[str, Capabilities]
-    """By global name."""
+    """Capabilities of its engines, by their names in the core."""
 
     @property
     def name(self) -> str:
-        """Its own."""
+        """The host's own name."""
         return self.joined.name
 
     @property
     def limits(self) -> list[EngineLimits]:
-        """What the core must know of its engines."""
+        """The limits of its engines, for the core."""
         written = {f"{self.name}/{card.name}" for card in self.joined.engines if card.written}
         return [replace(limits_from(n, c), written=n in written) for n, c in self.engines.items()]
 
@@ -72,7 +72,7 @@ class Guest:
 
 
 def guest_of(link: Link, frame: bytes) -> Guest:
-    """Who has sent this first frame; raises ProtocolError."""
+    """Return who has sent this first frame; raise ProtocolError."""
     messages = decode_from_host(frame)
     joined = messages[0] if len(messages) == 1 else None
     if not isinstance(joined, Joined):
@@ -93,7 +93,7 @@ def guest_of(link: Link, frame: bytes) -> Guest:
 
 
 def why_not(guest: Guest, config: Config, core: RolloutCore | None, *, tokenizer: bool) -> Iterator[str]:
-    """What stands against a host, one sentence each; without a ``core`` (yet) only what is known of it.
+    """Yield what stands against a host, in sentences; without a ``core`` (yet) only what is known of it.
 
     ``tokenizer``: whether the scheduler has one.
     """
@@ -123,7 +123,7 @@ def why_not(guest: Guest, config: Config, core: RolloutCore | None, *, tokenizer
 
 
 def welcome_of(name: str, core: RolloutCore, config: Config, deadline_s: float) -> Welcome:
-    """What a host that joins is told."""
+    """Return what a host that joins is told."""
     s, table = core.settings, core.engines
     return Welcome(
         name=name,
@@ -153,7 +153,7 @@ Executor = Callable[[Any], None]
 
 
 class Roster:
-    """See above.
+    """The hosts of a core that have joined; it has no asyncio and no clock.
 
     Args:
         local: what carries out commands in the core's own process.
@@ -181,14 +181,14 @@ class Roster:
         self._failed = failed
         self._collected = collected
         self._desks: dict[str, HostDesk] = {}
-        """By host, those that are here."""
+        """The hosts that are here, by name."""
         self.beats = Heartbeats[HostDesk](deadline_s)
         self._owners: dict[str, HostDesk | None] = {}
-        """By engine, of all that other hosts have brought; None: its host is gone."""
+        """The hosts of all engines that were ever brought; None means that the host is gone."""
         self._homes: dict[int, str] = {}
-        """By group: the host that runs its functions."""
+        """The hosts that run the functions of each group."""
         self._groups: dict[int, Group] = {}
-        """Those that other hosts have heard of."""
+        """The groups that other hosts have heard of."""
         self._at_home: Counter[str] = Counter()
         self._warned = False
         by_sample = self._for_sample if functions_run else self._here
@@ -210,13 +210,12 @@ class Roster:
 
     @property
     def desks(self) -> list[HostDesk]:
-        """Of the hosts that are here."""
         return list(self._desks.values())
 
     # ---------------------------------------------------------------- hosts that come and go
 
     def why_not(self, engines: Iterable[str]) -> str | None:
-        """Why a host cannot bring engines of these (global) names, or None."""
+        """Return why a host cannot bring engines of these names, or None."""
         for name in engines:
             if name in self._core.engines.states and name not in self._owners:
                 return f"there is an engine {name} already"
@@ -234,7 +233,7 @@ class Roster:
             yield ev.EnginesJoined(list(desk.engines.values()))
 
     def lost(self, desk: HostDesk, why: str, *, for_good: bool = False) -> Iterator[ev.Event]:
-        """What follows from the end of a connection; its host may come back, unless it has left ``for_good``."""
+        """Yield what follows from the end of a connection; its host may come back, unless it has left ``for_good``."""
         if self._desks.get(desk.name) is not desk:
             return
         del self._desks[desk.name]
@@ -263,7 +262,7 @@ class Roster:
             yield ev.EnginesLeft(list(desk.engines))
 
     def heard(self, desk: HostDesk, now: float) -> None:
-        """It has said something."""
+        """Note that the host has said something."""
         if self._desks.get(desk.name) is desk:
             self.beats.hear(desk, now)
 
@@ -281,7 +280,7 @@ class Roster:
     # ---------------------------------------------------------------- what is settled
 
     def delivered(self, samples: Iterable[SampleId]) -> None:
-        """These are in a batch: nobody needs what hosts have of them."""
+        """Forget these on the hosts: they are in a batch."""
         gone = [sample for sample in samples if sample.group in self._groups]
         self._forget(gone)
         for number in {sample.group for sample in gone}:
@@ -392,7 +391,7 @@ SILENT_BEATS = 2
 MOST_CUT_OFF = 2
 """Times that one process is cut off for what cannot be true: once may be an accident, and it comes back."""
 TAPES_S = 10.0
-"""How long a state waits for what running requests of hosts have brought."""
+"""The longest wait of a state for what running requests of hosts have brought."""
 
 
 class HostDoor:
@@ -411,7 +410,7 @@ class HostDoor:
         self.deadline_s = deadline_s
         self.first_s = first_s
         self.where = "the scheduler"
-        """For messages."""
+        """The address, for messages."""
         self._accepted: Callable[[Link], None] | None = None
         self._early: list[Link] = []
 
@@ -423,7 +422,7 @@ class HostDoor:
         return RemoteHosts(config, self, tokenizer=tokenizer)
 
     def open(self, accepted: Callable[[Link], None]) -> None:
-        """From now on ``accepted`` gets the links."""
+        """Give all links to ``accepted`` from now on."""
         if self._accepted is not None:
             raise ConfigError("hosts: this is another scheduler's already; make one for each")
         self._accepted = accepted
@@ -464,14 +463,13 @@ class HostListener(HostDoor):
         self._listener = Listener(token, self._joined)
         self._socket = bound(address)
         self.address = self.where = told_address(self._socket.getsockname())
-        """Where it listens, with the port."""
+        """The address, with the port."""
         self._opening: asyncio.Task[str] | None = None
 
     def __repr__(self) -> str:
         return f"<HostListener at {self.address}>"
 
     def open(self, accepted: Callable[[Link], None]) -> None:
-        """See :class:`HostDoor`."""
         super().open(accepted)
         self._opening = asyncio.get_running_loop().create_task(self._listener.open(self._socket))
 
@@ -488,7 +486,6 @@ class HostListener(HostDoor):
         self._socket.close()
 
     async def close(self) -> None:
-        """See :class:`HostDoor`."""
         if self._opening is not None:
             await asyncio.wait([self._opening])  # the end of the loop may have cancelled it
             await self._listener.close()
@@ -496,7 +493,7 @@ class HostListener(HostDoor):
 
 
 class RemoteHosts:
-    """See above; must be used on the loop.
+    """The hosts of a scheduler on its loop: links, heartbeats and two processes of one name.
 
     Args:
         config: of the scheduler.
@@ -509,15 +506,15 @@ class RemoteHosts:
         self._door = door
         self._tokenizer = tokenizer
         self._guests: dict[HostDesk, Guest] = {}
-        """Those that have joined."""
+        """The hosts that have joined."""
         self._waiting: list[Guest] = []
         """Before there is a core."""
         self._first: list[Guest] = []
-        """Whose engines the core began with."""
+        """The hosts whose engines the core began with."""
         self._rivals: dict[str, tuple[Guest, float]] = {}
-        """By name: one that wants to be the host that is here already, and since when."""
+        """Another process that joins under the name of a host that is here, and since when."""
         self._cut_off: Counter[str] = Counter()
-        """By a host's life: how often it has said what cannot be true."""
+        """Times that a host's life has said what cannot be true."""
         self._came: asyncio.Future[None] | None = None
         self._core: RolloutCore | None = None
         self._roster: Roster | None = None
@@ -534,19 +531,17 @@ class RemoteHosts:
 
     @property
     def desks(self) -> list[HostDesk]:
-        """Of those that have joined; they count frames, messages and bytes."""
+        """The connections of hosts that have joined; they count frames, messages and bytes."""
         return list(self._guests)
 
     # ---------------------------------------------------------------- for the driver
 
     @property
     def first_engines(self) -> list[EngineLimits]:
-        """See OtherHosts."""
         return [limits for guest in self._first for limits in guest.limits]
 
     @property
     def servers(self) -> list[str]:
-        """See OtherHosts."""
         return [name for g in self._guests.values() for name, c in g.engines.items() if not c.shares_weights]
 
     async def first(self) -> None:
@@ -576,7 +571,6 @@ class RemoteHosts:
         post: Callable[[ev.Event], None],
         failed: Callable[[int, BaseException], None],
     ) -> Mapping[type[do.Command], Callable[[Any], None]]:
-        """See OtherHosts."""
         self._core, self._post, self._failed = core, post, failed
         self._returned, self._detokenizer = local.samples.returned_elsewhere, local.functions.detokenizer
         self._roster = Roster(
@@ -595,22 +589,18 @@ class RemoteHosts:
         return self._roster.executors
 
     def delivered(self, samples: Iterable[SampleId]) -> None:
-        """See OtherHosts."""
         assert self._roster is not None
         self._roster.delivered(samples)
 
     def settled(self, group: Group) -> None:
-        """See OtherHosts."""
         assert self._roster is not None
         self._roster.settled(group)
 
     def evaluated(self, evaluation: int) -> None:
-        """See OtherHosts."""
         assert self._roster is not None
         self._roster.evaluated(evaluation)
 
     async def quiet(self) -> None:
-        """See OtherHosts."""
         sharing = [d for d, g in self._guests.items() if any(c.shares_weights for c in g.engines.values())]
         self._asked += 1
         number = self._asked
@@ -620,7 +610,7 @@ class RemoteHosts:
         await self._until(lambda: all(d.quieted >= number or d not in self._guests for d in sharing))
 
     async def catch_up(self) -> None:
-        """See OtherHosts; what a host does not tell in time is told with the ends of its requests."""
+        """What a host does not tell in time is told with the ends of its requests."""
         desks = list(self._guests)
         self._asked += 1
         number = self._asked
@@ -635,14 +625,12 @@ class RemoteHosts:
             log.warning("hosts %s have not told what runs there; the state is without it", ", ".join(late))
 
     async def probed(self) -> None:
-        """See OtherHosts."""
         core = self._core
         assert core is not None
         asked = [name for g in self._guests.values() for name in g.engines]
         await self._until(lambda: not any(s.probe for n in asked if (s := core.engines.states.get(n)) is not None))
 
     async def close(self) -> None:
-        """See OtherHosts."""
         self._closed = True
         if self._timer is not None:
             self._timer.cancel()
@@ -695,7 +683,7 @@ class RemoteHosts:
         link.close()
 
     def _why_not(self, guest: Guest) -> str | None:
-        """Why a host cannot join, or None."""
+        """Return why a host cannot join, or None."""
         if self._closed:
             return "the scheduler is closed"
         if (times := self._cut_off[guest.joined.life]) >= MOST_CUT_OFF:
@@ -746,7 +734,7 @@ class RemoteHosts:
             del self._rivals[guest.name]
 
     def _lives(self, before: Guest) -> None:
-        """It has said something: whoever wanted its name is another one."""
+        """Refuse whoever wanted the name of a host that has said something."""
         guest, _ = self._rivals.pop(before.name)
         self._refuse(
             guest.link,
@@ -755,7 +743,7 @@ class RemoteHosts:
         )
 
     def _make_room(self) -> None:
-        """Whoever has been silent since another one came under its name has died."""
+        """Let others in for hosts that have been silent since those came under their names."""
         for name, (guest, since) in list(self._rivals.items()):
             if self._now() - since < SILENT_BEATS * self._door.deadline_s / BEATS:
                 continue
@@ -806,7 +794,7 @@ class RemoteHosts:
             self._admit(self._rivals.pop(guest.name)[0])
 
     def _collect(self, desk: HostDesk) -> None:
-        """It has something to send, at the end of this turn of the loop."""
+        """Send at the end of this turn of the loop."""
         if not self._collected:
             asyncio.get_running_loop().call_soon(self._flush)
         self._collected.add(desk)
@@ -826,7 +814,7 @@ class RemoteHosts:
             self._lost(desk, str(error))
 
     def _look_around(self) -> None:
-        """Who has been silent for too long is lost; all others hear that this side lives."""
+        """Give up hosts that are silent for too long, and tell all others that this side lives."""
         assert self._roster is not None
         assert self._core is not None
         now, beats = self._now(), self._roster.beats

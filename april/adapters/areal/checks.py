@@ -1,4 +1,4 @@
-"""Whether the installed AReaL is one that this adapter was held against: version and signatures, at the start."""
+"""Checks of the installed AReaL's version and signatures, at the start."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ SEAMS: dict[str, tuple[str, ...]] = {
     "areal.utils.data:concat_padded_tensors": ("tensor_dicts", "pad_value"),
     "areal.utils.recover:RecoverHandler.recover_info_path": ("experiment_name", "trial_name", "fileroot"),
 }  # fmt: skip
-"""What is called, overridden or relied on, with its parameters."""
+"""The signatures of what is called, overridden or relied on."""
 
 
 def require_areal() -> None:

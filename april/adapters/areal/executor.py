@@ -105,7 +105,7 @@ class Engine:
         )
 
     async def _answer(self, one: Any, label: int) -> Any:
-        """One request, once: whether it is sent again is april's to say."""
+        """Send one request, once: whether it is sent again is april's to say."""
         inner, address = self._inner, self._inner.choose_server()
         http = inner.backend.build_generation_request(one, with_lora=False, version=label)
         try:
@@ -243,13 +243,13 @@ class AprilExecutor(WorkflowExecutor):  # type: ignore[misc]
         return accept
 
     def _abort(self) -> None:
-        """Both at once: nothing is sent before april says so, and what came late to a server is not kept there."""
+        """End all requests, and let new ones begin at once: none is sent before april says so."""
         self.inference_engine.pause_generation()
         self.inference_engine.continue_generation()
 
 
 def _tensors(trajectory: Any) -> Trajectory | None:
-    """What a workflow returned, as a dict of tensors; interactions of AReaL's OpenAI client are turned into one."""
+    """Return a workflow's result as a dict of tensors; interactions of AReaL's OpenAI client are turned into one."""
     if trajectory is None:
         return None
     if not isinstance(trajectory, dict) or not trajectory:

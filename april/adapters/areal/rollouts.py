@@ -1,4 +1,5 @@
-"""One rank's rollouts: workflows that ask april's coordinator, on april's own loop, while the trainer trains or waits.
+"""The rollouts of a rank: workflows that ask april's coordinator, on april's own loop, while the trainer trains or
+waits.
 
 Invariants: between ``pause`` and ``resume`` no request of april's is at any server; a group's rows and trajectories are
 kept from the moment it is drawn until it is delivered or dropped, and saved with the coordinator's state in one piece.
@@ -151,7 +152,7 @@ Trajectory = dict[str, Any]
 
 
 class Rollouts:
-    """From the first batch on.
+    """The rollouts of a rank, from the first batch on.
 
     Args:
         config: april's, of this rank.
@@ -176,9 +177,9 @@ class Rollouts:
             has_reward=False, group_reward=False, has_filter=True, run_id=secrets.randbits(64)
         )
         self._rows: dict[str, Any] = {}
-        """Of the groups under way, by the prompt's uid."""
+        """Rows of the groups under way, by the prompt's uid."""
         self._done: dict[tuple[str, int], Trajectory | None] = {}
-        """By (uid, sample): of samples that have returned."""
+        """Trajectories of samples that have returned, by (uid, sample)."""
         self._drawn = 0
         self._thread = LoopThread("april-areal")
         self._coordinator = Coordinator(core, limits, accepts=self._accept, check=check)
@@ -206,7 +207,7 @@ class Rollouts:
         self._run.resume(label)
 
     def close(self) -> None:
-        """What is held, and no checkpoint has, is gone."""
+        """End the run; what is held, and no checkpoint has, is gone."""
         self._run.close()
         self._thread.stop()
 

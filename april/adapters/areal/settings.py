@@ -68,7 +68,7 @@ def config_of(config: Any, own: Mapping[str, Any], *, groups: int, ranks: int) -
 
 
 def is_colocated(config: Any) -> bool:
-    """Whether trainer and servers take turns on the same GPUs, by AReaL's own rule."""
+    """Return whether trainer and servers take turns on the same GPUs, by AReaL's own rule."""
     pairs = ((config.actor.scheduling_strategy, "rollout"), (config.rollout.scheduling_strategy, "actor"))
     return any(s is not None and str(getattr(s.type, "value", s.type)) == "colocation" and s.target == target
                for s, target in pairs)  # fmt: skip

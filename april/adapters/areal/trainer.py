@@ -108,5 +108,5 @@ class PPOTrainer(ArealPPOTrainer):  # type: ignore[misc]
 
 
 def _prefix() -> str:
-    """Of this rank's files."""
+    """Return the prefix of this rank's files."""
     return f"april_{os.getenv('RANK', '0')}_"

@@ -1,4 +1,4 @@
-"""One rollout's calls: what is sent to a server, again if it is cut off, until the coordinator says that it is done.
+"""The calls of a rollout: what is sent to a server, again if it is cut off, until the coordinator says that it is done.
 
 A rollout sees one completed response per call, as if nothing had been cut.
 """
@@ -20,7 +20,7 @@ from april.processes.coordinator.messages import Done, GivenUp, Go, Result, Sett
 _failures = FailureLog()
 
 FIRST_WAIT_S, LONGEST_WAIT_S = 0.05, 1.0
-"""Between requests that a server cuts off before it has begun."""
+"""The pauses between requests that a server cuts off before it has begun."""
 
 
 class SampleGivenUp(asyncio.CancelledError):
@@ -28,18 +28,18 @@ class SampleGivenUp(asyncio.CancelledError):
 
 
 class Session:
-    """One run of one of a prompt's rollouts."""
+    """A run of one of a prompt's rollouts."""
 
     def __init__(self, coordinator: Any, uid: str, index: int, life: int) -> None:
         self.coordinator = coordinator
         self.uid, self.index, self.life = uid, index, life
         self.spans: tuple[Span, ...] = ()
-        """Of the conversation so far."""
+        """Spans of the conversation so far."""
         self.resumes = 0
         self.reward: float | None = None
         self.value: float | None = None
         self.keys: list[str] = []
-        """Under which its trajectory is stored."""
+        """Keys under which its trajectory is stored."""
         self.calling = False
 
     def provenance(self, prompt: int, response: int) -> tuple[list[list[Any]], int | None, int | None]:

@@ -28,7 +28,7 @@ from april.processes.coordinator.messages import GivenUp, Message, Order, Result
 
 
 class Coordinator:
-    """One run.
+    """A run's core behind questions.
 
     Args:
         settings: of the core.
@@ -52,7 +52,7 @@ class Coordinator:
 
     @property
     def core(self) -> RolloutCore:
-        """For looking."""
+        """The core, for looking."""
         return self._execution.core
 
     # ---------------------------------------------------------------- the trainer asks
@@ -78,7 +78,7 @@ class Coordinator:
         self._execution.close()
 
     async def orders(self) -> list[Order]:
-        """What the trainer is to do, in order; waits until there is something.
+        """Return what the trainer is to do, in order; wait until there is something.
 
         Raises:
             InvariantError: april's books do not balance.
@@ -93,7 +93,7 @@ class Coordinator:
         self._execution.draw([Prompt(empty, {"uid": uid}, 0, first + i) for i, uid in enumerate(uids)])
 
     async def closed(self, uid: str) -> bool:
-        """Whether this prompt, whose rollouts have all ended, was dropped."""
+        """Return whether this prompt, whose rollouts have all ended, was dropped."""
         if uid in self._execution.dropped:
             self._execution.dropped.discard(uid)
             return True
@@ -112,12 +112,12 @@ class Coordinator:
         return [self._validated.popleft() for _ in range(count)]
 
     async def story(self, uid: str, index: int) -> str:
-        """What happened to one held sample, one line per transition."""
+        """Return what happened to one held sample, one line per transition."""
         sample = self._execution.host.sample_of(uid, index)
         return f"no prompt {uid} is held" if sample is None else self.core.story(sample.id)
 
     async def ledgers(self) -> dict[str, dict[str, object]]:
-        """Where every token and every prompt went."""
+        """Return where every token and every prompt went."""
         return {"tokens": self.core.tokens.as_dict(), "prompts": self.core.prompts.as_dict()}
 
     # ---------------------------------------------------------------- rollouts ask
@@ -145,7 +145,7 @@ class Coordinator:
         return await self._answer(sample.id)
 
     async def ended(self, uid: str, index: int, life: int, result: Result) -> Message:
-        """What came of a Go: the next Go, Done or GivenUp."""
+        """Take the result of a Go; return the next Go, Done or GivenUp."""
         if result.unused is not None:
             self._execution.post(ev.TokensUnused(*result.unused))
         sample = self._alive(uid, index, life)
@@ -192,7 +192,8 @@ class Coordinator:
             self._execution.post(ev.SampleFailed(sample.id, error, kind))
 
     def _left_a_call(self, sample: Sample) -> bool:
-        """Whether its rollout goes on though a call is unfinished (after a timeout of its own); it has failed then."""
+        """Return whether its rollout goes on though a call is unfinished (after its own timeout); it has failed then.
+        """
         if sample.state is SampleState.RUNNING and sample.open_call is None:
             return False
         self._execution.post(ev.SampleFailed(sample.id, "it went on while a call of generate was unfinished"))
@@ -210,7 +211,7 @@ class Coordinator:
         return sample if alive else None
 
     async def _answer(self, sample: SampleId, *, for_start: bool = False) -> Message:
-        """What its rollout is told next; it may have another sample by then."""
+        """Return what its rollout is told next; it may have another sample by then."""
         self._execution.raise_if_failed()
         rollout = self._execution.host.rollout_of(sample)
         return await self._execution.host.mailboxes.answer(rollout, for_start=for_start)

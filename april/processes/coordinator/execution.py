@@ -73,7 +73,7 @@ class Mailboxes:
         self._asked: dict[SampleId, tuple[bool, asyncio.Future[Message]]] = {}
         """(whether it waits for its start, who waits)"""
         self._over: BaseException | None = None
-        """Why nobody is answered any more."""
+        """The error that everybody is answered with."""
         self.late: dict[SampleId, Result] = {}
         """Results of requests that the core had stopped waiting for; the next attempt may begin with them."""
 
@@ -88,7 +88,7 @@ class Mailboxes:
         return life
 
     def is_alive(self, rollout: SampleId, life: int) -> bool:
-        """Whether this is its present run."""
+        """Return whether this is its present run."""
         return self._lives.get(rollout) == life
 
     def give_up(self, rollout: SampleId) -> None:
@@ -132,13 +132,13 @@ class Mailboxes:
         return await future
 
     def say(self, rollout: SampleId, answer: Message) -> None:
-        """To whoever waits, or will ask."""
+        """Tell whoever waits, or will ask."""
         _, future = self._asked.pop(rollout, (False, None))
         if future is None or not _resolve(future, answer):
             self._answers.setdefault(rollout, deque()).append(answer)
 
     def unsay(self, rollout: SampleId) -> None:
-        """What was said, and not heard, is out of date."""
+        """Take back what was said and not heard: it is out of date."""
         self._answers.pop(rollout, None)
 
 
@@ -183,7 +183,7 @@ def take(attempt: Attempt, result: Result, current: PolicyVersion) -> ev.Event:
 
 
 def done(complete: GenerateCall) -> Done:
-    """What a complete call brought."""
+    """Return the result of a complete call."""
     sample, call = complete.sample, complete.result
     assert call is not None
     tape = sample.tape
@@ -230,7 +230,7 @@ def delivery(batch: Batch, rollouts: Sequence[Rollout], settled: Iterable[str]) 
 
 
 class AskedHost:
-    """See :class:`april.processes.coordinator.coordinator.Coordinator` for the filter's arguments.
+    """The host of a trainer's own workers, which ask; the filter's arguments are the coordinator's.
 
     Args:
         core: read, never changed.
@@ -361,7 +361,7 @@ class AskedHost:
         return ev.GroupJudged(group=group.id, judgement=judgement, keep=keep, error=error)
 
     def _differs(self, group: Group) -> bool:
-        """Whether its samples have different values of the filter's metric."""
+        """Return whether its samples have different values of the filter's metric."""
         values = [self.scores[s.id][1] for s in group.first]
         known = [v for v in values if v is not None and wrong_reward(v) is None]
         if len(known) < len(values):
@@ -412,7 +412,7 @@ class AskedHost:
 log = logging.getLogger("april")
 
 SILENT_S = 1800.0
-"""In which rollouts may say nothing, before a warning."""
+"""The time in which rollouts may say nothing, before a warning."""
 IGNORED: tuple[type[do.Command], ...] = (
     do.ScoreGroup, do.EndOfData,
     do.PauseEngine, do.LoadEngine, do.ResumeEngine, do.HandOver, do.Restore, do.UpdateEnded, do.Warn,
@@ -422,7 +422,7 @@ IGNORED: tuple[type[do.Command], ...] = (
 
 
 class Execution:
-    """See :class:`april.processes.coordinator.coordinator.Coordinator` for the arguments."""
+    """The core behind the coordinator, whose arguments it takes."""
 
     def __init__(
         self, settings: CoreSettings, limits: EngineLimits, filter_name: str, accepts: Callable[[str], bool] | None, *,
@@ -491,7 +491,7 @@ class Execution:
         self.post(ev.Resumed())
 
     def close(self) -> None:
-        """Nobody carries out orders any more: who waits for an answer, or asks for one, is told so."""
+        """Tell whoever waits for an answer, or asks for one, that nobody carries out orders any more."""
         if self._auto is not None:
             self._auto.close()
         self.long_waits.close()
@@ -529,7 +529,7 @@ class Execution:
         return error
 
     async def orders(self) -> list[Order]:
-        """Those since the last call; waits until there is one. Raises what has ended the core."""
+        """Return the orders since the last call; wait until there is one. Raise what has ended the core."""
         while not self._orders and self.failed is None:
             self._ordered.clear()
             await self._ordered.wait()

@@ -1,4 +1,4 @@
-"""What the coordinator says to whoever asked; plain, so that it travels between processes."""
+"""Answers of the coordinator; plain, so that they travel between processes."""
 
 from __future__ import annotations
 
@@ -54,7 +54,9 @@ class Settled:
     """The rollout's sample was delivered or dropped, and none takes its place."""
 
     dropped: bool = False
-    """It alone; what is stored of it goes. What a whole group that was dropped has stored, goes with its prompt."""
+    """The sample alone was dropped; what is stored of it goes. What a whole group that was dropped has stored, goes
+    with its prompt.
+    """
 
 
 Rollout = tuple[str, int]
@@ -64,7 +66,7 @@ Message = Start | Go | Done | GivenUp | Settled
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """What a server returned for a request that was sent with ``offset`` tokens.
+    """A server's result for a request that was sent with ``offset`` tokens.
 
     ``label`` is the trainer's number of the weights (None: the server does not say). ``aborted``: it was cut off.
     ``incarnation``: of the weights, where the request is of an earlier process than the present one. ``unused``: so
@@ -79,9 +81,9 @@ class Result:
     incarnation: int | None = None
     unused: tuple[int, DropReason] | None = None
     stop_token_ids: tuple[int, ...] = ()
-    """Of the request: they end it, as EOS does."""
+    """Stop tokens of the request: they end it, as EOS does."""
     ends_anywhere: bool = False
-    """It had stop strings, say, or the server's own limit ended it: its last token says nothing."""
+    """True if its last token says nothing: it had stop strings, say, or the server's own limit ended it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,7 +92,7 @@ class Delivery:
 
     batch: int
     rollouts: tuple[Rollout, ...]
-    """Of its samples, group by group, oldest completion first."""
+    """The rollouts of its samples, group by group, oldest completion first."""
     settled: tuple[str, ...]
     """Prompts of which nothing is held any more since the last batch; its own, unless groups are delivered in parts."""
     metrics: dict[str, float]
@@ -103,10 +105,10 @@ class Delivery:
 
     @property
     def uids(self) -> tuple[str, ...]:
-        """Its prompts."""
         return tuple(dict.fromkeys(uid for uid, _ in self.rollouts))
 
 
 Order = tuple[Any, ...]
-"""For the trainer: ("draw", count), ("abort",), ("dropped", reason, why), ("deliver", Delivery), ("fail", error),
-("paused",) or ("closed",)."""
+"""An order for the trainer: ("draw", count), ("abort",), ("dropped", reason, why), ("deliver", Delivery), ("fail",
+error), ("paused",) or ("closed",).
+"""

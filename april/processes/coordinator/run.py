@@ -25,7 +25,7 @@ STATE_FILE, KIND = "april_state.msgpack", "desk"
 
 
 class Trainer(Protocol):
-    """What the run does through the trainer."""
+    """Calls of the run into the trainer."""
 
     def ask(self, method: str, *args: Any) -> Any:
         """Call a method of the coordinator and wait for what it returns."""
@@ -41,7 +41,7 @@ class Trainer(Protocol):
 
 
 class Run:
-    """What lives as long as the trainer.
+    """The trainer's half of a run; it lives as long as the trainer.
 
     Args:
         trainer: what is done through it is done in the thread that asks for batches, or in a thread of the run's own.
@@ -59,7 +59,7 @@ class Run:
         """Prompts that were given up between the last two deliveries, by reason."""
         self._told: SimpleQueue[tuple[str, Any] | BaseException] | None = None
         self._broken: BaseException | None = None
-        """What has ended the thread of the run's own."""
+        """The error that has ended the thread of the run's own."""
         if own_thread:
             self._told = SimpleQueue()
             threading.Thread(target=self._carry_out_all, name="april-orders", daemon=True).start()
@@ -70,7 +70,7 @@ class Run:
 
     @property
     def offered(self) -> list[tuple[str, Any]]:
-        """Those that the core has not drawn yet."""
+        """Prompts that the core has not drawn yet."""
         return list(self._offered)
 
     def next_batch(self, label: int, count: int) -> Delivery:
@@ -119,7 +119,7 @@ class Run:
         return told
 
     def _ask(self, method: str, *args: Any) -> None:
-        """What the coordinator answers by an order; raises what has ended the thread that would carry it out."""
+        """Ask what the coordinator answers by an order; raise what has ended the thread that would carry it out."""
         if self._broken is not None:
             raise self._broken
         self._trainer.ask(method, *args)
