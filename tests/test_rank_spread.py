@@ -16,7 +16,7 @@ from sglang_fixtures import ServerThread
 from vllm_fixtures import KNOWN
 
 import april
-from april.engines.kinds.factory import dealt
+from april.engines.kinds.factory import part_of_process
 from april.processes.rank_scheduler import RankScheduler
 from april.processes.remote_hosts import HostDoor
 
@@ -187,7 +187,7 @@ def test_hosts_are_brought_or_are_the_ranks() -> None:
 def test_what_each_rank_gets_of_the_engines(engine: dict[str, Any], parts: list[Any]) -> None:
     """In turn; what cannot be divided belongs to rank 0; an embedded engine is one for each model."""
     config = april.Config(**(CONFIG.model_dump() | {"engine": engine})).engine
-    got = [dealt(config, None, place, 2) for place in range(2)]
+    got = [part_of_process(config, None, place, 2) for place in range(2)]
     names = {"vllm": "urls", "openai": "urls", "sglang": "urls", "simulated": "count", "transformers": "model"}
     assert [part and getattr(part, names[engine["kind"]]) for part in got] == parts
     assert config == april.Config(**(CONFIG.model_dump() | {"engine": engine})).engine

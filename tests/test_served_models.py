@@ -22,7 +22,7 @@ from april.config.engines import OpenAIEngineConfig, SglangEngineConfig, VllmEng
 from april.core.versions import FIRST_VERSION
 from april.doctor.examine import Patience, examine_config, examine_urls
 from april.doctor.findings import Level, Verdict
-from april.engines.http.server_probe import chosen
+from april.engines.http.server_probe import choose_model
 from april.engines.kinds.factory import open_servers
 from april.errors import ConfigError, EngineError
 
@@ -186,11 +186,11 @@ def test_a_name_that_no_server_lists(kind: str) -> None:
 def test_the_choice(cards: list[dict[str, Any]], name: str | None, found: Any) -> None:
     """Several names of one model are one; what a server says reaches a message on one short line."""
     if isinstance(found, tuple):
-        served = chosen("http://h:1", {"data": cards}, name)
+        served = choose_model("http://h:1", {"data": cards}, name)
         assert (served.name, served.base) == found
         return
     with pytest.raises(ConfigError) as caught:
-        chosen("http://h:1", {"data": cards}, name)
+        choose_model("http://h:1", {"data": cards}, name)
     assert found in str(caught.value)
     assert len(str(caught.value)) < 1500
     assert str(caught.value).isprintable()

@@ -13,7 +13,7 @@ from april.config.engines import EngineConfig
 from april.config.settings import Config
 from april.driver.llm import single_turn
 from april.driver.loop_thread import LoopThread
-from april.engines.kinds.factory import create_engines, dealt
+from april.engines.kinds.factory import create_engines, part_of_process
 from april.engines.protocol import Engine
 from april.errors import LinkError
 from april.processes.host import Host
@@ -48,7 +48,7 @@ class Brought:
         """The configuration of its engines, where they are not given; None means that it has none."""
         if not self.spread:
             return self.config.engine if self.ranks.rank == 0 or self.model is not None else None
-        return dealt(self.config.engine, self.model, self.ranks.rank, self.ranks.world_size)
+        return part_of_process(self.config.engine, self.model, self.ranks.rank, self.ranks.world_size)
 
     @property
     def own_config(self) -> Config:

@@ -205,7 +205,7 @@ class ServedModel:
         return ()
 
 
-def chosen(url: str, answer: Any, name: str | None) -> ServedModel:
+def choose_model(url: str, answer: Any, name: str | None) -> ServedModel:
     """Pick the model that the settings name, or the only one, from an answer of ``/v1/models``; raises ConfigError."""
     listed = answer.get("data") if isinstance(answer, dict) else None
     cards = [c for c in listed if isinstance(c, dict) and "id" in c] if isinstance(listed, list) else []
@@ -229,7 +229,7 @@ def chosen(url: str, answer: Any, name: str | None) -> ServedModel:
 
 
 async def why_not_served(client: HttpClient, name: str | None) -> str:
-    """What :func:`chosen` has against the server's present list; empty: nothing, or it shows none."""
+    """What :func:`choose_model` has against the server's present list; empty: nothing, or it shows none."""
     try:
         reply = await client.call("GET", ROUTE, retry=True)
         answer = read_json(reply.body) if reply.ok else None
@@ -238,7 +238,7 @@ async def why_not_served(client: HttpClient, name: str | None) -> str:
     if not isinstance(answer, dict) or not isinstance(answer.get("data"), list):
         return ""
     try:
-        chosen(client.url, answer, name)
+        choose_model(client.url, answer, name)
     except ConfigError as error:
         return str(error)
     return ""

@@ -74,7 +74,7 @@ class WeightLabels:
         return version if self.of(version) == label and since <= version <= max(since, self.present) else None
 
 
-async def marked(
+async def mark_process(
     server: LabelledServer, labels: WeightLabels, first: str | None, version: PolicyVersion | None = None
 ) -> str | None:
     """A label by which the present process is known again, and which is not that of ``version``.
@@ -90,8 +90,8 @@ async def marked(
     return mark
 
 
-def another_process(label: str, mark: str | None, labels: WeightLabels, first: str | None) -> bool:
-    """Whether a label says that the process which was :func:`marked` has gone, or may have (``mark`` None).
+def is_another_process(label: str, mark: str | None, labels: WeightLabels, first: str | None) -> bool:
+    """Whether a label says that the process which was :func:`mark_process` has gone, or may have (``mark`` None).
 
     A trainer that hands weights over may name them, but hardly as they were named at the start.
     """

@@ -42,7 +42,7 @@ def create_engines(
     return run(open_servers(config))
 
 
-def dealt(config: EngineConfig, model: Any, place: int, places: int) -> EngineConfig | None:
+def part_of_process(config: EngineConfig, model: Any, place: int, places: int) -> EngineConfig | None:
     """The part of one of several processes in what ``config`` describes: servers in turn; None: no engine.
 
     Servers behind a router are one engine, of the first process. An embedded engine is one in each that has a model.

@@ -14,11 +14,12 @@ from april.engines.http.http_client import HttpClient, is_page
 from april.engines.http.response_reader import ResponseReader
 from april.engines.http.response_stream import Endpoint, ResponseStream
 from april.engines.http.server_engine import ServerEngine
-from april.engines.http.server_probe import connect_all, why_not_served
-from april.engines.http.server_process import UNSAID, Confirmation, ServerProcess
+from april.engines.http.server_probe import ServerFacts, connect_all, why_not_served
+from april.engines.http.server_process import UNSAID, Confirmation, OwnPauses, ServerProcess
+from april.engines.http.weight_labels import start_is_known
 from april.engines.openai.probe import OpenAIFacts, probe_openai
 from april.engines.openai.wire import ROUTE, CompletionParser, completion_body
-from april.engines.protocol import AbortMeans, Health, Request
+from april.engines.protocol import Health, Request
 from april.errors import EngineError
 
 
@@ -31,19 +32,62 @@ async def connect_openai(config: OpenAIEngineConfig) -> list[OpenAIEngine]:
     return await connect_all(config, connect)
 
 
-class OpenAIEngine(ServerEngine):
+class CompletionsEngine(ServerEngine):
+    """Base of engines before one server whose responses end with a mark, and whose metrics tell its process apart."""
+
+    def __init__(self, client: HttpClient, facts: ServerFacts, route: str, metrics_route: str | None) -> None:
+        super().__init__(client.name, facts.capabilities)
+        self._client, self._asked = client, facts.asked
+        known = start_is_known(facts.label)
+        self._process = ServerProcess(client, metrics_route, facts.started_s, start_is_known=known)
+        self._confirmation = Confirmation(self._has_weights, self.name, lambda: not self._process.keeps_weights)
+        self._pauses = OwnPauses()
+        self._endpoint = Endpoint(
+            client=client, route=route, admission=self._admission, labels=self._labels, prepare=self._prepare,
+            abort_means=facts.capabilities.abort_means, marks_end=True, confirmation=self._confirmation,
+            pauses=self._pauses,
+        )  # fmt: skip
+
+    def _prepare(self, request: Request, streamed: bool) -> tuple[ResponseReader, bytes]:
+        """The reader and the body of a request; raises EngineError for what must not be sent."""
+        raise NotImplementedError
+
+    async def _has_weights(self) -> bool | None:
+        """Whether the server has the present weights; None means that it does not say."""
+        return (await self._process.check())[0]
+
+    async def pause(self) -> None:
+        """See :class:`ServerEngine`; the server's process is remembered, for the trainer may write weights into it."""
+        await super().pause()
+        await self._process.pause()
+
+    async def resume(self) -> None:
+        """Let requests in again."""
+        self._process.resume()
+        await super().resume()
+
+    async def _require_model(self) -> None:
+        """Raise EngineError if requests would not be answered by the model that is trained."""
+        if why := await why_not_served(self._client, self._asked):
+            raise EngineError(why)
+
+    async def _refuses_probe(self, *routes: str) -> str:
+        """What is wrong with the answer to a health probe, of the first of these routes that is there; or nothing."""
+        for route in routes:
+            reply = await self._client.call("GET", route, retry=True)
+            if reply.status != 404:
+                break
+        if reply.ok and not is_page(reply):
+            return ""
+        return f"{self._client.url} answers {'a page' if reply.ok else reply.status} to a health probe"
+
+
+class OpenAIEngine(CompletionsEngine):
     """One server, of which the probe has found ``facts``. Made by :func:`connect_openai`."""
 
     def __init__(self, client: HttpClient, facts: OpenAIFacts) -> None:
-        super().__init__(client.name, facts.capabilities)
-        self._client = client
+        super().__init__(client, facts, ROUTE, facts.load_route)
         self.facts = facts
-        self._process = ServerProcess(client, facts.load_route, facts.started_s)
-        self._confirmation = Confirmation(self._has_weights, self.name, lambda: not self._process.keeps_weights)
-        self._endpoint = Endpoint(
-            client=client, route=ROUTE, admission=self._admission, labels=self._labels, prepare=self._prepare,
-            abort_means=AbortMeans.CLOSE, marks_end=True, confirmation=self._confirmation,
-        )  # fmt: skip
 
     def generate(self, request: Request) -> ResponseStream:
         """One streamed completion; raises RequestRefused for what the server must not be asked."""
@@ -55,22 +99,9 @@ class OpenAIEngine(ServerEngine):
         reader = ResponseReader(CompletionParser(shape, request), self._version, None, len(request.token_ids))
         return reader, completion_body(self.facts.model, shape, request)
 
-    async def _has_weights(self) -> bool | None:
-        return (await self._process.check())[0]
-
     async def abort(self, attempt_ids: Sequence[str] | None = None) -> None:
         """Close the streams; what they have brought so far is still read."""
         self._endpoint.abort(self._to_abort(attempt_ids))
-
-    async def pause(self) -> None:
-        """See :class:`ServerEngine`; the server's process is remembered, for the trainer may write weights into it."""
-        await super().pause()
-        await self._process.pause()
-
-    async def resume(self) -> None:
-        """Let requests in again."""
-        self._process.resume()
-        await super().resume()
 
     async def update_weights(self, version: PolicyVersion, path: str | None = None) -> None:
         """Record that the trainer has put the weights ``version`` there.
@@ -84,22 +115,18 @@ class OpenAIEngine(ServerEngine):
                 "over with weight_update(transfer=...)"
             )
         self.require_idle()
-        if why := await why_not_served(self._client, self.facts.asked):
-            raise EngineError(why)
+        await self._require_model()
         await self._process.take(version)
         self._labels.present = version
 
     async def health(self) -> Health:
         """``/health``, or the list of models where there is no such route; the load where ``/metrics`` tells it."""
         try:
-            reply = await self._client.call("GET", "/health", retry=True)
-            if reply.status == 404:
-                reply = await self._client.call("GET", "/v1/models", retry=True)
+            wrong = await self._refuses_probe("/health", "/v1/models")
         except EngineError as error:
-            return Health(ok=False, detail=str(error))
-        if not reply.ok or is_page(reply):
-            what = "a page" if reply.ok else str(reply.status)
-            return Health(ok=False, detail=f"{self._client.url} answers {what} to a health probe")
+            wrong = str(error)
+        if wrong:
+            return Health(ok=False, detail=wrong)
         amiss = await why_not_served(self._client, self.facts.asked)
         same, metrics = await self._process.check()
         detail = amiss or {None: UNSAID, False: "the server's process is another one than before", True: ""}[same]

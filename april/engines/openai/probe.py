@@ -18,7 +18,7 @@ from april.engines.http.response_reader import ResponseReader
 from april.engines.http.response_stream import Endpoint, ResponseStream
 from april.engines.http.server_engine import Admission
 from april.engines.http.server_probe import ROUTE as ROUTE_OF_MODELS
-from april.engines.http.server_probe import ServerFacts, chosen, get_json
+from april.engines.http.server_probe import ServerFacts, choose_model, get_json
 from april.engines.http.server_process import has_metrics, read_metrics
 from april.engines.http.weight_labels import WeightLabels
 from april.engines.http.wire import NotJson, read_json
@@ -117,7 +117,7 @@ async def probe_openai(client: HttpClient, config: OpenAIEngineConfig) -> OpenAI
 
     Raises ConfigError for one that cannot do what april needs or does not tell what must be set; EngineError.
     """
-    served = chosen(client.url, await _models(client), config.model)
+    served = choose_model(client.url, await _models(client), config.model)
     said_len, owner = served.card.get("max_model_len"), served.card.get("owned_by")
     said_len = said_len if isinstance(said_len, int) else None
     server = known_server(owner if isinstance(owner, str) else None)

@@ -14,7 +14,7 @@ from april.engines.http.server_probe import (
     NO_TOKEN,
     PROBE_S,
     ServerFacts,
-    chosen,
+    choose_model,
     eos_of,
     get_json,
     has_route,
@@ -66,7 +66,7 @@ async def probe_sglang(client: HttpClient, config: SglangEngineConfig) -> Sglang
             f"{client.url} is no SGLang server (it has no /model_info); engine.urls must name SGLang servers, "
             "not a router and not another engine"
         )
-    served = None if models is None and config.model is None else chosen(client.url, models, config.model)
+    served = None if models is None and config.model is None else choose_model(client.url, models, config.model)
     adapter = None if served is None or served.base is None else served.name
     paused = ready.status == 503
     vocab, disk, labels = await asyncio.gather(

@@ -6,7 +6,7 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import AsyncIterator, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
+from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +24,7 @@ from april.engines.http.http_client import (
     words_of,
 )
 from april.engines.http.server_process import PAUSE_CHECK_S, while_paused
-from april.engines.http.weight_labels import WeightLabels, another_process, marked
+from april.engines.http.weight_labels import WeightLabels, is_another_process, mark_process
 from april.engines.http.wire import NotJson, error_text, read_json
 from april.engines.protocol import EngineLoad
 from april.engines.sglang.probe import SglangFacts
@@ -119,9 +119,9 @@ class SglangWorker:
             raise HalfUpdated(f"{self.client.url} says its weights are {said(now)} after april called them {label}")
 
     async def mark(self, labels: WeightLabels) -> str | None:
-        """See :func:`~april.engines.http.weight_labels.marked`."""
+        """See :func:`~april.engines.http.weight_labels.mark_process`."""
         async with asyncio.timeout(PAUSE_CHECK_S):
-            return await marked(self, labels, self.facts.label)
+            return await mark_process(self, labels, self.facts.label)
 
     async def update(
         self, labels: WeightLabels, version: PolicyVersion, path: str | None, paused_as: str | None = None, *,
@@ -138,17 +138,19 @@ class SglangWorker:
         """
         label, loaded = labels.of(version), path is None
         try:
-            async with self._undisturbed():
+            async with self._retracted() if "retract" in self.facts.pause_modes else nullcontext():
                 process = await self._process()
                 if path is None:
                     shown = await self.label()
-                    if paused and shown is not None and self._is_another(shown, paused_as, labels):
+                    if paused and shown is not None and is_another_process(
+                        shown, paused_as, labels, self.facts.label
+                    ):
                         raise HalfUpdated(self._started_anew(label))
                     await self._flush(label)
                 else:
                     shown = paused_as if paused else None
                     if shown in (None, label):
-                        shown = await marked(self, labels, self.facts.label, version)
+                        shown = await mark_process(self, labels, self.facts.label, version)
                     flushed = await self._load(label, path, shown)
                     loaded = True
                     if not flushed:
@@ -175,9 +177,6 @@ class SglangWorker:
         reply = await self.client.call("GET", "/server_info", retry=True)
         answer = words_of(reply) if reply.ok else None
         return answer.get("startup_time") if isinstance(answer, dict) else None
-
-    def _is_another(self, shown: str, paused_as: str | None, labels: WeightLabels) -> bool:
-        return another_process(shown, paused_as, labels, self.facts.label)
 
     def _started_anew(self, label: str) -> str:
         return (
@@ -217,16 +216,13 @@ class SglangWorker:
         if reply.status == 404:
             raise EngineError(f"{text}; this server has no /update_weights_from_disk")
         refused = reply.status == 400 and says("success", False)(answer)
-        if refused and (str(answer.get("message")).startswith(_KEPT_CACHE) or await self._moved(label)):
+        if refused and (str(answer.get("message")).startswith(_KEPT_CACHE) or await self.label() == label):
             return False
         if refused or reply.status == 422:
             if before is not None and before != label and await self.label() != before:
                 raise HalfUpdated(f"{text}; it shows other weights than before")
             raise EngineError(f"{text}; it keeps the weights it had")
         raise HalfUpdated(f"{text} (status {reply.status}); nobody knows which weights it has now")
-
-    async def _moved(self, label: str) -> bool:
-        return self.facts.label is not None and await self.label() == label
 
     async def _flush(self, label: str) -> None:
         """Empty the cache: keys and values of old weights must not serve new ones."""
@@ -237,9 +233,6 @@ class SglangWorker:
             raise HalfUpdated(
                 f"{self.client.url} did not empty its cache for the weights {label}: {error_text(reply.body)}"
             )
-
-    def _undisturbed(self) -> AbstractAsyncContextManager[None]:
-        return self._retracted() if "retract" in self.facts.pause_modes else nullcontext()
 
     @asynccontextmanager
     async def _retracted(self) -> AsyncIterator[None]:

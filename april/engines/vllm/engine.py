@@ -15,23 +15,19 @@ from urllib.parse import urlsplit
 
 from april.config.engines import VllmEngineConfig
 from april.core.versions import FIRST_VERSION, PolicyVersion
-from april.engines.http.http_client import HttpClient, control, is_page, nothing, says, text_under, words_of
+from april.engines.http.http_client import HttpClient, control, nothing, says, text_under, words_of
 from april.engines.http.response_reader import ResponseReader
-from april.engines.http.response_stream import Endpoint, ResponseStream
-from april.engines.http.server_engine import ServerEngine
+from april.engines.http.response_stream import ResponseStream
 from april.engines.http.server_probe import ServerFacts, connect_all, why_not_served
 from april.engines.http.server_process import (
     PAUSE_CHECK_S,
     UNSAID,
-    Confirmation,
-    OwnPauses,
-    ServerProcess,
     read_metrics,
     while_paused,
 )
-from april.engines.http.weight_labels import another_process, marked, require_first_weights, start_is_known
+from april.engines.http.weight_labels import is_another_process, mark_process, require_first_weights
 from april.engines.http.wire import error_text
-from april.engines.openai.engine import OpenAIEngine
+from april.engines.openai.engine import CompletionsEngine, OpenAIEngine
 from april.engines.openai.probe import OpenAIFacts
 from april.engines.openai.wire import TokenShape
 from april.engines.protocol import AbortMeans, Engine, Health, Request
@@ -49,26 +45,15 @@ WEIGHT_FILES = ("*.safetensors", "*.bin", "*.pt")
 THIS_MACHINE = ("localhost", "127.0.0.1", "::1")
 
 
-class VllmEngine(ServerEngine):
+class VllmEngine(CompletionsEngine):
     """One vLLM server, made by :func:`connect_vllm`; implements :class:`april.engines.protocol.Engine`.
 
     With ``stream`` tokens are handed over as they come, always; otherwise only where a request asks for it.
     """
 
     def __init__(self, client: HttpClient, facts: VllmFacts, *, stream: bool = False) -> None:
-        super().__init__(client.name, facts.capabilities)
-        self._client = client
-        self.facts = facts
-        self._stream = stream
-        known = start_is_known(facts.label)
-        self._process = ServerProcess(client, "/metrics", facts.started_s, start_is_known=known)
-        self._confirmation = Confirmation(self._has_weights, self.name, lambda: not self._process.keeps_weights)
-        self._pauses = OwnPauses()
-        self._endpoint = Endpoint(
-            client=client, route=facts.route, admission=self._admission, labels=self._labels, prepare=self._prepare,
-            abort_means=facts.capabilities.abort_means, marks_end=True, confirmation=self._confirmation,
-            pauses=self._pauses,
-        )  # fmt: skip
+        super().__init__(client, facts, facts.route, "/metrics")
+        self.facts, self._stream = facts, stream
         self._paused_as: str | None = None
         """Label of the process that was paused for an update; None: it was not asked, or did not say."""
 
@@ -113,16 +98,10 @@ class VllmEngine(ServerEngine):
     async def pause(self) -> None:
         """See :class:`ServerEngine`; the server's process is remembered, for the trainer may write weights into it."""
         await super().pause()
-        await self._process.pause()
         self._paused_as = None
         with suppress(EngineError, TimeoutError):  # if it does not answer, the update will say so
             async with asyncio.timeout(PAUSE_CHECK_S):
-                self._paused_as = await marked(self, self._labels, self.facts.label)
-
-    async def resume(self) -> None:
-        """Let requests in again."""
-        self._process.resume()
-        await super().resume()
+                self._paused_as = await mark_process(self, self._labels, self.facts.label)
 
     async def update_weights(self, version: PolicyVersion, path: str | None = None) -> None:
         """Load, empty the cache, name the weights, and look whether the name is there.
@@ -151,11 +130,6 @@ class VllmEngine(ServerEngine):
         await self._process.take(version)
         self._labels.present, self._not_whole = version, ""
 
-    async def _require_model(self) -> None:
-        """Raises EngineError if requests would not be answered by the model that is trained."""
-        if why := await why_not_served(self._client, self.facts.asked):
-            raise EngineError(why)
-
     def _torn_by_a_restart(self, version: PolicyVersion) -> str:
         self._not_whole = (
             f"{self._client.url} was started anew in the middle of the update to {version}, and may have the weights "
@@ -177,7 +151,7 @@ class VllmEngine(ServerEngine):
 
     async def _load(self, path: str, version: PolicyVersion) -> str | None:
         """New weights; returns the label of the process that has loaded them."""
-        mark = await marked(self, self._labels, self.facts.label, version)
+        mark = await mark_process(self, self._labels, self.facts.label, version)
         body = {"method": "reload_weights", "kwargs": {"weights_path": path}}
         self._not_whole = f"engine {self.name} is without weights until an update to {version} has succeeded"
         reply = await self._client.call("POST", "/collective_rpc", body, timeout_s=LOAD_WEIGHTS_S)
@@ -194,8 +168,9 @@ class VllmEngine(ServerEngine):
         """The trainer has put the weights into the process that was paused; returns its label."""
         self._not_whole = f"engine {self.name} is between two versions until an update to {version} has succeeded"
         shown = await self.label()
-        was_paused = not self._admission.is_open
-        if was_paused and shown is not None and another_process(shown, self._paused_as, self._labels, self.facts.label):
+        if not self._admission.is_open and shown is not None and is_another_process(
+            shown, self._paused_as, self._labels, self.facts.label
+        ):  # fmt: skip
             raise EngineError(self._torn_by_a_restart(version))
         return shown
 
@@ -264,10 +239,8 @@ class VllmEngine(ServerEngine):
     async def health(self) -> Health:
         """``/health``, the label of the weights (or the start of the process), and the load of ``/metrics``."""
         try:
-            reply = await self._client.call("GET", "/health", retry=True)
-            if not reply.ok or is_page(reply):
-                what = "a page" if reply.ok else str(reply.status)
-                return Health(ok=False, detail=f"{self._client.url} answers {what} to a health probe")
+            if wrong := await self._refuses_probe("/health"):
+                return Health(ok=False, detail=wrong)
             label = await self.label()
             paused = await self._is_paused()
             amiss = await why_not_served(self._client, self.facts.asked)
@@ -289,9 +262,9 @@ class VllmEngine(ServerEngine):
         return Health(ok=ok, detail=detail, counters=counters, current=current and whole, load=load)
 
     async def _has_weights(self) -> bool | None:
-        """Whether it has the present weights; None: it does not say."""
+        """Whether the server has the present weights; None means that it does not say."""
         if self.facts.label is None:
-            return (await self._process.check())[0]
+            return await super()._has_weights()
         try:
             return await self.label() == self._labels.of(self._version)
         except EngineError:
@@ -336,4 +309,5 @@ def _closing_streams(client: HttpClient, facts: VllmFacts) -> OpenAIEngine:
     common["capabilities"] = replace(
         facts.capabilities, updates_from_disk=False, version_spans=False, verifies_weights=False
     )
+    common["label"] = None  # april neither sets nor asks it there
     return OpenAIEngine(client, OpenAIFacts(token_shape=TokenShape.RETURN_TOKEN_IDS, keeps_eos=None, **common))

@@ -16,7 +16,7 @@ from april.engines.http.server_probe import (
     NO_TOKEN,
     PROBE_S,
     ServerFacts,
-    chosen,
+    choose_model,
     eos_of,
     get_json,
     has_route,
@@ -70,7 +70,7 @@ async def probe_vllm(client: HttpClient, config: VllmEngineConfig) -> VllmFacts:
             f"{client.url} is no vLLM server (it has no /version or no /v1/models); engine.urls must name servers that "
             "were started with `vllm serve`"
         )
-    served = chosen(client.url, models, config.model)
+    served = choose_model(client.url, models, config.model)
     card = served.card
     token_route, scale_out_abort, developer_abort, rpc = await asyncio.gather(
         _offers(client, TOKEN_ROUTE), _offers(client, "/inference/v1/abort_requests"),
