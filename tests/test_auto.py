@@ -363,11 +363,11 @@ def test_an_answer_that_cannot_be_changes_nothing(
     wrong: InWork, why: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The core takes what it is told, so it is told nothing that would end or starve the run."""
-    with pytest.raises(ValueError, match=f"cannot be .*{why}"):
+    with pytest.raises(ValueError, match=f"not possible .*{why}"):
         question().check(answer(wrong))
     found, _ = scheduled(monkeypatch, wrong if why != "max_in_flight" else replace(wrong, group_quorum=0.0), 6)
     assert {(m["auto_over_sampling_batch_size"], m["auto_changes"]) for m in found} == {(4.0, 0.0)}
-    assert "N' = 4 stays, as the search for something better failed: the answer cannot be" in caplog.text
+    assert "N' = 4 stays, as the search for something better failed: the answer is not possible" in caplog.text
 
 
 def test_figures_that_are_no_numbers_and_what_is_not_free_are_refused() -> None:

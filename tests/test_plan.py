@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import zlib
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from records import recorded, rewritten
 from typer.testing import CliRunner
 
 import april
@@ -123,12 +123,7 @@ def test_a_brief_run_says_what_a_long_one_does(seed: int) -> None:
 def record(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Of a run with N' = 12, and a trainer that takes 3 s on the same GPUs."""
     path = tmp_path_factory.mktemp("record") / "run.jsonl"
-    simulation = Simulation(
-        SMALL.core_settings(SMALL.one_shot(12)), SMALL.cost, SMALL.lengths, engines=2, prompt_len=SMALL.prompt_len,
-        train_s=3.0, record=RunRecord(path),
-    )  # fmt: skip
-    simulation.run(60)
-    simulation.close()
+    recorded(path, SMALL.one_shot(12), 60, workload=SMALL, train_s=3.0)
     return path
 
 
@@ -174,29 +169,20 @@ def test_the_command(record: Path, tmp_path: Path) -> None:
     assert "cannot be read" in unboxed(missing.output)
 
 
-def test_what_is_given_replaces_what_the_record_has(record: Path) -> None:
+def test_what_is_given_replaces_what_the_record_has(record: Path, tmp_path: Path) -> None:
     """Each by itself, whatever N' would have been: a plan looks for that."""
-    assert read_workload(record, {"max_staleness": 0}).max_staleness == 0
+    lengths = tmp_path / "lengths.jsonl"
+    lengths.write_text("12\n400\n")
+    for path in (record, lengths):
+        assert read_workload(path, {"max_staleness": 0}).max_staleness == 0
     assert read_workload(record, {"groups": 2}).groups == 2
     assert read_workload(record, {"placement": Placement.SEPARATE}).separate
-
-
-def test_lengths_are_planned_for_without_any_old_token(tmp_path: Path) -> None:
-    """max_staleness 0 is refused no more than any other."""
-    path = tmp_path / "lengths.jsonl"
-    path.write_text("12\n400\n")
-    assert read_workload(path, {"max_staleness": 0}).max_staleness == 0
 
 
 def test_the_record_of_a_trainer_that_asks_ahead(tmp_path: Path) -> None:
     """It is planned for so: engines do not wait for it, and it trains as long as it did."""
     path = tmp_path / "ahead.jsonl"
-    simulation = Simulation(
-        SMALL.core_settings(SMALL.one_shot(12)), SMALL.cost, SMALL.lengths, engines=2, prompt_len=SMALL.prompt_len,
-        train_s=9.0, fetch_ahead=1, record=RunRecord(path),
-    )  # fmt: skip
-    simulation.run(30)
-    simulation.close()
+    recorded(path, SMALL.one_shot(12), 30, workload=SMALL, train_s=9.0, fetch_ahead=1)
     seen = workload_of(path)
     assert (seen.fetch_ahead, seen.placement) == (1, Placement.SEPARATE)
     assert seen.train_s == pytest.approx(9.0, rel=0.03)  # less in the second step, when it had nothing to train yet
@@ -207,12 +193,7 @@ def test_the_record_of_a_trainer_that_asks_ahead(tmp_path: Path) -> None:
 def test_a_trainer_that_is_about_as_fast_as_its_engines(train_s: float, tmp_path: Path) -> None:
     """Steps in which it trained the rest of a batch and most of the next one are not taken for all."""
     path, tiny = tmp_path / "ahead.jsonl", replace(SMALL, groups=4, max_response_len=600, median_len=150)
-    simulation = Simulation(
-        tiny.core_settings(Schedule(4, Refill.SAMPLE, 16, 2)), tiny.cost, tiny.lengths, engines=2, prompt_len=128,
-        train_s=train_s, fetch_ahead=1, record=RunRecord(path),
-    )  # fmt: skip
-    simulation.run(18)
-    simulation.close()
+    recorded(path, Schedule(4, Refill.SAMPLE, 16, 2), 18, workload=tiny, train_s=train_s, fetch_ahead=1)
     assert workload_of(path).train_s < 1.06 * train_s
 
 
@@ -243,17 +224,14 @@ def test_a_record_of_too_little_is_refused(tmp_path: Path) -> None:
 
 def configured(record: Path, target: Path, config: dict[str, Any] | None, **settings: Any) -> Path:
     """The record with the configuration of a run, and with other settings of its core."""
-    check, out = 0, []
-    for number, raw in enumerate(record.read_bytes().splitlines()):
-        line = json.loads(raw)[:-1]
-        if number == 0:
+
+    def change(line: list[Any]) -> list[Any]:
+        if line[1] == "Record":
             line[2]["settings"] |= settings
             line[2] |= {} if config is None else {"config": config}
-        body = json.dumps(line, separators=(",", ":")).encode()[:-1]
-        check = zlib.crc32(body, check)
-        out.append(b'%b,"%08x"]\n' % (body, check))
-    target.write_bytes(b"".join(out))
-    return target
+        return line
+
+    return rewritten(record, target, change)
 
 
 RUN = april.Config(

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_report import recorded, rewritten
+from records import recorded, rewritten
 from typer.testing import CliRunner
 
 from april.cli import app
@@ -66,10 +66,10 @@ WRONG_FIRST = [
 def test_a_part_that_cannot_be_is_named_by_its_line(record: Path, tmp_path: Path, wrong: tuple[Any, ...]) -> None:
     """For the report and for a plan, however well the checks of the lines fit."""
     path = rewritten(record, tmp_path / "wrong.jsonl", put(wrong[0], *wrong[1:-1], to=wrong[-1]))
-    with pytest.raises(RecordError, match=r"^line \d+ of .*wrong.jsonl cannot be: ValueError: "):
+    with pytest.raises(RecordError, match=r"^line \d+ of .*wrong.jsonl is not valid: ValueError: "):
         read_run(path)
     result = CliRunner().invoke(app, ["plan", str(path), "--out", str(tmp_path / "plan")])
-    assert (result.exit_code, "cannot be" in " ".join(result.output.split())) == (1, True)
+    assert (result.exit_code, "is not valid" in " ".join(result.output.split())) == (1, True)
 
 
 @pytest.mark.parametrize("command", ["replay", "report", "plan", "watch"])
@@ -95,7 +95,7 @@ def test_a_setting_that_no_picture_can_show_is_refused(record: Path, tmp_path: P
             line[2]["settings"][name] = 10**400
         return line
 
-    with pytest.raises(RecordError, match=r"^line 1 of .*wrong.jsonl cannot be: ValueError: "):
+    with pytest.raises(RecordError, match=r"^line 1 of .*wrong.jsonl is not valid: ValueError: "):
         read_run(rewritten(record, tmp_path / "wrong.jsonl", change))
 
 

@@ -4,24 +4,22 @@ from __future__ import annotations
 
 import html
 import html.parser
-import json
 import re
-import zlib
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from records import SMALL, recorded, rewritten
 from typer.testing import CliRunner
 
 from april.cli import app
 from april.core.partial_buffer import Idle
 from april.engines.simulated.fitted_cost import fit
-from april.record.file import RunRecord, lines_of
+from april.record.file import lines_of
 from april.record.replay import replay
 from april.simulate.simulation import Simulation
-from april.simulate.workload import Workload
 from april.view import pictures
 from april.view.pictures import _over_steps
 from april.view.report import page
@@ -30,35 +28,11 @@ from april.view.run_data import Engine, EnginesThere, RunData, distance, limit_o
 SCRIPT = "<script>alert(1)</script>\"'><img src=x onerror=alert(2)>"
 
 
-def recorded(path: Path, mode: str = "april", steps: int = 12, train_s: float = 20.0) -> Simulation:
-    """A simulation with the record that a real run has."""
-    workload = Workload(groups=8, samples=4, engines=2, max_response_len=4000)
-    simulation = Simulation(
-        workload.core_settings(workload.modes[mode]), workload.cost, workload.lengths, engines=workload.engines,
-        prompt_len=workload.prompt_len, train_s=train_s, record=RunRecord(path),
-    )  # fmt: skip
-    simulation.run(steps)
-    simulation.close()
-    return simulation
-
-
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Simulation]:
     """One record for the tests that only read it."""
     path = tmp_path_factory.mktemp("record") / "run.jsonl"
     return path, recorded(path)
-
-
-def rewritten(path: Path, target: Path, change: Any) -> Path:
-    """A record whose lines were changed, with checks that fit."""
-    check, out = 0, []
-    for raw in path.read_bytes().splitlines():
-        *line, _ = json.loads(raw)
-        body = json.dumps(change(line), separators=(",", ":")).encode()[:-1]
-        check = zlib.crc32(body, check)
-        out.append(b'%b,"%08x"]\n' % (body, check))
-    target.write_bytes(b"".join(out))
-    return target
 
 
 class Seen(html.parser.HTMLParser):
@@ -150,11 +124,10 @@ def test_the_distance_from_the_limit_adds_up(run: tuple[Path, Simulation]) -> No
     whole = found.at_limit + found.reprefill + sum(found.causes.values()) + found.unexplained
     assert whole == pytest.approx(1.0)
     assert {Idle.OVER_SAMPLING, Idle.TRAINER} <= found.causes.keys()
-    workload = Workload(groups=8, samples=4, engines=2, max_response_len=4000)
     tokens = sum(s.generated_tokens for s in simulation.result.steps[1:])
     lengths = [length for s in simulation.result.steps for length in s.lengths]
     seconds = data.batches[-1].time_s - data.batches[0].time_s
-    least = workload.limit_s(lengths, data.places) * tokens / sum(lengths)
+    least = SMALL.limit_s(lengths, data.places) * tokens / sum(lengths)
     assert found.at_limit == pytest.approx(least / seconds, rel=0.06)
     data.costs.clear()
     assert distance(data, 0.0, 1.0) is None
@@ -385,4 +358,4 @@ def test_lines_of_other_events_may_be_missing(run: tuple[Path, Simulation], tmp_
     path = rewritten(run[0], tmp_path / "wrong.jsonl", wrong)
     result = CliRunner().invoke(app, ["report", str(path)])
     assert result.exit_code == 1
-    assert "cannot be: ValueError" in " ".join(result.output.split())
+    assert "is not valid: ValueError" in " ".join(result.output.split())

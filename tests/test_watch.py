@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from records import recorded, rewritten
 from rich.console import Console
-from test_report import recorded, rewritten
 from typer.testing import CliRunner
 
 from april.cli import app
@@ -169,7 +169,7 @@ def test_a_line_that_cannot_be_is_named(
         return [*line[:2], line[2] | parts, line[3]] if line[1] == "Standing" else line
 
     followed = follower(rewritten(record, tmp_path / "wrong.jsonl", wrong))
-    with pytest.raises(RecordError, match=rf"line \d+ of .* cannot be: .*{why}"):
+    with pytest.raises(RecordError, match=rf"line \d+ of .* is not valid: .*{why}"):
         followed.look()
 
 

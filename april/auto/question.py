@@ -104,7 +104,7 @@ class Question:
         elif not 0.0 < best.group_quorum <= 1.0:
             wrong = "group_quorum"
         if wrong:
-            raise ValueError(f"the answer cannot be ({wrong}): {answer}")
+            raise ValueError(f"the answer is not possible ({wrong}): {answer}")
 
     @classmethod
     def decode(cls, data: bytes) -> Question:

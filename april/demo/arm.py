@@ -161,7 +161,6 @@ class ArmResult:
     """response lengths of each step"""
     group_spread: list[float] = field(default_factory=list)
     """coefficient of variation of the lengths of each group, as far as it was delivered"""
-    training_reward: list[float] = field(default_factory=list)
     curve: list[tuple[int, float, float]] = field(default_factory=list)
     """(step, rollout CPU seconds so far, held-out reward)"""
     held_out: NDArray[np.float64] = field(default_factory=lambda: np.empty(0))
@@ -275,7 +274,6 @@ class Arm:
         r.reprefill_tokens += int(batch.metrics["reprefill_tokens"])
         r.staleness += [sample.staleness for sample in batch.samples]
         r.lengths.append(batch.lengths.tolist())
-        r.training_reward.append(float(batch.rewards.mean()))
         r.idle.append(why_empty(batch.metrics))
         r.disagreements += self.witness.disagreements(batch)
         self.delivered += batch.samples

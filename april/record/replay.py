@@ -112,7 +112,7 @@ def replay(path: Path, *, whole_story: bool = False, watch: Watch | None = None)
             run.decisions.broke(error)
             broke = str(error)
         except (*_WRONG, CheckpointError) as error:
-            raise RecordError(f"{where} cannot be: {type(error).__name__}: {error}") from None
+            raise RecordError(f"{where} is not valid: {type(error).__name__}: {error}") from None
         run.seconds = time_s
         if run.decisions.digest != digest:
             why = broke or "the core decides otherwise than it did in the run"

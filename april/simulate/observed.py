@@ -68,7 +68,7 @@ def settings_of(run: RunData) -> dict[str, Any]:
         try:
             return Config.from_mapping(recorded).to_mapping()
         except ConfigError as error:
-            raise RecordError(f"line 1 of {run.path} cannot be: its configuration: {error}") from None
+            raise RecordError(f"line 1 of {run.path} is not valid: its configuration: {error}") from None
     known = asdict(run.settings)
     found = {name: known[name] for name in Config.model_fields if name in known}
     found |= {"seed": known["run_seed"], "partial_rollout": True}

@@ -148,10 +148,10 @@ class Feed:
         if self._thread is not None:
             self._thread.join(CLOSE_PATIENCE_S)
             if self._thread.is_alive():
-                log.warning("exporter %s does not end and is left behind", self._name)
+                log.warning("exporter %s does not end; the run ends without it", self._name)
         self._waited_for = True  # not before: an interrupted wait is made again
         if self._left_out:
-            log.warning("exporter %s was too slow: it has not got %d batches", self._name, self._left_out)
+            log.warning("exporter %s was too slow: %d batches did not reach it", self._name, self._left_out)
 
     def _run(self) -> None:
         while (item := self._waiting.get()) is not None:

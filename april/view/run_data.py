@@ -147,7 +147,7 @@ class _Delivered(msgspec.Struct):
 
     def __post_init__(self) -> None:
         if missing := [name for name in NEEDED if name not in self.metrics]:
-            raise ValueError(f"without the metric {missing[0]}")
+            raise ValueError(f"the metric {missing[0]} is missing")
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,7 +257,7 @@ def read_run(path: Path) -> RunData:
     try:
         settings = back(head["settings"], CoreSettings)
         if any(abs(value) >= BEYOND for value in asdict(settings).values() if isinstance(value, int)):
-            raise ValueError("a setting is beyond all numbers")
+            raise ValueError("a setting is too large")
         there = EnginesThere(msgspec.convert(head["engines"], _First), msgspec.convert(settings.max_in_flight, Slots))
         for line in lines:
             parts, seconds = line.parts, msgspec.convert(line.time_s, _Time)
@@ -292,7 +292,7 @@ def read_run(path: Path) -> RunData:
         raise
     except (KeyError, TypeError, ValueError) as error:
         kind = "ValueError" if isinstance(error, ValueError) else type(error).__name__
-        raise RecordError(f"line {line.number} of {path} cannot be: {kind}: {error}") from None
+        raise RecordError(f"line {line.number} of {path} is not valid: {kind}: {error}") from None
     if not batches and not rows:
         raise RecordError(f"{path} has no batch and no request that ended: there is nothing to show{_earlier(path)}")
     columns = np.array(rows, np.float64).reshape(-1, 7).T

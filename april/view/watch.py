@@ -160,7 +160,7 @@ class Follower:
             raise
         except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
             raise RecordError(
-                f"line {line.number} of {self._path} cannot be: {type(error).__name__}: {error}"
+                f"line {line.number} of {self._path} is not valid: {type(error).__name__}: {error}"
             ) from None
 
 
