@@ -20,13 +20,18 @@ from april.record.file import RunRecord
 from april.simulate import plan as planning
 from april.simulate.measure import measure
 from april.simulate.observed import workload_of
-from april.simulate.plan import BRIEF, SAME, Row, Space, choose, coarse, expect, front, neighbours, plan
+from april.simulate.plan import BRIEF, SAME, Row, Space, choose, coarse, front, neighbours, plan
 from april.simulate.plan_run import notes, read_workload, settings
 from april.simulate.simulation import Simulation
 from april.simulate.workload import Placement, Schedule, Workload
 from april.testing import FakeEngine
 
 SMALL = Workload(groups=8, samples=4, engines=2, max_response_len=2000, median_len=500)
+
+
+def expect(workload: Workload, schedule: Schedule, steps: int, ramp: int) -> Row:
+    """One candidate, simulated for so many steps."""
+    return planning._row(replace(workload, steps=steps, ramp=ramp), schedule)
 
 
 def row(over: int, speed: float, share: float, **changes: Any) -> Row:

@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 from april.engines.simulated.response_lengths import (
     ConstantLengths,
     LognormalLengths,
-    MixtureLengths,
     ResponseLengths,
     TraceLengths,
 )
@@ -24,8 +23,6 @@ from april.engines.simulated.response_lengths import (
 EVERY_KIND: list[ResponseLengths] = [
     ConstantLengths(7),
     LognormalLengths.split(2500, 0.8, 0.25, cap=16_384, seed=1),
-    MixtureLengths.math_trace(seed=1),
-    MixtureLengths((1.0, 2.0), (10.0, 300.0), (20.0, 30.0), component_per_group=True),
     TraceLengths([5, 6, 7, 1000], seed=2),
     TraceLengths([[1, 2, 3], [40, 50], [600]], seed=2),
 ]
@@ -51,8 +48,7 @@ def test_lengths_do_not_depend_on_the_process() -> None:
     """PYTHONHASHSEED changes nothing, and the numbers are the same on every Python and platform (pinned)."""
     program = (
         "from april.engines.simulated.response_lengths import *\n"
-        "kinds = [LognormalLengths(2500, 0.4, 0.7, 16384, 1), MixtureLengths.math_trace(seed=1),"
-        " TraceLengths([5, 6, 7, 1000], seed=2)]\n"
+        "kinds = [LognormalLengths(2500, 0.4, 0.7, 16384, 1), TraceLengths([5, 6, 7, 1000], seed=2)]\n"
         "print([k.group(g, 3).tolist() for k in kinds for g in (0, 12345678901)])"
     )
     outputs = {
@@ -68,8 +64,7 @@ def test_lengths_do_not_depend_on_the_process() -> None:
     }
 
     lognormal = "[677, 1601, 2593], [4427, 1165, 1846]"
-    mixture = "[3969, 4130, 13996], [11979, 15923, 17344]"
-    assert outputs == {f"[{lognormal}, {mixture}, [6, 7, 7], [5, 1000, 1000]]"}
+    assert outputs == {f"[{lognormal}, [6, 7, 7], [5, 1000, 1000]]"}
 
 
 def test_lognormal_has_the_stated_median_spread_and_split() -> None:
@@ -103,35 +98,6 @@ def test_seeds_and_indices_are_independent() -> None:
     assert abs(np.corrcoef(a.ravel(), b.ravel())[0, 1]) < 0.03
     assert abs(np.corrcoef(a[:, 0], a[:, 1])[0, 1]) < 0.06
     assert abs(np.corrcoef(a[:-1].ravel(), a[1:].ravel())[0, 1]) < 0.03
-
-
-@pytest.mark.parametrize(
-    "kind",
-    [MixtureLengths.math_trace(), MixtureLengths((1.0, 3.0), (-2_000.0, 9_000.0), (4_000.0, 5_000.0))],
-    ids=["published", "heavily truncated"],
-)
-def test_mixture_is_the_truncated_mixture(kind: MixtureLengths) -> None:
-    """Mean and quantiles are those of rejection sampling the mixture at > 0."""
-    drawn = np.concatenate([kind.group(g, 8) for g in range(20_000)])
-    rng = np.random.default_rng(0)
-    component = rng.choice(len(kind.weights), 400_000, p=np.array(kind.weights) / sum(kind.weights))
-    rejection = rng.normal(np.array(kind.means)[component], np.array(kind.sds)[component])
-    rejection = rejection[rejection > 0]
-
-    assert drawn.min() >= 1
-    assert drawn.mean() == pytest.approx(rejection.mean(), rel=0.01)
-    quantiles = [0.05, 0.1, 0.5, 0.9, 0.99]
-    assert np.quantile(drawn, quantiles) == pytest.approx(np.quantile(rejection, quantiles), rel=0.04)
-
-
-def test_mixture_component_per_group() -> None:
-    """With far components, samples of one group agree on theirs; without the option they mix."""
-    weights, means, sds = (1.0, 1.0), (100.0, 10_000.0), (5.0, 5.0)
-    together = MixtureLengths(weights, means, sds, component_per_group=True)
-    apart = MixtureLengths(weights, means, sds)
-
-    assert all(np.ptp(together.group(g, 8)) < 100 for g in range(50))
-    assert sum(np.ptp(apart.group(g, 8)) > 100 for g in range(50)) > 40
 
 
 def test_trace_rows_stay_together(tmp_path: Path) -> None:
@@ -179,12 +145,6 @@ def test_impossible_distributions_are_refused() -> None:
         LognormalLengths.split(100, 0.8, 1.5)
     with pytest.raises(ValueError, match="cap"):
         LognormalLengths(100, 0.1, 0.1, cap=0)
-    with pytest.raises(ValueError, match="same length"):
-        MixtureLengths((1.0,), (1.0, 2.0), (1.0,))
-    with pytest.raises(ValueError, match="sds > 0"):
-        MixtureLengths((1.0,), (1.0,), (0.0,))
-    with pytest.raises(ValueError, match="above 0"):
-        MixtureLengths((1.0,), (-100.0,), (1.0,))
     with pytest.raises(ValueError, match="empty"):
         TraceLengths([])
     with pytest.raises(ValueError, match="entry 2"):

@@ -211,11 +211,6 @@ def choose(rows: Sequence[Row], max_off_policy_share: float) -> Row:
     return min(as_fast, key=lambda row: (row.off_policy_share, -row.tokens_per_s))
 
 
-def expect(workload: Workload, schedule: Schedule, steps: int, ramp: int) -> Row:
-    """Simulate one candidate for ``steps`` steps, the first ``ramp`` left out; raises RolloutError if it is stuck."""
-    return _row(replace(workload, steps=steps, ramp=ramp), schedule)
-
-
 def _row(workload: Workload, schedule: Schedule) -> Row:
     f = measure(workload, schedule).figures
     batch = workload.groups * workload.samples * float(workload.length_sample.mean())

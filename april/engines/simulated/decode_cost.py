@@ -155,15 +155,6 @@ def _known(table: Mapping[str, _T], name: str, what: str) -> _T:
         raise ValueError(f"unknown {what} {name!r}; known are {', '.join(sorted(table))}") from None
 
 
-def synchronous_s(cost: DecodeCost, lengths: Lengths, prompt_tokens: float = 0.0) -> float:
-    """Seconds until the last of ``lengths`` [B] ends when all start together on one engine that holds them all.
-
-    ``prompt_tokens``: mean prompt length; 0 leaves prompt KV and prefill out.
-    """
-    response = _as_float(lengths)
-    return cost.base_s * float(response.max()) + _work_s(cost, response, prompt_tokens)
-
-
 def limit_s(cost: DecodeCost, lengths: Lengths, in_flight: float, prompt_tokens: float = 0.0) -> float:
     """Seconds for the same tokens on an engine that always has ``in_flight`` sequences active."""
     response = _as_float(lengths)
@@ -175,15 +166,6 @@ def limit_s(cost: DecodeCost, lengths: Lengths, in_flight: float, prompt_tokens:
 def limit_tokens_per_s(cost: DecodeCost, lengths: Lengths, in_flight: float, prompt_tokens: float = 0.0) -> float:
     """The limit: response tokens per second of one engine kept full for ever with such ``lengths``."""
     return float(_as_float(lengths).sum()) / limit_s(cost, lengths, in_flight, prompt_tokens)
-
-
-def s_max(cost: DecodeCost, lengths: Lengths, in_flight_factor: float = 1.0, prompt_tokens: float = 0.0) -> float:
-    """Largest possible speed-up over synchronous rollouts of ``lengths`` [B] on one engine.
-
-    ``in_flight_factor`` c: the other side keeps c B sequences in flight instead of B.
-    """
-    in_flight = in_flight_factor * len(lengths)
-    return synchronous_s(cost, lengths, prompt_tokens) / limit_s(cost, lengths, in_flight, prompt_tokens)
 
 
 def in_flight_that_fits(cost: DecodeCost, lengths: Lengths, prompt_tokens: float = 0.0) -> float:

@@ -14,10 +14,8 @@ import hashlib
 import json
 import math
 from abc import ABC, abstractmethod
-from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from pathlib import Path
 from statistics import NormalDist
 
@@ -92,54 +90,6 @@ class LognormalLengths(ResponseLengths):
         centre = math.log(self.median) + self.sigma_between * _NORMAL.inv_cdf(shared)
         draws = uniforms("lognormal sample", self.seed, group, n_samples)
         return _as_lengths([math.exp(centre + self.sigma_within * _NORMAL.inv_cdf(u)) for u in draws], self.cap)
-
-
-@dataclass(frozen=True)
-class MixtureLengths(ResponseLengths):
-    """Gaussian mixture, truncated as a whole to values > 0.
-
-    Attributes:
-        weights, means, sds: of the components before truncation; weights need not sum to 1; sds > 0.
-        cap: longer responses count as this long; None: no cap.
-        seed: another seed, other lengths.
-        component_per_group: all samples of a group come from one component, which makes groups differ.
-    """
-
-    weights: tuple[float, ...]
-    means: tuple[float, ...]
-    sds: tuple[float, ...]
-    cap: int | None = None
-    seed: int = 0
-    component_per_group: bool = False
-
-    def __post_init__(self) -> None:
-        if not len(self.weights) == len(self.means) == len(self.sds) or not self.weights:
-            raise ValueError("weights, means and sds must have the same length, at least 1")
-        if min(self.weights) < 0 or sum(self.weights) <= 0 or min(self.sds) <= 0:
-            raise ValueError(f"need weights >= 0 with a positive sum, and sds > 0: {self}")
-        if max(mean / sd for mean, sd in zip(self.means, self.sds, strict=True)) < -5:
-            raise ValueError(f"hardly any mass is above 0; check the means: {self}")
-        _check_cap(self.cap)
-
-    @classmethod
-    def math_trace(cls, cap: int | None = None, seed: int = 0) -> MixtureLengths:
-        """Published fit to 385,024 math responses of a production trace (PolyTrace, arXiv 2509.25279)."""
-        weights, means = (0.359, 0.074, 0.373, 0.194), (4959.0, 12720.0, 9175.0, 17655.0)
-        return cls(weights, means, (2192.0, 6067.0, 3416.0, 5267.0), cap, seed)
-
-    def group(self, group: int, n_samples: int) -> NDArray[np.int32]:
-        # mass of each component at or below 0: cut off here, and taken off the component's weight
-        below = [_NORMAL.cdf(-mean / sd) for mean, sd in zip(self.means, self.sds, strict=True)]
-        edges = list(accumulate(w * (1.0 - p) for w, p in zip(self.weights, below, strict=True)))
-        picks = uniforms("mixture component", self.seed, group, 1 if self.component_per_group else n_samples)
-        if self.component_per_group:
-            picks = picks * n_samples
-        values = []
-        for pick, u in zip(picks, uniforms("mixture value", self.seed, group, n_samples), strict=True):
-            i = min(bisect_right(edges, pick * edges[-1]), len(edges) - 1)
-            quantile = min(below[i] + u * (1.0 - below[i]), 1.0 - 2.0**-53)
-            values.append(self.means[i] + self.sds[i] * _NORMAL.inv_cdf(quantile))
-        return _as_lengths(values, self.cap)
 
 
 class TraceLengths(ResponseLengths):
