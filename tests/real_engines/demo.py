@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from april.demo.arm import MAX_LEN, DemoSettings, Stage
 from april.demo.show import run_and_show
 from april.demo.warmup import build_model
+from april.errors import AprilError
 from tests.real_engines.commands import sglang_server, vllm_server
 from tests.real_engines.demo_stage import ServerStage, write_model
 from tests.real_engines.environments import ROOT, CannotInstall
@@ -44,7 +45,11 @@ def main(kind: Annotated[str, typer.Argument(help="vllm or sglang")]) -> None:
             def stage_of(settings: DemoSettings, model: PreTrainedModel, seed: int) -> Stage:
                 return ServerStage(settings, model, server.url, out / "weights")
 
-            holds = run_and_show(settings, out, stage_of)
+            holds = False
+            try:
+                holds = run_and_show(settings, out, stage_of)
+            except AprilError as error:
+                print(f"the demo failed: {error}", file=sys.stderr)
             log = server.last_lines()
     except (CannotInstall, ServerFailed) as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
