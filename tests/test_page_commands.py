@@ -62,7 +62,6 @@ ONLY_READ = {
     "torchrun": "the reader's own program; make test-adapters runs TRL on two ranks",
     "pip install": "make test installs this package, make test-adapters the others",
     "make ": "what make verify makes",
-    ". .venv/bin/activate": "for the reader's shell",
 }
 """Commands, by how they begin, that are read here and not run, and why; those of `april` are all run."""
 SAID = {"--logprobs-mode", "--scheduling-policy"}
@@ -223,8 +222,6 @@ def execute(words: list[str], page: str, monkeypatch: pytest.MonkeyPatch) -> Non
             pip(rest)
         case ["make", target]:
             make(target)
-        case [".", ".venv/bin/activate"]:
-            assert "VENV ?= .venv\n" in MAKE
         case _:
             TRAINERS[page](words)
 
