@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,13 +11,11 @@ import pytest
 from virtual_rollouts import RecordingEngine, Rollouts, now, on_virtual_time, prompt_ids, table, virtual
 
 from april.core import events as ev
-from april.core.batch import Batch
 from april.core.types import DropReason, OnStale, Prompt, Refill, SampleState
 from april.core.versions import PolicyVersion
 from april.driver.rewards import Response
 from april.engines.simulated.response_lengths import LognormalLengths
 from april.errors import DataExhausted, RolloutError, SchedulerClosed
-from april.testing.virtual_clock import run_virtual
 
 LENGTHS = LognormalLengths(30, 0.6, 0.6, seed=3)
 
@@ -190,52 +187,6 @@ async def test_without_a_reward_function() -> None:
 
 
 # ---------------------------------------------------------------- cancellation
-
-
-def test_a_cancelled_next_batch_loses_nothing_wherever_it_is_cancelled() -> None:
-    """Cut next_batch at many times and loop turns around the delivery: the next call returns the very same batch."""
-
-    def run(at: float, turns: int) -> list[Any]:
-        seen: list[Any] = []
-
-        async def program() -> None:
-            rollouts = Rollouts(LENGTHS.sample, n=2, samples=2, over=3)
-            waiter = asyncio.create_task(rollouts.driver.next_batch())
-            await asyncio.sleep(at)
-            for _ in range(turns):
-                await asyncio.sleep(0)
-            waiter.cancel()
-            outcome = (await asyncio.gather(waiter, return_exceptions=True))[0]
-            rollouts.core.validate()
-            batch = outcome if isinstance(outcome, Batch) else await rollouts.driver.next_batch()
-            rollouts.check(batch)
-            await rollouts.driver.update_weights()
-            second = await rollouts.step()
-            seen.extend([[s.id, len(s.tokens)] for s in (*batch.samples, *second.samples)])
-            seen.append(isinstance(outcome, Batch))
-            await rollouts.close()
-
-        virtual(program)
-        return seen
-
-    async def uncut() -> float:
-        rollouts = Rollouts(LENGTHS.sample, n=2, samples=2, over=3)
-        await rollouts.driver.next_batch()
-        end = now()
-        await rollouts.close()
-        return end
-
-    end = run_virtual(uncut())
-    expected = run(end + 100, 0)
-    assert expected[-1] is True
-    cut = 0
-    for at, turns in itertools.chain(
-        ((0.0, i) for i in range(8)), ((end / 3, 0), (end - 1, 0)), ((end, i) for i in range(24))
-    ):
-        got = run(at, turns)
-        assert got[:-1] == expected[:-1], (at, turns)
-        cut += not got[-1]
-    assert 10 <= cut < 34  # both kinds happened
 
 
 @on_virtual_time
