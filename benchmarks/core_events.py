@@ -19,7 +19,7 @@ import numpy as np
 
 from april.core import commands as do
 from april.core import events as ev
-from april.core.event_pump import RequestLog
+from april.core.event_pump import Observed, RequestLog
 from april.core.run_times import RunTimes
 from april.core.sampling import SamplingParams
 from april.core.settings import CoreSettings, EngineLimits
@@ -49,7 +49,8 @@ class Pump:
         )
         self.core = RolloutCore(settings, [EngineLimits(f"e{i}", 8192) for i in range(engines)])
         self._times = RunTimes(self.core) if times else None
-        self._handle = RequestLog(self.core, lambda: self._events_s).handle if times else self.core.handle
+        observers = [RequestLog(self.core, lambda: self._events_s)]
+        self._handle = Observed(self.core, observers).handle if times else self.core.handle
         self.attempts: list[Attempt] = []
         self.delivered = False
         self._events: deque[ev.Event] = deque()

@@ -63,14 +63,14 @@ def test_every_event_is_told_and_every_command_is_given_by_somebody() -> None:
 
 
 def test_everybody_who_drives_a_core_does_it_by_the_pump() -> None:
-    """Commands are carried out in one place; records and logs pass events on, a replay carries out nothing."""
+    """Commands are carried out in one place; a replay carries out nothing."""
     callers = {
         path.name
         for path in PACKAGE.rglob("*.py")
         for node in ast.walk(ast.parse(path.read_text("utf-8")))
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "handle"
     }
-    assert callers == {"event_pump.py", "recorder.py", "replay.py"}
+    assert callers == {"event_pump.py", "replay.py"}
 
 
 @pytest.mark.parametrize("name", sorted(COMMANDS))

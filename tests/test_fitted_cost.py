@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from april.core import events as ev
-from april.core.event_pump import KEPT, RequestLog
+from april.core.event_pump import KEPT, Observed, RequestLog
 from april.engines.simulated.decode_cost import DecodeCost
 from april.engines.simulated.fitted_cost import FEWEST, FittedCost, Requests, fit, predicted_s
 from april.simulate.simulation import Simulation
@@ -23,7 +23,7 @@ def logged(mode: str, steps: int = 10) -> tuple[Workload, RequestLog]:
         prompt_len=workload.prompt_len,
     )  # fmt: skip
     log = RequestLog(simulation.core, lambda: simulation.now)
-    simulation._pump._core = log
+    simulation._pump._core = Observed(simulation.core, [log])
     simulation.run(steps)
     return workload, log
 
@@ -99,7 +99,7 @@ def test_the_log_forgets() -> None:
     assert all(len(ended) <= KEPT for _, ended in log)
     for number in range(3 * KEPT):
         log._sent[f"lost{number}"] = (0.0, 0)
-    log.handle(ev.StepRequested())
+    Observed(log._core, [log]).handle(ev.StepRequested())
     assert len(log._sent) == len(log._core.context.attempts) > 0
     assert all(log.ran(attempt, 3) is not None for attempt in log._core.context.attempts)
 

@@ -19,6 +19,7 @@ from trainer_player import TrainerPlayer
 
 from april.core import commands as do
 from april.core import events as ev
+from april.core.event_pump import Observed
 from april.core.run_times import SHARES, TrainerTime
 from april.core.types import GenerationMode
 from april.record.file import RunRecord
@@ -55,7 +56,7 @@ def test_whatever_hosts_do_nothing_is_lost(mode: GenerationMode) -> None:
 
 
 class Unrecorded:
-    """A core as it is before its events go through a recorder."""
+    """A core as it is before a recorder observes it."""
 
     def __init__(self, core: Any) -> None:
         self._core, self.handle = core, core.handle
@@ -71,7 +72,7 @@ class RecordedLife(HostLife):
         super().new_process()
         core: Any = self.core
         self.recorder = Recorder(RunRecord(self.path), Unrecorded(core), lambda: 0.0)  # type: ignore[arg-type]
-        core.handle = self.recorder.handle
+        core.handle = Observed(Unrecorded(core), [self.recorder]).handle
 
     path: Path
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, get_args
 
@@ -15,10 +15,43 @@ from april.core.types import Attempt, SampleId
 
 
 class Core(Protocol):
-    """The core, or what passes its events on to it."""
+    """What the pump needs of a core."""
 
     def handle(self, event: Event, /) -> list[Command]:
         """Take one event; returns what is to be done, in order."""
+
+
+class Observer(Protocol):
+    """Looks on as a core handles events; it changes nothing."""
+
+    def before(self, event: Event, /) -> None:
+        """Look at an event that the core has yet to handle."""
+
+    def after(self, event: Event, commands: list[Command], error: BaseException | None, /) -> None:
+        """Look at an event that the core has handled, or refused with an error."""
+
+
+class Observed:
+    """A core with observers."""
+
+    def __init__(self, core: Core, observers: Sequence[Observer]) -> None:
+        self._core, self._observers = core, observers
+
+    def handle(self, event: Event, /) -> list[Command]:
+        """Let the core take one event, as the observers look on."""
+        for observer in self._observers:
+            observer.before(event)
+        commands: list[Command] = []
+        error: BaseException | None = None
+        try:
+            commands = self._core.handle(event)
+        except BaseException as raised:
+            error = raised
+            raise
+        finally:
+            for observer in self._observers:
+                observer.after(event, commands, error)
+        return commands
 
 
 class EventPump:
@@ -28,6 +61,7 @@ class EventPump:
         core: takes the events.
         executors: what carries out the commands of each type.
         ignored: types of command that need nothing done here.
+        observers: look on as the core handles events.
 
     Raises:
         TypeError: a type of command has no executor and is not ignored, or has one and is.
@@ -38,11 +72,12 @@ class EventPump:
         core: Core,
         executors: Mapping[type[Command], Callable[[Any], None]],
         ignored: Iterable[type[Command]] = (),
+        observers: Sequence[Observer] = (),
     ) -> None:
         named = [*executors, *ignored]
         if wrong := [t.__name__ for t in {*get_args(Command), *named} if named.count(t) != 1]:
             raise TypeError(f"not carried out by exactly one executor: {', '.join(sorted(wrong))}")
-        self._core = core
+        self._core = Observed(core, observers) if observers else core
         self._executors = {**executors, **dict.fromkeys(ignored, _nothing)}
         self._events: deque[Event] = deque()
         self._runs = False
@@ -121,7 +156,7 @@ class Brought:
 
 
 class RequestLog:
-    """Takes the core's events for it.
+    """Observes when requests were sent and what they brought.
 
     Args:
         core: whose requests are looked at.
@@ -136,18 +171,19 @@ class RequestLog:
         self._counts: dict[str, int] = {}
         self._brought: dict[str, Brought] = {}
 
-    def handle(self, event: ev.Event) -> list[Command]:
-        """As the core's."""
+    def before(self, event: Event) -> None:
+        """Note a request that ends."""
         if type(event) is ev.AttemptEnded or type(event) is ev.AttemptFailed:
             attempt = self._core.context.attempts.get(event.attempt_id)
             if attempt is not None and (ran := self.ran(attempt, event.counts.tokens)) is not None:
                 self._add(ran)
                 del self._sent[attempt.id]
-        commands = self._core.handle(event)
+
+    def after(self, event: Event, commands: list[Command], error: BaseException | None) -> None:
+        """Note requests that are sent."""
         for command in commands:
             if type(command) is Submit:
                 self._submitted(command.attempt)
-        return commands
 
     def ran(self, attempt: Attempt, generated: int) -> Ran | None:
         """How it would be remembered if it ended now; None if nobody saw it being sent."""

@@ -23,7 +23,7 @@ from april.core import commands as do
 from april.core import events as ev
 from april.core import snapshot
 from april.core.batch import Batch
-from april.core.event_pump import EventPump, RequestLog
+from april.core.event_pump import EventPump, Observer, RequestLog
 from april.core.run_times import Fits, RunTimes, bottleneck
 from april.core.sampling import LogprobKind, SamplingParams
 from april.core.settings import CoreSettings, EngineLimits
@@ -160,7 +160,8 @@ class RolloutDriver:
         executors: Mapping[type[do.Command], Callable[[Any], None]] = self.local.executors
         if hosts is not None:
             executors = hosts.attach(self.core, self.local, self.post, self.updates.failed)
-        self._pump = EventPump(self.recorder or self.requests, {
+        observers: list[Observer] = [self.requests] if self.recorder is None else [self.recorder, self.requests]
+        self._pump = EventPump(self.core, {
             **executors,
             do.DrawPrompts: self._draw,
             do.ReportDrop: self._report_drop,
@@ -175,7 +176,7 @@ class RolloutDriver:
             do.EvaluationFailed: self._evaluation_ended,
             do.Paused: self._paused,
             do.Fail: self._fail,
-        })  # fmt: skip
+        }, observers=observers)  # fmt: skip
 
     def __repr__(self) -> str:
         waits = self.long_waits.standing

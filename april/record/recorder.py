@@ -1,4 +1,4 @@
-"""The recorder stands between the driver and the core and records each event, with a digest of the core's decisions.
+"""The recorder observes the core and records each event, with a digest of the core's decisions.
 
 A record is JSON lines: [time in s, what, its parts, digest of all decisions so far, check of all lines so far].
 """
@@ -91,7 +91,7 @@ class _Lines:
 
 
 class Recorder:
-    """Records the events of one core; ``now`` is the loop's clock, and that of ``requests``, which handles the events.
+    """Records the events of one core, before ``requests`` observes them; ``now`` is the loop's clock.
 
     ``config`` is the run's configuration as JSON has it. Raises ConfigError if the file cannot be made.
     """
@@ -113,24 +113,21 @@ class Recorder:
         } | ({} if config is None else {"config": config})
         self._lines.add(HEAD, lambda: head)
         self._stand_at = now()
+        self._before: Any = None
 
-    def handle(self, event: ev.Event) -> list[Command]:
-        """Handle an event as the core does, and record it."""
-        if self._lines.file.over:
-            return self._requests.handle(event)
-        before: Any = None  # which ends the record below
-        with suppress(Exception):
-            before = self._compared(event) | self._ran(event)
-        commands: list[Command] = []
-        try:
-            commands = self._requests.handle(event)
-            return commands
-        except BaseException as error:
+    def before(self, event: ev.Event) -> None:
+        """Note what only the core's state before an event shows."""
+        self._before = None  # an error here ends the record below
+        if not self._lines.file.over:
+            with suppress(Exception):
+                self._before = self._compared(event) | self._ran(event)
+
+    def after(self, event: ev.Event, commands: list[Command], error: BaseException | None) -> None:
+        """Record an event and the core's decisions."""
+        if error is not None:
             self._lines.decisions.broke(error)
-            raise
-        finally:
-            self._lines.add(type(event).__name__, lambda: plain(event, self._text) | before, commands)
-            self.stand()
+        self._lines.add(type(event).__name__, lambda: plain(event, self._text) | self._before, commands)
+        self.stand()
 
     def stand(self, waited_s: float = 0.0) -> None:
         """Record the state of the run, if that was not done lately; it has waited ``waited_s`` for the same thing."""

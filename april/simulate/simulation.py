@@ -351,7 +351,8 @@ class Simulation:
         if record is not None:
             self._recorder = Recorder(record, self.core, lambda: self.now, self._requests)
         self._auto, self._choose = AutoWork(self.core) if choose else None, choose
-        self._pump = EventPump(self._recorder or (self._requests if choose else self.core), {
+        observers = [o for o in (self._recorder, self._requests if choose or record else None) if o is not None]
+        self._pump = EventPump(self.core, {
             **self.engines.executors,
             do.StartSample: lambda c: self._pump.post(ev.CallMade(c.sample.id, self._sampling)),
             do.CallCompleted: lambda c: self._pump.post(ev.SampleReturned(c.call.sample.id)),
@@ -359,7 +360,7 @@ class Simulation:
             do.DrawPrompts: lambda c: self._pump.post(ev.PromptsDrawn([self._prompt] * c.count, exhausted=False)),
             do.Deliver: self._deliver,
             do.Fail: self._fail,
-        }, ignored=IGNORED)  # fmt: skip
+        }, IGNORED, observers)  # fmt: skip
         self._rewards = SimulatedRewards(reward_s, rewards_at_once, lambda s: self._pump.post(self._score(s)))
         self._trainer = SimulatedTrainer(train_s, fetch_ahead)
         self._asked = False

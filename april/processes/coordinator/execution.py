@@ -441,7 +441,7 @@ class Execution:
         requests = RequestLog(self.core, _now)
         self._limit = StepLimit(requests)
         self._auto = AutoRun(self.core, self._limit.costs, lambda event: self.post(event)) if settings.auto else None
-        self._pump = EventPump(requests, {
+        self._pump = EventPump(self.core, {
             **host.executors,
             do.DrawPrompts: lambda c: self._order("draw", c.count),
             do.StartTimer: self._start_timer,
@@ -449,7 +449,7 @@ class Execution:
             do.Deliver: self._deliver,
             do.Paused: self._paused,
             do.Fail: lambda c: self._order("fail", c.error),
-        }, ignored=IGNORED)  # fmt: skip
+        }, IGNORED, [requests])  # fmt: skip
         self._times = RunTimes(self.core)
         # what a rollout has made is heard of at its end, and one whose worker has died says nothing
         silent_s = {Waits.RESPONSES: SILENT_S, Waits.FUNCTIONS: SILENT_S}
