@@ -13,7 +13,7 @@ import gc
 import json
 import random
 import time
-from typing import Any, get_args
+from typing import Any
 
 import numpy as np
 
@@ -76,7 +76,7 @@ class Pair:
         self._end = np.array([EOS], np.int32)
         self._logprobs = np.full(tokens, -0.5, np.float32)
         self._sampling = SamplingParams(8192)
-        here: dict[type[do.Command], Any] = dict.fromkeys(get_args(do.Command), lambda command: None)
+        here: dict[type[do.Command], Any] = dict.fromkeys(do.Command.__subclasses__(), lambda command: None)
         here |= dict.fromkeys([do.Submit, do.Abort, do.Fence], self._to_host)
         here[do.DrawPrompts] = lambda c: self.pump.post(ev.PromptsDrawn([self._prompt] * c.count, False))
         here[do.StartSample] = lambda c: self.pump.post(ev.CallMade(c.sample.id, self._sampling))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from typing import Any, get_args
+from typing import Any
 
 import numpy as np
 
@@ -71,7 +71,7 @@ class CoreMachine:
         self.errors: list[str] = []
         self.ended = False
         self.generated = 0
-        self._pump = EventPump(self.core, dict.fromkeys(get_args(do.Command), self._execute))
+        self._pump = EventPump(self.core, dict.fromkeys(do.Command.__subclasses__(), self._execute))
 
     def post(self, event: ev.Event) -> list[do.Command]:
         """One event and everything that follows from it at once; returns the commands."""

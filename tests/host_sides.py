@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any, get_args
+from typing import Any
 
 import numpy as np
 from core_machine import EOS, settings
@@ -56,7 +56,8 @@ class HostSides:
         self.others: list[do.Command] = []
         self.drawn, self.prompts = 0, prompts
         self.data: dict[str, Any] = {}
-        here: dict[type[do.Command], Callable[[Any], None]] = dict.fromkeys(get_args(do.Command), self.others.append)
+        here: dict[type[do.Command], Callable[[Any], None]] = {}
+        here |= dict.fromkeys(do.Command.__subclasses__(), self.others.append)
         there = dict.fromkeys(self.desk._executors, self.desk.execute)
         here |= there
         here[do.DrawPrompts] = self._draw

@@ -85,23 +85,27 @@ def test_the_engine_is_the_one_that_a_scan_finds(seed: int, monkeypatch: pytest.
 def test_a_request_looks_at_one_engine_of_a_thousand(monkeypatch: pytest.MonkeyPatch) -> None:
     """However many have no room, and whichever has."""
     table = EngineTable([EngineLimits(f"e{i}", 100, 1) for i in range(1000)], FIRST_VERSION)
-    looked_at: list[EngineState] = []
+    looked_at: set[str] = set()
+    loaded = EngineState.loaded
 
     def looks(state: EngineState) -> frozenset[PolicyVersion]:
-        looked_at.append(state)
-        return state._loaded
+        looked_at.add(state.limits.name)
+        return loaded.__get__(state)  # type: ignore[attr-defined]
+
+    def picked(avoid: str = "") -> EngineState | None:
+        looked_at.clear()
+        state = table.pick(FIRST_VERSION, avoid)
+        assert looked_at == ({state.limits.name} if state is not None else set())
+        return state
 
     monkeypatch.setattr(EngineState, "loaded", property(looks))
     order = []
-    while (state := table.pick(FIRST_VERSION)) is not None:
+    while (state := picked()) is not None:
         order.append(state.limits.name)
         state.add(1)
     assert order == [f"e{i}" for i in range(1000)]
     table.states["e700"].add(-1)
-    assert table.pick(FIRST_VERSION) is table.states["e700"]
-    assert not looked_at
-    assert table.pick(FIRST_VERSION, avoid="e700") is table.states["e700"]
-    assert looked_at == [table.states["e700"]]
+    assert picked() is picked(avoid="e700") is table.states["e700"]
 
 
 def test_engines_that_come_and_go_make_no_number_grow() -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 from dataclasses import dataclass, field, replace
-from typing import Any, get_args
+from typing import Any
 
 import numpy as np
 from trainer_batches import check_batch
@@ -145,7 +145,7 @@ class TrainerPlayer:
         """Groups that are dropped whole at this moment."""
         self.leaving: set[Key] = set()
         """Samples that begin again or are dropped at this moment."""
-        executors = {kind: getattr(self, f"on_{kind.__name__}", self.ignore) for kind in get_args(do.Command)}
+        executors = {kind: getattr(self, f"on_{kind.__name__}", self.ignore) for kind in do.Command.__subclasses__()}
         self.pump = EventPump(self, executors)
 
     def ignore(self, command: do.Command) -> None:

@@ -2,7 +2,6 @@
 
 Invariant: an attempt is in the book from its submission until it is accounted for, once; its id is of fixed
 length (engines match ids by prefix) and never used again, not even after a restart.
-Tokens of an attempt whose sample went on without it: ``Failures.leave`` and ``Generation._keep``.
 """
 
 from __future__ import annotations
@@ -31,9 +30,8 @@ class AttemptBook:
         self._engines = engines
         self._number = self._evaluation_number = 0
         self.in_flight: dict[str, Attempt] = {}
-        """Of training."""
+        """Attempts of training."""
         self.of_evaluations: dict[str, Attempt] = {}
-        """In flight as well."""
 
     def __len__(self) -> int:
         return len(self.in_flight) + len(self.of_evaluations)
@@ -121,12 +119,11 @@ class Places:
 
     @property
     def free(self) -> int:
-        """How many requests may be sent, or functions started; below 0 while more are taken than there are now."""
+        """The number of requests that may be sent, or functions started; below 0 while too many are in flight."""
         return self.total - self.taken
 
     @property
     def taken(self) -> int:
-        """How many are in use."""
         attempts = self._attempts
         return len(attempts.in_flight) + len(attempts.of_evaluations) + len(self.reserved)
 
@@ -135,9 +132,9 @@ class Places:
         self.total, self.most = total, max(total, self.taken)
 
     def reserve(self, sample: Sample) -> None:
-        """Its function is started."""
+        """Reserve a place for a function that is started."""
         self.reserved.add(sample.id)
 
     def give_back(self, sample: Sample) -> None:
-        """Its function has asked for something, or is over; nothing happens if that was so before."""
+        """Give the place back, if there is one: the function has asked for something, or is over."""
         self.reserved.discard(sample.id)

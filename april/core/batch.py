@@ -33,7 +33,7 @@ _told: set[str] = set()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeliveredSample:
-    """One finished response."""
+    """A finished response."""
 
     id: SampleId
     prompt: Prompt
@@ -75,7 +75,7 @@ class DeliveredSample:
 
 @dataclass(frozen=True, kw_only=True)
 class Batch:
-    """What a step delivers; leased until it is committed."""
+    """The batch that a step delivers; leased until it is committed."""
 
     id: int
     version: PolicyVersion
@@ -85,7 +85,7 @@ class Batch:
     """samples per group, as far as they are in this batch; sums to len(samples)"""
     metrics: Mapping[str, float]
     logprob_kind: str = "temperature"
-    """Of which distribution ``logprobs`` are: ``temperature`` (log_softmax(logits / T)), ``processed`` (the one really
+    """The distribution of ``logprobs``: ``temperature`` (log_softmax(logits / T)), ``processed`` (the one really
     sampled from; the same with top_p 1, min_tokens 0 and T > 0), ``raw`` (log_softmax(logits)) or ``unknown`` (both
     allowed at T = 1 only, where they are the same too), or ``mixed`` (by engine; see the segments)"""
     bottleneck: str = ""
@@ -94,7 +94,7 @@ class Batch:
     branches: Mapping[int, int] = field(default_factory=dict)
     """incarnation -> ``n`` of the weights from which the next one began, by a restart"""
     _part: BatchShare | None = None
-    """set by :meth:`split`; None: it is whole"""
+    """set by :meth:`split`; None means that it is whole"""
 
     def __len__(self) -> int:
         return len(self.samples)
@@ -188,7 +188,6 @@ class Batch:
         return found
 
     def _warn_of_no_signal(self) -> None:
-        """Of each reason once."""
         if not any(len(s.cohort) > 1 for s in self.samples):
             why = "every response is alone in its group, and compares with none; raise n_samples_per_prompt"
         elif not self.rewards.any():
@@ -233,7 +232,7 @@ class Batch:
 def deliver_sample(
     sample: Sample, staleness_of: Callable[[PolicyVersion], int], max_staleness: int | None
 ) -> DeliveredSample:
-    """Freeze a finished sample; tokens older than ``max_staleness`` (None: no bound) get loss mask 0.
+    """Freeze a finished sample; tokens older than ``max_staleness`` (None means no bound) get loss mask 0.
 
     Its arrays are copies: the trainer may write into them, and what a state delivers again is what was sampled.
     """
@@ -381,7 +380,7 @@ def whole_of(samples: Sequence[DeliveredSample]) -> BatchShare:
 
 
 def split_batch(batch: Batch, ranks: int, by: SplitBy) -> list[Batch]:
-    """See :meth:`april.core.batch.Batch.split`."""
+    """Split a batch as :meth:`Batch.split` does."""
     if isinstance(ranks, bool) or not isinstance(ranks, int) or ranks < 1:
         raise ValueError(f"split: ranks must be a whole number and at least 1, got {ranks!r}")
     if by not in get_args(SplitBy):
@@ -421,7 +420,6 @@ def _balanced(tokens: Sequence[int], ranks: int) -> Sequence[Sequence[int]]:
 
 
 def _run_lengths(numbers: Sequence[int]) -> list[int]:
-    """How often each number follows itself."""
     lengths: list[int] = []
     for i, number in enumerate(numbers):
         if i and numbers[i - 1] == number:

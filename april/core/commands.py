@@ -1,31 +1,37 @@
-"""What is to be done. The layer above executes commands in order and reports back with events."""
+"""Commands: the core's decisions. The layer above executes commands in order and reports back with events."""
 
 from __future__ import annotations
 
+import msgspec
+
 from april.core.batch import Batch
-from april.core.types import Attempt, AttemptFailure, DropReason, GenerateCall, Group, Message, Sample, Timer
+from april.core.types import Attempt, AttemptFailure, DropReason, GenerateCall, Group, Sample, Timer
 from april.core.versions import PolicyVersion
 
 
-class DrawPrompts(Message, frozen=True):
+class Command(msgspec.Struct, frozen=True, tag=True, omit_defaults=True, gc=False):
+    """The base of all commands."""
+
+
+class DrawPrompts(Command, frozen=True):
     """Take up to ``count`` prompts from the source; answer with PromptsDrawn."""
 
     count: int
 
 
-class StartSample(Message, frozen=True):
+class StartSample(Command, frozen=True):
     """Run the rollout function of this sample."""
 
     sample: Sample
 
 
-class Submit(Message, frozen=True):
+class Submit(Command, frozen=True):
     """Send this attempt to its engine."""
 
     attempt: Attempt
 
 
-class Abort(Message, frozen=True):
+class Abort(Command, frozen=True):
     """Ask an engine to end these attempts; ``everything``: they are all it has."""
 
     engine: str
@@ -33,25 +39,25 @@ class Abort(Message, frozen=True):
     everything: bool
 
 
-class CallCompleted(Message, frozen=True):
+class CallCompleted(Command, frozen=True):
     """A generate call is complete and has its ``result``. Wake its rollout function."""
 
     call: GenerateCall
 
 
-class ScoreSample(Message, frozen=True):
+class ScoreSample(Command, frozen=True):
     """Compute the reward of one sample; answer with Scored or SampleFailed."""
 
     sample: Sample
 
 
-class ScoreGroup(Message, frozen=True):
+class ScoreGroup(Command, frozen=True):
     """All samples of a group have returned: compute its rewards in one call; answer with Scored or SampleFailed."""
 
     group: Group
 
 
-class JudgeGroup(Message, frozen=True):
+class JudgeGroup(Command, frozen=True):
     """The quorum of a group is finished: ask the filter about ``group.first``; answer with GroupJudged and the same
     ``judgement``."""
 
@@ -59,13 +65,13 @@ class JudgeGroup(Message, frozen=True):
     judgement: int
 
 
-class CancelSample(Message, frozen=True):
+class CancelSample(Command, frozen=True):
     """The sample was given up: end its rollout or reward function, if there is one still."""
 
     sample: Sample
 
 
-class ReportDrop(Message, frozen=True):
+class ReportDrop(Command, frozen=True):
     """A group was given up; for whoever watches."""
 
     group: Group
@@ -73,7 +79,7 @@ class ReportDrop(Message, frozen=True):
     why: str
 
 
-class StartTimer(Message, frozen=True):
+class StartTimer(Command, frozen=True):
     """Answer with TimerFired(timer) after ``seconds``; ``why`` is for whoever watches, if it is not empty."""
 
     timer: Timer
@@ -81,14 +87,14 @@ class StartTimer(Message, frozen=True):
     why: str = ""
 
 
-class Fence(Message, frozen=True):
-    """These attempts did not end in time: close their streams; answer each with AttemptEnded, ``fenced``."""
+class Fence(Command, frozen=True):
+    """Close the streams of attempts that did not end in time; answer each with AttemptEnded, ``fenced``."""
 
     engine: str
     attempt_ids: tuple[str, ...]
 
 
-class ProbeEngine(Message, frozen=True):
+class ProbeEngine(Command, frozen=True):
     """Ask an engine for its health once; answer with EngineProbed and the same ``probe``.
 
     A host that looks after its engines itself answers with EngineReady, EngineStale or EngineFailed.
@@ -98,7 +104,7 @@ class ProbeEngine(Message, frozen=True):
     probe: int
 
 
-class PauseEngine(Message, frozen=True):
+class PauseEngine(Command, frozen=True):
     """Close the engine's admission; answer with EngineCallEnded, as UNREACHABLE after ``within_s``.
 
     A call of an engine that still runs when another one is asked for is cancelled before that one begins.
@@ -109,7 +115,7 @@ class PauseEngine(Message, frozen=True):
     within_s: float
 
 
-class LoadEngine(Message, frozen=True, kw_only=True):
+class LoadEngine(Command, frozen=True, kw_only=True):
     """The engine's weights are ``version`` from now on, loaded from ``path`` if there is one; as in PauseEngine.
 
     The directory must hold one of ``contents`` then, if there are any, and what it holds must not change meanwhile.
@@ -123,7 +129,7 @@ class LoadEngine(Message, frozen=True, kw_only=True):
     contents: tuple[str, ...] = ()
 
 
-class ResumeEngine(Message, frozen=True):
+class ResumeEngine(Command, frozen=True):
     """Open the engine's admission; as in PauseEngine."""
 
     engine: str
@@ -131,19 +137,19 @@ class ResumeEngine(Message, frozen=True):
     within_s: float
 
 
-class HandOver(Message, frozen=True):
+class HandOver(Command, frozen=True):
     """The engines are paused: the trainer hands its weights over now; answer with HandedOver."""
 
     update: int
 
 
-class Restore(Message, frozen=True):
+class Restore(Command, frozen=True):
     """The engines have the weights of a saved state: put it into this core; answer with Restored."""
 
     update: int
 
 
-class UpdateEnded(Message, frozen=True):
+class UpdateEnded(Command, frozen=True):
     """A weight update is over, and the policy is ``version``.
 
     ``failed``: the call of an engine (0: the transfer) whose error is the update's; None: there is none. ``why``: what
@@ -156,32 +162,32 @@ class UpdateEnded(Message, frozen=True):
     why: str = ""
 
 
-class Warn(Message, frozen=True):
+class Warn(Command, frozen=True):
     """Something that people should know."""
 
     message: str
 
 
-class Deliver(Message, frozen=True):
+class Deliver(Command, frozen=True):
     """The step is complete: hand this batch to the trainer."""
 
     batch: Batch
 
 
-class EndOfData(Message, frozen=True):
+class EndOfData(Command, frozen=True):
     """The source has ended; ``kept`` complete groups, or with a quorum samples, wait for more."""
 
     kept: int = 0
 
 
-class EvaluationDone(Message, frozen=True):
+class EvaluationDone(Command, frozen=True):
     """All groups of an evaluation are finished and scored."""
 
     evaluation: int
     groups: tuple[Group, ...]
 
 
-class EvaluationFailed(Message, frozen=True):
+class EvaluationFailed(Command, frozen=True):
     """An evaluation cannot be finished, or was cancelled; nothing of it is at an engine any more.
 
     ``kind``: how the request broke off that is to blame; None: a function of the user's is.
@@ -192,11 +198,11 @@ class EvaluationFailed(Message, frozen=True):
     kind: AttemptFailure | None
 
 
-class Paused(Message, frozen=True):
+class Paused(Command, frozen=True):
     """Nothing is in flight any more; nothing starts before Resumed."""
 
 
-class Fail(Message, frozen=True):
+class Fail(Command, frozen=True):
     """Going on makes no sense; tell the trainer why.
 
     ``weights``: those of the engines are to blame, and only a weight update helps.
@@ -204,38 +210,3 @@ class Fail(Message, frozen=True):
 
     error: str
     weights: bool = False
-
-
-HostCommand = (
-    StartSample
-    | Submit
-    | Abort
-    | CallCompleted
-    | ScoreSample
-    | ScoreGroup
-    | JudgeGroup
-    | CancelSample
-    | Fence
-    | ProbeEngine
-    | PauseEngine
-    | LoadEngine
-    | ResumeEngine
-)
-"""Carried out where the engines and the functions are; all others where the core is."""
-
-Command = (
-    HostCommand
-    | DrawPrompts
-    | ReportDrop
-    | StartTimer
-    | HandOver
-    | Restore
-    | UpdateEnded
-    | Warn
-    | Deliver
-    | EndOfData
-    | EvaluationDone
-    | EvaluationFailed
-    | Paused
-    | Fail
-)

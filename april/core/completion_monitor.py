@@ -15,7 +15,7 @@ from itertools import accumulate
 from april.core.types import Group, Sample
 
 Unit = Group | Sample
-"""What a batch counts."""
+"""A unit is what a batch counts."""
 
 
 class CompletionMonitor:
@@ -28,11 +28,11 @@ class CompletionMonitor:
     def __init__(self, target: int) -> None:
         self._target = target
         self._ready: dict[int, Unit] = {}
-        """By identity, in the order of completion."""
+        """Complete units by identity, in the order of completion."""
         self._held_by_slack: list[int] = []
         self._ready_by_slack: list[int] = []
         self._owed: list[int] = []
-        """For every k: how many units with slack <= k this step has to deliver."""
+        """The number of units with slack <= k, for every k, that this step has to deliver."""
 
     @property
     def ready(self) -> int:

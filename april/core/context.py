@@ -52,7 +52,7 @@ class History:
         self.log.append((event_number, sample.group, sample.index, what))
 
     def story(self, sample: SampleId) -> str:
-        """One line per transition of this sample and of its group, oldest first."""
+        """Tell each transition of this sample and its group on a line, oldest first."""
         own, all_of_it = tuple(sample), (sample[0], WHOLE_GROUP)
         lines = [f"  event {n}: {what}" for n, *of, what in self.log if tuple(of) in (own, all_of_it)]
         return "\n".join([f"story of {sample}:", *(lines or ["  nothing remembered"])])
@@ -86,19 +86,19 @@ class CoreContext:
         self.out: list[Command] = []
         self.last_timer = 0
         self.retries: dict[int, Sample | tuple[Group, int]] = {}
-        """By timer: whose reward is asked for again, or about which group the filter is, and its judgement."""
+        """The sample whose reward is asked for again, or the group with its judgement, by timer."""
         self.urgent: list[Sample] = []
         """As of the latest plan; with what took the place of such a one since."""
         self.failure: str | None = None
-        """Why the step cannot go on."""
+        """The reason for which the step cannot go on."""
         self.without_room: list[Sample] = []
         """Out of a snapshot, and to be dropped, as the engines' context is smaller now."""
         self.evaluations: dict[int, Evaluation] = {}
         self.evaluation_groups: dict[int, Group] = {}
-        """By number, as long as their functions run."""
+        """Groups of evaluations by number, as long as their functions run."""
 
     def change(self, event: WorkChanged) -> None:
-        """How much is in work from now on; groups that were drawn before keep their quorum.
+        """Change how much is in work; groups that were drawn before keep their quorum.
 
         Raises:
             InvariantError: one of these settings was said to be the same for the whole run.
@@ -115,12 +115,12 @@ class CoreContext:
         return (self.evaluation_groups if number < 0 else self.buffer.groups).get(number)
 
     def ledger(self, sample: Sample) -> Ledger:
-        """In which its tokens are counted."""
+        """The ledger of the sample's tokens."""
         evaluation = sample.group.evaluation
         return self.tokens if evaluation is None else evaluation.tokens
 
     def counts(self, sample: Sample) -> Counter[str]:
-        """In which what happens to it is counted."""
+        """The counters of what happens to the sample."""
         evaluation = sample.group.evaluation
         return self.counters if evaluation is None else evaluation.counters
 

@@ -1,7 +1,11 @@
-"""What is known of each engine: health, gate, weights, load; where the next request goes (``pick``), and
-when one is quarantined (``failed``).
+"""The engine table: the health, gate, weights and load of each engine, and which one gets the next request.
 
-This is the one place that says which weights an engine has. ``weight_updates`` and ``engine_recovery`` change them.
+This is the one place that says which weights an engine has; ``weight_updates`` and ``engine_recovery`` change them.
+
+An engine whose key-value memory is too small for its requests puts some of them back and prefills them again later,
+which costs more than to wait. It says so: preemptions grow, or requests wait while the memory is full. Then its cap
+goes down to what it really held; it goes up again by an eighth per report while there is room. An engine that refuses
+requests gets a cap of what it took, which goes up by an eighth as well whenever a cap-full of them has ended.
 """
 
 from __future__ import annotations
@@ -24,28 +28,28 @@ much it holds."""
 
 
 class AdmissionCap:
-    """The cap of one engine; ``ceiling`` is its configured or declared limit, None: there is none."""
+    """The cap of one engine; ``ceiling`` is its configured or declared limit; None means no limit."""
 
     __slots__ = ("_by_refusal", "_ended", "_held", "_least", "_measured", "_preemptions", "ceiling", "value")
 
     def __init__(self, ceiling: int | None) -> None:
         self.ceiling = ceiling
         self.value = ceiling
-        """Most requests at the same time; None: any number."""
+        """Most requests at the same time; None means any number."""
         self._measured: int | None = None
         self._preemptions: int | None = None
         self._held = 0
         """Requests of april that it ran at the last report."""
         self._by_refusal = False
-        """What was measured is what it took when it refused more."""
+        """True when the measured cap is what the engine took when it refused more."""
         self._ended = 0
         """Requests that ended under such a cap since it changed."""
         self._least = 1
-        """Where the present burst of refusals ends."""
+        """The lowest cap that the present burst of refusals may lead to."""
 
     @property
     def measured(self) -> int | None:
-        """What was found to be enough, at least 1; None: nothing speaks against the ceiling."""
+        """The measured cap, at least 1; None means that nothing speaks against the ceiling."""
         return self._measured
 
     @measured.setter
@@ -54,7 +58,6 @@ class AdmissionCap:
         self.value = min((most for most in (measured, self.ceiling) if most is not None), default=None)
 
     def admits(self, in_flight: int) -> bool:
-        """Whether one more may go."""
         return self.value is None or in_flight < self.value
 
     def report(self, in_flight: int, running: int, waiting: int, kv_usage: float, preemptions: int) -> bool:
@@ -87,7 +90,7 @@ class AdmissionCap:
         self._by_refusal, self._ended = True, 0
 
     def request_ended(self, in_flight: int) -> bool:
-        """One request ended in order; an engine that refused more is tried with more after a cap-full: True then."""
+        """A request ended in order; returns whether the cap rose, as it does a cap-full after a refusal."""
         if self._by_refusal and self.measured is not None and in_flight + 1 >= self.measured:
             self._ended += 1
             if self._ended >= self.measured:
@@ -114,7 +117,6 @@ class LeastLoaded:
 
     def __init__(self) -> None:
         self._engines: dict[int, EngineState] = {}
-        """By place."""
         self._joined = 0
         self._with_load: dict[int, int] = {}
         """Bits of the places of all engines that have so many requests and take one more; never 0."""
@@ -129,14 +131,14 @@ class LeastLoaded:
 
     @property
     def first(self) -> EngineState | None:
-        """The first of them; None: no engine takes a request."""
+        """The first of them; None when no engine takes a request."""
         if not self._with_load:
             return None
         bits = self._with_load[min(self._with_load)]
         return self._engines[(bits & -bits).bit_length() - 1]
 
     def join(self, engine: EngineState) -> None:
-        """It comes behind those that are here."""
+        """Add an engine behind the present ones."""
         if self._joined > 2 * len(self._engines) + SPARE:  # or the numbers would grow with all that come and go
             there, self._engines = self._engines, {}
             self._joined, self._with_load = 0, {}
@@ -152,13 +154,13 @@ class LeastLoaded:
         engine.moved()
 
     def leave(self, engine: EngineState) -> None:
-        """It is looked for no longer, whatever changes of it."""
+        """Take an engine out."""
         self.move(engine.place, engine.load, None)
         del self._engines[engine.place]
         engine.order = engine.load = None
 
     def move(self, place: int, before: int | None, load: int | None) -> None:
-        """It has other requests than ``before``; None: it takes none."""
+        """Change the load under which an engine stands; None means that it takes no request."""
         bit = 1 << place
         if before is not None:
             left = self._with_load[before] ^ bit
@@ -179,68 +181,76 @@ FIRST_REST_S = 0.5
 LONGEST_REST_S = 60.0
 RESTS_BEFORE_QUARANTINE = 8
 """Times in a row that an engine was busy, which is some two minutes; then a probe shall say whether it is well, and it
-it is no longer counted among the engines that can be used, until it takes a request."""
+is no longer counted among the engines that can be used, until it takes a request."""
 PROBE_INTERVAL_S = 1.0
-"""Between two health probes of a quarantined engine."""
+"""Seconds between two health probes of a quarantined engine."""
 
 
 class EngineHealth(StrEnum):
-    """Whether an engine takes requests."""
+    """The health of an engine."""
 
     WELL = "well"
     RESTING = "resting"
-    """It asked to be left alone for a while."""
+    """The engine was busy, and gets no requests for a while."""
     QUARANTINED = "quarantined"
-    """It failed; a probe shall find it well first."""
+    """The engine failed, and gets no requests before a probe finds it well."""
 
 
 class EngineGate(StrEnum):
-    """Whether an engine lets requests in."""
+    """The admission of an engine."""
 
     OPEN = "open"
     CLOSING = "closing"
-    """It was asked to pause, and has not said that it did: it may be paused or not."""
+    """The engine was asked to pause and has not answered: it may be paused or not."""
     CLOSED = "closed"
     OPENING = "opening"
 
 
 class EngineWeights(StrEnum):
-    """What is known of an engine's weights."""
+    """The weights of an engine, as far as they are known."""
 
     CONFIRMED = "confirmed"
-    """Those of the loaded versions."""
+    """The engine has the weights of the loaded versions."""
     LOADING = "loading"
     HALF = "half"
-    """They may be torn, or those of an update that was not adopted: no label makes those of a version out of them."""
+    """The weights may be torn, or those of an update that was not adopted: no label makes them those of a version."""
     UNKNOWN = "unknown"
-    """Its server was started anew, or somebody else has changed them."""
+    """The server was started anew, or somebody else has changed the weights."""
 
 
 # names of the module: an enum's member costs 60 ns per use on Python 3.11, and these are used at every event
 WELL, OPEN = EngineHealth.WELL, EngineGate.OPEN
 
+_DECIDES = frozenset({"gate", "health", "in_flight", "loaded"})
+"""Attributes that decide whether an engine takes a request, and before which others."""
+
 
 @dataclass(slots=True, kw_only=True)
 class EngineState:
-    """One engine as the core sees it."""
+    """An engine as the core sees it."""
 
+    order: LeastLoaded | None = field(default=None, repr=False, compare=False)
+    """The order in which it is looked for; None once it has left."""
+    place: int = 0
+    load: int | None = None
+    """Requests with which it stands in ``order``; None means that it takes none."""
     limits: EngineLimits
     cap: AdmissionCap
     loaded_before: frozenset[PolicyVersion] = frozenset()
-    """Those before a load that is running or was refused: it may have them still, if it says so."""
+    """Versions before a load that is running or was refused: the engine may have them still, if it says so."""
     weights: EngineWeights = EngineWeights.CONFIRMED
     call: int = 0
-    """Number of the call (pause, load, resume) that runs; 0: none."""
+    """Number of the call (pause, load, resume) that runs; 0 means none."""
     probe: int = 0
-    """Number of the probe whose answer counts; 0: none."""
+    """Number of the probe whose answer counts; 0 means none."""
     rest: int = 0
-    """Timer of its rest; 0: none."""
+    """Timer of its rest; 0 means none."""
     probe_timer: int = 0
-    """Timer of the next probe, also while it works; 0: none."""
+    """Timer of the next probe, also while it works; 0 means none."""
     not_given: PolicyVersion | None = None
     """Version whose directory holds other weights by now: it waits for a later one."""
     taken_back: bool = False
-    """It gets the present weights on its own, because it came back with others."""
+    """The engine came back with other weights, and is given the present ones outside of any update."""
     failures: int = 0
     rests: int = 0
     """In a row, without a request that ended in order between them."""
@@ -249,25 +259,25 @@ class EngineState:
     has_rested: bool = False
     """At some time of the run."""
     kv_usage: float | None = None
-    """Share of its key-value memory in use, as it said last; None: it has said nothing."""
+    """Share of its key-value memory in use, as it said last; None before its first report."""
 
-    # what decides whether it takes a request, and before which others
-    _loaded: frozenset[PolicyVersion] = frozenset()
-    _gate: EngineGate = OPEN
-    _health: EngineHealth = WELL
-    _in_flight: int = 0
-    order: LeastLoaded | None = field(default=None, repr=False, compare=False)
-    """Where it is looked for; None: nowhere, it has left."""
-    place: int = 0
-    """Among the engines of ``order``."""
-    load: int | None = None
-    """Requests with which it stands there; None: it takes none."""
+    loaded: frozenset[PolicyVersion] = frozenset()
+    """Versions that the engine has confirmed; empty while its weights are not known."""
+    gate: EngineGate = OPEN
+    health: EngineHealth = WELL
+    in_flight: int = 0
+    """Requests, those of evaluations among them."""
+
+    def __setattr__(self, name: str, value: object) -> None:
+        object.__setattr__(self, name, value)
+        if name in _DECIDES and self.order is not None:
+            self.moved()
 
     def moved(self) -> None:
-        """Some of that has changed."""
+        """Stand under another load in ``order``, if what decides about it has changed."""
         load: int | None = None
-        if self._health is WELL and self._gate is OPEN and self._loaded:
-            load, most = self._in_flight, self.cap.value
+        if self.health is WELL and self.gate is OPEN and self.loaded:
+            load, most = self.in_flight, self.cap.value
             if most is not None and load >= most:
                 load = None
         if load != self.load and self.order is not None:
@@ -275,83 +285,39 @@ class EngineState:
             self.load = load
 
     def add(self, requests: int) -> None:
-        """So many more are in flight; below 0: fewer."""
-        self._in_flight += requests
-        self.moved()
-
-    @property
-    def loaded(self) -> frozenset[PolicyVersion]:
-        """Versions that it has confirmed to have; empty where its weights are not known."""
-        return self._loaded
-
-    @loaded.setter
-    def loaded(self, loaded: frozenset[PolicyVersion]) -> None:
-        self._loaded = loaded
-        self.moved()
-
-    @property
-    def gate(self) -> EngineGate:
-        """Whether it lets requests in."""
-        return self._gate
-
-    @gate.setter
-    def gate(self, gate: EngineGate) -> None:
-        self._gate = gate
-        self.moved()
-
-    @property
-    def health(self) -> EngineHealth:
-        """Whether it is well, at rest or quarantined."""
-        return self._health
-
-    @health.setter
-    def health(self, health: EngineHealth) -> None:
-        self._health = health
-        self.moved()
-
-    @property
-    def in_flight(self) -> int:
-        """Its requests, those of evaluations among them."""
-        return self._in_flight
-
-    @in_flight.setter
-    def in_flight(self, in_flight: int) -> None:
-        self._in_flight = in_flight
-        self.moved()
+        """Change the number of requests in flight."""
+        self.in_flight += requests
 
     @property
     def version(self) -> PolicyVersion | None:
-        """The newest version that it has confirmed; None: its weights are not known."""
+        """The newest version that it has confirmed; None while its weights are not known."""
         return max(self.loaded, default=None)
 
     @property
     def quarantined(self) -> bool:
-        """It is not used before a probe has found it well."""
         return self.health is EngineHealth.QUARANTINED
 
     @property
     def resting(self) -> bool:
-        """It is left alone for a while."""
         return self.health is EngineHealth.RESTING
 
     @property
     def life(self) -> tuple[PolicyVersion | None, int]:
-        """Changes when what it has cached is worth nothing any more."""
+        """A value that changes when the engine's cache becomes worthless."""
         return self.version, self.losses
 
     @property
     def has_room(self) -> bool:
-        """Whether it takes one more request."""
-        if self._health is not WELL or self._gate is not OPEN:
+        if self.health is not WELL or self.gate is not OPEN:
             return False
-        return (most := self.cap.value) is None or self._in_flight < most
+        return (most := self.cap.value) is None or self.in_flight < most
 
     def waits(self, version: PolicyVersion) -> bool:
-        """It is well, and the next weight update is the first thing that gives it weights."""
-        return not self.quarantined and version not in self._loaded
+        """Return whether the engine is well and only the next weight update will give it weights."""
+        return not self.quarantined and version not in self.loaded
 
     def confirm(self, version: PolicyVersion) -> None:
-        """It has said that it has these weights, whole."""
+        """The engine says that it has these weights, whole."""
         self.loaded, self.loaded_before, self.weights = frozenset((version,)), frozenset(), EngineWeights.CONFIRMED
 
     def still_has_them(self) -> None:
@@ -360,12 +326,12 @@ class EngineState:
             self.loaded, self.loaded_before, self.weights = self.loaded_before, frozenset(), EngineWeights.CONFIRMED
 
     def lose(self, weights: EngineWeights = EngineWeights.UNKNOWN) -> None:
-        """It does not have the weights that it was given, nor what was cached under them."""
+        """The engine has lost the weights that it was given, and what was cached under them."""
         self.loaded, self.loaded_before, self.weights = frozenset(), frozenset(), weights
         self.losses += 1
 
     def check(self) -> str | None:
-        """What contradicts itself, or None."""
+        """Describe a contradiction; None means that there is none."""
         if bool(self.loaded) != (self.weights is EngineWeights.CONFIRMED):
             return f"its weights are {self.weights}, and of versions {set(self.loaded)}"
         if self.resting and not self.rest:
@@ -415,7 +381,7 @@ class EngineTable:
     # ---------------------------------------------------------------- engines that come and go
 
     def unfit(self, engine: EngineLimits) -> str | None:
-        """Why an engine cannot join, as it has less than samples were promised; None: it can."""
+        """Say why an engine has less than samples were promised, and so cannot join; None means that it can."""
         has, name = "", f"engine {engine.name}"
         if engine.max_context < self.max_context:
             has = f"a context of {engine.max_context} tokens, and {self.max_context} are needed"
@@ -472,7 +438,7 @@ class EngineTable:
         ``avoid`` only if no other has; ``prefer`` if it is not much fuller than that one.
         """
         best = self._by_load.first
-        if best is not None and (best.limits.name == avoid or version not in best._loaded):
+        if best is not None and (best.limits.name == avoid or version not in best.loaded):
             best = None
             for state in self._by_load:
                 if version in state.loaded:
@@ -492,14 +458,14 @@ class EngineTable:
         return name if state is not None and state.life == life else ""
 
     def usable(self, version: PolicyVersion) -> bool:
-        """Whether some engine is well, has confirmed ``version`` and is not busy for ever."""
+        """Return whether some engine is well, has confirmed ``version`` and is not busy for ever."""
         return any(
             version in s.loaded and not s.quarantined and s.rests <= RESTS_BEFORE_QUARANTINE
             for s in self.states.values()
         )
 
     def remedy(self, version: PolicyVersion) -> str:
-        """What to do where none is usable."""
+        """Say what to do where no engine is usable."""
         if not self.states:
             return "all have left, so let a host bring some"
         well = [name for name, state in self.states.items() if state.waits(version)]
@@ -512,7 +478,7 @@ class EngineTable:
         return {name: s.in_flight for name, s in self.states.items()}
 
     def metrics(self, in_flight: dict[str, int], version: PolicyVersion) -> dict[str, float]:
-        """What a batch says of each engine; what is not known is left out. ``in_flight``: when its step stopped."""
+        """The metrics of each engine as far as they are known; ``in_flight`` is counted when the step stopped."""
         out: dict[str, float] = {}
         for name, state in self.states.items():
             out[f"engine/{name}/in_flight_at_stop"] = float(in_flight.get(name, 0))
@@ -528,7 +494,7 @@ class EngineTable:
     def failed(self, name: str, *, at_once: bool) -> float | None:
         """Count a failure; quarantines it ``at_once``, or after several in a row. Seconds until it is to be probed.
 
-        None: it is not quarantined, or was already.
+        None means that it is not quarantined, or was already.
         """
         state = self.states[name]
         state.failures += 1
@@ -543,16 +509,16 @@ class EngineTable:
         state.health, state.failures = EngineHealth.RESTING if state.rest else EngineHealth.WELL, 0
 
     def ended(self, name: str, in_flight: int) -> None:
-        """It ended a request in order, and has ``in_flight`` more of april's."""
+        """The engine ended a request in order, and has ``in_flight`` more of april's."""
         state = self.states[name]
         state.failures = state.rests = 0
         if state.cap.request_ended(in_flight):
             state.moved()
 
     def busy(self, name: str, asked_s: float, in_flight: int) -> float | None:
-        """It refused a request for now, with ``in_flight`` others of april's there. Seconds for which it is to rest.
+        """The engine refused a request for now, with ``in_flight`` others of april's there; returns seconds of rest.
 
-        None: it is at rest already, or was busy so often that a probe shall say whether it is well.
+        None means that it is at rest already, or was busy so often that a probe shall say whether it is well.
         """
         state = self.states[name]
         alone = state.health is not EngineHealth.WELL

@@ -32,23 +32,22 @@ class Evaluations:
         self._next_group = FIRST_GROUP
 
     def requested(self, event: EvaluationRequested, behind: int) -> None:
-        """It waits for a pause to end, and stepwise for training's last attempt; ``behind``: as in Evaluation."""
+        """Let an evaluation wait for a pause to end, and stepwise for training's last attempt."""
         if not event.prompts or event.evaluation in self._context.evaluations:
             raise InvariantError(f"evaluation {event.evaluation} was requested twice, or without prompts")
         self._context.evaluations[event.evaluation] = Evaluation(request=event, behind=behind)
 
     def cancelled(self, event: EvaluationCancelled) -> None:
-        """It ends as if it had failed; one that has ended meanwhile is left alone."""
+        """End an evaluation as if it had failed, unless it has ended already."""
         if evaluation := self._context.evaluations.get(event.evaluation):
             evaluation.fail("it was cancelled")
 
     @property
     def running(self) -> Iterator[Evaluation]:
-        """Those that have begun."""
         return (e for e in self._context.evaluations.values() if e.version is not None)
 
     def no_engine(self) -> None:
-        """There is none for the requests that wait, and there has been none for too long, or none can come back."""
+        """End evaluations whose requests wait: no engine has taken them for too long, or none can come back."""
         states = self._context.engines.states
         ill = all(s.quarantined for s in states.values())
         why = f"all engines are {'quarantined' if ill else 'quarantined or have other weights'}: {', '.join(states)}"
@@ -59,7 +58,7 @@ class Evaluations:
 
     @property
     def hopeless(self) -> bool:
-        """No engine has the present weights, and none is probed, which might bring it back: no update comes first.
+        """True when no engine has the present weights and none is probed, which might bring it back.
 
         Where all have left, others may join.
         """
@@ -67,7 +66,7 @@ class Evaluations:
         return bool(states) and not any(s.quarantined or version in s.loaded for s in states.values())
 
     def come_first(self, *, held: bool, update: int) -> bool:
-        """Whether an update waits for one: those that have begun, and without a pause (``held``) those that will.
+        """Return whether an update waits for evaluations: begun ones, and without a pause (``held``) later ones.
 
         ``update``: the first that waits; those that were asked for after it come after it.
         """
@@ -78,7 +77,7 @@ class Evaluations:
         """Begin what waits for that, end what is finished or has failed.
 
         ``half_updated``: why nothing may be generated before another weight update. ``update``: the first that waits
-        or runs; 0: none.
+        or runs; 0 means none.
         """
         context = self._context
         for number, evaluation in list(context.evaluations.items()):
@@ -122,12 +121,12 @@ class Evaluations:
                 evaluation.fail(why, sample=group.samples[0])
 
     def _give_up(self, evaluation: Evaluation) -> None:
-        """Once: its functions are cancelled, its requests ended."""
+        """Cancel the functions and end the requests, once."""
         for sample in self._forget(evaluation):
             self._lives.leave(sample, DropReason.FAILED)
             self._context.to(sample, SampleState.DROPPED, "its evaluation has ended")
 
     def _forget(self, evaluation: Evaluation) -> list[Sample]:
-        """Nothing is heard of its functions any more; the samples of which something was."""
+        """Take the groups out of the books; returns the samples that were in them."""
         groups = [self._context.evaluation_groups.pop(g.id, None) for g in evaluation.groups]
         return [sample for group in groups if group is not None for sample in group.samples]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol, get_args
+from typing import Any, NamedTuple, Protocol
 
 from april.core import events as ev
 from april.core.commands import Command, Submit
@@ -75,7 +75,7 @@ class EventPump:
         observers: Sequence[Observer] = (),
     ) -> None:
         named = [*executors, *ignored]
-        if wrong := [t.__name__ for t in {*get_args(Command), *named} if named.count(t) != 1]:
+        if wrong := [t.__name__ for t in {*Command.__subclasses__(), *named} if named.count(t) != 1]:
             raise TypeError(f"not carried out by exactly one executor: {', '.join(sorted(wrong))}")
         self._core = Observed(core, observers) if observers else core
         self._executors = {**executors, **dict.fromkeys(ignored, _nothing)}
@@ -103,7 +103,7 @@ class EventPump:
 
 
 def _nothing(command: Command) -> None:
-    """It needs nothing done."""
+    """Ignore a command."""
 
 
 KEPT = 4096
@@ -135,7 +135,7 @@ class Ran(NamedTuple):
 
 @dataclass(slots=True)
 class Brought:
-    """What requests of training on one engine brought together.
+    """The sums over requests of training on one engine.
 
     Attributes:
         generated: tokens that came.
@@ -148,7 +148,6 @@ class Brought:
     resident: float = 0.0
 
     def add(self, ran: Ran) -> None:
-        """One more of them."""
         count = ran.generated
         self.generated += count
         self.context += ran.context
@@ -166,7 +165,7 @@ class RequestLog:
     def __init__(self, core: RolloutCore, now: Callable[[], float]) -> None:
         self._core, self._now = core, now
         self._sent: dict[str, tuple[float, int]] = {}
-        """When, and the age, by attempt."""
+        """(Time of sending, age) by attempt."""
         self._ended: dict[str, deque[Ran]] = {}
         self._counts: dict[str, int] = {}
         self._brought: dict[str, Brought] = {}
@@ -186,7 +185,7 @@ class RequestLog:
                 self._submitted(command.attempt)
 
     def ran(self, attempt: Attempt, generated: int) -> Ran | None:
-        """How it would be remembered if it ended now; None if nobody saw it being sent."""
+        """The entry of an attempt if it ended now; None if nobody saw it being sent."""
         if (sent := self._sent.get(attempt.id)) is None:
             return None
         sample = attempt.sample
@@ -204,7 +203,7 @@ class RequestLog:
         return self._counts.get(engine, 0)
 
     def take(self) -> dict[str, Brought]:
-        """What the requests of training that ended since the last call brought, by engine; 0 of one that had none.
+        """Take the sums over the requests that ended since the last call, by engine, idle engines included.
 
         Requests of engines that have left, and had none since, are forgotten.
         """

@@ -1,4 +1,4 @@
-"""What can happen. Events go into :meth:`april.core.state.RolloutCore.handle`; nothing else changes its state."""
+"""Events: all that can happen. They enter :meth:`april.core.state.RolloutCore.handle`; nothing else changes a core."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from april.core.types import (
     AttemptFailure,
     DropReason,
     EngineFinish,
-    Message,
     Prompt,
     Refill,
     SampleId,
@@ -23,14 +22,17 @@ from april.core.types import (
 from april.core.types import (
     EvaluationRequested as EvaluationRequested,
 )
+from april.core.types import (
+    Event as Event,
+)
 from april.core.versions import PolicyVersion
 
 
-class StepRequested(Message, frozen=True):
+class StepRequested(Event, frozen=True):
     """The trainer wants a batch."""
 
 
-class PromptsDrawn(Message, frozen=True):
+class PromptsDrawn(Event, frozen=True):
     """Answer to DrawPrompts. ``exhausted``: the source has ended; ``error``: the next prompt is unusable."""
 
     prompts: Sequence[Prompt]
@@ -38,28 +40,28 @@ class PromptsDrawn(Message, frozen=True):
     error: str | None = None
 
 
-class CallMade(Message, frozen=True):
-    """A rollout function called ``llm.generate``. ``token_ids``: the conversation it wants continued (None: as is)."""
+class CallMade(Event, frozen=True):
+    """A rollout function called ``llm.generate``; ``token_ids`` is the conversation to continue (None means as is)."""
 
     sample: SampleId
     sampling: SamplingParams
     token_ids: Int32 | None = None
 
 
-class StopFound(Message, frozen=True):
+class StopFound(Event, frozen=True):
     """An attempt that goes on has completed a stop string: its counts will say so, whatever ends it now."""
 
     attempt_id: str
 
 
-class AttemptStalled(Message, frozen=True):
+class AttemptStalled(Event, frozen=True):
     """The engine has sent no token for an attempt for too long."""
 
     attempt_id: str
     seconds: float = 0.0
 
 
-class AttemptEnded(Message, frozen=True):
+class AttemptEnded(Event, frozen=True):
     """An attempt is over; ``fenced``: not by its engine, which did not end it in time."""
 
     attempt_id: str
@@ -75,10 +77,10 @@ class AttemptEnded(Message, frozen=True):
         return cls(attempt.id, finish, attempt.counts(), fenced)
 
 
-class AttemptFailed(Message, frozen=True, kw_only=True):
+class AttemptFailed(Event, frozen=True, kw_only=True):
     """An attempt broke off. ``rejected`` tokens came and are not in its counts: corrupt ones, or of no known weights.
 
-    ``busy_s``: how long a busy engine asks to wait (0: it does not say).
+    ``busy_s`` is how long a busy engine asks to wait; 0 means that it does not say.
     """
 
     attempt_id: str
@@ -94,20 +96,20 @@ class AttemptFailed(Message, frozen=True, kw_only=True):
         return cls(attempt_id=attempt.id, error=error, kind=kind, **how, counts=attempt.counts())
 
 
-class SampleReturned(Message, frozen=True):
+class SampleReturned(Event, frozen=True):
     """A rollout function returned."""
 
     sample: SampleId
 
 
-class TokensUnused(Message, frozen=True):
+class TokensUnused(Event, frozen=True):
     """So many tokens came that belong to no attempt's tape: they are dropped for this reason."""
 
     count: int
     reason: DropReason
 
 
-class SampleFailed(Message, frozen=True):
+class SampleFailed(Event, frozen=True):
     """A rollout or reward function raised, or returned what cannot be.
 
     ``kind``: what was raised in which line, if another try would not mend it.
@@ -118,7 +120,7 @@ class SampleFailed(Message, frozen=True):
     kind: str = ""
 
 
-class FunctionsLost(Message, frozen=True):
+class FunctionsLost(Event, frozen=True):
     """The rollout and reward functions of these groups died with their host, and nothing is heard of them any more.
 
     They begin again elsewhere: StartSample follows, and what their calls had been answered comes from the tape; those
@@ -131,7 +133,7 @@ class FunctionsLost(Message, frozen=True):
     died: bool = False
 
 
-class Scored(Message, frozen=True):
+class Scored(Event, frozen=True):
     """Rewards of the named samples of one group."""
 
     group: int
@@ -139,7 +141,7 @@ class Scored(Message, frozen=True):
     """(sample index, reward); they count rounded to float32, as batches hold them."""
 
 
-class GroupJudged(Message, frozen=True, kw_only=True):
+class GroupJudged(Event, frozen=True, kw_only=True):
     """The filter's verdict on a scored group; ``judgement`` as in JudgeGroup. ``error``: it has none.
 
     ``kind``: as in SampleFailed.
@@ -152,77 +154,77 @@ class GroupJudged(Message, frozen=True, kw_only=True):
     kind: str = ""
 
 
-class TimerFired(Message, frozen=True):
+class TimerFired(Event, frozen=True):
     """A StartTimer has run out."""
 
     timer: Timer
 
 
-class PauseRequested(Message, frozen=True):
+class PauseRequested(Event, frozen=True):
     """Stop all generation, as weights change; evaluations that have begun end first."""
 
 
-class Resumed(Message, frozen=True):
+class Resumed(Event, frozen=True):
     """Generation may go on."""
 
 
-class UpdateRequested(Message, frozen=True, kw_only=True):
+class UpdateRequested(Event, frozen=True, kw_only=True):
     """The trainer has new weights for the engines; UpdateEnded says what came of it."""
 
     update: int
     """Unique, from 1."""
     version: PolicyVersion | None = None
-    """None: the next one."""
+    """The version of the weights; None means the next one."""
     path: str | None = None
-    """Where the engines load them from; None: the trainer hands them over, or they are in place."""
+    """The directory to load from; None means that the trainer hands the weights over, or that they are in place."""
     content: str = ""
-    """Stands for what is in that directory; empty: it cannot be read where the update was asked for."""
+    """A hash of the directory; empty where it cannot be read by whoever asked for the update."""
     transfers: bool = False
     """The trainer hands them over when HandOver says that the engines are paused."""
     restores: bool = False
-    """They are those of a saved state; whoever asks holds a pause (PauseRequested)."""
+    """The weights are those of a saved state; whoever asks holds a pause (PauseRequested)."""
     trained: int | None = None
     """As in WeightsUpdated."""
 
 
-class UpdateCancelled(Message, frozen=True):
-    """Nobody waits for an update any more: it does not happen, unless engines are loading already.
+class UpdateCancelled(Event, frozen=True):
+    """An update is not wanted any more, and does not happen unless engines are loading already.
 
-    Of a transfer that has begun HandedOver tells the end.
+    HandedOver tells the end of a transfer that has begun.
     """
 
     update: int
 
 
-class HandedOver(Message, frozen=True):
+class HandedOver(Event, frozen=True):
     """The trainer has handed its weights over, or (``error``) has broken off in the middle."""
 
     update: int
     error: str | None = None
 
 
-class Restored(Message, frozen=True):
+class Restored(Event, frozen=True):
     """A saved state is in the core."""
 
     update: int
 
 
 class CallResult(StrEnum):
-    """How a call of an engine ended."""
+    """Ends of a call of an engine."""
 
     DONE = "done"
     REFUSED = "refused"
-    """It says what is wrong."""
+    """The engine says what is wrong."""
     BUSY = "busy"
-    """It takes no calls for now; nothing has changed."""
+    """The engine takes no calls for now; nothing has changed."""
     OTHER_CONTENT = "other content"
-    """It was given nothing, for the weights of the version are gone: the directory holds others, or the server that had
-    them was started anew."""
+    """The weights of the version are gone, as the directory holds others or the server was started anew; the engine was
+    given nothing."""
     UNREACHABLE = "unreachable"
     """There was no answer, or none in time."""
 
 
-class EngineCallEnded(Message, frozen=True):
+class EngineCallEnded(Event, frozen=True):
     """Answer to PauseEngine, LoadEngine and ResumeEngine, with their ``call``."""
 
     engine: str
@@ -230,35 +232,34 @@ class EngineCallEnded(Message, frozen=True):
     result: CallResult
     error: str = ""
     content: str = ""
-    """Stands for what the directory held that it has loaded; empty: there was none, or it cannot be read there."""
+    """A hash of the directory that was loaded; empty if there was none, or it cannot be read there."""
 
 
-class EngineProbed(Message, frozen=True, kw_only=True):
+class EngineProbed(Event, frozen=True, kw_only=True):
     """Answer to ProbeEngine, with its ``probe``."""
 
     engine: str
     probe: int
     answered: bool
     ok: bool = False
-    """It is well."""
     current: bool = False
-    """It has the weights that it was given last."""
+    """The engine has the weights that it was given last."""
     detail: str = ""
     load: LoadReported | None = None
 
 
-class WeightsWritten(Message, frozen=True):
+class WeightsWritten(Event, frozen=True):
     """Weights were written while an engine generated from them, outside of any update."""
 
     error: str
 
 
-class EnginesAsked(Message, frozen=True):
-    """Somebody wants to know now whether the engines have their weights (an evaluation)."""
+class EnginesAsked(Event, frozen=True):
+    """The engines are to be asked now whether they have their weights (for an evaluation)."""
 
 
-class WeightsUpdated(Message, frozen=True):
-    """The policy is now ``version``, and the named engines (None: all) confirmed it; they update themselves.
+class WeightsUpdated(Event, frozen=True):
+    """The policy is now ``version``, and the named engines (None means all) confirmed it; they update themselves.
 
     ``trained``: the last batch that these weights were trained on; it and those before it are committed. None: no batch
     that is out.
@@ -269,26 +270,26 @@ class WeightsUpdated(Message, frozen=True):
     trained: int | None = None
 
 
-class EngineReady(Message, frozen=True):
-    """A quarantined engine is well again; ``version``: it was given these weights (None: it has those it had)."""
+class EngineReady(Event, frozen=True):
+    """A quarantined engine is well again, with the weights of ``version`` (None means those it had)."""
 
     engine: str
     version: PolicyVersion | None = None
 
 
-class EngineStale(Message, frozen=True):
+class EngineStale(Event, frozen=True):
     """An engine does not have the weights that it was given: its server was started anew."""
 
     engine: str
 
 
-class EngineFailed(Message, frozen=True):
+class EngineFailed(Event, frozen=True):
     """An engine failed outside of any attempt."""
 
     engine: str
 
 
-class EnginesJoined(Message, frozen=True):
+class EnginesJoined(Event, frozen=True):
     """A host brings engines, for the first time or anew, of which ``EngineTable.unfit`` has said that they can join.
 
     One that comes anew has nothing in flight: what had been has failed. Whatever else it was asked for before is void.
@@ -297,14 +298,14 @@ class EnginesJoined(Message, frozen=True):
     engines: Sequence[EngineLimits]
 
 
-class EnginesLeft(Message, frozen=True):
+class EnginesLeft(Event, frozen=True):
     """A host has taken its engines away for good; they have nothing in flight."""
 
     names: Sequence[str]
 
 
-class LoadReported(Message, frozen=True, kw_only=True):
-    """What an engine says of its load: requests decoded and queued, share of key-value memory in use, preemptions."""
+class LoadReported(Event, frozen=True, kw_only=True):
+    """An engine's load: requests decoded and queued, share of key-value memory in use, preemptions."""
 
     engine: str
     running: int
@@ -313,26 +314,26 @@ class LoadReported(Message, frozen=True, kw_only=True):
     preemptions: int
 
 
-class EvaluationCancelled(Message, frozen=True):
-    """Nobody waits for it any more; its requests are ended, and EvaluationFailed follows."""
+class EvaluationCancelled(Event, frozen=True):
+    """An evaluation is not wanted any more; its requests are ended, and EvaluationFailed follows."""
 
     evaluation: int
 
 
-class BatchCommitted(Message, frozen=True):
+class BatchCommitted(Event, frozen=True):
     """The trainer is done with this batch, and no weight update of its own follows."""
 
     batch_id: int
 
 
-class StalenessLowered(Message, frozen=True):
-    """What is drawn from now on is trained within ``bound`` weight updates; what was drawn keeps the bound it had."""
+class StalenessLowered(Event, frozen=True):
+    """Prompts drawn from now on are trained within ``bound`` weight updates; earlier ones keep their bound."""
 
     bound: int
 
 
-class WorkChanged(Message, frozen=True, kw_only=True):
-    """How much is to be in work from now on, of what ``CoreSettings.auto`` names; None: as it is."""
+class WorkChanged(Event, frozen=True, kw_only=True):
+    """Other values for the settings that ``CoreSettings.auto`` names; None leaves one as it is."""
 
     over_sampling_batch_size: int | None = None
     refill: Refill | None = None
@@ -340,46 +341,5 @@ class WorkChanged(Message, frozen=True, kw_only=True):
     group_quorum: float | None = None
 
 
-class SourceExtended(Message, frozen=True):
+class SourceExtended(Event, frozen=True):
     """There are prompts again."""
-
-
-Event = (
-    StepRequested
-    | PromptsDrawn
-    | CallMade
-    | StopFound
-    | AttemptStalled
-    | AttemptEnded
-    | AttemptFailed
-    | TokensUnused
-    | SampleReturned
-    | SampleFailed
-    | FunctionsLost
-    | Scored
-    | GroupJudged
-    | TimerFired
-    | PauseRequested
-    | Resumed
-    | UpdateRequested
-    | UpdateCancelled
-    | HandedOver
-    | Restored
-    | EngineCallEnded
-    | EngineProbed
-    | WeightsWritten
-    | EnginesAsked
-    | WeightsUpdated
-    | EngineReady
-    | EngineStale
-    | EngineFailed
-    | EnginesJoined
-    | EnginesLeft
-    | LoadReported
-    | EvaluationRequested
-    | EvaluationCancelled
-    | BatchCommitted
-    | StalenessLowered
-    | WorkChanged
-    | SourceExtended
-)

@@ -16,7 +16,7 @@ from april.core.numbers import count_of
 
 
 class DropReason(StrEnum):
-    """Why tokens or a prompt were given up; every drop has one."""
+    """Reasons for giving up tokens or a prompt; every drop has one."""
 
     STALE = "stale"
     """Older than max_staleness, with on_stale: drop or restart."""
@@ -25,7 +25,7 @@ class DropReason(StrEnum):
     CORRUPT = "corrupt"
     """The engine sent numbers that cannot be true."""
     UNKNOWN_WEIGHTS = "unknown_weights"
-    """Its engine was found without the weights that it was given, or they were written, while the request ran."""
+    """The engine lost its weights, or they were written, while the request ran."""
     AFTER_STOP = "after_stop"
     """The engine generated them before it heard that a stop string was complete."""
     TOO_LONG = "too_long"
@@ -35,7 +35,7 @@ class DropReason(StrEnum):
     REPLAY_DIVERGED = "replay_diverged"
     """After a restart, the rollout function did not ask what it had asked before."""
     LATE = "late"
-    """They came when their sample had gone on without the request that generated them."""
+    """The tokens came when their sample had gone on without the request that generated them."""
     OVER_BUDGET = "over_budget"
     """The server generated them beyond the limit that it was given."""
 
@@ -66,7 +66,7 @@ class Ledger:
 
     @property
     def balanced(self) -> bool:
-        """Whether every observed thing is accounted for."""
+        """True when every observed thing is accounted for."""
         return self.observed == self.delivered + self.held + sum(self.dropped.values())
 
     def as_dict(self) -> dict[str, object]:
@@ -125,7 +125,6 @@ class Lengths:
         return self.tokens / samples if (samples := self.samples) else 0.0
 
     def copy(self) -> Lengths:
-        """One that goes its own way."""
         return Lengths(self.buckets.copy(), self.tokens)
 
     def as_dict(self) -> dict[str, Any]:
@@ -149,11 +148,11 @@ class LengthLedger:
 
     def __init__(self) -> None:
         self.generated = Lengths()
-        """Of all that were complete."""
+        """Lengths of all complete responses."""
         self.trained = Lengths()
-        """Of batches, those that are out included."""
+        """Lengths in batches, those that are out included."""
         self.dropped: dict[DropReason, Lengths] = {}
-        """Of those that were complete and given up."""
+        """Lengths of responses that were complete and given up."""
         self.unfinished: Counter[DropReason] = Counter()
         """Responses that were given up between their first request and the return of their rollout function."""
 
@@ -164,7 +163,6 @@ class LengthLedger:
         self.dropped.setdefault(reason, Lengths()).add(length)
 
     def copy(self) -> LengthLedger:
-        """One that goes its own way."""
         other = LengthLedger()
         other.generated, other.trained = self.generated.copy(), self.trained.copy()
         other.dropped = {reason: lengths.copy() for reason, lengths in self.dropped.items()}
@@ -172,7 +170,7 @@ class LengthLedger:
         return other
 
     def metrics(self, batch: Iterable[int]) -> dict[str, float]:
-        """Of a batch with these lengths."""
+        """The metrics of a batch with these lengths."""
         lengths = list(batch)
         generated, mean = self.generated.mean, sum(lengths) / len(lengths)
         unknown = self.unfinished.total()
@@ -184,7 +182,7 @@ class LengthLedger:
         }
 
     def wrong(self, finished: Iterable[int]) -> str | None:
-        """What is wrong with it, where responses of these lengths are finished and held, or None."""
+        """Describe what is wrong, where responses of these lengths are finished and held; None means nothing."""
         accounted, generated = self._accounted(finished).as_dict(), self.generated.as_dict()
         if accounted == generated:
             return None

@@ -1,4 +1,14 @@
-"""The lives of samples."""
+"""The lives of samples, in the order in which they pass.
+
+A rollout function calls ``generate``; a call takes one attempt or several, and what an attempt brought is kept before
+anything else is decided. The function returns, its sample gets a reward, and its group counts when the quorum is
+finished and the filter has accepted it. What fails on the way is tried again, replaced, or given up. Whether a batch is
+complete is decided in ``completion_monitor``; when a busy engine is asked again, in ``engine_recovery``.
+
+Invariants: whatever is given up leaves under a named reason, tokens and prompt alike; an attempt whose sample went on
+without it drops its tokens for that reason when it ends; a lost function begins again only when none of its attempts
+is at an engine any more, and is then answered from the tape.
+"""
 
 from __future__ import annotations
 
@@ -40,18 +50,16 @@ from april.errors import InvariantError
 
 # names of the module: an enum's member costs 60 ns per use on Python 3.11, and these are used at every event
 STOP, LENGTH, ABORT = EngineFinish.STOP, EngineFinish.LENGTH, EngineFinish.ABORT
+SILENT, DOUBTFUL, ABANDONED = AttemptState.SILENT, AttemptState.DOUBTFUL, AttemptState.ABANDONED
+NEW, RUNNING, SCORING = SampleState.NEW, SampleState.RUNNING, SampleState.SCORING
+FINISHED, DROPPED = SampleState.FINISHED, SampleState.DROPPED
+OPEN, JUDGED, READY = GroupState.OPEN, GroupState.JUDGED, GroupState.READY
 _REJECTED_FOR = {
     AttemptFailure.WEIGHTS_WRITTEN: DropReason.UNKNOWN_WEIGHTS,
     AttemptFailure.NO_TEXT: DropReason.FAILED,
 }
-SILENT, DOUBTFUL, ABANDONED = AttemptState.SILENT, AttemptState.DOUBTFUL, AttemptState.ABANDONED
-
-# names of the module: an enum's member costs 60 ns per use on Python 3.11, and these are used at every event
-OPEN, READY = GroupState.OPEN, GroupState.READY
 PAUSE_GROWTH = 8.0
 LONGEST_PAUSE_S = 32.0
-RUNNING, SCORING, FINISHED = SampleState.RUNNING, SampleState.SCORING, SampleState.FINISHED
-
 
 SURE_AFTER_GROUPS = 4
 SURE_AFTER_SAMPLES = 8
@@ -59,7 +67,7 @@ SURE_AFTER_SAMPLES = 8
 
 
 class Function(StrEnum):
-    """The user's functions, by what they are asked for."""
+    """The functions of the user."""
 
     ROLLOUT = "rollout function"
     REWARD = "reward function"
@@ -67,7 +75,7 @@ class Function(StrEnum):
 
 
 class Mistake(NamedTuple):
-    """What a failure says of its function."""
+    """Tells whether a failure may be a mistake in the function itself, and whether it is one for sure."""
 
     likely: bool
     sure: bool
@@ -101,7 +109,7 @@ class Mistakes:
 
 
 class SampleLives:
-    """X"""
+    """The handlers of all events that change a sample, a call, an attempt or the state of a group."""
 
     def __init__(self, context: CoreContext) -> None:
         self._context = context
@@ -110,8 +118,6 @@ class SampleLives:
         """Groups dropped for failures since the last group that counted."""
         self._filtered_in_a_row = 0
         """Groups that the filter rejected since the last group that counted."""
-
-    # SECTION generation
 
     # ---------------------------------------------------------------- calls
 
@@ -124,7 +130,7 @@ class SampleLives:
             self._replay(sample, event)
             return
         if event.token_ids is not None:
-            error = self._take_environment(sample, event.token_ids)
+            error = self._add_environment(sample, event.token_ids)
             if error:
                 self.cannot_go_on(sample, error)
                 return
@@ -133,23 +139,24 @@ class SampleLives:
     def _open(self, sample: Sample, sampling: SamplingParams, start: int) -> None:
         call = GenerateCall(sample, sampling, start)
         sample.calls.append(call)
-        if not self._complete_if_it_is(call):  # saved between the last token and the end of its attempt
+        # a call out of a saved state may be complete: it was saved between its last token and the end of its attempt
+        if not self._complete_if(call, stopped=self._context.attempts.ends_in_stop(call)):
             self._context.note(sample, f"asks for up to {sampling.max_tokens} tokens")
             self._context.over_sampler.push(call)
 
-    def _complete_if_it_is(self, call: GenerateCall) -> bool:
-        """A call out of a saved state is complete if its tokens end in EOS, or have used its budget."""
-        attempts = self._context.attempts
-        if attempts.ends_in_stop(call):
-            self._complete(call, FinishReason.STOP)
-        elif attempts.budget(call) <= 0:
-            self._complete(call, FinishReason.LENGTH)
+    def _complete_if(self, call: GenerateCall, *, stopped: bool, length: bool = False) -> bool:
+        """Complete a call that has ``stopped``, or has used up the engine's context (``length``) or its budget."""
+        if stopped:
+            finish = FinishReason.STOP
+        elif length or self._context.attempts.budget(call) <= 0:
+            finish = FinishReason.LENGTH
         else:
             return False
+        self._answer(call, len(call.sample.tape), finish)
         return True
 
-    def _take_environment(self, sample: Sample, token_ids: Int32) -> str | None:
-        """What the rollout function added since the last call becomes a segment of the environment, cut to the room."""
+    def _add_environment(self, sample: Sample, token_ids: Int32) -> str | None:
+        """Make a segment of what the function added since its last call, cut to the room; returns what is wrong."""
         prompt = sample.group.prompt.token_ids
         have = np.concatenate((prompt, sample.tape.tokens))
         if len(token_ids) < len(have) or not np.array_equal(token_ids[: len(have)], have):
@@ -191,9 +198,6 @@ class SampleLives:
         """The function did not ask what it had asked before: its tokens belong to another conversation."""
         self._context.counters["replays_diverged"] += 1
         self.begin_again(sample, DropReason.REPLAY_DIVERGED)
-
-    def _complete(self, call: GenerateCall, finish: FinishReason) -> None:
-        self._answer(call, len(call.sample.tape), finish)
 
     def _answer(self, call: GenerateCall, end: int, finish: FinishReason) -> None:
         call.end, call.finish, call.sample.finish = end, finish, finish
@@ -244,14 +248,14 @@ class SampleLives:
             return
         if attempt.state is AttemptState.WANTED:
             attempt.silent_s = event.seconds
-            self._context.to(attempt, AttemptState.SILENT, f"engine {attempt.engine} is silent")
+            self._context.to(attempt, SILENT, f"engine {attempt.engine} is silent")
         self._context.counts(attempt.sample)["stalled_attempts"] += 1
         self._context.stop([attempt])
 
     def attempt_ended(self, event: ev.AttemptEnded) -> None:
         """An attempt is over, by itself or because it was asked to end."""
         context, counts = self._context, event.counts
-        attempt = self._take(event)
+        attempt = self._close(event)
         if attempt is None:
             return
         came = counts.tokens
@@ -265,7 +269,8 @@ class SampleLives:
         if attempt.state is DOUBTFUL:
             self._queue(call, f"engine {attempt.engine} had other weights: {came} tokens dropped")
             return
-        if self._complete_after(call, event.finish, counts):
+        stopped = event.finish is STOP or (event.finish is ABORT and counts.ends)
+        if self._complete_if(call, stopped=stopped, length=event.finish is LENGTH):
             return
         if attempt.state is SILENT:
             why = f"engine {attempt.engine} was silent for {attempt.silent_s:g} s"
@@ -297,24 +302,13 @@ class SampleLives:
             attempt.sample.evaluation.trouble = error, kind
         self._queue(attempt.call, why)
 
-    def _complete_after(self, call: GenerateCall, finish: EngineFinish, counts: AttemptCounts) -> bool:
-        """Complete the call if this attempt brought its last token, whatever cut it off there."""
-        if finish is STOP or (finish is ABORT and counts.ends):
-            self._complete(call, FinishReason.STOP)
-        elif finish is LENGTH or self._context.attempts.budget(call) <= 0:
-            self._complete(call, FinishReason.LENGTH)
-        else:
-            return False
-        return True
-
     def attempt_failed(self, event: ev.AttemptFailed) -> None:
         """An attempt broke off; its tokens are kept unless they cannot be true."""
         context, came = self._context, event.counts.tokens
-        attempt = self._take(event)
+        attempt = self._close(event)
         if attempt is None:
             return
         kind, corrupt = event.kind, event.kind is AttemptFailure.CORRUPT
-        written = kind is AttemptFailure.WEIGHTS_WRITTEN
         counters, tokens = context.counts(attempt.sample), context.ledger(attempt.sample)
         counters["failed_attempts"] += 1
         counters["busy_refusals"] += kind is AttemptFailure.BUSY
@@ -327,8 +321,7 @@ class SampleLives:
             self._keep(attempt, ABORT, event.counts)
         # an engine that breaks off is not used before it was probed; one that sends nonsense is, a few times; one that
         # takes no requests for now, or says what is wrong with this one, is well; so is one whose tokens have no text
-        suspect = kind in (AttemptFailure.BROKE_OFF, AttemptFailure.CORRUPT)
-        if suspect:
+        if corrupt or kind is AttemptFailure.BROKE_OFF:
             context.engine_failed(attempt.engine, at_once=not corrupt)
         call = attempt.call
         if attempt.state is ABANDONED:
@@ -340,19 +333,18 @@ class SampleLives:
             self._queue(call, f"refused: {event.error}")
             self.cannot_go_on(call.sample, event.error, kind)
             return
-        if not corrupt and self._complete_after(call, ABORT, event.counts):
+        if not corrupt and self._complete_if(call, stopped=event.counts.ends):
             return
-        if written:
-            why = f"engine {attempt.engine}: weights were written, {event.rejected} tokens dropped"
-            self._queue(call, why)
+        if kind is AttemptFailure.WEIGHTS_WRITTEN:
+            self._queue(call, f"engine {attempt.engine}: weights were written, {event.rejected} tokens dropped")
             return
         if kind is AttemptFailure.BUSY:
             self._go_elsewhere(attempt, f"engine {attempt.engine} is busy", event.error, kind)
             return
         self._broke_off(attempt, event.error, kind, progressed=came > 0 and not corrupt)
 
-    def _take(self, event: ev.AttemptEnded | ev.AttemptFailed) -> Attempt | None:
-        """The attempt, which is no longer in flight; None for one that is already accounted for."""
+    def _close(self, event: ev.AttemptEnded | ev.AttemptFailed) -> Attempt | None:
+        """Take the attempt out of the book; None if it was accounted for before."""
         context, after_stop = self._context, event.counts.after_stop
         attempt = context.attempts.close(event.attempt_id)
         if attempt is None:
@@ -369,7 +361,7 @@ class SampleLives:
         return attempt
 
     def _keep(self, attempt: Attempt, finish: EngineFinish, counts: AttemptCounts) -> None:
-        """The attempt's tokens move to the sample, or into the ledger, under the reason they are dropped for."""
+        """Move the attempt's tokens to its sample, or drop them in the ledger."""
         sample, count, lost_for = attempt.sample, counts.tokens, attempt.lost_for
         tokens = self._context.ledger(sample)
         tokens.observe(count)
@@ -383,7 +375,7 @@ class SampleLives:
         if count:  # else what an earlier attempt left elsewhere is still the best there is
             sample.cached_on, sample.cached_under = attempt.engine, self._context.engines.states[attempt.engine].life
 
-    # SECTION scoring
+    # ---------------------------------------------------------------- returns, rewards and verdicts
 
     def sample_returned(self, event: ev.SampleReturned) -> None:
         """A rollout function has returned."""
@@ -399,7 +391,7 @@ class SampleLives:
             error = "the rollout function returned without a call of llm.generate; await at least one"
             self.cannot_go_on(sample, error)
             return
-        context.to(sample, SampleState.SCORING, "returned")
+        context.to(sample, SCORING, "returned")
         if sample.group.evaluation is not None:
             sample.group.evaluation.functions -= 1
         else:
@@ -410,18 +402,18 @@ class SampleLives:
             self.sample_finished(sample)
 
     def sample_failed(self, event: ev.SampleFailed) -> bool:
-        """A rollout or reward function raised, hung, or returned what cannot be; whether it would for all samples."""
+        """A rollout or reward function failed; returns whether it would fail for every sample."""
         sample = self._context.sample(event.sample)
         if sample is None:
             return False
-        rollout = sample.state is SampleState.RUNNING
+        rollout = sample.state is RUNNING
         whole = self._context.settings.group_reward and not rollout
         function, kind = Function.ROLLOUT if rollout else Function.REWARD, event.kind * (sample.evaluation is None)
         mistake = self._mistakes.made(
             function, kind, sample.group.members if whole else [sample], self._got_as_far(sample, whole=whole)
         )
         waits = self._waits(mistake)
-        if sample.state is not SampleState.FINISHED:
+        if sample.state is not FINISHED:
             self.fail(sample, event.error, waits=waits)
         elif blamed := self._whose_reward_is_awaited(sample):
             self.fail(blamed, event.error, waits=waits)
@@ -430,19 +422,19 @@ class SampleLives:
         return mistake.sure
 
     def _got_as_far(self, sample: Sample, *, whole: bool) -> Iterator[Sample]:
-        """Others whose function is at work where that of ``sample`` has failed, or further."""
-        scored = (SampleState.SCORING, SampleState.FINISHED)
-        if sample.state is SampleState.RUNNING and sample.tape.generated:
+        """Yield samples whose function is at work where that of ``sample`` has failed, or further."""
+        scored = (SCORING, FINISHED)
+        if sample.state is RUNNING and sample.tape.generated:
             return  # the others still generate
         for group in self._context.buffer.groups.values():
             if whole and not all(s.state in scored for s in group.members):
                 continue  # it is not asked for yet
             for s in group.members:
-                if s.state is sample.state and (s.state is SampleState.SCORING or s.open_call is not None):
+                if s.state is sample.state and (s.state is SCORING or s.open_call is not None):
                     yield s
 
     def _waits(self, mistake: Mistake) -> bool:
-        """Before the next try; not where too few prompts are in work to be sure of a mistake."""
+        """Return whether the next try waits; where too few prompts are in work to be sure of a mistake, it does not."""
         return not mistake.likely or len(self._context.buffer.groups) >= self._mistakes.groups
 
     def scored(self, event: ev.Scored) -> None:
@@ -467,16 +459,16 @@ class SampleLives:
         if awaited and group.evaluation is None:
             self._mistakes.worked(Function.REWARD)
         for sample, _ in awaited:
-            if sample.state is SampleState.SCORING:
+            if sample.state is SCORING:
                 self.sample_finished(sample)
 
     def _whose_reward_is_awaited(self, sample: Sample) -> Sample | None:
-        """The sample itself; if it is finished and scored with its group, the sibling for which all are scored anew."""
-        if sample.state is SampleState.SCORING:
+        """The sample itself, or the sibling for which its whole group is scored anew; None if neither."""
+        if sample.state is SCORING:
             return sample
-        if sample.state is not SampleState.FINISHED or not self._context.settings.group_reward:
+        if sample.state is not FINISHED or not self._context.settings.group_reward:
             return None
-        return next((s for s in sample.group.samples if s.state is SampleState.SCORING), None)
+        return next((s for s in sample.group.samples if s.state is SCORING), None)
 
     def ask_again(self, timer: int) -> None:
         """A pause after a failure is over: ask once more what is still wanted."""
@@ -491,11 +483,11 @@ class SampleLives:
                 context.out.append(do.JudgeGroup(group, judgement))
 
     def _is_awaited(self, group: Group | None, judgement: int) -> bool:
-        """Whether this verdict is; not if the group was dropped, or a sample of it began again, after it was asked."""
-        return group is not None and group.state is GroupState.JUDGED and group.since == judgement
+        """A verdict counts unless the group was dropped, or a sample of it began again, since the filter was asked."""
+        return group is not None and group.state is JUDGED and group.since == judgement
 
     def group_judged(self, event: ev.GroupJudged) -> bool:
-        """The filter has spoken, or failed to; whether it would for all groups."""
+        """The filter gave its verdict, or failed; returns whether it would fail for every group."""
         context = self._context
         group = context.buffer.groups.get(event.group)
         if group is None or not self._is_awaited(group, event.judgement):
@@ -508,7 +500,7 @@ class SampleLives:
             if group.filter_failures >= context.settings.max_attempt_failures:
                 self.give_up(group, DropReason.FAILED, f"filter of group {group.id}: {event.error}")
             elif self._waits(mistake) and (pause_s := self.pause_s(group.filter_failures)):
-                context.to_group(group, GroupState.JUDGED, f"the filter is asked again in {pause_s:g} s")
+                context.to_group(group, JUDGED, f"the filter is asked again in {pause_s:g} s")
                 context.retries[context.start_timer(TimerKind.RETRY, pause_s)] = group, group.since
             else:
                 self.ask_filter(group)
@@ -520,13 +512,13 @@ class SampleLives:
             self.give_up(group, DropReason.FILTERED, "the filter rejected it")
         return False
 
-    # SECTION completion
+    # ---------------------------------------------------------------- from a reward to a group that counts
 
     def sample_finished(self, sample: Sample) -> None:
         """A sample has its reward."""
         group = sample.group
         sample.retry = None
-        self._context.to(sample, SampleState.FINISHED, f"finished, reward {sample.reward:g}")
+        self._context.to(sample, FINISHED, f"finished, reward {sample.reward:g}")
         group.unfinished -= 1
         group.finishers.append(sample.id.index)
         if group.evaluation is None:
@@ -537,7 +529,7 @@ class SampleLives:
             self._count(sample)
 
     def advance(self, group: Group) -> None:
-        """If the quorum of an open group is finished: it counts, if the filter has nothing against it."""
+        """Let an open group with a finished quorum count, or ask the filter about it."""
         if group.state is not OPEN or not group.complete:
             return
         if group.evaluation is not None:
@@ -549,12 +541,11 @@ class SampleLives:
             self.accept(group)
 
     def ask_filter(self, group: Group) -> None:
-        """Also once more, after it failed."""
-        self._context.to_group(group, GroupState.JUDGED, "the filter is asked")
+        self._context.to_group(group, JUDGED, "the filter is asked")
         self._context.out.append(do.JudgeGroup(group, group.since))
 
     def accept(self, group: Group) -> None:
-        """It counts; its cohort is fixed from now on."""
+        """Let the group count; its cohort is fixed from now on."""
         self._context.to_group(group, READY, "complete")
         self._failed_in_a_row = self._filtered_in_a_row = 0
         group.cohort = group.rewarded
@@ -565,7 +556,7 @@ class SampleLives:
                 self._count(group.samples[index])
 
     def _count(self, sample: Sample) -> None:
-        """With a quorum: it can be delivered from now on."""
+        """With a quorum, a single sample can be delivered from now on."""
         sample.since = self._context.event_number
         self._context.monitor.accept(sample)
 
@@ -576,7 +567,7 @@ class SampleLives:
         sample.group.unfinished += 1
 
     def reopen(self, group: Group) -> None:
-        """A finished sample of it began again; with a quorum that changes nothing once its cohort is fixed."""
+        """A finished sample began again; with a quorum that changes nothing once the cohort is fixed."""
         context, settings = self._context, self._context.settings
         if group.state is READY and not settings.whole_groups:
             return
@@ -588,34 +579,34 @@ class SampleLives:
         self.advance(group)
 
     def run_again_for_returns(self, group: Group) -> None:
-        """Of a group that does not count: functions whose return a group reward or the filter is to see, and nobody
-        has since their process died; they are answered from the tape."""
+        """Run functions once more whose returns a group reward or the filter needs and a dead process had.
+
+        Their calls are answered from the tape; a group that counts already needs no returns.
+        """
         context, settings = self._context, self._context.settings
         if group.state is READY or not (settings.group_reward or settings.has_filter):
             return
         for sample in group.samples:
-            if sample.replay is not None and sample.state is SampleState.FINISHED:
+            if sample.replay is not None and sample.state is FINISHED:
                 self.no_longer_finished(sample)
                 context.lengths.generated.add(sample.tape.generated, -1)  # until it is finished once more
                 sample.finish = None
-                context.to(sample, SampleState.NEW, "runs again for what it returns")
+                context.to(sample, NEW, "runs again for what it returns")
                 context.over_sampler.push(sample)
         if group.state is not OPEN:
             context.to_group(group, OPEN, "what the filter was to see is lost")
 
-    # SECTION failures
-
-    # ---------------------------------------------------------------- one sample
+    # ---------------------------------------------------------------- trying again, and giving up
 
     def fail(self, sample: Sample, error: str, *, waits: bool = True) -> None:
-        """Try again what failed, the reward (after a pause, if it ``waits``) or the whole sample; not for ever."""
+        """Try the reward (after a pause, if it ``waits``) or the whole sample again, so often and no more."""
         context = self._context
         sample.failures += 1
         context.counts(sample)["failed_samples"] += 1
         context.note(sample, f"failed: {error}")
         if sample.failures >= context.settings.max_attempt_failures or sample.evaluation is not None:
             self.cannot_go_on(sample, error)
-        elif sample.state is not SampleState.SCORING:
+        elif sample.state is not SCORING:
             self.begin_again(sample, DropReason.FAILED)
         elif waits and (pause_s := self.pause_s(sample.failures)):
             sample.retry = context.start_timer(TimerKind.RETRY, pause_s)
@@ -624,15 +615,18 @@ class SampleLives:
             self.ask_reward(sample)
 
     def cannot_go_on(self, sample: Sample, error: str, kind: AttemptFailure | None = None) -> None:
-        """It is given up, or its group, or its evaluation. ``kind``: of the request to blame; None: a function is."""
+        """Give up the sample, its group, or its evaluation.
+
+        ``kind`` says how the request failed that is to blame; None means that a function is.
+        """
         if sample.evaluation is not None:
             sample.evaluation.fail(error, kind, sample if kind is None else None)
             return
         group, settings, error = sample.group, self._context.settings, f"{sample.id}: {error}"
         policy, n = settings.on_failed_sample, settings.n_samples_per_prompt
         # with group rewards it is the group that cannot be scored; one that counts goes on without its stragglers
-        of_all = settings.group_reward and sample.state is SampleState.SCORING
-        counts = group.state is not GroupState.OPEN
+        of_all = settings.group_reward and sample.state is SCORING
+        counts = group.state is not OPEN
         if policy is OnFailedSample.REPLACE and not of_all and len(group.samples) < MOST_SAMPLES * n:
             self._replace(sample, error)
         elif counts or (policy is OnFailedSample.SHRINK and not of_all and group.held > settings.min_group_size):
@@ -655,7 +649,7 @@ class SampleLives:
         self.give_up_sample(sample, DropReason.FAILED, error)
 
     def pause_s(self, failures: int) -> float:
-        """Before the next try: what a function asks (a judge, a sandbox) may be well again by then."""
+        """Seconds before the next try: the judge or sandbox that a function asks may be well again by then."""
         return min(self._context.settings.retry_pause_s * PAUSE_GROWTH ** (failures - 1), LONGEST_PAUSE_S)
 
     def ask_reward(self, sample: Sample) -> None:
@@ -667,18 +661,18 @@ class SampleLives:
             self._context.out.append(do.ScoreSample(sample))
 
     def _ask_group_reward(self, group: Group) -> None:
-        """If all that is left of it has returned, and not all of that has its reward."""
+        """Ask if every held sample has returned and not every one has its reward."""
         members = group.members
         for sample in members:
             sample.retry = None
         states = {sample.state for sample in members}
-        if SampleState.SCORING in states and states <= {SampleState.SCORING, SampleState.FINISHED}:
+        if SCORING in states and states <= {SCORING, FINISHED}:
             self._context.out.append(do.ScoreGroup(group))
 
     def begin_again(self, sample: Sample, reason: DropReason) -> None:
         """Drop the tokens of a sample and start it anew."""
         context = self._context
-        was_finished = sample.state is SampleState.FINISHED
+        was_finished = sample.state is FINISHED
         self._end(sample, reason)
         if was_finished:
             self.no_longer_finished(sample)
@@ -686,16 +680,16 @@ class SampleLives:
         sample.replay, sample.finish, sample.reward = None, None, 0.0
         sample.calls.clear()
         sample.restarts += 1
-        context.to(sample, SampleState.NEW, f"begins again ({reason})")
+        context.to(sample, NEW, f"begins again ({reason})")
         context.over_sampler.push(sample)
         if was_finished:
             self.reopen(sample.group)
 
     def _end(self, sample: Sample, reason: DropReason) -> None:
-        """Whatever it does ends, and its tokens are dropped."""
+        """End whatever the sample does, and drop its tokens."""
         context, generated, call = self._context, sample.tape.generated, sample.open_call
-        if sample.state in (SampleState.SCORING, SampleState.FINISHED):
-            context.lengths.drop(generated, reason, counted=sample.state is SampleState.FINISHED)
+        if sample.state in (SCORING, FINISHED):
+            context.lengths.drop(generated, reason, counted=sample.state is FINISHED)
         elif generated or (call is not None and call.attempt is not None):
             context.lengths.unfinished[reason] += 1
         self.leave(sample, reason)
@@ -712,9 +706,9 @@ class SampleLives:
             sample.calls.remove(call)
             if call.attempt is not None:
                 call.attempt.lost_for = reason
-                context.to(call.attempt, AttemptState.ABANDONED, f"attempt abandoned ({reason})")
+                context.to(call.attempt, ABANDONED, f"attempt abandoned ({reason})")
                 context.stop([call.attempt])
-        if sample.state is not SampleState.NEW:
+        if sample.state is not NEW:
             context.out.append(do.CancelSample(sample))
 
     def give_up_sample(self, sample: Sample, reason: DropReason, error: str) -> None:
@@ -724,7 +718,7 @@ class SampleLives:
             self.give_up(group, reason, error)
             return
         context.counters[f"samples_dropped_{reason}"] += 1
-        if sample.state is SampleState.FINISHED:
+        if sample.state is FINISHED:
             self.no_longer_finished(sample)
         group.unfinished -= 1
         size = group.delivered + group.held - 1
@@ -741,11 +735,11 @@ class SampleLives:
         context = self._context
         context.monitor.forget(sample)
         self._end(sample, reason)
-        context.to(sample, SampleState.DROPPED, why)
+        context.to(sample, DROPPED, why)
         self.sample_left(sample.group, reason)
 
     def sample_left(self, group: Group, reason: DropReason | None = None) -> None:
-        """One was delivered, or given up for ``reason``; a prompt of which any was delivered is delivered."""
+        """A sample was delivered, or given up for ``reason``; a prompt counts as delivered if any sample of it was."""
         context = self._context
         context.buffer.changes(group, -1)
         if group.held:
@@ -755,8 +749,6 @@ class SampleLives:
             context.prompts.deliver(1)
         else:
             context.prompts.drop(1, reason)
-
-    # ---------------------------------------------------------------- whole groups
 
     def give_up(self, group: Group, reason: DropReason, error: str) -> None:
         """Drop a whole group; it is replaced by the rules of the over-sampler."""
@@ -784,20 +776,20 @@ class SampleLives:
         """After a weight update: begin again or drop what exceeds max_staleness, where the policy says so."""
         context = self._context
         for sample in context.buffer.too_old():
-            if sample.state is SampleState.DROPPED:
+            if sample.state is DROPPED:
                 continue  # with a sibling, a moment ago
             why = f"{sample.id} is older than max_staleness"
             if context.settings.on_stale is OnStale.RESTART:
                 self.begin_again(sample, DropReason.STALE)
-            elif sample.group.state is GroupState.READY and not context.settings.whole_groups:
+            elif sample.group.state is READY and not context.settings.whole_groups:
                 self.give_up_sample(sample, DropReason.STALE, why)
             else:
                 self.give_up(sample.group, DropReason.STALE, why)
 
-    # SECTION lost_functions
+    # ---------------------------------------------------------------- functions that died with their host
 
     def functions_lost(self, event: ev.FunctionsLost) -> None:
-        """Those of groups that are settled are missed by nobody."""
+        """The functions of these groups died with their host; settled groups need none."""
         for number in event.groups:
             group = self._context.group(number)
             if group is None:
@@ -820,7 +812,7 @@ class SampleLives:
                 self._forget_returns(group)
 
     def _has_died_too_often(self, sample: Sample) -> bool:
-        """Whether its functions ran when host after host died, without a token between; not: waited for an answer."""
+        """Count the deaths of hosts while a function of the sample ran there and got no further; too many in a row?"""
         group = sample.group
         waits = sample.open_call is not None or sample.retry is not None
         if sample.state is SCORING and self._context.settings.group_reward:
@@ -832,6 +824,7 @@ class SampleLives:
         return sample.deaths[0] >= self._context.settings.max_attempt_failures
 
     def _fail_for_deaths(self, sample: Sample) -> None:
+        """A function that ran each time a host died may be what the hosts died of."""
         context, times = self._context, sample.deaths[0]
         why = f"{times} hosts in a row died while its functions ran there; what they do may be why"
         context.counts(sample)["failed_samples"] += 1
@@ -851,18 +844,18 @@ class SampleLives:
             self.begin_from_tape(sample)
 
     def begin_from_tape(self, sample: Sample) -> None:
-        """Nothing of it is at an engine: its function is started anew, and is answered from the tape."""
+        """Start the function of a sample anew; its calls are answered from the tape."""
         context, call = self._context, sample.open_call
         context.places.give_back(sample)
         if call is not None:
             context.over_sampler.forget(call)
         sample.replay, sample.finish, sample.retry = sample.asked, None, None
         sample.calls.clear()
-        context.to(sample, SampleState.NEW, "begins again, as its function was lost")
+        context.to(sample, NEW, "begins again, as its function was lost")
         context.over_sampler.push(sample)
 
     def _forget_returns(self, group: Group) -> None:
-        """Nobody has what the functions of finished samples returned; a verdict that was awaited is asked for anew."""
+        """The returns of finished samples are lost; a verdict that was awaited is asked for anew."""
         for sample in group.members:
             if sample.state is FINISHED:
                 sample.replay = sample.asked
@@ -870,11 +863,13 @@ class SampleLives:
         self.run_again_for_returns(group)
 
     def _evaluate_anew(self, group: Group, evaluation: Evaluation) -> None:
-        """From nothing, also what is finished, for its answer is what functions returned; with the same seeds, so that
-        responses will be those that they would have been."""
+        """Begin every sample from nothing, finished ones too, as an evaluation is what its functions return.
+
+        The seeds stay, so the responses will be those that they would have been.
+        """
         context = self._context
         for sample in reversed(group.members):
-            if sample.state is SampleState.NEW:
+            if sample.state is NEW:
                 continue
             evaluation.counters["lost_functions"] += 1
             evaluation.functions -= sample.state is RUNNING
@@ -884,8 +879,8 @@ class SampleLives:
             evaluation.tokens.drop(sample.tape.generated, DropReason.FAILED)
             sample.tape, sample.finish, sample.reward = TokenTape(), None, 0.0
             sample.calls.clear()
-            context.to(sample, SampleState.NEW, "begins again, as its function was lost")
+            context.to(sample, NEW, "begins again, as its function was lost")
             evaluation.to_start.appendleft(sample)
         if group.ready:
-            context.to_group(group, GroupState.OPEN, "its functions were lost")
+            context.to_group(group, OPEN, "its functions were lost")
             evaluation.unfinished += 1

@@ -20,7 +20,7 @@ LARGEST_REWARD = float(np.finfo(np.float32).max)
 
 
 def wrong_ids(tokens: Int32, vocab_size: int) -> str | None:
-    """What is wrong with token ids int32 [T], or None."""
+    """Describe what is wrong with token ids int32 [T]; None means nothing."""
     # where the largest is, is found in a third of the time of what it is
     if len(tokens) == 0 or 0 <= tokens.item(tokens.argmin()) <= tokens.item(tokens.argmax()) < vocab_size:
         return None
@@ -29,7 +29,7 @@ def wrong_ids(tokens: Int32, vocab_size: int) -> str | None:
 
 
 def wrong_logprobs(logprobs: Float32) -> str | None:
-    """What is wrong with log-probabilities float32 [T] in nats, or None."""
+    """Describe what is wrong with log-probabilities float32 [T] in nats; None means nothing."""
     # NaN, which is the largest and the smallest of all, fails as well
     if len(logprobs) == 0 or (
         LEAST_LOGPROB <= logprobs.item(logprobs.argmin()) <= logprobs.item(logprobs.argmax()) <= LOGPROB_EPS
@@ -45,7 +45,7 @@ def wrong_logprobs(logprobs: Float32) -> str | None:
 
 
 def wrong_reward(reward: float) -> str | None:
-    """What is wrong with a reward, or None."""
+    """Describe what is wrong with a reward; None means nothing."""
     if not math.isfinite(reward):
         return f"{reward}; expected a finite number"
     if abs(reward) > LARGEST_REWARD:

@@ -1,4 +1,4 @@
-"""Over-sampler: how much should be in flight now, and what goes next.
+"""The over-sampler decides how much should be in flight now, and what goes next.
 
 Carry goes before new prompts and older groups before younger ones: the queue is ordered by (urgent, group
 number, sample index), and groups are numbered as drawn.
@@ -27,7 +27,7 @@ class OverSampler:
         self.asked = 0
         """Prompts asked for and not answered yet."""
         self.bound = NO_DEADLINE
-        """Of the staleness of those, where it was lowered before they were asked for."""
+        """The bound on the staleness of those, where it was lowered before they were asked for."""
         self.exhausted = False
         self.held_back = False
         """More prompts would have been drawn, had the buffer room for them."""
@@ -77,7 +77,7 @@ class OverSampler:
         self, *, ready: int, in_work: int, free_places: int, step_start: bool, fits: Callable[[], int],
         room: Callable[[], int],
     ) -> int:  # fmt: skip
-        """How many prompts to take from the source now.
+        """Return how many prompts to take from the source now.
 
         ``ready``: complete units that wait for delivery; ``in_work``: units that are not complete; ``free_places``:
         samples that could start in addition to those in flight and in the queue; ``fits`` and ``room``: how many

@@ -26,7 +26,7 @@ class Leases:
         self._clock = clock
         self._configured = max_staleness
         self.bound = max_staleness
-        """Of what is drawn from now on; it may be lowered while the run goes on."""
+        """The bound for prompts drawn from now on; it may be lowered while the run goes on."""
         self.batches: dict[int, tuple[Sample, ...]] = {}
         """Samples of every batch that is delivered and not committed, in the order of delivery."""
         self._generated = self._stale = self._oldest = 0
@@ -46,7 +46,7 @@ class Leases:
         return len(self.batches) > min(self.bound, MOST_OUT)
 
     def why_full(self) -> str:
-        """For the trainer, where :attr:`full`."""
+        """Tell the trainer why no batch can be generated, where :attr:`full`."""
         newest = max(self.batches)
         return (
             f"train first: {len(self.batches)} batches are out (delivered and not trained; the newest is {newest}), "
@@ -61,7 +61,7 @@ class Leases:
         return self._clock.staleness(version) + len(self.batches)
 
     def commit(self, batch_ids: Iterable[int]) -> None:
-        """These batches were trained at the present version; what that means for their tokens is recorded."""
+        """Record the tokens' ages of batches that were trained at the present version, and forget the batches."""
         for batch_id in batch_ids:
             for sample in self.batches.pop(batch_id):
                 for segment in sample.tape.segments:
@@ -76,7 +76,7 @@ class Leases:
         return [b for b in self.batches if b <= batch_id]
 
     def recorded(self) -> dict[str, float]:
-        """Of the batches committed since the last call: what their tokens' ages were when they were trained."""
+        """Take the ages at training of the tokens in the batches committed since the last call."""
         if not self._generated:
             return {}
         record = {
@@ -92,14 +92,14 @@ AHEAD = 8
 
 
 class Idle(StrEnum):
-    """What keeps a place empty."""
+    """Reasons for which a place stands empty."""
 
     UPDATE = "update"
     """A weight update: what was in flight ends, engines pause, load and resume."""
     PAUSE = "pause"
-    """Somebody has paused generation, to load a state; or a trainer that changes the weights itself (AReaL)."""
+    """Generation is paused, to load a state or by a trainer that changes the weights itself (AReaL)."""
     EVALUATION = "evaluation"
-    """It has the place, or training waits for its end."""
+    """An evaluation has the place, or training waits for its end."""
     TRAINER = "trainer"
     """No batch is asked for."""
     BOUND = "bound"
@@ -111,7 +111,7 @@ class Idle(StrEnum):
     FUNCTIONS = "functions"
     """A function has the place and has asked for nothing yet, or nothing is left but functions, to complete a batch."""
     PROMPTS = "prompts"
-    """They are being drawn, or have ended."""
+    """Prompts are being drawn, or have ended."""
     HELD = "held"
     """So much is held already: ``max_held_tokens``, or several times what is wanted in work."""
     OVER_SAMPLING = "over_sampling"
@@ -126,7 +126,7 @@ class PartialBuffer:
         self._leases = leases
         self.groups: dict[int, Group] = {}
         self.limit = Idle.BOUND
-        """What the last :meth:`room` was limited by."""
+        """The limit of the last :meth:`room`."""
         self._batch = settings.target
         self._per_group = settings.units_per_group
         self.units = 0
@@ -184,7 +184,7 @@ class PartialBuffer:
         return self._most()[0]
 
     def _most(self) -> tuple[int, Idle]:
-        """The same, and what makes it the most."""
+        """The capacity, and what limits it."""
         s = self.settings
         if self._overbooked:
             return self._wanted, Idle.OVER_SAMPLING

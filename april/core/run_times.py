@@ -1,4 +1,4 @@
-"""Where the time between two deliveries went: the trainer's, and that of every place.
+"""Accounts of the time between two deliveries: the trainer's, and that of every place.
 
 Invariant: the trainer's seconds add up to ``step_s``, the shares of the places to 1. Whoever drives a core tells the
 time; nothing here reads a clock.
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class TrainerTime(StrEnum):
-    """What the trainer does, as far as april sees it; the first of these that holds."""
+    """Activities of the trainer as far as april sees them; the first that holds counts."""
 
     UPDATES = "update_s"
     EVALUATES = "evaluation_s"
@@ -54,7 +54,7 @@ UPDATE_PARTS = {
 """Metric by how far an update is."""
 SECONDS = ("step_s", *TrainerTime, *dict.fromkeys(UPDATE_PARTS.values()), "bound_wait_s", "rollout_wall_s")
 SHARES = ("engines_busy", *(f"idle_{cause}" for cause in Idle))
-"""Of places x ``step_s``."""
+"""Metrics that are shares of places x ``step_s``."""
 
 
 class RunTimes:
@@ -69,7 +69,7 @@ class RunTimes:
         self.places = 0
         """Most samples in flight: ``max_in_flight``, or the engines' slots if they are fewer."""
         self._began: float | None = None
-        """The last delivery, or the first request; None: there was none yet."""
+        """The last delivery, or the first request; None before that."""
         self._since = 0.0
         self._busy = self._evaluating = self._reserved = self._free = 0
         self._why: Idle = Idle.TRAINER
@@ -228,7 +228,7 @@ STEPWISE = GenerationMode.STEPWISE
 
 
 def why_idle(core: RolloutCore) -> Idle:
-    """Why a place that nothing has stays empty, between two events."""
+    """Return why an unused place stays empty between two events."""
     updates, queue = core.updates, core.over_sampler
     evaluates = bool(core.context.evaluations)
     if updates.running or updates.half_updated is not None:
@@ -266,11 +266,11 @@ PARTS = {
     "update_load_s": "to load",
     "update_resume_s": "to resume the engines",
 }
-"""Of a weight update."""
+"""The parts of a weight update in words."""
 
 
 Fits = Callable[..., bool]
-"""Whether settings (by name, with a value to try) may be changed so, where the run is."""
+"""Tells whether settings (by name, with a value to try) may be changed where the run is."""
 
 
 def bottleneck(times: Mapping[str, float], settings: CoreSettings, fits: Fits | None = None, blocking: str = "") -> str:
@@ -331,7 +331,7 @@ def _trainer_side(times: Mapping[str, float]) -> str:
 
 
 class _Advice(NamedTuple):
-    """What may be changed."""
+    """The changes that can be advised."""
 
     settings: CoreSettings
     fits: Fits | None
@@ -359,7 +359,7 @@ def _engines(times: Mapping[str, float], advice: _Advice, *, starved: bool) -> s
 
 
 def _reason(cause: Idle, advice: _Advice) -> tuple[str, str]:
-    """Why places stood empty, and what to change, if anything can be said."""
+    """Say why places stood empty, and what to change, if anything."""
     s, more = advice.settings, advice.of
     held = s.max_held_tokens
     return {

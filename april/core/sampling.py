@@ -1,4 +1,4 @@
-"""What a sample is drawn with, and what is left of its budgets after a cut."""
+"""Sampling parameters, and what is left of their budgets after a cut."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ GAP = "\ufffd"
 
 
 def stop_id_of(text: str) -> str:
-    """What to do about a token that was given as text."""
+    """Say what to do about a token that was given as text."""
     return f"a token is named by its id: tokenizer.convert_tokens_to_ids({text!r}); text that ends a response is stop"
 
 
 class LogprobKind(StrEnum):
-    """Of which distribution the log-probabilities are."""
+    """Distributions that log-probabilities may be of."""
 
     TEMPERATURE = "temperature"
     """log_softmax(logits / T), before top-p and friends."""
     PROCESSED = "processed"
-    """Of the distribution that was really sampled from."""
+    """The distribution that was really sampled from."""
     RAW = "raw"
     """log_softmax(logits), whatever the temperature."""
     UNKNOWN = "unknown"
@@ -30,7 +30,7 @@ class LogprobKind(StrEnum):
 
     @property
     def follows_temperature(self) -> bool:
-        """Whether it is log_softmax(logits / T) at every T > 0, as long as nothing else shapes the distribution."""
+        """True for log_softmax(logits / T) at every T > 0, as long as nothing else shapes the distribution."""
         return self in (LogprobKind.TEMPERATURE, LogprobKind.PROCESSED)
 
 
@@ -57,7 +57,7 @@ class SamplingParams:
     stop: tuple[str, ...] = ()
 
     def after(self, tokens_held: int, seed: int | None) -> SamplingParams:
-        """The same request with ``tokens_held`` tokens of its response already there."""
+        """Parameters for the rest of a response of which ``tokens_held`` tokens are there."""
         return SamplingParams(
             self.max_tokens - tokens_held,
             max(0, self.min_tokens - tokens_held),
@@ -69,7 +69,7 @@ class SamplingParams:
         )
 
     def capped(self, max_tokens: int) -> SamplingParams:
-        """The same request with another token budget (min_tokens never exceeds it)."""
+        """Parameters with another token budget (min_tokens never exceeds it)."""
         if self.max_tokens == max_tokens >= self.min_tokens:
             return self
         return replace(self, max_tokens=max_tokens, min_tokens=min(self.min_tokens, max_tokens))
@@ -86,7 +86,7 @@ def attempt_seed(run_seed: int, group: int, index: int, token_offset: int, resta
 
 
 def wrong_stop_strings(stop: Sequence[str]) -> str | None:
-    """What cannot be a stop string, or None."""
+    """Describe what cannot be a stop string; None means that all can."""
     for text in stop:
         if not isinstance(text, str):
             return f"stop strings must be strings, got {text!r}"

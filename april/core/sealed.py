@@ -15,7 +15,7 @@ from typing import Any
 from april.errors import CheckpointError
 
 FORMAT = 2
-"""Of everything that april saves; grows when an older april could not read it."""
+"""The format of everything that april saves; grows when an older april could not read it."""
 LARGEST_ARRAY = 1 << 20
 """Bytes of an array in a prompt's data, above which it is not looked at."""
 State = dict[str, Any]
@@ -64,7 +64,7 @@ def checksum(kind: str, content: Any) -> str:
 
 
 def is_plain(value: Any) -> bool:
-    """Whether it has a checksum: numbers, strings, bytes, None, and lists, dicts and small arrays of them."""
+    """True for values with a checksum: numbers, strings, bytes, None, and lists, dicts and small arrays of them."""
     try:
         _add(value, lambda piece: None)
     except (NotPlain, RecursionError):

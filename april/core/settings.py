@@ -1,4 +1,4 @@
-"""What the core needs to know; checked by :class:`april.config.Config` before it gets here."""
+"""Settings of the core, checked by :class:`april.config.Config` before it gets here."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class CoreSettings:
     max_attempt_failures: int = 3
     """Failures of a sample (attempts in a row at the same token; or its functions, in all) that give its group up."""
     retry_pause_s: float = 0.0
-    """Pause before a reward function or filter that failed is asked again, the first time; 0: there is none."""
+    """Pause before a reward function or filter that failed is asked again, the first time; 0 means no pause."""
     max_failed_groups: int = 8
     """Groups that failed in a row, without one completed, after which the step fails."""
     abort_deadline_s: float = 30.0
@@ -52,24 +52,24 @@ class CoreSettings:
     auto: tuple[Work, ...] = ()
     """Settings that change while the run goes on; what the others say holds for all of it."""
     max_off_policy_share: float = 1.0
-    """Of the trained tokens, within which those are chosen; the core itself does not look at it."""
+    """The largest off-policy share with which ``auto`` chooses; the core itself does not look at it."""
     run_seed: int = 0
     run_id: int = 0
     """Makes attempt ids unique between runs; decides nothing."""
 
     @property
     def whole_groups(self) -> bool:
-        """Whether a batch counts groups; else it counts samples."""
+        """True when a batch counts groups; else it counts samples."""
         return self.group_quorum == 1.0 and Work.QUORUM not in self.auto
 
     @property
     def units_per_group(self) -> int:
-        """What a prompt adds to what a batch counts."""
+        """The units of a prompt: 1 group, or its samples."""
         return 1 if self.whole_groups else self.n_samples_per_prompt
 
     @property
     def target(self) -> int:
-        """What a batch has: N groups, or N * n samples."""
+        """The units of a batch: N groups, or N * n samples."""
         return self.rollout_batch_size * self.units_per_group
 
     def quorum(self, size: int) -> int:
@@ -106,7 +106,7 @@ def quorum_of(share: float, n_samples: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class EngineLimits:
-    """What the core must know of one engine."""
+    """The limits and properties of an engine that the core must know."""
 
     name: str
     max_context: int
@@ -116,7 +116,7 @@ class EngineLimits:
     vocab_size: int = 2**31 - 1
     """Token ids are below."""
     unverified: bool = False
-    """It does not show which weights it has."""
+    """The engine does not show which weights it has."""
     remote: bool = False
     """A server: it may be started anew, and is asked for its weights and its load while it works."""
     own_weights: bool = False

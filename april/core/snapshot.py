@@ -66,7 +66,7 @@ def take(core: RolloutCore, trained_through: int | None) -> State:
     Args:
         core: at any time, also in the middle of a step.
         trained_through: number of the last batch that the trainer's checkpoint has trained on (-1: none). Later
-            batches, delivered or not, are part of the state. None: the last committed batch. The version in the state
+            batches, delivered or not, are part of the state. None means the last committed batch. The state's version
             is that of weights trained on it: one update later for every batch up to it that is still out.
 
     Raises:
@@ -266,7 +266,7 @@ def _refuse_settings(core: RolloutCore, state: State) -> None:
 
 
 def _take_over_work(core: RolloutCore, saved: State) -> None:
-    """How much was in work, where that was a matter of the run then and is now."""
+    """Take over the settings of how much is in work, where the run chose them then and does now."""
     s = core.settings
     both = set(s.auto).intersection(map(Work, saved.get("auto", ())))
     over, in_flight = (
@@ -376,7 +376,7 @@ def _settled(sample_id: SampleId, group: Group, state: State) -> Sample:
 
 
 def _completed(settings: CoreSettings, group: Group, state: State, *, ready: bool) -> None:
-    """How far the group is: who has finished, in which order, and of what its baselines are made."""
+    """Restore who has finished, in which order, and of what the baselines are made."""
     members = group.members
     group.held = len(members)
     if not group.held:
@@ -473,7 +473,7 @@ def _require_in_time(core: RolloutCore, state: State) -> None:
 
 
 def _late_before(core: RolloutCore, changed: Mapping[str, Any]) -> int:
-    """The same under the settings of before, which are no reason to refuse it: in what a batch counts now."""
+    """Units that were late already under the settings of before, which is no reason to refuse the state."""
     auto = {"auto": tuple(map(Work, changed["auto"]))} if "auto" in changed else {}
     before = replace(core.settings, **{**changed, **auto})
     return _late(core, before) * max(1, core.settings.units_per_group // before.units_per_group)
@@ -494,19 +494,19 @@ def _slacks(core: RolloutCore, settings: CoreSettings) -> list[int]:
 
 
 def _goes_with(unit: Unit) -> Iterable[Sample]:
-    """What is given up when one of them is: a group, until it counts."""
+    """The samples that are given up when one of them is: a group, until it counts."""
     group = unit if isinstance(unit, Group) else unit.group
     return unit.members if group.ready else group.members
 
 
 ID_LENGTH = 32
-"""Of an attempt."""
+"""The length of an attempt's id."""
 
 
 def restored_sample(
     engines: EngineTable, sample_id: SampleId, group: Group, state: State, *, keeps_finished: bool
 ) -> Sample:
-    """One that is finished, if it was and ``keeps_finished``; else one that is new.
+    """Restore a sample: finished, if it was and ``keeps_finished``, else new.
 
     Raises:
         CheckpointError: it has tokens that these engines do not know.
@@ -608,7 +608,7 @@ def _wrong_counts(sample: Sample) -> str | None:
 
 
 def array_of(data: bytes | None, dtype: str) -> Any:
-    """What a snapshot has as little-endian bytes; None: empty."""
+    """An array from its little-endian bytes; None means empty."""
     if data is not None and not isinstance(data, bytes):
         raise TypeError(f"expected bytes, found a {type(data).__name__}")
     return np.frombuffer(data or b"", dtype).astype(dtype[1:])

@@ -85,13 +85,13 @@ class Step:
         self.stopping = False
         """The target is reached; nothing starts any more."""
         self.in_flight_at_stop: dict[str, int] = {}
-        """By engine."""
+        """Attempts by engine."""
 
     def __repr__(self) -> str:
         return "stopping" if self.stopping else "running"
 
     def metrics(self, now: Counter[str], observed: int) -> dict[str, float]:
-        """What happened in this step, from the run's totals; ``observed``: tokens."""
+        """The figures of this step, from the run's totals; ``observed`` counts tokens."""
         out = {name: float(now[name] - self._before[name]) for name in STEP_METRICS}
         generated, again = float(observed - self._observed), out["reprefill_tokens"]
         out["generated_tokens"] = generated
@@ -129,12 +129,14 @@ class RolloutCore:
         self.attempts = context.attempts.in_flight
         self.counters, self.leases, self.leased = context.counters, context.leases, context.leases.batches
         self.step: Step | None = None
-        """None: nothing is generated. Stepwise from a request for a batch to its delivery; continuous from the first
-        request on, and anew with each delivery."""
+        """The running step; None while nothing is generated.
+
+        Stepwise from the request for a batch to its delivery; continuous from the first request, anew with each batch.
+        """
         self.wanted = False
         """The trainer waits for a batch."""
         self.held = False
-        """Somebody has asked for a pause."""
+        """True while a pause is wanted."""
         self._continuous = settings.generation is GenerationMode.CONTINUOUS
         self._check, self._pause_asked = check, False
         self._long_in_a_row = 0
@@ -237,7 +239,7 @@ class RolloutCore:
             raise InvariantError(f"{error}\n{self!r}") from None
 
     def story(self, sample_id: SampleId) -> str:
-        """What happened to one sample, one line per transition."""
+        """Tell what happened to a sample, one line per transition."""
         return self.context.history.story(sample_id)
 
     def observed_tokens(self) -> int:
@@ -558,7 +560,7 @@ class RolloutCore:
         self._plan_anew()
 
     def _plan_deadlines(self) -> None:
-        """See to it that nothing gets too old or circles for ever: what the step owes goes first."""
+        """Plan so that nothing gets too old or circles for ever: units that the step owes go first."""
         urgent = self.context.urgent
         for sample in urgent:
             sample.urgent = False

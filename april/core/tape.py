@@ -24,7 +24,7 @@ NO_LOGPROBS: Float32 = np.empty(0, np.float32)
 
 
 class SegmentKind(StrEnum):
-    """Where tokens come from."""
+    """Origins of tokens."""
 
     GENERATED = "generated"
     """Sampled by the policy; carries loss."""
@@ -53,7 +53,7 @@ def versions_of(segments: Sequence[Segment]) -> Int32:
 
 
 class AttemptCounts(NamedTuple):
-    """What an attempt has brought, in numbers: its tokens stay on its tape."""
+    """The counts of an attempt's tokens, which stay on its tape."""
 
     spans: tuple[tuple[PolicyVersion, int], ...] = ()
     """Tokens that belong to the response, run-length: (version, count)."""
@@ -64,7 +64,7 @@ class AttemptCounts(NamedTuple):
 
     @property
     def tokens(self) -> int:
-        """Those that belong to the response."""
+        """The tokens that belong to the response."""
         spans = self.spans
         return spans[0][1] if len(spans) == 1 else sum([count for _, count in spans])
 
@@ -95,7 +95,7 @@ class AttemptTape:
 
     @property
     def last_token(self) -> int:
-        """Of those that were appended; there must be one."""
+        """The last token that was appended; there must be one."""
         return int(self._tokens[-1][-1])
 
     def append(self, tokens: Int32, logprobs: Float32, version: PolicyVersion) -> None:
@@ -191,7 +191,7 @@ class TokenTape:
         return mask
 
     def check(self) -> str | None:
-        """What is wrong with this tape, or None."""
+        """Describe what is wrong with this tape; None means nothing."""
         if len(self.tokens) != len(self.logprobs):
             return f"{len(self.tokens)} tokens but {len(self.logprobs)} log-probabilities"
         position, newest = 0, None

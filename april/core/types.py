@@ -22,12 +22,12 @@ WHOLE_GROUP = -1
 """In place of a sample's index: all of the group."""
 
 
-class Message(msgspec.Struct, frozen=True, tag=True, omit_defaults=True, gc=False):
-    """The base of events and commands; those that refer to no live object travel between processes as they are."""
+class Event(msgspec.Struct, frozen=True, tag=True, omit_defaults=True, gc=False):
+    """The base of all events, which are in ``events``."""
 
 
 class SampleId(NamedTuple):
-    """One response: ``index`` in [0, n_samples_per_prompt) of group ``group`` (numbered as drawn)."""
+    """The id of a response: ``index`` in [0, n_samples_per_prompt) of group ``group`` (numbered as drawn)."""
 
     group: int
     index: int  # type: ignore[assignment]  # hides tuple.index, which nobody needs here
@@ -37,14 +37,14 @@ class SampleId(NamedTuple):
 
 
 class SampleState(StrEnum):
-    """Where a sample is; it is in exactly one of these."""
+    """The states of a sample."""
 
     NEW = "new"
-    """Its rollout function waits to be started, for the first time or anew."""
+    """The rollout function waits to be started, for the first time or anew."""
     RUNNING = "running"
-    """Its rollout function runs, or is parked in one of its calls."""
+    """The rollout function runs, or is parked in one of its calls."""
     SCORING = "scoring"
-    """Its rollout function has returned; the reward is awaited."""
+    """The rollout function has returned; the reward is awaited."""
     FINISHED = "finished"
     """Complete; waits for its siblings or for delivery."""
     LEASED = "leased"
@@ -54,27 +54,27 @@ class SampleState(StrEnum):
 
 
 class CallState(StrEnum):
-    """Where a call of ``llm.generate`` is."""
+    """The states of a call of ``llm.generate``."""
 
     QUEUED = "queued"
-    """It waits for a place; its sample is a partial if it has tokens."""
+    """The call waits for a place; its sample is a partial if it has tokens."""
     IN_FLIGHT = "in_flight"
     """An attempt of it is at an engine."""
     DONE = "done"
-    """It has its response."""
+    """The call has its response."""
 
 
 class AttemptState(StrEnum):
-    """What is to become of an attempt when it ends."""
+    """The states of an attempt, by what becomes of its tokens when it ends."""
 
     WANTED = "wanted"
-    """Its tokens are its sample's."""
+    """The tokens go to the sample."""
     SILENT = "silent"
-    """The same; it was asked to end because its engine sent nothing, and another one goes on."""
+    """As WANTED, but the engine sent nothing for too long: the attempt was asked to end, and another one follows."""
     DOUBTFUL = "doubtful"
-    """Nobody knows which weights wrote its tokens: they are dropped, and its call goes on from what it had."""
+    """The weights that wrote the tokens are unknown: they are dropped, and the call goes on from what it had."""
     ABANDONED = "abandoned"
-    """Its sample went on without it: its tokens are dropped for the reason of that."""
+    """The sample went on without the attempt: the tokens are dropped for the same reason."""
 
 
 SETTLED = (SampleState.LEASED, SampleState.DROPPED)
@@ -83,27 +83,27 @@ MOST_SAMPLES = 2
 
 
 class GroupState(StrEnum):
-    """Whether the quorum of a group is finished: all of its samples, unless the settings say less."""
+    """The states of a group; its quorum is all of its samples, unless the settings say less."""
 
     OPEN = "open"
-    """It is not."""
+    """The quorum is not finished."""
     JUDGED = "judged"
-    """It is; the filter's verdict is awaited."""
+    """The quorum is finished, and the filter's verdict is awaited."""
     READY = "ready"
-    """It counts towards a batch: the whole group, or with a quorum each of its finished samples."""
+    """The group counts towards a batch: as a whole, or with a quorum by each of its finished samples."""
 
 
 class FinishReason(StrEnum):
-    """Why a response ended."""
+    """Reasons for which a response ends."""
 
     STOP = "stop"
     """EOS, a stop token or a stop string."""
     LENGTH = "length"
-    """Its budget, or the engine's context, is used up."""
+    """The budget of the response, or the engine's context, is used up."""
 
 
 class EngineFinish(StrEnum):
-    """Why an engine request ended."""
+    """Reasons for which an engine request ends."""
 
     STOP = "stop"
     """EOS or a stop token was sampled."""
@@ -114,12 +114,12 @@ class EngineFinish(StrEnum):
 
 
 class AttemptFailure(StrEnum):
-    """Why an attempt broke off."""
+    """Reasons for which an attempt breaks off."""
 
     BROKE_OFF = "broke_off"
     """The request failed, or its engine did: what has come is kept."""
     CORRUPT = "corrupt"
-    """What came cannot be true, so none of it is kept."""
+    """The engine sent numbers that cannot be true: nothing of the attempt is kept."""
     REFUSED = "refused"
     """The engine says that the request is wrong: no other attempt would do better."""
     BUSY = "busy"
@@ -131,49 +131,49 @@ class AttemptFailure(StrEnum):
 
 
 class OnStale(StrEnum):
-    """What happens to a sample that exceeds max_staleness. With all but DROP, steps wait for what soon would."""
+    """Policies for samples that exceed max_staleness; with all but DROP, steps wait for samples that soon would."""
 
     FINISH = "finish"
-    """It goes first and the step waits for it; what is too old all the same carries no loss."""
+    """The sample goes first and the step waits for it; tokens that are too old all the same carry no loss."""
     RESTART = "restart"
-    """Its tokens are dropped and it begins again."""
+    """The tokens are dropped, and the sample begins again."""
     MASK = "mask"
-    """Its too-old tokens carry no loss."""
+    """Tokens that are too old carry no loss."""
     DROP = "drop"
-    """Its group is dropped and replaced."""
+    """The group is dropped and replaced."""
 
 
 class OnFailedSample(StrEnum):
-    """What becomes of a group when one of its samples cannot go on."""
+    """Policies for groups of which a sample cannot go on."""
 
     DROP_GROUP = "drop_group"
-    """It is dropped with all its samples, and replaced by another prompt."""
+    """The group is dropped with all its samples, and replaced by another prompt."""
     REPLACE = "replace"
     """A fresh sample takes its place, up to n times; then the group is dropped."""
     SHRINK = "shrink"
-    """It goes on with fewer samples, down to ``min_group_size``; then it is dropped."""
+    """The group goes on with fewer samples, down to ``min_group_size``; then it is dropped."""
 
 
 class OnLongPrompt(StrEnum):
-    """What happens to a prompt that leaves no room for a response."""
+    """Policies for prompts that leave no room for a response."""
 
     ERROR = "error"
     SKIP = "skip"
 
 
 class OnDataEnd(StrEnum):
-    """What happens when the prompts have ended and fewer than N groups are left."""
+    """Policies for the end of the prompts, when fewer than N groups are left."""
 
     SHORT = "short"
-    """They are delivered as a shorter batch."""
+    """The rest is delivered as a shorter batch."""
     WAIT = "wait"
-    """They are kept until more prompts are given."""
+    """The rest is kept until more prompts are given."""
     WRAP = "wrap"
     """The prompts begin again, for ever."""
 
 
 class GenerationMode(StrEnum):
-    """What ends with a batch (setting ``generation``)."""
+    """Modes of generation (setting ``generation``), by what ends with a batch."""
 
     STEPWISE = "stepwise"
     """Generation: a delivery cuts what is in flight, and the next request for a batch continues it (the paper)."""
@@ -191,7 +191,7 @@ class Work(StrEnum):
 
 
 class Refill(StrEnum):
-    """When new work starts inside a step."""
+    """Policies for starting new work inside a step."""
 
     NONE = "none"
     """Once, at the beginning (the paper)."""
@@ -203,7 +203,7 @@ class Refill(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """One prompt: ``token_ids`` int32 [P], and ``data`` for rewards and rollout functions (never looked into).
+    """A prompt: ``token_ids`` int32 [P], and ``data`` for rewards and rollout functions (never looked into).
 
     ``epoch`` and ``position`` (within the epoch) are set when april draws it; together they name the prompt.
     """
@@ -214,14 +214,14 @@ class Prompt:
     position: int = 0
 
     def copy(self) -> Prompt:
-        """The same prompt for whoever may write into its array; ``data`` is the same object."""
+        """Copy the prompt for a user who may write into its array; ``data`` stays the same object."""
         return Prompt(self.token_ids.copy(), self.data, self.epoch, self.position)
 
 
-class EvaluationRequested(Message, frozen=True, kw_only=True):
+class EvaluationRequested(Event, frozen=True, kw_only=True):
     """Answer these prompts under the present weights; EvaluationDone or EvaluationFailed ends it.
 
-    ``evaluation``: its number; ``functions_at_once``: most of its rollout functions that run at a time (None: any).
+    ``evaluation`` is its number; ``functions_at_once`` limits the functions that run at a time (None means no limit).
     """
 
     evaluation: int
@@ -242,16 +242,16 @@ class RecordedCall(NamedTuple):
 
 @dataclass(slots=True)
 class Replay:
-    """What a rollout function that begins again, as its process has died, will ask, and be answered at once."""
+    """Calls that a rollout function will make again after its process died; they are answered from the tape."""
 
     calls: deque[RecordedCall]
     open_start: int | None
-    """Start of the call after those, which has no complete answer yet; None: there was none."""
+    """The start of the call after those that has no complete answer yet; None means there was none."""
 
 
 @dataclass(slots=True, eq=False)
 class GenerateCall:
-    """One ``llm.generate`` of a rollout function; it may take several attempts."""
+    """A call of ``llm.generate`` by a rollout function; it may take several attempts."""
 
     sample: Sample
     sampling: SamplingParams
@@ -259,9 +259,8 @@ class GenerateCall:
     """Response tokens that were there before the call."""
     state: CallState = CallState.QUEUED
     ticket: int = 0
-    """Its latest place in the queue; 0: none."""
+    """The call's latest place in the queue; 0 means none."""
     attempt: Attempt | None = None
-    """The one in flight."""
     avoid: str = ""
     """Engine on which the latest attempt broke off: another one goes first."""
     failures: int = 0
@@ -269,24 +268,22 @@ class GenerateCall:
     end: int = 0
     """Response tokens that there are with its own, once it is done."""
     finish: FinishReason | None = None
-    """Why it is done."""
     lost: bool = False
-    """Nobody waits for it any more: its function died with its host, and begins again when its attempt has ended."""
+    """The function died with its host, and begins again when the attempt has ended."""
 
     @property
     def result(self) -> RecordedCall | None:
-        """What it added; None: it is not done."""
+        """The tokens that the call added; None until it is done."""
         return None if self.finish is None else RecordedCall(self.start, self.end, self.finish)
 
     @property
     def owner(self) -> SampleId:
-        """Whose story tells of it."""
         return self.sample.id
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Attempt:
-    """One engine request for a call. The layer above appends chunks to ``tape`` while it runs."""
+    """An engine request for a call; the layer above appends chunks to ``tape`` while it runs."""
 
     id: str
     call: GenerateCall
@@ -302,12 +299,12 @@ class Attempt:
     urgent: bool = False
     state: AttemptState = AttemptState.WANTED
     silent_s: float = 0.0
-    """For so long, when it was found to be."""
+    """Seconds of silence when the attempt was found to be silent."""
     lost_for: DropReason | None = None
-    """Why its tokens do not become the sample's; None: they do."""
+    """The reason for which the tokens are dropped; None means that the sample gets them."""
 
     def counts(self) -> AttemptCounts:
-        """What it has brought so far, for the event that ends it."""
+        """Count the tokens so far, for the event that ends the attempt."""
         tape = self.tape
         if not tape.count:
             return NOTHING_CAME
@@ -317,7 +314,6 @@ class Attempt:
 
     @property
     def sample(self) -> Sample:
-        """Whose response it continues."""
         return self.call.sample
 
     @property
@@ -327,7 +323,6 @@ class Attempt:
 
     @property
     def owner(self) -> SampleId:
-        """Whose story tells of it."""
         return self.call.sample.id
 
 
@@ -336,7 +331,7 @@ DONE = CallState.DONE
 
 
 class Sample:
-    """One response of a group."""
+    """A response of a group."""
 
     __slots__ = (
         "attempts", "cached_on", "cached_under", "calls", "deaths", "evaluation", "failures", "finish", "group", "id",
@@ -347,14 +342,12 @@ class Sample:
         self.id = sample_id
         self.group = group
         self.evaluation = group.evaluation
-        """Of which it is; None: it is for training."""
         self.state = state
         self.tape = TokenTape()
         self.calls: list[GenerateCall] = []
-        """Of the present run of its function, in the order in which they were made; the last one may be open."""
+        """Calls of the present run of the function, in order; the last one may be open."""
         self.replay: Replay | None = None
-        """What a process that has died was answered. A finished sample that has one finished there, so that nobody has
-        what its function returned."""
+        """Answers that a dead process had. A finished sample with a replay finished there: its returns are lost."""
         self.attempts = 0
         self.resumes = 0
         """Attempts that continued a call in the middle."""
@@ -364,15 +357,14 @@ class Sample:
         self.failures = 0
         """Failures of its rollout and reward functions."""
         self.deaths = 0, 0
-        """How often in a row a host died while they ran there, and how many tokens there were each time."""
+        """(Deaths in a row of hosts on which its functions ran, tokens that there were each time)."""
         self.retry: int | None = None
         """Timer after which its reward is asked for again."""
         self.restarts = 0
-        """How often it began again from nothing."""
         self.finish: FinishReason | None = None
         self.reward = 0.0
         self.ticket = 0
-        """Its latest place in the queue, to be started; 0: none."""
+        """The latest place in the queue, to be started; 0 means none."""
         self.since = 0
         """With a quorum: number of the event since which it can be delivered."""
         self.slack = NO_DEADLINE
@@ -382,7 +374,6 @@ class Sample:
 
     @property
     def owner(self) -> SampleId:
-        """Whose story tells of it."""
         return self.id
 
     @property
@@ -397,7 +388,7 @@ class Sample:
 
     @property
     def key(self) -> SampleId:
-        """Its id as functions and engines see it: the prompts of each evaluation are numbered from 0."""
+        """The id as functions and engines see it: the prompts of each evaluation are numbered from 0."""
         evaluation = self.group.evaluation
         return self.id if evaluation is None else SampleId(self.id.group - evaluation.groups[0].id, self.id.index)
 
@@ -409,7 +400,7 @@ class Sample:
 
     @property
     def asked(self) -> Replay | None:
-        """What its function would ask if it began again now; None: nothing that is known."""
+        """The calls that its function would make again if it began anew now; None without any."""
         replay, call = self.replay, self.open_call
         calls = deque(c.result for c in self.calls if c.result is not None)
         start = None if call is None else call.start
@@ -445,11 +436,10 @@ class Group:
     ) -> None:  # fmt: skip
         self.id = group_id
         self.bound = bound
-        """Of its staleness, where that was lowered before it was drawn; never more than ``max_staleness``."""
+        """The bound on staleness when the group was drawn, if it was lowered before."""
         self.prompt = prompt
         self.drawn_under = drawn_under
         self.evaluation = evaluation
-        """What it belongs to, instead of training."""
         self.samples = [Sample(SampleId(group_id, i), self) for i in range(n_samples)]
         self.state = GroupState.OPEN
         self.since = 0
@@ -477,7 +467,6 @@ class Group:
 
     @property
     def complete(self) -> bool:
-        """Whether its quorum is finished."""
         return len(self.finishers) >= self.quorum
 
     @property
@@ -487,17 +476,16 @@ class Group:
 
     @property
     def rewarded(self) -> tuple[tuple[int, float], ...]:
-        """The same as (index, reward), in the order in which they finished: its cohort, once it counts."""
+        """(index, reward) of the first ``quorum`` finishers, in their order: the cohort, once the group counts."""
         return tuple((i, self.samples[i].reward) for i in self.finishers[: self.quorum])
 
     @property
     def members(self) -> list[Sample]:
-        """What is held of it: neither delivered nor given up."""
+        """The samples that are neither delivered nor given up."""
         return [s for s in self.samples if s.state not in SETTLED]
 
     @property
     def ready(self) -> bool:
-        """Whether it counts towards a batch."""
         return self.state is GroupState.READY
 
     def __repr__(self) -> str:
@@ -506,31 +494,28 @@ class Group:
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Evaluation:
-    """One evaluation. Its prompts are groups once it has begun."""
+    """An evaluation; its prompts become groups when it begins."""
 
     request: EvaluationRequested
     behind: int = 0
-    """The last weight update that was asked for before it and waits; 0: none. It begins after that."""
+    """The last weight update that was asked for before and waits; 0 means none. The evaluation begins after it."""
     version: PolicyVersion | None = None
-    """Under which it generates; None: it has not begun."""
+    """The version of its tokens; None until it begins."""
     groups: tuple[Group, ...] = ()
     unfinished: int = 0
-    """Groups that are."""
     to_start: deque[Sample] = field(default_factory=deque)
     """Samples beyond those whose functions may run at once: in no queue, where they would keep others waiting."""
     functions: int = 0
     """Rollout functions that run, or wait for a place to begin in."""
     in_flight: int = 0
-    """Attempts."""
     trouble: tuple[str, AttemptFailure] | None = None
-    """What broke off its latest attempt that did."""
+    """The failure of the latest attempt that broke off."""
     failure: tuple[str, AttemptFailure | None] | None = None
-    """Why it ends."""
     tokens: Ledger = field(default_factory=Ledger)
     counters: Counter[str] = field(default_factory=Counter)
 
     def fail(self, error: str, kind: AttemptFailure | None = None, sample: Sample | None = None) -> None:
-        """It ends with this error, if it is the first; ``sample``: whose function is to blame, or its prompt."""
+        """End with this error, if it is the first; ``sample`` is the one whose function or prompt is to blame."""
         if self.failure is None:
             where = "" if sample is None else f"evaluation prompt {sample.key.group}: "
             self.failure = f"{where}{error}", kind
@@ -546,7 +531,7 @@ class Stateful(Protocol[State]):
 
     @property
     def owner(self) -> SampleId:
-        """Whose story tells of it."""
+        """The sample, or group, whose story tells of it."""
 
 
 LEGAL: Mapping[StrEnum, tuple[StrEnum, ...]] = {
@@ -578,10 +563,11 @@ LEGAL: Mapping[StrEnum, tuple[StrEnum, ...]] = {
     ),
     GroupState.READY: (GroupState.OPEN,),
 }  # fmt: skip
+"""The legal changes of state; only :meth:`april.core.context.CoreContext.to` changes one."""
 
 
 class TimerKind(StrEnum):
-    """What is to be done when a timer fires."""
+    """Actions that a timer stands for."""
 
     ABORTS = "aborts"
     """Ask again for the end of attempts, and fence those that are too late."""
@@ -598,10 +584,10 @@ class TimerKind(StrEnum):
 
 
 class Timer(NamedTuple):
-    """One timer. It is void when whoever started it waits for another one, or for none."""
+    """A timer; it is void once its starter waits for another one, or for none."""
 
     kind: TimerKind
     number: int
     """Unique among timers of its kind."""
     engine: str = ""
-    """Of a rest, a probe, a check."""
+    """The engine of a rest, a probe or a check."""

@@ -21,7 +21,7 @@ from april.errors import InvariantError
 
 
 def check_calls(sample: Sample) -> str | None:
-    """What is wrong with the sample's calls, or None."""
+    """Describe what is wrong with the sample's calls; None means nothing."""
     done, call, replay = [c.result for c in sample.calls if c.result is not None], sample.open_call, sample.replay
     if len(done) + (call is not None) != len(sample.calls):
         return "an open call before the last one, or a complete one without its result"
@@ -46,7 +46,7 @@ def check_calls(sample: Sample) -> str | None:
 
 
 def check_group(group: Group, *, whole: bool) -> str | None:
-    """What is wrong with its counts, or None; ``whole``: it is delivered when all of it is finished."""
+    """Describe what is wrong with a group's counts; ``whole`` says that it is delivered when all of it is finished."""
     members = group.members
     finished = {s.id.index for s in members if s.state is SampleState.FINISHED}
     leased = {s.id.index for s in group.samples if s.state is SampleState.LEASED}
@@ -160,7 +160,7 @@ def validate(context: CoreContext, updates: WeightUpdates) -> None:
 
 
 def check_evaluation(context: CoreContext, evaluation: Evaluation) -> str | None:
-    """What is wrong with an evaluation's own counts, ledger and versions, or None."""
+    """Describe what is wrong with an evaluation's counts, ledger and versions; None means nothing."""
     samples = [s for g in evaluation.groups for s in g.samples]
     in_flight = sum(a.sample.evaluation is evaluation for a in context.attempts)
     if evaluation.in_flight != in_flight:

@@ -34,7 +34,7 @@ class VersionClock:
         self.branches: dict[int, int] = dict(branches or {})
 
     def advance(self) -> PolicyVersion:
-        """One weight update."""
+        """Count a weight update."""
         self.current = PolicyVersion(self.current.incarnation, self.current.n + 1)
         return self.current
 

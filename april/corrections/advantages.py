@@ -80,7 +80,7 @@ def first_others(indices: ArrayLike, cohort_indices: ArrayLike, cohort_rewards: 
 
 
 def first_others_of(indices: ArrayLike, cohorts: Sequence[Cohort]) -> Float64:
-    """The same of B cohorts as delivered samples name them, of any sizes."""
+    """Rewards of the first others for B cohorts as delivered samples name them, of any sizes."""
     widest = max((len(cohort) for cohort in cohorts), default=0)
     filled = [(*cohort, *((-1, 0.0),) * (widest - len(cohort))) for cohort in cohorts]
     table = np.array(filled, np.float64).reshape(len(cohorts), widest, 2)
@@ -181,7 +181,7 @@ def loss_weights(
         loss_mask: [B, T], array or tensor; not 0 where a token has loss.
         method: see above.
         max_response_len: for ``dr_grpo``: as configured.
-        share: ``batch.share``, whose whole batch B and the sum of T_i are of; None: ``loss_mask`` is all of it.
+        share: ``batch.share``, whose whole batch B and the sum of T_i are of; None means the whole ``loss_mask``.
 
     Raises ValueError for another method or shape, and for ``dr_grpo`` without ``max_response_len``.
     """

@@ -35,7 +35,7 @@ LEVELS: tuple[str, ...] = get_args(Level)
 HALVES = ("float16", "bfloat16")
 """Types in which a log-probability is too coarse: in bfloat16 one of -10 is known to 0.06, its ratio to 6 %."""
 LARGEST = float(np.finfo(np.float32).max)
-"""Of the weights: above it float32 has infinity, which makes NaN of a loss of 0."""
+"""The largest weight: above it float32 has infinity, which makes NaN of a loss of 0."""
 ROUNDING = 0.01
 """Log-probabilities above 0 by less are rounding."""
 

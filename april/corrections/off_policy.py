@@ -1,4 +1,4 @@
-"""How far a batch is from the weights that are trained on it: effective sample size and KL, in all and by age.
+"""The distance of a batch from the weights that are trained on it: effective sample size and KL, in all and by age.
 
 With w = p / q, the trainer's probability of a token over the one it was sampled with, and n tokens:
 
@@ -28,7 +28,7 @@ LARGEST = 300.0
 
 
 def off_policy_report(batch: Any, logprobs: Any, *, min_effective_sample_size: float = 0.0) -> dict[str, float]:
-    """What a trainer logs of a batch, once it has the log-probabilities under the weights that it trains.
+    """Report on a batch, given the log-probabilities under the weights that are trained.
 
     ``ess_token`` (of the tokens' ratios), ``ess_response`` (of the products over each response), ``kl_k1`` and
     ``kl_k3`` (nats per token), ``tokens``; and for each age that occurs ``age_<a>/ess_token``, ``age_<a>/kl_k1``,
@@ -99,7 +99,7 @@ def _flat(logprobs: Float64, lengths: NDArray[np.int32]) -> Float64:
 
 
 def _sentence(batch: int, found: float, limit: float, report: dict[str, float]) -> str:
-    """What is wrong, by age, and what to do."""
+    """Say what is wrong, by age, and what to do."""
     by_age = ", ".join(
         f"{value:.3f} at age {name.removeprefix('age_').partition('/')[0]}"
         for name, value in report.items()

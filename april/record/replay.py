@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -40,7 +40,7 @@ END = 1
 """The token that ends responses in a replay; all others are 0."""
 CHECKED = 256
 """Samples that a check after every event may cost; where more are held, it comes after every so many events."""
-_EVENTS: dict[str, type[Any]] = {kind.__name__: kind for kind in get_args(ev.Event)}
+_EVENTS: dict[str, type[Any]] = {kind.__name__: kind for kind in ev.Event.__subclasses__()}
 _WRONG = (ValueError, TypeError, LookupError, ArithmeticError, AttributeError, RecursionError, MemoryError)
 """Errors raised for a line that cannot be."""
 
