@@ -18,7 +18,7 @@ from april.core.types import OnStale, SampleId
 from april.errors import AprilError, ConfigError, RecordError, RolloutError
 from april.extras import install
 from april.record.file import is_record
-from april.server_text import printable, said
+from april.server_text import clean, printable
 from april.simulate.workload import Placement
 from april.state_file import write_atomic
 
@@ -182,7 +182,7 @@ def watch(
     try:
         there = follow(path, console, once=once)
     except RecordError as error:
-        console.print(said(error), soft_wrap=True)
+        console.print(clean(error), soft_wrap=True)
         raise typer.Exit(1) from None
     if not there:
         raise typer.Exit(1)

@@ -1,6 +1,6 @@
 """Text of servers on its one way into a message, a log, a report or the name of a metric.
 
-Invariant: the text that :func:`said` returns is short, printable, and without the keys that were given to
+Invariant: the text that :func:`clean` returns is short, printable, and without the keys that were given to
 :func:`hide`, however they are written there.
 """
 
@@ -61,7 +61,7 @@ def hide(key: str) -> None:
         _hidden[key] = _Key(key)
 
 
-def said(value: object, limit: int = MAX_CHARS) -> str:
+def clean(value: object, limit: int = MAX_CHARS) -> str:
     """Return the text of a server on one line of at most ``limit`` characters (and "..." where there was more).
 
     Keys are removed, however they are escaped, before anything is cut; unprintable characters are shown by number.
@@ -82,8 +82,8 @@ def printable(text: str) -> str:
 
 
 def quoted(value: object, limit: int = 64) -> str:
-    """Return :func:`said` between quotation marks, for names."""
-    return f"'{said(value, limit)}'"
+    """Return :func:`clean` between quotation marks, for names."""
+    return f"'{clean(value, limit)}'"
 
 
 def without_keys(text: str, *, cut: bool = False) -> str:

@@ -174,13 +174,13 @@ LOCAL = {"transformers", "simulated"}
 PLACES = [p for p in [*HOUSE.glob("engines/**/*.py"), *HOUSE.glob("doctor/*.py"), HOUSE / "adapters/slime/servers.py"]
           if p.parent.name not in LOCAL]  # fmt: skip
 OWN = {name for name in dir(april.errors) if name.endswith(("Error", "Busy", "Refused", "Unreachable"))} | {"NotJson"}
-SHOWN = {"said", "quoted", "error_text", "type", "len"}
+SHOWN = {"clean", "quoted", "error_text", "type", "len"}
 RAW = {"body", "headers", "reason", "message", "finish_reason"}
 
 
 @pytest.mark.parametrize("path", PLACES, ids=lambda p: f"{p.parent.name}/{p.name}")
 def test_texts_of_servers_go_one_way(path: Path) -> None:
-    """No JSON is read past ``read_json``, and no raw text or foreign exception gets into a sentence but by ``said``."""
+    """No JSON is read past ``read_json``, and raw text and foreign exceptions get into sentences by ``clean`` alone."""
     tree = ast.parse(path.read_text(encoding="utf-8"))
     wrong = [f"line {node.lineno}: {ast.unparse(node)}" for node in ast.walk(tree) if _reads(node)]
     handlers = [node for node in ast.walk(tree) if isinstance(node, ast.ExceptHandler) and node.name]
@@ -188,7 +188,7 @@ def test_texts_of_servers_go_one_way(path: Path) -> None:
     for node in ast.walk(tree):
         if isinstance(node, ast.FormattedValue):
             wrong += [f"line {node.lineno}: {ast.unparse(n)}" for n in _bare(node.value) if n in foreign or _raw(n)]
-    assert not wrong, "pass what servers say through said()"
+    assert not wrong, "pass what servers say through clean()"
 
 
 def _reads(node: ast.AST) -> bool:

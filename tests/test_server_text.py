@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from april import server_text
 from april.engines.http.wire import NotJson, error_text, read_json
-from april.server_text import LOOKED_AT, hide, quoted, said
+from april.server_text import LOOKED_AT, clean, hide, quoted
 
 KEY = "sk-Test/Key+77aa=="
 WRITTEN: dict[str, Callable[[str], str]] = {
@@ -62,7 +62,7 @@ def pieces(text: str, key: str = KEY, size: int = 8) -> list[str]:
 @pytest.mark.parametrize("how", WRITTEN)
 def test_a_key_is_removed_however_it_is_written(how: str) -> None:
     """What stands around it stays."""
-    shown = said(f"upstream refused {WRITTEN[how](KEY)} and gave up")
+    shown = clean(f"upstream refused {WRITTEN[how](KEY)} and gave up")
     assert shown.startswith("upstream refused ")
     assert "<the key>" in shown
     assert shown.endswith(" and gave up")
@@ -76,7 +76,7 @@ def test_a_key_is_removed_however_it_is_written(how: str) -> None:
 @pytest.mark.parametrize("shown", range(250, 310, 7))
 def test_a_cut_leaves_no_part_of_a_key(how: str, shown: int) -> None:
     """It is removed before the text is cut."""
-    text = said("." * shown + WRITTEN[how](KEY) + " and more")
+    text = clean("." * shown + WRITTEN[how](KEY) + " and more")
     assert len(text) <= server_text.MAX_CHARS + 4
     assert "sk" not in text.casefold()
 
@@ -84,14 +84,14 @@ def test_a_cut_leaves_no_part_of_a_key(how: str, shown: int) -> None:
 @pytest.mark.parametrize("before", range(LOOKED_AT - 20, LOOKED_AT + 1))
 def test_the_end_of_what_is_looked_at_leaves_no_part_of_a_key(before: int) -> None:
     """White space before it is taken away, so that the end of what is looked at may be in the message."""
-    assert "sk" not in said(" " * before + KEY)
+    assert "sk" not in clean(" " * before + KEY)
 
 
 @settings(derandomize=True, deadline=None)
 @given(st.text(), st.text(), st.sampled_from(sorted(WRITTEN)))
 def test_any_text_around_it(before: str, after: str, how: str) -> None:
     """Nothing around a key hides it, and nothing makes reading fail."""
-    shown = said(f"{before} {WRITTEN[how](KEY)} {after}")
+    shown = clean(f"{before} {WRITTEN[how](KEY)} {after}")
     assert not pieces(shown) or pieces(f"{before} {after}")
     assert shown.isprintable()
 
@@ -99,16 +99,16 @@ def test_any_text_around_it(before: str, after: str, how: str) -> None:
 def test_short_keys_are_removed_as_they_stand() -> None:
     """Nothing would be left of any text if two letters were looked for in every spelling."""
     hide("a1")
-    assert said("refused a1, not A1") == "refused <the key>, not A1"
+    assert clean("refused a1, not A1") == "refused <the key>, not A1"
     hide("")
-    assert said("fine") == "fine"
+    assert clean("fine") == "fine"
 
 
 def test_several_keys() -> None:
     """One server may repeat another's."""
     hide("another-key-of-mine")
     hide("another-key-of-theirs")
-    assert said(f"{KEY} another-key-of-mine") == "<the key>== <the key>"
+    assert clean(f"{KEY} another-key-of-mine") == "<the key>== <the key>"
 
 
 @pytest.mark.parametrize(
@@ -118,14 +118,14 @@ def test_several_keys() -> None:
 )  # fmt: skip
 def test_nothing_steers_a_terminal(text: object, shown: str) -> None:
     """Control characters and those that turn the writing around are shown by their number; all is on one line."""
-    assert said(text) == shown
+    assert clean(text) == shown
 
 
 @pytest.mark.parametrize("value", ["x" * (5 << 20), b"x" * (5 << 20), "x " * 5000, "\\" * (1 << 20), "&" * (1 << 20)])
 def test_long_texts_are_cut(value: object) -> None:
     """To some hundred characters, without looking at all of it."""
-    assert len(said(value)) <= server_text.MAX_CHARS + 4
-    assert said(value).endswith(" ...")
+    assert len(clean(value)) <= server_text.MAX_CHARS + 4
+    assert clean(value).endswith(" ...")
     assert len(quoted(value)) <= 64 + 6
 
 
@@ -141,4 +141,4 @@ def test_deep_json(depth: int) -> None:
 
 def test_numbers_without_end() -> None:
     """Python refuses to write integers of more than 4,300 digits."""
-    assert said(10**5000) == "a value of type int"
+    assert clean(10**5000) == "a value of type int"

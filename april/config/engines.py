@@ -18,7 +18,7 @@ from april.config.values import (
     one_or_more,
 )
 from april.errors import ConfigError
-from april.server_text import hide, quoted, said
+from april.server_text import clean, hide, quoted
 
 _EVERYWHERE = ("0.0.0.0", "::")  # noqa: S104 - refused here
 """A server that listens on these is reached under its machine's name."""
@@ -40,7 +40,7 @@ def checked_url(url: str) -> str:
     except ValueError:  # the port
         right = False
     if not right or parts.path not in ("", "/") or parts.query or parts.fragment or parts.username or parts.password:
-        instead = said(_instead(url, parts, right))
+        instead = clean(_instead(url, parts, right))
         raise ConfigError(f"an engine's URL must look like http://host:port, got {quoted(_shown(url), 100)}{instead}")
     if parts.hostname in _EVERYWHERE:
         port = "" if parts.port is None else f":{parts.port}"

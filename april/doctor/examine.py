@@ -27,7 +27,7 @@ from april.engines.http.http_client import HttpClient
 from april.engines.http.server_probe import ServerFacts, api_key
 from april.engines.kinds.identify import SETTINGS, VERSION_CHARS, Identity, ServerKind, identify, probe, why_silent
 from april.errors import ConfigError, EngineBusy, EngineError
-from april.server_text import said
+from april.server_text import clean
 
 
 def compared(servers: Mapping[str, ServerFacts]) -> list[Finding]:
@@ -36,7 +36,7 @@ def compared(servers: Mapping[str, ServerFacts]) -> list[Finding]:
     for what, of, level, advice, promise in _COMMON:
         values = {url: of(facts) for url, facts in servers.items() if of(facts) not in (None, "")}
         if len(set(values.values())) > 1:
-            given = ", ".join(f"{said(value)} ({url})" for url, value in values.items())
+            given = ", ".join(f"{clean(value)} ({url})" for url, value in values.items())
             found.append(Finding("several", level, f"the servers differ in their {what}: {given}", advice, promise))
     return found
 
@@ -194,8 +194,8 @@ class Examination:
             found.findings.append(at_rest(found.url, str(error)))
             return
         facts = self.facts
-        found.version = said(facts.software, VERSION_CHARS) or found.version
-        found.model = said(facts.model)
+        found.version = clean(facts.software, VERSION_CHARS) or found.version
+        found.model = clean(facts.model)
         given = getattr(self._settings, "eos_token_ids", None) is not None
         found.findings += abilities(facts.capabilities, self._temperature, ends_given=given)
         found.limits += facts.capabilities.limits

@@ -14,7 +14,7 @@ from april.config.engines import SglangEngineConfig
 from april.doctor.findings import Finding, Level
 from april.engines.kinds.identify import SETTINGS, Identity, ServerKind
 from april.errors import EngineError, EngineUnreachable
-from april.server_text import said
+from april.server_text import clean
 
 _NO_ENGINE = {
     ServerKind.OTHER: (
@@ -134,7 +134,7 @@ async def why_unreachable(url: str, timeout_s: float) -> Finding | None:
     except TimeoutError:
         return missing(_REACH, f"the name {host} was not resolved in {timeout_s:g} s", _CHECK_NAME)
     except OSError as error:
-        return missing(_REACH, f"the name {host} does not resolve ({said(error.strerror or error)})", _CHECK_NAME)
+        return missing(_REACH, f"the name {host} does not resolve ({clean(error.strerror or error)})", _CHECK_NAME)
     try:
         async with asyncio.timeout(timeout_s):
             _, writer = await asyncio.open_connection(host, port)
@@ -151,7 +151,7 @@ async def why_unreachable(url: str, timeout_s: float) -> Finding | None:
             "in a private network)",
         )  # fmt: skip
     except OSError as error:
-        why = said(error.strerror or error)
+        why = clean(error.strerror or error)
         return missing(_REACH, f"no connection to port {port} of {host} ({why})", "look at the address")
     await _close(writer)
     return None

@@ -35,7 +35,7 @@ from april.engines.protocol import Chunk
 from april.errors import EngineBusy, EngineError, EngineUnreachable, RolloutError, WeightsGone, WireError
 from april.processes import messages as wire
 from april.processes.messages import ProtocolError, ids_of, logprobs_of, packed
-from april.server_text import said
+from april.server_text import clean
 
 log = logging.getLogger("april")
 
@@ -293,7 +293,7 @@ class HostDesk:
 
     def lost(self, why: str) -> Iterator[ev.Event]:
         """The host is gone: its engines are broken, and so is all that ran there. As in :meth:`receive`."""
-        error = f"host {self.name} is gone: {said(why)}"
+        error = f"host {self.name} is gone: {clean(why)}"
         for engine in self.engines:
             yield ev.EngineFailed(engine)
         for engine, call in list(self._calls.items()):
@@ -500,7 +500,7 @@ class HostDesk:
         except EngineError as error:
             raise self._disbelieve(attempt, error) from None
         self._over(m.attempt_id)
-        return ev.AttemptFailed.of(attempt, said(m.error), m.kind, rejected=m.rejected, busy_s=m.busy_s)
+        return ev.AttemptFailed.of(attempt, clean(m.error), m.kind, rejected=m.rejected, busy_s=m.busy_s)
 
     def _disbelieve(self, attempt: Attempt, error: Exception) -> ProtocolError:
         """Return what to raise; nothing of that request is believed any more."""
@@ -555,7 +555,7 @@ class HostDesk:
                 self._warned = True
                 log.warning(
                     "host %s: what rollout functions return cannot travel (%s), so evaluate() has None in its place; "
-                    "return numbers, strings, bytes, lists and mappings", self.name, said(m.why_not),
+                    "return numbers, strings, bytes, lists and mappings", self.name, clean(m.why_not),
                 )  # fmt: skip
         return ev.SampleReturned(sample.id)
 
@@ -565,7 +565,7 @@ class HostDesk:
             return None
         sample, known = running
         known.run = 0
-        return ev.SampleFailed(sample.id, said(m.error), said(m.kind))
+        return ev.SampleFailed(sample.id, clean(m.error), clean(m.kind))
 
     def _rewards(self, m: wire.Rewards) -> ev.Event | None:
         running = self._running(m.group, m.index, m.run)
@@ -585,8 +585,8 @@ class HostDesk:
         if self._judged.get(event.group) != event.judgement:
             return None
         del self._judged[event.group]
-        error = None if event.error is None else said(event.error)
-        return replace(event, error=error, kind=said(event.kind))
+        error = None if event.error is None else clean(event.error)
+        return replace(event, error=error, kind=clean(event.kind))
 
     # ---------------------------------------------------------------- reports: engines
 
@@ -594,9 +594,9 @@ class HostDesk:
         if self._calls.get(event.engine) != event.call:
             return None
         if event.content.strip("0123456789abcdef") or len(event.content) > LONGEST_CONTENT:
-            raise ProtocolError(f"host {self.name}: the content of a directory is told as {said(event.content)}")
+            raise ProtocolError(f"host {self.name}: the content of a directory is told as {clean(event.content)}")
         del self._calls[event.engine]
-        event = replace(event, error=said(event.error))
+        event = replace(event, error=clean(event.error))
         if event.result is not ev.CallResult.DONE:
             self._failed(event.call, _ERRORS[event.result](event.error))
         return event
@@ -604,7 +604,7 @@ class HostDesk:
     def _written(self, event: ev.WeightsWritten) -> ev.Event:
         if all(limits.remote for limits in self.engines.values()):
             raise ProtocolError(f"host {self.name} says that weights were written which none of its engines reads")
-        return ev.WeightsWritten(f"host {self.name}: {said(event.error)}; call weight_update before the next batch")
+        return ev.WeightsWritten(f"host {self.name}: {clean(event.error)}; call weight_update before the next batch")
 
     def _probed(self, event: ev.EngineProbed) -> ev.Event | None:
         if self._probes.get(event.engine) != event.probe:
@@ -612,7 +612,7 @@ class HostDesk:
         if event.load is not None and event.load.engine != event.engine:
             raise ProtocolError(f"host {self.name}: a probe of {event.engine} tells the load of another engine")
         del self._probes[event.engine]
-        return replace(event, detail=said(event.detail))
+        return replace(event, detail=clean(event.detail))
 
     def _sent(self, m: wire.TapesSent) -> None:
         self.tapes_sent = m.number
@@ -621,7 +621,7 @@ class HostDesk:
         self.quieted = m.number
 
     def _goodbye(self, m: wire.Goodbye) -> None:
-        self.leaves = said(m.why)
+        self.leaves = clean(m.why)
 
 
 def _finish_of(sample: Sample) -> FinishReason:

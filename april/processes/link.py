@@ -20,7 +20,7 @@ import msgspec
 from aiohttp import web
 
 from april.errors import ConfigError, LinkError
-from april.server_text import hide, said
+from april.server_text import clean, hide
 
 log = logging.getLogger("april")
 
@@ -312,7 +312,7 @@ class _Peer(web.RequestHandler):
         """End a greeting; does nothing after it."""
         if self in self.listener.strangers:
             self.greeted()
-            log.warning("a connection was refused: %s: %s", self.peer, said(why))
+            log.warning("a connection was refused: %s: %s", self.peer, clean(why))
             if self.transport is not None:
                 self.transport.abort()
 
@@ -423,4 +423,4 @@ async def connect(
             why = f"it does not speak as this april does, or has closed the connection ({type(error).__name__})"
         else:
             raise
-        raise LinkError(f"cannot join {address}: {said(why)}") from None
+        raise LinkError(f"cannot join {address}: {clean(why)}") from None

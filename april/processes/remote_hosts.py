@@ -44,7 +44,7 @@ from april.processes.messages import (
     encode,
     why_not_plain,
 )
-from april.server_text import said
+from april.server_text import clean
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -678,7 +678,7 @@ class RemoteHosts:
             self._waiting.remove(guest)
 
     def _refuse(self, link: Link, why: str) -> None:
-        log.warning("a host was refused: %s", said(why))
+        log.warning("a host was refused: %s", clean(why))
         link.send(encode([Refusal(why)]))
         link.close()
 
@@ -786,7 +786,7 @@ class RemoteHosts:
             return
         assert self._roster is not None
         level = logging.INFO if for_good and desk.idle else logging.WARNING
-        log.log(level, "host %s is %s: %s", guest.name, "gone" if for_good else "lost", said(why))
+        log.log(level, "host %s is %s: %s", guest.name, "gone" if for_good else "lost", clean(why))
         for event in self._roster.lost(desk, why, for_good=for_good):
             self._post(event)
         self._tell_watchers()

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from april.errors import ConfigError
 from april.extras import require
 from april.record.standing import Standing, Waits
-from april.server_text import said
+from april.server_text import clean
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -87,7 +87,7 @@ class Line:
             parts.append(f"{now.partials} partial, oldest {now.oldest} update{'' if now.oldest == 1 else 's'}")
         if now.waits != Waits.RESPONSES:  # which need not be said
             waited = time_s - self._waits_since
-            parts.append(f"waits for {said(now.waits, 100)}{f' ({waited:.0f} s)' if waited >= LEAST_WAIT_S else ''}")
+            parts.append(f"waits for {clean(now.waits, 100)}{f' ({waited:.0f} s)' if waited >= LEAST_WAIT_S else ''}")
         return "  ".join(parts)
 
 

@@ -22,7 +22,7 @@ from rich.text import Text
 from april.errors import RecordError
 from april.record.file import BATCH, CLOSED, OVER, STANDING, Line, LineReader, end_of, refuse_other_formats
 from april.record.standing import Standing, standing_from
-from april.server_text import said
+from april.server_text import clean
 from april.view.progress import Line as ProgressLine
 from april.view.progress import short
 
@@ -187,20 +187,20 @@ class Screen:
         """Return the whole screen; nothing was written for ``silent_s`` seconds."""
         seen = self._seen
         if not self.follower.exists:
-            return Text(f"{said(self._path)} is not there yet")
+            return Text(f"{clean(self._path)} is not there yet")
         # a run that waits writes nothing
         parts: list[RenderableType] = [Text(self._line.at(seen.seconds + silent_s) or "nothing was generated yet")]
         if seen.end is not None:
-            parts = [_one_line(f"{said(seen.end)}, after {seen.seconds:.0f} s")]
+            parts = [_one_line(f"{clean(seen.end)}, after {seen.seconds:.0f} s")]
         elif silent_s > SILENT_S:
             parts.append(_one_line(f"nothing was written for {silent_s:.0f} s: the run stands still, or its process "
                                    "has died"))  # fmt: skip
         if seen.batches:
             parts.append(_steps(seen))
             if why := seen.batches[-1][2]:
-                parts.append(Text(said(why)))
+                parts.append(Text(clean(why)))
         if seen.dropped:
-            dropped = ", ".join(f"{said(name, 60)} {count}" for name, count in sorted(seen.dropped.items()))
+            dropped = ", ".join(f"{clean(name, 60)} {count}" for name, count in sorted(seen.dropped.items()))
             parts.append(Text(f"so far: {dropped}"))
         if seen.standing is not None and seen.standing.engines:
             parts.append(_engines(seen, seen.standing.engines))
@@ -234,7 +234,7 @@ def _engines(seen: Seen, in_flight: dict[str, int]) -> Table:
         cap, memory = metrics.get(f"{_ENGINE}{name}/cap"), metrics.get(f"{_ENGINE}{name}/kv_usage")
         unverified = metrics.get(f"{_ENGINE}{name}/unverified_weights")
         out.add_row(
-            Text(said(name, 60)), f"{in_flight[name]}", "" if cap is None else f"{cap:.0f}",
+            Text(clean(name, 60)), f"{in_flight[name]}", "" if cap is None else f"{cap:.0f}",
             "" if memory is None else f"{memory:.0%}", "unverified" if unverified else "",
         )  # fmt: skip
     if len(names) > MOST_ENGINES:

@@ -26,7 +26,7 @@ from april.core.types import DropReason
 from april.errors import ConfigError, RolloutError
 from april.processes.coordinator import calls
 from april.processes.coordinator.messages import Result
-from april.server_text import said
+from april.server_text import clean
 
 STOP_REASONS = ("stop", "tool_calls", "length")
 
@@ -115,7 +115,7 @@ class Engine:
             )  # fmt: skip
         except RuntimeError as error:
             # its text repeats the whole request
-            raise RolloutError(f"server {address}: {said(str(error).rpartition('Last error: ')[2])}") from None
+            raise RolloutError(f"server {address}: {clean(str(error).rpartition('Last error: ')[2])}") from None
         if not isinstance(answer, dict):
             raise RolloutError(f"server {address} gave a {type(answer).__name__} where JSON was expected")
         return inner.backend.parse_generation_response(answer)

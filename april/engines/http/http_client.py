@@ -19,7 +19,7 @@ import msgspec
 from april.config.engines import checked_key, checked_url
 from april.engines.http.wire import NotJson, error_text, failure_of, read_json
 from april.errors import EngineError, EngineUnreachable, WireError
-from april.server_text import said, without_keys
+from april.server_text import clean, without_keys
 
 CONTROL_TIMEOUT_S = 30.0
 """Longest wait for the answer to a control call, unless the caller knows better."""
@@ -262,7 +262,7 @@ class HttpClient:
         if 300 <= response.status < 400:
             target = response.headers.get("Location", "nowhere").partition("?")[0].partition("#")[0]
             raise EngineError(
-                f"{self.url}{route} answered with a redirect ({response.status}) to {said(target)}, which "
+                f"{self.url}{route} answered with a redirect ({response.status}) to {clean(target)}, which "
                 "april does not follow; give the server's own address"
             )
 
@@ -273,7 +273,7 @@ class HttpClient:
         if "WRONG_VERSION_NUMBER" in why:
             hint = f"the server speaks no TLS; write {self.url.replace('https:', 'http:', 1)}"
         certificate = getattr(error, "certificate_error", None)
-        distrusted = "" if certificate is None else said(getattr(certificate, "verify_message", certificate))
+        distrusted = "" if certificate is None else clean(getattr(certificate, "verify_message", certificate))
         what = f"{method} {self.url}{route} failed: {why}; {hint}"
         return EngineUnreachable(what, why=why, distrusted=distrusted)
 
@@ -350,7 +350,7 @@ _OWN_WORDS: tuple[tuple[type[BaseException], str], ...] = (
 
 def _what_broke(error: BaseException) -> str:
     own = next((words for kind, words in _OWN_WORDS if isinstance(error, kind)), "")
-    return own or said(error) or type(error).__name__
+    return own or clean(error) or type(error).__name__
 
 
 def _without_keys(content: bytes, *, cut: bool = False) -> bytes:

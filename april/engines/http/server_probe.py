@@ -20,7 +20,7 @@ from april.engines.http.http_client import HttpClient
 from april.engines.http.wire import NotJson, error_text, read_json
 from april.engines.protocol import Capabilities, Engine
 from april.errors import ConfigError, EngineError
-from april.server_text import said
+from april.server_text import clean
 
 PROBE_S = 10.0
 """Longest wait for one answer while a server is probed."""
@@ -193,14 +193,14 @@ class ServedModel:
             return (
                 Limit(
                     LimitCode.ADAPTER,
-                    f"Requests name the adapter {said(self.name)}, made for the model {said(self.base)}: whole weights "
-                    "from a directory would change that model under it",
+                    f"Requests name the adapter {clean(self.name)}, made for the model {clean(self.base)}: whole "
+                    "weights from a directory would change that model under it",
                     "hand a new adapter over with weight_update(transfer=...), or train merged weights and name "
-                    f"{said(self.base)} in engine.model",
+                    f"{clean(self.base)} in engine.model",
                 ),
             )
         if self.adapters:
-            named = f"Requests name the model {said(self.name)} itself, as engine.model says, and no adapter of it"
+            named = f"Requests name the model {clean(self.name)} itself, as engine.model says, and no adapter of it"
             return (Limit(LimitCode.UNUSED_ADAPTERS, f"{named} ({_listed(self.adapters)})"),)
         return ()
 
@@ -251,13 +251,13 @@ def _choice(models: dict[str, Any], adapters: dict[str, str]) -> str:
         return f"serves {several}; name the one that is trained"
     return (
         f"serves {_listed(models) or 'no model'} and the adapters (LoRA) {_listed(adapters)}, and a request that names "
-        f"none is answered without them; set it to {said(next(iter(adapters)))} to train that adapter"
-        + (f", or to {said(next(iter(models)))} to train the model itself" if models else "")
+        f"none is answered without them; set it to {clean(next(iter(adapters)))} to train that adapter"
+        + (f", or to {clean(next(iter(models)))} to train the model itself" if models else "")
     )
 
 
 def _listed(names: Any) -> str:
-    return said(", ".join(list(names)[:NAMES]))
+    return clean(", ".join(list(names)[:NAMES]))
 
 
 E = TypeVar("E", bound=Engine)

@@ -12,7 +12,7 @@ import numpy as np
 from april.core.versions import PolicyVersion
 from april.engines.protocol import Chunk, EngineFinish, Float32, Int32
 from april.errors import EngineBusy, EngineError, RequestRefused, WireError
-from april.server_text import said
+from april.server_text import clean
 
 T = TypeVar("T")
 
@@ -31,7 +31,7 @@ def read_with(decoder: msgspec.json.Decoder[T], raw: bytes) -> T:
     try:
         return decoder.decode(raw)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise NotJson(said(error)) from None
+        raise NotJson(clean(error)) from None
     except RecursionError:
         raise NotJson(f"{len(raw)} bytes, nested too deeply") from None
 
@@ -73,7 +73,7 @@ def failure_said(payload: bytes, who: str) -> EngineError:
 
 
 def error_text(body: bytes) -> str:
-    """What an error answer says, out of the shapes that servers use, as :func:`said` shows it."""
+    """What an error answer says, out of the shapes that servers use, as :func:`clean` shows it."""
     try:
         value: Any = read_json(body)
     except NotJson:
@@ -85,7 +85,7 @@ def error_text(body: bytes) -> str:
         if inner is None:
             break
         value = inner
-    return said(value) or "nothing"
+    return clean(value) or "nothing"
 
 
 def chunk_of(
@@ -107,7 +107,7 @@ def int32_array(values: Sequence[int]) -> Int32:
     try:
         return np.array(values, np.int32)
     except (TypeError, ValueError, OverflowError) as error:
-        raise WireError(f"token ids are not whole numbers of 32 bits: {said(error)}") from None
+        raise WireError(f"token ids are not whole numbers of 32 bits: {clean(error)}") from None
 
 
 def float32_array(values: Sequence[float]) -> Float32:
@@ -117,4 +117,4 @@ def float32_array(values: Sequence[float]) -> Float32:
         with np.errstate(over="ignore"):
             return np.array(values, np.float32)
     except (TypeError, ValueError) as error:
-        raise WireError(f"log-probabilities are not numbers: {said(error)}") from None
+        raise WireError(f"log-probabilities are not numbers: {clean(error)}") from None

@@ -19,7 +19,7 @@ from april.engines.http.wire import NotJson, read_json
 from april.engines.openai.probe import known_server, probe_openai
 from april.engines.sglang.probe import probe_sglang
 from april.engines.vllm.probe import probe_vllm
-from april.server_text import said
+from april.server_text import clean
 
 VERSION_CHARS = 64
 """Of a server's version in a report."""
@@ -76,26 +76,26 @@ async def why_silent(client: HttpClient, kind: ServerKind, timeout_s: float) -> 
     for route, means in _PAUSED.get(kind, ()):
         reply = await client.call("GET", route, timeout_s=timeout_s)
         if means(reply):
-            return f"{route} says {said(reply.body, 200) or reply.status}"
+            return f"{route} says {clean(reply.body, 200) or reply.status}"
     return ""
 
 
 def _judge(replies: dict[str, Reply]) -> Identity:
     answers = {route: _json(reply) for route, reply in replies.items() if reply.ok}
     listed = [m for m in _list(answers.get("/v1/models"), "data") if isinstance(m, dict)]
-    models = tuple(said(m["id"]) for m in listed if "id" in m)
+    models = tuple(clean(m["id"]) for m in listed if "id" in m)
     version = _text(answers.get("/version"), "version")
     models_locked = "/v1/models" in replies and replies["/v1/models"].status in (401, 403)
     locked = models_locked or (not answers and any(reply.status in (401, 403) for reply in replies.values()))
 
     def found(kind: ServerKind, **more: Any) -> Identity:
         return Identity(
-            kind=kind, version=version and said(version, VERSION_CHARS), models=models, needs_key=locked, **more
+            kind=kind, version=version and clean(version, VERSION_CHARS), models=models, needs_key=locked, **more
         )
 
     workers = answers.get("/workers")
     if isinstance(workers, dict) and isinstance(workers.get("workers"), list):
-        urls = tuple(said(w["url"]) for w in workers["workers"] if isinstance(w, dict) and "url" in w)
+        urls = tuple(clean(w["url"]) for w in workers["workers"] if isinstance(w, dict) and "url" in w)
         return found(ServerKind.ROUTER, workers=urls)
     if _text(answers.get("/model_info"), "model_path") is not None:
         return found(ServerKind.SGLANG)

@@ -25,7 +25,7 @@ from april.engines.http.wire import NotJson, read_json
 from april.engines.openai.wire import ROUTE, CompletionParser, TokenShape, completion_body
 from april.engines.protocol import AbortMeans, Capabilities, EngineFinish, Request
 from april.errors import ConfigError, EngineError, RequestRefused, WireError
-from april.server_text import said
+from april.server_text import clean
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -173,7 +173,7 @@ async def software_of(client: HttpClient, server: KnownServer) -> str:
         return ""
     answer = await get_json(client, "/version")
     version = answer.get("version") if isinstance(answer, dict) else None
-    return f"{server.name} {said(version, 64)}" if isinstance(version, str) else server.name
+    return f"{server.name} {clean(version, 64)}" if isinstance(version, str) else server.name
 
 
 async def _load_route(client: HttpClient, server: KnownServer) -> str | None:

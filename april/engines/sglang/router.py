@@ -10,7 +10,7 @@ from april.config.engines import SglangEngineConfig
 from april.engines.http.http_client import HttpClient
 from april.engines.sglang.probe import SglangFacts
 from april.errors import ConfigError
-from april.server_text import said
+from april.server_text import clean
 
 EMPTY_PATIENCE_S = 15.0
 """A router that has just started lists no workers for some seconds."""
@@ -30,7 +30,8 @@ async def router_workers(router: HttpClient) -> frozenset[str]:
     except (TypeError, KeyError, AttributeError):
         raise ConfigError(f"engine.router: {router.url}/workers does not answer as an sglang-router does") from None
     if split:
-        raise ConfigError(f"engine.router: {said(split[0])} splits prefill from decode, which april was not tried with")
+        worker = clean(split[0])
+        raise ConfigError(f"engine.router: {worker} splits prefill from decode, which april was not tried with")
     return urls
 
 
@@ -45,7 +46,7 @@ async def require_same_workers(router: HttpClient, config: SglangEngineConfig) -
         found = await router_workers(router)
     if unknown := sorted(found - wanted):
         raise ConfigError(
-            f"the router {router.url} sends requests to {said(unknown[0])}, which engine.urls does not name: its "
+            f"the router {router.url} sends requests to {clean(unknown[0])}, which engine.urls does not name: its "
             "weights would never be updated; add it to engine.urls, written as the router writes it"
         )
     if idle := sorted(wanted - found):
@@ -63,8 +64,8 @@ def common_facts(workers: Sequence[SglangFacts]) -> SglangFacts:
         for what, theirs in _equal(other).items():
             if ours[what] != theirs:
                 raise ConfigError(
-                    f"the workers {first.url} and {other.url} of one router differ in {what} ({said(ours[what])} and "
-                    f"{said(theirs)}); start them alike"
+                    f"the workers {first.url} and {other.url} of one router differ in {what} ({clean(ours[what])} and "
+                    f"{clean(theirs)}); start them alike"
                 )
     each = [worker.capabilities for worker in workers]
     places = [c.max_in_flight for c in each if c.max_in_flight is not None]

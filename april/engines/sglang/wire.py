@@ -15,7 +15,7 @@ from april.engines.http.weight_labels import Span
 from april.engines.http.wire import failure_of
 from april.engines.protocol import EngineFinish, Request
 from april.errors import EngineError, WireError
-from april.server_text import quoted, said
+from april.server_text import clean, quoted
 
 
 class Finish(msgspec.Struct, gc=False):
@@ -162,7 +162,7 @@ class ReplyParser(Parser[Reply]):
         reason: EngineFinish | EngineError | None = _FINISHES.get(finish.type)
         if finish.type == "abort" and status is not None and 400 <= status < 600:
             reason = failure_of(
-                status, f"the server gave the request up ({status}): {said(finish.message or 'nothing')}"
+                status, f"the server gave the request up ({status}): {clean(finish.message or 'nothing')}"
             )
         elif reason is None:
             reason = WireError(f"attempt {self.attempt_id}: unknown finish reason {quoted(finish.type)}")

@@ -29,7 +29,7 @@ from april.engines.http.wire import NotJson, error_text, read_json
 from april.engines.protocol import EngineLoad
 from april.engines.sglang.probe import SglangFacts
 from april.errors import EngineError, EngineUnreachable, WireError
-from april.server_text import said
+from april.server_text import clean
 
 log = logging.getLogger("april")
 
@@ -116,7 +116,7 @@ class SglangWorker:
         await control(self.client, "/update_weight_version", says("success", True), body=body)
         now = await self.label()
         if now != label:
-            raise HalfUpdated(f"{self.client.url} says its weights are {said(now)} after april called them {label}")
+            raise HalfUpdated(f"{self.client.url} says its weights are {clean(now)} after april called them {label}")
 
     async def mark(self, labels: WeightLabels) -> str | None:
         """See :func:`~april.engines.http.weight_labels.mark_process`."""

@@ -22,7 +22,7 @@ from april.engines.http.wire import chunk_of, empty_chunk
 from april.engines.protocol import AbortMeans, Capabilities, Chunk, EngineFinish, Health, Request
 from april.engines.vllm.in_process import VllmInProcessEngine
 from april.errors import EngineBusy, EngineError, RequestRefused
-from april.server_text import said
+from april.server_text import clean
 
 HEALTH_DEADLINE_S = 10.0
 ACTOR_CALLS = 100_000
@@ -200,4 +200,4 @@ class ActorEngine(ServerEngine):
         except asyncio.CancelledError:
             raise
         except Exception as error:
-            raise EngineError(f"engine {self.name}: {type(error).__name__}: {said(error)}") from error
+            raise EngineError(f"engine {self.name}: {type(error).__name__}: {clean(error)}") from error

@@ -22,7 +22,7 @@ from april.engines.http.weight_labels import foreign_weights
 from april.engines.http.wire import chunk_of, empty_chunk, failure_of
 from april.engines.protocol import Capabilities, Chunk, EngineFinish, Health, Request
 from april.errors import ConfigError, EngineBusy, EngineError, WireError
-from april.server_text import said
+from april.server_text import clean
 
 T = TypeVar("T")
 
@@ -127,7 +127,7 @@ class VllmInProcessEngine(ServerEngine):
         status = getattr(error, "status_code", getattr(error, "http_status", None))
         if not isinstance(status, int):
             status = 400 if refused else 500
-        text = f" refuses the request: {said(error)}" if refused else f": {type(error).__name__}: {said(error)}"
+        text = f" refuses the request: {clean(error)}" if refused else f": {type(error).__name__}: {clean(error)}"
         return failure_of(status, f"engine {self._name}{text}")
 
     def _outputs(self, request: Request, deltas: bool) -> AsyncGenerator[Any, None]:
@@ -163,7 +163,7 @@ class VllmInProcessEngine(ServerEngine):
         try:
             logprobs = [entry[token].logprob for token, entry in zip(tokens, entries, strict=True)]
         except KeyError as error:
-            raise WireError(f"engine {self._name}: token {said(error)} came without its log-probability") from None
+            raise WireError(f"engine {self._name}: token {clean(error)} came without its log-probability") from None
         self._check_labels(request, getattr(completion, "weight_versions", None))
         finish = self._finish(completion.finish_reason)
         stopped_at = getattr(completion, "stop_reason", None) if finish is EngineFinish.STOP else None
@@ -214,7 +214,7 @@ class VllmInProcessEngine(ServerEngine):
                 lambda: self._llm.collective_rpc("reload_weights", kwargs={"weights_path": path})
             )
             if not results or any(result is not None for result in results):  # each of its workers returns nothing
-                raise EngineError(f"engine {self._name} could not load {path}: its workers returned {said(results)}")
+                raise EngineError(f"engine {self._name} could not load {path}: its workers returned {clean(results)}")
         if await self._there(self._llm.reset_prefix_cache) is not True:
             raise EngineError(
                 f"engine {self._name} could not reset its prefix cache, which holds keys and values of the old "
@@ -226,7 +226,7 @@ class VllmInProcessEngine(ServerEngine):
             if hasattr(self._llm, "get_weight_version"):
                 shown = await self._there(self._llm.get_weight_version)
                 if shown != label:
-                    what = f"says its weights are {said(shown, 64)} after april called them {label}"
+                    what = f"says its weights are {clean(shown, 64)} after april called them {label}"
                     raise EngineError(f"engine {self._name} {what}")
             self._labelled = True
         self._labels.present, self._not_whole = version, ""
@@ -236,7 +236,7 @@ class VllmInProcessEngine(ServerEngine):
         try:
             await self._there(self._llm.check_health)
         except Exception as error:
-            return Health(ok=False, detail=f"{type(error).__name__}: {said(error)}")
+            return Health(ok=False, detail=f"{type(error).__name__}: {clean(error)}")
         if self._not_whole:
             return Health(ok=False, detail=self._not_whole)
         return Health(ok=True, counters={"open_requests": float(len(self._admission.inside))})
@@ -275,7 +275,7 @@ class VllmInProcessEngine(ServerEngine):
         except (EngineError, asyncio.CancelledError):
             raise
         except Exception as error:
-            raise EngineError(f"engine {self._name}: {type(error).__name__}: {said(error)}") from error
+            raise EngineError(f"engine {self._name}: {type(error).__name__}: {clean(error)}") from error
 
 
 def _capabilities(llm: Any, stream: bool, eos_token_ids: Sequence[int] | None, lora_request: Any) -> Capabilities:
@@ -289,7 +289,7 @@ def _capabilities(llm: Any, stream: bool, eos_token_ids: Sequence[int] | None, l
     except AttributeError as error:
         raise ConfigError(
             f"VllmInProcessEngine takes an AsyncLLM object of vLLM 0.12 or newer, got {type(llm).__name__} "
-            f"({said(error)})"
+            f"({clean(error)})"
         ) from None
     if mode not in _KINDS:
         raise ConfigError(

@@ -34,7 +34,7 @@ from april.engines.openai.wire import ASK_SPANS
 from april.engines.protocol import AbortMeans, Capabilities
 from april.engines.vllm.wire import COMPLETIONS_ROUTE, TOKEN_ROUTE
 from april.errors import ConfigError, EngineError
-from april.server_text import said
+from april.server_text import clean
 
 _MODES = {
     "raw_logprobs": LogprobKind.RAW,
@@ -278,7 +278,7 @@ async def _one_token(client: HttpClient, model: str, prompt: list[int], params: 
     except ValueError as error:
         raise EngineError(
             f"{client.url}{COMPLETIONS_ROUTE} was asked for one token with its id and log-probability and answered "
-            f"otherwise: {said(error)}; april needs a vLLM that knows return_token_ids (0.11 or later)"
+            f"otherwise: {clean(error)}; april needs a vLLM that knows return_token_ids (0.11 or later)"
         ) from None
     return choice
 
@@ -357,7 +357,7 @@ def _several_copies(copies: int) -> Limit:
 def _speculation(method: object) -> Limit:
     return Limit(
         LimitCode.SPECULATION,
-        f"The server speculates ({said(method)}): on a CPU n-gram speculation gave wrong tokens at temperatures above "
+        f"The server speculates ({clean(method)}): on a CPU n-gram speculation gave wrong tokens at temperatures above "
         "0, with log-probabilities of -9999, and nothing else was tried",
         "start the server without --speculative-config",
     )
