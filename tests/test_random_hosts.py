@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 from host_lives import HostLife
-from test_random_times import TimedLife
+from test_random_trainers import TimedLife
 from trainer_player import TrainerPlayer
 
 from april.core import commands as do

@@ -1,6 +1,7 @@
 """Mistakes that people make on the first day: each answer is one sentence, and a mistake is said once, not flooded.
 
-``test_misuse.py`` has those that are about settings, rewards and engines.
+What runs and is probably not meant is warned of, once, and not for those who mean it. ``test_misuse.py`` has the
+mistakes that are about settings, rewards and engines.
 """
 
 from __future__ import annotations
@@ -9,26 +10,35 @@ import asyncio
 import gc
 import logging
 import re
+import signal
+import sys
 import threading
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from real_schedulers import assert_nothing_is_left, config, scheduler
+from real_schedulers import assert_nothing_is_left, config, engine, scheduler
 from tiny_models import tiny_model
 
 import april
+from april.config.engine_fit import doubts_of
+from april.core import batch as batches
 from april.core.sampling import SamplingParams
+from april.core.types import Prompt
 from april.core.versions import PolicyVersion
+from april.driver import prompt_source
 from april.driver.llm import LLM
 from april.driver.prompt_source import as_prompt
 from april.driver.rewards import checked_reward
 from april.driver.user_code import FailureLog
 from april.engines.protocol import Chunk, Request
+from april.engines.transformers import model_support
 from april.engines.transformers.engine import TransformersEngine
-from april.errors import ConfigError, RolloutError
+from april.engines.transformers.model_support import generation_mode
+from april.errors import ConfigError, DataExhausted, RolloutError
 from april.testing import FakeEngine, Fault, FaultKind, FaultScript, rollouts, run_virtual
 
 
@@ -305,3 +315,253 @@ def test_plain_functions_on_a_virtual_loop() -> None:
 
     with pytest.raises(ConfigError, match="is a plain function, which runs in a thread, and a virtual"):
         run_virtual(plain())
+
+
+def small_config(**changes: Any) -> april.Config:
+    return april.Config(**({"rollout_batch_size": 2, "n_samples_per_prompt": 2, "max_response_len": 20} | changes))
+
+
+def run(steps: int = 1, **changes: Any) -> list[april.Batch]:
+    """Batches, each trained on."""
+    found: list[april.Batch] = []
+
+    async def program() -> None:
+        values: dict[str, Any] = {
+            "config": small_config(), "engines": [FakeEngine("e", lengths=5)],
+            "prompts": [[1, i] for i in range(2, 40)],
+            "reward": lambda prompt, response: float(response.sample_id.index),
+        }  # fmt: skip
+        async with rollouts(**(values | changes)) as scheduler:
+            for _ in range(steps):
+                found.append(await scheduler.next_batch())
+                await scheduler.weight_update()
+
+    run_virtual(program())
+    return found
+
+
+@pytest.fixture(autouse=True)
+def nothing_told(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(batches, "_told", set())
+    caplog.set_level(logging.WARNING, "april")
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"config": small_config(n_samples_per_prompt=1)}, "alone in its group.*raise n_samples_per_prompt$"),
+        ({"reward": None}, "all rewards are 0; was a reward function given"),
+        ({"reward": lambda prompt, response: 0.5}, "equal; filter=april.rewards_differ draws other prompts"),
+    ],
+    ids=["one sample", "no reward", "equal rewards"],
+)
+def test_advantages_that_teach_nothing_are_told_of_once(
+    changes: dict[str, Any], why: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """With the reason; advantages that are not all 0 need no word."""
+    for batch in run(2, **changes):
+        assert not batch.advantages().any()
+    assert len(caplog.messages) == 1
+    assert caplog.messages[0].startswith("all advantages of batch 0 are 0, so it teaches nothing: ")
+    assert re.search(why, caplog.messages[0])
+    run()[0].advantages()
+    assert len(caplog.messages) == 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"over_sampling_batch_size": 1}, "submitted in portions of 1 until 2 are in work"),
+        ({"over_sampling_batch_size": 4, "max_staleness": 0, "on_stale": "mask"}, "limits the groups in work to 2"),
+    ],
+)
+def test_doubtful_settings(changes: dict[str, Any], said: str, caplog: pytest.LogCaptureFixture) -> None:
+    """They work, and the scheduler says once what they mean; others are not spoken of."""
+    run(2, config=small_config(**changes))
+    assert [said in message for message in caplog.messages] == [True]
+    assert not list(doubts_of(small_config()))
+    assert not list(doubts_of(small_config(over_sampling_batch_size=4)))
+
+
+def test_a_bound_that_admits_no_more_says_how_many() -> None:
+    """N' above what max_staleness lets april deliver is refused with the number."""
+    with pytest.raises(ConfigError, match=r"over_sampling_batch_size=4 .* max_staleness=0 .* which is 2; "):
+        small_config(over_sampling_batch_size=4, max_staleness=0)
+
+
+def test_no_prompts_and_too_few() -> None:
+    """None: an error that names them. Fewer than N: a warning with the first batch."""
+    with pytest.raises(DataExhausted, match="there are no prompts: prompts= gave none"):
+        run(prompts=[])
+
+
+def test_too_few_prompts_for_a_batch(caplog: pytest.LogCaptureFixture) -> None:
+    """One prompt where a batch has two: said once, with what repeats it; the end is no failure of april's."""
+    with pytest.raises(DataExhausted, match="the prompt source has ended"):
+        run(3, prompts=[[1, 2]])
+    (said,) = caplog.messages
+    assert said.startswith("batch 0 has 1 of 2 groups, as there are no more prompts; to repeat them set epochs")
+
+
+def test_dropout_in_training_mode(caplog: pytest.LogCaptureFixture) -> None:
+    """Once per model, when it is first seen so; not in eval mode, nor without dropout."""
+    plain, dropping = tiny_model(), tiny_model(attention_dropout=0.1)
+    for model in (plain.train(), dropping.eval(), dropping.train(), dropping):
+        with generation_mode(model):
+            assert not any(module.training for module in model.modules())
+    (said,) = caplog.messages
+    assert said.startswith("the model is in training mode with dropout of 0.1: ")
+    assert dropping in model_support._looked_at
+
+
+CHAT = [{"role": "user", "content": "What is 2+2?"}]
+
+
+@pytest.mark.parametrize("prompt", ["text", CHAT, {"prompt": CHAT}, {"prompt": "text"}, {"input_ids": "text"}])
+def test_text_and_chats_as_prompts(prompt: Any) -> None:
+    """The message names the call that makes token ids of them, and the page."""
+    with pytest.raises(ConfigError, match=r"apply_chat_template\(messages.*docs/rollouts.md") as raised:
+        as_prompt(prompt, 100, 0)
+    assert ("a list of chat messages" in str(raised.value)) == (prompt is CHAT)
+
+
+@pytest.mark.parametrize("ids", [["<|im_end|>"], "<|im_end|>", [5, "</s>"]])
+def test_stop_tokens_as_text(ids: Any) -> None:
+    """In the configuration and in a call: the tokenizer's function that gives the id."""
+    with pytest.raises(ConfigError, match=r"convert_tokens_to_ids\('<.*'\)"):
+        small_config(sampling={"stop_token_ids": ids})
+    if isinstance(ids, str):
+        return
+
+    async def rollout(prompt: april.Prompt, llm: april.LLM) -> None:
+        await llm.generate(stop_token_ids=ids)
+
+    with pytest.raises(RolloutError, match=r"convert_tokens_to_ids\('<.*'\)"):
+        run(rollout=rollout)
+
+
+@pytest.mark.parametrize("new", [[5], np.int32(7), np.array([-1])])
+def test_numbers_added_to_a_conversation(new: Any) -> None:
+    """``+`` of an array adds to every token: recognised, and told how to append."""
+
+    async def rollout(prompt: april.Prompt, llm: april.LLM) -> None:
+        first = await llm.generate(max_tokens=3)
+        await llm.generate(first.conversation + new)
+
+    with pytest.raises(RolloutError, match=r"number added to each of its tokens.*\[\*completion.conversation, \*new\]"):
+        run(rollout=rollout)
+
+
+def test_an_alarm_in_a_reward_fails_at_once() -> None:
+    """Signals are the main thread's: the error says so, and what to use."""
+
+    def reward(prompt: april.Prompt, response: april.Response) -> float:
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        return 1.0
+
+    scheduler = april.RolloutScheduler(
+        small_config(), prompts=[[1, i] for i in range(2, 40)], reward=reward, engines=[FakeEngine("e", lengths=5)]
+    )
+    with scheduler, pytest.raises(RolloutError, match="run in threads, which have no signals: set function_timeout_s"):
+        scheduler.next_batch()
+
+
+@pytest.mark.parametrize(
+    ("given", "warned"),
+    [
+        ({}, True),
+        ({"reward": None}, False),
+        ({"reward": lambda prompt, response: 1.0}, False),
+        ({"group_reward": lambda prompt, responses: [1.0, 1.0]}, False),
+    ],
+    ids=["nothing", "reward=None", "reward", "group_reward"],
+)
+def test_no_reward_function(given: dict[str, Any], warned: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """All rewards are 0 then; reward=None says that the trainer has its own."""
+    with april.RolloutScheduler(config(), prompts=[[1], [2], [3]], engines=[engine()], **given) as rollouts:
+        batch = rollouts.next_batch()
+    assert ("no reward function is given" in caplog.text) is warned
+    assert not warned or not batch.rewards.any()
+
+
+class Store:
+    """What the ranks of torch.distributed meet at."""
+
+    def __init__(self) -> None:
+        self.counts: dict[str, int] = {}
+
+    def add(self, key: str, count: int) -> int:
+        self.counts[key] = self.counts.get(key, 0) + count
+        return self.counts[key]
+
+
+def as_rank(monkeypatch: pytest.MonkeyPatch, store: Store | None, world_size: int = 2, *, ready: bool = True) -> None:
+    """From here on this process is a rank of its own."""
+
+    def default_store() -> Store:
+        if store is None:
+            raise ValueError("no default group")
+        return store
+
+    distributed = SimpleNamespace(
+        is_available=lambda: True, is_initialized=lambda: ready, get_world_size=lambda: world_size,
+        distributed_c10d=SimpleNamespace(_get_default_store=default_store),
+    )  # fmt: skip
+    monkeypatch.setitem(sys.modules, "torch.distributed", distributed)
+    monkeypatch.setattr(prompt_source, "_said", set())
+
+
+def look(seed: int, *token_ids: int) -> bool:
+    """Whether there was something to look up; it has been when this returns."""
+    thread = prompt_source.warn_of_equal_rollouts(seed, Prompt(np.array(token_ids, np.int32)))
+    if thread is not None:
+        thread.join(30)
+    return thread is not None
+
+
+def test_ranks_with_one_seed_and_the_same_prompts(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The second one that comes is warned; other seeds, other prompts and a second scheduler of one rank are not."""
+    store = Store()
+    for seed, prompt in ((0, 5), (0, 6), (1, 5)):
+        as_rank(monkeypatch, store)
+        assert look(seed, prompt, 7)
+        assert not look(seed, prompt, 7)  # the same rank's next scheduler
+    assert not caplog.text
+    as_rank(monkeypatch, store)
+    assert look(1, 5, 7)
+    assert "another rank of this trainer began with the same prompt and seed=1" in caplog.text
+
+
+@pytest.mark.parametrize("why", ["alone", "not initialised", "no torch"])
+def test_a_rank_of_nobody(monkeypatch: pytest.MonkeyPatch, why: str) -> None:
+    as_rank(monkeypatch, Store(), 1 if why == "alone" else 2, ready=why != "not initialised")
+    if why == "no torch":
+        monkeypatch.delitem(sys.modules, "torch.distributed")
+    assert not look(0, 1)
+
+
+def test_a_store_that_cannot_be_asked_is_no_error(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    as_rank(monkeypatch, None)
+    assert look(0, 1)
+    assert not caplog.records
+
+
+def test_the_first_batch_of_a_scheduler_looks(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Two ranks, each with a scheduler: once per scheduler, with the first prompt and the seed."""
+    looked: list[tuple[int, list[int]]] = []
+    monkeypatch.setattr(
+        "april.driver.rollout_driver.warn_of_equal_rollouts",
+        lambda seed, first: looked.append((seed, first.token_ids.tolist())),
+    )
+    prompts = iter([[4], [2], [3], [5], [6], [7]])
+    with april.RolloutScheduler(config(seed=3), prompts=prompts, reward=None, engines=[engine()]) as rollouts:
+        for _ in range(2):
+            rollouts.next_batch()
+            rollouts.weight_update()
+    assert looked == [(3, [4])]

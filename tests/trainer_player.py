@@ -11,8 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
-from trainer_batches import check_batch
-from trainer_books import Books, Key, Token
+from trainer_books import Books, Key, Token, check_batch
 
 from april.core import commands as do
 from april.core import events as ev

@@ -1,0 +1,421 @@
+"""What the simulated engine takes and makes: decode cost, the cost fitted to it, response lengths."""
+
+from __future__ import annotations
+
+import math
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from april.core import events as ev
+from april.core.event_pump import KEPT, Observed, RequestLog
+from april.engines.simulated.clockwork import SimulatedDecoder
+from april.engines.simulated.decode_cost import (
+    DecodeCost,
+    GpuSpeed,
+    ModelSize,
+    in_flight_that_fits,
+    limit_s,
+    limit_tokens_per_s,
+    roofline,
+)
+from april.engines.simulated.fitted_cost import FEWEST, FittedCost, Requests, fit, predicted_s
+from april.engines.simulated.response_lengths import (
+    ConstantLengths,
+    LognormalLengths,
+    ResponseLengths,
+    TraceLengths,
+)
+from april.simulate.simulation import Simulation
+from april.simulate.workload import Workload
+
+costs = st.builds(
+    DecodeCost,
+    base_s=st.floats(1e-4, 1e-1),
+    per_sequence_s=st.floats(0.0, 1e-3),
+    per_kv_token_s=st.one_of(st.just(0.0), st.floats(1e-12, 1e-6)),
+)
+
+
+@settings(derandomize=True, deadline=None)
+@given(costs, st.integers(0, 300), st.integers(0, 200), st.integers(0, 10**6))
+def test_closed_form_is_the_sum_of_single_steps(cost: DecodeCost, steps: int, n: int, kv: int) -> None:
+    """k steps cost what k single steps cost, with the KV growing by n after each."""
+    single = math.fsum(cost.step_s(n, kv + n * i) for i in range(steps))
+
+    assert cost.steps_s(steps, n, kv) == pytest.approx(single, rel=1e-12)
+
+
+@settings(derandomize=True, deadline=None)
+@given(costs, st.floats(0.0, 1e4), st.integers(0, 4096), st.integers(0, 10**7))
+def test_inverse_is_the_largest_number_of_whole_steps(cost: DecodeCost, seconds: float, n: int, kv: int) -> None:
+    """steps_within is exact: that many steps fit, one more does not."""
+    k = cost.steps_within(seconds, n, kv)
+
+    assert cost.steps_s(k, n, kv) <= seconds < cost.steps_s(k + 1, n, kv)
+
+
+def test_no_steps_before_the_start() -> None:
+    """A negative time holds no step."""
+    assert DecodeCost(1.0, 0.0, 0.0).steps_within(-1.0, 1, 1) == 0
+
+
+@pytest.mark.parametrize(
+    ("gpu", "model", "base_ms", "sequence_us", "kv_ns"),
+    [
+        ("h100", "r1-distill-1.5b", 2.7, 6.2, 11.4),
+        ("h100", "qwen3-4b", 4.7, 16.3, 58.7),
+        ("h100", "qwen3-8b", 8.0, 33.1, 58.7),
+        ("mi300x", "r1-distill-1.5b", 2.4, 5.9, 8.3),
+        ("mi300x", "qwen3-4b", 3.8, 15.4, 42.8),
+        ("mi300x", "qwen3-8b", 6.3, 31.3, 42.8),
+    ],
+)
+def test_presets_have_the_published_coefficients(
+    gpu: str, model: str, base_ms: float, sequence_us: float, kv_ns: float
+) -> None:
+    """The presets are those of the fact sheet, to its printed digits."""
+    cost = roofline(model, gpu)
+
+    assert cost.base_s * 1e3 == pytest.approx(base_ms, abs=0.0501)
+    assert cost.per_sequence_s * 1e6 == pytest.approx(sequence_us, abs=0.0501)
+    assert cost.per_kv_token_s * 1e9 == pytest.approx(kv_ns, abs=0.0501)
+    assert cost.per_prefill_token_s == cost.per_sequence_s
+
+
+def test_kv_capacity_is_memory_left_by_the_weights() -> None:
+    """Capacity grows with the memory share by memory / KV bytes, and starts where the weights end."""
+    model, gpu = (
+        ModelSize(1e9, 1000),
+        GpuSpeed(bandwidth_bytes_per_s=1e12, flops_per_s=1e15, memory_bytes=10e9, bandwidth_share=1.0, flops_share=1.0),
+    )
+
+    assert roofline(model, gpu, memory_share=0.5).kv_capacity_tokens == 3_000_000
+    assert roofline(model, gpu, memory_share=0.8).kv_capacity_tokens == 6_000_000
+    assert roofline(model, gpu, tensor_parallel=2, memory_share=0.8).kv_capacity_tokens == 14_000_000
+
+
+def test_tensor_parallel_divides_the_work_but_not_the_overhead() -> None:
+    """Two GPUs halve every coefficient except the fixed overhead of a step."""
+    one, two = roofline("qwen3-8b", "h100"), roofline("qwen3-8b", "h100", tensor_parallel=2)
+
+    assert two.base_s - 1.5e-3 == pytest.approx((one.base_s - 1.5e-3) / 2)
+    assert two.per_sequence_s == pytest.approx(one.per_sequence_s / 2)
+    assert two.per_kv_token_s == pytest.approx(one.per_kv_token_s / 2)
+
+
+def test_wrong_numbers_are_refused() -> None:
+    """Impossible costs, unknown presets and weights that do not fit are errors that say so."""
+    with pytest.raises(ValueError, match="base_s > 0"):
+        DecodeCost(0.0, 0.0, 0.0)
+    with pytest.raises(ValueError, match="finite"):
+        DecodeCost(1.0, math.nan, 0.0)
+    with pytest.raises(ValueError, match="kv_capacity_tokens"):
+        DecodeCost(1.0, 0.0, 0.0, 0.0, 0)
+    with pytest.raises(ValueError, match="known are h100, mi300x"):
+        roofline("qwen3-4b", "abacus")
+    with pytest.raises(ValueError, match="leave no KV cache"):
+        roofline(ModelSize(70e9, 327_680), "h100")
+    with pytest.raises(ValueError, match="tensor_parallel"):
+        roofline("qwen3-4b", "h100", tensor_parallel=0)
+    with pytest.raises(ValueError, match="non-empty"):
+        limit_s(DecodeCost(1.0, 0.0, 0.0), [], 1)
+    with pytest.raises(ValueError, match="in_flight"):
+        limit_s(DecodeCost(1.0, 0.0, 0.0), [1], 0)
+
+
+def synchronous_s(cost: DecodeCost, lengths: Sequence[int] | np.ndarray[Any, Any], prompt: float = 0.0) -> float:
+    """Seconds until the last response ends when all start together: the work of the limit, and steps to the longest."""
+    at_limit = limit_s(cost, lengths, len(lengths), prompt)
+    return at_limit + cost.base_s * (float(max(lengths)) - float(sum(lengths)) / len(lengths))
+
+
+@pytest.mark.parametrize(
+    ("model", "gpu", "median", "sigma", "cap", "batch", "factor", "published"),
+    [
+        ("r1-distill-1.5b", "h100", 2500, 0.8, 16_384, 64, 1, 2.67),
+        ("r1-distill-1.5b", "h100", 2500, 0.8, 16_384, 64, 2, 3.62),
+        ("qwen3-4b", "h100", 2500, 0.8, 16_384, 128, 1, 1.60),
+        ("qwen3-8b", "mi300x", 4000, 0.9, 32_768, 32, 1, 2.35),
+    ],
+)
+def test_s_max_reproduces_the_published_table(
+    model: str, gpu: str, median: float, sigma: float, cap: int, batch: int, factor: int, published: float
+) -> None:
+    """Mean of 300 draws, within the 0.06 that two random streams were found to differ."""
+    cost, lengths = roofline(model, gpu), LognormalLengths(median, 0.0, sigma, cap)
+
+    draws = [lengths.group(draw, batch) for draw in range(300)]
+    mean = np.mean([synchronous_s(cost, draw) / limit_s(cost, draw, factor * batch) for draw in draws])
+
+    assert mean == pytest.approx(published, abs=0.06)
+
+
+def test_synchronous_formula_matches_the_simulated_engine() -> None:
+    """The closed form for a synchronous batch is what the discrete-event engine takes, to a thousandth."""
+    cost, lengths = roofline("qwen3-4b", "h100"), LognormalLengths(2500, 0.4, 0.7, 16_384, seed=3).group(0, 64)
+    decoder = SimulatedDecoder(cost, max_running=64)
+    for index, length in enumerate(lengths):
+        decoder.add(str(index), 150, int(length))
+
+    end = decoder.advance(1e6)[-1].at_s
+
+    assert end == pytest.approx(synchronous_s(cost, lengths, 150), rel=1e-3)
+
+
+def test_limit_formula_matches_a_full_simulated_engine() -> None:
+    """An engine that is always full and never paused makes the limit's tokens per second, to one percent."""
+    cost = roofline("r1-distill-1.5b", "mi300x")
+    groups = LognormalLengths(2500, 0.4, 0.7, 16_384, seed=5)
+    lengths = np.concatenate([groups.group(g, 8) for g in range(2000)])
+    decoder = SimulatedDecoder(cost, max_running=64)
+    for index, length in enumerate(lengths):
+        decoder.add(str(index), 150, int(length))
+
+    while decoder.waiting:
+        decoder.advance(decoder.next_event_time())
+
+    rate = decoder.counters().generated_tokens / decoder.now
+    assert rate == pytest.approx(limit_tokens_per_s(cost, lengths, 64, prompt_tokens=150), rel=0.01)
+
+
+def test_in_flight_that_fits() -> None:
+    """The KV cache holds capacity / (prompt + half a response) sequences; long ones are met more often."""
+    cost = DecodeCost(1.0, 0.0, 0.0, 0.0, kv_capacity_tokens=10_000)
+
+    assert in_flight_that_fits(cost, [800, 800], prompt_tokens=100) == pytest.approx(10_000 / 500)
+    assert in_flight_that_fits(cost, [100, 900]) == pytest.approx(10_000 / (0.1 * 50 + 0.9 * 450))
+    assert in_flight_that_fits(DecodeCost(1.0, 0.0, 0.0), [1]) == math.inf
+
+
+def logged(mode: str, steps: int = 10) -> tuple[Workload, RequestLog]:
+    """The requests of a simulation of the reference workload."""
+    workload = Workload()
+    simulation = Simulation(
+        workload.core_settings(workload.modes[mode]), workload.cost, workload.lengths, engines=workload.engines,
+        prompt_len=workload.prompt_len,
+    )  # fmt: skip
+    log = RequestLog(simulation.core, lambda: simulation.now)
+    simulation._pump._core = Observed(simulation.core, [log])
+    simulation.run(steps)
+    return workload, log
+
+
+def requests(log: RequestLog) -> dict[str, Requests]:
+    """As arrays."""
+    return {name: Requests.of(ended) for name, ended in log}
+
+
+@pytest.mark.parametrize("mode", ["sync", "april", "refill"])
+def test_the_cost_of_a_simulated_engine_is_found(mode: str) -> None:
+    """What is fitted to one engine says what the requests of its likes took, within 3 % in the mean."""
+    workload, log = logged(mode)
+    first, *others = requests(log).values()
+    assert len(others) == workload.engines - 1
+    found = fit(first)
+    assert found is not None
+    assert found.error < 0.02
+    for seen in others:
+        took = seen.ended_s - seen.began_s
+        assert np.abs(predicted_s(seen, found.cost) - took).sum() / took.sum() < 0.03
+
+
+def test_a_step_costs_what_it_costs() -> None:
+    """Where batches fill and drain: with few sequences and with many, short ones and long ones, within 5 %."""
+    rng = np.random.default_rng(0)
+    cost = DecodeCost(0.01, 2e-4, 5e-7, 4e-5)
+    workload = [(int(rng.integers(50, 4000)), int(rng.integers(10, 2000))) for _ in range(600)]
+    seen = Requests.of(decoded(cost, workload, places=48))
+    found = fit(seen)
+    assert found is not None
+    for sequences, resident in ((2, 6_000), (12, 20_000), (24, 70_000), (48, 100_000)):
+        assert found.cost.step_s(sequences, resident) == pytest.approx(cost.step_s(sequences, resident), rel=0.05)
+
+
+def decoded(cost: DecodeCost, workload: list[tuple[int, int]], places: int) -> list[Any]:
+    """An engine, step by step; bursts of ``places`` requests, each when the one before has ended."""
+    from april.core.event_pump import Ran
+    from april.core.types import SampleId
+
+    ended, now = [], 0.0
+    for at in range(0, len(workload), places):
+        burst = [[context, count, context, count] for context, count in workload[at : at + places]]
+        began = now
+        now += cost.prefill_s(sum(context for context, *_ in burst))
+        running = burst
+        while running:
+            now += cost.step_s(len(running), sum(r[0] for r in running))
+            for r in running:
+                r[0], r[1] = r[0] + 1, r[1] - 1
+            for r in running:
+                if not r[1]:
+                    ended.append(Ran("e", SampleId(0, 0), False, 0, began, now, r[2], r[3]))
+            running = [r for r in running if r[1]]
+    return ended
+
+
+def test_too_little_is_no_fit() -> None:
+    """Few requests, none with tokens, or such as take no time: None instead of a number."""
+    workload, log = logged("sync", 1)
+    (seen, *_) = requests(log).values()
+    assert fit(seen[: FEWEST - 1]) is None
+    assert isinstance(fit(seen[: 4 * FEWEST]), FittedCost)
+    none = np.zeros(len(seen))
+    assert fit(Requests(seen.began_s, seen.ended_s, seen.context, none)) is None
+    assert fit(Requests(seen.began_s, seen.began_s, seen.context, seen.generated)) is None
+    assert workload.engines == len(requests(log))
+
+
+def test_the_log_forgets() -> None:
+    """Only the latest requests are kept, and what nobody told the end of is not kept for ever."""
+    _, log = logged("refill", 6)
+    assert all(len(ended) <= KEPT for _, ended in log)
+    for number in range(3 * KEPT):
+        log._sent[f"lost{number}"] = (0.0, 0)
+    Observed(log._core, [log]).handle(ev.StepRequested())
+    assert len(log._sent) == len(log._core.context.attempts) > 0
+    assert all(log.ran(attempt, 3) is not None for attempt in log._core.context.attempts)
+
+
+def test_no_requests_take_no_time() -> None:
+    """A step may have brought none."""
+    assert predicted_s(Requests.of([]), DecodeCost(1e-3, 0.0, 0.0)).tolist() == []
+
+
+EVERY_KIND: list[ResponseLengths] = [
+    ConstantLengths(7),
+    LognormalLengths.split(2500, 0.8, 0.25, cap=16_384, seed=1),
+    TraceLengths([5, 6, 7, 1000], seed=2),
+    TraceLengths([[1, 2, 3], [40, 50], [600]], seed=2),
+]
+
+
+@settings(derandomize=True, deadline=None)
+@given(st.sampled_from(EVERY_KIND), st.integers(0, 2**63), st.integers(1, 40), st.data())
+def test_a_length_depends_on_the_key_only(
+    lengths: ResponseLengths, group: int, n_samples: int, data: st.DataObject
+) -> None:
+    """However many samples are drawn, in whatever order, sample (group, index) has one length, >= 1."""
+    index = data.draw(st.integers(0, n_samples - 1))
+    whole = lengths.group(group, n_samples)
+    lengths.sample(group + 1, 3)
+
+    assert whole.dtype == np.int32
+    assert whole.shape == (n_samples,)
+    assert whole.min() >= 1
+    assert lengths.sample(group, index) == whole[index]
+
+
+def test_lengths_do_not_depend_on_the_process() -> None:
+    """PYTHONHASHSEED changes nothing, and the numbers are the same on every Python and platform (pinned)."""
+    program = (
+        "from april.engines.simulated.response_lengths import *\n"
+        "kinds = [LognormalLengths(2500, 0.4, 0.7, 16384, 1), TraceLengths([5, 6, 7, 1000], seed=2)]\n"
+        "print([k.group(g, 3).tolist() for k in kinds for g in (0, 12345678901)])"
+    )
+    outputs = {
+        subprocess.run(
+            [sys.executable, "-c", program],
+            env={**os.environ, "PYTHONHASHSEED": seed},
+            cwd=Path(__file__).parent.parent,
+            check=True,
+            capture_output=True,
+            text=True,
+        ).stdout.strip()
+        for seed in ("0", "1", "2")
+    }
+
+    lognormal = "[677, 1601, 2593], [4427, 1165, 1846]"
+    assert outputs == {f"[{lognormal}, [6, 7, 7], [5, 1000, 1000]]"}
+
+
+def test_lognormal_has_the_stated_median_spread_and_split() -> None:
+    """Median, total sigma and the share of variance between prompts are those asked for."""
+    lengths = LognormalLengths.split(2500, 0.8, between_share=0.25)
+    logs = np.log(np.stack([lengths.group(g, 8) for g in range(20_000)]))
+
+    within = logs.var(axis=1, ddof=1).mean()
+    between = logs.mean(axis=1).var(ddof=1) - within / 8
+    assert math.exp(float(np.median(logs))) == pytest.approx(2500, rel=0.02)
+    assert between == pytest.approx(0.25 * 0.64, rel=0.05)  # 3.3 standard errors
+    assert within == pytest.approx(0.75 * 0.64, rel=0.03)
+
+
+def test_lognormal_at_the_reference_workload() -> None:
+    """Median 2500, sigma 0.8, cap 16k: mean 3393 and 0.9 % at the cap, as published."""
+    lengths = LognormalLengths(2500, 0.0, 0.8, cap=16_384)
+    drawn = np.concatenate([lengths.group(g, 8) for g in range(20_000)])
+
+    assert drawn.mean() == pytest.approx(3393, rel=0.01)
+    assert (drawn == 16_384).mean() == pytest.approx(0.009, abs=0.001)
+    assert drawn.max() == 16_384
+
+
+def test_seeds_and_indices_are_independent() -> None:
+    """Another seed gives other lengths; neighbouring samples and groups are uncorrelated when they should be."""
+    first, second = LognormalLengths(2500, 0.0, 0.8, seed=0), LognormalLengths(2500, 0.0, 0.8, seed=1)
+    a = np.log(np.stack([first.group(g, 8) for g in range(3000)]))
+    b = np.log(np.stack([second.group(g, 8) for g in range(3000)]))
+
+    assert abs(np.corrcoef(a.ravel(), b.ravel())[0, 1]) < 0.03
+    assert abs(np.corrcoef(a[:, 0], a[:, 1])[0, 1]) < 0.06
+    assert abs(np.corrcoef(a[:-1].ravel(), a[1:].ravel())[0, 1]) < 0.03
+
+
+def test_trace_rows_stay_together(tmp_path: Path) -> None:
+    """A group of a grouped trace is one row, every sample of it once before any twice."""
+    path = tmp_path / "trace.jsonl"
+    path.write_text('{"lengths": [1, 2, 3]}\n\n{"lengths": [40, 50, 60]}\n')
+    trace = TraceLengths.from_jsonl(path)
+
+    groups = [sorted(trace.group(g, 3).tolist()) for g in range(40)]
+    assert {tuple(g) for g in groups} == {(1, 2, 3), (40, 50, 60)}
+    assert sorted(trace.group(0, 6).tolist()) == sorted(groups[0] * 2)
+
+
+def test_trace_of_plain_numbers_is_drawn_evenly(tmp_path: Path) -> None:
+    """Every number of a flat trace comes up equally often, capped."""
+    path = tmp_path / "trace.jsonl"
+    path.write_text("10\n20\n30\n4000\n")
+    trace = TraceLengths.from_jsonl(str(path), cap=100)
+
+    values, counts = np.unique(np.concatenate([trace.group(g, 8) for g in range(2000)]), return_counts=True)
+    assert values.tolist() == [10, 20, 30, 100]
+    assert counts / counts.sum() == pytest.approx(0.25, abs=0.02)
+
+
+BAD_LINES = ["ten", "0", "1.5", "true", '{"length": [1]}', '{"lengths": []}', '{"lengths": [1, -2]}']
+
+
+@pytest.mark.parametrize("line", BAD_LINES)
+def test_bad_trace_lines_are_named(tmp_path: Path, line: str) -> None:
+    """A line that is no length is refused with file and line number."""
+    path = tmp_path / "trace.jsonl"
+    path.write_text(f"5\n{line}\n")
+
+    with pytest.raises(ValueError, match=r"trace\.jsonl, line 2"):
+        TraceLengths.from_jsonl(path)
+
+
+def test_impossible_distributions_are_refused() -> None:
+    """Parameters that make no distribution over token counts are errors."""
+    with pytest.raises(ValueError, match="at least 1 token"):
+        ConstantLengths(0)
+    with pytest.raises(ValueError, match="median >= 1"):
+        LognormalLengths(0, 0.1, 0.1)
+    with pytest.raises(ValueError, match="between_share"):
+        LognormalLengths.split(100, 0.8, 1.5)
+    with pytest.raises(ValueError, match="cap"):
+        LognormalLengths(100, 0.1, 0.1, cap=0)
+    with pytest.raises(ValueError, match="empty"):
+        TraceLengths([])
+    with pytest.raises(ValueError, match="entry 2"):
+        TraceLengths([3, 0])
