@@ -206,32 +206,6 @@ def test_a_fault_raises_after_the_tokens_before_it(kind: RequestFault, error: ty
     run(test())
 
 
-def test_a_busy_server_says_how_long() -> None:
-    """429 is not a failure of the request: EngineBusy with the seconds that the server asked for."""
-
-    async def test() -> None:
-        server = FakeOpenAIServer()
-        async with connected(server) as engine:
-            server.faults.append(PlannedFault(RequestFault.LIMITED, 0))
-            answer = await ask(engine)
-            assert isinstance(answer.error, EngineBusy)
-            assert answer.error.retry_after_s == 3.0
-
-    run(test())
-
-
-def test_a_stream_may_come_byte_by_byte() -> None:
-    """Where the pieces are cut changes nothing."""
-
-    async def test() -> None:
-        server = FakeOpenAIServer()
-        async with connected(server) as engine:
-            server.faults.append(PlannedFault(RequestFault.TRICKLE, 0))
-            assert (await ask(engine)).tokens == greedy(server, PROMPT, 50)
-
-    run(test())
-
-
 def test_a_silent_server_can_be_left() -> None:
     """An abort ends a request that the server has forgotten, with what had come."""
 
@@ -245,21 +219,6 @@ def test_a_silent_server_can_be_left() -> None:
             answer = await task
             assert answer.finish is EngineFinish.ABORT
             assert answer.tokens == greedy(server, PROMPT, 50)[: len(answer.tokens)]
-
-    run(test())
-
-
-def test_what_does_not_fit_is_refused_here() -> None:
-    """Servers clip max_tokens to their context without a word; april never asks for more than fits."""
-
-    async def test() -> None:
-        server = FakeOpenAIServer(max_context=60)
-        async with connected(server, max_len=60) as engine:
-            answer = await ask(engine, max_tokens=58)
-            assert isinstance(answer.error, RequestRefused)
-            assert "wants 3 + 58 tokens where engine" in str(answer.error)
-            assert not server.records
-            assert (await ask(engine, "a2", max_tokens=57)).error is None
 
     run(test())
 
@@ -317,22 +276,6 @@ def test_an_error_inside_of_a_stream_has_its_type(code: int | None, error: type[
     with pytest.raises(EngineError, match="said so") as caught:
         chunks_of(reader, json.dumps({"error": said}).encode())
     assert type(caught.value) is error
-
-
-def test_one_look_at_the_metrics_that_fails_hides_no_restart() -> None:
-    """Missing during an update, the start of the process is still that of before."""
-
-    async def test() -> None:
-        server = FakeOpenAIServer()
-        async with connected(server) as engine:
-            server.metrics = False
-            await engine.update_weights(PolicyVersion(0, 1))
-            server.metrics = True
-            assert (await engine.health()).current
-            server.started_s += 60
-            assert not (await engine.health()).current
-
-    run(test())
 
 
 def test_cancelled_requests_leave_nothing_open() -> None:

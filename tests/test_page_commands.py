@@ -40,7 +40,7 @@ TRAINERS = {"slime.md": trainers.slime, "openrlhf.md": trainers.openrlhf, "verl.
 """Pages with flags of a trainer."""
 RUN_ELSEWHERE = {
     "examples/multi_turn_tool.py": "test_multi_turn_example.py",
-    "tests/ranks/sharded_generation.py": "test_sharded_ranks.py",
+    "tests/ranks/sharded_generation.py": "test_sharded_model.py",
 }
 """Programs without words of their own, and the test that runs them."""
 ONLY_READ = {
@@ -49,7 +49,7 @@ ONLY_READ = {
     "python -m torch.distributed.run --standalone --nproc-per-node 2 examples/own_loop_ranks.py": "two processes: "
     "make test-ranks runs such a trainer, test_examples.py this one as one process",
     "python -m torch.distributed.run --standalone --nproc-per-node 2 tests/ranks/sharded_generation.py": "run by "
-    "test_sharded_ranks.py",
+    "test_sharded_model.py",
     "python -m benchmarks.": "takes minutes, some a model or a GPU",
     "python -m april.testing.conformance": "takes a real server: make test-engines",
     "python -m tests.real_engines.benchmark": "takes a real server and an hour; make test-engines starts the same ones",

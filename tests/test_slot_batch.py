@@ -104,27 +104,6 @@ def test_greedy_cut_anywhere_and_resumed_equals_the_uncut_run(architecture: str)
         np.testing.assert_allclose(uncut[i][1][int(cut) :], logprobs, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_an_aborted_request_has_what_it_generated_and_resumes_exactly(architecture: str) -> None:
-    """Abort at a step, continue prompt + partial under changed weights: log-probabilities are the new weights'."""
-    model = tiny_model(architecture)
-    prompts = {f"r{i}": p for i, p in enumerate(_prompts(6))}
-    decoder = _decoder(model)
-    for name, prompt in prompts.items():
-        decoder.submit(_request(name, prompt, 40, temperature=1.0))
-    assert decoder.tick(11) == []
-    cut = {o.request.attempt_id: o for o in decoder.abort(list(prompts))}
-
-    assert decoder.idle
-    assert {len(o.tokens) for o in cut.values()} == {12}  # one from the prefill, one per step
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.mul_(1.05)
-    longer = {name: np.concatenate([p, cut[name].tokens]) for name, p in prompts.items()}
-    result = _run(decoder, [_request(name, tokens, 28) for name, tokens in longer.items()])
-    assert _largest_difference(model, longer, result, 1.0) <= 1e-5
-
-
 @pytest.mark.parametrize(
     ("architecture", "changes"),
     [

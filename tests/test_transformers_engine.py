@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import AsyncIterator, Callable
@@ -18,7 +20,7 @@ from april.core.sampling import SamplingParams
 from april.core.versions import FIRST_VERSION, PolicyVersion
 from april.engines.protocol import Chunk, Engine, EngineFinish, Request
 from april.engines.transformers.engine import TransformersEngine
-from april.errors import EngineError
+from april.errors import ConfigError, EngineError
 
 V1 = PolicyVersion(0, 1)
 
@@ -585,3 +587,32 @@ async def test_capabilities_and_loading_from_a_directory(tmp_path: Path) -> None
     request = _request("a", 10)
     assert _difference(model, request, await _collect(engine, request)) <= 1e-5
     await engine.close()
+
+
+@pytest.mark.parametrize("options", [{"slots": 0}, {"max_len": 0}, {"max_len": 8}, {"stream_interval": 0}])
+def test_options_out_of_range_are_refused(options: dict[str, int]) -> None:
+    """By name, at construction."""
+    with pytest.raises(ConfigError, match=next(iter(options))):
+        TransformersEngine(tiny_model(), **options)
+
+
+def test_threads_are_left_alone_unless_asked() -> None:
+    """torch's thread count is the whole process's: it changes only on request."""
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(2)
+        TransformersEngine(tiny_model())
+        assert torch.get_num_threads() == 2
+        TransformersEngine(tiny_model(), num_threads=1)
+        assert torch.get_num_threads() == 1
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_importing_the_engine_imports_no_torch() -> None:
+    """Neither torch nor transformers is loaded until an engine is made."""
+    code = "import sys, april.engines.transformers.engine; print(sorted({'torch', 'transformers'} & set(sys.modules)))"
+    root = str(Path(__file__).parents[1])
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=root)
+
+    assert result.stdout.strip() == "[]"

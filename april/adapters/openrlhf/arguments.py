@@ -113,7 +113,7 @@ def _shared_gpus(args: Any) -> str:
 
 
 def _objections(args: Any, own: Mapping[str, Any]) -> Iterator[str]:
-    """What stands against this run, one sentence each."""
+    """Return what stands against this run, one sentence each."""
     if not args.vllm.num_engines:
         yield "--vllm.num_engines is missing or 0; april generates on OpenRLHF's vLLM engines"
     if args.train.agent_func_path:

@@ -33,7 +33,7 @@ SEAMS: dict[str, tuple[str, ...]] = {
     f"{_ENGINE}.update_weight": ("self", "name", "dtype", "shape", "empty_cache"),
     f"{_ENGINE}.update_weight_cuda_ipc": ("self", "name", "dtype", "shape", "ipc_handles", "empty_cache"),
 }  # fmt: skip
-"""What is called or overridden, with its parameters."""
+"""The functions that are called or overridden, with their parameters."""
 _HELD = f"april's adapter was held against openrlhf {TRIED}: install that, or another version that has it"
 
 

@@ -1,4 +1,4 @@
-"""One training run of OpenRLHF: a scheduler over its prompts, a batch per step, the carry in every checkpoint.
+"""A training run of OpenRLHF: a scheduler over its prompts, a batch per step, the carry in every checkpoint.
 
 Invariant: no request of april's is at any engine while OpenRLHF changes their weights. Stepwise none is between two
 calls of :meth:`Rollouts.next`, so it may put them to sleep as well; continuous, :meth:`Rollouts.hand_over` sees to it.

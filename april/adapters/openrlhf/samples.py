@@ -51,7 +51,7 @@ def _number(value: Any) -> float:
 
 
 Held = dict[SampleId, RewardResult]
-"""Of finished responses that are not delivered yet."""
+"""The results of finished responses that are not delivered yet."""
 
 
 def prompt_ids(tokenizer: Any, text: str, max_len: int, max_new_tokens: int | None) -> list[int]:
@@ -132,7 +132,7 @@ def trained_ranges(mask: Sequence[int], offset: int) -> list[tuple[int, int]]:
 
 
 def provenance(sample: DeliveredSample) -> dict[str, float]:
-    """Where a sample's tokens come from, in numbers that OpenRLHF can average."""
+    """Return where a sample's tokens come from, in numbers that OpenRLHF can average."""
     versions = [s.version.n for s in sample.segments if s.kind is SegmentKind.GENERATED]
     return {
         "april/versions": float(len(set(versions))),

@@ -90,7 +90,7 @@ def config_of(args: Any, urls: Sequence[str] | None, *, own_function: bool = Fal
 
 
 def router_url(args: Any) -> str:
-    """Where slime's requests go."""
+    """Return where slime's requests go."""
     return f"http://{args.sglang_router_ip}:{args.sglang_router_port}"
 
 

@@ -27,7 +27,7 @@ NEEDED = {
     "rollout.rm_hub.async_rm": ("args", "sample"),
     "rollout.rm_hub.batched_async_rm": ("args", "samples"),
 }
-"""Where it is, below the framework's name, and what april gives it."""
+"""The place where it is, below the framework's name, and what april gives it."""
 SAMPLE_FIELDS = (
     "index", "prompt", "tokens", "response", "response_length", "reward", "loss_mask", "weight_versions",
     "rollout_log_probs", "status", "metadata", "to_dict", "from_dict", "Status",
@@ -69,7 +69,7 @@ class Framework:
             )
 
     def load_function(self, path: str) -> Any:
-        """What a flag of the trainer names, by the trainer's own loader."""
+        """Return what a flag of the trainer names, by the trainer's own loader."""
         try:
             return self.get("utils.misc.load_function")(path)
         except (ImportError, AttributeError, ValueError) as error:

@@ -42,7 +42,7 @@ class Weights:
         """The trainer labels them, so the same label means the same weights."""
 
     def updated(self, rollout_id: int, given: int | None) -> bool:
-        """Whether the trainer has updated them since the last rollout; ``urls`` are looked up anew.
+        """Return whether the trainer has updated them since the last rollout; ``urls`` are looked up anew.
 
         ``given``: their version, where the trainer says it; else the servers' labels tell.
         """
@@ -63,7 +63,7 @@ class Weights:
         self.labelled |= any(label not in (*UNLABELLED, *self._known) for label in self._seen)
 
     def are_served(self) -> bool:
-        """Whether no server is paused; one that does not answer is."""
+        """Return whether no server is paused; one that does not answer is."""
         return asyncio.run(_all_ready(self.urls))
 
     @property

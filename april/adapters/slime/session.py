@@ -1,4 +1,4 @@
-"""One training run of slime: a scheduler over its data source, a batch per rollout, the carry at every checkpoint.
+"""A training run of slime: a scheduler over its data source, a batch per rollout, the carry at every checkpoint.
 
 Invariant: stepwise, no request of april's is at any server between two calls of :meth:`Session.rollout`, so slime may
 offload its engines and change their weights as it likes. With continuous generation none is from the moment at which
@@ -246,7 +246,7 @@ class Session:
         write_state(carry_path(directory, rollout_id), KIND, content)
 
     def _content(self, trained_through: int | None, write: Callable[[], Any] = lambda: None) -> dict[str, Any]:
-        """What a checkpoint needs, of the moment when ``write`` wrote slime's own part of it."""
+        """Return what a checkpoint needs, of the moment when ``write`` wrote slime's own part of it."""
         groups = self._groups
         for _ in range(STEADY_TRIES):
             drawn, begun = groups.drawn, groups.begun

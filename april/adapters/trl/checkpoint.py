@@ -63,7 +63,7 @@ def read(folder: Path, trainer: Any) -> Any:
 
 
 def _parts(folder: Path, state: dict[str, Any], accelerator: Any) -> list[dict[str, Any]]:
-    """What TRL calls its buffered inputs, of this rank."""
+    """Return what TRL calls its buffered inputs, of this rank."""
     from safetensors.torch import load
 
     checksums = state["buffers"] if "buffers" in state else [state["buffer"]]  # before there were ranks
@@ -88,7 +88,7 @@ def _parts(folder: Path, state: dict[str, Any], accelerator: Any) -> list[dict[s
 
 
 def _order_of_prompts(trainer: Any) -> dict[str, int]:
-    """What decides which prompt comes when, but for the prompts themselves."""
+    """Return what decides which prompt comes when, but for the prompts themselves."""
     args = trainer.args
     return {"rows": len(trainer.train_dataset), "seed": args.seed, "shuffled": bool(trainer.shuffle_dataset)}
 

@@ -19,7 +19,7 @@ __all__ = ["AgentLoopManager", "Checkpoints", "Sampler"]
 
 
 def __getattr__(name: str) -> Any:
-    """One of verl's classes as april has it; raises ConfigError without a verl that fits."""
+    """Return one of verl's classes as april has it; raises ConfigError without a verl that fits."""
     if name not in _NAMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     import importlib

@@ -24,7 +24,7 @@ _given: dict[str, float] = {}
 
 
 def name_of(uid: str, rollout: int) -> str:
-    """How a rollout of a prompt begins its keys in verl's queue."""
+    """Return how a rollout of a prompt begins its keys in verl's queue."""
     return f"{uid}_{rollout}"
 
 

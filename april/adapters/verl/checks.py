@@ -1,4 +1,4 @@
-"""Whether the installed verl is one that this adapter was held against: version and signatures, at the start."""
+"""True if the installed verl is one that this adapter was held against: version and signatures, at the start."""
 
 from __future__ import annotations
 

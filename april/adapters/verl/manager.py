@@ -148,7 +148,7 @@ def _label(uids: list[str], status: str, step: int) -> None:
 
 
 def _checkpoint(trainer: Any) -> Path | None:
-    """Where verl has loaded its checkpoint from, by the rules that it goes by; None: it begins anew."""
+    """Return where verl has loaded its checkpoint from, by the rules that it goes by; None: it begins anew."""
     settings = trainer.config.trainer
     if settings.resume_mode == "disable" or not trainer.global_steps:
         return None

@@ -15,7 +15,7 @@ from april.processes.coordinator.messages import Done, Result
 def result_of(
     offset: int, output: Any, cut_at: int | None = None, sampling: Mapping[str, Any] = MappingProxyType({})
 ) -> Result:
-    """What a server returned for ``offset`` tokens. Weights are called by the trainer's global step.
+    """Return what a server returned for ``offset`` tokens. Weights are called by the trainer's global step.
 
     ``cut_at``: the request's limit, where the server is one that goes beyond it; what is beyond is cut off and counted.
     ``sampling``: of the request.

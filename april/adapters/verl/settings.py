@@ -31,9 +31,9 @@ DECIDED = {
     "seed": "data.seed",
 }
 ESTIMATOR = "april_grpo"
-"""Of algorithm.adv_estimator, april's own."""
+"""The value of algorithm.adv_estimator that is april's own."""
 WITHOUT_GROUPS = ("gae", "reinforce_plus_plus")
-"""Those of verl's that look at each row alone."""
+"""The estimators of verl that look at each row alone."""
 SERVERS = "verl"
 """verl balances the load of its replicas itself, so they are one engine to the core."""
 OVERRUNNING = ("trtllm",)
@@ -58,7 +58,7 @@ class RunSettings:
     filter_metric: str | None
     check: bool
     scaled: bool | None
-    """Whether april's advantages are divided by the standard deviation; None: verl makes its own."""
+    """True if april's advantages are divided by the standard deviation; None: verl makes its own."""
     overruns: bool
     """Servers generate beyond the limit of a request."""
     places: int
@@ -224,7 +224,7 @@ def _filter_metric(config: Any) -> str | None:
 
 
 def _scored_later(config: Any) -> bool:
-    """Whether a reward model shares the training GPUs, and scores a batch when it is complete."""
+    """Return whether a reward model shares the training GPUs, and scores a batch when it is complete."""
     model = "reward.reward_model"
     return bool(select(config, f"{model}.enable", False)) and not select(config, f"{model}.enable_resource_pool", False)
 

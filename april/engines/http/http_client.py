@@ -1,4 +1,4 @@
-"""One HTTP server as an engine client sees it: requests, streams, control calls, and what went wrong in typed errors.
+"""An HTTP server as an engine client sees it: requests, streams, control calls, and what went wrong in typed errors.
 
 aiohttp's defaults are wrong for long generations; each setting here says why it differs.
 """
@@ -42,7 +42,7 @@ class Reply:
 
     @property
     def ok(self) -> bool:
-        """Whether the status is 200."""
+        """Return whether the status is 200."""
         return self.status == 200
 
 
@@ -209,7 +209,7 @@ class HttpClient:
             task.cancel()
 
     def _was_cut(self, task: asyncio.Task[Any] | None) -> bool:
-        """Whether it was cut off, and nobody else has cancelled it."""
+        """Return whether it was cut off, and nobody else has cancelled it."""
         before = self._cut.pop(task, None) if task is not None else None
         return task is not None and before is not None and task.uncancel() <= before
 
@@ -380,7 +380,7 @@ def _date(text: str) -> datetime | None:
 
 
 Words = Callable[[Any], bool]
-"""Whether an answer is the one with which a server says that it has done what it was asked."""
+"""True if an answer is the one with which a server says that it has done what it was asked."""
 
 
 def words_of(reply: Reply) -> Any:
@@ -415,7 +415,7 @@ def require_words(client: HttpClient, reply: Reply, route: str, *words: Words) -
 
 
 def is_page(reply: Reply) -> bool:
-    """Whether an answer is a page of a proxy or a web site, whatever its status."""
+    """Return whether an answer is a page of a proxy or a web site, whatever its status."""
     return reply.body.lstrip()[:1] == b"<"
 
 

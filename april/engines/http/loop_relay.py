@@ -28,7 +28,7 @@ async def result_from(there: asyncio.AbstractEventLoop, work: Coroutine[Any, Any
 
 
 async def _stopped(there: asyncio.AbstractEventLoop) -> bool:
-    """Whether a loop runs no more; whatever it has queued on this one has been received by then."""
+    """Return whether a loop runs no more; whatever it has queued on this one has been received by then."""
     if there.is_running():
         return False
     await asyncio.sleep(0)  # callbacks run in their order, and this comes after those that it queued

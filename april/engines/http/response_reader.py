@@ -20,12 +20,12 @@ from april.engines.protocol import Chunk, EngineFinish
 from april.errors import EngineError, WireError
 
 E = TypeVar("E")
-"""One event of a stream, or one whole answer, as it is decoded."""
+"""An event of a stream, or one whole answer, as it is decoded."""
 _DONE = b"[DONE]"
 
 
 class End(msgspec.Struct, gc=False):
-    """Why generation has ended, as the server says it; an error is raised once the tokens are handed over."""
+    """The reason for which generation has ended, by the server; an error is raised after the tokens."""
 
     reason: EngineFinish | EngineError
     stopped_at: int | str | None = None
@@ -127,7 +127,7 @@ class ResponseReader:
         self.count = 0
         """Tokens whose weights are known."""
         self.finish: EngineFinish | None = None
-        """Why generation ended, once the server has said it."""
+        """The reason why generation ended, once the server has said it."""
         self._stopped_at: int | str | None = None
         self.failure: EngineError | None = None
         """To be raised once the chunks that came with it are handed over."""

@@ -1,4 +1,4 @@
-"""One request at a server, from the gate to its end: its response read as it comes, made into chunks when wanted.
+"""A request at a server, from the gate to its end: its response read as it comes, made into chunks when wanted.
 
 An event of one token costs far more to look at by itself than among others. So who drives a stream may let pieces
 of the response pile up here and take them together; what has arrived can be taken at any time.
@@ -113,10 +113,10 @@ def answer_bytes(request: Request) -> int:
 
 
 class StreamState(StrEnum):
-    """Where a request stands; what is read of its response is the reader's :class:`Progress`."""
+    """The state of a request; what is read of its response is the reader's :class:`Progress`."""
 
     WAITING = "waiting"
-    """It was not let in yet."""
+    """The request was not let in yet."""
     SENDING = "sending"
     """It was let in; the response has not begun."""
     HELD = "held"
@@ -150,7 +150,7 @@ TRANSITIONS: dict[StreamState, tuple[StreamState, ...]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Endpoint:
-    """Where the requests of one engine go, and what its streams share."""
+    """The address of the requests of one engine, and what its streams share."""
 
     client: HttpClient
     route: str
@@ -344,7 +344,7 @@ class ResponseStream(BufferedStream):
         self._go(StreamState.HELD if held else StreamState.READING)
 
     def _read(self, *, to_the_end: bool = False) -> ResponseReader:
-        """What has piled up, by the reader; ``to_the_end``: nothing follows it."""
+        """Return what has piled up, by the reader; ``to_the_end``: nothing follows it."""
         pieces, self._pieces = self._pieces, []
         splitter, reader = self._splitter, self._reader
         assert reader is not None
@@ -420,7 +420,7 @@ class ResponseStream(BufferedStream):
         return by_pauses and not reader.count and (refused or ended)
 
     async def _is_taken_back(self, reader: ResponseReader) -> bool:
-        """Whether it goes back to the gate: it has no token, and its server stands still for its owner."""
+        """Return whether it goes back to the gate: it has no token, and its server stands still for its owner."""
         stands_still = self._endpoint.stands_still
         if self._recalled:
             return not reader.count  # what it began under weights that april does not know is nobody's

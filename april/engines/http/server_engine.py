@@ -53,7 +53,7 @@ class Admission:
 
     @property
     def is_open(self) -> bool:
-        """Whether :meth:`enter` is allowed now, without a wait."""
+        """Return whether :meth:`enter` is allowed now, without a wait."""
         return self._open
 
     async def wait(self, attempt_id: str) -> bool:
@@ -126,7 +126,7 @@ class ServerEngine:
         self._labels = WeightLabels()
         self._admission = Admission()
         self._not_whole = ""
-        """Why its weights are those of no version, since an update has failed."""
+        """The reason why its weights are those of no version, since an update has failed."""
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.name} version {self._version} {self._admission!r}>"

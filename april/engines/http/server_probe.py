@@ -1,4 +1,4 @@
-"""How servers are connected to and asked what they can do, whatever their kind."""
+"""The way in which servers are connected to and asked what they can do, whatever their kind."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class ServerFacts:
     """Of its present weights; None: the server has no labels."""
     paused: bool = False
     started_s: float | None = None
-    """When its process began, seconds since 1970, if it says."""
+    """The time when its process began, seconds since 1970, if it says."""
     capabilities: Capabilities
     """Of an engine before it."""
 
@@ -82,7 +82,7 @@ async def get_json(client: HttpClient, *routes: str) -> Any:
 
 
 async def has_route(client: HttpClient, route: str) -> bool:
-    """Whether a POST route is there: GET is not allowed on it, and nothing happens."""
+    """Return whether a POST route is there: GET is not allowed on it, and nothing happens."""
     return (await client.call("GET", route, timeout_s=PROBE_S, retry=True)).status == 405
 
 
@@ -176,7 +176,7 @@ NAMES = 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServedModel:
-    """One entry of a server's list of models."""
+    """An entry of a server's list of models."""
 
     name: str
     base: str | None = None
@@ -188,7 +188,7 @@ class ServedModel:
 
     @property
     def limits(self) -> tuple[Limit, ...]:
-        """What follows from adapters."""
+        """Return what follows from adapters."""
         if self.base is not None:
             return (
                 Limit(
@@ -229,7 +229,7 @@ def choose_model(url: str, answer: Any, name: str | None) -> ServedModel:
 
 
 async def why_not_served(client: HttpClient, name: str | None) -> str:
-    """What :func:`choose_model` has against the server's present list; empty: nothing, or it shows none."""
+    """Return what :func:`choose_model` has against the server's present list; empty: nothing, or it shows none."""
     try:
         reply = await client.call("GET", ROUTE, retry=True)
         answer = read_json(reply.body) if reply.ok else None
@@ -245,7 +245,7 @@ async def why_not_served(client: HttpClient, name: str | None) -> str:
 
 
 def _choice(models: dict[str, Any], adapters: dict[str, str]) -> str:
-    """What there is to choose from, and how to."""
+    """Return what there is to choose from, and how to."""
     if not adapters:
         several = f"several models ({_listed(models)})" if models else "no model"
         return f"serves {several}; name the one that is trained"

@@ -1,4 +1,4 @@
-"""Whether answers come from the process that was given the present weights; what is not known is not assumed.
+"""True if answers come from the process that was given the present weights; what is not known is not assumed.
 
 A server that is started anew has the weights of its start. One with labels shows it; another by the time at which its
 process began, if its metrics say that; of one that says neither, april knows only that its port was found closed.
@@ -33,7 +33,7 @@ class OwnPauses:
 
     @property
     def now(self) -> bool:
-        """Whether one is under way."""
+        """Return whether one is under way."""
         return self._one.locked()
 
     async def over(self) -> None:
@@ -100,12 +100,12 @@ class ServerMetrics:
     """None: the page does not say it."""
 
     started_s: float | None = None
-    """When the server's process began, seconds since 1970; another value means another process."""
+    """The time when the server's process began, seconds since 1970; another value means another process."""
     load: EngineLoad | None = None
 
 
 async def has_metrics(client: HttpClient, route: str) -> bool:
-    """Whether there is such a page."""
+    """Return whether the server has such a page."""
     return (await client.call("GET", route, timeout_s=PROBE_S, retry=True, limit=MAX_PAGE_BYTES)).ok
 
 
@@ -145,14 +145,14 @@ PAUSE_CHECK_S = 5.0
 CHECKS_APART_S = 0.1
 """Between two looks for the sake of answers: a metrics page costs its server some milliseconds."""
 PATIENCE_S = 10.0
-"""How long answers are held back while the server does not say which process it is."""
+"""The time for which answers are held back while the server does not say which process it is."""
 AGAIN_S = 0.5
 """Between two such questions."""
 
 UNSAID = "its metrics do not say whether it is still the process that was given the present weights"
 
 Check = Callable[[], Awaitable[bool | None]]
-"""Whether the server has the present weights; None: it does not say."""
+"""True if the server has the present weights; None: it does not say."""
 
 
 class ServerProcess:
@@ -176,7 +176,7 @@ class ServerProcess:
         """A process that is started anew has the present weights too: they are those of the start."""
 
     async def check(self) -> tuple[bool | None, ServerMetrics]:
-        """Whether it is the one that has the present weights (None: it does not say), and its metrics."""
+        """Return whether it is the one that has the present weights (None: it does not say), and its metrics."""
         metrics = await read_metrics(self._client, self._route)
         if self._present is None:
             return self.keeps_weights or self._client.refusals == self._refusals, metrics
@@ -221,13 +221,13 @@ class Confirmation:
 
     def __init__(self, check: Check, name: str, needed: Callable[[], bool] = lambda: True) -> None:
         self.needed = needed
-        """Whether answers have to wait at all."""
+        """True if answers have to wait at all."""
         self._check = check
         self._name = name
         self._confirmed_s = -math.inf
-        """When the last check began that has seen them."""
+        """The time when the last check began that has seen them."""
         self._checked_s = -math.inf
-        """When the last check of all began."""
+        """The time when the last check of all began."""
         self._same: bool | None = None
         """What came of it."""
         self._one = asyncio.Lock()

@@ -11,7 +11,7 @@ SAMPLES, SAMPLE_BYTES = 16, 4096
 """Of each file, spread over all of it; what is no longer than that is read whole."""
 MOST_FILES = 1_000
 WEIGHTS = ".safetensors"
-"""How the names of files with weights end; a directory without any has them in all its files."""
+"""The way in which the names of files with weights end; a directory without any has them in all its files."""
 
 
 def why_unloadable(path: str) -> str | None:

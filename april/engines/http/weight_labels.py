@@ -39,7 +39,7 @@ class LabelledServer(Protocol):
 
 
 class WeightLabels:
-    """One engine's names for the weights of its server: ``v<version>-<six digits of its own>``.
+    """An engine's names for the weights of its server: ``v<version>-<six digits of its own>``.
 
     The digits keep apart two engines that name the weights of one server: neither takes the other's for its own.
     """
@@ -119,7 +119,7 @@ async def require_first_weights(
 
 
 def cover(spans: Sequence[Span], total: int) -> bool:
-    """Whether the spans cover ``total`` tokens one after the other."""
+    """Return whether the spans cover ``total`` tokens one after the other."""
     if not spans:
         return total == 0
     return spans[0].start == 0 and spans[-1].end == total and all(a.end == b.start for a, b in pairwise(spans))

@@ -43,7 +43,7 @@ _AT_REST = re.compile(r"\bis (?:paused|asleep|sleeping)\b", re.IGNORECASE)
 """How servers say, with a status that blames the request, that they take none for now (TensorRT-LLM: 400)."""
 
 _ADAPTER_GONE = re.compile(r"\bLoRA (?:adapters are not loaded|is not enabled)\b")
-"""How SGLang says, with such a status, that the adapter which it had at the start is not there."""
+"""The way in which SGLang says, with such a status, that the adapter which it had at the start is not there."""
 
 
 def failure_of(status: int, text: str, retry_after_s: float | None = None) -> EngineError:
@@ -73,7 +73,7 @@ def failure_said(payload: bytes, who: str) -> EngineError:
 
 
 def error_text(body: bytes) -> str:
-    """What an error answer says, out of the shapes that servers use, as :func:`clean` shows it."""
+    """Return what an error answer says, out of the shapes that servers use, as :func:`clean` shows it."""
     try:
         value: Any = read_json(body)
     except NotJson:

@@ -53,11 +53,11 @@ class CompletionsEngine(ServerEngine):
         raise NotImplementedError
 
     async def _has_weights(self) -> bool | None:
-        """Whether the server has the present weights; None means that it does not say."""
+        """Return whether the server has the present weights; None means that it does not say."""
         return (await self._process.check())[0]
 
     async def pause(self) -> None:
-        """See :class:`ServerEngine`; the server's process is remembered, for the trainer may write weights into it."""
+        """Pause as :class:`ServerEngine` does, and remember the process, for the trainer may write weights into it."""
         await super().pause()
         await self._process.pause()
 
@@ -83,7 +83,7 @@ class CompletionsEngine(ServerEngine):
 
 
 class OpenAIEngine(CompletionsEngine):
-    """One server, of which the probe has found ``facts``. Made by :func:`connect_openai`."""
+    """A server, of which the probe has found ``facts``. Made by :func:`connect_openai`."""
 
     def __init__(self, client: HttpClient, facts: OpenAIFacts) -> None:
         super().__init__(client, facts, ROUTE, facts.load_route)

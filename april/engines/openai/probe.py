@@ -30,7 +30,7 @@ from april.server_text import clean
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KnownServer:
-    """How a kind of server differs from what its answers to single short requests show."""
+    """The way in which a kind of server differs from what its answers to single short requests show."""
 
     name: str
     """For people; empty: a server of no special kind."""
@@ -41,7 +41,7 @@ class KnownServer:
     load_route_always: bool = True
     """That page costs nothing where it is not there; if not, it is asked once, and again only if it was there."""
     adapter_name: str = "{adapter}"
-    """How a request names an adapter; by another name the base of the adapter answers."""
+    """The way in which a request names an adapter; by another name the base of the adapter answers."""
     honours_seeds: bool = True
     """Of requests that run together; alone is asked."""
     limits: tuple[Limit, ...] = ()
@@ -181,7 +181,7 @@ async def _load_route(client: HttpClient, server: KnownServer) -> str | None:
 
 
 async def _models(client: HttpClient) -> Any:
-    """What the server says of its models."""
+    """Return what the server says of its models."""
     reply = await client.call("GET", ROUTE_OF_MODELS, retry=True)
     client.require_ok(reply, ROUTE_OF_MODELS)
     try:
@@ -323,7 +323,7 @@ async def _logprob_kind(probe: _Probe) -> LogprobKind:
 
 
 async def _honours_seeds(probe: _Probe) -> bool:
-    """The same seed twice gives the same tokens, and another seed gives others."""
+    """Return whether the same seed twice gives the same tokens, and another seed gives others."""
     sampling = SamplingParams(_SEED_TOKENS, _SEED_TOKENS, temperature=1.0, seed=7)
     first, again = await probe.ask(sampling), await probe.ask(sampling)
     other = await probe.ask(replace(sampling, seed=8))

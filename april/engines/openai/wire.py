@@ -23,7 +23,7 @@ ROUTE = "/v1/completions"
 
 
 class TokenShape(StrEnum):
-    """How the ids of generated tokens come."""
+    """The way in which the ids of generated tokens come."""
 
     RETURN_TOKEN_IDS = "return_token_ids"  # noqa: S105 - a name on the wire, not a secret
     """``return_token_ids: true`` (vLLM): choices have token_ids; the first event repeats the prompt's ids."""
@@ -132,13 +132,13 @@ _NOTHING = _Choice()
 
 
 def counted(piece: Piece, usage: Usage) -> Piece:
-    """The same piece, with the server's own counts."""
+    """Return the same piece, with the server's own counts."""
     piece.prompt_tokens, piece.total = usage.prompt_tokens, usage.completion_tokens
     return piece
 
 
 def finish_of(attempt_id: str, reason: str) -> EngineFinish | EngineError:
-    """Why the response ended; an error where april knows no such reason."""
+    """Return why the response ended; an error where april knows no such reason."""
     known = _FINISHES.get(reason)
     if known is None:
         return EngineError(f"attempt {attempt_id}: the server ended the response for the reason {quoted(reason)}")
@@ -156,7 +156,7 @@ class CompletionParser(Parser[_Event | _NamedEvent]):
         self._spans = spans
 
     def piece(self, event: _Event | _NamedEvent, payload: bytes, had: int) -> Piece:
-        """See :class:`Parser`."""
+        """Return what one event brings; see :class:`Parser`."""
         choices, usage = event.choices, event.usage
         if choices is None and usage is None:
             raise self.failed(payload)

@@ -41,7 +41,7 @@ STOP_STRING_INTERVAL = 2
 
 
 class SglangEngine(ServerEngine):
-    """One SGLang server, or several behind one router; implements :class:`april.engines.protocol.Engine`.
+    """An SGLang server, or several behind one router; implements :class:`april.engines.protocol.Engine`.
 
     Args:
         requests: where requests go: the server itself, or the router.
@@ -121,7 +121,7 @@ class SglangEngine(ServerEngine):
             await _all(worker.abort(rids, ABORTS_AT_ONCE) for worker in self.workers)
 
     async def _stands_still(self) -> bool:
-        """Whether the servers' owner has paused them; the gate is closed then.
+        """Return whether the servers' owner has paused them; the gate is closed then.
 
         A paused server begins requests under whatever weights it has later, so those without a token are taken back.
         """
@@ -146,7 +146,7 @@ class SglangEngine(ServerEngine):
     # ---------------------------------------------------------------- weights
 
     async def pause(self) -> None:
-        """See :class:`ServerEngine`; processes are remembered, for the trainer may write weights into them."""
+        """Pause as :class:`ServerEngine` does, and remember the processes, for the trainer may write weights there."""
         await super().pause()
         marks = await asyncio.gather(*(w.mark(self._labels) for w in self.workers), return_exceptions=True)
         # if one does not answer, the update will say so
@@ -188,7 +188,7 @@ class SglangEngine(ServerEngine):
         self._labels.present, self._not_whole = version, ""
 
     async def _why_not_served(self) -> str:
-        """Why a worker would not answer by the model that is trained; empty: nothing says so."""
+        """Return why a worker would not answer by the model that is trained; empty: nothing says so."""
         found = await asyncio.gather(*(why_not_served(w.client, self.facts.asked) for w in self.workers))
         return next(filter(None, found), "")
 

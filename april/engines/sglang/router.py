@@ -87,7 +87,7 @@ def common_facts(workers: Sequence[SglangFacts]) -> SglangFacts:
 
 
 def _equal(worker: SglangFacts) -> dict[str, object]:
-    """What the workers of a router must have in common."""
+    """Return what the workers of a router must have in common."""
     c = worker.capabilities
     return {
         "vocab_size": c.vocab_size, "eos_token_ids": c.eos_token_ids, "logprob_kind": c.logprob_kind,

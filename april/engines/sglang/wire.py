@@ -29,7 +29,7 @@ class Finish(msgspec.Struct, gc=False):
 
 
 class TokenLogprob(msgspec.Struct, array_like=True, gc=False):
-    """One token; what follows in the list (its text) is not looked at."""
+    """A token; what follows in the list (its text) is not looked at."""
 
     logprob: float
     token: int
@@ -48,7 +48,7 @@ class Meta(msgspec.Struct):
 
 
 class Reply(msgspec.Struct):
-    """One answer, or one event of a stream; errors come as events, too."""
+    """An answer, or one event of a stream; errors come as events, too."""
 
     output_ids: list[int] = []
     meta_info: Meta | None = None
@@ -113,7 +113,7 @@ class ReplyParser(Parser[Reply]):
         self._incremental = incremental
 
     def piece(self, event: Reply, payload: bytes, had: int) -> Piece:
-        """See :class:`Parser`."""
+        """Return what one event brings; see :class:`Parser`."""
         meta = event.meta_info
         if meta is None:
             raise self.failed(payload)

@@ -40,9 +40,9 @@ FLUSH_S = 30.0
 
 
 _FLUSHED = b"Cache flushed."
-"""How a server begins to say that its cache is empty."""
+"""The way in which a server begins to say that its cache is empty."""
 _KEPT_CACHE = "Weights were updated, but the cache was not flushed"
-"""How a server begins to say, of an update without success, that nothing but the cache is old."""
+"""The way in which a server begins to say, of an update without success, that nothing but the cache is old."""
 
 
 class HalfUpdated(EngineError):
@@ -65,7 +65,7 @@ class _Loads(msgspec.Struct):
 
 @dataclass(frozen=True, slots=True)
 class SglangWorker:
-    """One server; ``facts`` say what it can do."""
+    """A server; ``facts`` say what it can do."""
 
     client: HttpClient
     facts: SglangFacts
@@ -103,7 +103,7 @@ class SglangWorker:
         return text_under(self.client, info, "weight_version", "/model_info")
 
     async def is_foreign(self, label: str) -> bool:
-        """Whether somebody else has paused it, or has given other weights than those called ``label``."""
+        """Return whether somebody else has paused it, or has given other weights than those called ``label``."""
         ready = await self.client.call("GET", "/ready", timeout_s=PAUSE_CHECK_S, retry=True)
         return ready.status == 503 or await self.label() not in (None, label)
 
@@ -173,7 +173,7 @@ class SglangWorker:
             raise kind(what) from error
 
     async def _process(self) -> Any:
-        """What no two processes have in common: how long each part of its start took; None: it does not say."""
+        """Return what no two processes have in common: how long each part of its start took; None: it does not say."""
         reply = await self.client.call("GET", "/server_info", retry=True)
         answer = words_of(reply) if reply.ok else None
         return answer.get("startup_time") if isinstance(answer, dict) else None

@@ -50,7 +50,7 @@ wall-clock wait runs would not repeat."""
 
 
 class _Stream:
-    """What one consumer has not taken yet."""
+    """The chunks that one consumer has not taken yet."""
 
     __slots__ = ("attempt_id", "chunks", "error", "left", "wake")
 
@@ -176,7 +176,7 @@ class TransformersEngine:
         self._failure = ""
         self._loop: asyncio.AbstractEventLoop | None = None
         self._overwritten = ""
-        """Why nothing is generated before the next update: the model has changed."""
+        """The reason why nothing is generated before the next update: the model has changed."""
         self._generated_under: tuple[PolicyVersion, int | None] | None = None
         """The version that last generated, and the writes to its weights; None: a change was reported."""
         self._unguard = guard_optimizers(self, self._weights)
@@ -204,7 +204,7 @@ class TransformersEngine:
 
     @property
     def generating(self) -> bool:
-        """Whether a write to the weights, now, would spoil something."""
+        """Return whether a write to the weights, now, would spoil something."""
         return self._ticking or (self._decoder.active > 0 and not self._paused and self._weights.ready)
 
     def __repr__(self) -> str:

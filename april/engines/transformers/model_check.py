@@ -103,7 +103,7 @@ class _WitnessedDecoder(SlotDecoder):
 
 @dataclass(frozen=True)
 class _Trial:
-    """One response: its tokens, and three times the distributions of the last ``n`` of them, float32 [n, V]."""
+    """A response: its tokens, and three times the distributions of the last ``n`` of them, float32 [n, V]."""
 
     tokens: Tensor
     """int64 [prompt + n]."""
@@ -216,7 +216,7 @@ def _decode(decoder: _WitnessedDecoder, admissions: Sequence[Sequence[int]]) -> 
 
 
 def _noise(model: Any, trials: list[_Trial], dtypes: set[torch.dtype], batched: bool) -> float:
-    """How far the model is from itself, as :func:`_typical` has it, where no part of the decoder is involved.
+    """Return how far the model is from itself, as :func:`_typical` has it, where no part of the decoder is involved.
 
     Args:
         model: the model.

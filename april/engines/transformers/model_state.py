@@ -61,7 +61,7 @@ def guard_optimizers(engine: Any, weights: Any) -> weakref.finalize[Any, Any]:
 GLANCE = 12
 """Switches, and tensors, that are looked at before a decode step; a 32nd of all if that is more."""
 PATIENCE_S, LOOK_AGAIN_S = 10.0, 0.01
-"""How long a model that others have switched is waited for, and how often it is looked at meanwhile."""
+"""The time for which a model that others have switched is waited for, and how often it is looked at meanwhile."""
 WRITTEN = "its weights were written"
 _GONE, _NONE, _OURS = object(), object(), object()
 _PLAIN = (bool, str, int, float, type(None))
@@ -113,11 +113,11 @@ class ModelState:
             self._changing |= {(type(module), name) for own, name in changed if own == id(vars(module))}
 
     def weights_written(self) -> bool:
-        """Whether the weights are other ones, or were."""
+        """Return whether the weights are other ones, or were."""
         return self._stamp != self._weights.stamp()
 
     def switched(self) -> str:
-        """What is switched otherwise than it was noted; empty: nothing."""
+        """Return what is switched otherwise than it was noted; empty: nothing."""
         changed = [(own, name, value) for own, name, value in self._switches if _differs(own, name, value)]
         if not changed:
             return ""
@@ -140,11 +140,11 @@ class ModelState:
             del hooks[_OURS]
 
     def torn(self) -> str:
-        """What has changed during the last tick, or since it was noted; empty: nothing."""
+        """Return what has changed during the last tick, or since it was noted; empty: nothing."""
         return self._torn or self.switched()
 
     def torn_error(self, name: str, torn: str, requests: int, unsound: int) -> WeightsInUse:
-        """What engine ``name`` says of a tick in which ``torn`` has changed, or the weights have."""
+        """Return what engine ``name`` says of a tick in which ``torn`` has changed, or the weights have."""
         switched = torn not in ("", WRITTEN)
         return WeightsInUse(
             f"{name}: {f'the model was switched ({torn})' if switched else 'the weights were written'} while "
@@ -178,7 +178,7 @@ class ModelState:
         return self._model if compiled else self._model.get_input_embeddings()
 
     def _glance(self) -> bool:
-        """Whether one of those looked at before this step has changed."""
+        """Return whether one of those looked at before this step has changed."""
         self._steps += 1
         switches, places = _part(self._switches, self._steps), _part(self._places, self._steps)
         return any(_differs(own, name, value) for own, name, value in switches) or any(

@@ -229,7 +229,7 @@ def safe_below(length: int) -> int:
 
 
 def beyond(length: int) -> int:
-    """Where a mask that is wrong from ``length`` on shows plainly."""
+    """Return where a mask that is wrong from ``length`` on shows plainly."""
     return length + length // 4
 
 

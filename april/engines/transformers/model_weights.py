@@ -43,7 +43,7 @@ class ModelWeights:
 
     @contextmanager
     def tried(self) -> Iterator[None]:
-        """What is written in here is written by the model itself."""
+        """Return what is written in here is written by the model itself."""
         before = {id(tensor): _writes(tensor) for tensor in self._tensors}
         yield
         self._moving = {id(tensor) for tensor in self._tensors if before[id(tensor)] != _writes(tensor)}
@@ -59,7 +59,7 @@ class ModelWeights:
         return sum(map(_writes, tensors)), hash((*(t.data_ptr() for t in tensors), *_few_values(tensors)))
 
     def places(self) -> list[tuple[Tensor, int]]:
-        """Where each of them is."""
+        """Return where each of them is."""
         return [(tensor, tensor.data_ptr()) for tensor in self._tensors]
 
     def sample(self) -> NDArray[np.float32]:
@@ -178,7 +178,7 @@ def refuse_shards(model: Any, kind: str) -> None:
 
 
 def _untried(units: list[Any], parameters: list[Any]) -> str:
-    """What of FSDP2's options stands against generating from its parameters; empty if nothing does."""
+    """Return what of FSDP2's options stands against generating from its parameters; empty if nothing does."""
     states = [unit._get_fsdp_state() for unit in units if hasattr(unit, "_get_fsdp_state")]
     if len(states) < len(units) or not all("PRE_BACKWARD" in dir(type(s._training_state)) for s in states):
         return f"of torch {torch.__version__}"

@@ -47,7 +47,7 @@ _ON_DEVICE = 4
 
 @dataclass(slots=True, eq=False)
 class SlotRequest:
-    """One attempt. ``max_tokens`` fits the context, ``stop_ids`` has the end-of-sequence ids in it."""
+    """An attempt. ``max_tokens`` fits the context, ``stop_ids`` has the end-of-sequence ids in it."""
 
     attempt_id: str
     tokens: Int32
@@ -535,7 +535,7 @@ class SlotDecoder:
 
 
 def wrong_request(request: Request, vocab_size: int, max_len: int, eos: tuple[int, ...]) -> str | None:
-    """Why it cannot be served, and what to do; None: it can."""
+    """Return why it cannot be served, and what to do; None: it can."""
     sampling, tokens = request.sampling, np.asarray(request.token_ids)
     outside = tokens[(tokens < 0) | (tokens >= vocab_size)] if tokens.dtype.kind in "iu" else tokens[:0]
     if tokens.ndim != 1 or tokens.size == 0 or tokens.dtype.kind not in "iu":

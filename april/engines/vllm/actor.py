@@ -78,7 +78,7 @@ class ActorSide:
         return "ok", None
 
     async def health(self) -> tuple[bool, str, list[int], str]:
-        """Whether vLLM's engine lives, what is wrong, the version of its weights, and which actor this is."""
+        """Return whether vLLM's engine lives, what is wrong, the version of its weights, and which actor this is."""
         health = await self._engine.health()
         return health.ok, health.detail, list(self._engine._version), self._life
 
@@ -138,7 +138,7 @@ class ActorEngine(ServerEngine):
             await self._call("april_abort", ids)
 
     async def pause(self) -> None:
-        """See :class:`ServerEngine`; the actor is remembered, for the trainer may write weights into it."""
+        """Pause as :class:`ServerEngine` does, and remember the actor, for the trainer may write weights into it."""
         await super().pause()
         self._life = None
         with suppress(EngineError, TimeoutError):  # if it does not answer, the update will say so
@@ -162,7 +162,7 @@ class ActorEngine(ServerEngine):
         self._labels.present = version
 
     async def health(self) -> Health:
-        """Whether the actor answers and its vLLM lives."""
+        """Return whether the actor answers and its vLLM lives."""
         try:
             async with asyncio.timeout(HEALTH_DEADLINE_S):
                 ok, detail, version, _ = await self._call("april_health")

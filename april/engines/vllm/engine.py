@@ -46,7 +46,7 @@ THIS_MACHINE = ("localhost", "127.0.0.1", "::1")
 
 
 class VllmEngine(CompletionsEngine):
-    """One vLLM server, made by :func:`connect_vllm`; implements :class:`april.engines.protocol.Engine`.
+    """A vLLM server, made by :func:`connect_vllm`; implements :class:`april.engines.protocol.Engine`.
 
     With ``stream`` tokens are handed over as they come, always; otherwise only where a request asks for it.
     """
@@ -206,7 +206,7 @@ class VllmEngine(CompletionsEngine):
             raise EngineError(f"{self._client.url} says its weights are {quoted(now)} after april called them {label}")
 
     async def label(self) -> str | None:
-        """Of the present weights; None: the server has no labels."""
+        """Return the label of the present weights; None means that the server has no labels."""
         if self.facts.label is None:
             return None
         info = await self._client.json("GET", "/weight_info", retry=True)
@@ -262,7 +262,7 @@ class VllmEngine(CompletionsEngine):
         return Health(ok=ok, detail=detail, counters=counters, current=current and whole, load=load)
 
     async def _has_weights(self) -> bool | None:
-        """Whether the server has the present weights; None means that it does not say."""
+        """Return whether the server has the present weights; None means that it does not say."""
         if self.facts.label is None:
             return await super()._has_weights()
         try:
@@ -271,7 +271,7 @@ class VllmEngine(CompletionsEngine):
             return None
 
     async def _is_paused(self) -> bool:
-        """By somebody else."""
+        """Return whether somebody else has paused the server."""
         if not self.facts.developer_routes or self._pauses.now:
             return False
         reply = await self._client.call("GET", "/is_paused", retry=True)
@@ -283,7 +283,7 @@ class VllmEngine(CompletionsEngine):
 
 
 def _reloaded(said: object) -> bool:
-    """How a server says that its workers have reloaded their weights: each of them returned nothing."""
+    """Return how a server says that its workers have reloaded their weights: each of them returned nothing."""
     results = said.get("results") if isinstance(said, dict) else None
     return isinstance(results, list) and bool(results) and all(result is None for result in results)
 

@@ -52,7 +52,7 @@ _FINISHES = {finish.value: finish for finish in EngineFinish}
 
 
 class VllmInProcessEngine(ServerEngine):
-    """One ``vllm.AsyncLLM`` (v1). april uses it and does not shut it down.
+    """A ``vllm.AsyncLLM`` (v1). april uses it and does not shut it down.
 
     An AsyncLLM belongs to the event loop that it was made on, or first used on. Three cases:
 
@@ -122,7 +122,7 @@ class VllmInProcessEngine(ServerEngine):
                 raise EngineError(f"engine {self._name}: the output ended without a finish reason")
 
     def _failure(self, error: Exception) -> EngineError:
-        """What an exception of vLLM means: newer ones carry the status with which its server would answer."""
+        """Return what an exception of vLLM means: newer ones carry the status with which its server would answer."""
         refused = isinstance(error, ValueError) or any(kind.__name__ == _REFUSED for kind in type(error).__mro__)
         status = getattr(error, "status_code", getattr(error, "http_status", None))
         if not isinstance(status, int):
@@ -232,7 +232,7 @@ class VllmInProcessEngine(ServerEngine):
         self._labels.present, self._not_whole = version, ""
 
     async def health(self) -> Health:
-        """Whether vLLM's engine lives."""
+        """Return whether vLLM's engine lives."""
         try:
             await self._there(self._llm.check_health)
         except Exception as error:

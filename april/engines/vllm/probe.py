@@ -47,10 +47,10 @@ class VllmFacts(ServerFacts):
     """What a vLLM server was found to be."""
 
     route: str
-    """Where requests go: that with token ids in and out and version spans, or that of completions."""
+    """The place where requests go: that with token ids in and out and version spans, or that of completions."""
     developer_routes: bool
     abort_route: str
-    """Where requests are aborted by id; empty: nowhere."""
+    """The place where requests are aborted by id; empty: nowhere."""
     priorities: bool
     """Requests are scheduled by priority."""
 
@@ -147,7 +147,7 @@ async def probe_vllm(client: HttpClient, config: VllmEngineConfig) -> VllmFacts:
 
 
 async def _offers(client: HttpClient, route: str) -> bool:
-    """Whether a scale-out route is there and open: a request without content tells."""
+    """Return whether a scale-out route is there and open: a request without content tells."""
     if not await has_route(client, route):
         return False
     reply = await client.call("POST", route, b"{}", timeout_s=PROBE_S)
@@ -259,7 +259,7 @@ async def _logprob_kind(
 
 
 async def _gives_spans(client: HttpClient, model: str) -> bool:
-    """Whether the completions route says which weights made which token (vLLM from 0.33 on)."""
+    """Return whether the completions route says which weights made which token (vLLM from 0.33 on)."""
     return bool((await _one_token(client, model, [3, 4, 5], {"temperature": 0.0, **ASK_SPANS})).weight_versions)
 
 

@@ -72,7 +72,7 @@ class _Choice(msgspec.Struct):
 
 
 class TokenReply(msgspec.Struct):
-    """One answer of the token route, or one event of its stream."""
+    """An answer of the token route, or one event of its stream."""
 
     choices: list[_Choice] | None = None
     usage: Usage | None = None
@@ -86,7 +86,7 @@ _NOTHING = _Choice()
 
 
 def parser_of(route: str, request: Request, *, spans: bool = False) -> Parser[Any]:
-    """For the answers of either route; version spans come with the last event."""
+    """Return a parser for the answers of either route; version spans come with the last event."""
     if route == TOKEN_ROUTE:
         return TokenParser(request.attempt_id, TOKEN_DECODER, _TOKEN_LIST_DECODER)
     return CompletionParser(TokenShape.RETURN_TOKEN_IDS, request, spans=spans)
@@ -98,7 +98,7 @@ class TokenParser(Parser[TokenReply]):
     __slots__ = ()
 
     def piece(self, event: TokenReply, payload: bytes, had: int) -> Piece:
-        """See :class:`Parser`."""
+        """Return what one event brings; see :class:`Parser`."""
         choices, usage = event.choices, event.usage
         if choices is None:
             raise self.failed(payload)
