@@ -83,7 +83,7 @@ EXECUTED_BY: dict[str, list[tuple[str, str]]] = {
         ("test_testing_docs.py", "test_the_script_on_the_page_is_a_script"),
     ],
     "trl.md": [(PYTHON, "test_trl")],
-    "tutorial.md": [("test_tutorial.py", "test_the_tutorial_runs_as_pasted")] * 3,
+    "tutorial.md": [("test_tutorial.py", "test_the_tutorial_runs_as_pasted")] * 4,
 }
 """Page: the test that runs each of its blocks that are neither commands nor settings, in their order."""
 

@@ -45,6 +45,13 @@ def test_the_readme_is_short() -> None:
     assert len(README.split()) <= 1200
 
 
+def test_the_pages_are_short() -> None:
+    """A page for a trainer has at most 900 words, all pages together at most 30,000."""
+    pages = {page.stem: len(page.read_text("utf-8").split()) for page in (ROOT / "docs").glob("*.md")}
+    assert max(pages[trainer] for trainer in ("areal", "openrlhf", "slime", "trl", "verl")) <= 900
+    assert len(README.split()) + sum(pages.values()) <= 30_000
+
+
 def test_the_flags_in_the_docs_work(monkeypatch: pytest.MonkeyPatch) -> None:
     """The argparse lines, copied from docs/settings.md, with a command line."""
     page = (ROOT / "docs" / "settings.md").read_text("utf-8")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -96,3 +97,5 @@ def test_the_tutorial_runs_as_pasted(
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("reward ")]
     assert len(lines) == 75
     assert any(" 0% from older" not in line for line in lines)
+    (shown,) = [b.text for b in blocks_of(PAGE) if b.language == "text"]
+    assert len({re.sub(r"[\d.]+", "0", line) for line in [*lines, *shown.splitlines()]}) == 1
