@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from copy import deepcopy
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
@@ -124,9 +125,6 @@ class Lengths:
         """Generated tokens per response; 0 without any."""
         return self.tokens / samples if (samples := self.samples) else 0.0
 
-    def copy(self) -> Lengths:
-        return Lengths(self.buckets.copy(), self.tokens)
-
     def as_dict(self) -> dict[str, Any]:
         """Plain form."""
         return {"tokens": self.tokens, "buckets": {str(b): n for b, n in sorted(self.buckets.items()) if n}}
@@ -162,13 +160,6 @@ class LengthLedger:
             self.generated.add(length)
         self.dropped.setdefault(reason, Lengths()).add(length)
 
-    def copy(self) -> LengthLedger:
-        other = LengthLedger()
-        other.generated, other.trained = self.generated.copy(), self.trained.copy()
-        other.dropped = {reason: lengths.copy() for reason, lengths in self.dropped.items()}
-        other.unfinished = self.unfinished.copy()
-        return other
-
     def metrics(self, batch: Iterable[int]) -> dict[str, float]:
         """The metrics of a batch with these lengths."""
         lengths = list(batch)
@@ -189,7 +180,7 @@ class LengthLedger:
         return f"lengths generated: {generated}; trained, finished and held, or dropped: {accounted}"
 
     def _accounted(self, finished: Iterable[int]) -> Lengths:
-        lengths = self.trained.copy()
+        lengths = deepcopy(self.trained)
         for dropped in self.dropped.values():
             lengths.add_all(dropped)
         for length in finished:

@@ -13,6 +13,7 @@ import math
 import string
 from collections import deque
 from collections.abc import Collection, Iterable, Mapping
+from copy import deepcopy
 from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any
 
@@ -86,7 +87,7 @@ def take(core: RolloutCore, trained_through: int | None) -> State:
         )
     untrained = sorted(b for b in core.leased if trained_through is None or b > last)
     again = [sample for batch in untrained for sample in core.leased[batch]]
-    tokens, prompts, lengths = _copy(context.tokens), _copy(context.prompts), context.lengths.copy()
+    tokens, prompts, lengths = deepcopy((context.tokens, context.prompts, context.lengths))
     for sample in again:
         tokens.delivered -= sample.tape.generated
         lengths.trained.add(sample.tape.generated, -1)
@@ -191,10 +192,6 @@ def _with_attempt(tape: TokenTape, attempt: Attempt) -> TokenTape:
 
 def _packed(array: Any, dtype: str) -> bytes | None:
     return np.asarray(array, dtype).tobytes() or None
-
-
-def _copy(ledger: Ledger) -> Ledger:
-    return Ledger(ledger.observed, ledger.delivered, ledger.held, ledger.dropped.copy())
 
 
 def _ledger_out(ledger: Ledger) -> State:

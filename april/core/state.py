@@ -20,7 +20,6 @@ from april.core.completion_monitor import Unit
 from april.core.context import CoreContext
 from april.core.engine_recovery import EngineRecovery
 from april.core.evaluation import Evaluations
-from april.core.ledger import Ledger
 from april.core.lives import SampleLives
 from april.core.settings import CoreSettings, EngineLimits
 from april.core.types import (
@@ -45,31 +44,12 @@ from april.core.weight_updates import EngineCalls, WeightUpdates
 from april.errors import InvariantError
 
 STEP_METRICS = (
-    "attempts",
-    "resumed_attempts",
-    "reprefill_tokens",
-    "aborted_attempts",
-    "empty_partials",
-    "failed_attempts",
-    "failed_samples",
-    "fenced_attempts",
-    "stalled_attempts",
-    "late_events",
-    "after_stop_tokens",
-    "prompts_drawn",
-    "prompts_too_long",
-    "groups_dropped_failed",
-    "groups_dropped_filtered",
-    "groups_dropped_stale",
-    "samples_dropped_failed",
-    "samples_dropped_stale",
-    "replaced_samples",
-    "replays_diverged",
-    "lost_functions",
-    "busy_refusals",
-    "stale_engines",
-    "lowered_caps",
-)
+    "attempts", "resumed_attempts", "reprefill_tokens", "aborted_attempts", "empty_partials", "failed_attempts",
+    "failed_samples", "fenced_attempts", "stalled_attempts", "late_events", "after_stop_tokens", "prompts_drawn",
+    "prompts_too_long", "groups_dropped_failed", "groups_dropped_filtered", "groups_dropped_stale",
+    "samples_dropped_failed", "samples_dropped_stale", "replaced_samples", "replays_diverged", "lost_functions",
+    "busy_refusals", "stale_engines", "lowered_caps",
+)  # fmt: skip
 
 
 class Step:
@@ -124,6 +104,7 @@ class RolloutCore:
     ) -> None:
         self.context = context = CoreContext(settings, engines, clock or VersionClock())
         self.clock, self.engines = context.clock, context.engines
+        self.tokens, self.prompts = context.tokens, context.prompts
         self.over_sampler, self.monitor = context.over_sampler, context.monitor
         self.aborts, self.buffer = context.aborts, context.buffer
         self.attempts = context.attempts.in_flight
@@ -191,16 +172,6 @@ class RolloutCore:
     def settings(self) -> CoreSettings:
         """As they are now."""
         return self.context.settings
-
-    @property
-    def tokens(self) -> Ledger:
-        """The token ledger."""
-        return self.context.tokens
-
-    @property
-    def prompts(self) -> Ledger:
-        """The prompt ledger."""
-        return self.context.prompts
 
     def __repr__(self) -> str:
         states = Counter(s.state for s in self.buffer.samples())

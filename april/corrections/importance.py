@@ -42,33 +42,18 @@ ROUNDING = 0.01
 
 @overload
 def truncated_weights(
-    logprobs: torch.Tensor,
-    behaviour_logprobs: Any,
-    loss_mask: Any,
-    limit: float = ...,
-    *,
-    level: Level = ...,
-    keep_gradient: bool = ...,
-) -> torch.Tensor: ...
+    logprobs: torch.Tensor, behaviour_logprobs: Any, loss_mask: Any,
+    limit: float = ..., *, level: Level = ..., keep_gradient: bool = ...,
+) -> torch.Tensor: ...  # fmt: skip
 @overload
 def truncated_weights(
-    logprobs: NDArray[Any],
-    behaviour_logprobs: Any,
-    loss_mask: Any,
-    limit: float = ...,
-    *,
-    level: Level = ...,
-    keep_gradient: bool = ...,
-) -> Float32: ...
+    logprobs: NDArray[Any], behaviour_logprobs: Any, loss_mask: Any,
+    limit: float = ..., *, level: Level = ..., keep_gradient: bool = ...,
+) -> Float32: ...  # fmt: skip
 def truncated_weights(
-    logprobs: Any,
-    behaviour_logprobs: Any,
-    loss_mask: Any,
-    limit: float = 2.0,
-    *,
-    level: Level = "token",
-    keep_gradient: bool = False,
-) -> Any:
+    logprobs: Any, behaviour_logprobs: Any, loss_mask: Any,
+    limit: float = 2.0, *, level: Level = "token", keep_gradient: bool = False,
+) -> Any:  # fmt: skip
     """Truncated importance weights (TIS), min(ratio, limit): float32 [B, T], 0 where there is no loss.
 
     Args:
@@ -96,36 +81,18 @@ def truncated_weights(
 
 @overload
 def masked_weights(
-    logprobs: torch.Tensor,
-    behaviour_logprobs: Any,
-    loss_mask: Any,
-    low: float = ...,
-    high: float = ...,
-    *,
-    level: Level = ...,
-    keep_gradient: bool = ...,
-) -> torch.Tensor: ...
+    logprobs: torch.Tensor, behaviour_logprobs: Any, loss_mask: Any,
+    low: float = ..., high: float = ..., *, level: Level = ..., keep_gradient: bool = ...,
+) -> torch.Tensor: ...  # fmt: skip
 @overload
 def masked_weights(
-    logprobs: NDArray[Any],
-    behaviour_logprobs: Any,
-    loss_mask: Any,
-    low: float = ...,
-    high: float = ...,
-    *,
-    level: Level = ...,
-    keep_gradient: bool = ...,
-) -> Float32: ...
+    logprobs: NDArray[Any], behaviour_logprobs: Any, loss_mask: Any,
+    low: float = ..., high: float = ..., *, level: Level = ..., keep_gradient: bool = ...,
+) -> Float32: ...  # fmt: skip
 def masked_weights(
-    logprobs: Any,
-    behaviour_logprobs: Any,
-    loss_mask: Any,
-    low: float = 0.5,
-    high: float = 5.0,
-    *,
-    level: Level = "token",
-    keep_gradient: bool = False,
-) -> Any:
+    logprobs: Any, behaviour_logprobs: Any, loss_mask: Any,
+    low: float = 0.5, high: float = 5.0, *, level: Level = "token", keep_gradient: bool = False,
+) -> Any:  # fmt: skip
     """Masked importance weights (IcePop): the ratio where low <= ratio <= high, else 0: float32 [B, T].
 
     A masked token still counts in whatever the loss divides by, as in the paper; 0 is no loss, not no token.
