@@ -137,29 +137,19 @@ NEEDED = (
 """Metrics that every batch has."""
 
 
-class _Delivered(msgspec.Struct):
-    """The parts of a line of a batch."""
+class Batch(msgspec.Struct):
+    """A delivered batch, as a line of the record has it, and the time of the line."""
 
     id: _Count
     metrics: dict[str, _Metric]
     lengths: list[_Count]
     ages: dict[int, _Count]
+    """Number of tokens by their age, in weight updates until their training."""
+    time_s: float = 0.0
 
     def __post_init__(self) -> None:
         if missing := [name for name in NEEDED if name not in self.metrics]:
             raise ValueError(f"the metric {missing[0]} is missing")
-
-
-@dataclass(frozen=True, slots=True)
-class Batch:
-    """A delivered batch."""
-
-    id: int
-    time_s: float
-    metrics: dict[str, float]
-    lengths: list[int]
-    ages: dict[int, int]
-    """Number of tokens by their age, in weight updates until their training."""
 
 
 @dataclass(kw_only=True)
@@ -275,9 +265,8 @@ def read_run(path: Path) -> RunData:
                 case "UpdateRequested":
                     updates.append(seconds)
                 case "Batch":
-                    found = msgspec.convert(parts, _Delivered, str_keys=True)
-                    batches.append(Batch(found.id, seconds, found.metrics, found.lengths, found.ages))
-                    if (most := found.metrics.get("auto_max_in_flight")) is not None:  # a saved state changes it, too
+                    batches.append(batch := msgspec.convert(parts | {"time_s": seconds}, Batch, str_keys=True))
+                    if (most := batch.metrics.get("auto_max_in_flight")) is not None:  # a saved state changes it, too
                         there.most_changed(seconds, msgspec.convert(int(most), Slots))
                 case "EnginesJoined":
                     there.joined(seconds, msgspec.convert(parts["engines"], list[Engine]))
