@@ -35,12 +35,14 @@ class Observed:
     """A core with observers."""
 
     def __init__(self, core: Core, observers: Sequence[Observer]) -> None:
-        self._core, self._observers = core, observers
+        self._core = core
+        self._before = tuple(observer.before for observer in observers)
+        self._after = tuple(observer.after for observer in observers)
 
     def handle(self, event: Event, /) -> list[Command]:
         """Let the core take one event, as the observers look on."""
-        for observer in self._observers:
-            observer.before(event)
+        for before in self._before:
+            before(event)
         commands: list[Command] = []
         error: BaseException | None = None
         try:
@@ -49,8 +51,8 @@ class Observed:
             error = raised
             raise
         finally:
-            for observer in self._observers:
-                observer.after(event, commands, error)
+            for after in self._after:
+                after(event, commands, error)
         return commands
 
 

@@ -24,7 +24,7 @@ from april.config.mistakes import UNSUPPORTED
 from april.core.sampling import SamplingParams, stop_id_of, wrong_stop_strings
 from april.core.tape import Float32, Int32
 from april.core.types import FinishReason, Prompt, RecordedCall, Sample, SampleId
-from april.driver.user_calls import WorkerThreads, tell
+from april.driver.user_calls import WorkerThreads, call_on
 from april.driver.user_code import Outcome, is_async, name_of
 from april.errors import RolloutError, UsageError
 from april.model_turns import refuse_while_held
@@ -322,7 +322,7 @@ class BlockingLLM:
             if self._box is not None:
                 raise RolloutError(ONE_CALL_AT_A_TIME)
             self._box = box
-        tell(self._loop, self._begin, args, kwargs)
+        call_on(self._loop, self._begin, args, kwargs)
         outcome = box.get()
         if outcome.error is not None:
             raise outcome.error

@@ -46,7 +46,7 @@ class DrawPatience:
 NOTHING_DRAWN = b""
 
 
-class Stand(NamedTuple):
+class Position(NamedTuple):
     """A source's position."""
 
     epoch: int = 0
@@ -63,13 +63,13 @@ class Draw(NamedTuple):
     prompts: list[Prompt]
     exhausted: bool
     error: str | None
-    stand: Stand
+    stand: Position
 
 
-class Way(NamedTuple):
+class RestOfPrompts(NamedTuple):
     """The prompts from the position ``stand`` of a saved state on."""
 
-    stand: Stand
+    stand: Position
     iterator: Iterator[Any]
     more: list[Iterator[Any]]
     known: int
@@ -119,7 +119,7 @@ class PromptSource:
         """Digest after what is to be skipped."""
         self._others: str | None = None
         """The error where extend gave other prompts than before a restart: nothing more is drawn."""
-        self._stand = Stand()
+        self._stand = Position()
         """The position after what was handed over."""
         self._more: list[Iterator[Any]] = []
         """Iterators that extend gave and no draw has reached."""
@@ -179,7 +179,7 @@ class PromptSource:
     def fetch(self, count: int) -> Draw:
         """The work of one draw, one at a time; nothing else of the source changes meanwhile."""
         prompts, exhausted, error = self._fetch(count)
-        return Draw(prompts, exhausted, error, Stand(self.epoch, self.position, self._digest, self._extended))
+        return Draw(prompts, exhausted, error, Position(self.epoch, self.position, self._digest, self._extended))
 
     def _fetch(self, count: int) -> tuple[list[Prompt], bool, str | None]:
         prompts: list[Prompt] = []
@@ -282,24 +282,24 @@ class PromptSource:
         return {**stand._asdict(), "digest": stand.digest.hex()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where another source over the same prompts stood; before the first draw. Raises as :meth:`way_to`."""
-        self.take(self.way_to(state))
+        """Go on where another source over the same prompts stood, before the first draw; raises as :meth:`rest_from`."""
+        self.go_on_with(self.rest_from(state))
 
-    def way_to(self, state: Mapping[str, Any]) -> Way:
+    def rest_from(self, state: Mapping[str, Any]) -> RestOfPrompts:
         """Pass over what was drawn before a restart, and look whether it is the same; takes as long as drawing it.
 
-        The source stands where it stood, until :meth:`take`. What extend gave before the restart may come after this.
+        The source changes only by :meth:`go_on_with`. What extend gave before the restart may come after this.
 
         Raises:
             CheckpointError: other prompts, or the same in another order, or fewer; or the state stood in an epoch that
                 this source does not have, or is damaged.
         """
-        stand = _stand_of(state)
+        stand = _position_of(state)
         epoch = stand.epoch
         if self._epochs is not None and epoch >= self._epochs:
             raise CheckpointError(f"the state was saved in epoch {epoch}, the configuration has epochs={self._epochs}")
         if getattr(self._prompts, "resumes", False):
-            return Way(stand, self._iterator, list(self._more), len(self._more), stand.digest, 0)
+            return RestOfPrompts(stand, self._iterator, list(self._more), len(self._more), stand.digest, 0)
         once = self._once
         if once:
             self._iterator, iterator = tee(self._iterator)
@@ -312,15 +312,15 @@ class PromptSource:
         self._more[: len(pairs)] = [mine for mine, _ in pairs]
         more = [theirs for _, theirs in pairs]
         try:
-            return self._passed_over(Way(stand, iterator, more, len(more), NOTHING_DRAWN, stand.position))
+            return self._passed_over(RestOfPrompts(stand, iterator, more, len(more), NOTHING_DRAWN, stand.position))
         except BaseException:
             if not once:
                 self._iterator = self._begin(self._prompts, self.epoch)
             raise
 
-    def _passed_over(self, way: Way) -> Way:
-        epoch, count, digest, extended = way.stand
-        iterator, more, found, wrong = way.iterator, list(way.more), NOTHING_DRAWN, ""
+    def _passed_over(self, rest: RestOfPrompts) -> RestOfPrompts:
+        epoch, count, digest, extended = rest.stand
+        iterator, more, found, wrong = rest.iterator, list(rest.more), NOTHING_DRAWN, ""
         for position in range(count):
             try:
                 while (item := next(iterator, _END)) is _END and more:
@@ -331,7 +331,7 @@ class PromptSource:
                     f"{describe(error)}"
                 ) from error
             if item is _END and extended:
-                return way._replace(iterator=iterator, more=more, found=found, missing=count - position)
+                return rest._replace(iterator=iterator, more=more, found=found, missing=count - position)
             if item is _END:
                 raise CheckpointError(_ended(position, epoch, count))
             try:
@@ -340,14 +340,14 @@ class PromptSource:
                 found, wrong = _and(found, None), wrong or f" ({error})"
         if found != digest:
             raise CheckpointError(_others(epoch, count) + wrong)
-        return way._replace(iterator=iterator, more=more, found=found, missing=0)
+        return rest._replace(iterator=iterator, more=more, found=found, missing=0)
 
-    def take(self, way: Way) -> None:
+    def go_on_with(self, rest: RestOfPrompts) -> None:
         """Go on from there."""
-        stand, self._iterator = way.stand, way.iterator
-        self._more = [*way.more, *self._more[way.known :]]
+        stand, self._iterator = rest.stand, rest.iterator
+        self._more = [*rest.more, *self._more[rest.known :]]
         self.epoch, self.position, self._extended = stand.epoch, stand.position, stand.extended
-        self._digest, self._to_skip, self._expected = way.found, way.missing, stand.digest
+        self._digest, self._to_skip, self._expected = rest.found, rest.missing, stand.digest
         self._stand = stand
 
     def _skip(self) -> None:
@@ -369,9 +369,9 @@ def _and(digest: bytes, prompt: Prompt | None) -> bytes:
     return hashlib.blake2b(ids, key=digest, digest_size=16).digest()
 
 
-def _stand_of(state: Mapping[str, Any]) -> Stand:
+def _position_of(state: Mapping[str, Any]) -> Position:
     try:
-        stand = Stand(state["epoch"], state["position"], bytes.fromhex(state["digest"]), state["extended"])
+        stand = Position(state["epoch"], state["position"], bytes.fromhex(state["digest"]), state["extended"])
     except (KeyError, TypeError, ValueError) as error:
         raise CheckpointError(f"the state is damaged: {type(error).__name__}: {error}") from error
     for number in (stand.epoch, stand.position):

@@ -13,7 +13,7 @@ from april.core.sampling import SamplingParams
 from april.core.sealed import State, require_sealed, seal
 from april.core.snapshot import changed_settings
 from april.core.state import RolloutCore
-from april.driver.prompt_source import Stand
+from april.driver.prompt_source import Position
 from april.errors import CheckpointError
 
 log = logging.getLogger("april")
@@ -68,7 +68,7 @@ def refuse_sampling(core: RolloutCore, saved: Any, sampling: SamplingParams, *, 
             )
 
 
-def refuse_undrawn(core: RolloutCore, stand: Stand) -> None:
+def refuse_undrawn(core: RolloutCore, stand: Position) -> None:
     """Raise CheckpointError if ``core`` holds a prompt twice, or one that was not drawn."""
     names = [(group.prompt.epoch, group.prompt.position) for group in core.buffer]
     if len(set(names)) < len(names) or any(name >= (stand.epoch, stand.position) for name in names):

@@ -34,13 +34,13 @@ from april.driver.host_view import CoreView
 from april.driver.limit import StepLimit
 from april.driver.local_host import LocalHost, OtherHosts, limits_of
 from april.driver.long_waits import LongWaits
-from april.driver.prompt_source import DrawPatience, PromptSource, Way, warn_of_equal_rollouts
+from april.driver.prompt_source import DrawPatience, PromptSource, RestOfPrompts, warn_of_equal_rollouts
 from april.driver.restarts import log_changes, parts_of, refuse_sampling, refuse_undrawn, state_of
 from april.driver.rewards import EvaluationResult
 from april.driver.sample_functions import RolloutSettings, UserFunctions
 from april.driver.user_calls import marked
 from april.driver.user_code import Outcome, describe
-from april.driver.weight_update import Transfer, WeightUpdate, WeightUpdates, directory_for
+from april.driver.weight_update import OpenUpdates, Transfer, WeightUpdate, directory_for
 from april.engines.protocol import Engine
 from april.errors import (
     AprilError,
@@ -144,7 +144,7 @@ class RolloutDriver:
         self._asking = asyncio.Lock()
         """Held until an update is asked for: they come in the order of their calls."""
         self._closing: asyncio.Task[None] | None = None
-        self.updates = WeightUpdates(self.post)
+        self.updates = OpenUpdates(self.post)
         self.local = LocalHost(
             CoreView(self.core), engines, functions, self._settings,
             post=self.post, failed=self.updates.failed, broke=self._break,
@@ -415,12 +415,12 @@ class RolloutDriver:
             self._loading = True
             try:
                 with self.long_waits.on("load_state_dict", "the prompts drawn before, which are gone through again"):
-                    way = await self._way_to(prompts)
-                refuse_undrawn(trial, way.stand)
+                    rest = await self._rest_from(prompts)
+                refuse_undrawn(trial, rest.stand)
                 log_changes(trial, core)
 
                 def restore() -> None:
-                    self._source.take(way)
+                    self._source.go_on_with(rest)
                     snapshot.restore(self.core, core)
                     if self.recorder is not None:
                         self.recorder.restored(core)
@@ -434,12 +434,12 @@ class RolloutDriver:
                 self._loading = False
         return self.core.clock.current
 
-    async def _way_to(self, prompts: dict[str, Any]) -> Way:
+    async def _rest_from(self, prompts: dict[str, Any]) -> RestOfPrompts:
         """Pass over the prompts drawn before a restart, in a thread where they may be slow."""
         if not (self._options.draws_beside and self._source.is_slow):
-            return self._source.way_to(prompts)
-        way: Way = await self.local.worker_threads.call(marked, self._source.way_to, prompts)
-        return way
+            return self._source.rest_from(prompts)
+        rest: RestOfPrompts = await self.local.worker_threads.call(marked, self._source.rest_from, prompts)
+        return rest
 
     async def close(self) -> None:
         """End everything; what was generated stays in the core's books. Who calls it again waits for the same end."""

@@ -33,7 +33,7 @@ from april.driver.llm import (
 from april.driver.long_waits import WARN_AFTER_S
 from april.driver.rewards import Response, checked_reward, checked_rewards, checked_verdict, response_of
 from april.driver.user_calls import Call, UserCalls
-from april.driver.user_code import FailureLog, kind_of, place_of, told_of
+from april.driver.user_code import FailureLog, describe_with_place, kind_of, place_of
 from april.errors import RolloutError
 
 
@@ -205,7 +205,7 @@ class SampleFunctions:
         """Log a failure, and keep it as the cause of what may be raised for it."""
         place = place_of(error, function)
         kind = kind_of(error, place)
-        told, once = told_of(error, place), bool(kind) and which not in self._worked
+        told, once = describe_with_place(error, place), bool(kind) and which not in self._worked
         self._failures.warn(error, f"{which} failed for %s", where, told=told, once=once)
         failed = _Failed(f"the {which} failed: {told}", kind)
         self._raised.pop(failed.error, None)
@@ -222,7 +222,7 @@ class SampleFunctions:
         """End a sample's evaluation with an error."""
         assert sample.evaluation is not None
         self.raised.setdefault(sample.evaluation.request.evaluation, error)
-        told = told_of(error, place_of(error))
+        told = describe_with_place(error, place_of(error))
         why = told if isinstance(error, RolloutError) else f"{what} raised {told}"
         self._post(ev.SampleFailed(sample.id, why))
 

@@ -338,7 +338,7 @@ class WorkerThreads:
                 f"the system gives no more threads ({error}; this process has {threading.active_count()}); plain "
                 "functions need one each: start fewer samples at a time, or write async functions"
             ) from None
-        job.add_done_callback(lambda done: tell(loop, heard, done.result()))
+        job.add_done_callback(lambda done: call_on(loop, heard, done.result()))
         return job
 
     async def call(self, function: Callable[..., Any], *args: Any) -> Any:
@@ -355,7 +355,7 @@ class WorkerThreads:
         self._pool.shutdown(wait=False)
 
 
-def tell(loop: asyncio.AbstractEventLoop, function: Callable[..., None], *args: Any) -> None:
+def call_on(loop: asyncio.AbstractEventLoop, function: Callable[..., None], *args: Any) -> None:
     """Call a function on the loop from another thread; do nothing if the loop has ended."""
     try:
         loop.call_soon_threadsafe(function, *args)

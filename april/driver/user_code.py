@@ -215,7 +215,7 @@ def place_of(error: BaseException, function: Callable[..., Any] | None = None) -
     return f"line {code.co_firstlineno} of {Path(code.co_filename).name}"
 
 
-def told_of(error: BaseException, place: str) -> str:
+def describe_with_place(error: BaseException, place: str) -> str:
     """The text of an error with its place."""
     said = f"{describe(error)} ({place})" if place else describe(error)
     if isinstance(error, ValueError) and "main thread" in str(error):  # signal.signal, and what is built on it

@@ -50,7 +50,7 @@ class WeightUpdate:
         self.engines_paused: asyncio.Future[None] = loop.create_future()
         self.version: asyncio.Future[PolicyVersion] = loop.create_future()
 
-    async def ended(self, updates: WeightUpdates) -> PolicyVersion:
+    async def ended(self, updates: OpenUpdates) -> PolicyVersion:
         """Hand over when the engines are paused, and wait for the end; returns the version then.
 
         The caller may be cancelled; what the engines are doing then is carried to its end first.
@@ -186,7 +186,7 @@ class TrainerUpdate(WeightUpdate):
             waits.set_result(None)
 
 
-class WeightUpdates:
+class OpenUpdates:
     """The updates that have begun and not ended, by number, and what the core says of them; ``post`` takes events."""
 
     def __init__(self, post: Callable[[ev.Event], None]) -> None:

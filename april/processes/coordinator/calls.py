@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from april.core.tape import Int32
-from april.driver.user_code import FailureLog, kind_of, place_of, told_of
+from april.driver.user_code import FailureLog, describe_with_place, kind_of, place_of
 from april.errors import RolloutError
 from april.processes.coordinator.messages import Done, GivenUp, Go, Result, Settled, Span, Start
 
@@ -134,7 +134,7 @@ async def run_sample(
             if isinstance(error, asyncio.CancelledError) and (task is None or task.cancelling()):
                 raise  # it was this task that was cancelled, and nothing within the rollout
             place = place_of(error)
-            kind, told = kind_of(error, place), told_of(error, place)
+            kind, told = kind_of(error, place), describe_with_place(error, place)
             _failures.warn(error, "rollout %d of %s failed", index, uid, told=told, once=bool(kind))
             await coordinator.failed(uid, index, session.life, told, kind)
         else:
