@@ -56,7 +56,7 @@ def workload_of(path: Path) -> Workload:
 
 
 def slots_of(run: RunData) -> int | None:
-    """Most samples in flight on one engine of a real run; None: that was not limited."""
+    """Return the most samples in flight on one engine of a real run; None means that it had no limit."""
     slots = [engine.max_in_flight for engine in msgspec.convert(run.head["engines"], list[Engine])]
     known = [number for number in slots if number]
     return min(known) if run.head.get("config") is not None and len(known) == len(slots) else None

@@ -239,7 +239,7 @@ def plan(
 
     Args:
         workload: its ``over``, ``in_flight``, ``group_quorum``, ``steps`` and ``ramp`` do not matter.
-        space: what may be chosen; None: everything.
+        space: settings that may be chosen; None means all.
         max_off_policy_share: of the trained tokens, at most.
         processes: that simulate at the same time.
         progress: told how many simulations of how many are done.

@@ -210,7 +210,7 @@ class SimulatedTrainer:
         if len(self._batches) == 1:
             self.ends_s = now + self._train_s
 
-    def trained(self) -> Batch:
+    def pop_trained(self) -> Batch:
         """Remove and return the batch that is done; the next one begins at the same instant."""
         done = self._batches.popleft()
         self.ends_s = self.ends_s + self._train_s if self._batches else math.inf
@@ -298,7 +298,7 @@ class Simulation:
         most_in_flight: slots of all engines, where max_in_flight may change.
         failing: share of the samples, drawn for each by itself, whose reward raises at every try, once they are whole.
         reward_s: seconds that the reward of a sample takes, once it is whole.
-        rewards_at_once: most that are computed at the same time; None: all.
+        rewards_at_once: most rewards that are computed at the same time; None means no limit.
         check: cross-check the core's books after every event.
         record: where to record it, as a real run is.
         watch: called with the time (s) and the number of busy slots whenever something has happened at an engine.
@@ -396,9 +396,9 @@ class Simulation:
         fitted = (fit(Requests.of(ended)) for _, ended in self._requests)
         question = auto.question(found for found in fitted if found is not None)
         if question is not None:
-            self._decided(auto.answered(question, self._choose(question)))
+            self._apply_decision(auto.answered(question, self._choose(question)))
 
-    def _decided(self, decision: Decision | None) -> None:
+    def _apply_decision(self, decision: Decision | None) -> None:
         """Change what is in work from now on."""
         if decision is not None:
             log.info("auto, after %d batches: %s", len(self.result.steps), decision.words)
@@ -434,7 +434,7 @@ class Simulation:
 
     def _update_weights(self) -> None:
         """The oldest batch is trained: new weights, at the version for which its ages were told."""
-        batch = self._trainer.trained()
+        batch = self._trainer.pop_trained()
         if batch.trained_at != self.core.clock.current:
             raise InvariantError(f"batch {batch.id} was planned for {batch.trained_at}, not {self.core.clock.current}")
         self._updates += 1
@@ -493,7 +493,7 @@ class Simulation:
         if self._recorder is not None:
             self._recorder.delivered(whole)
         if self._auto is not None:
-            self._decided(self._auto.delivered(whole))
+            self._apply_decision(self._auto.delivered(whole))
             self._waited |= self._auto.metrics()
 
     def _fail(self, command: do.Fail) -> None:

@@ -52,7 +52,7 @@ class Schedule:
         over: N', groups in work.
         refill: when new work starts inside a step.
         in_flight: most samples in flight, the number of decode slots.
-        continuous: max_staleness of continuous generation; None: stepwise, with that of the workload.
+        continuous: max_staleness of continuous generation; None means stepwise, with that of the workload.
         quorum: share of a group that is to be finished before what is finished of it counts.
     """
 
@@ -71,25 +71,25 @@ class Workload:
         model, gpu, tensor_parallel, memory_share: of one engine, see :func:`.decode_cost.roofline`.
         engines: how many of them.
         groups, samples: N prompt groups per batch of n responses each.
-        over: N' of the april mode; None: 2 N.
-        in_flight: samples in flight in the refill mode; None: N n, as many as sync.
+        over: N' of the april mode; None means 2 N.
+        in_flight: samples in flight in the refill mode; None means N n, as many as sync.
         max_response_len, prompt_len: tokens.
         max_staleness, on_stale: the bound on old tokens and what enforces it.
         group_quorum: below 1, april and refill are run with it as well, sweep and continuous modes with it alone.
-        train_time: of one batch, seconds ("40") or times of a batch at the engines' limit ("0.5x"); None: training
-            takes no time.
-        placement: with a train time only; None: separate.
+        train_time: time of training a batch, in seconds ("40") or in times of a batch at the engines' limit ("0.5x");
+            None means that training takes no time.
+        placement: the place of the trainer, where there is a train time; None means separate.
         fetch_ahead: batches that a trainer on GPUs of its own asks for while it trains one.
         bounds: whether continuous generation is run at each of BOUNDS, or at max_staleness only.
-        lengths_file: JSONL of lengths (see :meth:`TraceLengths.from_jsonl`); None: the lognormal distribution.
-        median_len, sigma_between, sigma_within: of the lognormal distribution; None: the defaults above.
+        lengths_file: JSONL of lengths (see :meth:`TraceLengths.from_jsonl`); None means the lognormal one.
+        median_len, sigma_between, sigma_within: of the lognormal distribution; None means the defaults above.
         steps, ramp: simulated steps, and how many of the first ones are left out of the figures.
         seed: of the lengths.
         measured_cost: of one engine, instead of that of ``model`` on ``gpu``.
         measured_lengths: instead of a file or a distribution.
         settings: of a run, by the names of the configuration; those that a schedule or another attribute has do not
             count.
-        slots: most samples in flight on one engine, for plans; None: as many as one likes.
+        slots: most samples in flight on one engine, for plans; None means no limit.
         whole_groups: nothing may be delivered of a group that is not finished.
         filtered: the run had a filter, which is not simulated.
 

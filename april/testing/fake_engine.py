@@ -121,7 +121,7 @@ class FakeStream:
                 timer.cancel()
 
 
-def made_wrong(chunk: Chunk, kind: FaultKind, vocab_size: int, room: int) -> Chunk:
+def spoilt_chunk(chunk: Chunk, kind: FaultKind, vocab_size: int, room: int) -> Chunk:
     """``chunk``, which has tokens, with the fault ``kind``; ``room``: tokens that the request may still get."""
     tokens, logprobs, version = chunk.tokens, chunk.logprobs.copy(), chunk.version
     match kind:
@@ -161,7 +161,7 @@ class FakeEngine:
             token ids; it ends at the first stop id, and one is appended if there is none.
         faults: what goes wrong; one script may serve several engines.
         seconds_per_token: time per token and request.
-        chunk_tokens: tokens per chunk; None: one chunk at the end, and one at a pause.
+        chunk_tokens: tokens per chunk; None means one chunk at the end, and one at a pause.
         max_running: requests served at the same time; more wait inside.
         prefix_abort: an abort hits every request whose id begins with a given id, as SGLang's does.
         weight_update_s: how long ``update_weights`` takes. A path is accepted, written down and not read.
@@ -566,7 +566,7 @@ class FakeEngine:
         chunk = Chunk(tokens, fake_logprobs(tokens, version), version, finish)
         for kind in wrong:
             stream.record.wrong = kind
-            chunk = made_wrong(chunk, kind, self._capabilities.vocab_size, room)
+            chunk = spoilt_chunk(chunk, kind, self._capabilities.vocab_size, room)
         return chunk
 
     def _hits(self, stream: FakeStream, kind: FaultKind) -> Fault | None:

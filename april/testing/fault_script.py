@@ -25,13 +25,13 @@ class FaultKind(StrEnum):
     ENGINE_DIES = "engine_dies"
     """All streams break; everything is refused for ``seconds``. By time (``from_s``) or when an attempt has tokens."""
     STALL = "stall"
-    """No token for ``seconds`` (None: never again) after ``after_tokens``; an abort ends it."""
+    """No token comes for ``seconds`` (None means never again) after ``after_tokens``; an abort ends it."""
     EMPTY_CHUNKS = "empty_chunks"
     """No token, as for STALL, and a chunk without tokens every second."""
     ABORT_IGNORED = "abort_ignored"
     """Aborts are acknowledged and do nothing."""
     ABORT_HANGS = "abort_hangs"
-    """At an abort generation stops, and the stream ends ``seconds`` later (None: never)."""
+    """At an abort generation stops, and the stream ends ``seconds`` later (None means never)."""
     ABORT_LATE = "abort_late"
     """Generation goes on, and ends ``seconds`` after the abort."""
     ABORT_MISSED = "abort_missed"
@@ -108,14 +108,14 @@ class Fault:
 
     Attributes:
         kind: a :class:`FaultKind` or its name.
-        engine: name of the engine that it hits; None: any.
-        sample: (group, index) of the sample that it hits; None: any.
-        attempt: number of the sample's attempt, counted from 1 over all engines of the script; None: any.
+        engine: name of the engine that it hits; None means any.
+        sample: (group, index) of the sample that it hits; None means any.
+        attempt: number of the sample's attempt, counted from 1 over all engines; None means any.
         after_tokens: it hits when this many tokens of the attempt were handed over; kinds about a whole stream or
             about an engine's other calls take no notice.
         from_s, until_s: it hits in this time only, in seconds since the engine was made on a running loop (otherwise:
             since its first call).
-        seconds: how long; None: the default of the kind (engine_dies 10, abort_late 5, abort_missed 2, stall,
+        seconds: its duration; None means that of the kind (engine_dies 10, abort_late 5, abort_missed 2, stall,
             empty_chunks and abort_hangs for ever).
         times: how often it may hit.
 

@@ -154,7 +154,7 @@ class Rollouts:
     async def weight_update(
         self, path: str | None = None, transfer: Callable[[], Any] | None = None, trained: int | None = None
     ) -> PolicyVersion:
-        """Commit what was ``trained`` (None: the oldest batch that is out) and raise the version.
+        """Commit the batch ``trained`` (None means the oldest that is out) and raise the version.
 
         ``transfer``, plain or async, runs while engines are paused.
 

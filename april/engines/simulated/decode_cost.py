@@ -31,7 +31,7 @@ class DecodeCost:
         per_sequence_s: b, per active sequence and step.
         per_kv_token_s: g, per token resident in the KV cache and step.
         per_prefill_token_s: per token that is prefilled.
-        kv_capacity_tokens: tokens that the KV cache holds; None: unbounded.
+        kv_capacity_tokens: tokens that the KV cache holds; None means no bound.
     """
 
     base_s: float

@@ -116,7 +116,7 @@ class SimulatedEngine:
         eos_token_id: stop token where the request names none.
         max_context: most tokens of prompt plus response; the KV capacity bounds it too.
         version: policy version of the weights at the start.
-        stream_interval_s: hand tokens over at least this often; None: only when a request ends or weights change.
+        stream_interval_s: longest time between two chunks; None means only when a request ends or weights change.
         weight_update_s: how long ``update_weights`` takes. A path is accepted and not read.
         admission_reserve: tokens of KV that stay free per running sequence when a request is admitted.
         remote: it is asked for its load while it works, as a server is.

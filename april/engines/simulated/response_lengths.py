@@ -60,7 +60,7 @@ class LognormalLengths(ResponseLengths):
         median: median length in tokens, before the cap.
         sigma_between: standard deviation of log length between prompts.
         sigma_within: standard deviation of log length between the samples of one prompt.
-        cap: longer responses count as this long; None: no cap.
+        cap: longer responses count as this long; None means no cap.
         seed: another seed, other lengths.
     """
 
