@@ -1,4 +1,4 @@
-"""What an engine is to april: token ids in; tokens, log-probabilities and versions out.
+"""The protocol of engines: token ids in; tokens, log-probabilities and versions out.
 
 Semantic contract, for every engine:
 
@@ -42,12 +42,12 @@ class AbortMeans(StrEnum):
     PAUSE = "pause"
     """All requests at once, by pausing the server in its abort mode."""
     CLOSE = "close"
-    """By closing the stream: what was read is kept, what the server had not sent yet is lost."""
+    """The stream is closed: what was read is kept, what the server had not sent yet is lost."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Capabilities:
-    """What an engine can do; the layers above decide by this record, never by the engine's name."""
+    """The abilities of an engine; the layers above decide by this record, never by its name."""
 
     logprob_kind: LogprobKind
     vocab_size: int
@@ -63,7 +63,7 @@ class Capabilities:
     shares_weights: bool = False
     """Generates from the trainer's own parameters: must be idle while the optimizer writes. A :class:`SharesModel`."""
     gathers_weights: bool = False
-    """Those parameters are spread over ranks: it generates only between ``gather`` and ``release``. A
+    """The parameters are spread over ranks: the engine generates only between ``gather`` and ``release``. A
     :class:`GathersWeights`."""
     updates_from_disk: bool = False
     """``update_weights`` accepts a path."""
@@ -75,17 +75,17 @@ class Capabilities:
     streams: bool = True
     """Tokens come while they are made; if not, an engine that dies takes those of its running requests along."""
     remote: bool = False
-    """Behind a server, which others may load and which may be started anew: it is asked for its load and its weights
-    from time to time while it works."""
+    """True behind a server, which others may load and which may be started anew: it is asked for its load and
+    its weights from time to time while it works."""
     own_weights: bool = False
-    """It is no server, and yet a trainer hands its weights over to it: what a transfer that broke off has
+    """The engine is no server, and yet a trainer hands its weights over to it: what a transfer that broke off has
     left there, nobody knows."""
     verifies_weights: bool = True
-    """It shows which weights it has; if not, new ones are unverified: taken on the word of whoever put them there."""
+    """The engine shows which weights it has; if not, new ones are unverified, taken on the word of others."""
     honours_seeds: bool = True
-    """The same request with the same seed gives the same tokens."""
+    """A request that is repeated with its seed gives the same tokens."""
     limits: tuple[Limit, ...] = ()
-    """What a user should know of this engine: promises that it does not offer and why."""
+    """Facts that a user should know of this engine: promises that it does not offer and why."""
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -93,7 +93,7 @@ class Capabilities:
         return tuple(limit.sentence for limit in self.limits)
 
     def cause(self, field: str) -> Limit | None:
-        """Why ``field``, one of :data:`~april.engine_limits.CAUSES`, is less than it could be; None: nothing says."""
+        """The cause why ``field``, one of :data:`~april.engine_limits.CAUSES`, is less than it could be, if any."""
         return next((limit for code in CAUSES[field] for limit in self.limits if limit.code is code), None)
 
 
@@ -180,14 +180,14 @@ class Health:
     detail: str = ""
     counters: dict[str, float] = field(default_factory=dict)
     current: bool = True
-    """It still has the weights that it was last given here; False after a restart of its server."""
+    """True if it still has the weights that it was last given here; False after a restart of its server."""
     load: EngineLoad | None = None
-    """What the engine says of its load; None if it does not."""
+    """The load by its own words; None if it does not say it."""
 
 
 @runtime_checkable
 class SharesModel(Protocol):
-    """What engines with ``shares_weights`` have besides the methods of :class:`Engine`."""
+    """The methods that engines with ``shares_weights`` have besides the methods of :class:`Engine`."""
 
     async def quiet(self) -> None:
         """Returns when nothing runs on the model, and it is as the trainer left it."""
@@ -199,7 +199,7 @@ class ShowsWeights(Protocol):
     """Engines whose weights can be compared with those of another process."""
 
     def weight_sample(self) -> NDArray[np.float32]:
-        """Some values of the weights, always of the same places; called while the weights are not written."""
+        """Return some values of the weights, always of the same places; called while the weights are not written."""
         ...
 
 
@@ -214,7 +214,7 @@ class ReadsPaths(Protocol):
 
 @runtime_checkable
 class GathersWeights(Protocol):
-    """What engines with ``gathers_weights`` have besides. Both are called in the trainer's thread, not on the loop."""
+    """The methods that engines with ``gathers_weights`` have besides, called in the trainer's thread."""
 
     def gather(self) -> None:
         """Make the weights whole on this rank: collective, so every rank calls it at the same time.

@@ -143,7 +143,7 @@ class AprilTrainingActor(TrainingActor, TellsTheGenerator):  # type: ignore[misc
         super().broadcast_to_vllm()
 
     def april_meets(self, generator: Any) -> None:
-        """From now on the half that generates hears of every transfer."""
+        """Let the half that generates hear of every transfer from now on."""
         self.april_generator = generator
 
 
@@ -168,7 +168,7 @@ class AprilRolloutRayActor(RolloutRayActor):  # type: ignore[misc]
         self._pushes = 0
 
     async def update_weight(self, name: str, dtype: Any, shape: Any, empty_cache: bool = False) -> Any:
-        """One parameter from the trainer; the last one of a transfer comes with ``empty_cache``."""
+        """Take one parameter from the trainer; the last one of a transfer comes with ``empty_cache``."""
         self._april.require_idle()
         result = await super().update_weight(name, dtype, shape, empty_cache)
         self._pushes += bool(empty_cache)
@@ -177,14 +177,14 @@ class AprilRolloutRayActor(RolloutRayActor):  # type: ignore[misc]
     async def update_weight_cuda_ipc(
         self, name: str, dtype: Any, shape: Any, ipc_handles: Any, empty_cache: bool = False
     ) -> Any:
-        """The same, between processes on one GPU."""
+        """Take one parameter between processes on one GPU."""
         self._april.require_idle()
         result = await super().update_weight_cuda_ipc(name, dtype, shape, ipc_handles, empty_cache)
         self._pushes += bool(empty_cache)
         return result
 
     def april_capabilities(self) -> Any:
-        """See :class:`april.engines.vllm.actor.ActorSide`, as for those that follow."""
+        """Call :class:`april.engines.vllm.actor.ActorSide`, as the methods that follow do."""
         return self._april.capabilities()
 
     async def april_generate(self, ask: Any) -> Any:

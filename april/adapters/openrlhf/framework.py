@@ -1,4 +1,4 @@
-"""What april uses of OpenRLHF: looked at before anything starts, as OpenRLHF promises none of its internals."""
+"""The parts of OpenRLHF that april uses: looked at first, as OpenRLHF promises none of its internals."""
 
 from __future__ import annotations
 

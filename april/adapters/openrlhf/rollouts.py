@@ -105,7 +105,7 @@ class Rollouts:
         self._open_engines, self._check = open_engines, check
         self._engines: list[Any] = []
         self.scheduler: RolloutScheduler | None = None
-        """From the first batch on."""
+        """Made for the first batch."""
         self.batch: Batch | None = None
         """The last one."""
         self.ledger: dict[str, Ledger] = {}

@@ -25,7 +25,7 @@ OF_BATCH = ("off_policy_share", "staleness_mean", "staleness_max", "aborted_atte
 
 @dataclass(frozen=True, slots=True)
 class RewardResult:
-    """What OpenRLHF's reward function or server says of one response."""
+    """The answer of OpenRLHF's reward function or server about one response."""
 
     reward: float
     score: float

@@ -32,7 +32,7 @@ WHOLE_GROUPS = (
 )  # fmt: skip
 """Flags of slime, without dashes, under which something looks at a group as a whole."""
 MAX_RESPONSE = 1 << 24
-"""For functions that keep slime's limits themselves."""
+"""The limit where functions keep slime's limits themselves."""
 OWN_GENERATE = "slime.rollout.sglang_rollout.generate"
 
 

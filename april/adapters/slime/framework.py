@@ -1,4 +1,4 @@
-"""What april uses of slime, or of its fork miles: found when it is needed, looked at before anything starts.
+"""The parts of slime, or of its fork miles, that april uses: found when needed, looked at before anything starts.
 
 slime is used from a source tree and has no version to pin, so its functions are checked to take what april gives.
 """

@@ -18,7 +18,7 @@ from april.errors import RolloutError
 
 
 class SlimeHooks:
-    """What ``args`` names, as functions of a scheduler; ``held`` keeps the samples that were scored.
+    """The hooks that ``args`` names, as functions of a scheduler; ``held`` keeps the samples that were scored.
 
     Args:
         groups: makes samples.
@@ -50,7 +50,7 @@ class SlimeHooks:
         self._remaining = self._args.over_sampling_batch_size or self._args.rollout_batch_size
 
     def take(self) -> tuple[Counter[str], list[list[Any]]]:
-        """What the filter has rejected and what was scored since this was last asked; scoring goes on meanwhile."""
+        """Return what the filter has rejected and what was scored since the last call; scoring goes on."""
         dropped, self.dropped = self.dropped, Counter()
         judged, self.judged = self.judged, []
         return dropped, sorted(judged, key=lambda group: group[0].index)

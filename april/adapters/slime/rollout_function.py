@@ -34,7 +34,7 @@ class RolloutFunction:
         self._args = args
         self._evaluate = evaluate
         self.sessions: dict[int, Session] = {}
-        """By identity of the data source, which they keep alive."""
+        """Sessions by identity of the data source, which they keep alive."""
 
     def __call__(self, args: Any, rollout_id: int, data_source: Any, evaluation: bool = False) -> Any:
         if evaluation:
@@ -81,11 +81,11 @@ def make_generate_rollout(
 
 
 generate_rollout = make_generate_rollout()
-"""For ``--rollout-function-path``, in slime and in miles."""
+"""The function for ``--rollout-function-path``, in slime and in miles."""
 
 
 class GenerateRollout:
-    """The same as a class, as miles constructs it: it is told the version of the servers' weights."""
+    """april's rollout function as a class that miles constructs: it is told the version of the servers' weights."""
 
     def __init__(self, input: Any) -> None:
         self._input = input

@@ -53,7 +53,7 @@ def post_process_rewards(args: Any, samples: Sequence[Any], **kwargs: Any) -> tu
 log = logging.getLogger("april")
 
 Names = Mapping[PolicyVersion, tuple[str, int]]
-"""What slime calls the weights of a version, and the rollout that began under it."""
+"""Slime's name for the weights of a version, and the rollout that began under it."""
 
 
 class Groups:
@@ -233,7 +233,7 @@ KIND = "slime"
 
 
 def carry_path(directory: str, rollout_id: int) -> Path:
-    """Where april's part of a checkpoint lies: beside the file that slime's data source writes for this rollout."""
+    """The path of april's part of a checkpoint, beside what slime's data source writes for this rollout."""
     return Path(directory) / "rollout" / f"april_carry_{rollout_id}.msgpack"
 
 

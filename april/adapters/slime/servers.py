@@ -22,7 +22,7 @@ NAMED_VERSIONS = 1000
 
 
 class Weights:
-    """Whose weights the servers have: the trainer labels them at updates, or every rollout has new ones.
+    """The weights that the servers have: the trainer labels them at updates, or every rollout has new ones.
 
     Args:
         router: address of slime's router; None means that there are no servers to ask.
@@ -35,7 +35,7 @@ class Weights:
         self._last_id = rollout_id
         self._given: int | None = None
         self.names: dict[PolicyVersion, tuple[str, int]] = {}
-        """What slime calls the weights of a version, and the rollout that began under it."""
+        """Slime's name for the weights of a version, and the rollout that began under it."""
         self.urls, self._seen = self._ask()
         self._said, self._known = self._seen, self._seen
         self.labelled = any(label not in UNLABELLED for label in self._seen)
@@ -72,7 +72,7 @@ class Weights:
         return self._last_id + 1
 
     def name(self, version: PolicyVersion, rollout_id: int) -> None:
-        """What the servers had when they were last asked is ``version``, and april's engines know it."""
+        """Call ``version`` what the servers had when they were last asked; april's engines know it."""
         named = [label for label in self._said if label not in UNLABELLED]
         self.names[version] = (str(named[0] if named else rollout_id), rollout_id)
         for old in sorted(self.names)[:-NAMED_VERSIONS]:
@@ -110,7 +110,7 @@ async def _ready(url: str) -> bool:
 
 
 async def _label(url: str) -> str | None:
-    """Of a server's weights; None: it does not say, or is not there."""
+    """The label of a server's weights; None if it does not say it, or is not there."""
     client = HttpClient(url, name=url)
     try:
         for route in ("/model_info", "/get_model_info"):
@@ -127,7 +127,7 @@ async def _label(url: str) -> str | None:
 
 
 LOOK_S = 0.1
-"""Between two looks at whether slime's update is over."""
+"""Seconds between two looks at whether slime's update is over."""
 
 
 class FollowedUpdates:

@@ -50,7 +50,7 @@ NAMED_BATCHES = 16
 
 
 class Session:
-    """What lives as long as slime's data source.
+    """The state that lives as long as slime's data source.
 
     Args:
         args: slime's namespace; that of the first call counts.
@@ -76,7 +76,7 @@ class Session:
         self._batches: dict[int, int] = {}
         """Batch of each rollout that may still be named by a checkpoint."""
         self._leased: dict[int, Held] = {}
-        """By batch, oldest first: delivered, and not known to be trained on."""
+        """Samples by batch, oldest first: delivered, and not known to be trained on."""
         router = None if engines is not None else router_url(args)
         # april's own engines write their labels; a custom generate function leaves slime's
         self._weights = Weights(router, rollout_id, relabels=self._function is None)

@@ -1,4 +1,4 @@
-"""What the TRL adapter can be exact with; everything else is refused when the trainer is made, one sentence each."""
+"""The settings that the TRL adapter can be exact with; others are refused when the trainer is made."""
 
 from __future__ import annotations
 
@@ -159,7 +159,7 @@ def _objections(trainer: Any, config: Config, has_weights_dir: bool) -> Iterator
 
 
 def _objections_to_adapters(trainer: Any, embedded: bool) -> Iterator[str]:
-    """Of PEFT."""
+    """Objections to adapters of PEFT."""
     model = trainer.model
     adapters = getattr(model, "peft_config", None)
     if adapters is None:

@@ -149,7 +149,7 @@ def advantages_of(batch: Batch, scale_rewards: str, rewards: Any) -> Float32:
 
 
 def warn_of_other_rewards(trainer: Any, batch: Batch) -> bool:
-    """Whether TRL, which asks about the batch, got other rewards than april, which asked about each response alone."""
+    """Return whether TRL, which asks about a batch, got other rewards than april, which asked about each response."""
     theirs, ours = trainer._metrics["train"]["reward"][-1], batch.metrics["reward_mean"]
     if np.isclose(theirs, ours, rtol=1e-4, atol=1e-4):
         return False

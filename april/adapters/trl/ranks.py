@@ -78,7 +78,7 @@ def _on_cpu(tensor: Any) -> Any:
 
 
 def trains_tied_layers(model: Any) -> bool:
-    """Whether adapters change the embedding or the output layer of a PEFT model whose weights for both are one."""
+    """Return whether adapters change the embedding or output layer of a PEFT model that ties the two."""
     if not getattr(model.config.get_text_config(), "tie_word_embeddings", False):
         return False
     layers = (model.get_input_embeddings(), model.get_output_embeddings())

@@ -69,7 +69,7 @@ def rollout(
 
 
 class Rollout:
-    """One trainer's rollouts: draws its own prompts, and hands over what TRL asks for."""
+    """The rollouts of a trainer: draws its own prompts, and hands over what TRL asks for."""
 
     def __init__(
         self,
@@ -96,7 +96,7 @@ class Rollout:
         """Drawn, until TRL has its rows; of several ranks, this one's part."""
         self._last_batch: Batch | None = None
         self._warned = False
-        """Of reward functions that say something else when they are asked again."""
+        """True once reward functions gave other values when they were asked again."""
         self._saved: dict[str, Any] | None = None
         self._weights_of = 0 if self._weights_dir is None else -1
         """Optimizer steps of the weights that the engines have; -1: not known."""
@@ -221,7 +221,7 @@ class Rollout:
         return scheduler
 
     def _rewards(self, trainer: Any) -> dict[str, Any]:
-        """What april must know of rewards: for baselines those of single responses, for a filter those of groups."""
+        """Return the rewards that april needs: for baselines of single responses, for a filter of groups."""
         if self.config.delivers_parts:
             return {"reward": sample_reward(trainer)}
         return {"reward": _scored_by_trl} if self._filter is None else {"group_reward": group_reward(trainer)}

@@ -20,7 +20,7 @@ from april.processes.coordinator.messages import Delivery
 PADDING = "pad"
 """With this begins the uid of rows that verl adds; their tokens have no loss."""
 _given: dict[str, float] = {}
-"""Of the batch that verl was handed last."""
+"""Advantages of the batch that verl was handed last."""
 
 
 def name_of(uid: str, rollout: int) -> str:
@@ -29,7 +29,7 @@ def name_of(uid: str, rollout: int) -> str:
 
 
 def leave(delivery: Delivery, *, scaled: bool) -> None:
-    """For verl's next call of :func:`april_grpo`. ``scaled``: divided by the standard deviation, as GRPO has it."""
+    """Leave advantages for verl's next call of :func:`april_grpo`; ``scaled``: by the deviation, as in GRPO."""
     method: Method = "grpo" if scaled else "dr_grpo"
     values = group_advantages(delivery.rewards, delivery.baseline_rewards, method, ddof=1)
     _given.clear()

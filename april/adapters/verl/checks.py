@@ -27,7 +27,7 @@ SEAMS: dict[str, tuple[str, ...]] = {
         "self", "trainer", "global_step", "checkpoint_dir", "async_save", "kwargs",
     ),
 }  # fmt: skip
-"""What is called, overridden or relied on, with its parameters."""
+"""The functions that are called, overridden or relied on, with their parameters."""
 
 
 def require_verl() -> Any:

@@ -76,7 +76,7 @@ class AgentLoopManager(AgentLoopManagerTQ):  # type: ignore[misc]
         self._sampler.run.offer(zip(prompts["uid"], prompts.chunk(len(prompts)), strict=True))
 
     def dispatch(self, rows: Sequence[Any]) -> None:
-        """One prompt to one worker, in turn."""
+        """Send each prompt to one worker, in turn."""
         workers = self.agent_loop_workers
         ray.get([workers[next(self._turn) % len(workers)].generate_sequences.remote(row) for row in rows])
 

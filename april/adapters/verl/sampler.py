@@ -1,4 +1,4 @@
-"""What verl's driver is given: a sampler that hands over april's batches, and a callback that saves april's state."""
+"""The sampler and the callback for verl's driver, which hand over april's batches and save april's state."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ class Sampler(ReplayBufferAsync):  # type: ignore[misc]
         return batch, metrics
 
     def _batch_of(self, partition_id: str, wanted: Callable[[str], bool], settled: Collection[str]) -> Any:
-        """One look at the queue's labels, for keys and tags; then prompts that are ``settled`` leave it."""
+        """Look once at the queue's labels, for keys and tags; then prompts that are ``settled`` leave it."""
         labels = (tq.kv_list(partition_id) or {}).get(partition_id, {})
         rows = {k: t for k, t in labels.items() if not t.get("is_prompt", False) and wanted(k)}
         if settled:

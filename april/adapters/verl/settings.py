@@ -47,7 +47,7 @@ ABORT_DEADLINE_S = 2.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunSettings:
-    """What a run under verl goes by."""
+    """The settings of a run under verl."""
 
     config: Config
     core: CoreSettings
@@ -66,7 +66,7 @@ class RunSettings:
 
 
 def settings_of(config: Any) -> RunSettings:
-    """From verl's whole configuration (an OmegaConf container, or mappings of the same shape); raises ConfigError."""
+    """Read verl's whole configuration (an OmegaConf container, or mappings of the same shape); raises ConfigError."""
     for sentence in objections(config):
         raise ConfigError(sentence)
     own = plain(config, "april")

@@ -69,14 +69,14 @@ class HttpClient:
         self._keepalive_s = keepalive_s
         self._connect_timeout_s = connect_timeout_s
         self.refusals = 0
-        """How often nothing listened on the server's port."""
+        """Count of calls at which nothing listened on the server's port."""
         self._session: aiohttp.ClientSession | None = None
         self._closed = False
         self._callers: set[asyncio.Task[Any]] = set()
         """Tasks that wait for this server at the moment, those that read an answer left out."""
         self._open: set[ResponseBytes] = set()
         self._cut: dict[asyncio.Task[Any], int] = {}
-        """Those that were cut off, and how often others had cancelled them before."""
+        """Tasks that were cut off, and how often others had cancelled them before."""
 
     def __repr__(self) -> str:
         return f"<HttpClient {self.name} {self.url}>"
@@ -294,7 +294,7 @@ class ResponseBytes:
         self._more: Callable[[], Awaitable[bytes]] = response.content.readany
         self.task = asyncio.current_task()
         self.reading = False
-        """Its task waits for more."""
+        """True while its task waits for more."""
         self._stopped = False
         client._open.add(self)
 
@@ -345,7 +345,7 @@ _OWN_WORDS: tuple[tuple[type[BaseException], str], ...] = (
     (aiohttp.ClientPayloadError, "the connection broke in the middle of the answer"),
     (aiohttp.ClientResponseError, "the answer is no HTTP"),
 )
-"""For errors of aiohttp that repeat what the server has sent, token ids among it."""
+"""Words for errors of aiohttp that repeat what the server has sent, token ids among it."""
 
 
 def _what_broke(error: BaseException) -> str:

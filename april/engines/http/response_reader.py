@@ -34,14 +34,14 @@ class End(msgspec.Struct, gc=False):
 
 
 class Piece(msgspec.Struct, gc=False):
-    """What one event, or one whole answer, has brought."""
+    """The content of one event, or of one whole answer."""
 
     ids: list[int]
-    """Those that did not come before."""
+    """The ids that did not come before."""
     logprobs: list[float]
     end: End | None = None
     label: str | None = None
-    """Of the weights that made the ids; None: it does not say."""
+    """The label of the weights that made the ids; None if the server does not say it."""
     prompt_tokens: int | None = None
     total: int | None = None
     """Tokens of the whole response, by the server's count."""
@@ -70,16 +70,16 @@ class Parser(Generic[E]):
         raise NotImplementedError
 
     def wrong(self, what: str) -> WireError:
-        """For what cannot be true."""
+        """The error for an answer that cannot be true."""
         return WireError(f"attempt {self.attempt_id}: the server's answer {what}")
 
     def failed(self, payload: bytes) -> EngineError:
-        """For an event without tokens."""
+        """The error that an event without tokens means."""
         return failure_said(payload, f"attempt {self.attempt_id}")
 
 
 class Progress(StrEnum):
-    """How far a response has been read."""
+    """The progress of reading a response."""
 
     TOKENS = "tokens"
     ENDED = "ended"
@@ -130,7 +130,7 @@ class ResponseReader:
         """The reason why generation ended, once the server has said it."""
         self._stopped_at: int | str | None = None
         self.failure: EngineError | None = None
-        """To be raised once the chunks that came with it are handed over."""
+        """The error to be raised once the chunks that came with it are handed over."""
 
     def read(self, payloads: list[bytes]) -> None:
         """Several events in order, or one whole answer; what is wrong becomes ``failure``."""
@@ -255,7 +255,7 @@ class ResponseReader:
         self.finish, self._stopped_at, self.progress = end.reason, end.stopped_at, Progress.ENDED
 
     def _add_spans(self, labels: WeightLabels, spans: Sequence[Span], ids: list[int], logprobs: list[float]) -> None:
-        """Those before the last tokens must be of the version at submission."""
+        """Split the last tokens by spans; tokens before them must be of the version at submission."""
         had, total = self.count, self.count + len(ids)
         if not cover(spans, total):
             raise self._parser.wrong(f"has version spans that do not cover its {total} tokens one after the other")

@@ -102,8 +102,8 @@ def _plain(text: bytes) -> list[bytes] | None:
 
 
 BYTES_PER_TOKEN = 1 << 12
-"""Of JSON, beyond what any token takes: some 140 on vLLM, 2,000 for the longest with its text, bytes and all. Those of
-the prompt count as well: a vLLM that returns routed experts sends up to 2,000 for each of them, and others its id."""
+"""JSON bytes beyond what a token takes: some 140 on vLLM, 2,000 for the longest with its text, bytes and all. Tokens
+of the prompt count too: a vLLM that returns routed experts sends up to 2,000 for each of them, and others its id."""
 OTHER_BYTES = 1 << 20
 
 
@@ -118,17 +118,17 @@ class StreamState(StrEnum):
     WAITING = "waiting"
     """The request was not let in yet."""
     SENDING = "sending"
-    """It was let in; the response has not begun."""
+    """The request was let in; its response has not begun."""
     HELD = "held"
     """The response comes, and its tokens are held until the server has confirmed its weights."""
     READING = "reading"
-    """What comes is handed over."""
+    """Tokens are handed over as they come."""
     ENDED = "ended"
     """Nothing more comes: its finish is with the last chunk."""
     FAILED = "failed"
     """Nothing more comes: an error is raised after the last chunk."""
     CLOSED = "closed"
-    """Whoever read it has left."""
+    """The reader has left."""
 
 
 # looked at for every piece
@@ -162,9 +162,9 @@ class Endpoint:
     marks_end: bool
     """Without the mark at its end a stream has broken off: the server's own count of tokens comes before it."""
     confirmation: Confirmation | None = None
-    """Of the weights, where responses do not say them before their end."""
+    """A check of the weights, where responses do not say them before their end."""
     pauses: OwnPauses = field(default_factory=OwnPauses)
-    """By which april itself ends requests here."""
+    """The pauses by which april itself ends requests here."""
     stands_still: Callable[[], Awaitable[bool]] | None = None
     """Asked when the server has ended a request by itself: whether its owner has paused it."""
     open: dict[str, ResponseStream] = field(default_factory=dict)
@@ -256,7 +256,7 @@ class ResponseStream(BufferedStream):
         return chunks
 
     def abort(self) -> None:
-        """Its end is wanted. Where that closes the stream, what has come is still read; elsewhere the server is asked,
+        """Ask for its end. Where that closes the stream, what has come is still read; elsewhere the server is asked,
         and says the end."""
         self._abort_wanted = True
         if self._endpoint.abort_means is AbortMeans.CLOSE:
@@ -388,7 +388,7 @@ class ResponseStream(BufferedStream):
         await self._confirm(reader.take(last=True), StreamState.ENDED)
 
     def _judge(self, reader: ResponseReader, error: EngineError | None) -> None:
-        """Whether what was read is the whole response."""
+        """Judge whether what was read is the whole response."""
         if reader.progress is Progress.WRONG:
             return
         sure = reader.progress is Progress.DONE or self._closing or not (self._streamed and self._endpoint.marks_end)

@@ -1,4 +1,4 @@
-"""What engines before a server, or an engine object, have in common: a gate for requests, pauses, checks."""
+"""The base of engines before a server, or an engine object: a gate for requests, pauses, checks."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class Admission:
         return True
 
     def enter(self, attempt_id: str) -> None:
-        """Its request is sent now; raises RequestRefused for an id that is in use."""
+        """Record that its request is sent now; raises RequestRefused for an id that is in use."""
         self._require_new(attempt_id)
         self._inside.add(attempt_id)
         self._idle.clear()
@@ -80,7 +80,7 @@ class Admission:
             raise RequestRefused(f"attempt {attempt_id} is in flight already: give every attempt an id of its own")
 
     def leave(self, attempt_id: str) -> None:
-        """Its request has ended."""
+        """Record that its request has ended."""
         self._inside.discard(attempt_id)
         if not self._inside:
             self._idle.set()
@@ -90,7 +90,7 @@ class Admission:
         self._end_waits(list(self._waiting) if attempt_ids is None else attempt_ids, admit=False)
 
     def close(self) -> None:
-        """Nobody is let in any more."""
+        """Let nobody in any more."""
         self._open = False
 
     def open(self) -> None:
@@ -143,7 +143,7 @@ class ServerEngine:
 
     @property
     def _version(self) -> PolicyVersion:
-        """Of the present weights."""
+        """The version of the present weights."""
         return self._labels.present
 
     def _check(self, request: Request) -> None:
@@ -171,7 +171,7 @@ class ServerEngine:
             )
 
     def _to_abort(self, attempt_ids: Sequence[str] | None) -> list[str]:
-        """Of these attempts (None: of all) those that the server has; the others that wait are ended here."""
+        """Return those of the attempts (None: all) that the server has; others that wait are ended here."""
         self._admission.abort(attempt_ids)
         inside = self._admission.inside
         return list(inside) if attempt_ids is None else [i for i in attempt_ids if i in inside]

@@ -34,7 +34,7 @@ _SAME_LOGPROB = 0.02
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerFacts:
-    """What one server was found to be, as it says it; each kind of server has facts of its own besides."""
+    """The facts about one server, as it says them; each kind of server has facts of its own besides."""
 
     url: str
     model: str
@@ -44,16 +44,16 @@ class ServerFacts:
     software: str = ""
     """Version of what it runs, with a name where the engine's kind is none."""
     label: str | None = None
-    """Of its present weights; None: the server has no labels."""
+    """The label of its present weights; None if the server has no labels."""
     paused: bool = False
     started_s: float | None = None
     """The time when its process began, seconds since 1970, if it says."""
     capabilities: Capabilities
-    """Of an engine before it."""
+    """The capabilities of an engine before it."""
 
 
 def least(*limits: int | None) -> int | None:
-    """Of those that are known."""
+    """The least of those that are known."""
     return min((limit for limit in limits if limit is not None), default=None)
 
 
@@ -157,7 +157,7 @@ async def kind_of_logprobs(
 
 
 def _kind_seen(greedy: tuple[int, float], narrow: tuple[int, float]) -> LogprobKind:
-    """From the same token (id, nats) greedily and as _NARROW says.
+    """Compare the same token (id, nats) greedily and as _NARROW says.
 
     The second is that of the greedy request (raw), 0 (processed), or neither (temperature).
     """
@@ -184,7 +184,7 @@ class ServedModel:
     card: dict[str, Any]
     """All that the server says of it; of an adapter, of its base where that is listed."""
     adapters: tuple[str, ...] = ()
-    """Those that the server has besides."""
+    """The adapters that the server has besides."""
 
     @property
     def limits(self) -> tuple[Limit, ...]:
@@ -297,7 +297,7 @@ async def connect_all(config: ServerEngineConfig, connect: Callable[[HttpClient]
 
 
 def client_of(url: str, config: ServerEngineConfig) -> HttpClient:
-    """For one server, with the key and the patience of the configuration; raises ConfigError as :func:`api_key`."""
+    """Make a client of one server, as the configuration says; raises ConfigError as :func:`api_key`."""
     return HttpClient(
         url, name=urlsplit(url).netloc, api_key=api_key(config), connect_timeout_s=config.connect_timeout_s
     )

@@ -89,7 +89,7 @@ _KIND_OF = {
     "trtllm_num_requests_waiting": "waiting",
     "trtllm_kv_cache_utilization": "kv_usage",
 }
-"""By the names of vLLM and of TensorRT-LLM."""
+"""The metrics by their names in vLLM and in TensorRT-LLM."""
 
 MAX_PAGE_BYTES = 8 << 20
 """Largest page that is read; that of a server with many models has some hundred KB."""
@@ -110,7 +110,7 @@ async def has_metrics(client: HttpClient, route: str) -> bool:
 
 
 async def read_metrics(client: HttpClient, route: str | None = "/metrics") -> ServerMetrics:
-    """Of this page; empty if there is none."""
+    """Read this page; the result is empty if there is none."""
     if route is None:
         return ServerMetrics()
     try:
@@ -143,11 +143,11 @@ def parse_metrics(lines: Iterable[str]) -> ServerMetrics:
 PAUSE_CHECK_S = 5.0
 """Longest wait for a server to say which process it is, while it is paused: a hung one shall not hold up an update."""
 CHECKS_APART_S = 0.1
-"""Between two looks for the sake of answers: a metrics page costs its server some milliseconds."""
+"""Seconds between two looks for the sake of answers: a metrics page costs its server some milliseconds."""
 PATIENCE_S = 10.0
 """The time for which answers are held back while the server does not say which process it is."""
 AGAIN_S = 0.5
-"""Between two such questions."""
+"""Seconds between two such questions."""
 
 UNSAID = "its metrics do not say whether it is still the process that was given the present weights"
 
@@ -194,7 +194,7 @@ class ServerProcess:
         self._paused = self._seen, self._client.refusals
 
     def resume(self) -> None:
-        """Nobody writes any more."""
+        """Forget the paused process: nobody writes any more."""
         self._paused = None
 
     async def take(self, version: PolicyVersion) -> None:
@@ -229,7 +229,7 @@ class Confirmation:
         self._checked_s = -math.inf
         """The time when the last check of all began."""
         self._same: bool | None = None
-        """What came of it."""
+        """The outcome of that check."""
         self._one = asyncio.Lock()
 
     async def since(self, began_s: float, *, broken: Callable[[], bool] = lambda: False) -> None:

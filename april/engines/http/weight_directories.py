@@ -8,7 +8,7 @@ from pathlib import Path
 
 ADAPTER_FILE = "adapter_config.json"
 SAMPLES, SAMPLE_BYTES = 16, 4096
-"""Of each file, spread over all of it; what is no longer than that is read whole."""
+"""Samples of each file, spread over all of it; a file that is no longer is read whole."""
 MOST_FILES = 1_000
 WEIGHTS = ".safetensors"
 """The way in which the names of files with weights end; a directory without any has them in all its files."""

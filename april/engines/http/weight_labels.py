@@ -23,7 +23,7 @@ class Span(msgspec.Struct, gc=False):
 
 
 START_LABEL = "default"
-"""What servers call the weights with which they were started."""
+"""The name that servers give to the weights with which they were started."""
 
 
 class LabelledServer(Protocol):
@@ -48,7 +48,7 @@ class WeightLabels:
         self._end = f"-{secrets.token_hex(3)}"
         self._latest = (FIRST_VERSION, f"v{FIRST_VERSION}{self._end}")
         self.present = FIRST_VERSION
-        """Of the weights that the server has confirmed; the newest version whose label is believed."""
+        """The version of the weights that the server has confirmed; the newest version whose label is believed."""
 
     def of(self, version: PolicyVersion) -> str:
         """The label of these weights."""
@@ -91,7 +91,7 @@ async def mark_process(
 
 
 def is_another_process(label: str, mark: str | None, labels: WeightLabels, first: str | None) -> bool:
-    """Whether a label says that the process which was :func:`mark_process` has gone, or may have (``mark`` None).
+    """Return whether the process that has the ``mark`` has gone, or may have (``mark`` None).
 
     A trainer that hands weights over may name them, but hardly as they were named at the start.
     """
@@ -101,7 +101,7 @@ def is_another_process(label: str, mark: str | None, labels: WeightLabels, first
 
 
 def start_is_known(first: str | None) -> bool:
-    """Whether a new process has the weights that the present one had at the connection, when it showed ``first``.
+    """Return whether a new process has the weights of the connection, at which the server showed ``first``.
 
     Servers show START_LABEL until weights are put there; of one without labels, that is taken on trust.
     """
@@ -126,7 +126,7 @@ def cover(spans: Sequence[Span], total: int) -> bool:
 
 
 def foreign_weights(attempt_id: str, sent_to: str, label: str, *, too_late: bool) -> EngineError:
-    """For tokens of weights that april has not put there; ``too_late``: some of them may have been handed over."""
+    """The error for tokens of weights that are not april's; ``too_late``: some may have been handed over."""
     error = WireError if too_late else EngineError
     return error(
         f"attempt {attempt_id} was sent to weights {sent_to} and has tokens of weights {quoted(label)}: the server was "

@@ -1,4 +1,4 @@
-"""What servers say, read with care: JSON, errors, and lists of numbers."""
+"""Answers of servers, read with care: JSON, errors, and lists of numbers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 
 class NotJson(ValueError):
-    """What was read is no JSON, is nested too deeply, or does not have the shape that was asked for."""
+    """Raised for what is no JSON, is nested too deeply, or does not have the shape that was asked for."""
 
 
 def read_json(raw: bytes, shape: Any = Any) -> Any:
@@ -27,7 +27,7 @@ def read_json(raw: bytes, shape: Any = Any) -> Any:
 
 
 def read_with(decoder: msgspec.json.Decoder[T], raw: bytes) -> T:
-    """The same by a decoder that is kept."""
+    """Return the value by a decoder that is kept."""
     try:
         return decoder.decode(raw)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -40,7 +40,7 @@ _ANY = msgspec.json.Decoder()
 
 
 _AT_REST = re.compile(r"\bis (?:paused|asleep|sleeping)\b", re.IGNORECASE)
-"""How servers say, with a status that blames the request, that they take none for now (TensorRT-LLM: 400)."""
+"""The words for "no requests now" under a status that blames the request (TensorRT-LLM: 400)."""
 
 _ADAPTER_GONE = re.compile(r"\bLoRA (?:adapters are not loaded|is not enabled)\b")
 """The way in which SGLang says, with such a status, that the adapter which it had at the start is not there."""

@@ -1,4 +1,4 @@
-"""From the configuration to engine objects; the only place that knows engines by name."""
+"""The way from the configuration to engine objects; the only place that knows engines by name."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def part_of_process(config: EngineConfig, model: Any, place: int, places: int) -
 
 
 async def open_servers(config: VllmEngineConfig | SglangEngineConfig | OpenAIEngineConfig) -> list[Engine]:
-    """One engine per server, asked all at once; if one cannot be used, none stays open."""
+    """Open one engine per server, asked all at once; if one cannot be used, none stays open."""
     # here, and not above: the configuration and simulations need no aiohttp
     if isinstance(config, VllmEngineConfig):
         from april.engines.vllm.engine import connect_vllm

@@ -22,37 +22,37 @@ from april.engines.vllm.probe import probe_vllm
 from april.server_text import clean
 
 VERSION_CHARS = 64
-"""Of a server's version in a report."""
+"""Most characters of a server's version in a report."""
 
 
 class ServerKind(StrEnum):
-    """What a server turned out to be."""
+    """The kinds of servers."""
 
     VLLM = "vllm"
     SGLANG = "sglang"
     ROUTER = "sglang-router"
     OPENAI = "openai"
-    """It lists models as OpenAI does, and is none of the others."""
+    """A server that lists models as OpenAI does, and is none of the others."""
     NEEDS_KEY = "needs a key"
-    """It answers 401 or 403 to everything that would tell."""
+    """A server that answers 401 or 403 to everything that would tell."""
     STARTING = "starting"
-    """It answers 502, 503 or 504 to everything that would tell."""
+    """A server that answers 502, 503 or 504 to everything that would tell."""
     OTHER = "other"
     """A web server that april knows nothing about."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Identity:
-    """What a server says of itself, as it can be shown."""
+    """The identity of a server by its own words, as it can be shown."""
 
     kind: ServerKind
     version: str | None = None
-    """Of its software; with its name where the kind does not say it."""
+    """The version of its software; with its name where the kind does not say it."""
     models: tuple[str, ...] = ()
     workers: tuple[str, ...] = ()
     """Addresses of a router's workers, as it says them."""
     needs_key: bool = False
-    """Its models are shown only to those with a key that was not given, or was wrong."""
+    """True if its models are shown only to those with a key that was not given, or was wrong."""
 
 
 ROUTES = ("/v1/models", "/version", "/model_info", "/workers")
@@ -140,7 +140,7 @@ _PAUSED: dict[ServerKind, tuple[tuple[str, Callable[[Reply], bool]], ...]] = {
     ServerKind.VLLM: (("/is_paused", _says("is_paused")), ("/is_sleeping", _says("is_sleeping"))),
     ServerKind.SGLANG: (("/ready", lambda reply: reply.status == 503),),
 }
-"""What to ask a server of a kind, and which answer means that it answers no requests. Unknown routes mean nothing."""
+"""Routes to ask a server of a kind, and which answer means that it answers no requests. Unknown routes mean nothing."""
 
 
 SETTINGS: dict[ServerKind, type[VllmEngineConfig | SglangEngineConfig | OpenAIEngineConfig]] = {

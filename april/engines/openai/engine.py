@@ -72,7 +72,7 @@ class CompletionsEngine(ServerEngine):
             raise EngineError(why)
 
     async def _refuses_probe(self, *routes: str) -> str:
-        """What is wrong with the answer to a health probe, of the first of these routes that is there; or nothing."""
+        """Say what is wrong with the answer to a health probe of the first route that is there; or nothing."""
         for route in routes:
             reply = await self._client.call("GET", route, retry=True)
             if reply.status != 404:
@@ -90,7 +90,7 @@ class OpenAIEngine(CompletionsEngine):
         self.facts = facts
 
     def generate(self, request: Request) -> ResponseStream:
-        """One streamed completion; raises RequestRefused for what the server must not be asked."""
+        """Make one streamed completion; raises RequestRefused for what the server must not be asked."""
         return ResponseStream(self._endpoint, request, streamed=True)
 
     def _prepare(self, request: Request, streamed: bool) -> tuple[ResponseReader, bytes]:

@@ -1,4 +1,4 @@
-"""What an OpenAI-compatible server can do, found out by a few short requests before it is used."""
+"""The abilities of an OpenAI-compatible server, found out by a few short requests before it is used."""
 
 from __future__ import annotations
 
@@ -33,17 +33,17 @@ class KnownServer:
     """The way in which a kind of server differs from what its answers to single short requests show."""
 
     name: str
-    """For people; empty: a server of no special kind."""
+    """A name for people; empty for a server of no special kind."""
     shapes: tuple[TokenShape, ...] = tuple(TokenShape)
     """Ways of token ids to try, the likeliest first."""
     load_route: str = "/metrics"
-    """Its Prometheus page."""
+    """The route of its Prometheus page."""
     load_route_always: bool = True
     """That page costs nothing where it is not there; if not, it is asked once, and again only if it was there."""
     adapter_name: str = "{adapter}"
     """The way in which a request names an adapter; by another name the base of the adapter answers."""
     honours_seeds: bool = True
-    """Of requests that run together; alone is asked."""
+    """True if requests that run together keep their seeds; alone is asked."""
     limits: tuple[Limit, ...] = ()
 
 
@@ -87,7 +87,7 @@ _BY_OWNER = {"tensorrt_llm": TENSORRT_LLM, "sglang": SGLANG}
 
 
 def known_server(owner: str | None) -> KnownServer:
-    """By ``owned_by`` of its models; ANY for one that is not known."""
+    """Find a server by ``owned_by`` of its models; ANY for one that is not known."""
     return _BY_OWNER.get(owner or "", ANY)
 
 
@@ -103,13 +103,13 @@ _EOS_BIAS = 100.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenAIFacts(ServerFacts):
-    """What an OpenAI-compatible server was found to be; one that keeps stop ids back is refused."""
+    """The facts about an OpenAI-compatible server; one that keeps stop ids back is refused."""
 
     token_shape: TokenShape
     keeps_eos: bool | None
     """EOS is in the ids of the answer. None: it could not be asked, and each answer is checked when it comes."""
     load_route: str | None = "/metrics"
-    """Its Prometheus page; None: it has none that may be asked."""
+    """The route of its Prometheus page; None: it has none that may be asked."""
 
 
 async def probe_openai(client: HttpClient, config: OpenAIEngineConfig) -> OpenAIFacts:
@@ -281,7 +281,7 @@ async def _refuse_without_stop_ids(probe: _Probe) -> None:
 
 
 async def _keeps_eos(probe: _Probe, eos: int) -> bool | None:
-    """By making EOS all but certain; a server that cannot do that leaves it open."""
+    """Make EOS all but certain; a server that cannot do that leaves it open."""
     sampling = SamplingParams(2, temperature=0.0)
     try:
         answer = await probe.ask(sampling, logit_bias={str(eos): _EOS_BIAS})

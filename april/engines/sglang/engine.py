@@ -67,7 +67,7 @@ class SglangEngine(ServerEngine):
         """Called when requests end because somebody else has paused the servers, to change their weights. Nothing is
         sent from then until :meth:`resume`, so a weight update must follow. None: such ends are like all others."""
         self.is_paused_by_others = False
-        """From such a call until :meth:`resume`."""
+        """True from such a call until :meth:`resume`."""
         self._look: asyncio.Task[None] | None = None
         """At whether the servers are paused; one for all requests that end meanwhile."""
         self._paused_as: tuple[str | None, ...] = (None,) * len(self.workers)
@@ -76,7 +76,7 @@ class SglangEngine(ServerEngine):
     # ---------------------------------------------------------------- requests
 
     def generate(self, request: Request) -> ResponseStream:
-        """One call of ``/generate``; raises RequestRefused for what the server must not be asked."""
+        """Make one call of ``/generate``; raises RequestRefused for what the server must not be asked."""
         return ResponseStream(self._endpoint, request, streamed=self._interval(request) > 0)
 
     def _prepare(self, request: Request, streamed: bool) -> tuple[ResponseReader, bytes]:
@@ -273,7 +273,7 @@ async def connect_sglang(config: SglangEngineConfig) -> list[Engine]:
 
 
 async def _behind_router(config: SglangEngineConfig, url: str, engines: Sequence[SglangEngine]) -> SglangEngine:
-    """One engine out of those of the workers; closes nothing but the router's client."""
+    """Make one engine out of those of the workers; closes nothing but the router's client."""
     router = client_of(url, config)
     try:
         await require_same_workers(router, config)

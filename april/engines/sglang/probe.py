@@ -1,4 +1,4 @@
-"""What one SGLang server can do, asked without disturbing it: a few GET calls and two requests of one token."""
+"""The abilities of one SGLang server, asked without disturbing it: a few GET calls and two requests of one token."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ PAUSE_S = 3.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SglangFacts(ServerFacts):
-    """What an SGLang server was found to be."""
+    """The facts about an SGLang server."""
 
     incremental: bool
     """Events of a stream have the new tokens only."""
@@ -47,7 +47,7 @@ class SglangFacts(ServerFacts):
     """A request can say after how many tokens it wants an event."""
     pause_modes: tuple[str, ...]
     loads: bool
-    """It tells its load."""
+    """True if the server tells its load."""
     adapter: str | None = None
     """That which is trained."""
 
@@ -156,7 +156,7 @@ async def _pause_modes(client: HttpClient, recent: bool, *, paused: bool) -> tup
 
 
 async def _vocab_size(client: HttpClient, config: SglangEngineConfig) -> int:
-    """From the configuration, or out of the refusal of a request that can never be run."""
+    """Take it from the configuration, or out of the refusal of a request that can never be run."""
     if config.vocab_size is not None:
         return config.vocab_size
     params = {
@@ -202,7 +202,7 @@ def _number(values: dict[str, Any], key: str) -> int | None:
 
 @dataclass(slots=True)
 class _Replies:
-    """What only a reply shows; of a paused server, which gives none, nothing."""
+    """The facts that only a reply shows; a paused server gives none."""
 
     spans: bool = False
     stream_interval: bool = False

@@ -1,4 +1,4 @@
-"""What SGLang servers say, as typed values: answers of ``/generate`` become chunks, or a sentence on what is wrong.
+"""Answers of SGLang servers as typed values: those of ``/generate`` become chunks, or a sentence on what is wrong.
 
 An answer is read from the tokens on that came before: what the server repeats (cumulative streams, the echo of the last
 token at an abort) is dropped; what it takes back is an error.

@@ -50,7 +50,7 @@ class HalfUpdated(EngineError):
 
 
 class HalfUpdatedAndGone(HalfUpdated, EngineUnreachable):
-    """The same of a server that does not answer any more: the others can go on without it."""
+    """A half update of a server that does not answer any more: the others can go on without it."""
 
 
 class _Load(msgspec.Struct):
@@ -96,7 +96,7 @@ class SglangWorker:
             raise errors[0]
 
     async def label(self) -> str | None:
-        """Of the present weights; None: the server has no labels."""
+        """Return the label of the present weights; None if the server has no labels."""
         if self.facts.label is None:
             return None
         info = await self.client.json("GET", "/model_info", retry=True)
@@ -119,7 +119,7 @@ class SglangWorker:
             raise HalfUpdated(f"{self.client.url} says its weights are {clean(now)} after april called them {label}")
 
     async def mark(self, labels: WeightLabels) -> str | None:
-        """See :func:`~april.engines.http.weight_labels.mark_process`."""
+        """Call :func:`~april.engines.http.weight_labels.mark_process` within a few seconds."""
         async with asyncio.timeout(PAUSE_CHECK_S):
             return await mark_process(self, labels, self.facts.label)
 

@@ -377,7 +377,7 @@ class TransformersEngine:
             self._pump = None
 
     async def _tick(self) -> tuple[list[SlotOutput], Exception | None]:
-        """One tick in the worker thread; its outputs, and the error if it failed."""
+        """Run one tick in the worker thread; returns its outputs, and the error if it failed."""
         self._ticking = True
         running = self._thread.submit(self._work)
         try:

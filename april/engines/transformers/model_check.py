@@ -48,13 +48,13 @@ log = logging.getLogger("april")
 _PROMPT_LENGTHS = (1, 4, 2, 5, 3)
 _NEW_TOKENS = 6
 _EARLY_TOKENS = 2
-"""Of the first, shortest request, which has the first slot: when it ends, the last request moves there."""
+"""Tokens of the first, shortest request, which has the first slot: the last request moves there at its end."""
 _SHORT_NEIGHBOURS = (3, 5)
 _SHORTEST = max(_PROMPT_LENGTHS) + _NEW_TOKENS
 _CHEAP_TOKENS, _CHEAP, _CHEAP_ELSEWHERE = 1024, {"cpu": 10**9}, 10**13
 """Most tokens of a trial that nothing but caution asks for, and most parameters times tokens: half a second at most."""
 _WORTH_A_LINE = 10**11
-"""Of the same: ten seconds or so on a CPU."""
+"""Parameters times tokens of a trial of ten seconds or so on a CPU."""
 EXACT_NATS = 1e-4
 """Largest mean difference in float32 on a CPU."""
 _NOISE = 1.5
@@ -78,7 +78,7 @@ class _WitnessedDecoder(SlotDecoder):
         super().__init__(model, len(_PROMPT_LENGTHS), max_len, EngineStats())
         self.seen: dict[str, list[Tensor]] = {}
         self.asks_length = False
-        """What the model makes of a row depends on the length of its cache, which is that of the longest row."""
+        """True if a row depends on the length of the cache, which is that of the longest row."""
 
     def _sample(self, logits: Tensor, batch: _Batch) -> Any:
         for request, row in zip(self._active[batch.lo : batch.hi], logits, strict=True):
@@ -97,7 +97,7 @@ class _WitnessedDecoder(SlotDecoder):
 
     @property
     def dtypes(self) -> set[torch.dtype]:
-        """Of the weights, and of what is computed with them: an autocast around the model shows in the keys."""
+        """Dtypes of weights, and of what is computed with them: an autocast around the model shows in keys."""
         return {p.dtype for p in self._model.parameters() if p.dtype.is_floating_point} | self._cache.stored_dtypes
 
 

@@ -1,4 +1,4 @@
-"""What a model computes with beside its input: whether somebody has switched it while tokens were sampled.
+"""The state that a model computes with beside its input: whether somebody has switched it while tokens were sampled.
 
 Looked at are the switches of every module (flags, words, lists and tables of them: adapters, their scales, training
 mode; its hooks, parts and parameters) and the weights. All of them after a tick; a part before each decode step, in
@@ -86,7 +86,7 @@ class ModelState:
         self.note_weights()
 
     def note(self) -> None:
-        """What it is switched to now is what is to be generated with."""
+        """Note what it is switched to now: that is what is to be generated with."""
         self._switches = []
         embeddings = self._model.get_input_embeddings()
         for module in self._model.modules():
@@ -107,7 +107,7 @@ class ModelState:
         self._stamp, self._places = self._weights.stamp(), self._weights.places()
 
     def ignore_changes(self) -> None:
-        """What has changed since it was noted is changed by the model itself."""
+        """Ignore what has changed since it was noted: the model changes that itself."""
         changed = {(id(own), name) for own, name, value in self._switches if _differs(own, name, value)}
         for module in self._model.modules():
             self._changing |= {(type(module), name) for own, name in changed if own == id(vars(module))}
@@ -130,7 +130,7 @@ class ModelState:
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """For one tick in this thread: afterwards :meth:`torn` says what has changed in it."""
+        """Watch one tick in this thread: afterwards :meth:`torn` says what has changed in it."""
         self._torn, self._decoder = "", threading.get_ident()
         hooks = self._called_each_time()._forward_pre_hooks
         hooks[_OURS] = self._hook  # under one name, so that the table is the same in every tick

@@ -35,7 +35,7 @@ _PATTERN_SIZE = {
     "chunked_attention": "attention_chunk_size",
 }
 _MOST_COST, _MOST_COST_ELSEWHERE = {"cpu": 3 * 10**11}, 10**14
-"""Of a trial that nobody has asked for, see :func:`cost_of_trial`."""
+"""Highest cost of a trial that nobody has asked for, see :func:`cost_of_trial`."""
 _MASKED_ATTENTION = ("sdpa", "eager")
 # Words of a setting that counts something else than positions: sizes of layers, numbers of them, ids.
 _OTHER_COUNTS = {
@@ -49,7 +49,7 @@ _BATCH_DEPENDENT_ROPE = ("dynamic", "longrope")
 
 @dataclass(frozen=True, slots=True)
 class AttentionPattern:
-    """What the layers of one type attend to: everything before (size None), the last ``size``, or their chunk."""
+    """The reach of layers of one type: everything before (size None), the last ``size``, or their chunk."""
 
     name: str
     size: int | None
@@ -70,7 +70,7 @@ def text_config(model: Any) -> Any:
 
 
 def attention_patterns(config: Any) -> tuple[AttentionPattern, ...]:
-    """One per distinct layer type, in a fixed order; raises ConfigError for layers without plain keys and values."""
+    """Return one per layer type, in a fixed order; raises ConfigError for layers without plain keys and values."""
     names = getattr(config, "layer_types", None)
     if names is None:
         # Configurations older than ``layer_types`` say it by which size they set, for all layers alike.
@@ -179,7 +179,7 @@ def _dynamically_quantised(model: Any) -> str:
 
 
 def why_not_exact(model: Any) -> str:
-    """What is known of a model that may explain why it failed the trial, to be put into that sentence; or empty."""
+    """Say what may explain why a model failed the trial, to be put into that sentence; or nothing."""
     known = []
     if hasattr(model, "_orig_mod") or getattr(model, "_compiled_call_impl", None) is not None:
         known.append("it is compiled: give the engine the model from before torch.compile, which has the same weights")

@@ -86,7 +86,7 @@ class ShardedWeights(ModelWeights):
         self.ready = False
         self._units = _fsdp_modules(model)
         self._pieces: list[Tensor] = []
-        """What optimizers hold, and what outlives a gathering."""
+        """The parameters that optimizers hold, and that outlive a gathering."""
         self._spread()
 
     def look_again(self) -> None:
@@ -202,7 +202,7 @@ def _groups_of(state: Any) -> list[Any]:
 
 
 def _fsdp_modules(model: Any) -> list[Any]:
-    """Its modules that ``fully_shard`` was applied to; by name, as the class has moved between versions of torch."""
+    """The modules that ``fully_shard`` was applied to; by name, as the class has moved between versions of torch."""
     return [m for m in model.modules() if any(c.__name__ == "FSDPModule" for c in type(m).__mro__)]
 
 

@@ -68,7 +68,7 @@ class SlotRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlotOutput:
-    """What a request generated since the last output; tokens [k], log-probabilities [k]."""
+    """The tokens that a request generated since the last output; tokens [k], log-probabilities [k]."""
 
     request: SlotRequest
     tokens: Int32
@@ -195,7 +195,7 @@ class SlotDecoder:
 
     @torch.inference_mode()
     def partials(self) -> list[SlotOutput]:
-        """What active requests have beyond what was handed out, where that is their ``stream_interval`` or more."""
+        """Hand out what active requests have that is new, where it is their ``stream_interval`` or more."""
         made = self._rows[_TOKENS]
         streamed = [(r, r.stream_interval) for r in self._active if r.stream_interval is not None]
         return self._read([r.slot for r, interval in streamed if made[r.slot] - r.taken >= interval], {})
@@ -296,7 +296,7 @@ class SlotDecoder:
         self._end(ended)
 
     def _prefill(self, groups: list[list[SlotRequest]]) -> dict[int, EngineFinish]:
-        """One model call for ``groups`` of requests with equal tokens, right-padded; samples their first tokens."""
+        """Call the model once for ``groups`` of requests with equal tokens, right-padded; sample first tokens."""
         sequences = [group[0].tokens for group in groups]
         requests = [request for group in groups for request in group]
         length, first = max(s.size for s in sequences), self.active
@@ -355,7 +355,7 @@ class SlotDecoder:
     # ------------------------------------------------------------------ decode
 
     def _decode(self) -> None:
-        """One token for every active request."""
+        """Generate one token for every active request."""
         batch = self._batch
         if batch is not None and self._out_of_room(batch):
             batch = None
@@ -530,7 +530,7 @@ class SlotDecoder:
             setattr(self, name, grown)
 
     def _upload(self, array: NDArray[Any]) -> Tensor:
-        """To the device of the model; the array is copied, for it may change while the device still reads it."""
+        """Copy to the device of the model; the array is copied, for it may change while the device still reads it."""
         return torch.from_numpy(np.ascontiguousarray(array)).to(self.device, copy=True)
 
 
@@ -563,7 +563,7 @@ def wrong_request(request: Request, vocab_size: int, max_len: int, eos: tuple[in
 def slot_request(
     request: Request, max_len: int, eos: tuple[int, ...], seeds: random.Random, stream_interval: int | None
 ) -> SlotRequest:
-    """One that was found right; ``seeds`` gives it a seed if it has none."""
+    """Translate a request that was found right; ``seeds`` gives it a seed if it has none."""
     sampling, tokens = request.sampling, np.asarray(request.token_ids)
     return SlotRequest(
         attempt_id=request.attempt_id,

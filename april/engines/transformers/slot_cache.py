@@ -134,12 +134,12 @@ class SlotCache(Cache):
     # not ``dtype``: accelerate takes whatever has one for a tensor
     @property
     def key_dtype(self) -> torch.dtype | None:
-        """Of the stored keys; None before the first model call."""
+        """The dtype of the stored keys; None before the first model call."""
         return next((store.keys.dtype for store in self._stores.values()), None)
 
     @property
     def stored_dtypes(self) -> set[torch.dtype]:
-        """Of all keys and values."""
+        """The dtypes of all keys and values."""
         return {cells.dtype for store in self._stores.values() for cells in (store.keys, store.values)}
 
     def move(self, to: Tensor, source: Tensor) -> None:

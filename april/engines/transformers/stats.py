@@ -37,7 +37,7 @@ class EngineStats:
     """(decode step, active requests) of each step; None: not recorded. Set it to ``[]`` to record."""
 
     def count_decode_step(self, busy: int, slots: int) -> None:
-        """One decode step with ``busy`` of ``slots`` slots active."""
+        """Count one decode step with ``busy`` of ``slots`` slots active."""
         self.decode_steps += 1
         self.busy_slot_steps += busy
         self.slot_steps += slots

@@ -61,7 +61,7 @@ class SamplingRows:
 
     @classmethod
     def of(cls, temperature: NDArray[np.float64], top_p: NDArray[np.float64], device: torch.device) -> SamplingRows:
-        """From the per-row parameters [B]; temperature 0 means greedy."""
+        """Make them of the per-row parameters [B]; temperature 0 means greedy."""
         greedy = temperature == 0.0
         scale = np.where(greedy, 1.0, temperature)
         nucleus = np.flatnonzero((top_p < 1.0) & ~greedy)

@@ -33,7 +33,7 @@ Result = tuple[str, Any]
 
 
 class ActorSide:
-    """What the engine's actor, which owns ``llm``, does for april; all methods are called on the actor's event loop."""
+    """The part of april in the engine's actor, which owns ``llm``; all methods run on the actor's event loop."""
 
     def __init__(self, llm: Any) -> None:
         self._engine = VllmInProcessEngine(llm, loop=asyncio.get_running_loop())
@@ -84,7 +84,7 @@ class ActorSide:
 
 
 def capabilities_of(plain: dict[str, Any]) -> Capabilities:
-    """From :meth:`ActorSide.capabilities`; what the wire takes away is left out."""
+    """Read :meth:`ActorSide.capabilities`; what the wire takes away is left out."""
     known = {field.name for field in fields(Capabilities)}
     values = {name: value for name, value in plain.items() if name in known}
     values |= {"logprob_kind": LogprobKind(values["logprob_kind"]), "abort_means": AbortMeans(values["abort_means"])}
@@ -106,7 +106,7 @@ class ActorEngine(ServerEngine):
         super().__init__(name, capabilities)
         self._actor = actor
         self._life: str | None = None
-        """Of the actor that was paused for an update; None: it was not asked, or did not say."""
+        """The life of the actor that was paused for an update; None if it was not asked, or did not say."""
 
     async def generate(self, request: Request) -> AsyncGenerator[Chunk, None]:
         """Run one request, in one chunk; raises RequestRefused, EngineBusy and EngineError as the protocol says."""
@@ -194,7 +194,7 @@ class ActorEngine(ServerEngine):
         return value
 
     async def _call(self, method: str, *arguments: Any) -> Any:
-        """One call of the actor; what goes wrong with it comes out as EngineError."""
+        """Call the actor once; what goes wrong comes out as EngineError."""
         try:
             return await getattr(self._actor, method).remote(*arguments)
         except asyncio.CancelledError:

@@ -60,7 +60,7 @@ class VllmEngine(CompletionsEngine):
     # ---------------------------------------------------------------- requests
 
     def generate(self, request: Request) -> ResponseStream:
-        """One call; raises RequestRefused for what the server must not be asked."""
+        """Make one call; raises RequestRefused for what the server must not be asked."""
         return ResponseStream(self._endpoint, request, streamed=self._stream or request.stream)
 
     def _prepare(self, request: Request, streamed: bool) -> tuple[ResponseReader, bytes]:
@@ -78,7 +78,7 @@ class VllmEngine(CompletionsEngine):
     # ---------------------------------------------------------------- aborts
 
     async def abort(self, attempt_ids: Sequence[str] | None = None) -> None:
-        """By id, all in one call: the reply is no receipt, only the end of each request is.
+        """Abort by id, all in one call: the reply is no receipt, only the end of each request is.
 
         Behind several API processes, where a call reaches only one: by pausing the server and resuming it.
         """
@@ -96,7 +96,7 @@ class VllmEngine(CompletionsEngine):
     # ---------------------------------------------------------------- weights
 
     async def pause(self) -> None:
-        """See :class:`ServerEngine`; the server's process is remembered, for the trainer may write weights into it."""
+        """Pause as :class:`CompletionsEngine` does, and remember the label of the process."""
         await super().pause()
         self._paused_as = None
         with suppress(EngineError, TimeoutError):  # if it does not answer, the update will say so

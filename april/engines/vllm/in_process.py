@@ -175,7 +175,7 @@ class VllmInProcessEngine(ServerEngine):
         return None if reason is None else _FINISHES[reason]
 
     def _check_labels(self, request: Request, spans: Sequence[Any] | None) -> None:
-        """What vLLM says of the weights must agree: one version only, and the one that april gave."""
+        """Check what vLLM says of the weights: one version only, and the one that april gave."""
         labels = [span.version for span in spans or ()]
         expected = self._labels.of(self._version) if self._labelled else labels[0] if labels else ""
         for label in labels:

@@ -1,4 +1,4 @@
-"""What one vLLM server can do: asked by GET calls, by calls that it must refuse, and by requests of one token."""
+"""The abilities of one vLLM server: asked by GET calls, by calls that it must refuse, and by requests of one token."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _MODES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VllmFacts(ServerFacts):
-    """What a vLLM server was found to be."""
+    """The facts about a vLLM server."""
 
     route: str
     """The place where requests go: that with token ids in and out and version spans, or that of completions."""
@@ -201,12 +201,12 @@ def _on_cpu(settings: dict[str, Any], version: str) -> bool | None:
 
 
 def _tied(files: list[dict[str, Any]]) -> bool:
-    """Whether the model's output layer is its embedding, as far as its configuration is on this machine and says so."""
+    """Return whether the output layer is the embedding, as far as the model's configuration is here and says so."""
     return any(file.get("tie_word_embeddings") is True for file in files)
 
 
 async def _vocab_size(client: HttpClient, config: VllmEngineConfig, model: str, files: list[dict[str, Any]]) -> int:
-    """From the configuration, out of the refusal of a request that can never run, or from the model's files."""
+    """Take it from the configuration, out of the refusal of a request that can never run, or from the model's files."""
     if config.vocab_size is not None:
         return config.vocab_size
     body = {"model": model, "prompt": [0], "max_tokens": 1, "logit_bias": {str(NO_TOKEN): 1.0}}

@@ -1,5 +1,5 @@
-"""What vLLM servers are sent and say: the token route with version spans, and the completions route, where servers of
-0.33 and later have them too.
+"""Requests to vLLM servers, and their answers: the token route with version spans, and the completions
+route, where servers of 0.33 and later have them too.
 
 The completions route is the one that other servers have, too. Whether a stream has ended, and whole, is decided for all
 servers in ``http/response_reader.py`` and ``http/response_stream.py``.
@@ -93,7 +93,7 @@ def parser_of(route: str, request: Request, *, spans: bool = False) -> Parser[An
 
 
 class TokenParser(Parser[TokenReply]):
-    """Of the token route."""
+    """The parser of the token route."""
 
     __slots__ = ()
 
