@@ -25,7 +25,7 @@ import msgspec
 import numpy as np
 
 from april.config.settings import Config
-from april.core.event_pump import Brought, Ran
+from april.core.event_pump import EndedRequest, RequestSums
 from april.core.partial_buffer import Idle
 from april.core.sampling import SamplingParams
 from april.core.types import Prompt
@@ -93,7 +93,7 @@ class StepFigures(msgspec.Struct, frozen=True):
     off_policy_share: float
     idle: dict[str, float]
     """Place-seconds by cause, see april.driver.limit, without the turns of other arms."""
-    ended: list[Ran]
+    ended: list[EndedRequest]
     """Requests that ended in it."""
 
 
@@ -322,7 +322,7 @@ def account(arm: Arm) -> dict[str, float]:
     seen = [Requests.of(step.ended) for step in later]
     took = np.array([(s.ended_s - s.began_s).sum() for s in seen])
     told, itself = (np.array([predicted_s(s, by.cost).sum() for s in seen]) for by in (first, again))
-    brought, idle = Brought(), dict.fromkeys(step_limit.GROUPS, 0.0)
+    brought, idle = RequestSums(), dict.fromkeys(step_limit.GROUPS, 0.0)
     for step in figures:
         for ran in step.ended:
             brought.add(ran)

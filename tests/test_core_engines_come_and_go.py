@@ -187,7 +187,7 @@ def test_torn_weights_stay_torn_when_their_engine_comes_anew() -> None:
     assert (m.core.clock.current, m.core.updates.half_updated) == (FIRST_VERSION, None)
     m.post(ev.EnginesLeft(["b"]))
     for name, limits in (("a", A), ("b", B)):
-        assert m.core.engines.known(name).weights is EngineWeights.HALF
+        assert m.core.engines.state_of(name).weights is EngineWeights.HALF
         commands = found(m, name, probe_of(m.post(ev.EnginesJoined([limits])), name))
         assert "waits for the next weight update" in next(c.message for c in commands if isinstance(c, do.Warn))
         assert m.core.engines.states[name].weights is EngineWeights.HALF

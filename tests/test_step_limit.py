@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import april
-from april.core.event_pump import KEPT, Brought, Ran, RequestLog
+from april.core.event_pump import KEPT, EndedRequest, RequestLog, RequestSums
 from april.core.settings import EngineLimits
 from april.core.state import RolloutCore
 from april.core.types import SampleId
@@ -158,7 +158,7 @@ def test_the_report_counts_engines_as_long_as_they_were_there(tmp_path: Path) ->
 
 def test_the_limit_is_full_places_and_nothing_twice() -> None:
     """By hand: two engines, ten places each, all of it at once."""
-    brought = Brought(generated=1000, context=500, resident=2e6)
+    brought = RequestSums(generated=1000, context=500, resident=2e6)
     cost = DecodeCost(0.01, 1e-4, 1e-8, 1e-5)
     found = distance_of([(cost, brought)] * 2, places=20, seconds=4.0, again=200.0, idle={"bubble": 6.0, "boundary": 2})
     assert found is not None
@@ -176,9 +176,9 @@ def test_the_limit_is_full_places_and_nothing_twice() -> None:
 
 def test_an_engine_that_brought_nothing_was_there() -> None:
     """Half of the engines, at work all the time, are half of the limit."""
-    cost, brought = DecodeCost(1e-4, 1e-3, 0.0), Brought(generated=3960)
+    cost, brought = DecodeCost(1e-4, 1e-3, 0.0), RequestSums(generated=3960)
     found = distance_of(
-        [(cost, brought), (cost, Brought())], places=20, seconds=4.0, again=0.0, idle={"admission": 40.0}
+        [(cost, brought), (cost, RequestSums())], places=20, seconds=4.0, again=0.0, idle={"admission": 40.0}
     )
     assert found is not None
     assert found.at_limit == pytest.approx(0.5, rel=1e-3)
@@ -231,7 +231,7 @@ def test_engines_that_have_left_are_forgotten() -> None:
     costs = EngineCosts(log)
     for number in range(2 * FEWEST):
         for name in ("stays", "left"):
-            log._add(Ran(name, SampleId(0, 0), False, 0, 1.0 * number, number + 0.5, 10, 20))
+            log._add(EndedRequest(name, SampleId(0, 0), False, 0, 1.0 * number, number + 0.5, 10, 20))
     costs.look()
     assert log.take()["left"].generated == 40 * FEWEST
     assert {name for name, _ in log} == {name for name, _ in costs} == {"stays", "left"}

@@ -27,7 +27,7 @@ UInt8 = NDArray[np.uint8]
 
 
 log = logging.getLogger("april")
-_told: set[str] = set()
+_warned_of: set[str] = set()
 """Reasons for advantages of 0 that were warned of."""
 
 
@@ -194,8 +194,8 @@ class Batch:
             why = "all rewards are 0; was a reward function given, and does it ever say something else?"
         else:
             why = "the rewards of each group are equal; filter=april.rewards_differ draws other prompts instead"
-        if why not in _told:
-            _told.add(why)
+        if why not in _warned_of:
+            _warned_of.add(why)
             log.warning("all advantages of batch %d are 0, so it teaches nothing: %s", self.id, why)
 
     def ragged(self) -> dict[str, NDArray[Any]]:

@@ -112,7 +112,7 @@ class EngineRecovery:
 
     def timer_fired(self, timer: Timer) -> None:
         """End a rest, or probe an engine."""
-        state = self._context.engines.known(timer.engine)
+        state = self._context.engines.state_of(timer.engine)
         if timer.kind is TimerKind.REST:
             if timer.number == state.rest:
                 state.rest = 0
@@ -128,7 +128,7 @@ class EngineRecovery:
 
     def probed(self, event: ev.EngineProbed) -> None:
         """Take the answer to a probe; it says nothing if weights moved meanwhile."""
-        name, state = event.engine, self._context.engines.known(event.engine)
+        name, state = event.engine, self._context.engines.state_of(event.engine)
         if event.probe != state.probe:
             self._context.counters["late_events"] += 1
             return

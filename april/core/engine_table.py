@@ -426,7 +426,7 @@ class EngineTable:
         state.taken_back = False
         self.turnover += 1
 
-    def known(self, name: str) -> EngineState:
+    def state_of(self, name: str) -> EngineState:
         """That of an engine that is here, or was: whatever is still said of one that left is void."""
         return self.states.get(name) or self.left[name]
 

@@ -112,7 +112,7 @@ KEPT = 4096
 """Requests that are remembered per engine."""
 
 
-class Ran(NamedTuple):
+class EndedRequest(NamedTuple):
     """A request that has ended.
 
     Attributes:
@@ -136,7 +136,7 @@ class Ran(NamedTuple):
 
 
 @dataclass(slots=True)
-class Brought:
+class RequestSums:
     """The sums over requests of training on one engine.
 
     Attributes:
@@ -149,7 +149,7 @@ class Brought:
     context: int = 0
     resident: float = 0.0
 
-    def add(self, ran: Ran) -> None:
+    def add(self, ran: EndedRequest) -> None:
         count = ran.generated
         self.generated += count
         self.context += ran.context
@@ -168,9 +168,9 @@ class RequestLog:
         self._core, self._now = core, now
         self._sent: dict[str, tuple[float, int]] = {}
         """(Time of sending, age) by attempt."""
-        self._ended: dict[str, deque[Ran]] = {}
+        self._ended: dict[str, deque[EndedRequest]] = {}
         self._counts: dict[str, int] = {}
-        self._brought: dict[str, Brought] = {}
+        self._brought: dict[str, RequestSums] = {}
 
     def before(self, event: Event) -> None:
         """Note a request that ends."""
@@ -186,17 +186,17 @@ class RequestLog:
             if type(command) is Submit:
                 self._submitted(command.attempt)
 
-    def ran(self, attempt: Attempt, generated: int) -> Ran | None:
+    def ran(self, attempt: Attempt, generated: int) -> EndedRequest | None:
         """The entry of an attempt if it ended now; None if nobody saw it being sent."""
         if (sent := self._sent.get(attempt.id)) is None:
             return None
         sample = attempt.sample
-        return Ran(
+        return EndedRequest(
             attempt.engine, sample.id, sample.evaluation is not None, sent[1], sent[0], self._now(),
             len(attempt.token_ids), generated,
         )  # fmt: skip
 
-    def __iter__(self) -> Iterator[tuple[str, deque[Ran]]]:
+    def __iter__(self) -> Iterator[tuple[str, deque[EndedRequest]]]:
         """The latest requests that have ended, by engine."""
         return iter(self._ended.items())
 
@@ -204,7 +204,7 @@ class RequestLog:
         """Requests that have ended there so far."""
         return self._counts.get(engine, 0)
 
-    def take(self) -> dict[str, Brought]:
+    def take(self) -> dict[str, RequestSums]:
         """Take the sums over the requests that ended since the last call, by engine, idle engines included.
 
         Requests of engines that have left, and had none since, are forgotten.
@@ -213,12 +213,12 @@ class RequestLog:
         there = self._core.engines.states
         for name in there:
             if name not in taken:  # its time passed, too
-                taken[name] = Brought()
+                taken[name] = RequestSums()
         for gone in self._ended.keys() - there.keys() - taken.keys():  # or engines that come and go would fill it
             del self._ended[gone], self._counts[gone]
         return taken
 
-    def _add(self, ran: Ran) -> None:
+    def _add(self, ran: EndedRequest) -> None:
         name = ran.engine
         if name not in self._ended:
             self._ended[name], self._counts[name] = deque(maxlen=KEPT), 0
@@ -227,7 +227,7 @@ class RequestLog:
         if not ran.evaluation:
             brought = self._brought.get(name)
             if brought is None:
-                brought = self._brought[name] = Brought()
+                brought = self._brought[name] = RequestSums()
             brought.add(ran)
 
     def _submitted(self, attempt: Attempt) -> None:

@@ -573,7 +573,7 @@ class RolloutCore:
         self.tokens.drop(event.count, event.reason)
 
     def _engine_call_ended(self, event: ev.EngineCallEnded) -> None:
-        state = self.engines.known(event.engine)
+        state = self.engines.state_of(event.engine)
         was = state.gate, state.weights
         if not self._calls.ended(event):
             self.counters["late_events"] += 1

@@ -108,7 +108,7 @@ class EngineCalls:
 
     def ended(self, event: ev.EngineCallEnded) -> bool:
         """Note what a call has done to gate and weights; returns False for a call that is void."""
-        state = self._context.engines.known(event.engine)
+        state = self._context.engines.state_of(event.engine)
         if event.call != state.call:
             return False
         state.call = 0

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
-from april.core.event_pump import KEPT, Brought, RequestLog
+from april.core.event_pump import KEPT, RequestLog, RequestSums
 from april.core.partial_buffer import Idle
 from april.engines.simulated.decode_cost import DecodeCost
 from april.engines.simulated.fitted_cost import FEWEST, FittedCost, Requests, fit
@@ -47,7 +47,7 @@ class Distance:
 
 
 def distance_of(
-    brought: Iterable[tuple[DecodeCost, Brought]], *, places: float, seconds: float, again: float,
+    brought: Iterable[tuple[DecodeCost, RequestSums]], *, places: float, seconds: float, again: float,
     idle: Mapping[str, float],
 ) -> Distance | None:
     """The distance over some time; None without requests or time.

@@ -23,7 +23,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from april.config.settings import Config
-from april.core.event_pump import Ran
+from april.core.event_pump import EndedRequest
 from april.core.sampling import SamplingParams
 from april.core.types import SampleId
 from april.engines.kinds.factory import open_servers
@@ -104,10 +104,10 @@ async def profile(
     """
     names, numbers = itertools.count(), points(most)
     run = uuid.uuid4().hex[:12]
-    seen: list[list[list[Ran]]] = []
+    seen: list[list[list[EndedRequest]]] = []
     done = 0
 
-    async def one(length: int, prompt: int) -> Ran:
+    async def one(length: int, prompt: int) -> EndedRequest:
         number = next(names)
         # of this profile alone: a server may remember the prompts of the one before
         ids = np.random.default_rng((int(run, 16), number)).integers(
@@ -119,10 +119,10 @@ async def profile(
         async with aclosing(engine.generate(request)) as chunks:  # type: ignore[type-var]
             async for chunk in chunks:
                 count += len(chunk.tokens)
-        return Ran("", SampleId(0, 0), False, 0, began, now(), prompt, count)
+        return EndedRequest("", SampleId(0, 0), False, 0, began, now(), prompt, count)
 
     for _ in range(ROUNDS):
-        waves: list[list[Ran]] = []
+        waves: list[list[EndedRequest]] = []
         for in_flight in numbers:
             lengths = [tokens - (tokens - tokens // 4) * i // max(1, in_flight) for i in range(in_flight)]
             prompts = [PROMPTS[(i + len(seen)) % len(PROMPTS)] for i in range(in_flight)]
@@ -133,7 +133,7 @@ async def profile(
     return _fitted(numbers, seen)
 
 
-def _fitted(numbers: Sequence[int], seen: list[list[list[Ran]]]) -> Profile:
+def _fitted(numbers: Sequence[int], seen: list[list[list[EndedRequest]]]) -> Profile:
     used = [ran for waves in seen[1:-1] for wave in waves for ran in wave]
     found = fit(Requests.of(used))
     if found is None:

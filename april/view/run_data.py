@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from april.core.event_pump import Brought
+from april.core.event_pump import RequestSums
 from april.core.partial_buffer import Idle
 from april.core.run_times import SECONDS, SHARES
 from april.core.settings import CoreSettings
@@ -168,7 +168,7 @@ class RunData:
         updates_s: times of the weight updates.
         engines: names of the engines whose requests ended, as the arrays number them.
         engine, age, began_s, ended_s, context, generated, evaluation: arrays [R] of every request that ended; see
-            :class:`april.core.event_pump.Ran`.
+            :class:`april.core.event_pump.EndedRequest`.
         finished, finished_group: response tokens of every rollout function that returned, and its group.
         failures: number of requests that failed, by kind.
         costs: fitted cost of each engine with enough requests.
@@ -407,7 +407,7 @@ def distance(
         context, count = run.context[rows], run.generated[rows]
         resident = float(np.sum(context * count + count * count / 2))
         cost = costs.get(name, others).cost
-        brought.append((cost, Brought(int(count.sum()), int(context.sum()), resident)))
+        brought.append((cost, RequestSums(int(count.sum()), int(context.sum()), resident)))
     batches = [(batch.time_s, batch.metrics) for batch in run.batches if since < batch.time_s <= until]
     idle = dict.fromkeys(Idle, 0.0)
     for time_s, metrics in batches:

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from april.core.event_pump import Ran
+from april.core.event_pump import EndedRequest
 from april.engines.simulated.decode_cost import DecodeCost
 
 Floats = NDArray[np.float64]
@@ -54,7 +54,7 @@ class Requests:
         return Requests(self.began_s[rows], self.ended_s[rows], self.context[rows], self.generated[rows])
 
     @classmethod
-    def of(cls, ended: Iterable[Ran]) -> Requests:
+    def of(cls, ended: Iterable[EndedRequest]) -> Requests:
         """Return the requests of a :class:`april.core.event_pump.RequestLog`."""
         rows = np.array([(r.began_s, r.ended_s, r.context, r.generated) for r in ended], np.float64).reshape(-1, 4)
         return cls(*rows.T)
