@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from copy import deepcopy
 from typing import Any
 
 import numpy as np
@@ -163,7 +164,7 @@ def test_a_response_counts_once() -> None:
     again.restore(ledger.as_dict(), [8])
     assert again.as_dict() == ledger.as_dict()
     assert again.generated.as_dict() == ledger.generated.as_dict()
-    other = ledger.copy()
+    other = deepcopy(ledger)
     other.generated.add(1)
     other.unfinished.clear()
     assert ledger.metrics([4]) == metrics
