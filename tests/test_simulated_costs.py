@@ -242,7 +242,7 @@ def test_a_step_costs_what_it_costs() -> None:
 
 def decoded(cost: DecodeCost, workload: list[tuple[int, int]], places: int) -> list[Any]:
     """An engine, step by step; bursts of ``places`` requests, each when the one before has ended."""
-    from april.core.event_pump import Ran
+    from april.core.event_pump import EndedRequest
     from april.core.types import SampleId
 
     ended, now = [], 0.0
@@ -257,7 +257,7 @@ def decoded(cost: DecodeCost, workload: list[tuple[int, int]], places: int) -> l
                 r[0], r[1] = r[0] + 1, r[1] - 1
             for r in running:
                 if not r[1]:
-                    ended.append(Ran("e", SampleId(0, 0), False, 0, began, now, r[2], r[3]))
+                    ended.append(EndedRequest("e", SampleId(0, 0), False, 0, began, now, r[2], r[3]))
             running = [r for r in running if r[1]]
     return ended
 

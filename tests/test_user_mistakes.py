@@ -342,7 +342,7 @@ def run(steps: int = 1, **changes: Any) -> list[april.Batch]:
 
 @pytest.fixture(autouse=True)
 def nothing_told(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr(batches, "_told", set())
+    monkeypatch.setattr(batches, "_warned_of", set())
     caplog.set_level(logging.WARNING, "april")
 
 
