@@ -282,7 +282,7 @@ class PromptSource:
         return {**stand._asdict(), "digest": stand.digest.hex()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where another source over the same prompts stood, before the first draw; raises as :meth:`rest_from`."""
+        """Go on where another source over the same prompts stood before; raises as :meth:`rest_from`."""
         self.go_on_with(self.rest_from(state))
 
     def rest_from(self, state: Mapping[str, Any]) -> RestOfPrompts:
