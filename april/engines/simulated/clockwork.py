@@ -192,7 +192,7 @@ class SimulatedDecoder:
         self._next = None
 
     def abort(self, request_ids: Iterable[str] | None = None) -> dict[str, int]:
-        """Remove requests (None means all) at ``now``; returns their tokens generated, by id; unknown ids are left out."""
+        """Remove requests (None means all) at ``now``; returns their generated tokens by id, without unknown ids."""
         ids = [*self._running, *self._waiting] if request_ids is None else request_ids
         removed: dict[str, int] = {}
         stopped: list[_Sequence] = []
