@@ -11,6 +11,7 @@ prints the table of ``docs/measurements.md``. ``--draw``: the same of the rows t
 from __future__ import annotations
 
 import argparse
+import functools
 import itertools
 import json
 import math
@@ -142,6 +143,7 @@ def run(case: Case, seed: int, steps: int, ramp: int, base: dict[str, float] | N
     }
 
 
+@functools.cache
 def sync_of(seed: int, steps: int, ramp: int) -> dict[bool, dict[str, float]]:
     """Tokens per second of sync by core and model, without (False) and with (True) the trainer of continuous cases."""
     sync = Case("none", 1.0, GROUPS, GROUPS * SAMPLES, FREE)
