@@ -33,7 +33,7 @@ from april.driver.rewards import EvaluationResult, rewards_differ
 from april.driver.rollout_driver import DriverOptions, RolloutDriver
 from april.driver.sample_functions import RolloutSettings, UserFunctions
 from april.driver.user_calls import WorkerThreads
-from april.driver.user_code import check_function, is_async, refuse_inside_user_code
+from april.driver.user_code import PARAMETERS, check_function, check_signatures, is_async, refuse_inside_user_code
 from april.driver.weight_update import TrainerUpdate
 from april.engines.kinds.factory import create_engines
 from april.engines.protocol import Engine
@@ -150,7 +150,7 @@ class RolloutScheduler:
         async def undo() -> None:
             if others is not None:
                 await others.close()  # whoever came in is told
-            await Abandoned(made).end()
+            await close_abandoned(made)
 
         try:
             self._observers = Observers(config, progress, exporters, sample_texts, detokenizer, self._thread)
@@ -190,8 +190,9 @@ class RolloutScheduler:
         self._observers.driver = self._driver
         recorder = self._driver.recorder
         ends = [*(() if recorder is None else (recorder.end,)), *self._observers.ends]
-        self._abandoned = Abandoned(self._engines, self._driver.local.worker_threads, ends)
-        self._dropped = weakref.finalize(self, self._thread.begin_to_stop, self._abandoned.dropped)
+        self._close_abandoned = partial(close_abandoned, self._engines, self._driver.local.worker_threads, ends)
+        dropped = partial(self._close_abandoned, dropped=True)
+        self._dropped = weakref.finalize(self, self._thread.begin_to_stop, dropped)
         self._dropped.atexit = False
 
     # ---------------------------------------------------------------- one step
@@ -534,7 +535,7 @@ class RolloutScheduler:
 
     async def _give_up(self) -> None:
         """End what is left after an interrupted close."""
-        await self._abandoned.end()
+        await self._close_abandoned()
         if self._driver.hosts is not None:
             await self._driver.hosts.close()
 
@@ -570,13 +571,8 @@ def check_functions(
             f"group_reward scores whole groups, and group_quorum={shown(config.group_quorum)} delivers parts of them; "
             "give reward, or set group_quorum: 1"
         )
-    check_function("rollout", rollout, ("prompt", "llm"))
-    if reward is not None:
-        check_function("reward", reward, ("prompt", "response"))
-    if group_reward is not None:
-        check_function("group_reward", group_reward, ("prompt", "responses"))
-    if filter is not None:
-        check_function("filter", filter, ("prompt", "responses"))
+    check_function("rollout", rollout, PARAMETERS["rollout"])
+    check_signatures(reward=reward, group_reward=group_reward, filter=filter)
     if filter is rewards_differ and (config.n_samples_per_prompt == 1 or reward is group_reward is None):
         raise ConfigError(
             "filter=rewards_differ would reject every group; it needs a reward and n_samples_per_prompt above 1"
@@ -587,44 +583,29 @@ PATIENCE_S = 10.0
 """Seconds that engines have to close."""
 
 
-class Abandoned:
-    """Engines, threads, exporters and record of a scheduler that nobody has any more.
+async def close_abandoned(
+    engines: Sequence[Engine], threads: WorkerThreads | None = None, ends: Sequence[Callable[[], None]] = (),
+    *, dropped: bool = False,
+) -> None:  # fmt: skip
+    """Close what is left of a scheduler that was never made, was ``dropped``, or did not close: the last on the loop.
 
-    The user's functions are not among them, nor the driver, which has them: they may hold the scheduler, which would
-    then never be dropped.
-
-    Args:
-        engines: to be closed.
-        threads: of the user's functions.
-        ends: called when the engines are closed; none of them raises.
+    The driver and the user's functions are not among the arguments: they may hold the scheduler, which would then never
+    be dropped. ``ends`` are called when the engines are closed; none of them raises.
     """
-
-    def __init__(
-        self, engines: Sequence[Engine], threads: WorkerThreads | None = None, ends: Sequence[Callable[[], None]] = ()
-    ) -> None:
-        self._engines = engines
-        self._threads = threads
-        self._ends = ends
-
-    async def dropped(self) -> None:
-        """Close everything, and log why."""
+    if dropped:
         log.warning("a RolloutScheduler was dropped without close(); its threads and engines end now")
-        await self.end()
-
-    async def end(self) -> None:
-        """Close the engines and threads, the last things on the loop."""
-        if self._threads is not None:
-            self._threads.close()
-        closing = [asyncio.ensure_future(engine.close()) for engine in self._engines]
-        if closing:
-            await asyncio.wait(closing, timeout=PATIENCE_S)
-        for engine, done in zip(self._engines, closing, strict=True):
-            if not done.done():
-                done.cancel()
-            elif not done.cancelled() and (error := done.exception()) is not None:
-                log.error("engine %s could not be closed", engine.name, exc_info=error)
-        for end in self._ends:
-            end()
+    if threads is not None:
+        threads.close()
+    closing = [asyncio.ensure_future(engine.close()) for engine in engines]
+    if closing:
+        await asyncio.wait(closing, timeout=PATIENCE_S)
+    for engine, done in zip(engines, closing, strict=True):
+        if not done.done():
+            done.cancel()
+        elif not done.cancelled() and (error := done.exception()) is not None:
+            log.error("engine %s could not be closed", engine.name, exc_info=error)
+    for end in ends:
+        end()
 
 
 P = ParamSpec("P")

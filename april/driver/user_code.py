@@ -89,6 +89,20 @@ def check_function(what: str, function: Any, parameters: Sequence[str]) -> None:
         ) from None
 
 
+PARAMETERS = {
+    "rollout": ("prompt", "llm"), "reward": ("prompt", "response"), "group_reward": ("prompt", "responses"),
+    "filter": ("prompt", "responses"),
+}  # fmt: skip
+"""The arguments of each kind of function."""
+
+
+def check_signatures(**functions: Any) -> None:
+    """Raise ConfigError for functions that cannot be called as their kind is; None stands for one that is not given."""
+    for kind, function in functions.items():
+        if function is not None:
+            check_function(kind, function, PARAMETERS[kind])
+
+
 def name_of(function: Callable[..., Any]) -> str:
     """The name that a user knows a function by."""
     while isinstance(function, functools.partial):

@@ -21,7 +21,7 @@ from april.driver.llm import BlockingRolloutFunction, RolloutFunction, single_tu
 from april.driver.local_host import LocalHost
 from april.driver.loop_thread import LoopThread
 from april.driver.sample_functions import RolloutSettings, UserFunctions
-from april.driver.user_code import check_function
+from april.driver.user_code import check_signatures
 from april.engines.protocol import Capabilities, Engine
 from april.errors import ConfigError, LinkError
 from april.processes.heartbeats import Heartbeats
@@ -321,14 +321,7 @@ class Host:
     ) -> None:
         if (join is None) == (address is None or token is None):
             raise ConfigError("a host needs address and token of a HostListener, or join")
-        for what, function, takes in (
-            ("rollout", rollout, ("prompt", "llm")),
-            ("reward", reward, ("prompt", "response")),
-            ("group_reward", group_reward, ("prompt", "responses")),
-            ("filter", filter, ("prompt", "responses")),
-        ):
-            if function is not None:
-                check_function(what, function, takes)
+        check_signatures(rollout=rollout, reward=reward, group_reward=group_reward, filter=filter)
         self.name = name
         self._life = secrets.token_hex(8)
         self._engines = list(engines)
