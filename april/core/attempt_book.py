@@ -108,7 +108,11 @@ class AttemptBook:
 
 
 class Places:
-    """``total`` of them: ``max_in_flight``."""
+    """Places in flight: how many more requests may be sent, to whatever engine.
+
+    Each attempt has one until it is accounted for. A rollout function that was started has one reserved until it asks
+    for something or ends, so that no more functions are started than can generate.
+    """
 
     def __init__(self, total: int, attempts: AttemptBook) -> None:
         self.total = self.most = total

@@ -1,7 +1,7 @@
-"""The token ledger and the prompt ledger.
+"""The ledgers: of tokens, of prompts, and of the lengths of responses.
 
-Invariant, at all times: ``observed == delivered + held + sum(dropped)``, for tokens and for prompts
-(prompts: drawn == delivered + held + sum(dropped)). Delivered counts leased batches too.
+Invariant, at all times: ``observed == delivered + held + sum(dropped)`` for tokens, and for prompts
+``drawn == delivered + held + sum(dropped)``. Delivered counts leased batches too.
 """
 
 from __future__ import annotations
@@ -142,7 +142,14 @@ class Lengths:
 
 
 class LengthLedger:
-    """Lengths of the run's responses."""
+    """Lengths of the run's responses, those that were trained and those that were not.
+
+    A response counts once: when it is finished, or given up while its reward is awaited. Carried over however long, it
+    counts the same, so only drops make the trained lengths differ from the generated ones. The length of a response
+    that was given up before it was complete is unknown; these are counted apart. Evaluations do not count.
+
+    Invariant, for every bucket of lengths: ``generated == trained + finished and held + sum(dropped)``.
+    """
 
     def __init__(self) -> None:
         self.generated = Lengths()

@@ -20,7 +20,12 @@ MOST_OUT = 64
 
 
 class Leases:
-    """The batches that are out, and how old tokens are at the version at which the next batch is trained."""
+    """The batches that are out: delivered, and not yet trained. They say at which version the next one is trained.
+
+    Each of them brings one weight update, in the order of delivery: with u updates made, the next batch is trained at
+    version u + out. A delivery moves that version by one, the update of a batch does not, so one rule holds for
+    trainers that wait for each batch and for those that fetch ahead.
+    """
 
     def __init__(self, clock: VersionClock, max_staleness: int) -> None:
         self._clock = clock

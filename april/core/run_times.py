@@ -1,7 +1,7 @@
 """Accounts of the time between two deliveries: the trainer's, and that of every place.
 
 Invariant: the trainer's seconds add up to ``step_s``, the shares of the places to 1. Whoever drives a core tells the
-time; nothing here reads a clock.
+time; nothing here reads a clock. :func:`bottleneck` says which side a step waited for, and what to change.
 """
 
 from __future__ import annotations

@@ -4,7 +4,10 @@ Invariant: a core restored from a snapshot holds every token and every prompt th
 attempts in flight and of batches the trainer has not trained on included; what was delivered and trained is not in it.
 
 Tokens are little-endian bytes (int32), log-probabilities too (float32); None where there are none, as ``torch.load``
-does not read empty bytes. ``data`` of a prompt is stored as it was given. ``restoring.py`` is the way back.
+does not read empty bytes. ``data`` of a prompt is stored as it was given.
+
+The way back believes nothing of a state before it was checked, each number as if it came from an engine; a state is
+refused if the present settings promise what cannot be kept for all that it holds.
 """
 
 from __future__ import annotations
@@ -185,9 +188,6 @@ def _with_attempt(tape: TokenTape, attempt: Attempt) -> TokenTape:
     copy.tokens, copy.logprobs, copy.segments = tape.tokens, tape.logprobs, list(tape.segments)
     copy.add_attempt(attempt.tape, attempt.id, attempt.engine, attempt.sampling.temperature)
     return copy
-
-
-# -------------------------------------------------------------------- plain forms
 
 
 def _packed(array: Any, dtype: str) -> bytes | None:

@@ -1,8 +1,9 @@
 """The state machine: ``handle(event) -> list[Command]``, the only way in which anything changes.
 
 It wires the four parts (over-sampler, completion monitor, abort controller, partial-rollout buffer) together and
-decides about steps, and whose turn it is: of training, evaluations, weight updates and pauses. The lives of samples are
-in ``generation``, ``scoring`` and ``failures``.
+decides about steps, and whose turn it is: of training, evaluations, weight updates and pauses. What happens to samples
+is decided in ``lives``.
+
 Invariants, checked by :meth:`RolloutCore.validate`: each sample is in exactly one state; tokens and prompts
 are delivered, held, or dropped for a named reason; every attempt in flight belongs to exactly one sample.
 """
