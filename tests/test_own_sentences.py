@@ -25,14 +25,14 @@ PATTERNS = {"compile", "search", "match", "fullmatch", "findall", "finditer", "s
 WORD = re.compile(r"[^\W\d_]{4}")
 """What has no four letters in a row is no word of a sentence."""
 ALLOWED = {
-    ("adapters/areal/plain_values.py", "torch."): "names of dtypes",
+    ("adapters/areal/rollouts.py", "torch."): "names of dtypes",
     ("adapters/areal/settings.py", "max_in_flight"): "names of settings",
     ("adapters/areal/settings.py", "vllm"): "AReaL's names of backends",
     ("adapters/openrlhf/arguments.py", "engine."): "names of settings",
     ("adapters/openrlhf/arguments.py", "sampling."): "names of settings",
     ("adapters/slime/functions.py", "evaluation"): "parameters of a user's function",
-    ("processes/coordinator/results.py", "response_len"): "names of metrics",
-    ("processes/coordinator/results.py", "reward_"): "names of metrics",
+    ("processes/coordinator/execution.py", "response_len"): "names of metrics",
+    ("processes/coordinator/execution.py", "reward_"): "names of metrics",
     ("corrections/importance.py", "torch."): "names of dtypes",
     ("core/snapshot.py", "auto"): "names of settings",
     ("core/snapshot.py", "settled"): "keys of a state",
