@@ -223,6 +223,8 @@ WELL, OPEN = EngineHealth.WELL, EngineGate.OPEN
 
 _DECIDES = frozenset({"gate", "health", "in_flight", "loaded"})
 """Attributes that decide whether an engine takes a request, and before which others."""
+_set = object.__setattr__
+"""Sets an attribute without the detour of ``EngineState.__setattr__``; used at every request."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -269,7 +271,7 @@ class EngineState:
     """Requests, those of evaluations among them."""
 
     def __setattr__(self, name: str, value: object) -> None:
-        object.__setattr__(self, name, value)
+        _set(self, name, value)
         if name in _DECIDES and self.order is not None:
             self.moved()
 
@@ -282,11 +284,12 @@ class EngineState:
                 load = None
         if load != self.load and self.order is not None:
             self.order.move(self.place, self.load, load)
-            self.load = load
+            _set(self, "load", load)
 
     def add(self, requests: int) -> None:
         """Change the number of requests in flight."""
-        self.in_flight += requests
+        _set(self, "in_flight", self.in_flight + requests)
+        self.moved()
 
     @property
     def version(self) -> PolicyVersion | None:
@@ -511,7 +514,8 @@ class EngineTable:
     def ended(self, name: str, in_flight: int) -> None:
         """The engine ended a request in order, and has ``in_flight`` more of april's."""
         state = self.states[name]
-        state.failures = state.rests = 0
+        if state.failures or state.rests:
+            state.failures = state.rests = 0
         if state.cap.request_ended(in_flight):
             state.moved()
 

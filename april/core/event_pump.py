@@ -15,7 +15,7 @@ from april.core.types import Attempt, SampleId
 
 
 class Core(Protocol):
-    """What the pump needs of a core."""
+    """A core, as far as the pump needs one."""
 
     def handle(self, event: Event, /) -> list[Command]:
         """Take one event; returns what is to be done, in order."""
