@@ -309,3 +309,32 @@ def test_who_comes_while_the_listener_closes(turns: int) -> None:
 
     asyncio.run(body())
     gc.collect()
+
+
+def test_a_loop_that_ends_leaves_no_connection_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All tasks of a link are cancelled, as where a trainer is interrupted: its connection is closed all the same."""
+    closed: list[bool] = []
+    made = aiohttp.ClientWebSocketResponse.__init__
+    responses: list[aiohttp.ClientResponse] = []
+
+    def remember(self: Any, reader: Any, writer: Any, protocol: Any, response: Any, *others: Any, **named: Any) -> None:
+        responses.append(response)
+        made(self, reader, writer, protocol, response, *others, **named)
+
+    monkeypatch.setattr(aiohttp.ClientWebSocketResponse, "__init__", remember)
+
+    async def body() -> None:
+        token = new_token()
+        ears = Ears(token)
+        End(await connect(await ears.open(), token, HELLO_))
+        End(await ears.links.get())
+        await asyncio.sleep(0)
+        others = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in others:
+            task.cancel()
+        await asyncio.wait(others)
+        closed.extend(response.closed and response.connection is None for response in responses)
+        await ears.close()
+
+    program(body)
+    assert closed == [True]

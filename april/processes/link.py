@@ -207,6 +207,14 @@ def told_address(address: Any) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
+class _WebSocket(aiohttp.ClientWebSocketResponse):
+    """A WebSocket that knows the response it came with, which holds the connection until it is closed."""
+
+    def __init__(self, reader: Any, writer: Any, protocol: Any, response: Any, *arguments: Any, **named: Any) -> None:
+        super().__init__(reader, writer, protocol, response, *arguments, **named)
+        self.response: aiohttp.ClientResponse = response
+
+
 class SocketLink(Link):
     """An end of a WebSocket between two that have proven the token.
 
@@ -268,6 +276,7 @@ class SocketLink(Link):
                 await self._ws.close()
         finally:
             if self._session is not None:
+                self._ws.response.close()  # a close that was cut short, or came after a loss, leaves it open
                 await self._session.close()
 
 
@@ -397,7 +406,8 @@ async def connect(
     host, port = split_address(address)
     key, nonce, name = _key_of(token), secrets.token_hex(NONCE_BYTES), msgspec.json.encode(hello).hex()
     url = f"http://[{host}]:{port}/" if ":" in host else f"http://{host}:{port}/"
-    session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=1))  # both requests on one connection
+    connector = aiohttp.TCPConnector(limit=1)  # both requests on one connection
+    session = aiohttp.ClientSession(connector=connector, ws_response_class=_WebSocket)
     try:
         async with asyncio.timeout(within_s):
             async with session.get(url, headers={NONCE: nonce}, allow_redirects=False) as answer:
