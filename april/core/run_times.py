@@ -384,7 +384,7 @@ def _reason(cause: Idle, advice: _Advice) -> tuple[str, str]:
             "" if held is None else more("raise max_held_tokens", max_held_tokens=2 * held),
         ),
         Idle.OVER_SAMPLING: (
-            f"{s.groups_wanted} groups are in work and refill: {s.refill} adds none",
+            f"only {s.groups_wanted} groups were in progress (refill: {s.refill})",
             " or ".join(filter(None, (
                 more("raise over_sampling_batch_size", over_sampling_batch_size=2 * s.groups_wanted),
                 more("set refill: sample", refill="sample"),
