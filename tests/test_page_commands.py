@@ -62,6 +62,7 @@ ONLY_READ = {
     "torchrun": "the reader's own program; make test-adapters runs TRL on two ranks",
     "pip install": "make test installs this package, make test-adapters the others",
     "make ": "what make verify makes",
+    ". .venv/bin/activate": "of the shell alone: test_readme.py holds the block against what .ci/run runs",
 }
 """Commands, by how they begin, that are read here and not run, and why; those of `april` are all run."""
 SAID = {"--logprobs-mode", "--scheduling-policy"}
@@ -214,7 +215,7 @@ def execute(words: list[str], page: str, monkeypatch: pytest.MonkeyPatch) -> Non
             server(rest)
         case ["python", "-m", "verl.trainer.main_ppo", *rest] | ["python", "-m", "april.adapters.openrlhf", *rest]:
             TRAINERS[page](rest)
-        case ["python", "train.py"]:
+        case ["python", "train.py"] | [".", ".venv/bin/activate"]:
             pass
         case ["python", *rest]:
             program(rest, monkeypatch)
