@@ -3,12 +3,32 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 from collections.abc import Generator
 
 import pytest
 from steady_loop import SteadyPolicy
 
+PATIENCE_S = 60.0
+"""An async test that hangs ends then; nothing is judged by time."""
+
 asyncio.set_event_loop_policy(SteadyPolicy())
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """An ``async def`` test runs on a loop of its own, and may leave no task behind."""
+    if not inspect.iscoroutinefunction(pyfuncitem.obj) or pyfuncitem.get_closest_marker("asyncio"):
+        return None
+
+    async def bounded() -> None:
+        async with asyncio.timeout(PATIENCE_S):
+            await pyfuncitem.obj(**{name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames})
+        others = asyncio.all_tasks() - {asyncio.current_task()}
+        assert not others, f"tasks are left: {others}"
+
+    asyncio.run(bounded())
+    return True
 
 
 @pytest.hookimpl(wrapper=True)

@@ -12,7 +12,7 @@ import vllm_fixtures
 from fake_async_llm import FakeAsyncLLM, install_vllm
 from fake_servers.sglang import FakeSglangServer
 from fake_servers.vllm import FakeVllmServer
-from sglang_fixtures import ServerThread, read, request, run
+from sglang_fixtures import ServerThread, read, request
 
 import april
 from april.core.versions import PolicyVersion
@@ -53,37 +53,30 @@ def test_a_weight_update_with_an_adapter_is_refused(kind: str, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("module", [vllm_fixtures, sglang_fixtures])
-def test_an_engine_that_came_back_is_not_given_an_adapter(module: Any, tmp_path: Path) -> None:
+async def test_an_engine_that_came_back_is_not_given_an_adapter(module: Any, tmp_path: Path) -> None:
     """The directory of the last update may have become one since: the server keeps what it has."""
-
-    async def program() -> None:
-        async with module.served() as (server, engine):
-            await engine.pause()
-            with pytest.raises(EngineError, match=r"was not asked to load .*adapter_config\.json"):
-                await engine.update_weights(SECOND, adapter(tmp_path))
-            await engine.resume()
-            assert server.weights == "w0"
-            assert set((await read(engine, request())).versions) == {PolicyVersion(0, 0)}
-
-    run(program)
-
-
-def test_vllm_in_process_is_not_given_an_adapter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same, before an object in this process."""
-    install_vllm(monkeypatch)
-
-    async def program() -> None:
-        llm = FakeAsyncLLM()
-        engine = VllmInProcessEngine(llm)
+    async with module.served() as (server, engine):
         await engine.pause()
         with pytest.raises(EngineError, match=r"was not asked to load .*adapter_config\.json"):
             await engine.update_weights(SECOND, adapter(tmp_path))
         await engine.resume()
-        assert llm.weights == "tiny0"
-        assert (await engine.health()).ok
-        await engine.close()
-        assert llm.output_handler is not None
-        llm.output_handler.cancel()
-        await asyncio.gather(llm.output_handler, return_exceptions=True)
+        assert server.weights == "w0"
+        assert set((await read(engine, request())).versions) == {PolicyVersion(0, 0)}
 
-    run(program)
+
+async def test_vllm_in_process_is_not_given_an_adapter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same, before an object in this process."""
+    install_vllm(monkeypatch)
+
+    llm = FakeAsyncLLM()
+    engine = VllmInProcessEngine(llm)
+    await engine.pause()
+    with pytest.raises(EngineError, match=r"was not asked to load .*adapter_config\.json"):
+        await engine.update_weights(SECOND, adapter(tmp_path))
+    await engine.resume()
+    assert llm.weights == "tiny0"
+    assert (await engine.health()).ok
+    await engine.close()
+    assert llm.output_handler is not None
+    llm.output_handler.cancel()
+    await asyncio.gather(llm.output_handler, return_exceptions=True)

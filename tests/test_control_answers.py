@@ -13,7 +13,7 @@ import pytest
 import sglang_fixtures
 import vllm_fixtures
 from fake_servers.base import SAYS_NOTHING, ControlFault, PlannedControlFault
-from sglang_fixtures import read, request, run, until
+from sglang_fixtures import read, request, until
 
 from april.core.versions import PolicyVersion
 from april.engines.protocol import EngineFinish
@@ -40,27 +40,23 @@ def _no_waits(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("fault", [*SAYS_NOTHING, ControlFault.ECHOED, ControlFault.FAILS])
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_load_without_a_word_of_success_is_none(kind: str, fault: ControlFault, tmp_path: Path) -> None:
+async def test_a_load_without_a_word_of_success_is_none(kind: str, fault: ControlFault, tmp_path: Path) -> None:
     """The update is refused with the server's words, the weights are not named, and no token is of the new version."""
-
-    async def program() -> None:
-        async with KINDS[kind].served() as (server, engine):
-            await engine.pause()
-            server.control_faults.append(PlannedControlFault(kind=fault, route=LOADS[kind]))
-            with pytest.raises(EngineError, match="could not load"):
-                await engine.update_weights(SECOND, saved(tmp_path, "w1_flush"))
-            await engine.resume()
-            assert server.weights == "w0"
-            assert not server.label.startswith("v0.1-")
-            got = await read(engine, request())
-            assert set(got.versions) <= {FIRST}
-            assert (got.error is None) == (kind == "sglang" and fault is ControlFault.ECHOED)
-            await engine.pause()
-            await engine.update_weights(SECOND, saved(tmp_path, "w1"))
-            await engine.resume()
-            assert set((await read(engine, request())).versions) == {SECOND}
-
-    run(program)
+    async with KINDS[kind].served() as (server, engine):
+        await engine.pause()
+        server.control_faults.append(PlannedControlFault(kind=fault, route=LOADS[kind]))
+        with pytest.raises(EngineError, match="could not load"):
+            await engine.update_weights(SECOND, saved(tmp_path, "w1_flush"))
+        await engine.resume()
+        assert server.weights == "w0"
+        assert not server.label.startswith("v0.1-")
+        got = await read(engine, request())
+        assert set(got.versions) <= {FIRST}
+        assert (got.error is None) == (kind == "sglang" and fault is ControlFault.ECHOED)
+        await engine.pause()
+        await engine.update_weights(SECOND, saved(tmp_path, "w1"))
+        await engine.resume()
+        assert set((await read(engine, request())).versions) == {SECOND}
 
 
 @pytest.mark.parametrize("fault", SAYS_NOTHING)
@@ -69,25 +65,21 @@ def test_a_load_without_a_word_of_success_is_none(kind: str, fault: ControlFault
     [("vllm", "/reset_prefix_cache"), ("vllm", "/update_weight_version"), ("vllm", "/weight_info"),
      ("sglang", "/flush_cache"), ("sglang", "/update_weight_version"), ("sglang", "/model_info")],
 )  # fmt: skip
-def test_what_follows_a_transfer_counts_when_the_server_says_it(kind: str, route: str, fault: ControlFault) -> None:
+async def test_what_follows_a_transfer_counts_when_it_is_said(kind: str, route: str, fault: ControlFault) -> None:
     """Cache and label: without them the weights are those of no version, and no request goes there."""
-
-    async def program() -> None:
-        async with KINDS[kind].served() as (server, engine):
-            await engine.pause()
-            server.weights, server.stale_cache = "w1", True
-            server.control_faults.append(PlannedControlFault(kind=fault, route=route, times=100))
-            with pytest.raises(EngineError):
-                await engine.update_weights(SECOND)
-            await engine.resume()
-            assert (await read(engine, request())).error is not None
-            server.control_faults.clear()
-            await engine.pause()
+    async with KINDS[kind].served() as (server, engine):
+        await engine.pause()
+        server.weights, server.stale_cache = "w1", True
+        server.control_faults.append(PlannedControlFault(kind=fault, route=route, times=100))
+        with pytest.raises(EngineError):
             await engine.update_weights(SECOND)
-            await engine.resume()
-            assert set((await read(engine, request())).versions) == {SECOND}
-
-    run(program)
+        await engine.resume()
+        assert (await read(engine, request())).error is not None
+        server.control_faults.clear()
+        await engine.pause()
+        await engine.update_weights(SECOND)
+        await engine.resume()
+        assert set((await read(engine, request())).versions) == {SECOND}
 
 
 @pytest.mark.parametrize("path", [True, False], ids=["from disk", "handed over"])
@@ -99,93 +91,77 @@ def test_what_follows_a_transfer_counts_when_the_server_says_it(kind: str, route
      ("vllm", "/weight_info"), ("sglang", "/update_weights_from_disk"), ("sglang", "/flush_cache"),
      ("sglang", "/update_weight_version"), ("sglang", "/model_info")],
 )  # fmt: skip
-def test_a_restart_in_the_middle_of_an_update(
+async def test_a_restart_in_the_middle_of_an_update(
     kind: str, route: str, later: int, fault: ControlFault, path: bool, tmp_path: Path
 ) -> None:
     """Wherever it comes between pause and end, weights of the start are never taken for the new ones."""
-
-    async def program() -> None:
-        async with KINDS[kind].served() as (server, engine):
-            await engine.pause()
-            if not path:
-                server.weights = "w1"
-            server.control_faults.append(PlannedControlFault(kind=fault, route=route, later=later))
-            starts = server.starts
-            try:
-                await engine.update_weights(SECOND, saved(tmp_path, "w1") if path else None)
-            except EngineError:
-                assert server.starts > starts or server.control_faults[0].times
-            await engine.resume()
-            for _ in range(3):
-                health = await engine.health()
-            got = await read(engine, request())
-            if health.current or got.versions:
-                assert server.weights == "w1"
-            # and the next update is a whole one
-            server.control_faults.clear()
-            await engine.pause()
-            await engine.update_weights(SECOND, saved(tmp_path, "w1"))
-            await engine.resume()
+    async with KINDS[kind].served() as (server, engine):
+        await engine.pause()
+        if not path:
+            server.weights = "w1"
+        server.control_faults.append(PlannedControlFault(kind=fault, route=route, later=later))
+        starts = server.starts
+        try:
+            await engine.update_weights(SECOND, saved(tmp_path, "w1") if path else None)
+        except EngineError:
+            assert server.starts > starts or server.control_faults[0].times
+        await engine.resume()
+        for _ in range(3):
+            health = await engine.health()
+        got = await read(engine, request())
+        if health.current or got.versions:
             assert server.weights == "w1"
-            assert set((await read(engine, request())).versions) == {SECOND}
-
-    run(program)
+        # and the next update is a whole one
+        server.control_faults.clear()
+        await engine.pause()
+        await engine.update_weights(SECOND, saved(tmp_path, "w1"))
+        await engine.resume()
+        assert server.weights == "w1"
+        assert set((await read(engine, request())).versions) == {SECOND}
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_restart_during_the_transfer(kind: str) -> None:
+async def test_a_restart_during_the_transfer(kind: str) -> None:
     """The trainer has written into a process that is gone: the one that answers now has the weights of its start."""
-
-    async def program() -> None:
-        async with KINDS[kind].served() as (server, engine):
-            await engine.pause()
-            server.weights = "w1"
-            server._restart_at_once()
-            with pytest.raises(EngineError, match="started anew"):
-                await engine.update_weights(SECOND)
-            await engine.resume()
-            assert server.weights == "w0"
-            assert server.label == "default"
-            assert (await read(engine, request())).error is not None
-            await engine.pause()
-            server.weights = "w1"
+    async with KINDS[kind].served() as (server, engine):
+        await engine.pause()
+        server.weights = "w1"
+        server._restart_at_once()
+        with pytest.raises(EngineError, match="started anew"):
             await engine.update_weights(SECOND)
-            await engine.resume()
-            assert set((await read(engine, request())).versions) == {SECOND}
-
-    run(program)
+        await engine.resume()
+        assert server.weights == "w0"
+        assert server.label == "default"
+        assert (await read(engine, request())).error is not None
+        await engine.pause()
+        server.weights = "w1"
+        await engine.update_weights(SECOND)
+        await engine.resume()
+        assert set((await read(engine, request())).versions) == {SECOND}
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_trainer_may_name_what_it_hands_over(kind: str) -> None:
+async def test_a_trainer_may_name_what_it_hands_over(kind: str) -> None:
     """A label that has moved in the transfer is that of a server which lives; april gives it its own."""
-
-    async def program() -> None:
-        async with KINDS[kind].served() as (server, engine):
-            await engine.pause()
-            server.weights, server.label = "w1", "step-7"
-            await engine.update_weights(SECOND)
-            await engine.resume()
-            assert server.label.startswith("v0.1-")
-            assert set((await read(engine, request())).versions) == {SECOND}
-
-    run(program)
+    async with KINDS[kind].served() as (server, engine):
+        await engine.pause()
+        server.weights, server.label = "w1", "step-7"
+        await engine.update_weights(SECOND)
+        await engine.resume()
+        assert server.label.startswith("v0.1-")
+        assert set((await read(engine, request())).versions) == {SECOND}
 
 
-def test_a_cache_that_sglang_has_kept_is_emptied() -> None:
+async def test_a_cache_that_sglang_has_kept_is_emptied() -> None:
     """An update without success, of which the server says that nothing but the cache is old, is completed by april."""
-
-    async def program() -> None:
-        async with sglang_fixtures.served() as (server, engine):
-            await engine.pause()
-            server.kept_caches = 1
-            await engine.update_weights(SECOND, "/weights/w1")
-            await engine.resume()
-            assert not server.stale_cache
-            assert (server.weights, server.label[:5]) == ("w1", "v0.1-")
-            assert set((await read(engine, request())).versions) == {SECOND}
-
-    run(program)
+    async with sglang_fixtures.served() as (server, engine):
+        await engine.pause()
+        server.kept_caches = 1
+        await engine.update_weights(SECOND, "/weights/w1")
+        await engine.resume()
+        assert not server.stale_cache
+        assert (server.weights, server.label[:5]) == ("w1", "v0.1-")
+        assert set((await read(engine, request())).versions) == {SECOND}
 
 
 PAUSES: list[tuple[str, str, dict[str, Any]]] = [
@@ -196,29 +172,25 @@ PAUSES: list[tuple[str, str, dict[str, Any]]] = [
 
 @pytest.mark.parametrize("fault", SAYS_NOTHING)
 @pytest.mark.parametrize(("kind", "route", "options"), PAUSES)
-def test_a_pause_that_nobody_confirms(
+async def test_a_pause_that_nobody_confirms(
     kind: str, route: str, options: dict[str, Any], fault: ControlFault, tmp_path: Path
 ) -> None:
     """Neither a pause nor its end is believed without a word; the requests of others go on when it is over."""
-
-    async def program() -> None:
-        module: Any = KINDS[kind]
-        async with module.served(stepped=True, mean_length=LONG, **options) as (server, engine):
-            other = await module.beside(server)
-            reading = asyncio.create_task(read(other, request()))
-            await until(lambda: server.open_requests == 1)
-            server.step()
-            await engine.pause()
-            server.control_faults.append(PlannedControlFault(kind=fault, route=route))
-            with pytest.raises(EngineError):
-                await engine.update_weights(SECOND, saved(tmp_path, "w1"))
-            assert (server.pause_mode is None) == ("pause" in route)
-            server.pause_mode = None
-            server.go_on()
-            await reading
-            await other.close()
-
-    run(program)
+    module: Any = KINDS[kind]
+    async with module.served(stepped=True, mean_length=LONG, **options) as (server, engine):
+        other = await module.beside(server)
+        reading = asyncio.create_task(read(other, request()))
+        await until(lambda: server.open_requests == 1)
+        server.step()
+        await engine.pause()
+        server.control_faults.append(PlannedControlFault(kind=fault, route=route))
+        with pytest.raises(EngineError):
+            await engine.update_weights(SECOND, saved(tmp_path, "w1"))
+        assert (server.pause_mode is None) == ("pause" in route)
+        server.pause_mode = None
+        server.go_on()
+        await reading
+        await other.close()
 
 
 @pytest.mark.parametrize("fault", SAYS_NOTHING)
@@ -227,51 +199,39 @@ def test_a_pause_that_nobody_confirms(
     [("vllm", "/abort_requests", {}), ("vllm", "/inference/v1/abort_requests", {"developer": False}),
      ("vllm", "/pause", {"processes": 2}), ("sglang", "/abort_request", {})],
 )  # fmt: skip
-def test_an_abort_that_nobody_confirms_is_asked_again(
+async def test_an_abort_that_nobody_confirms_is_asked_again(
     kind: str, route: str, options: dict[str, Any], fault: ControlFault
 ) -> None:
     """The call fails unless an empty answer is the server's own; a pause asks again, and loses nothing."""
-
-    async def program() -> None:
-        async with KINDS[kind].served(stepped=True, mean_length=LONG, **options) as (server, engine):
-            engine._abort_again_s = 0.01
-            reading = asyncio.create_task(read(engine, request()))
-            await until(lambda: server.open_requests == 1)
-            server.step(3)
-            server.control_faults.append(PlannedControlFault(kind=fault, route=route, times=2))
-            if fault not in (ControlFault.EMPTY, ControlFault.NULL) or "abort" not in route:
-                with pytest.raises(EngineError, match="not that it is done"):
-                    await engine.abort(None)
-            await engine.pause()
-            assert (await reading).finish is EngineFinish.ABORT
-
-    run(program)
+    async with KINDS[kind].served(stepped=True, mean_length=LONG, **options) as (server, engine):
+        engine._abort_again_s = 0.01
+        reading = asyncio.create_task(read(engine, request()))
+        await until(lambda: server.open_requests == 1)
+        server.step(3)
+        server.control_faults.append(PlannedControlFault(kind=fault, route=route, times=2))
+        if fault not in (ControlFault.EMPTY, ControlFault.NULL) or "abort" not in route:
+            with pytest.raises(EngineError, match="not that it is done"):
+                await engine.abort(None)
+        await engine.pause()
+        assert (await reading).finish is EngineFinish.ABORT
 
 
 @pytest.mark.parametrize("fault", SAYS_NOTHING)
 @pytest.mark.parametrize(("kind", "route"), [("vllm", "/weight_info"), ("sglang", "/model_info")])
-def test_a_label_that_is_not_said_confirms_nothing(kind: str, route: str, fault: ControlFault) -> None:
+async def test_a_label_that_is_not_said_confirms_nothing(kind: str, route: str, fault: ControlFault) -> None:
     """A probe that does not hear the label does not call the weights current and well."""
-
-    async def program() -> None:
-        async with KINDS[kind].served() as (server, engine):
-            assert (await engine.health()).ok
-            server.control_faults.append(PlannedControlFault(kind=fault, route=route))
-            assert not (await engine.health()).ok
-
-    run(program)
+    async with KINDS[kind].served() as (server, engine):
+        assert (await engine.health()).ok
+        server.control_faults.append(PlannedControlFault(kind=fault, route=route))
+        assert not (await engine.health()).ok
 
 
 @pytest.mark.parametrize("developer", [True, False])
-def test_a_page_is_no_health(developer: bool) -> None:
+async def test_a_page_is_no_health(developer: bool) -> None:
     """A proxy that answers for a server which is gone."""
-
-    async def program() -> None:
-        async with vllm_fixtures.served(developer=developer, scale_out=False) as (server, engine):
-            assert (await engine.health()).ok
-            server.control_faults.append(PlannedControlFault(kind=ControlFault.HTML, route="/health"))
-            health = await engine.health()
-            assert not health.ok
-            assert "answers a page" in health.detail
-
-    run(program)
+    async with vllm_fixtures.served(developer=developer, scale_out=False) as (server, engine):
+        assert (await engine.health()).ok
+        server.control_faults.append(PlannedControlFault(kind=ControlFault.HTML, route="/health"))
+        health = await engine.health()
+        assert not health.ok
+        assert "answers a page" in health.detail

@@ -126,25 +126,22 @@ def test_a_closed_token_route_hides_no_missing_labels() -> None:
     ],
     ids=["developer routes are closed", "the model would be reloaded wrongly"],
 )
-def test_the_suite_names_the_cause_of_what_is_not_offered(
+async def test_the_suite_names_the_cause_of_what_is_not_offered(
     options: dict[str, Any], tied: bool, words: str, tmp_path: Path
 ) -> None:
     """Of two servers that load no weights from a directory each hears its own reason; so does who gives one."""
     (tmp_path / "config.json").write_text(json.dumps({"tie_word_embeddings": tied}), "utf-8")
     server = FakeVllmServer(root=str(tmp_path), **options)
 
-    async def program() -> None:
-        async with served(server) as url:
+    async with served(server) as url:
 
-            async def opened() -> Any:
-                (engine,) = await open_servers(settings(server, url))  # type: ignore[arg-type]
-                return engine
+        async def opened() -> Any:
+            (engine,) = await open_servers(settings(server, url))  # type: ignore[arg-type]
+            return engine
 
-            verdict = await check_named("version_exactness")(Subject(open=opened))
-            assert verdict.outcome is Outcome.NOT_OFFERED
-            assert words in verdict.detail
-
-    asyncio.run(program())
+        verdict = await check_named("version_exactness")(Subject(open=opened))
+        assert verdict.outcome is Outcome.NOT_OFFERED
+        assert words in verdict.detail
 
 
 def test_one_sentence() -> None:

@@ -15,7 +15,7 @@ from fake_async_llm import FakeAsyncLLM, install_vllm
 from fake_servers.openai import MODEL, FakeOpenAIServer, serving_openai
 from fake_servers.sglang import FakeSglangRouter, FakeSglangServer
 from fake_servers.vllm import FakeVllmServer
-from sglang_fixtures import read, request, run
+from sglang_fixtures import read, request
 
 import april
 from april.config.engines import OpenAIEngineConfig, SglangEngineConfig, VllmEngineConfig
@@ -86,83 +86,63 @@ def named(server: Any) -> list[Any]:
 
 @all_kinds
 @pytest.mark.parametrize("adapters", [("policy",), ("policy", "older")], ids=len)
-def test_a_base_beside_its_adapters_is_not_taken_unasked(kind: str, adapters: tuple[str, ...]) -> None:
+async def test_a_base_beside_its_adapters_is_not_taken_unasked(kind: str, adapters: tuple[str, ...]) -> None:
     """Nobody has said which of them is trained: refused, with what there is and what to write."""
-
-    async def program() -> None:
-        with pytest.raises(ConfigError) as caught:
-            async with served(kind, *adapters):
-                pass
-        told = str(caught.value)
-        assert told.startswith("engine.model: http://127.0.0.1:")
-        assert f"serves {KINDS[kind][2]} and the adapters (LoRA) {', '.join(adapters)}" in told
-        assert f"set it to policy to train that adapter, or to {KINDS[kind][2]} to train the model itself" in told
-
-    run(program)
+    with pytest.raises(ConfigError) as caught:
+        async with served(kind, *adapters):
+            pass
+    told = str(caught.value)
+    assert told.startswith("engine.model: http://127.0.0.1:")
+    assert f"serves {KINDS[kind][2]} and the adapters (LoRA) {', '.join(adapters)}" in told
+    assert f"set it to policy to train that adapter, or to {KINDS[kind][2]} to train the model itself" in told
 
 
 @all_kinds
-def test_an_adapter_that_is_named_is_asked(kind: str) -> None:
+async def test_an_adapter_that_is_named_is_asked(kind: str) -> None:
     """Every request names it, under the name by which the server finds it."""
-
-    async def program() -> None:
-        async with served(kind, "policy", "older", model="policy") as (server, engine):
-            assert (await read(engine, request())).error is None
-            assert engine.facts.model == "policy"
-            if kind != "vllm":
-                assert named(server) == ["policy"]
-
-    run(program)
+    async with served(kind, "policy", "older", model="policy") as (server, engine):
+        assert (await read(engine, request())).error is None
+        assert engine.facts.model == "policy"
+        if kind != "vllm":
+            assert named(server) == ["policy"]
 
 
-def test_the_token_route_of_vllm_names_it_too() -> None:
+async def test_the_token_route_of_vllm_names_it_too() -> None:
     """The fake server tells which model was asked by refusing others."""
-
-    async def program() -> None:
-        async with served("vllm", "policy", model="policy") as (server, engine):
-            server.model = "another"
-            assert (await read(engine, request())).error is None
-            server.adapters = ["another adapter"]
-            assert "does not exist" in str((await read(engine, request())).error)
-
-    run(program)
+    async with served("vllm", "policy", model="policy") as (server, engine):
+        server.model = "another"
+        assert (await read(engine, request())).error is None
+        server.adapters = ["another adapter"]
+        assert "does not exist" in str((await read(engine, request())).error)
 
 
 @all_kinds
-def test_a_base_that_is_named_is_trained(kind: str) -> None:
+async def test_a_base_that_is_named_is_trained(kind: str) -> None:
     """It is the user's will; `april doctor` says that the adapters are not asked."""
-
-    async def program() -> None:
-        base = KINDS[kind][2]
-        async with served(kind, "policy", model=base) as (server, engine):
-            assert (await read(engine, request())).error is None
-            assert "policy" not in named(server)
-            assert [n for n in engine.capabilities.notes if "policy" in n] == [
-                f"Requests name the model {base} itself, as engine.model says, and no adapter of it (policy)."
-            ]
-            await engine.pause()
-            await engine.update_weights(NEXT)
-            await engine.resume()
-            assert (await engine.health()).ok
-
-    run(program)
+    base = KINDS[kind][2]
+    async with served(kind, "policy", model=base) as (server, engine):
+        assert (await read(engine, request())).error is None
+        assert "policy" not in named(server)
+        assert [n for n in engine.capabilities.notes if "policy" in n] == [
+            f"Requests name the model {base} itself, as engine.model says, and no adapter of it (policy)."
+        ]
+        await engine.pause()
+        await engine.update_weights(NEXT)
+        await engine.resume()
+        assert (await engine.health()).ok
 
 
 @all_kinds
-def test_a_name_that_no_server_lists(kind: str) -> None:
+async def test_a_name_that_no_server_lists(kind: str) -> None:
     """Of several servers one lacks the adapter: refused, with its address and what it has."""
-
-    async def program() -> None:
-        first, second = KINDS[kind][0](), KINDS[kind][0]()
-        first.adapters.append("policy")
-        async with listening(first) as one, listening(second) as two:
-            with pytest.raises(ConfigError) as caught:
-                await open_servers(settings(kind, one, two, model="policy"))
-            assert str(caught.value) == (f"engine.model: {two} has no model 'policy'; it serves: {KINDS[kind][2]}")
-            with pytest.raises(ConfigError, match=f"engine.model: {one} serves .* the adapters"):
-                await open_servers(settings(kind, two, one))
-
-    run(program)
+    first, second = KINDS[kind][0](), KINDS[kind][0]()
+    first.adapters.append("policy")
+    async with listening(first) as one, listening(second) as two:
+        with pytest.raises(ConfigError) as caught:
+            await open_servers(settings(kind, one, two, model="policy"))
+        assert str(caught.value) == (f"engine.model: {two} has no model 'policy'; it serves: {KINDS[kind][2]}")
+        with pytest.raises(ConfigError, match=f"engine.model: {one} serves .* the adapters"):
+            await open_servers(settings(kind, two, one))
 
 
 @pytest.mark.parametrize(
@@ -196,188 +176,159 @@ def test_the_choice(cards: list[dict[str, Any]], name: str | None, found: Any) -
     assert str(caught.value).isprintable()
 
 
-def test_sglang_behind_the_openai_route_calls_it_base_and_adapter() -> None:
+async def test_sglang_behind_the_openai_route_calls_it_base_and_adapter() -> None:
     """By the adapter's name alone SGLang's completions answer with the base."""
-
-    async def program() -> None:
-        server = FakeOpenAIServer()
-        server.adapters, server.owner = ["policy"], "sglang"
-        async with listening(server) as url:
-            (engine,) = await open_servers(settings("openai", url, model="policy"))
-            server.records.clear()
-            assert (await read(engine, request())).error is None
-            assert named(server) == [f"{MODEL}:policy"]
-            await engine.close()
-
-    run(program)
+    server = FakeOpenAIServer()
+    server.adapters, server.owner = ["policy"], "sglang"
+    async with listening(server) as url:
+        (engine,) = await open_servers(settings("openai", url, model="policy"))
+        server.records.clear()
+        assert (await read(engine, request())).error is None
+        assert named(server) == [f"{MODEL}:policy"]
+        await engine.close()
 
 
-def test_workers_of_a_router_that_differ_in_their_adapters() -> None:
+async def test_workers_of_a_router_that_differ_in_their_adapters() -> None:
     """A request may come to any of them."""
-
-    async def program() -> None:
-        workers = [FakeSglangServer(), FakeSglangServer()]
-        for worker in workers:
-            worker.adapters.append("policy")
-        async with listening(workers[0]) as one, listening(workers[1]) as two:
-            router = FakeSglangRouter([one, two])
-            await router.start()
-            (engine,) = await open_servers(settings("sglang", one, two, router=router.url, model="policy"))
-            assert (await read(engine, request())).error is None
-            assert [r.params["lora_path"] for w in workers for r in w.runs if "april-probe" not in r.name] == ["policy"]
-            workers[1].adapters.clear()
-            health = await engine.health()
-            assert (health.ok, health.detail) == (
-                False,
-                f"engine.model: {two} has no model 'policy'; it serves: fake/model",
-            )
-            await engine.close()
-            await router.close()
-
-    run(program)
+    workers = [FakeSglangServer(), FakeSglangServer()]
+    for worker in workers:
+        worker.adapters.append("policy")
+    async with listening(workers[0]) as one, listening(workers[1]) as two:
+        router = FakeSglangRouter([one, two])
+        await router.start()
+        (engine,) = await open_servers(settings("sglang", one, two, router=router.url, model="policy"))
+        assert (await read(engine, request())).error is None
+        assert [r.params["lora_path"] for w in workers for r in w.runs if "april-probe" not in r.name] == ["policy"]
+        workers[1].adapters.clear()
+        health = await engine.health()
+        assert (health.ok, health.detail) == (
+            False,
+            f"engine.model: {two} has no model 'policy'; it serves: fake/model",
+        )
+        await engine.close()
+        await router.close()
 
 
 # ---------------------------------------------------------------- afterwards
 
 
 @all_kinds
-def test_an_adapter_that_is_loaded_later_is_not_passed_by(kind: str) -> None:
+async def test_an_adapter_that_is_loaded_later_is_not_passed_by(kind: str) -> None:
     """A trainer hands its adapter to servers that april asks for their model: the update fails by name, and the engine
     gets nothing while the adapter is there."""
-
-    async def program() -> None:
-        async with served(kind) as (server, engine):
-            assert (await engine.health()).ok
-            await engine.pause()
-            server.adapters.append("policy")
-            with pytest.raises(EngineError, match=r"serves .* and the adapters \(LoRA\) policy"):
-                await engine.update_weights(NEXT)
-            health = await engine.health()
-            assert not health.ok
-            assert "set it to policy to train that adapter" in health.detail
-            server.adapters.clear()
+    async with served(kind) as (server, engine):
+        assert (await engine.health()).ok
+        await engine.pause()
+        server.adapters.append("policy")
+        with pytest.raises(EngineError, match=r"serves .* and the adapters \(LoRA\) policy"):
             await engine.update_weights(NEXT)
-            assert (await engine.health()).ok
-
-    run(program)
+        health = await engine.health()
+        assert not health.ok
+        assert "set it to policy to train that adapter" in health.detail
+        server.adapters.clear()
+        await engine.update_weights(NEXT)
+        assert (await engine.health()).ok
 
 
 @all_kinds
-def test_a_server_that_has_lost_its_adapter(kind: str) -> None:
+async def test_a_server_that_has_lost_its_adapter(kind: str) -> None:
     """Started anew without it: its requests are the engine's failure, not their own fault, and a probe says why."""
-
-    async def program() -> None:
-        async with served(kind, "policy", model="policy") as (server, engine):
-            server.adapters.clear()
-            if kind not in ("openai",):  # which does not look at the name
-                assert type((await read(engine, request())).error) is EngineError
-            health = await engine.health()
-            assert not health.ok
-            assert f"has no model 'policy'; it serves: {KINDS[kind][2]}" in health.detail
-            await engine.pause()
-            with pytest.raises(EngineError, match="has no model 'policy'"):
-                await engine.update_weights(NEXT)
-            server.adapters.append("policy")
+    async with served(kind, "policy", model="policy") as (server, engine):
+        server.adapters.clear()
+        if kind not in ("openai",):  # which does not look at the name
+            assert type((await read(engine, request())).error) is EngineError
+        health = await engine.health()
+        assert not health.ok
+        assert f"has no model 'policy'; it serves: {KINDS[kind][2]}" in health.detail
+        await engine.pause()
+        with pytest.raises(EngineError, match="has no model 'policy'"):
             await engine.update_weights(NEXT)
-            await engine.resume()
-            assert (await engine.health()).ok
-            assert (await read(engine, request())).error is None
-
-    run(program)
+        server.adapters.append("policy")
+        await engine.update_weights(NEXT)
+        await engine.resume()
+        assert (await engine.health()).ok
+        assert (await read(engine, request())).error is None
 
 
 @pytest.mark.parametrize("kind", ["vllm", "sglang"])
-def test_whole_weights_are_not_loaded_under_an_adapter(kind: str, tmp_path: Path) -> None:
+async def test_whole_weights_are_not_loaded_under_an_adapter(kind: str, tmp_path: Path) -> None:
     """They would change the model for which it was made; the server is not asked."""
     (tmp_path / "model.safetensors").write_bytes(b"")
 
-    async def program() -> None:
-        async with served(kind, "policy", model="policy") as (server, engine):
-            assert not engine.capabilities.updates_from_disk
-            await engine.pause()
-            weights = server.weights
-            with pytest.raises(EngineError, match="Requests name the adapter policy, made for the model fake"):
-                await engine.update_weights(NEXT, str(tmp_path))
-            assert server.weights == weights
-            await engine.update_weights(NEXT)
-            await engine.resume()
-            got = await read(engine, request())
-            assert set(got.versions) == {NEXT}
-
-    run(program)
+    async with served(kind, "policy", model="policy") as (server, engine):
+        assert not engine.capabilities.updates_from_disk
+        await engine.pause()
+        weights = server.weights
+        with pytest.raises(EngineError, match="Requests name the adapter policy, made for the model fake"):
+            await engine.update_weights(NEXT, str(tmp_path))
+        assert server.weights == weights
+        await engine.update_weights(NEXT)
+        await engine.resume()
+        got = await read(engine, request())
+        assert set(got.versions) == {NEXT}
 
 
-def test_a_list_that_cannot_be_had_says_nothing() -> None:
+async def test_a_list_that_cannot_be_had_says_nothing() -> None:
     """A proxy that hides it after the start, or shows a page: no engine is left alone for that."""
-
-    async def program() -> None:
-        async with served("vllm") as (server, engine):
-            server.without = ("/v1/models",)
-            assert (await engine.health()).ok
-
-    run(program)
+    async with served("vllm") as (server, engine):
+        server.without = ("/v1/models",)
+        assert (await engine.health()).ok
 
 
 # ---------------------------------------------------------------- in process
 
 
-def test_an_async_llm_with_lora(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_async_llm_with_lora(monkeypatch: pytest.MonkeyPatch) -> None:
     """Made with enable_lora, it answers requests without an adapter by its model: somebody must say which is meant."""
     install_vllm(monkeypatch)
 
-    async def program() -> None:
-        llm = FakeAsyncLLM()
-        llm.vllm_config.lora_config = SimpleNamespace()
-        with pytest.raises(ConfigError, match=r"lora_request=LoRARequest\(...\) .* or lora_request=False"):
-            april.VllmInProcessEngine(llm)
-        policy = SimpleNamespace(lora_name="policy")
-        for given, sent in ((policy, [policy]), (False, [])):
-            engine = april.VllmInProcessEngine(llm, lora_request=given)
-            assert (await read(engine, request())).error is None
-            assert [o["lora_request"] for o in llm.options[-1:] if "lora_request" in o] == sent
-        engine = april.VllmInProcessEngine(llm, lora_request=policy)
-        await engine.pause()
-        with pytest.raises(EngineError, match="whole weights from a directory would change the model under it"):
-            await engine.update_weights(NEXT, "weights")
-        assert llm.weights == "tiny0"
-        await engine.update_weights(NEXT)
-        await engine.close()
-        assert llm.output_handler is not None
-        llm.output_handler.cancel()
-        await asyncio.wait({llm.output_handler})
-
-    run(program)
+    llm = FakeAsyncLLM()
+    llm.vllm_config.lora_config = SimpleNamespace()
+    with pytest.raises(ConfigError, match=r"lora_request=LoRARequest\(...\) .* or lora_request=False"):
+        april.VllmInProcessEngine(llm)
+    policy = SimpleNamespace(lora_name="policy")
+    for given, sent in ((policy, [policy]), (False, [])):
+        engine = april.VllmInProcessEngine(llm, lora_request=given)
+        assert (await read(engine, request())).error is None
+        assert [o["lora_request"] for o in llm.options[-1:] if "lora_request" in o] == sent
+    engine = april.VllmInProcessEngine(llm, lora_request=policy)
+    await engine.pause()
+    with pytest.raises(EngineError, match="whole weights from a directory would change the model under it"):
+        await engine.update_weights(NEXT, "weights")
+    assert llm.weights == "tiny0"
+    await engine.update_weights(NEXT)
+    await engine.close()
+    assert llm.output_handler is not None
+    llm.output_handler.cancel()
+    await asyncio.wait({llm.output_handler})
 
 
 # ---------------------------------------------------------------- the doctor
 
 
+def config(kind: str, url: str, **more: Any) -> april.Config:
+    values = settings(kind, url, **more).model_dump(exclude_none=True)
+    return april.Config(rollout_batch_size=2, max_response_len=50, engine=values)
+
+
 @pytest.mark.parametrize("kind", ["vllm", "sglang", "openai"])
-def test_the_doctor_says_it(kind: str) -> None:
+async def test_the_doctor_says_it(kind: str) -> None:
     """Not usable while nobody says which; with an adapter named, what cannot be loaded; else what is not asked."""
-
-    async def program() -> None:
-        server = KINDS[kind][0]()
-        server.adapters.append("policy")
-        base = KINDS[kind][2]
-        async with listening(server) as url:
-            for report in (
-                await examine_urls([url], None, Patience()),
-                await examine_config(config(kind, url), Patience()),
-            ):
-                assert report.verdict is Verdict.UNUSABLE
-            assert "set it to policy to train that adapter" in report.servers[0].findings[-1].sentence
-            report = await examine_config(config(kind, url, model="policy"), Patience())
-            (weights,) = [f for f in report.all if f.subject == "new weights"]
-            assert report.servers[0].model == "policy"
-            assert weights.level is Level.LIMITED
-            assert weights.advice.startswith("hand a new adapter over") or kind == "openai"
-            report = await examine_config(config(kind, url, model=base), Patience())
-            assert report.verdict is not Verdict.UNUSABLE
-            assert any("no adapter of it (policy)" in change for change in report.servers[0].changes)
-
-    def config(kind: str, url: str, **more: Any) -> april.Config:
-        values = settings(kind, url, **more).model_dump(exclude_none=True)
-        return april.Config(rollout_batch_size=2, max_response_len=50, engine=values)
-
-    run(program)
+    server = KINDS[kind][0]()
+    server.adapters.append("policy")
+    base = KINDS[kind][2]
+    async with listening(server) as url:
+        for report in (
+            await examine_urls([url], None, Patience()),
+            await examine_config(config(kind, url), Patience()),
+        ):
+            assert report.verdict is Verdict.UNUSABLE
+        assert "set it to policy to train that adapter" in report.servers[0].findings[-1].sentence
+        report = await examine_config(config(kind, url, model="policy"), Patience())
+        (weights,) = [f for f in report.all if f.subject == "new weights"]
+        assert report.servers[0].model == "policy"
+        assert weights.level is Level.LIMITED
+        assert weights.advice.startswith("hand a new adapter over") or kind == "openai"
+        report = await examine_config(config(kind, url, model=base), Patience())
+        assert report.verdict is not Verdict.UNUSABLE
+        assert any("no adapter of it (policy)" in change for change in report.servers[0].changes)

@@ -14,7 +14,7 @@ from aiohttp import web
 from fake_servers.base import PlannedFault, RequestFault
 from fake_servers.sglang import fake_sglang_response
 from fake_servers.vllm import COMPLETIONS, HARMLESS, TOKENS, FakeVllmRun, FakeVllmServer, fake_vllm_response
-from sglang_fixtures import PROMPT, Got, read, request, run, until
+from sglang_fixtures import PROMPT, Got, read, request, until
 
 from april.config.engines import OpenAIEngineConfig
 from april.core.versions import PolicyVersion
@@ -56,77 +56,65 @@ EVERY_MODE = [(kind, mode) for kind, modes in MODES.items() for mode in modes]
 
 
 @pytest.mark.parametrize(("kind", "mode"), [*EVERY_MODE, *(("vllm", mode) for mode in CLOSING)], ids=str)
-def test_every_token_comes_once_with_its_logprob(kind: str, mode: dict[str, Any]) -> None:
+async def test_every_token_comes_once_with_its_logprob(kind: str, mode: dict[str, Any]) -> None:
     """Whatever the route, streaming or not: 40 requests at a time are the server's own sequences, EOS included."""
-
-    async def program() -> None:
-        async with KINDS[kind].served(**mode, max_running=16) as (server, engine):
-            prompts = [[*PROMPT, i] for i in range(40)]
-            got = await asyncio.gather(*(read(engine, request(p)) for p in prompts))
-            for prompt, g in zip(prompts, got, strict=True):
-                ids, logprobs = RESPONSES[kind](prompt)
-                assert g.error is None
-                assert g.tokens == ids
-                assert g.logprobs == logprobs
-                assert set(g.versions) == {PolicyVersion(0, 0)}
-                assert g.finish is (EngineFinish.STOP if ids[-1] == 2 else EngineFinish.LENGTH)
-            assert server.open_requests == 0
-
-    run(program)
+    async with KINDS[kind].served(**mode, max_running=16) as (server, engine):
+        prompts = [[*PROMPT, i] for i in range(40)]
+        got = await asyncio.gather(*(read(engine, request(p)) for p in prompts))
+        for prompt, g in zip(prompts, got, strict=True):
+            ids, logprobs = RESPONSES[kind](prompt)
+            assert g.error is None
+            assert g.tokens == ids
+            assert g.logprobs == logprobs
+            assert set(g.versions) == {PolicyVersion(0, 0)}
+            assert g.finish is (EngineFinish.STOP if ids[-1] == 2 else EngineFinish.LENGTH)
+        assert server.open_requests == 0
 
 
 @pytest.mark.parametrize(("kind", "mode"), EVERY_MODE, ids=str)
 @pytest.mark.parametrize("steps", [0, 1, 2, 17, 49])
-def test_cut_and_continued_equals_uncut(kind: str, mode: dict[str, Any], steps: int) -> None:
+async def test_cut_and_continued_equals_uncut(kind: str, mode: dict[str, Any], steps: int) -> None:
     """Aborted while running, and in the queue, and continued: the sequence of the uncut request, nothing lost."""
-
-    async def program() -> None:
-        async with KINDS[kind].served(**mode, stepped=True, max_running=4, mean_length=10**6) as (server, engine):
-            prompts = [[*PROMPT, i] for i in range(6)]
-            asked = [request(p) for p in prompts]
-            reading = [asyncio.create_task(read(engine, a)) for a in asked]
-            await until(lambda: server.open_requests == 6)
-            server.step(steps)
-            await engine.abort([a.attempt_id for a in asked])
-            cut = await asyncio.gather(*reading)
-            # a running request of SGLang makes one token more
-            made = steps + 1 if steps and kind == "sglang" else steps
-            assert sorted(len(g.tokens) for g in cut) == [0, 0, *[made] * 4]
-            assert {g.finish for g in cut} == {EngineFinish.ABORT}
-            if kind == "vllm":
-                assert all(len(body["request_ids"]) == 6 for _, body in server.aborts)
-                assert len(server.aborts) + len(server.pauses) == 1
-            else:
-                assert all("abort_all" not in body for body in server.aborts)
-            server.go_on()
-            for prompt, g in zip(prompts, cut, strict=True):
-                rest = await read(engine, request(prompt + g.tokens, 64 - len(g.tokens)))
-                ids, logprobs = RESPONSES[kind](prompt, mean_length=10**6)
-                assert g.tokens + rest.tokens == ids
-                assert g.logprobs + rest.logprobs == logprobs
-
-    run(program)
+    async with KINDS[kind].served(**mode, stepped=True, max_running=4, mean_length=10**6) as (server, engine):
+        prompts = [[*PROMPT, i] for i in range(6)]
+        asked = [request(p) for p in prompts]
+        reading = [asyncio.create_task(read(engine, a)) for a in asked]
+        await until(lambda: server.open_requests == 6)
+        server.step(steps)
+        await engine.abort([a.attempt_id for a in asked])
+        cut = await asyncio.gather(*reading)
+        # a running request of SGLang makes one token more
+        made = steps + 1 if steps and kind == "sglang" else steps
+        assert sorted(len(g.tokens) for g in cut) == [0, 0, *[made] * 4]
+        assert {g.finish for g in cut} == {EngineFinish.ABORT}
+        if kind == "vllm":
+            assert all(len(body["request_ids"]) == 6 for _, body in server.aborts)
+            assert len(server.aborts) + len(server.pauses) == 1
+        else:
+            assert all("abort_all" not in body for body in server.aborts)
+        server.go_on()
+        for prompt, g in zip(prompts, cut, strict=True):
+            rest = await read(engine, request(prompt + g.tokens, 64 - len(g.tokens)))
+            ids, logprobs = RESPONSES[kind](prompt, mean_length=10**6)
+            assert g.tokens + rest.tokens == ids
+            assert g.logprobs + rest.logprobs == logprobs
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_aborts_hit_nobody_else(kind: str) -> None:
+async def test_aborts_hit_nobody_else(kind: str) -> None:
     """Ids that nobody has are ignored; requests of another client go on when april aborts all of its own."""
-
-    async def program() -> None:
-        async with KINDS[kind].served(stepped=True, mean_length=10**6) as (server, engine):
-            other = await KINDS[kind].beside(server)
-            readings = [asyncio.create_task(read(e, request())) for e in (engine, other)]
-            await until(lambda: server.open_requests == 2)
-            await engine.abort(["f" * 32])
-            assert server.aborts == []
-            await engine.abort(None)
-            assert (await readings[0]).finish is EngineFinish.ABORT
-            assert server.open_requests == 1
-            server.go_on()
-            assert (await readings[1]).finish is EngineFinish.LENGTH
-            await other.close()
-
-    run(program)
+    async with KINDS[kind].served(stepped=True, mean_length=10**6) as (server, engine):
+        other = await KINDS[kind].beside(server)
+        readings = [asyncio.create_task(read(e, request())) for e in (engine, other)]
+        await until(lambda: server.open_requests == 2)
+        await engine.abort(["f" * 32])
+        assert server.aborts == []
+        await engine.abort(None)
+        assert (await readings[0]).finish is EngineFinish.ABORT
+        assert server.open_requests == 1
+        server.go_on()
+        assert (await readings[1]).finish is EngineFinish.LENGTH
+        await other.close()
 
 
 TYPED: dict[RequestFault, type[EngineError]] = {
@@ -177,7 +165,7 @@ def faults() -> Iterator[tuple[str, RequestFault, bool, int, dict[str, Any]]]:
 
 
 @pytest.mark.parametrize(("kind", "fault", "stream", "after", "options"), list(faults()), ids=str)
-def test_faults_are_typed_and_bring_no_wrong_token(
+async def test_faults_are_typed_and_bring_no_wrong_token(
     kind: str, fault: RequestFault, stream: bool, after: int, options: dict[str, Any]
 ) -> None:
     """What came before is a true beginning of the response; then the error of its kind; nothing is left open."""
@@ -185,128 +173,109 @@ def test_faults_are_typed_and_bring_no_wrong_token(
         fault in STREAM_ONLY and not stream
     )
 
-    async def program() -> None:
-        async with KINDS[kind].served(PlannedFault(fault, after_tokens=after), **options, mean_length=10**6) as (
-            server, engine
-        ):  # fmt: skip
-            got = await read(engine, request(max_tokens=64, stream=stream and kind == "vllm"))
-            ids, logprobs = RESPONSES[kind](PROMPT, mean_length=10**6)
-            if fault is RequestFault.DOUBLED_EVENT and kind == "vllm":  # that it was one shows at the end only
-                assert type(got.error) is WireError
-                return
-            assert got.tokens == ids[: len(got.tokens)]
-            assert got.logprobs == logprobs[: len(got.tokens)]
-            if harmless:
-                assert got.error is None
-                assert got.tokens == ids
-                return
-            # some were handed over before: nobody knows which of them are of other weights
-            too_late = fault is RequestFault.FOREIGN_LABEL and (got.tokens or (stream and kind == "vllm"))
-            assert type(got.error) is (WireError if too_late else (TYPED | OF_VLLM | OF_SGLANG)[fault]), got.error
-            assert got.finish is None
-            assert engine._admission.inside == set()
-            if fault is RequestFault.LIMITED:
-                assert isinstance(got.error, EngineBusy)
-                assert got.error.retry_after_s == 2.0
-            if fault is RequestFault.NO_DONE:
-                assert got.tokens == ids
-            if stream and after == 20 and fault is not RequestFault.GAP_IN_SPANS:
-                assert len(got.tokens) >= 16 or fault in (RequestFault.BUSY, RequestFault.FAILS, RequestFault.REDIRECT)
-            if kind == "sglang":
-                if fault is RequestFault.SERVER_DIES:
-                    await server.restart()
-                again = await read(engine, request())
-                # the restarted server has weights that april did not name
-                assert (again.tokens == ids) == (fault is not RequestFault.SERVER_DIES)
-            await until(lambda: server.open_requests == 0)
-
-    run(program)
+    async with KINDS[kind].served(PlannedFault(fault, after_tokens=after), **options, mean_length=10**6) as (
+        server, engine
+    ):  # fmt: skip
+        got = await read(engine, request(max_tokens=64, stream=stream and kind == "vllm"))
+        ids, logprobs = RESPONSES[kind](PROMPT, mean_length=10**6)
+        if fault is RequestFault.DOUBLED_EVENT and kind == "vllm":  # that it was one shows at the end only
+            assert type(got.error) is WireError
+            return
+        assert got.tokens == ids[: len(got.tokens)]
+        assert got.logprobs == logprobs[: len(got.tokens)]
+        if harmless:
+            assert got.error is None
+            assert got.tokens == ids
+            return
+        # some were handed over before: nobody knows which of them are of other weights
+        too_late = fault is RequestFault.FOREIGN_LABEL and (got.tokens or (stream and kind == "vllm"))
+        assert type(got.error) is (WireError if too_late else (TYPED | OF_VLLM | OF_SGLANG)[fault]), got.error
+        assert got.finish is None
+        assert engine._admission.inside == set()
+        if fault is RequestFault.LIMITED:
+            assert isinstance(got.error, EngineBusy)
+            assert got.error.retry_after_s == 2.0
+        if fault is RequestFault.NO_DONE:
+            assert got.tokens == ids
+        if stream and after == 20 and fault is not RequestFault.GAP_IN_SPANS:
+            assert len(got.tokens) >= 16 or fault in (RequestFault.BUSY, RequestFault.FAILS, RequestFault.REDIRECT)
+        if kind == "sglang":
+            if fault is RequestFault.SERVER_DIES:
+                await server.restart()
+            again = await read(engine, request())
+            # the restarted server has weights that april did not name
+            assert (again.tokens == ids) == (fault is not RequestFault.SERVER_DIES)
+        await until(lambda: server.open_requests == 0)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_the_server_must_not_be_asked(kind: str) -> None:
+async def test_what_the_server_must_not_be_asked(kind: str) -> None:
     """Too long, outside the vocabulary, empty: refused here, for the server cuts or dies without a word."""
-
-    async def program() -> None:
-        async with KINDS[kind].served(context=100) as (server, engine):
-            room = engine.capabilities.max_context
-            for prompt, words in (
-                ([1] * (room - 10), f"room for {room}"), ([512], "vocabulary of 512"), ([5, -1], "vocabulary of 512"),
-                ([], "no token ids"),
-            ):  # fmt: skip
-                got = await read(engine, request(prompt, 11))
-                assert type(got.error) is RequestRefused
-                assert words in str(got.error)
-            assert not server.runs
-
-    run(program)
+    async with KINDS[kind].served(context=100) as (server, engine):
+        room = engine.capabilities.max_context
+        for prompt, words in (
+            ([1] * (room - 10), f"room for {room}"), ([512], "vocabulary of 512"), ([5, -1], "vocabulary of 512"),
+            ([], "no token ids"),
+        ):  # fmt: skip
+            got = await read(engine, request(prompt, 11))
+            assert type(got.error) is RequestRefused
+            assert words in str(got.error)
+        assert not server.runs
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_closing_breaks_requests_off(kind: str) -> None:
+async def test_closing_breaks_requests_off(kind: str) -> None:
     """Also one whose abort never ends: an EngineError behind a true beginning of its response."""
-
-    async def program() -> None:
-        fault = (RequestFault.ABORT_NEVER_ENDS,) if kind == "vllm" else ()
-        async with KINDS[kind].served(*fault, stepped=True, mean_length=10**6) as (server, engine):
-            asked, got = request(stream=True), Got()
-            reading = asyncio.create_task(read(engine, asked, got))
-            await until(lambda: server.open_requests == 1)
-            server.step(20)
-            await until(lambda: len(got.tokens) > 0)
-            if fault:
-                await engine.abort([asked.attempt_id])
-            await engine.close()
-            await reading
-            assert isinstance(got.error, EngineError)
-            assert got.tokens == RESPONSES[kind](PROMPT, mean_length=10**6)[0][: len(got.tokens)]
-
-    run(program)
+    fault = (RequestFault.ABORT_NEVER_ENDS,) if kind == "vllm" else ()
+    async with KINDS[kind].served(*fault, stepped=True, mean_length=10**6) as (server, engine):
+        asked, got = request(stream=True), Got()
+        reading = asyncio.create_task(read(engine, asked, got))
+        await until(lambda: server.open_requests == 1)
+        server.step(20)
+        await until(lambda: len(got.tokens) > 0)
+        if fault:
+            await engine.abort([asked.attempt_id])
+        await engine.close()
+        await reading
+        assert isinstance(got.error, EngineError)
+        assert got.tokens == RESPONSES[kind](PROMPT, mean_length=10**6)[0][: len(got.tokens)]
 
 
 # ---------------------------------------------------------------- vLLM alone
 
 
 @pytest.mark.parametrize("mode", CLOSING, ids=str)
-def test_closing_streams_keeps_what_was_read(mode: dict[str, Any]) -> None:
+async def test_closing_streams_keeps_what_was_read(mode: dict[str, Any]) -> None:
     """Without any abort the end is orderly: ABORT, a true beginning of the response, and the server is rid of it."""
-
-    async def program() -> None:
-        async with vllm_fixtures.served(**mode, stepped=True, mean_length=10**6) as (server, engine):
-            assert isinstance(engine, OpenAIEngine)
-            assert engine.capabilities.abort_means is AbortMeans.CLOSE
-            asked = request()
-            reading = asyncio.create_task(read(engine, asked))
-            await until(lambda: server.open_requests == 1)
-            server.step(5)
-            await until(lambda: server.runs[0].sent == 5)
-            await engine.abort([asked.attempt_id])
-            got = await reading
-            assert got.error is None
-            assert got.finish is EngineFinish.ABORT
-            assert got.tokens == fake_vllm_response(PROMPT, mean_length=10**6)[0][: len(got.tokens)]
-            await until(lambda: server.open_requests == 0)
-
-    run(program)
+    async with vllm_fixtures.served(**mode, stepped=True, mean_length=10**6) as (server, engine):
+        assert isinstance(engine, OpenAIEngine)
+        assert engine.capabilities.abort_means is AbortMeans.CLOSE
+        asked = request()
+        reading = asyncio.create_task(read(engine, asked))
+        await until(lambda: server.open_requests == 1)
+        server.step(5)
+        await until(lambda: server.runs[0].sent == 5)
+        await engine.abort([asked.attempt_id])
+        got = await reading
+        assert got.error is None
+        assert got.finish is EngineFinish.ABORT
+        assert got.tokens == fake_vllm_response(PROMPT, mean_length=10**6)[0][: len(got.tokens)]
+        await until(lambda: server.open_requests == 0)
 
 
 @pytest.mark.parametrize("stream", [True, False], ids=["stream", "plain"])
-def test_swept_along_is_sent_again(stream: bool) -> None:
+async def test_swept_along_is_sent_again(stream: bool) -> None:
     """With several processes one abort pauses all: a request that nobody wanted ended, without tokens, goes on."""
-
-    async def program() -> None:
-        config = {"max_token_loss": 0} if stream else {}
-        async with vllm_fixtures.served(processes=2, stepped=True, max_running=1, config=config) as (server, engine):
-            assert engine.capabilities.abort_means is AbortMeans.PAUSE
-            asked = [request(), request([*PROMPT, 9])]
-            readings = [asyncio.create_task(read(engine, a)) for a in asked]
-            await until(lambda: server.open_requests == 2)
-            await engine.abort([asked[0].attempt_id])
-            assert (await readings[0]).finish is EngineFinish.ABORT
-            server.go_on()
-            assert (await readings[1]).tokens == fake_vllm_response([*PROMPT, 9])[0]
-
-    run(program)
+    config = {"max_token_loss": 0} if stream else {}
+    async with vllm_fixtures.served(processes=2, stepped=True, max_running=1, config=config) as (server, engine):
+        assert engine.capabilities.abort_means is AbortMeans.PAUSE
+        asked = [request(), request([*PROMPT, 9])]
+        readings = [asyncio.create_task(read(engine, a)) for a in asked]
+        await until(lambda: server.open_requests == 2)
+        await engine.abort([asked[0].attempt_id])
+        assert (await readings[0]).finish is EngineFinish.ABORT
+        server.go_on()
+        assert (await readings[1]).tokens == fake_vllm_response([*PROMPT, 9])[0]
 
 
 class HandedOver(FakeVllmServer):
@@ -338,303 +307,247 @@ class HandedOver(FakeVllmServer):
 
 
 @pytest.mark.parametrize("stream", [True, False], ids=["stream", "plain"])
-def test_what_its_own_pause_refuses_is_sent_again_or_aborted(stream: bool) -> None:
+async def test_what_its_own_pause_refuses_is_sent_again_or_aborted(stream: bool) -> None:
     """vLLM 0.33 refuses what is just being handed over when april pauses it to end one request: that one ends without
     a token, and the other is sent again after the pause."""
-
-    async def program() -> None:
-        server = HandedOver(processes=2, release=33, max_running=8)
-        await server.start()
-        engine = await vllm_fixtures.connected(server, {"max_token_loss": 0 if stream else None})
-        server.refused = 0
-        asked = [request(), request([*PROMPT, 9])]
-        readings = [asyncio.create_task(read(engine, a)) for a in asked]
-        await until(lambda: len(engine._admission.inside) == 2)
-        await engine.abort([asked[0].attempt_id])
-        ended, other = await asyncio.gather(*readings)
-        assert (ended.finish, ended.tokens, ended.error) == (EngineFinish.ABORT, [], None)
-        assert (other.tokens, other.error) == (fake_vllm_response([*PROMPT, 9])[0], None)
-        assert (server.refused, server.pauses) == (2, ["abort"])
-        await engine.close()
-        await server.close()
-
-    run(program)
+    server = HandedOver(processes=2, release=33, max_running=8)
+    await server.start()
+    engine = await vllm_fixtures.connected(server, {"max_token_loss": 0 if stream else None})
+    server.refused = 0
+    asked = [request(), request([*PROMPT, 9])]
+    readings = [asyncio.create_task(read(engine, a)) for a in asked]
+    await until(lambda: len(engine._admission.inside) == 2)
+    await engine.abort([asked[0].attempt_id])
+    ended, other = await asyncio.gather(*readings)
+    assert (ended.finish, ended.tokens, ended.error) == (EngineFinish.ABORT, [], None)
+    assert (other.tokens, other.error) == (fake_vllm_response([*PROMPT, 9])[0], None)
+    assert (server.refused, server.pauses) == (2, ["abort"])
+    await engine.close()
+    await server.close()
 
 
 @pytest.mark.parametrize("processes", [1, 2])
 @pytest.mark.parametrize("scale_out", [True, False], ids=["tokens", "completions"])
 @pytest.mark.parametrize("stream", [True, False], ids=["stream", "plain"])
-def test_a_server_that_somebody_else_has_paused_is_busy(stream: bool, scale_out: bool, processes: int) -> None:
+async def test_a_server_that_somebody_else_has_paused_is_busy(stream: bool, scale_out: bool, processes: int) -> None:
     """vLLM 0.33 says so with a status, or inside a stream that has begun: no failure, nothing refused for good."""
-
-    async def program() -> None:
-        config = {"max_token_loss": 0} if stream else {}
-        async with vllm_fixtures.served(
-            release=33, scale_out=scale_out, processes=processes, config=config
-        ) as (server, engine):
-            server.pause_mode = "abort"
-            for _ in range(4):
-                got = await read(engine, request())
-                assert type(got.error) is EngineBusy
-                assert "Generation is paused" in str(got.error)
-            server.pause_mode = None
-            assert (await read(engine, request())).tokens == fake_vllm_response(PROMPT)[0]
-
-    run(program)
+    config = {"max_token_loss": 0} if stream else {}
+    async with vllm_fixtures.served(
+        release=33, scale_out=scale_out, processes=processes, config=config
+    ) as (server, engine):
+        server.pause_mode = "abort"
+        for _ in range(4):
+            got = await read(engine, request())
+            assert type(got.error) is EngineBusy
+            assert "Generation is paused" in str(got.error)
+        server.pause_mode = None
+        assert (await read(engine, request())).tokens == fake_vllm_response(PROMPT)[0]
 
 
-def test_completions_say_which_weights_made_which_token() -> None:
+async def test_completions_say_which_weights_made_which_token() -> None:
     """vLLM 0.33 is asked for it on the plain route too: tokens of weights that april has not put there are not kept."""
-
-    async def program() -> None:
-        async with vllm_fixtures.served(
-            release=33, scale_out=False, stepped=True, mean_length=10**6
-        ) as (server, engine):
-            assert engine.capabilities.version_spans
-            reading = asyncio.create_task(read(engine, request()))
-            await until(lambda: server.open_requests == 1)
-            server.step(3)
-            server.label = "somebody's"
-            server.go_on()
-            assert "tokens of weights 'somebody's'" in str((await reading).error)
-            assert server.runs[0].params["return_weight_versions"] is True
-
-    run(program)
+    async with vllm_fixtures.served(
+        release=33, scale_out=False, stepped=True, mean_length=10**6
+    ) as (server, engine):
+        assert engine.capabilities.version_spans
+        reading = asyncio.create_task(read(engine, request()))
+        await until(lambda: server.open_requests == 1)
+        server.step(3)
+        server.label = "somebody's"
+        server.go_on()
+        assert "tokens of weights 'somebody's'" in str((await reading).error)
+        assert server.runs[0].params["return_weight_versions"] is True
 
 
-def test_as_an_openai_server_one_response_has_one_label() -> None:
+async def test_as_an_openai_server_one_response_has_one_label() -> None:
     """Where april names no weights it still sees that they have changed under a request."""
-
-    async def program() -> None:
-        async with vllm_fixtures.served(release=33, stepped=True, mean_length=10**6) as (server, _):
-            server.stepped = False
-            (engine,) = await connect_openai(
-                OpenAIEngineConfig(urls=(server.url,), vocab_size=512, max_len=4096, logprobs="processed")
-            )
-            server.stepped = True
-            reading = asyncio.create_task(read(engine, request()))
-            await until(lambda: server.open_requests == 1)
-            server.step(3)
-            server.label = "somebody's"
-            server.go_on()
-            got = await reading
-            assert type(got.error) is WireError
-            assert "somebody's" in str(got.error)
-            await engine.close()
-
-    run(program)
+    async with vllm_fixtures.served(release=33, stepped=True, mean_length=10**6) as (server, _):
+        server.stepped = False
+        (engine,) = await connect_openai(
+            OpenAIEngineConfig(urls=(server.url,), vocab_size=512, max_len=4096, logprobs="processed")
+        )
+        server.stepped = True
+        reading = asyncio.create_task(read(engine, request()))
+        await until(lambda: server.open_requests == 1)
+        server.step(3)
+        server.label = "somebody's"
+        server.go_on()
+        got = await reading
+        assert type(got.error) is WireError
+        assert "somebody's" in str(got.error)
+        await engine.close()
 
 
 @pytest.mark.parametrize("scale_out", [True, False], ids=["tokens", "completions"])
 @pytest.mark.parametrize("stream", [True, False], ids=["stream", "plain"])
 @pytest.mark.parametrize("fault", [*HARMLESS, RequestFault.LOST_PARTIAL, RequestFault.REPEATED_LAST], ids=str)
-def test_aborts_that_go_wrong(fault: RequestFault, stream: bool, scale_out: bool) -> None:
+async def test_aborts_that_go_wrong(fault: RequestFault, stream: bool, scale_out: bool) -> None:
     """Asked again where the first abort was not seen; a repeated token is refused; lost tokens are never invented."""
-
-    async def program() -> None:
-        planned = PlannedFault(fault, after_tokens=6)
-        async with vllm_fixtures.served(
-            planned, scale_out=scale_out, mean_length=10**6, stepped=True
-        ) as (server, engine):
-            asked = request(stream=stream)
-            reading = asyncio.create_task(read(engine, asked))
-            await until(lambda: server.open_requests == 1)
-            server.step(6)
-            while server.open_requests:
-                server.step() if fault is RequestFault.UNASKED_ABORT else await engine.abort([asked.attempt_id])
-            got = await reading
-            ids = fake_vllm_response(PROMPT, mean_length=10**6)[0]
-            assert got.tokens == ids[: len(got.tokens)]
-            if fault is RequestFault.REPEATED_LAST:
-                assert isinstance(got.error, WireError)
-                return
-            assert got.error is None
-            assert got.finish is EngineFinish.ABORT
-            if fault is not RequestFault.LOST_PARTIAL:
-                assert len(got.tokens) == 6
-
-    run(program)
+    planned = PlannedFault(fault, after_tokens=6)
+    async with vllm_fixtures.served(
+        planned, scale_out=scale_out, mean_length=10**6, stepped=True
+    ) as (server, engine):
+        asked = request(stream=stream)
+        reading = asyncio.create_task(read(engine, asked))
+        await until(lambda: server.open_requests == 1)
+        server.step(6)
+        while server.open_requests:
+            server.step() if fault is RequestFault.UNASKED_ABORT else await engine.abort([asked.attempt_id])
+        got = await reading
+        ids = fake_vllm_response(PROMPT, mean_length=10**6)[0]
+        assert got.tokens == ids[: len(got.tokens)]
+        if fault is RequestFault.REPEATED_LAST:
+            assert isinstance(got.error, WireError)
+            return
+        assert got.error is None
+        assert got.finish is EngineFinish.ABORT
+        if fault is not RequestFault.LOST_PARTIAL:
+            assert len(got.tokens) == 6
 
 
 @pytest.mark.parametrize("scale_out", [True, False], ids=["tokens", "completions"])
-def test_what_a_request_says(scale_out: bool) -> None:
+async def test_what_a_request_says(scale_out: bool) -> None:
     """The route's own id, the whole range of seeds, only the sampled token's log-probability, all limits explicit."""
-
-    async def program() -> None:
-        async with vllm_fixtures.served(scale_out=scale_out) as (server, engine):
-            asked = request(max_tokens=9, min_tokens=3, stop_token_ids=(5, 7), seed=2**63 - 1, top_p=0.5)
-            await read(engine, asked)
-            (seen,) = server.runs
-            assert seen.token_route is scale_out
-            assert engine.facts.route == (TOKENS if scale_out else COMPLETIONS)
-            name = asked.attempt_id
-            assert seen.name == (f"generate-tokens-{name}" if scale_out else f"cmpl-{name}-0")
-            wanted = {"max_tokens": 9, "min_tokens": 3, "stop_token_ids": [5, 7], "seed": 2**63 - 1, "top_p": 0.5,
-                      "logprobs": 0, "temperature": 1.0, "ignore_eos": False}  # fmt: skip
-            assert {key: seen.params[key] for key in wanted} == wanted
-
-    run(program)
+    async with vllm_fixtures.served(scale_out=scale_out) as (server, engine):
+        asked = request(max_tokens=9, min_tokens=3, stop_token_ids=(5, 7), seed=2**63 - 1, top_p=0.5)
+        await read(engine, asked)
+        (seen,) = server.runs
+        assert seen.token_route is scale_out
+        assert engine.facts.route == (TOKENS if scale_out else COMPLETIONS)
+        name = asked.attempt_id
+        assert seen.name == (f"generate-tokens-{name}" if scale_out else f"cmpl-{name}-0")
+        wanted = {"max_tokens": 9, "min_tokens": 3, "stop_token_ids": [5, 7], "seed": 2**63 - 1, "top_p": 0.5,
+                  "logprobs": 0, "temperature": 1.0, "ignore_eos": False}  # fmt: skip
+        assert {key: seen.params[key] for key in wanted} == wanted
 
 
-def test_more_than_a_hundred_at_a_time() -> None:
+async def test_more_than_a_hundred_at_a_time() -> None:
     """No hidden limit of connections: 150 requests are all at the server."""
-
-    async def program() -> None:
-        async with vllm_fixtures.served(stepped=True, max_running=200) as (server, engine):
-            readings = [asyncio.create_task(read(engine, request())) for _ in range(150)]
-            await until(lambda: server.open_requests == 150)
-            server.go_on()
-            assert all(g.error is None for g in await asyncio.gather(*readings))
-
-    run(program)
+    async with vllm_fixtures.served(stepped=True, max_running=200) as (server, engine):
+        readings = [asyncio.create_task(read(engine, request())) for _ in range(150)]
+        await until(lambda: server.open_requests == 150)
+        server.go_on()
+        assert all(g.error is None for g in await asyncio.gather(*readings))
 
 
-def test_an_answer_with_the_experts_of_the_prompt_is_read() -> None:
+async def test_an_answer_with_the_experts_of_the_prompt_is_read() -> None:
     """A server that is told to return routed experts sends those of the prompt's tokens too, a kilobyte for each."""
     prompt, layers, experts = 3_000, 94, 8
 
-    async def program() -> None:
-        async with vllm_fixtures.served() as (server, engine):
-            server.routed_experts = "A" * (prompt * layers * experts * 4 // 3)  # base64 of one byte each
-            got = await read(engine, request([11] * prompt, max_tokens=16))
-            assert got.error is None
-            assert got.tokens
-
-    run(program)
+    async with vllm_fixtures.served() as (server, engine):
+        server.routed_experts = "A" * (prompt * layers * experts * 4 // 3)  # base64 of one byte each
+        got = await read(engine, request([11] * prompt, max_tokens=16))
+        assert got.error is None
+        assert got.tokens
 
 
-def test_a_giant_answer_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_giant_answer_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """Beyond its limit an answer is an error, whatever is in it."""
     monkeypatch.setattr(response_stream, "OTHER_BYTES", 0)
     monkeypatch.setattr(response_stream, "BYTES_PER_TOKEN", 10)
 
-    async def program() -> None:
-        async with vllm_fixtures.served(mean_length=10**6) as (_, engine):
-            got = await read(engine, request())
-            assert "april stops reading" in str(got.error)
-            assert np.size(got.tokens) == 0
-
-    run(program)
+    async with vllm_fixtures.served(mean_length=10**6) as (_, engine):
+        got = await read(engine, request())
+        assert "april stops reading" in str(got.error)
+        assert np.size(got.tokens) == 0
 
 
 # ---------------------------------------------------------------- SGLang alone
 
 
-def test_a_retracted_request_loses_less_than_an_interval() -> None:
+async def test_a_retracted_request_loses_less_than_an_interval() -> None:
     """Put back for want of memory and aborted there: what the server still had is lost, and no token comes twice."""
-
-    async def program() -> None:
-        for loss, steps, expected in ((1, 40, 40), (8, 40, 33), (None, 40, 33)):
-            fault = PlannedFault(RequestFault.RETRACTED, after_tokens=steps)
-            config = {"max_token_loss": loss}
-            async with sglang_fixtures.served(fault, stepped=True, mean_length=10**6, config=config) as (s, engine):
-                asked = request()
-                reading = asyncio.create_task(read(engine, asked))
-                await until(lambda s=s: s.waiting == 1)
-                s.step(steps + 1)
-                await engine.abort([asked.attempt_id])
-                got = await reading
-                assert got.error is None
-                assert got.finish is EngineFinish.ABORT
-                assert got.tokens == fake_sglang_response(PROMPT, mean_length=10**6)[0][:expected]
-
-    run(program)
+    for loss, steps, expected in ((1, 40, 40), (8, 40, 33), (None, 40, 33)):
+        fault = PlannedFault(RequestFault.RETRACTED, after_tokens=steps)
+        config = {"max_token_loss": loss}
+        async with sglang_fixtures.served(fault, stepped=True, mean_length=10**6, config=config) as (s, engine):
+            asked = request()
+            reading = asyncio.create_task(read(engine, asked))
+            await until(lambda s=s: s.waiting == 1)
+            s.step(steps + 1)
+            await engine.abort([asked.attempt_id])
+            got = await reading
+            assert got.error is None
+            assert got.finish is EngineFinish.ABORT
+            assert got.tokens == fake_sglang_response(PROMPT, mean_length=10**6)[0][:expected]
 
 
 @pytest.mark.parametrize(
     "fault", [RequestFault.REPEATED_LAST, RequestFault.UNCOUNTED_LAST, RequestFault.NO_DONE, RequestFault.UNASKED_ABORT]
 )
 @pytest.mark.parametrize("incremental", [True, False], ids=["streamed", "plain"])
-def test_harmless_quirks_change_nothing(fault: RequestFault, incremental: bool) -> None:
+async def test_harmless_quirks_change_nothing(fault: RequestFault, incremental: bool) -> None:
     """A repeated or uncounted last token, a missing end mark, an abort of the server's own: right tokens, no error."""
-
-    async def program() -> None:
-        planned = PlannedFault(fault, after_tokens=20 if fault is RequestFault.UNASKED_ABORT else 0)
-        async with sglang_fixtures.served(
-            planned, incremental=incremental, stepped=True, mean_length=10**6
-        ) as (server, engine):
-            asked = request()
-            reading = asyncio.create_task(read(engine, asked))
-            await until(lambda: server.waiting == 1)
-            server.step(20)
-            if fault is RequestFault.UNASKED_ABORT:
-                server.step()
-            elif fault is not RequestFault.NO_DONE:
-                await engine.abort([asked.attempt_id])
-            else:
-                server.go_on()
-            got = await reading
-            assert got.error is None
-            assert got.finish is (EngineFinish.LENGTH if fault is RequestFault.NO_DONE else EngineFinish.ABORT)
-            assert len(got.tokens) == {RequestFault.NO_DONE: 64, RequestFault.UNASKED_ABORT: 20}.get(fault, 21)
-            assert got.tokens == fake_sglang_response(PROMPT, mean_length=10**6)[0][: len(got.tokens)]
-
-    run(program)
-
-
-def test_an_abort_that_was_not_seen_works_when_asked_again() -> None:
-    async def program() -> None:
-        async with sglang_fixtures.served(RequestFault.ABORT_UNSEEN, stepped=True) as (server, engine):
-            asked = request()
-            reading = asyncio.create_task(read(engine, asked))
-            await until(lambda: server.waiting == 1)
+    planned = PlannedFault(fault, after_tokens=20 if fault is RequestFault.UNASKED_ABORT else 0)
+    async with sglang_fixtures.served(
+        planned, incremental=incremental, stepped=True, mean_length=10**6
+    ) as (server, engine):
+        asked = request()
+        reading = asyncio.create_task(read(engine, asked))
+        await until(lambda: server.waiting == 1)
+        server.step(20)
+        if fault is RequestFault.UNASKED_ABORT:
+            server.step()
+        elif fault is not RequestFault.NO_DONE:
             await engine.abort([asked.attempt_id])
-            assert server.open_requests == 1
-            await engine.abort([asked.attempt_id])
-            assert (await reading).finish is EngineFinish.ABORT
+        else:
+            server.go_on()
+        got = await reading
+        assert got.error is None
+        assert got.finish is (EngineFinish.LENGTH if fault is RequestFault.NO_DONE else EngineFinish.ABORT)
+        assert len(got.tokens) == {RequestFault.NO_DONE: 64, RequestFault.UNASKED_ABORT: 20}.get(fault, 21)
+        assert got.tokens == fake_sglang_response(PROMPT, mean_length=10**6)[0][: len(got.tokens)]
 
-    run(program)
+
+async def test_an_abort_that_was_not_seen_works_when_asked_again() -> None:
+    async with sglang_fixtures.served(RequestFault.ABORT_UNSEEN, stepped=True) as (server, engine):
+        asked = request()
+        reading = asyncio.create_task(read(engine, asked))
+        await until(lambda: server.waiting == 1)
+        await engine.abort([asked.attempt_id])
+        assert server.open_requests == 1
+        await engine.abort([asked.attempt_id])
+        assert (await reading).finish is EngineFinish.ABORT
 
 
-def test_what_the_server_refuses_is_refused() -> None:
+async def test_what_the_server_refuses_is_refused() -> None:
     """In all three shapes of its errors, streamed or not, the sentence of the server is in ours."""
-
-    async def program() -> None:
-        for incremental in (True, False):
-            async with sglang_fixtures.served(incremental=incremental, stepped=True) as (server, engine):
-                asked = request()
-                first = asyncio.create_task(read(engine, asked))
-                await until(lambda server=server: server.waiting == 1)
-                # the same id again, behind the back of april's own books
-                engine._admission._inside.discard(asked.attempt_id)
-                got = await read(engine, asked)
-                assert type(got.error) is RequestRefused
-                assert "Duplicate request ID" in str(got.error)
-                server.params = frozenset()
-                got = await read(engine, request())
-                assert type(got.error) is RequestRefused
-                assert "Unexpected keyword argument" in str(got.error)
-                server.go_on()
-                await first
-
-    run(program)
+    for incremental in (True, False):
+        async with sglang_fixtures.served(incremental=incremental, stepped=True) as (server, engine):
+            asked = request()
+            first = asyncio.create_task(read(engine, asked))
+            await until(lambda server=server: server.waiting == 1)
+            # the same id again, behind the back of april's own books
+            engine._admission._inside.discard(asked.attempt_id)
+            got = await read(engine, asked)
+            assert type(got.error) is RequestRefused
+            assert "Duplicate request ID" in str(got.error)
+            server.params = frozenset()
+            got = await read(engine, request())
+            assert type(got.error) is RequestRefused
+            assert "Unexpected keyword argument" in str(got.error)
+            server.go_on()
+            await first
 
 
-def test_sampling_is_explicit_and_eos_is_kept() -> None:
+async def test_sampling_is_explicit_and_eos_is_kept() -> None:
     """Nothing is left to the server's defaults; min_tokens and stop ids are honoured; EOS is in the tokens."""
-
-    async def program() -> None:
-        async with sglang_fixtures.served(mean_length=3) as (server, engine):
-            got = await read(engine, request(max_tokens=40, min_tokens=10, temperature=0.7, top_p=0.8))
-            sent = server.runs[0].params
-            assert len(got.tokens) >= 10
-            assert got.tokens[-1] == 2 or len(got.tokens) == 40
-            assert {"temperature": 0.7, "top_p": 0.8, "top_k": -1, "ignore_eos": False}.items() <= sent.items()
-            assert "sampling_seed" not in sent
-            stop = fake_sglang_response(PROMPT, mean_length=10**6)[0][4]
-            server.mean_length = 10**6
-            got = await read(engine, request(stop_token_ids=(stop,)))
-            assert got.finish is EngineFinish.STOP
-            assert got.tokens[-1] == stop
-
-    run(program)
+    async with sglang_fixtures.served(mean_length=3) as (server, engine):
+        got = await read(engine, request(max_tokens=40, min_tokens=10, temperature=0.7, top_p=0.8))
+        sent = server.runs[0].params
+        assert len(got.tokens) >= 10
+        assert got.tokens[-1] == 2 or len(got.tokens) == 40
+        assert {"temperature": 0.7, "top_p": 0.8, "top_k": -1, "ignore_eos": False}.items() <= sent.items()
+        assert "sampling_seed" not in sent
+        stop = fake_sglang_response(PROMPT, mean_length=10**6)[0][4]
+        server.mean_length = 10**6
+        got = await read(engine, request(stop_token_ids=(stop,)))
+        assert got.finish is EngineFinish.STOP
+        assert got.tokens[-1] == stop
 
 
-def test_a_request_that_is_watched_comes_in_small_pieces() -> None:
-    async def program() -> None:
-        async with sglang_fixtures.served(mean_length=10**6, incremental=False) as (server, engine):
-            got = await read(engine, request(stream=True))
-            assert got.chunks > 4
-            assert server.runs[0].params["stream_interval"] == 2
-
-    run(program)
+async def test_a_request_that_is_watched_comes_in_small_pieces() -> None:
+    async with sglang_fixtures.served(mean_length=10**6, incremental=False) as (server, engine):
+        got = await read(engine, request(stream=True))
+        assert got.chunks > 4
+        assert server.runs[0].params["stream_interval"] == 2

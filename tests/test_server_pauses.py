@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import sglang_fixtures
 import vllm_fixtures
-from sglang_fixtures import read, request, run, until
+from sglang_fixtures import read, request, until
 from virtual_rollouts import on_virtual_time
 
 from april.core.sampling import LogprobKind
@@ -54,53 +54,45 @@ async def test_a_pause_asks_again_and_gives_up_before_the_driver_does() -> None:
     assert asyncio.get_running_loop().time() - began == PAUSE_DEADLINE_S < 30
 
 
-def test_a_pause_survives_one_abort_that_fails() -> None:
+async def test_a_pause_survives_one_abort_that_fails() -> None:
     """vLLM's abort call breaks with its connection, twice; the pause is made all the same, and nothing is lost."""
-
-    async def program() -> None:
-        async with vllm_fixtures.served(stepped=True, mean_length=LONG) as (server, engine):
-            engine._abort_again_s = 0.01
-            reading = asyncio.create_task(read(engine, request()))
-            await until(lambda: server.open_requests == 1)
-            server.step(3)
-            server.without = ("/abort_requests",)
-            pausing = asyncio.create_task(engine.pause())
-            for _ in range(20):
-                await asyncio.sleep(0)
-            server.without = ()
-            await pausing
-            got = await reading
-            assert (got.finish, len(got.tokens)) == (EngineFinish.ABORT, 3)
-
-    run(program)
+    async with vllm_fixtures.served(stepped=True, mean_length=LONG) as (server, engine):
+        engine._abort_again_s = 0.01
+        reading = asyncio.create_task(read(engine, request()))
+        await until(lambda: server.open_requests == 1)
+        server.step(3)
+        server.without = ("/abort_requests",)
+        pausing = asyncio.create_task(engine.pause())
+        for _ in range(20):
+            await asyncio.sleep(0)
+        server.without = ()
+        await pausing
+        got = await reading
+        assert (got.finish, len(got.tokens)) == (EngineFinish.ABORT, 3)
 
 
 @pytest.mark.parametrize("cancelled", [True, False], ids=["cancelled", "answer lost"])
-def test_a_sweep_that_breaks_off_leaves_no_server_paused(cancelled: bool) -> None:
+async def test_a_sweep_that_breaks_off_leaves_no_server_paused(cancelled: bool) -> None:
     """The server took the pause; april did not hear of it, or was told to stop: it is resumed."""
-
-    async def program() -> None:
-        async with vllm_fixtures.served(processes=2, stepped=True, mean_length=LONG) as (server, engine):
-            reading = asyncio.create_task(read(engine, request()))
-            await until(lambda: server.open_requests == 1)
-            if cancelled:
-                aborting = asyncio.create_task(engine.abort())
-                await until(lambda: server.pause_mode is not None)
-                aborting.cancel()
-                with pytest.raises(asyncio.CancelledError):
-                    await aborting
-            else:
-                server.unanswered = {"/pause": 2}
-                with pytest.raises(EngineUnreachable):
-                    await engine.abort()
-            assert server.pause_mode is None
-            assert (await reading).finish is EngineFinish.ABORT
-
-    run(program)
+    async with vllm_fixtures.served(processes=2, stepped=True, mean_length=LONG) as (server, engine):
+        reading = asyncio.create_task(read(engine, request()))
+        await until(lambda: server.open_requests == 1)
+        if cancelled:
+            aborting = asyncio.create_task(engine.abort())
+            await until(lambda: server.pause_mode is not None)
+            aborting.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await aborting
+        else:
+            server.unanswered = {"/pause": 2}
+            with pytest.raises(EngineUnreachable):
+                await engine.abort()
+        assert server.pause_mode is None
+        assert (await reading).finish is EngineFinish.ABORT
 
 
 @pytest.mark.parametrize("cancelled", [True, False], ids=["cancelled", "answer lost"])
-def test_an_update_that_breaks_off_at_its_pause_leaves_no_server_paused(tmp_path: Path, cancelled: bool) -> None:
+async def test_an_update_that_breaks_off_at_its_pause_leaves_no_server_paused(tmp_path: Path, cancelled: bool) -> None:
     """Both kinds of servers stand still for the requests of others; those go on, whatever became of the update."""
     (tmp_path / "model.safetensors").write_bytes(b"")
 
@@ -127,49 +119,38 @@ def test_an_update_that_breaks_off_at_its_pause_leaves_no_server_paused(tmp_path
             assert (await reading).finish is EngineFinish.LENGTH
             await other.close()
 
-    async def program() -> None:
-        await check(vllm_fixtures, "/pause")
-        await check(sglang_fixtures, "/pause_generation")
-
-    run(program)
+    await check(vllm_fixtures, "/pause")
+    await check(sglang_fixtures, "/pause_generation")
 
 
-def test_a_sweep_waits_for_an_update() -> None:
+async def test_a_sweep_waits_for_an_update() -> None:
     """Its resumption would let the requests of others go on in the middle of the load."""
-
-    async def program() -> None:
-        async with vllm_fixtures.served(processes=2, stepped=True, mean_length=LONG) as (server, engine):
-            other = await vllm_fixtures.beside(server)
-            reading = asyncio.create_task(read(other, request()))
-            await until(lambda: server.open_requests == 1)
-            server.step()
-            async with engine._frozen():
-                assert server.pause_mode == "keep"
-                engine._admission.enter("a")
-                sweeping = asyncio.create_task(engine.abort(["a"]))
-                for _ in range(50):
-                    await asyncio.sleep(0)
-                assert server.pauses == ["keep"]
-                assert server.pause_mode == "keep"
-            await sweeping
-            engine._admission.leave("a")
-            assert server.pauses == ["keep", "abort"]
-            assert server.pause_mode is None
-            assert (await reading).finish is EngineFinish.ABORT
-            await other.close()
-
-    run(program)
+    async with vllm_fixtures.served(processes=2, stepped=True, mean_length=LONG) as (server, engine):
+        other = await vllm_fixtures.beside(server)
+        reading = asyncio.create_task(read(other, request()))
+        await until(lambda: server.open_requests == 1)
+        server.step()
+        async with engine._frozen():
+            assert server.pause_mode == "keep"
+            engine._admission.enter("a")
+            sweeping = asyncio.create_task(engine.abort(["a"]))
+            for _ in range(50):
+                await asyncio.sleep(0)
+            assert server.pauses == ["keep"]
+            assert server.pause_mode == "keep"
+        await sweeping
+        engine._admission.leave("a")
+        assert server.pauses == ["keep", "abort"]
+        assert server.pause_mode is None
+        assert (await reading).finish is EngineFinish.ABORT
+        await other.close()
 
 
-def test_a_server_that_somebody_has_paused_says_so() -> None:
+async def test_a_server_that_somebody_has_paused_says_so() -> None:
     """Its health tells why nothing comes, and what to do."""
-
-    async def program() -> None:
-        async with vllm_fixtures.served() as (server, engine):
-            assert not (await engine.health()).detail
-            server.pause_mode = "keep"
-            health = await engine.health()
-            assert health.ok
-            assert "POST /resume" in health.detail
-
-    run(program)
+    async with vllm_fixtures.served() as (server, engine):
+        assert not (await engine.health()).detail
+        server.pause_mode = "keep"
+        health = await engine.health()
+        assert health.ok
+        assert "POST /resume" in health.detail

@@ -12,7 +12,7 @@ import pytest
 import vllm_fixtures
 from fake_servers.base import ControlFault, PlannedControlFault
 from fake_servers.openai import FakeOpenAIServer
-from sglang_fixtures import read, request, run, until
+from sglang_fixtures import read, request, until
 
 from april.core.versions import PolicyVersion
 from april.engines.http import server_process
@@ -82,203 +82,172 @@ async def world(kind: str, **options: Any) -> AsyncIterator[World]:
 
 @pytest.mark.parametrize("fault", SILENT)
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_restart_whose_metrics_fail(kind: str, fault: ControlFault, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_restart_whose_metrics_fail(kind: str, fault: ControlFault, monkeypatch: pytest.MonkeyPatch) -> None:
     """No token of the start's weights gets the new version, neither while the metrics fail nor when they are well."""
     monkeypatch.setattr(server_process, "PATIENCE_S", 0.01)
 
-    async def program() -> None:
-        async with world(kind) as w:
-            await w.update(SECOND)
-            assert set((await read(w.engine, request())).versions) == {SECOND}
-            w.restart()
-            w.metrics(fault)
-            health = await w.engine.health()
-            assert (health.ok, health.current) == (False, True)
-            assert "do not say" in health.detail
-            got = await read(w.engine, request())
-            assert not got.tokens
-            assert "has not said" in str(got.error)
-            w.metrics(None)
-            assert not (await w.engine.health()).current
-            got = await read(w.engine, request())
-            assert not got.tokens
-            assert "started anew" in str(got.error)
-            await w.update(THIRD)
-            assert (await w.engine.health()).current
-            assert set((await read(w.engine, request())).versions) == {THIRD}
-
-    run(program)
+    async with world(kind) as w:
+        await w.update(SECOND)
+        assert set((await read(w.engine, request())).versions) == {SECOND}
+        w.restart()
+        w.metrics(fault)
+        health = await w.engine.health()
+        assert (health.ok, health.current) == (False, True)
+        assert "do not say" in health.detail
+        got = await read(w.engine, request())
+        assert not got.tokens
+        assert "has not said" in str(got.error)
+        w.metrics(None)
+        assert not (await w.engine.health()).current
+        got = await read(w.engine, request())
+        assert not got.tokens
+        assert "started anew" in str(got.error)
+        await w.update(THIRD)
+        assert (await w.engine.health()).current
+        assert set((await read(w.engine, request())).versions) == {THIRD}
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_answers_wait_for_metrics_that_fail_for_a_while(kind: str) -> None:
+async def test_answers_wait_for_metrics_that_fail_for_a_while(kind: str) -> None:
     """The same process all the time: nothing is lost, and nothing is handed over before it is known."""
-
-    async def program() -> None:
-        async with world(kind) as w:
-            await w.update(SECOND)
-            w.metrics(ControlFault.HTML)
-            reading = asyncio.create_task(read(w.engine, request()))
-            looks = 0
-
-            async def look() -> bool | None:
-                nonlocal looks
-                looks += 1
-                return await real()
-
-            real, w.engine._confirmation._check = w.engine._confirmation._check, look
-            await until(lambda: looks >= 3)
-            assert not reading.done()
-            w.metrics(None)
-            got = await reading
-            assert got.error is None
-            assert set(got.versions) == {SECOND}
-
-    run(program)
-
-
-@pytest.mark.parametrize("fault", [None, ControlFault.HTML])
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_restart_during_the_transfer_is_no_update(kind: str, fault: ControlFault | None) -> None:
-    """The weights went into a process that is gone; where the metrics do not tell it, nothing is handed over."""
-
-    async def program() -> None:
-        async with world(kind) as w:
-            await w.engine.pause()
-            w.write(1)
-            w.restart()
-            w.metrics(fault)
-            if fault is None:
-                with pytest.raises(EngineError, match="started anew while weights were handed over"):
-                    await w.engine.update_weights(SECOND)
-            else:
-                await w.engine.update_weights(SECOND)
-            await w.engine.resume()
-            w.metrics(None)
-            if fault is None:
-                w.engine._labels.present, w.engine._process.keeps_weights = SECOND, False
-            assert not (await w.engine.health()).current
-            assert not (await read(w.engine, request())).tokens
-            await w.update(THIRD)
-            assert set((await read(w.engine, request())).versions) == {THIRD}
-
-    run(program)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_before_the_first_update_a_new_process_has_the_right_weights(kind: str) -> None:
-    """Those of the start: nothing is held back."""
-
-    async def program() -> None:
-        async with world(kind) as w:
-            w.metrics(ControlFault.FAILS)
-            assert (await w.engine.health()).ok
-            assert set((await read(w.engine, request())).versions) == {FIRST}
-
-    run(program)
-
-
-def test_a_server_that_says_nothing_of_its_process() -> None:
-    """Only that its port was found closed tells of another one; after a transfer it waits for the next then."""
-
-    async def program() -> None:
-        async with vllm_fixtures.served(developer=False, scale_out=False, without=("/metrics",)) as (server, engine):
-            server.die()
-            assert not (await engine.health()).ok
-            await server.restart()
-            assert (await engine.health()).current
-            await engine.pause()
-            server.weights = "w1"
-            await engine.update_weights(SECOND)
-            await engine.resume()
-            assert set((await read(engine, request())).versions) == {SECOND}
-            server.die()
-            assert not (await engine.health()).ok
-            await server.restart()
-            assert not (await engine.health()).current
-            assert not (await read(engine, request())).tokens
-            await engine.pause()
-            server.weights = "w2"
-            await engine.update_weights(THIRD)
-            await engine.resume()
-            assert set((await read(engine, request())).versions) == {THIRD}
-
-    run(program)
-
-
-@pytest.mark.parametrize("scale_out", [True, False], ids=["tokens", "completions"])
-def test_a_restart_that_nobody_has_noticed_gives_no_token(scale_out: bool) -> None:
-    """With labels too: what a stream brings is handed over once the label was seen, not when the response has ended."""
-
-    async def program() -> None:
-        async with vllm_fixtures.served(scale_out=scale_out, config={"max_token_loss": 0}) as (server, engine):
-            await engine.pause()
-            server.weights, server.stale_cache = "w1", True
-            await engine.update_weights(SECOND)
-            await engine.resume()
-            assert set((await read(engine, request())).versions) == {SECOND}
-            server._restart_at_once()
-            got = await read(engine, request())
-            assert not got.tokens
-            assert got.error is not None
-
-    run(program)
-
-
-def test_one_look_is_enough_for_many() -> None:
-    """Answers that had begun when a look began need none of their own."""
-
-    async def program() -> None:
-        looks: list[asyncio.Future[bool | None]] = []
-
-        async def look() -> bool | None:
-            looks.append(asyncio.get_running_loop().create_future())
-            return await looks[-1]
-
-        confirmation = server_process.Confirmation(look, "one")
-        now_s = asyncio.get_running_loop().time()
-        first = asyncio.create_task(confirmation.since(now_s))
-        await until(lambda: len(looks) == 1)
-        others = [asyncio.create_task(confirmation.since(now_s)) for _ in range(9)]
-        late = asyncio.create_task(confirmation.since(now_s + 3600))
-        looks[0].set_result(True)
-        await asyncio.gather(first, *others)
-        await until(lambda: len(looks) == 2)
-        late.cancel()
-        await asyncio.gather(late, return_exceptions=True)
-        # and a look that was cut off holds up nobody
-        again = asyncio.create_task(confirmation.since(now_s + 1e-9))
-        await until(lambda: len(looks) == 3 or again.done())
-        if not again.done():
-            looks[2].set_result(False)
-            with pytest.raises(EngineError, match="started anew"):
-                await again
-
-    run(program)
-
-
-@pytest.mark.parametrize("said", [False, None])
-def test_a_look_that_says_no_says_it_to_all(said: bool | None) -> None:
-    """A server whose metrics hang costs everybody one look's time, and not one look after the other."""
-
-    async def program() -> None:
+    async with world(kind) as w:
+        await w.update(SECOND)
+        w.metrics(ControlFault.HTML)
+        reading = asyncio.create_task(read(w.engine, request()))
         looks = 0
 
         async def look() -> bool | None:
             nonlocal looks
             looks += 1
-            await asyncio.sleep(0)
-            return said
+            return await real()
 
-        confirmation = server_process.Confirmation(look, "one")
-        now_s = asyncio.get_running_loop().time()
-        waiting = (confirmation.since(now_s, broken=lambda: True) for _ in range(50))
-        errors = await asyncio.gather(*waiting, return_exceptions=True)
-        assert {type(error) for error in errors} == {EngineError}
-        assert looks == 1
-        # one that begins afterwards has a look of its own
-        with pytest.raises(EngineError):
-            await confirmation.since(asyncio.get_running_loop().time() + 1e-9, broken=lambda: True)
-        assert looks == 2
+        real, w.engine._confirmation._check = w.engine._confirmation._check, look
+        await until(lambda: looks >= 3)
+        assert not reading.done()
+        w.metrics(None)
+        got = await reading
+        assert got.error is None
+        assert set(got.versions) == {SECOND}
 
-    run(program)
+
+@pytest.mark.parametrize("fault", [None, ControlFault.HTML])
+@pytest.mark.parametrize("kind", KINDS)
+async def test_a_restart_during_the_transfer_is_no_update(kind: str, fault: ControlFault | None) -> None:
+    """The weights went into a process that is gone; where the metrics do not tell it, nothing is handed over."""
+    async with world(kind) as w:
+        await w.engine.pause()
+        w.write(1)
+        w.restart()
+        w.metrics(fault)
+        if fault is None:
+            with pytest.raises(EngineError, match="started anew while weights were handed over"):
+                await w.engine.update_weights(SECOND)
+        else:
+            await w.engine.update_weights(SECOND)
+        await w.engine.resume()
+        w.metrics(None)
+        if fault is None:
+            w.engine._labels.present, w.engine._process.keeps_weights = SECOND, False
+        assert not (await w.engine.health()).current
+        assert not (await read(w.engine, request())).tokens
+        await w.update(THIRD)
+        assert set((await read(w.engine, request())).versions) == {THIRD}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_before_the_first_update_a_new_process_has_the_right_weights(kind: str) -> None:
+    """Those of the start: nothing is held back."""
+    async with world(kind) as w:
+        w.metrics(ControlFault.FAILS)
+        assert (await w.engine.health()).ok
+        assert set((await read(w.engine, request())).versions) == {FIRST}
+
+
+async def test_a_server_that_says_nothing_of_its_process() -> None:
+    """Only that its port was found closed tells of another one; after a transfer it waits for the next then."""
+    async with vllm_fixtures.served(developer=False, scale_out=False, without=("/metrics",)) as (server, engine):
+        server.die()
+        assert not (await engine.health()).ok
+        await server.restart()
+        assert (await engine.health()).current
+        await engine.pause()
+        server.weights = "w1"
+        await engine.update_weights(SECOND)
+        await engine.resume()
+        assert set((await read(engine, request())).versions) == {SECOND}
+        server.die()
+        assert not (await engine.health()).ok
+        await server.restart()
+        assert not (await engine.health()).current
+        assert not (await read(engine, request())).tokens
+        await engine.pause()
+        server.weights = "w2"
+        await engine.update_weights(THIRD)
+        await engine.resume()
+        assert set((await read(engine, request())).versions) == {THIRD}
+
+
+@pytest.mark.parametrize("scale_out", [True, False], ids=["tokens", "completions"])
+async def test_a_restart_that_nobody_has_noticed_gives_no_token(scale_out: bool) -> None:
+    """With labels too: what a stream brings is handed over once the label was seen, not when the response has ended."""
+    async with vllm_fixtures.served(scale_out=scale_out, config={"max_token_loss": 0}) as (server, engine):
+        await engine.pause()
+        server.weights, server.stale_cache = "w1", True
+        await engine.update_weights(SECOND)
+        await engine.resume()
+        assert set((await read(engine, request())).versions) == {SECOND}
+        server._restart_at_once()
+        got = await read(engine, request())
+        assert not got.tokens
+        assert got.error is not None
+
+
+async def test_one_look_is_enough_for_many() -> None:
+    """Answers that had begun when a look began need none of their own."""
+    looks: list[asyncio.Future[bool | None]] = []
+
+    async def look() -> bool | None:
+        looks.append(asyncio.get_running_loop().create_future())
+        return await looks[-1]
+
+    confirmation = server_process.Confirmation(look, "one")
+    now_s = asyncio.get_running_loop().time()
+    first = asyncio.create_task(confirmation.since(now_s))
+    await until(lambda: len(looks) == 1)
+    others = [asyncio.create_task(confirmation.since(now_s)) for _ in range(9)]
+    late = asyncio.create_task(confirmation.since(now_s + 3600))
+    looks[0].set_result(True)
+    await asyncio.gather(first, *others)
+    await until(lambda: len(looks) == 2)
+    late.cancel()
+    await asyncio.gather(late, return_exceptions=True)
+    # and a look that was cut off holds up nobody
+    again = asyncio.create_task(confirmation.since(now_s + 1e-9))
+    await until(lambda: len(looks) == 3 or again.done())
+    if not again.done():
+        looks[2].set_result(False)
+        with pytest.raises(EngineError, match="started anew"):
+            await again
+
+
+@pytest.mark.parametrize("said", [False, None])
+async def test_a_look_that_says_no_says_it_to_all(said: bool | None) -> None:
+    """A server whose metrics hang costs everybody one look's time, and not one look after the other."""
+    looks = 0
+
+    async def look() -> bool | None:
+        nonlocal looks
+        looks += 1
+        await asyncio.sleep(0)
+        return said
+
+    confirmation = server_process.Confirmation(look, "one")
+    now_s = asyncio.get_running_loop().time()
+    waiting = (confirmation.since(now_s, broken=lambda: True) for _ in range(50))
+    errors = await asyncio.gather(*waiting, return_exceptions=True)
+    assert {type(error) for error in errors} == {EngineError}
+    assert looks == 1
+    # one that begins afterwards has a look of its own
+    with pytest.raises(EngineError):
+        await confirmation.since(asyncio.get_running_loop().time() + 1e-9, broken=lambda: True)
+    assert looks == 2

@@ -95,70 +95,59 @@ def test_capabilities_follow() -> None:
     assert offered({"max_in_flight": 5}, incremental=False).capabilities.max_in_flight == 5
 
 
-def test_a_paused_server_is_described_and_not_connected_to() -> None:
-    async def program() -> None:
-        server = FakeSglangServer()
-        await server.start()
-        server.pause_mode = "retract"
-        said = await offer(server)
-        assert said.paused
-        assert "POST /continue_generation" in said.capabilities.notes[0]
-        with pytest.raises(EngineError, match="is paused"):
-            await connect_sglang(SglangEngineConfig(urls=(server.url,)))
-        await server.close()
-
-    run(program)
+async def test_a_paused_server_is_described_and_not_connected_to() -> None:
+    server = FakeSglangServer()
+    await server.start()
+    server.pause_mode = "retract"
+    said = await offer(server)
+    assert said.paused
+    assert "POST /continue_generation" in said.capabilities.notes[0]
+    with pytest.raises(EngineError, match="is paused"):
+        await connect_sglang(SglangEngineConfig(urls=(server.url,)))
+    await server.close()
 
 
-def test_what_is_no_sglang_server_is_said() -> None:
+async def test_what_is_no_sglang_server_is_said() -> None:
     """A closed port, a page that is not there, and a server that never answers: an error each, in time."""
+    server = FakeSglangServer()
+    await server.start()
+    await server.close()
+    with pytest.raises(EngineUnreachable):
+        await connect_sglang(SglangEngineConfig(urls=(server.url,)))
 
-    async def program() -> None:
-        server = FakeSglangServer()
-        await server.start()
-        await server.close()
-        with pytest.raises(EngineUnreachable):
-            await connect_sglang(SglangEngineConfig(urls=(server.url,)))
+    async def hang(_: web.Request) -> web.Response:
+        await asyncio.Event().wait()
+        return web.Response()
 
-        async def hang(_: web.Request) -> web.Response:
-            await asyncio.Event().wait()
-            return web.Response()
-
-        cases = ((None, 30.0, ConfigError, "no SGLang server"), (hang, 0.3, EngineError, "has not said"))
-        for handler, patience, error, words in cases:
-            app = web.Application()
-            if handler is not None:
-                app.add_routes([web.route("*", "/{path:.*}", handler)])
-            runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
-            await runner.setup()
-            await web.TCPSite(runner, "127.0.0.1", 0).start()
-            url = f"http://127.0.0.1:{runner.addresses[0][1]}"
-            with pytest.raises(error, match=words):
-                await connect_sglang(SglangEngineConfig(urls=(url,), probe_timeout_s=patience))
-            await runner.cleanup()
-
-    run(program)
+    cases = ((None, 30.0, ConfigError, "no SGLang server"), (hang, 0.3, EngineError, "has not said"))
+    for handler, patience, error, words in cases:
+        app = web.Application()
+        if handler is not None:
+            app.add_routes([web.route("*", "/{path:.*}", handler)])
+        runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+        with pytest.raises(error, match=words):
+            await connect_sglang(SglangEngineConfig(urls=(url,), probe_timeout_s=patience))
+        await runner.cleanup()
 
 
 @pytest.mark.parametrize(
     ("memory", "page", "room"), [(65536, 64, 4090), (4096, 1, 4090), (4096, 64, 4096 - 128), (1000, 16, 968)]
 )
-def test_the_context_is_what_its_memory_has_room_for(memory: int, page: int, room: int) -> None:
+async def test_the_context_is_what_its_memory_has_room_for(memory: int, page: int, room: int) -> None:
     """A response that needs more than whole pages leave is cut short without a word."""
-
-    async def program() -> None:
-        server = FakeSglangServer()
-        server.memory, server.page_size = memory, page
-        await server.start()
-        try:
-            assert (await offer(server)).capabilities.max_context == room
-        finally:
-            await server.close()
-
-    run(program)
+    server = FakeSglangServer()
+    server.memory, server.page_size = memory, page
+    await server.start()
+    try:
+        assert (await offer(server)).capabilities.max_context == room
+    finally:
+        await server.close()
 
 
-def test_all_ids_at_which_it_stops(tmp_path: Path) -> None:
+async def test_all_ids_at_which_it_stops(tmp_path: Path) -> None:
     """The model's, its tokenizer's EOS, and the ends of turns that SGLang finds among the tokenizer's added tokens.
 
     Without files of the model nothing is known: its generation configuration may have more.
@@ -169,51 +158,43 @@ def test_all_ids_at_which_it_stops(tmp_path: Path) -> None:
     files = {"eos_token": "<|end|>", "added_tokens_decoder": added}
     (tokenizer / "tokenizer_config.json").write_text(json.dumps(files), "utf-8")
 
-    async def program() -> None:
-        server = FakeSglangServer()
-        server.model_path, server.tokenizer_path = str(model), str(tokenizer)
-        await server.start()
-        try:
-            assert (await offer(server)).capabilities.eos_token_ids == ()
-            (model / "config.json").write_text(json.dumps({"eos_token_id": 2}), "utf-8")
-            assert (await offer(server)).capabilities.eos_token_ids == (2, 7, 9)
-            assert (await offer(server, eos_token_ids=(3,))).capabilities.eos_token_ids == (3,)
-        finally:
-            await server.close()
-
-    run(program)
+    server = FakeSglangServer()
+    server.model_path, server.tokenizer_path = str(model), str(tokenizer)
+    await server.start()
+    try:
+        assert (await offer(server)).capabilities.eos_token_ids == ()
+        (model / "config.json").write_text(json.dumps({"eos_token_id": 2}), "utf-8")
+        assert (await offer(server)).capabilities.eos_token_ids == (2, 7, 9)
+        assert (await offer(server, eos_token_ids=(3,))).capabilities.eos_token_ids == (3,)
+    finally:
+        await server.close()
 
 
 @pytest.mark.parametrize("how", ["answers", "is cut off", "is silent", "says nothing"])
-def test_asking_for_the_pause_modes_leaves_no_server_paused(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_asking_for_the_pause_modes_leaves_no_server_paused(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A server that takes any mode is continued, whatever happens to the question; one paused by others is not."""
     monkeypatch.setattr(sglang_probe, "PAUSE_S", 0.05)
 
-    async def program() -> None:
-        server = FakeSglangServer()
-        await server.start()
-        client = HttpClient(server.url, name="a")
-        config = SglangEngineConfig(urls=(server.url,))
-        server.any_mode = True
-        if how in ("is cut off", "is silent"):
-            server.control_faults.append(
-                PlannedControlFault(kind=ControlFault.SILENT, route="/pause_generation", later=1)
-            )
-        if how == "says nothing":
-            fault = PlannedControlFault(kind=ControlFault.FAILS, route="/pause_generation", later=1, obeyed=True)
-            server.control_faults.append(fault)
-        probing = asyncio.create_task(probe_sglang(client, config))
-        if how == "is cut off":
-            await until(lambda: server.pause_mode is not None)
-            probing.cancel()
-        (result,) = await asyncio.gather(probing, return_exceptions=True)
-        assert server.pause_mode is None
-        assert isinstance(result, BaseException) == (how in ("is cut off", "is silent"))
-        server.pause_mode = "retract"
-        server.any_mode = False
-        assert (await probe_sglang(client, config)).pause_modes == ("abort", "retract", "in_place")
-        assert server.pause_mode == "retract"
-        await client.close()
-        await server.close()
-
-    run(program)
+    server = FakeSglangServer()
+    await server.start()
+    client = HttpClient(server.url, name="a")
+    config = SglangEngineConfig(urls=(server.url,))
+    server.any_mode = True
+    if how in ("is cut off", "is silent"):
+        server.control_faults.append(PlannedControlFault(kind=ControlFault.SILENT, route="/pause_generation", later=1))
+    if how == "says nothing":
+        fault = PlannedControlFault(kind=ControlFault.FAILS, route="/pause_generation", later=1, obeyed=True)
+        server.control_faults.append(fault)
+    probing = asyncio.create_task(probe_sglang(client, config))
+    if how == "is cut off":
+        await until(lambda: server.pause_mode is not None)
+        probing.cancel()
+    (result,) = await asyncio.gather(probing, return_exceptions=True)
+    assert server.pause_mode is None
+    assert isinstance(result, BaseException) == (how in ("is cut off", "is silent"))
+    server.pause_mode = "retract"
+    server.any_mode = False
+    assert (await probe_sglang(client, config)).pause_modes == ("abort", "retract", "in_place")
+    assert server.pause_mode == "retract"
+    await client.close()
+    await server.close()

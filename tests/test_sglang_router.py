@@ -188,40 +188,30 @@ def test_a_restarted_worker_behind_the_router_is_noticed() -> None:
     fleet_test(test)
 
 
-def test_workers_of_the_router_are_those_of_the_configuration() -> None:
+async def test_workers_of_the_router_are_those_of_the_configuration() -> None:
     """A worker that is not configured would keep old weights, one that is not used says something is wrong."""
-
-    async def program() -> None:
-        async with fleet() as (servers, router):
-            with pytest.raises(ConfigError, match=r"which engine\.urls does not name"):
-                await connect(servers[:1], router)
-            router.workers = router.workers[:1]
-            config = SglangEngineConfig(
-                urls=tuple(server.url for server in servers), router=router.url, probe_timeout_s=3.0
-            )
-            with pytest.raises(ConfigError, match="does not have"):
-                await connect_sglang(config)
-            with pytest.raises(ConfigError, match="has no /workers"):
-                await connect_sglang(SglangEngineConfig(urls=(servers[0].url,), router=servers[1].url))
-
-    run(program)
+    async with fleet() as (servers, router):
+        with pytest.raises(ConfigError, match=r"which engine\.urls does not name"):
+            await connect(servers[:1], router)
+        router.workers = router.workers[:1]
+        config = SglangEngineConfig(
+            urls=tuple(server.url for server in servers), router=router.url, probe_timeout_s=3.0
+        )
+        with pytest.raises(ConfigError, match="does not have"):
+            await connect_sglang(config)
+        with pytest.raises(ConfigError, match="has no /workers"):
+            await connect_sglang(SglangEngineConfig(urls=(servers[0].url,), router=servers[1].url))
 
 
-def test_a_router_that_has_just_started_is_waited_for() -> None:
-    async def program() -> None:
-        async with fleet(late=1) as (servers, router):
-            engine = await connect(servers, router)
-            assert (await read(engine, request())).error is None
-            await engine.close()
-
-    run(program)
+async def test_a_router_that_has_just_started_is_waited_for() -> None:
+    async with fleet(late=1) as (servers, router):
+        engine = await connect(servers, router)
+        assert (await read(engine, request())).error is None
+        await engine.close()
 
 
-def test_workers_must_be_alike() -> None:
-    async def program() -> None:
-        async with fleet() as (servers, router):
-            servers[1].vocab_size = 400
-            with pytest.raises(ConfigError, match="differ in vocab_size"):
-                await connect(servers, router)
-
-    run(program)
+async def test_workers_must_be_alike() -> None:
+    async with fleet() as (servers, router):
+        servers[1].vocab_size = 400
+        with pytest.raises(ConfigError, match="differ in vocab_size"):
+            await connect(servers, router)

@@ -61,41 +61,33 @@ def test_its_exchange_is_read() -> None:
     assert (chunks[-1].finish, reader.progress) == (EngineFinish.LENGTH, Progress.DONE)
 
 
-def test_it_is_recognised_and_asked_nothing_that_it_refuses() -> None:
+async def test_it_is_recognised_and_asked_nothing_that_it_refuses() -> None:
     """One way of token ids, no key that it does not know, no seed that it would not keep, and never /metrics."""
-
-    async def test() -> None:
-        server = FakeTrtllmServer()
-        async with connected(server) as engine:
-            assert engine.facts.software == f"TensorRT-LLM {VERSION}"
-            assert engine.facts.token_shape is TokenShape.DETOKENIZE
-            assert engine.capabilities.logprob_kind is LogprobKind.RAW
-            expected = greedy(server, PROMPT, 50)
-            answer = await ask(engine)
-            assert (answer.tokens, answer.logprobs) == (expected, logprobs_of(server, expected))
-            await engine.pause()
-            await engine.update_weights(PolicyVersion(0, 1))
-            await engine.resume()
-            health = await engine.health()
-            assert health.ok
-            assert health.load is None
-        assert server.refused == []
-        assert server.asked["/metrics"] == 0
-        assert server.asked["/prometheus/metrics"] == 1
-
-    run(test())
+    server = FakeTrtllmServer()
+    async with connected(server) as engine:
+        assert engine.facts.software == f"TensorRT-LLM {VERSION}"
+        assert engine.facts.token_shape is TokenShape.DETOKENIZE
+        assert engine.capabilities.logprob_kind is LogprobKind.RAW
+        expected = greedy(server, PROMPT, 50)
+        answer = await ask(engine)
+        assert (answer.tokens, answer.logprobs) == (expected, logprobs_of(server, expected))
+        await engine.pause()
+        await engine.update_weights(PolicyVersion(0, 1))
+        await engine.resume()
+        health = await engine.health()
+        assert health.ok
+        assert health.load is None
+    assert server.refused == []
+    assert server.asked["/metrics"] == 0
+    assert server.asked["/prometheus/metrics"] == 1
 
 
-def test_its_prometheus_page_is_used_where_it_is() -> None:
+async def test_its_prometheus_page_is_used_where_it_is() -> None:
     """Once it was there at the start."""
-
-    async def test() -> None:
-        server = FakeTrtllmServer(prometheus=True)
-        async with connected(server) as engine:
-            assert (await engine.health()).load == EngineLoad(0, 1, 0.5)
-        assert server.asked["/metrics"] == 0
-
-    run(test())
+    server = FakeTrtllmServer(prometheus=True)
+    async with connected(server) as engine:
+        assert (await engine.health()).load == EngineLoad(0, 1, 0.5)
+    assert server.asked["/metrics"] == 0
 
 
 @pytest.mark.parametrize("value", ["NaN", "+Inf", "-1", "many"])
@@ -106,45 +98,37 @@ def test_numbers_of_a_metrics_page_are_looked_at(value: str) -> None:
     assert (metrics.started_s, metrics.load) == (None, None)
 
 
-def test_its_seeds_count_as_not_honoured() -> None:
+async def test_its_seeds_count_as_not_honoured() -> None:
     """Alone it keeps them, so that asking would say yes; together it does not. A note says what that means."""
-
-    async def test() -> None:
-        server = FakeTrtllmServer(mean_len=10_000)
-        async with connected(server) as engine:
-            sampling: dict[str, Any] = {"max_tokens": 20, "temperature": 1.0, "seed": 7}
-            alone = [(await ask(engine, f"a{i}", **sampling)).tokens for i in range(2)]
-            assert alone[0] == alone[1]
-            server.hold(1)
-            beside = asyncio.create_task(ask(engine, "b0", [9, 9], 20))
-            await server.until_held(1)
-            together = asyncio.create_task(ask(engine, "b1", **sampling))
-            await server.until_held(2)
-            server.release()
-            assert (await together).tokens != alone[0]
-            await beside
-            assert not engine.capabilities.honours_seeds
-            (note,) = [n for n in engine.capabilities.notes if "seed" in n]
-            assert "only while it runs alone: runs cannot be repeated exactly" in note
-            assert "without speculative decoding" in note
-
-    run(test())
+    server = FakeTrtllmServer(mean_len=10_000)
+    async with connected(server) as engine:
+        sampling: dict[str, Any] = {"max_tokens": 20, "temperature": 1.0, "seed": 7}
+        alone = [(await ask(engine, f"a{i}", **sampling)).tokens for i in range(2)]
+        assert alone[0] == alone[1]
+        server.hold(1)
+        beside = asyncio.create_task(ask(engine, "b0", [9, 9], 20))
+        await server.until_held(1)
+        together = asyncio.create_task(ask(engine, "b1", **sampling))
+        await server.until_held(2)
+        server.release()
+        assert (await together).tokens != alone[0]
+        await beside
+        assert not engine.capabilities.honours_seeds
+        (note,) = [n for n in engine.capabilities.notes if "seed" in n]
+        assert "only while it runs alone: runs cannot be repeated exactly" in note
+        assert "without speculative decoding" in note
 
 
-def test_a_paused_engine_is_busy_and_its_requests_are_not_refused() -> None:
+async def test_a_paused_engine_is_busy_and_its_requests_are_not_refused() -> None:
     """It answers 400, as to a wrong request; nothing was begun, and the request is answered when it goes on."""
-
-    async def test() -> None:
-        server = FakeTrtllmServer()
-        async with connected(server) as engine:
-            server.paused = True
-            answer = await ask(engine)
-            assert isinstance(answer.error, EngineBusy)
-            assert PAUSED in str(answer.error)
-            server.paused = False
-            assert (await ask(engine, "a2")).tokens == greedy(server, PROMPT, 50)
-
-    run(test())
+    server = FakeTrtllmServer()
+    async with connected(server) as engine:
+        server.paused = True
+        answer = await ask(engine)
+        assert isinstance(answer.error, EngineBusy)
+        assert PAUSED in str(answer.error)
+        server.paused = False
+        assert (await ask(engine, "a2")).tokens == greedy(server, PROMPT, 50)
 
 
 @pytest.mark.parametrize(
@@ -164,19 +148,15 @@ def test_what_counts_as_at_rest(status: int, said: str, error: type[EngineError]
     assert type(failure_of(status, said)) is error
 
 
-def test_an_error_inside_of_a_stream_keeps_what_came() -> None:
+async def test_an_error_inside_of_a_stream_keeps_what_came() -> None:
     """With null for a code, and [DONE] twice behind it."""
-
-    async def test() -> None:
-        server = FakeTrtllmServer(mean_len=10_000)
-        async with connected(server) as engine:
-            server.faults.append(PlannedFault(RequestFault.ENGINE_DIES, 0, after_tokens=6))
-            answer = await ask(engine)
-            assert type(answer.error) is EngineError
-            assert "the engine is dead" in str(answer.error)
-            assert answer.tokens == greedy(server, PROMPT, 50)[:6]
-
-    run(test())
+    server = FakeTrtllmServer(mean_len=10_000)
+    async with connected(server) as engine:
+        server.faults.append(PlannedFault(RequestFault.ENGINE_DIES, 0, after_tokens=6))
+        answer = await ask(engine)
+        assert type(answer.error) is EngineError
+        assert "the engine is dead" in str(answer.error)
+        assert answer.tokens == greedy(server, PROMPT, 50)[:6]
 
 
 def test_a_context_that_is_smaller_than_was_said_refuses_the_request() -> None:
@@ -187,18 +167,14 @@ def test_a_context_that_is_smaller_than_was_said_refuses_the_request() -> None:
         chunks_of(reader, json.dumps({"error": said}).encode())
 
 
-def test_a_server_that_still_loads_is_busy() -> None:
+async def test_a_server_that_still_loads_is_busy() -> None:
     """503, and how long to wait."""
-
-    async def test() -> None:
-        server = FakeTrtllmServer()
-        async with connected(server) as engine:
-            server.starting = True
-            answer = await ask(engine)
-            assert isinstance(answer.error, EngineBusy)
-            assert answer.error.retry_after_s == 1.0
-
-    run(test())
+    server = FakeTrtllmServer()
+    async with connected(server) as engine:
+        server.starting = True
+        answer = await ask(engine)
+        assert isinstance(answer.error, EngineBusy)
+        assert answer.error.retry_after_s == 1.0
 
 
 def report_of(server: FakeTrtllmServer, *, configured: bool) -> Report:

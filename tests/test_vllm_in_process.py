@@ -145,208 +145,172 @@ def run(test: Callable[[], Awaitable[None]]) -> None:
 
 @both_loops
 @pytest.mark.parametrize("stream", [False, True])
-def test_all_tokens_come_once(own_loop: bool, stream: bool) -> None:
+async def test_all_tokens_come_once(own_loop: bool, stream: bool) -> None:
     """What vLLM made comes out, EOS and stop ids with their log-probabilities included, under the present version."""
-
-    async def test() -> None:
-        async with world(own_loop) as w:
-            for i in range(20):
-                prompt = [*PROMPT, i + 5]
-                whole = w.whole(prompt)
-                answer = await w.ask(f"a{i:02}", prompt, stream=stream)
-                assert answer.tokens == whole
-                assert answer.logprobs == [logprob(t, "tiny0") for t in whole]
-                assert answer.finish is (EngineFinish.STOP if whole[-1] == EOS else EngineFinish.LENGTH)
-                assert answer.versions == {FIRST_VERSION}
-            third = w.whole(PROMPT)[2]
-            answer = await w.ask("b1", PROMPT, stop_token_ids=(third,))
-            assert (answer.tokens[-1], answer.finish) == (third, EngineFinish.STOP)
-
-    run(test)
+    async with world(own_loop) as w:
+        for i in range(20):
+            prompt = [*PROMPT, i + 5]
+            whole = w.whole(prompt)
+            answer = await w.ask(f"a{i:02}", prompt, stream=stream)
+            assert answer.tokens == whole
+            assert answer.logprobs == [logprob(t, "tiny0") for t in whole]
+            assert answer.finish is (EngineFinish.STOP if whole[-1] == EOS else EngineFinish.LENGTH)
+            assert answer.versions == {FIRST_VERSION}
+        third = w.whole(PROMPT)[2]
+        answer = await w.ask("b1", PROMPT, stop_token_ids=(third,))
+        assert (answer.tokens[-1], answer.finish) == (third, EngineFinish.STOP)
 
 
 @both_loops
 @pytest.mark.parametrize("stream", [False, True])
-def test_eighty_requests_cut_and_continued_equal_the_uncut_ones(own_loop: bool, stream: bool) -> None:
+async def test_eighty_requests_cut_and_continued_equal_the_uncut_ones(own_loop: bool, stream: bool) -> None:
     """All of them aborted at once, again and again; nothing that vLLM had made is lost."""
-
-    async def test() -> None:
-        async with world(own_loop, mean_len=200) as w:
-            prompts = [[*PROMPT, i + 5] for i in range(80)]
-            held: list[list[int]] = [[] for _ in prompts]
-            turn = 0
-            while open_ones := [i for i, h in enumerate(held) if len(h) < 40 and EOS not in h]:
-                await w.there(partial(w.llm.limit, turn % 3 * 4))
-                tasks = {
-                    i: asyncio.create_task(w.ask(f"a{turn:02}.{i:02}", prompts[i] + held[i], 40 - len(held[i]), stream))
-                    for i in open_ones
-                }
-                await w.until(partial(w.settled, f"a{turn:02}", len(tasks)))
-                await w.engine.abort()
-                for i, task in tasks.items():
-                    answer = await task
-                    assert answer.error is None
-                    held[i] += answer.tokens
-                turn += 1
-            assert held == [w.whole(p, 40) for p in prompts]
-            assert turn > 5
-
-    run(test)
+    async with world(own_loop, mean_len=200) as w:
+        prompts = [[*PROMPT, i + 5] for i in range(80)]
+        held: list[list[int]] = [[] for _ in prompts]
+        turn = 0
+        while open_ones := [i for i, h in enumerate(held) if len(h) < 40 and EOS not in h]:
+            await w.there(partial(w.llm.limit, turn % 3 * 4))
+            tasks = {
+                i: asyncio.create_task(w.ask(f"a{turn:02}.{i:02}", prompts[i] + held[i], 40 - len(held[i]), stream))
+                for i in open_ones
+            }
+            await w.until(partial(w.settled, f"a{turn:02}", len(tasks)))
+            await w.engine.abort()
+            for i, task in tasks.items():
+                answer = await task
+                assert answer.error is None
+                held[i] += answer.tokens
+            turn += 1
+        assert held == [w.whole(p, 40) for p in prompts]
+        assert turn > 5
 
 
 @both_loops
-def test_a_burst_of_aborts_ends_all(own_loop: bool) -> None:
+async def test_a_burst_of_aborts_ends_all(own_loop: bool) -> None:
     """300 at once; those named end with what they have, the others live."""
-
-    async def test() -> None:
-        async with world(own_loop, mean_len=10_000) as w:
-            await w.there(lambda: w.llm.limit(3))
-            tasks = [asyncio.create_task(w.ask(f"a{i:03}", [*PROMPT, i])) for i in range(300)]
-            await w.until(lambda: w.llm.stopped == 300)
-            await w.engine.abort([f"a{i:03}" for i in range(100)] + ["unknown"])
-            first = await asyncio.gather(*tasks[:100])
-            assert {(len(a.tokens), a.finish) for a in first} == {(3, EngineFinish.ABORT)}
-            assert not any(task.done() for task in tasks[100:])
-            await w.engine.abort()
-            assert {a.finish for a in await asyncio.gather(*tasks[100:])} == {EngineFinish.ABORT}
-            assert not w.llm.requests
-
-    run(test)
+    async with world(own_loop, mean_len=10_000) as w:
+        await w.there(lambda: w.llm.limit(3))
+        tasks = [asyncio.create_task(w.ask(f"a{i:03}", [*PROMPT, i])) for i in range(300)]
+        await w.until(lambda: w.llm.stopped == 300)
+        await w.engine.abort([f"a{i:03}" for i in range(100)] + ["unknown"])
+        first = await asyncio.gather(*tasks[:100])
+        assert {(len(a.tokens), a.finish) for a in first} == {(3, EngineFinish.ABORT)}
+        assert not any(task.done() for task in tasks[100:])
+        await w.engine.abort()
+        assert {a.finish for a in await asyncio.gather(*tasks[100:])} == {EngineFinish.ABORT}
+        assert not w.llm.requests
 
 
 @both_loops
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("release", [32, 33])
-def test_pause_ends_requests_that_are_just_being_handed_over(own_loop: bool, release: int, stream: bool) -> None:
+async def test_pause_ends_requests_that_are_just_being_handed_over(own_loop: bool, release: int, stream: bool) -> None:
     """vLLM does not know them when it pauses. It holds them, and april asks until they have ended; or it refuses them,
     which is their end as well. Either way nothing has failed, and the engine serves on."""
-
-    async def test() -> None:
-        async with world(own_loop, release=release, options={"stream": stream}) as w:
-            gate = await w.there(asyncio.Event)
-            w.llm.before_add = gate
-            tasks = [asyncio.create_task(w.ask(f"a{i}")) for i in range(4)]
-            await w.until(lambda: len(w.llm.started) == 4)
-            pausing = asyncio.create_task(w.engine.pause())
-            await w.until(lambda: w.llm.paused)
-            await w.there(gate.set)
-            await pausing
-            for answer in await asyncio.gather(*tasks):
-                assert (answer.tokens, answer.finish, answer.error) == ([], EngineFinish.ABORT, None)
-            later = asyncio.create_task(w.ask("later"))
-            await w.engine.resume()
-            assert (await later).tokens == w.whole(PROMPT)
-
-    run(test)
+    async with world(own_loop, release=release, options={"stream": stream}) as w:
+        gate = await w.there(asyncio.Event)
+        w.llm.before_add = gate
+        tasks = [asyncio.create_task(w.ask(f"a{i}")) for i in range(4)]
+        await w.until(lambda: len(w.llm.started) == 4)
+        pausing = asyncio.create_task(w.engine.pause())
+        await w.until(lambda: w.llm.paused)
+        await w.there(gate.set)
+        await pausing
+        for answer in await asyncio.gather(*tasks):
+            assert (answer.tokens, answer.finish, answer.error) == ([], EngineFinish.ABORT, None)
+        later = asyncio.create_task(w.ask("later"))
+        await w.engine.resume()
+        assert (await later).tokens == w.whole(PROMPT)
 
 
 @both_loops
-def test_a_vllm_that_somebody_else_has_paused_is_busy(own_loop: bool) -> None:
+async def test_a_vllm_that_somebody_else_has_paused_is_busy(own_loop: bool) -> None:
     """The request waits elsewhere, and goes on after the resumption; three of them do not make an engine sick."""
-
-    async def test() -> None:
-        async with world(own_loop) as w:
-            await w.engine._there(lambda: w.llm.pause_generation(mode="abort", clear_cache=False))
-            for number in range(4):
-                answer = await w.ask(f"a{number}")
-                assert isinstance(answer.error, EngineBusy)
-                assert "Generation is paused" in str(answer.error)
-            await w.engine._there(w.llm.resume_generation)
-            assert (await w.ask("a9")).tokens == w.whole(PROMPT)
-
-    run(test)
+    async with world(own_loop) as w:
+        await w.engine._there(lambda: w.llm.pause_generation(mode="abort", clear_cache=False))
+        for number in range(4):
+            answer = await w.ask(f"a{number}")
+            assert isinstance(answer.error, EngineBusy)
+            assert "Generation is paused" in str(answer.error)
+        await w.engine._there(w.llm.resume_generation)
+        assert (await w.ask("a9")).tokens == w.whole(PROMPT)
 
 
 @both_loops
-def test_weights_from_disk_between_two_steps(own_loop: bool) -> None:
+async def test_weights_from_disk_between_two_steps(own_loop: bool) -> None:
     """Load, forget the cache, label; requests that waited meanwhile have the new weights and their version."""
-
-    async def test() -> None:
-        async with world(own_loop, mean_len=10_000) as w:
-            await w.there(lambda: w.llm.limit(4))
-            running = asyncio.create_task(w.ask("a1"))
-            await w.until(lambda: w.llm.stopped == 1)
-            with pytest.raises(EngineError, match="pause it first"):
-                await w.engine.update_weights(PolicyVersion(0, 1), "tiny1")
-            await w.engine.pause()
-            await w.there(lambda: w.llm.limit())
-            waiting, unwanted = asyncio.create_task(w.ask("a2")), asyncio.create_task(w.ask("a3"))
-            await asyncio.sleep(0)
-            await w.engine.abort(["a3"])
-            assert (await unwanted).finish is EngineFinish.ABORT
+    async with world(own_loop, mean_len=10_000) as w:
+        await w.there(lambda: w.llm.limit(4))
+        running = asyncio.create_task(w.ask("a1"))
+        await w.until(lambda: w.llm.stopped == 1)
+        with pytest.raises(EngineError, match="pause it first"):
             await w.engine.update_weights(PolicyVersion(0, 1), "tiny1")
-            assert w.llm.started == ["a1"]
-            await w.engine.resume()
-            old, new = await running, await waiting
-            assert (old.tokens, old.versions) == (w.whole(PROMPT)[:4], {FIRST_VERSION})
-            assert (new.tokens, new.versions) == (w.whole(PROMPT, weights="tiny1"), {PolicyVersion(0, 1)})
-            assert w.llm.label.startswith("v0.1-")
+        await w.engine.pause()
+        await w.there(lambda: w.llm.limit())
+        waiting, unwanted = asyncio.create_task(w.ask("a2")), asyncio.create_task(w.ask("a3"))
+        await asyncio.sleep(0)
+        await w.engine.abort(["a3"])
+        assert (await unwanted).finish is EngineFinish.ABORT
+        await w.engine.update_weights(PolicyVersion(0, 1), "tiny1")
+        assert w.llm.started == ["a1"]
+        await w.engine.resume()
+        old, new = await running, await waiting
+        assert (old.tokens, old.versions) == (w.whole(PROMPT)[:4], {FIRST_VERSION})
+        assert (new.tokens, new.versions) == (w.whole(PROMPT, weights="tiny1"), {PolicyVersion(0, 1)})
+        assert w.llm.label.startswith("v0.1-")
 
-    run(test)
 
-
-def test_an_update_that_fails_says_so() -> None:
+async def test_an_update_that_fails_says_so() -> None:
     """A cache that keeps old keys and values is no update; nothing is generated before one succeeds."""
-
-    async def test() -> None:
-        async with world(own_loop=False) as w:
-            await w.engine.pause()
-            with pytest.raises(EngineError, match="FileNotFoundError"):
-                await w.engine.update_weights(PolicyVersion(0, 1), "missing")
-            w.llm.cache_resets = False
-            with pytest.raises(EngineError, match="could not reset its prefix cache"):
-                await w.engine.update_weights(PolicyVersion(0, 1), "tiny1")
-            assert w.llm.label == "default"
-            await w.engine.resume()
-            answer = await w.ask()
-            assert isinstance(answer.error, EngineError)
-            assert "its weights are those of no version" in str(answer.error)
-            assert not (await w.engine.health()).ok
-            w.llm.cache_resets = True
-            await w.engine.pause()
+    async with world(own_loop=False) as w:
+        await w.engine.pause()
+        with pytest.raises(EngineError, match="FileNotFoundError"):
+            await w.engine.update_weights(PolicyVersion(0, 1), "missing")
+        w.llm.cache_resets = False
+        with pytest.raises(EngineError, match="could not reset its prefix cache"):
             await w.engine.update_weights(PolicyVersion(0, 1), "tiny1")
-            await w.engine.resume()
-            assert (await w.ask("a2")).tokens == w.whole(PROMPT, weights="tiny1")
-            assert (await w.engine.health()).ok
-
-    run(test)
+        assert w.llm.label == "default"
+        await w.engine.resume()
+        answer = await w.ask()
+        assert isinstance(answer.error, EngineError)
+        assert "its weights are those of no version" in str(answer.error)
+        assert not (await w.engine.health()).ok
+        w.llm.cache_resets = True
+        await w.engine.pause()
+        await w.engine.update_weights(PolicyVersion(0, 1), "tiny1")
+        await w.engine.resume()
+        assert (await w.ask("a2")).tokens == w.whole(PROMPT, weights="tiny1")
+        assert (await w.engine.health()).ok
 
 
 @pytest.mark.parametrize("results", [[], None, [None, "worker died"], [{"error": "no memory"}]])
-def test_a_reload_counts_when_every_worker_has_returned_nothing(results: Any) -> None:
+async def test_a_reload_counts_when_every_worker_has_returned_nothing(results: Any) -> None:
     """Whatever else they return is no success, and a label that does not move names no weights."""
-
-    async def test() -> None:
-        async with world(own_loop=False) as w:
-            await w.engine.pause()
-            w.llm.rpc_results = results
-            with pytest.raises(EngineError, match="workers returned"):
-                await w.engine.update_weights(PolicyVersion(0, 1), "tiny1")
-            w.llm.rpc_results, w.llm.keeps_label = [None], True
-            with pytest.raises(EngineError, match="says its weights are default"):
-                await w.engine.update_weights(PolicyVersion(0, 1), "tiny1")
-            await w.engine.resume()
-            assert (await w.ask()).error is not None
-            assert not (await w.engine.health()).ok
-
-    run(test)
-
-
-def test_weights_that_somebody_else_updates_are_noticed() -> None:
-    """vLLM's own labels must agree with april's versions."""
-
-    async def test() -> None:
-        async with world(own_loop=False) as w:
-            await w.engine.pause()
+    async with world(own_loop=False) as w:
+        await w.engine.pause()
+        w.llm.rpc_results = results
+        with pytest.raises(EngineError, match="workers returned"):
             await w.engine.update_weights(PolicyVersion(0, 1), "tiny1")
-            await w.engine.resume()
-            assert (await w.ask("a1")).error is None
-            w.llm.label = "somebody's"
-            answer = await w.ask("a2")
-            assert isinstance(answer.error, EngineError)
-            assert "somebody else changes its weights" in str(answer.error)
+        w.llm.rpc_results, w.llm.keeps_label = [None], True
+        with pytest.raises(EngineError, match="says its weights are default"):
+            await w.engine.update_weights(PolicyVersion(0, 1), "tiny1")
+        await w.engine.resume()
+        assert (await w.ask()).error is not None
+        assert not (await w.engine.health()).ok
 
-    run(test)
+
+async def test_weights_that_somebody_else_updates_are_noticed() -> None:
+    """vLLM's own labels must agree with april's versions."""
+    async with world(own_loop=False) as w:
+        await w.engine.pause()
+        await w.engine.update_weights(PolicyVersion(0, 1), "tiny1")
+        await w.engine.resume()
+        assert (await w.ask("a1")).error is None
+        w.llm.label = "somebody's"
+        answer = await w.ask("a2")
+        assert isinstance(answer.error, EngineError)
+        assert "somebody else changes its weights" in str(answer.error)
 
 
 @pytest.mark.parametrize(
@@ -357,78 +321,62 @@ def test_weights_that_somebody_else_updates_are_noticed() -> None:
         ({"finish_reason": "error"}, "ended the response for the reason 'error'"),
     ],
 )
-def test_what_cannot_be_true_is_refused(lies: dict[str, Any], message: str) -> None:
+async def test_what_cannot_be_true_is_refused(lies: dict[str, Any], message: str) -> None:
     """Counts and reasons are looked at."""
-
-    async def test() -> None:
-        async with world(own_loop=False) as w:
-            w.llm.lies = lies
-            answer = await w.ask()
-            assert isinstance(answer.error, EngineError)
-            assert message in str(answer.error)
-
-    run(test)
+    async with world(own_loop=False) as w:
+        w.llm.lies = lies
+        answer = await w.ask()
+        assert isinstance(answer.error, EngineError)
+        assert message in str(answer.error)
 
 
-def test_tied_embeddings_on_a_cpu_are_not_reloaded() -> None:
+async def test_tied_embeddings_on_a_cpu_are_not_reloaded() -> None:
     """One sentence says why and what to do; weights, version and requests stay as they were."""
-
-    async def test() -> None:
-        async with world(own_loop=False) as w:
-            config = w.llm.vllm_config
-            config.model_config.hf_config = SimpleNamespace(tie_word_embeddings=True)
-            for device, reloads in (("cuda", True), ("cpu", False)):
-                config.device_config = SimpleNamespace(device_type=device)
-                engine = VllmInProcessEngine(w.llm)
-                assert engine.capabilities.updates_from_disk is reloads
-                assert any("tied embeddings" in note for note in engine.capabilities.notes) is not reloads
-            with pytest.raises(EngineError, match="tied embeddings"):
-                await engine.update_weights(PolicyVersion(0, 1), "tiny1")
-            assert w.llm.weights == "tiny0"
-            assert (await engine.health()).ok
-
-    asyncio.run(test())
+    async with world(own_loop=False) as w:
+        config = w.llm.vllm_config
+        config.model_config.hf_config = SimpleNamespace(tie_word_embeddings=True)
+        for device, reloads in (("cuda", True), ("cpu", False)):
+            config.device_config = SimpleNamespace(device_type=device)
+            engine = VllmInProcessEngine(w.llm)
+            assert engine.capabilities.updates_from_disk is reloads
+            assert any("tied embeddings" in note for note in engine.capabilities.notes) is not reloads
+        with pytest.raises(EngineError, match="tied embeddings"):
+            await engine.update_weights(PolicyVersion(0, 1), "tiny1")
+        assert w.llm.weights == "tiny0"
+        assert (await engine.health()).ok
 
 
 
 @both_loops
 @pytest.mark.parametrize("release", [32, 33])
-def test_a_dead_vllm_and_a_wrong_request_are_told_apart(own_loop: bool, release: int) -> None:
+async def test_a_dead_vllm_and_a_wrong_request_are_told_apart(own_loop: bool, release: int) -> None:
     """vLLM's errors that blame the request (ValueError before 0.33) are the request's fault; all else the engine's."""
-
-    async def test() -> None:
-        async with world(own_loop, release=release) as w:
-            assert (await w.engine.health()).ok
-            assert isinstance((await w.ask("a1", [5] * 600)).error, RequestRefused)
-            assert isinstance((await w.ask("a2", max_tokens=998)).error, RequestRefused)
-            assert "a2" not in w.llm.started
-            w.llm.dead = True
-            answer = await w.ask("a3")
-            assert type(answer.error) is EngineError
-            assert "EngineDeadError" in str(answer.error)
-            assert not (await w.engine.health()).ok
-
-    run(test)
+    async with world(own_loop, release=release) as w:
+        assert (await w.engine.health()).ok
+        assert isinstance((await w.ask("a1", [5] * 600)).error, RequestRefused)
+        assert isinstance((await w.ask("a2", max_tokens=998)).error, RequestRefused)
+        assert "a2" not in w.llm.started
+        w.llm.dead = True
+        answer = await w.ask("a3")
+        assert type(answer.error) is EngineError
+        assert "EngineDeadError" in str(answer.error)
+        assert not (await w.engine.health()).ok
 
 
 @both_loops
-def test_cancelled_requests_leave_nothing_behind(own_loop: bool) -> None:
+async def test_cancelled_requests_leave_nothing_behind(own_loop: bool) -> None:
     """At any time of the cancellation: vLLM has no request left, and pause returns."""
-
-    async def test() -> None:
-        async with world(own_loop, mean_len=10_000) as w:
-            await w.there(lambda: w.llm.limit(2))
-            for turns in range(12):
-                task = asyncio.create_task(w.ask(f"a{turns:02}"))
-                for _ in range(turns):
-                    await asyncio.sleep(0)
-                task.cancel()
-                with pytest.raises(asyncio.CancelledError):
-                    await task
-            await w.engine.pause()
-            assert not w.llm.requests
-
-    run(test)
+    async with world(own_loop, mean_len=10_000) as w:
+        await w.there(lambda: w.llm.limit(2))
+        for turns in range(12):
+            task = asyncio.create_task(w.ask(f"a{turns:02}"))
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+        await w.engine.pause()
+        assert not w.llm.requests
 
 
 def test_capabilities_come_from_vllms_configuration() -> None:
