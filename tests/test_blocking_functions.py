@@ -36,10 +36,14 @@ def nothing_left_behind() -> Iterator[None]:
     assert_nothing_is_left()
 
 
-def one_group(engine: GateEngine, rollout: Any, check: bool = True, **changes: Any) -> april.RolloutScheduler:
+def one_group(
+    engine: GateEngine, rollout: Any, check: bool = True, filter: Any = None, **changes: Any
+) -> april.RolloutScheduler:
     """N = 1, n = 1, no reward."""
     values = {"rollout_batch_size": 1, "n_samples_per_prompt": 1, "over_sampling_batch_size": 1} | changes
-    return scheduler(engines=[engine], rollout=rollout, reward=None, config=config(**values), check=check)
+    return scheduler(
+        engines=[engine], rollout=rollout, reward=None, filter=filter, config=config(**values), check=check
+    )
 
 
 def first_attempt_of(*sample: int) -> Callable[[Request], bool]:
@@ -347,20 +351,25 @@ def test_a_call_after_the_function_has_returned_is_refused() -> None:
     ],
     ids=repr,
 )
-def test_whatever_a_plain_function_raises_is_a_named_failure(error: BaseException, words: str) -> None:
-    """The sample begins again, its tokens are counted; nothing ends but that function."""
-    failed: list[april.SampleId] = []
+@pytest.mark.parametrize("which", ["rollout", "filter"])
+def test_whatever_a_plain_function_raises_is_a_named_failure(error: BaseException, words: str, which: str) -> None:
+    """A rollout begins again, and its tokens are counted; a filter is asked again; nothing ends but that function."""
+    failed: list[str] = []
+
+    def fails(place: str) -> bool:
+        if place == which and not failed:
+            failed.append(place)
+            raise error
+        return True
 
     def rollout(prompt: april.Prompt, llm: april.BlockingLLM) -> None:
         llm.generate()
-        if not failed:
-            failed.append(llm.sample_id)
-            raise error
+        fails("rollout")
 
-    with one_group(GateEngine(), rollout) as rollouts:
-        rollouts.next_batch()
-        assert words in rollouts.story(*failed[0])
-        assert rollouts.ledger()["tokens"].dropped[DropReason.FAILED] == len(TAIL)
+    with one_group(GateEngine(), rollout, filter=lambda prompt, responses: fails("filter")) as rollouts:
+        (sample,) = rollouts.next_batch().samples
+        assert words in rollouts.story(*sample.id)
+        assert rollouts.ledger()["tokens"].dropped[DropReason.FAILED] == (len(TAIL) if which == "rollout" else 0)
 
 
 def test_no_more_threads_is_a_named_failure(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-import numpy as np
 import pytest
-from real_schedulers import assert_nothing_is_left, check, config, reward, scheduler
+from real_schedulers import assert_nothing_is_left, config, reward, scheduler
 from virtual_rollouts import Rollouts, now, on_virtual_time, prompt_ids, table
 
 import april
 from april.core.sampling import SamplingParams
-from april.core.types import DropReason, OnDataEnd, OnStale, Prompt, Refill, SampleId
+from april.core.types import DropReason, OnDataEnd, OnStale, Prompt, Refill
 from april.driver.llm import LLM
-from april.driver.rewards import Response, rewards_differ
+from april.driver.rewards import Response
 from april.engines.simulated.response_lengths import LognormalLengths
 from april.errors import DataExhausted, RolloutError
 
@@ -95,21 +93,6 @@ async def test_what_a_filter_sees() -> None:
 
 
 @on_virtual_time
-async def test_rewards_differ() -> None:
-    """The filter of DAPO: groups whose samples all have the same reward teach nothing."""
-
-    async def graded(prompt: Prompt, response: Response) -> float:
-        group, index = response.sample_id
-        return float(index if group % 2 else 1)
-
-    async def filter_(prompt: Prompt, responses: list[Response]) -> bool:
-        return rewards_differ(prompt, responses)
-
-    rollouts = Rollouts(table({}), n=2, samples=2, reward=graded, filter=filter_)
-    assert (await rollouts.step()).group_ids.tolist() == [1, 1, 3, 3]
-
-
-@on_virtual_time
 async def test_generation_goes_on_while_a_filter_thinks() -> None:
     """A slow filter holds up its group only: others are generated, judged and delivered meanwhile."""
 
@@ -161,69 +144,6 @@ async def test_evaluations_are_not_filtered() -> None:
 # ---------------------------------------------------------------- filters that fail
 
 
-async def raises() -> Any:
-    raise KeyError("answer")
-
-
-async def exits() -> Any:
-    raise SystemExit(3)
-
-
-async def is_cancelled_from_inside() -> Any:
-    inner: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
-    inner.cancel()
-    return await inner
-
-
-def returns(value: Any) -> Callable[[], Awaitable[Any]]:
-    async def function() -> Any:
-        return value
-
-    return function
-
-
-FAULTS: dict[str, tuple[Callable[[], Awaitable[Any]], str]] = {
-    "raises": (raises, "the filter failed: KeyError: 'answer'"),
-    "exits": (exits, "the filter failed: SystemExit: 3"),
-    "is cancelled from inside": (is_cancelled_from_inside, "something that it waited for was cancelled"),
-    "none": (returns(None), "the filter of group 1 returned None (NoneType); expected True or False"),
-    "number": (returns(1), "the filter of group 1 returned 1 (int); expected True or False"),
-    "nan": (returns(float("nan")), "expected True or False"),
-    "list": (returns([True, True]), "the filter of group 1 returned [True, True] (list); expected True or False"),
-}
-
-
-@pytest.mark.parametrize("kind", list(FAULTS))
-@pytest.mark.parametrize("times", [1, 3])
-@on_virtual_time
-async def test_a_filter_that_fails(kind: str, times: int) -> None:
-    """Once: it is asked again. Three times: its group is dropped as failed, by name, and replaced; others go on."""
-    fault, words = FAULTS[kind]
-    asked: list[int] = []
-
-    async def verdict(prompt: Prompt, responses: list[Response]) -> Any:
-        group = group_of(responses)
-        asked.append(group)
-        if group == 1 and asked.count(1) <= times:
-            return await fault()
-        return np.bool_(True)
-
-    rollouts = Rollouts(table({(1, 0): 9}), n=2, samples=2, filter=verdict)
-    batch = await rollouts.step()
-    assert set(batch.group_ids.tolist()) == ({0, 1} if times == 1 else {0, 2})
-    story = rollouts.core.story(SampleId(1, 0))
-    assert words in story
-    if times == 1:
-        assert asked.count(1) == 2
-        assert not rollouts.dropped
-    else:
-        assert asked.count(1) == 3
-        assert "group dropped (failed): filter of group 1: " in story
-        assert rollouts.dropped == {DropReason.FAILED: 9 + 5}
-        assert batch.metrics["groups_dropped_failed"] == 1
-        assert batch.metrics["groups_dropped_filtered"] == 0
-
-
 @on_virtual_time
 async def test_a_filter_that_rejects_everything_ends_the_step_with_a_reason() -> None:
     """After max_filtered_groups in a row; everything is accounted for, and the next step begins a new count."""
@@ -255,7 +175,8 @@ async def test_the_end_of_the_data_with_rejections(end: OnDataEnd, over: int) ->
         batch = await rollouts.step()
         sizes.append(len(batch.group_sizes))
         groups += batch.group_ids[::2].tolist()
-    words = "every prompt is settled" if end is OnDataEnd.SHORT else "complete groups that wait for more prompts: 1"
+    words = "complete groups that wait for more prompts: 1"
+    words = words if end is OnDataEnd.WAIT else r"every prompt is settled \(dropped so far: \{'filtered': 7\}\)"
     for _ in range(2):
         with pytest.raises(DataExhausted, match=words):
             await rollouts.driver.next_batch()
@@ -293,62 +214,6 @@ async def test_the_end_of_the_data_waits_for_a_filter_that_thinks() -> None:
 # ---------------------------------------------------------------- through the scheduler
 
 
-def plain_filter(prompt: april.Prompt, responses: list[Response]) -> bool:
-    assert threading.current_thread().name != "april-loop"
-    return int(prompt.token_ids[0]) % 3 != 0
-
-
-async def async_filter(prompt: april.Prompt, responses: list[Response]) -> bool:
-    assert threading.current_thread().name == "april-loop"
-    return int(prompt.token_ids[0]) % 3 != 0
-
-
-class CallableFilter:
-    async def __call__(self, prompt: april.Prompt, responses: list[Response]) -> bool:
-        return await async_filter(prompt, responses)
-
-
-def returns_an_awaitable(prompt: april.Prompt, responses: list[Response]) -> Awaitable[bool]:
-    assert threading.current_thread().name != "april-loop"
-    return async_filter(prompt, responses)
-
-
-@pytest.mark.parametrize("verdict", [plain_filter, async_filter, CallableFilter(), returns_an_awaitable])
-def test_kinds_of_filters(verdict: Any) -> None:
-    """Plain ones run in threads, async ones on april's loop; what they reject is in no batch and in the metrics."""
-    seen = []
-    with scheduler(filter=verdict, prompts=[[i] for i in range(1, 23)]) as rollouts:
-        for _ in range(5):  # 15 of 22 are accepted
-            batch = rollouts.next_batch()
-            check(batch)
-            assert len(batch) == 6
-            seen += [int(s.prompt.token_ids[0]) for s in batch.samples[::2]]
-            assert "groups_dropped_filtered" in batch.metrics
-            rollouts.weight_update()
-        with pytest.raises(DataExhausted, match=r"dropped so far: \{'filtered': 7\}"):
-            rollouts.next_batch()
-        assert sorted(seen) == [i for i in range(1, 23) if i % 3]
-        assert rollouts.ledger()["prompts"].dropped == {DropReason.FILTERED: 7}
-    assert_nothing_is_left()
-
-
-@pytest.mark.parametrize("error", [StopIteration(), SystemExit(4), KeyError("x")], ids=repr)
-def test_a_plain_filter_that_raises(error: BaseException) -> None:
-    """Whatever it raises in its thread: it is asked again, and no token is dropped for it."""
-    raised: list[int] = []
-
-    def verdict(prompt: april.Prompt, responses: list[Response]) -> bool:
-        if not raised:
-            raised.append(1)
-            raise error
-        return True
-
-    with scheduler(filter=verdict) as rollouts:
-        check(rollouts.next_batch())
-        assert not rollouts.ledger()["tokens"].dropped[DropReason.FAILED]
-    assert_nothing_is_left()
-
-
 def test_the_filter_of_dapo_by_its_public_name() -> None:
     """april.rewards_differ needs nothing else."""
 
@@ -361,22 +226,4 @@ def test_the_filter_of_dapo_by_its_public_name() -> None:
             assert all(g % 2 for g in batch.group_ids)
             assert batch.rewards.tolist() == [0.0, 1.0] * 3
             rollouts.weight_update()
-    assert_nothing_is_left()
-
-
-def test_calls_back_inside_a_filter_are_refused() -> None:
-    """A filter that asks for the next batch would wait for itself: a sentence, no deadlock."""
-    errors: list[str] = []
-
-    def verdict(prompt: april.Prompt, responses: list[Response]) -> bool:
-        try:
-            rollouts.next_batch()
-        except RolloutError as error:
-            errors.append(str(error))
-        return True
-
-    with scheduler(filter=verdict) as rollouts:
-        check(rollouts.next_batch())
-    assert errors
-    assert "cannot be called inside a" in errors[0]
     assert_nothing_is_left()

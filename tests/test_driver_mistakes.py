@@ -3,19 +3,169 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import aiohttp
 import numpy as np
 import pytest
-from virtual_rollouts import Rollouts, on_virtual_time, table
+from virtual_rollouts import Rollouts, now, on_virtual_time, table
 
-from april.core.types import Prompt, SampleId
+from april.core.types import DropReason, Prompt, SampleId
 from april.driver.llm import LLM
 from april.driver.rewards import Response
 from april.driver.user_code import kind_of, outcome_of, place_of
 from april.errors import RolloutError
+
+WELL = object()
+"""The function works."""
+
+
+async def cancelled() -> Any:
+    """Raises CancelledError although nobody cancelled the caller."""
+    inner: asyncio.Future[float] = asyncio.get_running_loop().create_future()
+    inner.cancel()
+    return await inner
+
+
+async def cancels_itself() -> Any:
+    """Cancels the task that runs it, which no one else did."""
+    task = asyncio.current_task()
+    assert task is not None
+    task.cancel()
+    await asyncio.sleep(1)
+
+
+def raises(error: BaseException) -> Callable[[], Awaitable[Any]]:
+    async def function() -> Any:
+        raise error
+
+    return function
+
+
+def returns(value: Any) -> Callable[[], Awaitable[Any]]:
+    async def function() -> Any:
+        return value
+
+    return function
+
+
+class Functions:
+    """All functions of a user; that of the name ``which`` does what ``fault`` does, and works where that is WELL."""
+
+    def __init__(self, which: str, fault: Callable[[SampleId], Awaitable[Any]]) -> None:
+        self.which, self.fault = which, fault
+
+    async def at(self, place: str, sample_id: SampleId, well: Any) -> Any:
+        answer = WELL if place != self.which else await self.fault(sample_id)
+        return well if answer is WELL else answer
+
+    async def reward(self, prompt: Prompt, response: Response) -> Any:
+        return await self.at("reward", response.sample_id, 1.0)
+
+    async def group_reward(self, prompt: Prompt, responses: list[Response]) -> Any:
+        return await self.at("group_reward", responses[0].sample_id, np.arange(len(responses)))
+
+    async def filter(self, prompt: Prompt, responses: list[Response]) -> Any:
+        return await self.at("filter", responses[0].sample_id, np.bool_(True))
+
+    async def rollout(self, prompt: Prompt, llm: LLM) -> None:
+        await self.at("rollout before generate", llm.sample_id, None)
+        await llm.generate()
+        await self.at("rollout", llm.sample_id, None)
+
+    def rollouts(self, **changes: Any) -> Rollouts:
+        """N = 2, n = 4."""
+        scored = {"group_reward": self.group_reward} if self.which == "group_reward" else {"reward": self.reward}
+        values: dict[str, Any] = {"n": 2, "samples": 4, "retry_pause_s": 4.0, "rollout": self.rollout} | scored
+        return Rollouts(table({}), filter=self.filter, **(values | changes))
+
+
+def failing(which: str, fails: Callable[[dict[str, Any]], Any], for_these: Callable[[int], bool]) -> Functions:
+    """Functions of which one fails for those prompts that ``for_these`` names, by number."""
+
+    async def fault(sample_id: SampleId) -> Any:
+        if for_these(sample_id.group):
+            fails({"answer": 1})
+        return WELL
+
+    return Functions(which, fault)
+
+
+# ---------------------------------------------------------------- once, and for one group
+
+EVERYWHERE: dict[str, tuple[Callable[[], Awaitable[Any]], str]] = {
+    "raises": (raises(KeyError("answer")), "KeyError: 'answer'"),
+    "exits": (raises(SystemExit(3)), "SystemExit: 3"),
+    "interrupts": (raises(KeyboardInterrupt()), "KeyboardInterrupt"),
+    "raises no Exception": (raises(type("Odd", (BaseException,), {})("odd")), "Odd: odd"),
+    "is cancelled from inside": (cancelled, "something that it waited for was cancelled"),
+    "cancels itself": (cancels_itself, "something that it waited for was cancelled"),
+    "hangs": (lambda: asyncio.Event().wait(), "after function_timeout_s=60"),
+}
+VALUES: dict[str, list[tuple[Any, str]]] = {
+    "reward": [
+        (float("nan"), "expected a finite number"), (-np.inf, "expected a finite number"),
+        (None, "expected a number"), ("good", "expected a number"), (10**400, "expected a number"),
+    ],
+    "group_reward": [
+        ([1.0], "expected 3 numbers, one per sample"), ([1.0] * 4, "expected 3 numbers"), (2.0, "expected 3 numbers"),
+        ({0: 1.0, 1: 0.5, 2: 0.0}, "expected 3 numbers"), ({3.0, 2.0, 1.0}, "expected 3 numbers"),
+        ("101", "expected 3 numbers"), ([1.0, float("nan"), 1.0], "the reward of g1.s1 is nan"),
+        ([1.0, 1.0, None], "the reward of g1.s2 is None"),
+    ],
+    "filter": [
+        (None, "the filter of group 1 returned None (NoneType); expected True or False"),
+        (1, "the filter of group 1 returned 1 (int); expected True or False"),
+        (float("nan"), "expected True or False"),
+        ([True, True], "the filter of group 1 returned [True, True] (list); expected True or False"),
+    ],
+}  # fmt: skip
+FAULTS = [
+    *(pytest.param(which, fault, words, id=f"{which} {kind}")
+      for which in ("reward", "group_reward", "filter", "rollout", "rollout before generate")
+      for kind, (fault, words) in EVERYWHERE.items()),
+    *(pytest.param(which, returns(value), words, id=f"{which} returns {value}"[:40])
+      for which, values in VALUES.items() for value, words in values),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("times", [1, 3])
+@pytest.mark.parametrize(("which", "fault", "words"), FAULTS)
+@on_virtual_time
+async def test_a_function_that_fails(which: str, fault: Callable[[], Awaitable[Any]], words: str, times: int) -> None:
+    """Once: it is asked again, a rollout function with a new response. Three times (max_attempt_failures): the group is
+    dropped as failed, by name, and replaced. No other group notices, and every token is accounted for."""
+    failed: list[SampleId] = []
+
+    async def once_or_more(sample_id: SampleId) -> Any:
+        if sample_id.group != 1 or (failed and sample_id != failed[0]) or len(failed) == times:
+            return WELL
+        failed.append(sample_id)
+        return await fault()
+
+    rollouts = Functions(which, once_or_more).rollouts(samples=3, function_timeout_s=60.0, retry_pause_s=1.0)
+    batch = await rollouts.step()
+    assert len(failed) == times
+    assert set(batch.group_ids.tolist()) == ({0, 1} if times == 1 else {0, 2})
+    assert rollouts.core.counters["failed_attempts"] == 0  # no engine was blamed
+    again = 5 * times if which == "rollout" else 0
+    story = rollouts.core.story(failed[0])
+    assert words in story
+    if times == 1:
+        assert rollouts.dropped == ({DropReason.FAILED: again} if again else {})
+        assert batch.metrics["failed_samples"] == (which != "filter")
+        return
+    if which == "rollout before generate":  # what its siblings have by then
+        assert set(rollouts.dropped) <= {DropReason.FAILED}
+    else:
+        assert rollouts.dropped == {DropReason.FAILED: again + (10 if which == "rollout" else 15)}
+    assert rollouts.core.prompts.as_dict()["dropped"] == {"failed": 1}
+    assert (batch.metrics["groups_dropped_failed"], batch.metrics["groups_dropped_filtered"]) == (1, 0)
+    assert "group dropped (failed): " in story
+
+
+# ---------------------------------------------------------------- for a while, and for ever
 
 
 @pytest.mark.parametrize("which", ["reward", "group_reward", "filter"])
@@ -25,30 +175,14 @@ async def test_an_outage_of_what_a_function_asks(which: str, seconds: float) -> 
     """A judge that refuses connections for a while costs nothing but time, and other samples go on meanwhile."""
     refused: list[float] = []
 
-    async def ask(answer: Any) -> Any:
-        now = asyncio.get_running_loop().time()
-        if 5.0 <= now < 5.0 + seconds:
-            refused.append(now)
+    async def judge(sample_id: SampleId) -> Any:
+        if 5.0 <= now() < 5.0 + seconds:
+            refused.append(now())
             raise ConnectionError("connection refused")
-        return answer
+        return WELL
 
-    async def reward(prompt: Prompt, response: Response) -> Any:
-        return await ask(1.0) if which == "reward" else 1.0
-
-    async def group_reward(prompt: Prompt, responses: list[Response]) -> Any:
-        return await ask([1.0] * len(responses))
-
-    async def judge(prompt: Prompt, responses: list[Response]) -> Any:
-        return await ask(True)
-
-    functions: dict[str, Any] = {
-        "reward": {"reward": reward},
-        "group_reward": {"group_reward": group_reward},
-        "filter": {"reward": reward, "filter": judge},
-    }
-
-    rollouts = Rollouts(table({}), n=2, samples=2, retry_pause_s=4.0, **functions[which])
-    while asyncio.get_running_loop().time() < 5.0 + 2 * seconds:
+    rollouts = Functions(which, judge).rollouts(samples=2)
+    while now() < 5.0 + 2 * seconds:
         await rollouts.step()
     assert refused
     assert not rollouts.dropped
@@ -63,7 +197,7 @@ async def test_pauses_between_tries() -> None:
 
     async def reward(prompt: Prompt, response: Response) -> float:
         if response.sample_id == (0, 0):
-            tries.append(asyncio.get_running_loop().time())
+            tries.append(now())
             raise ConnectionError("connection refused")
         return 1.0
 
@@ -107,7 +241,7 @@ async def test_a_function_that_was_written_wrongly_ends_the_step_at_once(
     rollouts = Rollouts(table({}), n=2, samples=2, retry_pause_s=4.0, **functions)
     with pytest.raises(RolloutError, match=r"^(g1\.s\d: )?the (reward function|filter) failed: .*$"):
         await rollouts.driver.next_batch()
-    assert asyncio.get_running_loop().time() == 5.0  # when the first responses are there
+    assert now() == 5.0  # when the first responses are there
     assert len(asked) == len(set(asked))
     assert not rollouts.dropped
     rollouts.check_ledger()
@@ -136,7 +270,7 @@ class JudgeAway(Exception):
     """A class of a user's own, or of a client's library."""
 
 
-def raising(error: Exception) -> Any:
+def raising(error: BaseException) -> Any:
     raise error
 
 
@@ -179,39 +313,6 @@ PASSING = [
 ]  # fmt: skip
 
 
-class Wrong:
-    """Functions of which ``which`` fails, for those prompts that ``for_these`` says, by number."""
-
-    def __init__(self, which: str, fails: Callable[[dict[str, Any]], Any], for_these: Callable[[int], bool]) -> None:
-        self.which, self.fails, self.for_these = which, fails, for_these
-
-    def at(self, place: str, group: int) -> None:
-        if place == self.which and self.for_these(group):
-            self.fails({"answer": 1})
-
-    async def reward(self, prompt: Prompt, response: Response) -> float:
-        self.at("reward", response.sample_id.group)
-        return 1.0
-
-    async def group_reward(self, prompt: Prompt, responses: list[Response]) -> list[float]:
-        self.at("group_reward", responses[0].sample_id.group)
-        return [1.0] * len(responses)
-
-    async def judge(self, prompt: Prompt, responses: list[Response]) -> bool:
-        self.at("filter", responses[0].sample_id.group)
-        return True
-
-    async def rollout(self, prompt: Prompt, llm: LLM) -> None:
-        await llm.generate()
-        self.at("rollout", llm.sample_id.group)
-
-    def rollouts(self, **changes: Any) -> Rollouts:
-        in_groups = self.which == "group_reward"
-        functions = {"group_reward": self.group_reward} if in_groups else {"reward": self.reward}
-        values: dict[str, Any] = {"n": 2, "samples": 4, "over": 4, "retry_pause_s": 4.0} | functions
-        return Rollouts(table({}), filter=self.judge, rollout=self.rollout, **(values | changes))
-
-
 @pytest.mark.parametrize(
     ("kind", "which", "n"),
     [(kind, "reward", 2) for kind in MISTAKES]
@@ -222,15 +323,14 @@ async def test_what_fails_alike_for_every_sample_ends_the_step_at_once(
     kind: str, which: str, n: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Whatever it raises, with the cause, its line and one line in the log, before any pause is over."""
-    rollouts = Wrong(which, MISTAKES[kind], lambda group: True).rollouts(n=n, over=n)
+    rollouts = failing(which, MISTAKES[kind], lambda group: True).rollouts(n=n)
     place = r"\(line \d+ of test_driver_mistakes.py\)$"
     with pytest.raises(RolloutError, match=rf"failed: (\w+(Error|Group):|it raised) .* {place}") as raised:
         await rollouts.driver.next_batch()
     assert raised.value.__cause__ is not None
     assert raised.value.__cause__.__traceback__ is not None
-    assert asyncio.get_running_loop().time() <= (15.0 if which == "rollout" else 5.0) * (1 + (n == 1))
+    assert now() <= (15.0 if which == "rollout" else 5.0) * (1 + (n == 1))
     assert n == 1 or (rollouts.core.prompts.as_dict()["dropped"] == {} and len(caplog.records) == 1)
-    await rollouts.close()
 
 
 def test_what_a_plain_function_has_not_found() -> None:
@@ -251,12 +351,9 @@ def test_what_a_plain_function_has_not_found() -> None:
 @on_virtual_time
 async def test_an_outage_at_the_very_start_costs_no_group(which: str, error: Exception) -> None:
     """Errors of files, sockets, clients and users' own classes may pass, though every sample has them at first."""
-    loop = asyncio.get_running_loop()
-    outage = Wrong(which, lambda data: raising(error) if loop.time() < 30 else None, lambda group: True)
-    rollouts = outage.rollouts()
+    rollouts = failing(which, lambda data: raising(error) if now() < 30 else None, lambda group: True).rollouts()
     await rollouts.step()
     assert rollouts.core.prompts.as_dict()["dropped"] == {}
-    await rollouts.close()
 
 
 @pytest.mark.parametrize("which", ["reward", "group_reward", "filter", "rollout"])
@@ -264,24 +361,22 @@ async def test_an_outage_at_the_very_start_costs_no_group(which: str, error: Exc
 @on_virtual_time
 async def test_bad_rows_cost_themselves(which: str, bad: set[int]) -> None:
     """A KeyError of some prompts, the first ones among them, drops those and nothing else."""
-    rollouts = Wrong(which, MISTAKES["key"], lambda group: group in bad).rollouts(n=4, over=4)
+    rollouts = failing(which, MISTAKES["key"], lambda group: group in bad).rollouts(n=4)
     for _ in range(4):
         await rollouts.step()
     assert rollouts.core.prompts.as_dict()["dropped"] == {"failed": len(bad)}
-    await rollouts.close()
 
 
 @pytest.mark.parametrize("n", [1, 2])
 @on_virtual_time
 async def test_bad_rows_first_where_a_batch_is_small(n: int) -> None:
     """Others are in work beside them: what becomes of those tells whether a function is wrong."""
-    rollouts = Wrong("reward", MISTAKES["key"], lambda group: group < 3).rollouts(n=n, over=8, samples=1)
+    rollouts = failing("reward", MISTAKES["key"], lambda group: group < 3).rollouts(n=n, over=8, samples=1)
     for _ in range(4):
         await rollouts.step()
     await asyncio.sleep(100)
     await rollouts.step()
     assert rollouts.core.prompts.as_dict()["dropped"] == {"failed": 3}
-    await rollouts.close()
 
 
 @pytest.mark.parametrize("which", ["reward", "rollout"])

@@ -12,6 +12,7 @@ import pytest
 from real_schedulers import assert_nothing_is_left, check, config, endless, engine, scheduler
 
 import april
+from april.core.types import DropReason
 from april.driver.rewards import Response
 from april.errors import ConfigError
 
@@ -47,6 +48,16 @@ def reward_plain(prompt: april.Prompt, response: Response) -> float:
     assert threading.current_thread().name.startswith("april-worker")
     assert response.output == "done"
     return float(len(response.tokens))
+
+
+async def filter_async(prompt: april.Prompt, responses: list[Response]) -> bool:
+    assert threading.current_thread().name == "april-loop"
+    return int(prompt.token_ids[0]) % 3 != 0
+
+
+def filter_plain(prompt: april.Prompt, responses: list[Response]) -> bool:
+    assert threading.current_thread().name.startswith("april-worker")
+    return int(prompt.token_ids[0]) % 3 != 0
 
 
 def with_tool(function: Callable[..., Any]) -> Callable[[Any, Any], Any]:
@@ -106,12 +117,15 @@ def kinds(asynchronous: Callable[..., Any], plain: Callable[..., Any]) -> dict[s
 
 @pytest.mark.parametrize("kind", list(kinds(rollout_async, rollout_plain)))
 def test_kinds_of_functions(kind: str) -> None:
-    """Rollout and reward functions of every kind, async on the loop and plain in threads, with two arguments."""
+    """Rollout functions, rewards and filters of every kind, async on the loop and plain in threads, two arguments."""
     rollout = kinds(rollout_async, rollout_plain)[kind]
     reward = kinds(reward_async, reward_plain)[kind]
-    with scheduler(rollout=rollout, reward=reward) as rollouts:
-        check(rollouts.next_batch())
-        assert rollouts.ledger()["prompts"].dropped == {}
+    judge = kinds(filter_async, filter_plain)[kind]
+    with scheduler(rollout=rollout, reward=reward, filter=judge) as rollouts:
+        batch = rollouts.next_batch()
+        check(batch)
+        assert all(s.prompt.token_ids[0] % 3 for s in batch.samples)
+        assert set(rollouts.ledger()["prompts"].dropped) == {DropReason.FILTERED}
         assert rollouts.evaluate([[1, 2]], n_samples=2).rewards.shape == (1, 2)
 
 

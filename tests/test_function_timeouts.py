@@ -48,53 +48,6 @@ async def test_an_async_reward_that_hangs_is_cancelled_and_asked_again() -> None
     assert "judge was not done with g1.s0 after function_timeout_s=60" in story
 
 
-@on_virtual_time
-async def test_an_async_group_reward_that_hangs_is_asked_again() -> None:
-    """The same for the reward of a whole group."""
-    calls: list[float] = []
-
-    async def judge(prompt: Prompt, responses: list[Response]) -> list[float]:
-        calls.append(now())
-        if len(calls) == 1:
-            await asyncio.Event().wait()
-        return [1.0] * len(responses)
-
-    rollouts = Rollouts(table({}), n=1, samples=3, group_reward=judge, function_timeout_s=7)
-    await rollouts.step()
-    assert calls == [5.0, 12.0]
-
-
-@on_virtual_time
-async def test_a_reward_that_always_hangs_drops_the_group_by_name() -> None:
-    """After max_attempt_failures the group is replaced, its tokens are counted as failed."""
-
-    async def judge(prompt: Prompt, response: Response) -> float:
-        if response.sample_id.group == 0:
-            await asyncio.Event().wait()
-        return 1.0
-
-    rollouts = Rollouts(table({}), n=1, reward=judge, function_timeout_s=10)
-    batch = await rollouts.step()
-    assert batch.group_ids.tolist() == [1]
-    assert rollouts.dropped == {DropReason.FAILED: 5}
-    assert now() == 5 + 3 * 10 + 5
-
-
-@on_virtual_time
-async def test_a_filter_that_hangs_is_a_named_failure() -> None:
-    """The group is judged again or dropped by name; the step goes on."""
-
-    async def picky(prompt: Prompt, responses: list[Response]) -> bool:
-        if responses[0].sample_id.group == 0:
-            await asyncio.Event().wait()
-        return True
-
-    rollouts = Rollouts(table({}), n=1, filter=picky, function_timeout_s=10)
-    batch = await rollouts.step()
-    assert batch.group_ids.tolist() == [1]
-    assert "picky was not done with group 0 after function_timeout_s=10" in rollouts.core.story(SampleId(0, 0))
-
-
 @pytest.mark.parametrize("ending", ["answers late", "raises late"])
 @on_virtual_time
 async def test_an_async_reward_that_ignores_its_cancellation_is_left_behind(ending: str) -> None:
@@ -221,25 +174,6 @@ async def test_a_rollout_function_that_ignores_its_cancellation_is_left_behind()
 
 
 @on_virtual_time
-async def test_a_function_that_cancels_itself_is_a_named_failure() -> None:
-    """Cancelling the task that runs it, which no one else did, neither loses the sample nor hangs the step."""
-    done: list[SampleId] = []
-
-    async def agent(prompt: Prompt, llm: LLM) -> None:
-        await llm.generate()
-        if not done:
-            done.append(llm.sample_id)
-            task = asyncio.current_task()
-            assert task is not None
-            task.cancel()
-            await asyncio.sleep(1)
-
-    rollouts = Rollouts(table({}), n=2, rollout=agent)
-    await rollouts.step()
-    assert "something that it waited for was cancelled" in rollouts.core.story(done[0])
-
-
-@on_virtual_time
 async def test_the_default_function_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     """One response and nothing else: no clock is started for it, nor a coroutine."""
     started: list[Any] = []
@@ -307,24 +241,6 @@ async def test_there_is_one_timer_however_often_something_is_late() -> None:
     limits.close()
     limits.start(Timed())
     assert timers() == 0
-
-
-@pytest.mark.parametrize("error", [KeyboardInterrupt(), type("Odd", (BaseException,), {})("odd")], ids=repr)
-@on_virtual_time
-async def test_whatever_an_async_function_raises_ends_its_own_sample_only(error: BaseException) -> None:
-    """Not only Exceptions: a reward that raises what would end a program is asked again like any that fails."""
-    asked: list[int] = []
-
-    async def reward(prompt: Any, response: Any) -> float:
-        asked.append(1)
-        if len(asked) == 1:
-            raise error
-        return 1.0
-
-    rollouts = Rollouts(table({}), n=2, reward=reward)
-    batch = await rollouts.step()
-    assert batch.metrics["failed_samples"] == 1
-    assert len(asked) == 3
 
 
 # ---------------------------------------------------------------- plain functions, in threads

@@ -388,37 +388,6 @@ async def test_evaluation_of_an_engine_that_answers_at_once() -> None:
 # ---------------------------------------------------------------- what is refused, and text
 
 
-@pytest.mark.parametrize(
-    ("arguments", "tokenizer", "message"),
-    [
-        ({"stop": ["x"]}, None, "UsageError: llm.generate: stop strings are matched on text; give the scheduler token"),
-        ({"stop": "x"}, None, "give the scheduler tokenizer="),
-        ({"stop": ["a", ""]}, Angles(), "UsageError: llm.generate: an empty stop string"),
-        ({"stop": [7]}, Angles(), "UsageError: llm.generate: stop strings must be strings, got 7"),
-        ({"stop": ["\ufffd"]}, Angles(), "has U\\+FFFD in it"),
-        ({"top_k": 5}, Angles(), "TypeError: llm.generate: top_k: changes the distribution.*april supports token_ids,"),
-        ({"n": 4}, Angles(), "TypeError: llm.generate: n: .*set n_samples_per_prompt; april supports"),
-        ({"max_new_tokens": 4}, Angles(), "max_new_tokens: is called max_tokens here"),
-        ({"colour": "red"}, Angles(), "TypeError: llm.generate: colour: unknown argument; april supports token_ids"),
-    ],
-)
-@on_virtual_time
-async def test_calls_that_are_refused(arguments: dict[str, Any], tokenizer: Any, message: str) -> None:
-    """One sentence where the call is made; no engine sees the request."""
-    errors: list[str] = []
-
-    async def rollout(prompt: Prompt, llm: LLM) -> None:
-        with pytest.raises((ValueError, TypeError)) as caught:
-            await llm.generate(**arguments)
-        errors.append(f"{type(caught.value).__name__}: {caught.value}")
-        await llm.generate()
-
-    rollouts = Rollouts(table({}), n=1, rollout=rollout, tokenizer=tokenizer)
-    rollouts.check(await rollouts.driver.next_batch())
-    assert len(rollouts.engines[0].requests) == len(errors) == 1
-    assert re.search(message, errors[0])
-
-
 class _Asked(Exception):
     """Carries what an LLM would ask for."""
 

@@ -122,46 +122,6 @@ def test_a_call_that_cannot_be_is_one_line_with_its_place(caplog: pytest.LogCapt
     assert not caplog.records[0].exc_info
 
 
-@pytest.mark.asyncio
-@pytest.mark.parametrize(
-    ("arguments", "sentence"),
-    [
-        ({"stop_token_ids": 5}, "llm.generate: stop_token_ids must be a list, got 5"),
-        ({"stop": 5}, "llm.generate: stop must be a list, got 5"),
-        ({"token_ids": april.Prompt(np.array([1], np.int32))}, "got Prompt of object; give prompt.token_ids or "),
-    ],
-)
-async def test_arguments_of_generate(arguments: dict[str, Any], sentence: str) -> None:
-    """Refused in the call, by name."""
-    llm = LLM(april.SampleId(0, 0), SamplingParams(max_tokens=9), _never)
-    with pytest.raises(ValueError, match=sentence):
-        await llm.generate(**arguments)
-
-
-async def _never(sampling: SamplingParams, token_ids: Any) -> april.Completion:
-    pytest.fail("it was asked for")
-
-
-@pytest.mark.parametrize(
-    ("arguments", "sentence"),
-    [
-        ({"max_tokens": 2.5}, "max_tokens must be an integer, got 2.5"),
-        ({"max_tokens": True}, "max_tokens must be an integer, got True"),
-        ({"temperature": "hot"}, "temperature must be a number, got 'hot'"),
-        ({"stop_token_ids": [1.5]}, r"stop_token_ids must be integers, got \(1.5,\)"),
-    ],
-)
-def test_numbers_of_generate(arguments: dict[str, Any], sentence: str) -> None:
-    """Of the wrong type: the sample's function fails with the sentence, and the trainer is told."""
-
-    async def rollout(prompt: april.Prompt, llm: LLM) -> None:
-        await llm.generate(**arguments)
-
-    failure = pytest.raises(RolloutError, match=f"llm.generate: {sentence}")
-    with scheduler(rollout=rollout, config=config(max_failed_groups=1)) as rollouts, failure:
-        rollouts.next_batch()
-
-
 def test_a_timeout_around_generate() -> None:
     """asyncio.TimeoutError says nothing; the answer says that a parked call takes as long as the steps between."""
 
@@ -427,17 +387,9 @@ def test_text_and_chats_as_prompts(prompt: Any) -> None:
 
 @pytest.mark.parametrize("ids", [["<|im_end|>"], "<|im_end|>", [5, "</s>"]])
 def test_stop_tokens_as_text(ids: Any) -> None:
-    """In the configuration and in a call: the tokenizer's function that gives the id."""
+    """In the configuration: the tokenizer's function that gives the id."""
     with pytest.raises(ConfigError, match=r"convert_tokens_to_ids\('<.*'\)"):
         small_config(sampling={"stop_token_ids": ids})
-    if isinstance(ids, str):
-        return
-
-    async def rollout(prompt: april.Prompt, llm: april.LLM) -> None:
-        await llm.generate(stop_token_ids=ids)
-
-    with pytest.raises(RolloutError, match=r"convert_tokens_to_ids\('<.*'\)"):
-        run(rollout=rollout)
 
 
 @pytest.mark.parametrize("new", [[5], np.int32(7), np.array([-1])])
