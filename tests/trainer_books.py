@@ -22,12 +22,17 @@ Version = tuple[int, int]
 
 
 class Token(NamedTuple):
-    """One token that an engine sent for training, and by which weights it was really generated."""
+    """One token of a response, and by which weights it was really generated; the environment's have no version."""
 
     id: int
     logprob: float
-    version: Version
+    version: Version | None
     weights: str
+
+
+def generated(tape: Iterable[Token]) -> list[Token]:
+    """The tokens that the policy wrote."""
+    return [token for token in tape if token.version is not None]
 
 
 @dataclass
@@ -169,7 +174,7 @@ class Books:
 
     def begin_again(self, key: Key, reason: str) -> None:
         """A sample loses what it had."""
-        self.lose(len(self.tapes[key]), reason)
+        self.lose(len(generated(self.tapes[key])), reason)
         self.tapes[key] = []
         self.unfinish(key)
 
@@ -195,7 +200,7 @@ class Books:
     @property
     def tokens_held(self) -> int:
         """Of undelivered samples."""
-        return sum(map(len, self.tapes.values()))
+        return sum(len(generated(tape)) for tape in self.tapes.values())
 
     # ---------------------------------------------------------------- batches
 
@@ -206,7 +211,7 @@ class Books:
 
     def age(self, tape: list[Token]) -> int:
         """Updates between its oldest token and the training of the next batch; 0 without tokens."""
-        return max((self.trained_at - token.version[1] for token in tape), default=0)
+        return max((self.trained_at - token.version[1] for token in generated(tape)), default=0)
 
     def deliver(self, batch: int, keys: Iterable[Key]) -> None:
         """These samples are in a batch."""
@@ -218,14 +223,15 @@ class Books:
             leased[key] = self.tapes.pop(key)
             self.groups[key[0]].delivered.add(key[1])
             self._left(key, "delivered")
-            self.delivered += len(leased[key])
+            self.delivered += len(generated(leased[key]))
         self.out[batch] = leased
         self.batches += 1
 
     def train(self, batches: Iterable[int]) -> None:
         """These were trained under the present version: how old was each token really?"""
         for batch in batches:
-            ages = (self.version[1] - token.version[1] for tape in self.out.pop(batch).values() for token in tape)
+            tapes = self.out.pop(batch).values()
+            ages = (self.version[1] - token.version[1] for tape in tapes for token in generated(tape))
             self.oldest = max(self.oldest, *ages, 0)
             self.committed = max(self.committed, batch)
 
@@ -278,7 +284,7 @@ class Books:
                 group.delivered.discard(key[1])
                 books.tapes[key] = list(tape)
                 books.finished.add(key)
-                books.delivered -= len(tape)
+                books.delivered -= len(generated(tape))
         books.version = (self.version[0] + 1, self.version[1] + trained)
         return books
 
@@ -301,7 +307,7 @@ def check_batch(batch: Batch, books: Books, settings: CoreSettings, seen: Counte
     for key, sample in zip(keys, batch.samples, strict=True):
         check_sample(key, sample, books, settings)
         seen["resumed"] += sample.resumes > 0
-        seen["of several versions"] += len({token.version for token in books.tapes[key]}) > 1
+        seen["of several versions"] += len({token.version for token in generated(books.tapes[key])}) > 1
         seen["straggler"] += key[1] not in [index for index, _ in sample.cohort]
         seen["part of a group"] += bool(books.groups[key[0]].delivered)
     seen["batches"] += 1
@@ -319,12 +325,14 @@ def check_sample(key: Key, sample: DeliveredSample, books: Books, settings: Core
     assert sample.tokens.tolist() == [t.id for t in tape]
     assert sample.logprobs.tolist() == [t.logprob for t in tape]
     for token, version in zip(tape, sample.versions.tolist(), strict=True):
+        if token.version is None:
+            ages.append(None)
+            continue
         assert token.version == tuple(version)
         assert token.weights == books.weights[token.version], "its version is not that of its weights"
         ages.append(books.trained_at - token.version[1])
-    assert sample.staleness == max(ages)
+    oldest = max(age for age in ages if age is not None)
+    assert sample.staleness == oldest
     masks, bound = settings.on_stale in (OnStale.MASK, OnStale.FINISH), books.bound_of(key[0], settings)
-    assert sample.loss_mask.tolist() == [not (masks and age > bound) for age in ages]
-    if books.as_promised:
-        assert max(ages) <= bound
-        assert sample.loss_mask.all()
+    assert sample.loss_mask.tolist() == [age is not None and not (masks and age > bound) for age in ages]
+    assert not books.as_promised or oldest <= bound

@@ -491,7 +491,8 @@ class TrainerPlayer:
         for attempt_id in command.attempt_ids:
             request = self.running[attempt_id]
             fails = self.telling or (self.core.context.failure is not None and (self.untold or self.causes))
-            cause = self.updates or self.held or fails or request.doubtful or request.stalled
+            stopped = request.stalled or request.attempt.tape.stopped
+            cause = self.updates or self.held or fails or request.doubtful or stopped
             if self.continuous and attempt_id not in self.to_end and request.key[0] >= 0:
                 assert cause or request.key in self.leaving, "a request is cut for no reason"
         self.to_end.update(command.attempt_ids)
