@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from core_machine import CoreMachine, settings
-from test_page_examples import DOCS, blocks
+from pages import blocks_of, text_of
 
 import april
 from april.core.batch import Batch, DeliveredSample
@@ -193,22 +193,22 @@ def test_what_is_refused() -> None:
 
 def test_corrections_as_on_the_page() -> None:
     """The block runs as it stands: on-policy, the loss is the mean over the tokens; the keys are those on the page."""
-    block, guard = blocks(DOCS / "corrections.md")
+    block, guard = blocks_of("corrections.md")
     batch = batch_of(ROWS)
     space: dict[str, Any] = {
         "april": april, "batch": batch, "model": None, "loss_per_token": torch.ones(batch.padded()["logprobs"].shape),
         "log_probabilities": lambda model, arrays: arrays["logprobs"].clone().requires_grad_(),
     }  # fmt: skip
-    exec(compile(block, "corrections.md", "exec"), space)  # noqa: S102 - of the page
+    block.run(space)
     assert float(space["loss"]) == pytest.approx(1.0)
     lowered: list[str] = []
     batch = batch_of([[(V(0, 3), 400)]] * 4)
     rollouts = SimpleNamespace(lower_staleness=lambda: lowered.append("once"))
     space |= {"batch": batch, "logprobs": recomputed(batch, 3.0), "rollouts": rollouts}
-    exec(compile(guard, "corrections.md", "exec"), space)  # noqa: S102 - of the page
+    guard.run(space)
     assert lowered == ["once"]
     assert space["recent"][0] > 0.02
-    page = (DOCS / "corrections.md").read_text("utf-8")
+    page = text_of("corrections.md")
     assert {n for n in space["metrics"] if "/" not in n or n.startswith("age_2")} == {
         name for name in ("ess_token", "ess_response", "kl_k1", "kl_k3", "tokens", "age_2/ess_token", "age_2/kl_k1",
                           "age_2/kl_k3", "age_2/tokens") if f"`{name}`" in page

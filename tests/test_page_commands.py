@@ -1,6 +1,7 @@
 """Every command on a page is one: `april` does as it says, other programs take its words, make knows its target.
 
-A program of this repository is started up to the point at which it has read its words, and its own parser judges them.
+So are settings in YAML, and flags of trainers, which their adapters read as in a run. A program of this repository is
+started up to the point at which it has read its words, and its own parser judges them.
 What needs a real trainer or server is run with the same flags by `make test-engines` and `make test-adapters`.
 """
 
@@ -13,58 +14,42 @@ import runpy
 import shutil
 import sys
 import tomllib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-import page_trainers as trainers
 import pytest
 import typer
+import yaml
 from fake_servers.vllm import FakeVllmServer
-from page_blocks import COMMANDS, ROOT, Block, block, blocks, command_lines
+from pages import COMMANDS, ROOT, YAML, Block, blocks, command_lines, executes, text_of
 from sglang_fixtures import ServerThread
 from torch.distributed.run import get_args_parser
 from typer.testing import CliRunner
 
+import april
 from april import cli
+from april.adapters.openrlhf.arguments import config_of, split_flags
+from april.adapters.slime.arguments import config_of as config_of_slime
+from april.adapters.verl.settings import settings_of
 from april.engines.simulated.decode_cost import DecodeCost
 from april.record.file import RunRecord
 from april.simulate import plan, plan_run, profile, workload
 from april.simulate.simulation import Simulation
 from april.view import pictures
+from tests.adapters import openrlhf_stand_in, slime_stand_in, stand_in_verl
 from tests.adapters.environments import TRL_VERSION
 
-MAKE = (ROOT / "Makefile").read_text("utf-8")
 SERVERS = "".join(path.read_text("utf-8") for path in sorted((ROOT / "tests" / "real_engines").glob("*.py")))
-TRAINERS = {"slime.md": trainers.slime, "openrlhf.md": trainers.openrlhf, "verl.md": trainers.verl}
-"""Pages with flags of a trainer."""
+SWITCH = ["hydra.searchpath=[pkg://april.adapters.verl.conf]", "+april=verl"]
+GROUP = ROOT / "april" / "adapters" / "verl" / "conf" / "april" / "verl.yaml"
+"""Overrides that switch april on in verl, and the file that they name."""
 RUN_ELSEWHERE = {
     "examples/multi_turn_tool.py": "test_multi_turn_example.py",
     "tests/ranks/sharded_generation.py": "test_sharded_model.py",
 }
 """Programs without words of their own, and the test that runs them."""
-ONLY_READ = {
-    "python examples/own_loop.py": "run in small by test_examples.py",
-    "python examples/multi_turn_tool.py": "run by test_multi_turn_example.py",
-    "python -m torch.distributed.run --standalone --nproc-per-node 2 examples/own_loop_ranks.py": "two processes: "
-    "make test-ranks runs such a trainer, test_examples.py this one as one process",
-    "python -m torch.distributed.run --standalone --nproc-per-node 2 tests/ranks/sharded_generation.py": "run by "
-    "test_sharded_model.py",
-    "python -m benchmarks.": "takes minutes, some a model or a GPU",
-    "python -m april.testing.conformance": "takes a real server: make test-engines",
-    "python -m tests.real_engines.benchmark": "takes a real server and an hour; make test-engines starts the same ones",
-    "python -m tests.adapters.real_slime": "takes a source tree of slime",
-    "python -m sglang": "a real server: make test-engines",
-    "vllm serve": "a real server: make test-engines",
-    "python -m verl.trainer.main_ppo": "a real trainer: make test-adapters",
-    "python -m april.adapters.openrlhf": "a real trainer: make test-adapters",
-    "python train.py": "the reader's own program: test_tutorial.py runs it",
-    "torchrun": "the reader's own program; make test-adapters runs TRL on two ranks",
-    "pip install": "make test installs this package, make test-adapters the others",
-    "make ": "what make verify makes",
-    ". .venv/bin/activate": "of the shell alone: test_readme.py holds the block against what .ci/run runs",
-}
-"""Commands, by how they begin, that are read here and not run, and why; those of `april` are all run."""
 SAID = {"--logprobs-mode", "--scheduling-policy"}
 """Flags of which docs/servers.md says that the suite starts no server with them."""
 SMALL = {
@@ -124,7 +109,7 @@ def place(files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def april(words: list[str], monkeypatch: pytest.MonkeyPatch) -> str:
+def printed(words: list[str], monkeypatch: pytest.MonkeyPatch) -> str:
     """What the real command prints, on fake servers at the addresses of the page; it ends with 0."""
     small = SMALL.get(words[0], [])
     if words[0] == "simulate":
@@ -198,15 +183,92 @@ def pip(words: list[str]) -> None:
 
 def make(target: str) -> None:
     """One that `make verify` makes as well."""
-    verify = re.findall(r"^verify: (.*)$", MAKE, re.M)[0].split()
-    assert target in verify
+    (verify,) = re.findall(r"^verify: (.*)$", (ROOT / "Makefile").read_text("utf-8"), re.M)
+    assert target in verify.split()
+
+
+def value(word: str) -> Any:
+    """As a command line has it: a number, or a word."""
+    return yaml.safe_load(word)
+
+
+def flags(words: list[str]) -> dict[str, Any]:
+    """``--name VALUE``; a flag without a value is true."""
+    found: dict[str, Any] = {}
+    for word in words:
+        if word.startswith("--"):
+            name, found[word[2:]] = word[2:], True
+        else:
+            found[name] = value(word)
+    return found
+
+
+def slime(words: list[str], own: Mapping[str, Any] | None = None) -> None:
+    """Functions of april's are there; every other flag is one that the adapter knows, and takes."""
+    given = {name.replace("-", "_"): v for name, v in flags(words).items()}
+    for path in given.values():
+        if str(path).startswith("april."):
+            module, _, function = path.rpartition(".")
+            assert callable(getattr(import_module(module), function))
+    given.pop("rollout_function_path", None)
+    given.setdefault("n_samples_per_prompt", 8)
+    if own and "group_quorum" in own:
+        given |= {"custom_reward_post_process_path": "april.adapters.slime.post_process_rewards"}
+    args = slime_stand_in.namespace(april=dict(own or {}), sglang_router_ip="127.0.0.1", sglang_router_port=1, **given)
+    config_of_slime(args, ["http://127.0.0.1:8000"])
+
+
+def openrlhf(words: list[str]) -> None:
+    """april's flags are settings of april; OpenRLHF's are those that the adapter reads."""
+    theirs, ours = split_flags(words)
+    given = flags(theirs)
+    args = openrlhf_stand_in.namespace(**{"rollout.max_new_tokens": 100})
+    for path in given:
+        node: Any = args
+        for name in path.split("."):
+            node = getattr(node, name)  # one that nobody knows is not there
+    if "rollout.batch_size" in given:
+        given["rollout.vllm_generate_batch_size"] = given["rollout.batch_size"]
+    config_of(openrlhf_stand_in.namespace(**given), ours)
+
+
+def verl(words: list[str]) -> None:
+    """The group `+april=verl` is there for hydra, and april takes what it says with the overrides behind it."""
+    config = stand_in_verl.config(actor_rollout_ref__rollout__n=8)
+    switch = [word for word in words if word in SWITCH]
+    assert switch in ([], SWITCH)
+    merged(config, yaml.safe_load(GROUP.read_text("utf-8")))
+    for word in words:
+        if word in (*SWITCH, "..."):
+            continue
+        path, given, text = word.partition("=")
+        assert given, word
+        *above, last = path.split(".")
+        node: Any = config
+        for name in above:
+            node = node.setdefault(name, {})
+        node[last] = value(text)
+    settings_of(config)
+
+
+def merged(config: dict[str, Any], more: Mapping[str, Any]) -> None:
+    """``more`` put over it, mapping by mapping."""
+    for name, under in more.items():
+        if isinstance(under, Mapping):
+            merged(config.setdefault(name, {}), under)
+        else:
+            config[name] = under
+
+
+TRAINERS = {"slime.md": slime, "openrlhf.md": openrlhf, "verl.md": verl}
+"""Pages with flags of a trainer."""
 
 
 def execute(words: list[str], page: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """One command by whoever understands it; one that nobody does fails."""
     match words:
         case ["april", *rest]:
-            april(rest, monkeypatch)
+            printed(rest, monkeypatch)
         case ["python", "-m", "torch.distributed.run", *rest] | ["torchrun", *rest]:
             torchrun(rest, monkeypatch)
         case ["vllm", "serve", "MODEL", *rest]:
@@ -239,21 +301,6 @@ def test_every_command_is_understood(block: Block, place: Path, monkeypatch: pyt
             execute(words, block.page, patch)
 
 
-def test_what_is_not_run_has_a_reason() -> None:
-    """Every command is one of april's or listed with its reason, nothing listed is left over, and targets are made."""
-    pages = [b for b in blocks(*COMMANDS) if not next(command_lines(b.text))[0].startswith("--")]
-    lines = {" ".join(words) for b in pages for words in command_lines(b.text)}
-    flags_alone = {line for line in lines if re.match(r"[\w.]+[=:]", line)}  # overrides of verl
-    needed = {
-        start for line in lines - flags_alone if not line.startswith("april ")
-        for start in [max((s for s in ONLY_READ if line.startswith(s)), key=len, default=line)]
-    }  # fmt: skip
-    assert needed == set(ONLY_READ)
-    for target in re.findall(r"make ([a-z-]+)(?= |$)", "\n".join(ONLY_READ.values()), re.M):
-        if target != "verify":
-            make(target)
-
-
 def shapes(text: str) -> set[str]:
     """Its lines with every number as 0, and without lines that are drawn."""
     named = re.sub(r"^( *)[> ] (?:N' = |refill, )[^%x\n]*?(?=  +[\d,]+ +[\d.]+x)", r"\1NAME", text, flags=re.M)
@@ -261,24 +308,69 @@ def shapes(text: str) -> set[str]:
     return {line for line in lines if line.strip("\u2500")}
 
 
-@pytest.mark.parametrize(
-    ("page", "word", "command"),
-    [
-        ("simulate.md", "One workload", "simulate --sweep"),
-        ("choosing.md", "What cannot be had", "plan lengths.jsonl"),
-    ],
-)
+@pytest.mark.parametrize("command", ["plan lengths.jsonl", "simulate --sweep"])
+@executes("choosing.md-2", "simulate.md-1")
 def test_tables_have_the_lines_of_the_page(
-    page: str, word: str, command: str, place: Path, monkeypatch: pytest.MonkeyPatch
+    code: list[Block], command: str, place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Titles, columns and rows as the command prints them today; the figures are those of a longer run."""
     name, *words = command.split()
     monkeypatch.setitem(SMALL, name, [word for word in SMALL[name] if word != "--no-sweep"])
-    missing = shapes(block(page, word).text) - shapes(april([name, *words], monkeypatch))
+    missing = shapes(code[name == "simulate"].text) - shapes(printed([name, *words], monkeypatch))
     assert not missing
 
 
-def test_own_lengths_as_on_the_page(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@executes("simulate.md-2")
+def test_own_lengths_as_on_the_page(code: list[Block], place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The lines are a file that `april simulate` takes."""
-    (place / "own.jsonl").write_text(block("simulate.md", '"lengths"').text, "utf-8")
-    assert "own.jsonl" in april(["simulate", "--lengths", "own.jsonl"], monkeypatch)
+    (place / "own.jsonl").write_text(code[0].text, "utf-8")
+    assert "own.jsonl" in printed(["simulate", "--lengths", "own.jsonl"], monkeypatch)
+
+
+@pytest.mark.parametrize("block", blocks(*YAML), ids=str)
+def test_every_yaml_block_is_a_configuration(block: Block) -> None:
+    """april.Config takes it; what stands below ``april:`` is for slime, whose adapter reads it."""
+    values: dict[str, Any] = yaml.safe_load(block.text)
+    if set(values) == {"april"}:
+        assert block.page == "slime.md"
+        slime([], values["april"])
+        return
+    config = april.Config(**({"rollout_batch_size": 8, "max_response_len": 400} | values))
+    assert set(values) <= set(config.model_dump(exclude_unset=True))
+
+
+@pytest.mark.parametrize(
+    ("options", "command"), re.findall(r"^\| (`--.*?) \| `(\w+)` \|", text_of("cli.md"), re.M)
+)
+def test_options_are_those_of_the_command(options: str, command: str) -> None:
+    """docs/cli.md names those that its help has."""
+    there = typer.main.get_command(cli.app).commands[command].params  # type: ignore[attr-defined]
+    known = {name for parameter in there for name in (*parameter.opts, *parameter.secondary_opts)}
+    assert set(re.findall(r"--[a-z-]+", options)) <= known
+
+
+def test_every_command_in_the_readme_is_run_by_ci() -> None:
+    """A command that nobody runs stops being true one day."""
+    ci = (ROOT / ".ci" / "run").read_text("utf-8")
+    commands = [line for b in blocks("bash") if b.page == "README.md" for line in b.text.splitlines() if line.strip()]
+    assert commands
+    assert [c for c in commands if c not in ci] == []
+
+
+def test_the_servers_on_the_page_are_started_as_the_suite_starts_them() -> None:
+    """docs/servers.md has, for a CPU, the flags with which the real servers are run, and names those that are more."""
+    commands = (ROOT / "tests" / "real_engines" / "commands.py").read_text("utf-8")
+    started = (part.partition("return Server(")[0] for part in re.split(r"^def \w+_server\(", commands, flags=re.M)[1:])
+
+    def options(text: str) -> set[str]:
+        return set(re.findall(r"--[a-z][a-z-]+[a-z]", text))
+
+    for text, word, without, more in zip(
+        started,
+        ("VLLM_CPU_KVCACHE_SPACE", "SGLANG_USE_CPU_ENGINE", "launch_router"),
+        ({"--served-model-name"}, {"--enable-metrics"}, {"--prometheus-port"}),
+        (SAID, set[str](), set[str]()),
+        strict=True,
+    ):
+        (shown,) = [b.text for b in blocks() if b.page == "servers.md" and word in b.text]
+        assert options(shown) - more == options(text) - without

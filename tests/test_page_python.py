@@ -1,47 +1,53 @@
-"""Python on the pages runs as it stands, on small models and simulated engines; what the reader has is given to it.
-
-Other pages have tests of their own; test_page_blocks.py knows which.
-"""
+"""Python on the pages runs as it stands, on small models and simulated engines; what the reader has is given to it."""
 
 from __future__ import annotations
 
+import argparse
 import ast
 import inspect
 import os
 import queue
+import random
+import re
+import sys
 import threading
 from contextlib import nullcontext
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 import real_schedulers
 import torch
+import transformers
+from conformance_subjects import fake_subject
+from core_machine import CoreMachine, settings
+from fake_async_llm import FakeAsyncLLM, install_vllm
 from fake_servers.vllm import FakeVllmServer
-from page_blocks import Block, block
+from pages import Block, executes, text_of
 from ray_stand_in import CONFIG as RAY_CONFIG
 from ray_stand_in import World, beside
 from sglang_fixtures import ServerThread
 from test_exporters import Kept, Words
-from tiny_models import tiny_model
+from tiny_models import VOCAB_SIZE, tiny_model
 from tiny_tokenizers import ids_of, tokenizer
 
 import april
 import april.ray
+from april import testing
 from april.adapters import trl
 from april.adapters.slime.samples import finish
+from april.core.state import RolloutCore
 from april.record.replay import replay
+from april.record.standing import Standing, Waits
+from april.testing import Fault, FaultScript, conformance, run_virtual
+from april.view.progress import Line
 from tests.adapters import stand_in_areal, stand_in_trl
 
 PROMPTS = [[1, 2 + i] for i in range(60)]
 SMALL: dict[str, Any] = {"rollout_batch_size": 2, "n_samples_per_prompt": 2, "max_response_len": 30}
-
-
-def run(found: Block, space: dict[str, Any]) -> dict[str, Any]:
-    """The block, with what the reader of the page has; that, and what the block has made."""
-    exec(compile(found.text, str(found), "exec"), space)  # noqa: S102 - this is what the tests are about
-    return space
+SERVED_VOCAB = 512
+"""Size of the fake server's vocabulary."""
 
 
 def reader(**more: Any) -> dict[str, Any]:
@@ -52,50 +58,272 @@ def reader(**more: Any) -> dict[str, Any]:
     } | more  # fmt: skip
 
 
-def test_the_api_in_short(capsys: pytest.CaptureFixture[str]) -> None:
-    """A scheduler, an evaluation with its mean and error, and a rollout function, as docs/api.md has them."""
-    space = run(block("api.md", "rollouts = april.RolloutScheduler"), reader())
+class Tokenizer:
+    """A character is a token; it has a chat template, as those of transformers since 5."""
+
+    eos_token_id = 2
+    pad_token_id = 0
+
+    def __init__(self, vocab_size: int) -> None:
+        self.vocab_size = vocab_size
+
+    def apply_chat_template(self, chat: Any, add_generation_prompt: bool, return_dict: bool) -> dict[str, list[int]]:
+        """Ids of the last turn."""
+        assert add_generation_prompt
+        assert return_dict
+        text = chat[-1]["content"]
+        return {"input_ids": self.encode(text), "attention_mask": [1] * len(text)}
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Ids in the vocabulary."""
+        return [3 + ord(c) % (self.vocab_size - 3) for c in text]
+
+    def decode(self, ids: Any, skip_special_tokens: bool = False) -> str:
+        """Every third token is no number."""
+        return " ".join(str(int(i) % 10) if int(i) % 3 else "x" for i in ids)
+
+    def convert_tokens_to_ids(self, token: str) -> int:
+        """The end of a turn."""
+        assert token == "<|im_end|>"  # noqa: S105 - no secret
+        return 5
+
+
+# ---------------------------------------------------------------- README, tutorial
+
+
+@executes("README.md-1")
+def test_the_first_program_runs_as_pasted(code: list[Block], capsys: pytest.CaptureFixture[str]) -> None:
+    """A tiny model learns, on tokens of which some are older."""
+    space = code[0].run({})
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("step ")]
+    rewards = [float(re.findall(r"reward ([\d.]+)", line)[0]) for line in lines]
+    assert len(rewards) == 10
+    assert sum(rewards[-3:]) > sum(rewards[:3]) + 0.2
+    assert space["batch"].metrics["staleness_max"] >= 1
+
+
+@executes("README.md-5")
+def test_the_engine_field_in_the_readme_is_one(code: list[Block]) -> None:
+    """The lines for servers make a configuration with two engines, of each kind that they name."""
+    text = code[0].text
+    for kind in ("vllm", "sglang", "openai"):
+        assert f'"{kind}"' in text
+        space = Block("README.md", 5, "python", text.replace('"vllm"', f'"{kind}"', 1)).run({"april": april})
+        assert (space["config"].engine.kind, len(space["config"].engine.urls)) == (kind, 2)
+
+
+@executes("tutorial.md-1", "tutorial.md-5", "tutorial.md-6", "tutorial.md-3")
+def test_the_tutorial_runs_as_pasted(
+    code: list[Block], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Alone, on a server that loads the weights of every step, and as a rank: 25 steps each, some tokens are older."""
+
+    class Sums(list[dict[str, Any]]):
+        """Entries as those of reasoning-gym, which score an answer: 1 for the very answer."""
+
+        def score_answer(self, answer: str | None, entry: dict[str, Any]) -> float:
+            return float(answer == entry["answer"])
+
+    entries = Sums({"question": f"{i} + 1 = ?", "answer": str(i % 10)} for i in range(900))
+    gym = SimpleNamespace(create_dataset=lambda name, **given: entries)
+    monkeypatch.setitem(sys.modules, "reasoning_gym", gym)
+    monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", lambda model: Tokenizer(SERVED_VOCAB))
+    monkeypatch.setattr(
+        transformers.AutoModelForCausalLM, "from_pretrained", lambda model, dtype: tiny_model(vocab_size=SERVED_VOCAB)
+    )
+    begin, store = torch.distributed.init_process_group, torch.distributed.HashStore()  # type: ignore[attr-defined]
+    monkeypatch.setattr(
+        torch.distributed, "init_process_group", lambda kind: begin(kind, store=store, rank=0, world_size=1)
+    )
+    *programs, shown = code
+    with ServerThread(server := FakeVllmServer()):
+        for program, name in zip(programs, ("train", "train_servers", "train_ranks"), strict=True):
+            monkeypatch.setitem(sys.modules, name, module := ModuleType(name))
+            text = program.text.replace("http://127.0.0.1:8000", server.url)
+            text = text.replace('"eos_token_ids"', f'"vocab_size": {SERVED_VOCAB}, "eos_token_ids"')  # it has no files
+            Block("tutorial.md", program.number, "python", text).run(vars(module))
+            if name == "train_servers":
+                module.WEIGHTS = str(tmp_path)  # type: ignore[attr-defined]
+            module.main()
+    assert server.weights == "0"
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("reward ")]
+    assert len(lines) == 75
+    assert any(" 0% from older" not in line for line in lines)
+    assert len({re.sub(r"[\d.]+", "0", line) for line in [*lines, *shown.text.splitlines()]}) == 1
+
+
+# ---------------------------------------------------------------- how-to pages
+
+
+@executes("settings.md-1")
+def test_the_flags_in_the_docs_work(code: list[Block], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The argparse lines, with a command line."""
+    flags = ["--rollout-batch-size", "4", "--over-sampling-batch-size", "6", "--max-response-len", "9"]
+    monkeypatch.setattr(sys, "argv", ["train.py", *flags])
+    space = code[0].run({"april": april, "argparse": argparse})
+    assert space["config"] == april.Config(rollout_batch_size=4, over_sampling_batch_size=6, max_response_len=9)
+
+
+@executes("api.md-0", "api.md-1", "rollouts.md-5")
+def test_the_api_in_short(code: list[Block], capsys: pytest.CaptureFixture[str]) -> None:
+    """A scheduler, an evaluation with its mean and error, and a rollout function."""
+    scheduler, rollout, evaluation = code
+    space = scheduler.run(reader())
     with space["rollouts"] as rollouts:
         assert len(rollouts.next_batch()) == 4
-        run(block("rollouts.md", "rollouts.evaluate"), space | {"held_out_prompts": PROMPTS[:3]})
+        evaluation.run(space | {"held_out_prompts": PROMPTS[:3]})
     mean, error = map(float, capsys.readouterr().out.split())
     assert 0 < mean <= 30
     assert 0 <= error < 30
-    run(block("api.md", "async def rollout"), space)
+    rollout.run(space)
     options = {"rollout": space["rollout"], "reward": space["reward"], "model": space["model"]}
     with april.RolloutScheduler(space["config"], prompts=PROMPTS, **options) as again:
         assert len(again.next_batch()) == 4
 
 
-def test_the_embedded_engine() -> None:
+@executes("embedded.md-0")
+def test_the_embedded_engine(code: list[Block]) -> None:
     """The loop, which says when the weights have changed; every batch is of at most one update before."""
     batches: list[april.Batch] = []
-    run(block("embedded.md", "optimizer.step()"), reader(train=lambda model, batch: batches.append(batch), steps=2))
+    code[0].run(reader(train=lambda model, batch: batches.append(batch), steps=2))
     assert [batch.version.n for batch in batches] == [0, 1]
 
 
-def test_a_reward_that_asks_the_reference() -> None:
+@executes("embedded.md-1", "api.md-0")
+def test_a_reward_that_asks_the_reference(code: list[Block]) -> None:
     """As long as the adapter changes nothing, the term is 0."""
     space = reader(score=lambda prompt, response: 1.0)
     space["model"].disable_adapter = nullcontext
-    run(block("embedded.md", "april.hold_model"), space)
-    with run(block("api.md", "rollouts = april.RolloutScheduler"), space)["rollouts"] as rollouts:
+    for block in code:
+        block.run(space)
+    with space["rollouts"] as rollouts:
         assert rollouts.next_batch().rewards == pytest.approx(1.0, abs=1e-4)
 
 
-def test_an_autocast_around_the_scheduler(monkeypatch: pytest.MonkeyPatch) -> None:
+@executes("embedded.md-2")
+def test_an_autocast_around_the_scheduler(code: list[Block], monkeypatch: pytest.MonkeyPatch) -> None:
     """Its precision is the engine's; this machine's is that of a CPU."""
     autocast = torch.autocast
     monkeypatch.setattr(torch, "autocast", lambda device, *given, **more: autocast("cpu", *given, **more))
-    with run(block("embedded.md", "torch.autocast"), reader())["rollouts"] as rollouts:
+    with code[0].run(reader())["rollouts"] as rollouts:
         assert len(rollouts.next_batch()) == 4
 
 
-def test_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
+@executes("rollouts.md-0", "rollouts.md-1", "rollouts.md-2", "rollouts.md-3", "rollouts.md-4")
+def test_rollouts_as_on_the_page(code: list[Block], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts with data, another end of a turn, a reward on text, a tool, and a second turn."""
+    first, end, reward, tool, turns = code
+    space: dict[str, Any] = {"april": april, "MODEL": "model", "torch": torch}
+    with monkeypatch.context() as patch:
+        named = SimpleNamespace(from_pretrained=lambda model: Tokenizer(VOCAB_SIZE))
+        patch.setitem(sys.modules, "transformers", SimpleNamespace(AutoTokenizer=named))
+        first.run(space)
+    turns.run(end.run(space))
+    assert space["config"].sampling.stop_token_ids == (5,)
+    space["dataset"] = [{"question": f"What is {i}?", "answer": "a"} for i in range(9)]
+    space["config"] = april.Config(rollout_batch_size=1, n_samples_per_prompt=2, max_response_len=300)
+    space["model"] = tiny_model()
+    with reward.run(space)["rollouts"] as rollouts:
+        batch = rollouts.next_batch()
+    assert {s.reward for s in batch.samples} <= {0.0, 1.0}
+    assert batch.samples[0].prompt.data == {"answer": "a"}
+
+    async def run_tool(given: Any) -> Any:
+        return str(len(given)) if isinstance(given, str) else [5, 6, 7]
+
+    def delivered(rollout: Any, prompts: Any) -> tuple[april.DeliveredSample, ...]:
+        with april.RolloutScheduler(
+            space["config"], prompts=prompts, reward=None, model=tiny_model(), check=True, rollout=rollout
+        ) as rollouts:
+            return rollouts.next_batch().samples
+
+    space["run_tool"] = run_tool
+    for sample in delivered(space["rollout"], space["prompts"](space["dataset"])):
+        assert april.SegmentKind.ENVIRONMENT in {s.kind for s in sample.segments}
+    for sample in delivered(tool.run({"run_tool": run_tool})["rollout"], [[3, 4, 5]] * 2):
+        assert sample.tokens[sample.loss_mask == 0].tolist() == [5, 6, 7]
+
+
+@executes("quorum.md-1", "quorum.md-2")
+def test_advantages_as_on_the_page(code: list[Block]) -> None:
+    """One of each response, one weight of each token, which together make a mean over responses."""
+    block, own_loop = code
+    found = CoreMachine(settings(n=2, samples=3), lambda g, i: 2 + g + i).step(random.Random(0))
+    space = block.run({"april": april, "rollouts": SimpleNamespace(next_batch=lambda: found)})
+    assert space["advantages"].shape == (6,)
+    assert space["weights"].shape == space["arrays"]["response_ids"].shape
+    assert float(space["weights"].sum()) == pytest.approx(1.0)
+    assert own_loop.run(space | {"model": tiny_model()})["arrays"]["advantages"].shape == (6,)
+
+
+@executes("staleness.md-1")
+def test_continuous_generation_as_on_the_page(code: list[Block], tmp_path: Path) -> None:
+    """The loop, on a server: it generates while the trainer trains, and has the weights of every step."""
+    server = FakeVllmServer(max_running=8, turns=5)
+    batches: list[april.Batch] = []
+
+    class Model:
+        def save_pretrained(self, directory: str) -> None:
+            Path(directory).mkdir(parents=True, exist_ok=True)
+            Path(directory, "config.json").write_text("{}", "utf-8")
+            Path(directory, "model.safetensors").write_bytes(b"weights %d" % len(batches))
+
+    with ServerThread(server):
+        code[0].run({
+            "april": april, "prompts": ([1, 2 + i % 90] for i in range(10**6)), "model": Model(), "steps": 4,
+            "reward": lambda prompt, response: 0.0, "train": lambda model, batch: batches.append(batch),
+            "directory": tmp_path / "w",
+            "engine": {"kind": "vllm", "urls": [server.url], "vocab_size": SERVED_VOCAB, "eos_token_ids": [2]},
+        })  # fmt: skip
+        assert not server.violations
+    assert [batch.trained_at.n for batch in batches] == [0, 1, 2, 3]
+    assert all(batch.group_sizes == (8,) * 8 for batch in batches)
+    assert all(sample.staleness <= 4 and sample.loss_mask.all() for batch in batches for sample in batch.samples)
+
+
+@executes(*(f"processes.md-{number}" for number in range(5)))
+def test_ranks_as_on_the_page(code: list[Block], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The loop, for the process that torchrun did not start; the loss of a share, and shares by hand."""
+    monkeypatch.setattr(torch.distributed, "init_process_group", lambda: None)
+    loop, loss, tensor_parallel, by_hand, ranks = code
+    batches: list[april.Batch] = []
+    space = loop.run({
+        "april": april, "prompts": [[1, 2 + i] for i in range(8)], "reward": lambda prompt, response: 1.0,
+        "engine": {"kind": "simulated"}, "model": None, "train": lambda model, batch: batches.append(batch),
+        "hand_over": lambda: None,
+    })  # fmt: skip
+    assert [len(batch) for batch in batches] == [16, 16]
+    total = 0.0
+    for space["batch"] in batches[0].split(3):
+        total += float(loss.run(space)["weights"].sum())
+        assert space["scale"] == 3
+    assert total == pytest.approx(1.0)
+    space["rollouts"] = SimpleNamespace(next_batch=lambda: batches[0])
+    assert sum(map(len, by_hand.run(space)["shares"])) == 16
+    found = ranks.run(space | {"rank": 1, "token": april.new_token()})["ranks"]
+    assert (found.share, found.shares) == (1, 2)
+    monkeypatch.setattr(space["dist"], "get_rank", lambda: 3)
+    monkeypatch.setattr(space["dist"], "get_world_size", lambda: 4)
+    store = SimpleNamespace(_get_default_store=lambda: object())
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "distributed_c10d", store)
+    found = tensor_parallel.run(space)["ranks"]
+    assert (found.rank, found.share, found.shares) == (3, 1, 2)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    with pytest.raises(april.ConfigError, match="the ranks are on several machines; give address="):
+        april.Ranks.of_torch()
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: False)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(april.ConfigError, match=r"call torch\.distributed\.init_process_group"):
+        april.Ranks.of_torch()
+
+
+@executes("processes.md-5", "processes.md-6")
+def test_hosts(code: list[Block], monkeypatch: pytest.MonkeyPatch) -> None:
     """The scheduler's lines in one thread, a host's in another: the batch is made there, and both end."""
     monkeypatch.setenv("APRIL_TOKEN", april.new_token())
     at: queue.Queue[str] = queue.Queue()
-    listening, joining = block("processes.md", "HostListener"), block("processes.md", "april.Host(")
+    listening, joining = code
 
     def listener(token: str, address: str) -> april.HostListener:
         assert address == "0.0.0.0:7000"
@@ -109,91 +337,92 @@ def test_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
 
     here = SimpleNamespace(HostListener=listener, RolloutScheduler=april.RolloutScheduler, Host=host)
     space = reader(april=here, os=os)
-    there = reader(april=here, os=os, engine=real_schedulers.engine())
-    thread = threading.Thread(target=run, args=(joining, there))
+    thread = threading.Thread(
+        target=joining.run, args=(reader(april=here, os=os, engine=real_schedulers.engine()),)
+    )
     thread.start()
-    run(listening, space)
+    listening.run(space)
     thread.join(60)
     assert not thread.is_alive()
     assert {s.engine for sample in space["batch"].samples for s in sample.segments} == {"host1/e0"}
 
 
-def test_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+@executes("processes.md-7", "processes.md-8")
+def test_ray(code: list[Block], monkeypatch: pytest.MonkeyPatch) -> None:
     """A run takes these arguments, and both ranks get every response once between them, to the end of the data."""
+    start, loop = code
     shares: list[april.Batch] = []
     monkeypatch.setattr(april.ray, "scheduler", inspect.signature(april.ray.scheduler).bind)
-    started = run(block("processes.md", "april.ray.scheduler"), reader(config=RAY_CONFIG))["run"].arguments
+    started = start.run(reader(config=RAY_CONFIG))["run"].arguments
     assert (started["name"], started["ranks"]) == ("my-run", 2)
     with World(ranks=started["ranks"]) as world:
         attach = inspect.signature(april.ray.attach)
         monkeypatch.setattr(april.ray, "attach", lambda *given: world.attach(attach.bind(*given).arguments["rank"]))
         space = {"train": shares.append, "hand_over": lambda: None}
-        loop = block("processes.md", "april.ray.attach")
-        beside(*(lambda rank=rank: run(loop, space | {"rank": rank}) for rank in range(2)))
+        beside(*(lambda rank=rank: loop.run(space | {"rank": rank}) for rank in range(2)))
     assert sorted(s.id for share in shares for s in share.samples) == [(g, i) for g in range(8) for i in range(3)]
 
 
-def test_a_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@executes("report.md-1")
+def test_a_record(code: list[Block], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Is written where the page says, and can be replayed, however short."""
     monkeypatch.chdir(tmp_path)
-    simulated = april.Config(**SMALL, engine={"kind": "simulated"})
-    run(block("report.md", "record="), reader(config=simulated))
+    code[0].run(reader(config=april.Config(**SMALL, engine={"kind": "simulated"})))
     assert replay(tmp_path / "runs" / "record.jsonl").core.context.batches == 0
 
 
-def test_a_restart(tmp_path: Path) -> None:
+@executes("restarts.md-0", "restarts.md-1")
+def test_a_restart(code: list[Block], tmp_path: Path) -> None:
     """What the first block saves, the second goes on from, with weights trained on one batch: each prompt once."""
-    save, load = block("restarts.md", "torch.save"), block("restarts.md", "torch.load")
+    save, load = code
     small = {"rollout_batch_size": 1, "over_sampling_batch_size": 2, "n_samples_per_prompt": 1}
     config = april.Config(**small, max_response_len=60)
     space = reader(path=tmp_path / "checkpoint.pt", config=config, prompts=PROMPTS[:4])
     with april.RolloutScheduler(config, prompts=PROMPTS[:4], reward=space["reward"], model=space["model"]) as first:
         batch = first.next_batch()
-        run(save, space | {"rollouts": first, "batch": batch})
+        save.run(space | {"rollouts": first, "batch": batch})
     space["rest"] = []
     more = "    rest += [rollouts.next_batch() for _ in range(3)]\n"
-    run(Block("restarts.md", load.number, "python", load.text + more), space)
+    Block("restarts.md", load.number, "python", load.text + more).run(space)
     assert space["rollouts"].version == (1, 1)
     assert sorted(s.prompt.position for b in (batch, *space["rest"]) for s in b.samples) == [0, 1, 2, 3]
 
 
-def test_a_restart_on_servers(tmp_path: Path) -> None:
+@executes("restarts.md-2")
+def test_a_restart_on_servers(code: list[Block], tmp_path: Path) -> None:
     """Either of the two lines: servers load the checkpoint's weights, or a function hands them over."""
     (tmp_path / "w1").mkdir()
     (tmp_path / "w1" / "model.safetensors").touch()
     handed: list[str] = []
     with ServerThread(server := FakeVllmServer()):
         config = april.Config(**SMALL, engine={"kind": "vllm", "urls": [server.url]})
-        for line in block("restarts.md", "transfer=function").text.splitlines():
+        for line in code[0].text.splitlines():
             with april.RolloutScheduler(config, prompts=PROMPTS, reward=lambda prompt, response: 0.0) as rollouts:
                 rollouts.next_batch()
                 saved = rollouts.state_dict()
             with april.RolloutScheduler(config, prompts=PROMPTS, reward=lambda prompt, response: 0.0) as rollouts:
-                space = {
-                    "saved": {"rollouts": saved},
-                    "directory": tmp_path / "w1",
-                    "function": lambda: handed.append(""),
-                }
-                run(Block("restarts.md", 2, "python", line), space | {"rollouts": rollouts})
+                space = {"saved": {"rollouts": saved}, "directory": tmp_path / "w1"}
+                Block("restarts.md", 2, "python", line).run(
+                    space | {"function": lambda: handed.append(""), "rollouts": rollouts}
+                )
                 assert rollouts.version.incarnation == 1
     assert (server.weights, handed) == ("w1", [""])
 
 
-def test_stop_strings() -> None:
+@executes("sampling.md-0")
+def test_stop_strings(code: list[Block]) -> None:
     """The function's own are taken in the place of the configured ones."""
     words = tokenizer("text")
-    given = reader(prompts=[ids_of("text", "The answer is")] * 9, tokenizer=words)
-    given["model"] = tiny_model(vocab_size=words.get_vocab_size())
-    space = run(block("sampling.md", "</tool_call>"), given)
-    with space["rollouts"] as rollouts:
-        batch = rollouts.next_batch()
-    assert space["config"].sampling.stop == ("</answer>",)
-    assert len(batch.group_sizes) == 8
+    space = reader(prompts=[ids_of("text", "The answer is")] * 9, tokenizer=words)
+    with code[0].run(space | {"model": tiny_model(vocab_size=words.get_vocab_size())})["rollouts"] as rollouts:
+        assert rollouts.config.sampling.stop == ("</answer>",)
+        assert len(rollouts.next_batch().group_sizes) == 8
 
 
-def test_metadata_of_slime() -> None:
+@executes("slime.md-4")
+def test_metadata_of_slime(code: list[Block]) -> None:
     """The keys and the kinds of values that the adapter writes."""
-    shown = ast.literal_eval(block("slime.md", '"spans"').text)
+    shown = ast.literal_eval(code[0].text)
     with real_schedulers.scheduler() as rollouts:
         batch = rollouts.next_batch()
     sample = SimpleNamespace(loss_mask=None, response_length=len(batch.samples[0].tokens), metadata=None)
@@ -203,7 +432,8 @@ def test_metadata_of_slime() -> None:
     assert [[type(v) for v in span] for span in written["spans"]] == [[int, int, str]]
 
 
-def test_trl(monkeypatch: pytest.MonkeyPatch) -> None:
+@executes("trl.md-1")
+def test_trl(code: list[Block], monkeypatch: pytest.MonkeyPatch) -> None:
     """One import and one argument, before a trainer that calls as TRL's: a batch of 32 groups of 8 is trained."""
 
     class Trainer(stand_in_trl.GRPOTrainer):
@@ -211,49 +441,140 @@ def test_trl(monkeypatch: pytest.MonkeyPatch) -> None:
             self, model: str, reward_funcs: Any, args: dict[str, int], train_dataset: Any, rollout_func: Any
         ) -> None:
             assert model == "Qwen/Qwen3-4B"
-            rows = args["per_device_train_batch_size"] * args["gradient_accumulation_steps"]
-            more = {
-                "num_generations": args["num_generations"],
-                "generation_batch_size": rows,
-                "max_completion_length": 4,
-            }
-            super().__init__(tiny_model(), rollout_func, train_dataset, reward_funcs=[reward_funcs], **more)
+            super().__init__(
+                tiny_model(), rollout_func, train_dataset, reward_funcs=[reward_funcs], max_completion_length=4,
+                num_generations=args["num_generations"],
+                generation_batch_size=args["per_device_train_batch_size"] * args["gradient_accumulation_steps"],
+            )  # fmt: skip
 
         def train(self) -> None:  # type: ignore[override]
             super().train(steps=1)
 
     monkeypatch.setitem(vars(trl), "AprilGRPOTrainer", trl.april_trainer(Trainer))
-    space = run(
-        block("trl.md", "AprilGRPOTrainer"),
-        {"GRPOConfig": dict, "dataset": stand_in_trl.prompts(200),
-         "reward": lambda prompts, completions, **columns: [float(len(c)) for c in completions]},
-    )  # fmt: skip
+    space = code[0].run({
+        "GRPOConfig": dict, "dataset": stand_in_trl.prompts(200),
+        "reward": lambda prompts, completions, **columns: [float(len(c)) for c in completions],
+    })  # fmt: skip
     (rows,) = space["trainer"].scored
     assert len(rows) == 256
     assert len({row["answer"] for row in rows}) == 32
 
 
-def test_areal(monkeypatch: pytest.MonkeyPatch) -> None:
+@executes("areal.md-0")
+def test_areal(code: list[Block], monkeypatch: pytest.MonkeyPatch) -> None:
     """The import gives AReaL's own trainer with april's executor in it."""
     stand_in_areal.install(monkeypatch)
-    assert issubclass(run(block("areal.md", "import PPOTrainer"), {})["PPOTrainer"], stand_in_areal.PPOTrainer)
+    assert issubclass(code[0].run({})["PPOTrainer"], stand_in_areal.PPOTrainer)
 
 
-def test_exporters(monkeypatch: pytest.MonkeyPatch) -> None:
+@executes("report.md-4")
+def test_exporters(code: list[Block], monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of the page are made with what stands there, and closed; the packages are another test's."""
     made: dict[Any, Kept] = {}
     monkeypatch.setattr(april.export, "TensorBoard", lambda given: made.setdefault(given, Kept()))
-    run(block("report.md", "exporters="), reader())
+    code[0].run(reader())
     assert {given: exporter.closed for given, exporter in made.items()} == {"runs/tensorboard": 1}
 
 
-def test_metrics_and_texts_by_hand(capsys: pytest.CaptureFixture[str]) -> None:
+@executes("report.md-5", "report.md-6")
+def test_metrics_and_texts_by_hand(code: list[Block], capsys: pytest.CaptureFixture[str]) -> None:
     """A row of one's own run, and four responses with their rewards."""
+    metrics, texts = code
     rows: list[tuple[dict[str, float], int]] = []
     with real_schedulers.scheduler() as rollouts:
         batch = rollouts.next_batch()
     own = SimpleNamespace(log=lambda row, step: rows.append((row, step)))
-    run(block("report.md", "import named"), {"run": own, "loss": 0.5, "step": 7, "batch": batch})
+    metrics.run({"run": own, "loss": 0.5, "step": 7, "batch": batch})
     assert rows[0][0] == {"loss": 0.5} | {f"april/{name}": v for name, v in batch.metrics.items()}
-    run(block("report.md", "sample_texts(batch"), {"batch": batch, "tokenizer": Words()})
+    texts.run({"batch": batch, "tokenizer": Words()})
     assert len(capsys.readouterr().out.splitlines()) == 4
+
+
+# ---------------------------------------------------------------- engines.md, testing.md
+
+
+@executes("engines.md-0")
+def test_vllm_in_process_as_on_the_page(code: list[Block], monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a stand-in for the AsyncLLM; it has loaded every directory that was named."""
+    install_vllm(monkeypatch)
+    llm = FakeAsyncLLM()
+    directories = ["tiny1", "tiny2", "tiny3"]
+    config = april.Config(rollout_batch_size=2, n_samples_per_prompt=2, max_response_len=60)
+    space = code[0].run({
+        "llm": llm, "april": april, "config": config, "prompts": [[5, 6, 7 + n] for n in range(90)], "steps": 3,
+        "reward": lambda prompt, response: 1.0, "train": lambda batch: directories[batch.version.n],
+    })  # fmt: skip
+    assert (llm.weights, space["batch"].version.n) == ("tiny3", 2)
+
+
+@pytest.mark.parametrize("name", ["budgets", "abort_queued"])
+@executes("engines.md-1")
+def test_the_conformance_suite_as_a_test(code: list[Block], name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on the page; only the loop is a virtual one here."""
+    monkeypatch.setattr("asyncio.run", run_virtual)
+    code[0].run(space := {"my_engine": fake_subject().open})
+    space["test_my_engine"](conformance.check_named(name))
+
+
+@executes("testing.md-0")
+def test_the_whole_test_runs_as_it_stands(
+    code: list[Block], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A tool under a random script on virtual time; faults hit it, samples cross updates."""
+    seen: list[Any] = []
+    real_audit, real_random = testing.Rollouts.audit, FaultScript.random
+    monkeypatch.setattr(testing.Rollouts, "audit", lambda run: seen.append((run, real_audit(run))))
+    monkeypatch.setattr(FaultScript, "random", lambda **given: seen.append(real_random(**given)) or seen[-1])
+    code[0].run({})["test_solve"]()
+
+    script, (run, found) = seen
+    assert len({fired.fault.kind for fired in script.fired}) >= 5
+    assert (found.samples, found.lost, found.problems) == (40, 0, ())
+    assert any(len({s.version for s in sample.segments}) > 1 for batch in run.batches for sample in batch.samples)
+    assert repr(script) in capsys.readouterr().out
+    assert repr(script) in text_of("testing.md")
+    assert len([line for line in code[0].text.splitlines() if line.strip()]) <= 30
+
+
+@executes("testing.md-1")
+def test_the_script_on_the_page_is_a_script(code: list[Block]) -> None:
+    """The example of declared faults is accepted, four of them."""
+    assert [type(fault) for fault in code[0].run({})["script"].faults] == [Fault] * 4
+
+
+# ---------------------------------------------------------------- drawings
+
+
+@executes("architecture.md-2")
+def test_the_rooms_of_the_house_are_there(code: list[Block]) -> None:
+    """Every file and directory in the tree of docs/architecture.md."""
+    head, *lines = code[0].text.splitlines()
+    named = {name.rstrip("/") for line in lines for name in line.strip().split("  ")[0].split(", ")}
+    house = Path(april.__file__).parent
+    assert house.name == head.rstrip("/")
+    there = {path.name for path in house.iterdir()}
+    packages = {path.parent.name for path in house.glob("*/__init__.py")}
+    assert packages <= named <= there
+
+
+@executes("architecture.md-0", "architecture.md-1", "servers.md-1")
+def test_drawings_name_what_is_there(code: list[Block]) -> None:
+    """Names in a drawing are methods of the scheduler, or of the core; the last two, of different pages, have some."""
+    drawn = [set(re.findall(r"\w+_\w+|\w+(?=\()", block.text)) - {"step_7", "step_8", "step"} for block in code]
+    assert drawn[1]
+    assert drawn[2]
+    named = set[str]().union(*drawn)
+    assert {w for w in named if not hasattr(april.RolloutScheduler, w) and not hasattr(RolloutCore, w)} == set()
+
+
+@executes("report.md-0")
+def test_the_line_is_drawn_as_on_the_page(code: list[Block]) -> None:
+    """Step 12 after 34 s, with the figures of the page."""
+    line = Line()
+    moment: dict[str, Any] = {
+        "step": 12, "ready": 17, "target": 32, "whole_groups": True, "in_flight": 186, "partials": 41, "oldest": 2,
+        "engines": {"e": 186}, "waits": Waits.FUNCTIONS.value,
+    }  # fmt: skip
+    for passed in (0, 24, 34):
+        line.add(float(passed), Standing(observed=12_300 * passed, **moment))
+    assert str(line) == code[0].text.strip()
