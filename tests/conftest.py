@@ -15,15 +15,25 @@ PATIENCE_S = 60.0
 asyncio.set_event_loop_policy(SteadyPolicy())
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "on_virtual_time: an async test whose waiting takes no time")
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
-    """An ``async def`` test runs on a loop of its own, and may leave no task behind."""
+    """An ``async def`` test runs on a loop of its own, or on virtual time, and may leave no task behind."""
     if not inspect.iscoroutinefunction(pyfuncitem.obj) or pyfuncitem.get_closest_marker("asyncio"):
         return None
+    arguments = {name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames}
+    if pyfuncitem.get_closest_marker("on_virtual_time"):
+        from virtual_rollouts import virtual
+
+        virtual(lambda: pyfuncitem.obj(**arguments))
+        return True
 
     async def bounded() -> None:
         async with asyncio.timeout(PATIENCE_S):
-            await pyfuncitem.obj(**{name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames})
+            await pyfuncitem.obj(**arguments)
         others = asyncio.all_tasks() - {asyncio.current_task()}
         assert not others, f"tasks are left: {others}"
 

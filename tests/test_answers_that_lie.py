@@ -10,13 +10,15 @@ from fake_servers.base import PlannedFault, RequestFault
 from fake_servers.openai import FakeOpenAIServer
 from real_schedulers import endless, reward
 from test_openai_scheduler import Served, config
-from virtual_rollouts import EOS, RecordingEngine, Rollouts, on_virtual_time, table, virtual
+from virtual_rollouts import EOS, RecordingEngine, Rollouts, on_virtual_time, table
 
 import april
 from april.core.sampling import SamplingParams
 from april.core.versions import FIRST_VERSION
 from april.engines.protocol import Chunk, EngineFinish, Request
 from april.errors import EngineError, WireError
+
+pytestmark = on_virtual_time
 
 LIES = [
     RequestFault.DOUBLED_EVENT,
@@ -86,7 +88,6 @@ FALSE: dict[str, tuple[list[Chunk], type[EngineError], str]] = {
 
 
 @pytest.mark.parametrize("what", list(FALSE))
-@on_virtual_time
 async def test_an_evaluation_is_not_deceived(what: str) -> None:
     """A request whose answer cannot be true begins again, a few times; then the evaluation fails by name."""
     chunks, error, words = FALSE[what]
@@ -104,7 +105,7 @@ async def test_an_evaluation_is_not_deceived(what: str) -> None:
         await rollouts.driver.close()
 
 
-def test_a_stop_string_does_not_excuse_an_answer_that_contradicts_itself() -> None:
+async def test_a_stop_string_does_not_excuse_an_answer_that_contradicts_itself() -> None:
     """What the engine says after a stop string is not looked at; that its whole answer is wrong is believed."""
 
     class Contradicts(RecordingEngine):
@@ -121,15 +122,11 @@ def test_a_stop_string_does_not_excuse_an_answer_that_contradicts_itself() -> No
     async def until_a_string(prompt: april.Prompt, llm: Any) -> Any:
         return await llm.generate(stop=["><"])  # complete with the second token
 
-    async def program() -> None:
-        lengths = table({}, 8)
-        engine = Contradicts(lengths, stream_interval_s=1.0)
-        rollouts = Rollouts(lengths, n=1, engines=[engine], tokenizer=Names(), rollout=until_a_string)
-        batch = await rollouts.driver.next_batch()
-        assert batch.samples[0].attempts == 2
-        assert len(batch.samples[0].tokens) == 2
-        assert rollouts.dropped["corrupt"] == 2
-        rollouts.check_ledger()
-        await rollouts.close()
-
-    virtual(program)
+    lengths = table({}, 8)
+    engine = Contradicts(lengths, stream_interval_s=1.0)
+    rollouts = Rollouts(lengths, n=1, engines=[engine], tokenizer=Names(), rollout=until_a_string)
+    batch = await rollouts.driver.next_batch()
+    assert batch.samples[0].attempts == 2
+    assert len(batch.samples[0].tokens) == 2
+    assert rollouts.dropped["corrupt"] == 2
+    rollouts.check_ledger()

@@ -17,6 +17,8 @@ from april.driver.rewards import Response
 from april.engines.simulated.response_lengths import LognormalLengths
 from april.errors import DataExhausted, RolloutError, SchedulerClosed
 
+pytestmark = on_virtual_time
+
 LENGTHS = LognormalLengths(30, 0.6, 0.6, seed=3)
 
 
@@ -25,7 +27,6 @@ LENGTHS = LognormalLengths(30, 0.6, 0.6, seed=3)
 
 @pytest.mark.parametrize("refill", list(Refill))
 @pytest.mark.parametrize("interval", [None, 4.0])
-@on_virtual_time
 async def test_batches_hold_exactly_what_the_engines_made(refill: Refill, interval: float | None) -> None:
     """Over many steps, cut and resumed on two engines, every sample is its uncut sequence with exact provenance."""
     engines = [RecordingEngine(LENGTHS.sample, f"e{i}", stream_interval_s=interval) for i in range(2)]
@@ -48,7 +49,6 @@ async def test_batches_hold_exactly_what_the_engines_made(refill: Refill, interv
         assert [s.reward for s in batch.samples] == [float(s.tokens[0] + len(s.tokens) / 1024) for s in batch.samples]
 
 
-@on_virtual_time
 async def test_versions_over_weight_updates() -> None:
     """Tokens carry the version of the weights that made them; the sample's versions never decrease."""
     rollouts = Rollouts(table({(0, 0): 25}, 10), n=1, over=2)  # group 0 is the straggler of three steps
@@ -65,7 +65,6 @@ async def test_versions_over_weight_updates() -> None:
     assert rollouts.engines[0].engine._version == PolicyVersion(0, 3)
 
 
-@on_virtual_time
 async def test_resumed_requests_continue_exactly() -> None:
     """A resumed request sends prompt + everything so far, with the budget that is left and another seed."""
     rollouts = Rollouts(table({(0, 0): 25}, 10), n=1, over=2, max_response_len=40)
@@ -98,7 +97,6 @@ def test_the_same_run_twice_is_the_same() -> None:
     assert run() == run()
 
 
-@on_virtual_time
 async def test_delivered_tensors_are_not_shared_with_the_user() -> None:
     """A reward or rollout function that writes into what it was given changes no delivered token."""
 
@@ -120,7 +118,6 @@ async def test_delivered_tensors_are_not_shared_with_the_user() -> None:
 # ---------------------------------------------------------------- rewards beside generation
 
 
-@on_virtual_time
 async def test_slow_rewards_overlap_generation() -> None:
     """While a reward is awaited, others generate; a step does not wait for a reward that it can do without."""
 
@@ -143,7 +140,6 @@ async def test_slow_rewards_overlap_generation() -> None:
     assert batch.samples[0].id == (1, 0)
 
 
-@on_virtual_time
 async def test_group_rewards_are_one_call_per_group() -> None:
     """group_reward gets the n responses in order, once, when the last has returned."""
     calls: list[tuple[float, int, list[int]]] = []
@@ -160,7 +156,6 @@ async def test_group_rewards_are_one_call_per_group() -> None:
     assert batch.rewards.tolist() == [0.0, 1.0, 2.0, 10.0, 11.0, 12.0]
 
 
-@on_virtual_time
 async def test_group_rewards_with_restarts_of_stale_samples() -> None:
     """on_stale: restart together with group rewards: every group is scored as a whole, again if need be."""
 
@@ -177,7 +172,6 @@ async def test_group_rewards_with_restarts_of_stale_samples() -> None:
     assert rollouts.core.tokens.dropped[DropReason.STALE] > 0
 
 
-@on_virtual_time
 async def test_without_a_reward_function() -> None:
     """No reward function: samples are finished when they have returned."""
     rollouts = Rollouts(table({(0, 0): 8}), n=2, samples=2, reward=None)
@@ -189,7 +183,6 @@ async def test_without_a_reward_function() -> None:
 # ---------------------------------------------------------------- cancellation
 
 
-@on_virtual_time
 async def test_a_batch_that_nobody_took_is_not_committed() -> None:
     """A weight update commits what the trainer has; the batch of a call that was cancelled waits for the next call."""
     rollouts = Rollouts(table({}), n=1)
@@ -206,7 +199,6 @@ async def test_a_batch_that_nobody_took_is_not_committed() -> None:
     assert not rollouts.core.leased
 
 
-@on_virtual_time
 async def test_two_waiters_get_the_same_batch() -> None:
     """A second next_batch while one waits asks for no second step."""
     rollouts = Rollouts(table({}), n=1)
@@ -217,7 +209,6 @@ async def test_two_waiters_get_the_same_batch() -> None:
 # ---------------------------------------------------------------- the end of the data, and of the driver
 
 
-@on_virtual_time
 async def test_the_end_of_the_data() -> None:
     """Every prompt is delivered once; the last batch may be short; then DataExhausted, again and again."""
     rollouts = Rollouts(LENGTHS.sample, n=3, samples=2, over=4, prompts=8)
@@ -235,7 +226,6 @@ async def test_the_end_of_the_data() -> None:
 
 
 @pytest.mark.parametrize("bad", [[[5, 999_999]], [{"ids": [1]}], None], ids=["id", "mapping", "raises"])
-@on_virtual_time
 async def test_a_bad_prompt_is_an_error_of_one_step(bad: Any) -> None:
     """The trainer is told which prompt; good prompts around it are not lost."""
 
@@ -265,7 +255,6 @@ async def test_a_bad_prompt_is_an_error_of_one_step(bad: Any) -> None:
 
 
 @pytest.mark.parametrize("at", [0.0, 3.5, 5.0, 6.0, 12.0])
-@on_virtual_time
 async def test_close_with_work_in_flight_leaves_nothing_behind(at: float) -> None:
     """Streams, parked functions, rewards and waiters are ended; whoever waits is told; no task is left."""
 
@@ -287,27 +276,23 @@ async def test_close_with_work_in_flight_leaves_nothing_behind(at: float) -> Non
     rollouts.driver.post(ev.PauseRequested())  # late events change nothing
 
 
-def test_an_error_that_nobody_expected_reaches_the_trainer(caplog: pytest.LogCaptureFixture) -> None:
+async def test_an_error_that_nobody_expected_reaches_the_trainer(caplog: pytest.LogCaptureFixture) -> None:
     """A mistake in april itself must not leave the trainer waiting for ever: it is told, with the cause."""
 
-    async def program() -> None:
-        rollouts = Rollouts(table({}), n=1)
+    rollouts = Rollouts(table({}), n=1)
 
-        def explode(command: Any) -> None:
-            raise ZeroDivisionError("a bug")
+    def explode(command: Any) -> None:
+        raise ZeroDivisionError("a bug")
 
-        pump = rollouts.driver._pump
-        pump._executors = dict.fromkeys(pump._executors, explode)
-        with pytest.raises(SchedulerClosed, match="ZeroDivisionError: a bug") as caught:
-            await rollouts.driver.next_batch()
-        assert isinstance(caught.value.__cause__, ZeroDivisionError)
-        await rollouts.close()
-
-    virtual(program)
+    pump = rollouts.driver._pump
+    pump._executors = dict.fromkeys(pump._executors, explode)
+    with pytest.raises(SchedulerClosed, match="ZeroDivisionError: a bug") as caught:
+        await rollouts.driver.next_batch()
+    assert isinstance(caught.value.__cause__, ZeroDivisionError)
+    await rollouts.close()
     assert "april stops" in caplog.text
 
 
-@on_virtual_time
 async def test_prompts_are_copied() -> None:
     """A data loader may use its buffer again."""
 

@@ -13,6 +13,8 @@ import april
 from april.errors import EngineBusy
 from april.testing import rollouts, run_virtual
 
+pytestmark = on_virtual_time
+
 PROMPTS = [[i + 1, 5] for i in range(6)]
 
 
@@ -36,7 +38,6 @@ def ends(*engines: Server) -> set[str]:
     return {r.end for e in engines for r in e.attempts.values() if r.evaluation}
 
 
-@on_virtual_time
 async def test_a_cancelled_evaluation_ends_its_requests_before_it_closes_their_streams() -> None:
     """The engine is told; no stream is closed under a request that still runs, and training goes on."""
     a = Server("a", lengths=50)
@@ -53,7 +54,6 @@ async def test_a_cancelled_evaluation_ends_its_requests_before_it_closes_their_s
         run.audit()
 
 
-@on_virtual_time
 async def test_a_failing_evaluation_ends_its_other_requests() -> None:
     """One reward raises: the rest is aborted, not cut."""
 
@@ -71,7 +71,6 @@ async def test_a_failing_evaluation_ends_its_other_requests() -> None:
 
 
 @pytest.mark.parametrize("alone", [False, True])
-@on_virtual_time
 async def test_an_evaluation_waits_for_an_engine_that_is_busy(alone: bool) -> None:
     """Nothing has failed: the request goes to another engine, or waits as long as it was asked to."""
     a, b = Busy("a", lengths=20), Server("b", lengths=20)
@@ -85,7 +84,6 @@ async def test_an_evaluation_waits_for_an_engine_that_is_busy(alone: bool) -> No
             assert a.most_open == 4
 
 
-@on_virtual_time
 async def test_an_evaluation_does_not_shorten_the_rest_of_an_engine() -> None:
     """It is that of the engine, whoever asks: it rests as long as it said, also when training was told so."""
     a = Busy("a", lengths=20)
@@ -101,7 +99,6 @@ async def test_an_evaluation_does_not_shorten_the_rest_of_an_engine() -> None:
         run.audit()
 
 
-@on_virtual_time
 async def test_an_evaluation_respects_the_cap_of_an_engine() -> None:
     """What its memory holds is no other for an evaluation: four at a time, then two."""
     a = Busy("a", lengths=20)
@@ -127,7 +124,6 @@ def test_an_evaluation_on_an_engine_that_is_busy_for_ever_ends() -> None:
     run_virtual(program(), limit_s=10_000)
 
 
-@on_virtual_time
 async def test_servers_are_looked_at_during_an_evaluation() -> None:
     """One that loses its weights in the middle is found out: its requests begin again where they are right."""
     a, b = Server("a", lengths=20), Server("b", lengths=20)
@@ -163,7 +159,6 @@ def test_an_evaluation_request_begins_again_when_its_engine_dies() -> None:
     assert run_virtual(program(death=True)) == run_virtual(program(death=False))
 
 
-@on_virtual_time
 async def test_an_evaluation_fails_when_no_engine_is_left() -> None:
     """It waits for one to be well again as long as a step would; then the error is that of the engine."""
     a = Server("a", lengths=20)
@@ -176,7 +171,6 @@ async def test_an_evaluation_fails_when_no_engine_is_left() -> None:
         assert asyncio.get_running_loop().time() >= 5.5 + run.scheduler.config.outage_deadline_s
 
 
-@on_virtual_time
 async def test_an_evaluation_never_uses_an_engine_without_the_present_weights() -> None:
     """A server that was started anew since its last request is found out before the evaluation begins."""
     a, b = Server("a", lengths=20), Server("b", lengths=20)

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from seeds import seeds
-from virtual_rollouts import EOS, VOCAB, RecordingEngine, Rollouts, now, on_virtual_time, table, virtual
+from virtual_rollouts import EOS, VOCAB, RecordingEngine, Rollouts, now, on_virtual_time, table
 
 from april.core import events as ev
 from april.core.engine_table import EngineHealth
@@ -20,6 +20,8 @@ from april.core.types import CallState, DropReason, Prompt
 from april.core.versions import PolicyVersion
 from april.engines.protocol import Chunk, EngineFinish, Health, Request
 from april.errors import EngineError, RolloutError
+
+pytestmark = on_virtual_time
 
 
 class BreaksOff(RecordingEngine):
@@ -42,7 +44,6 @@ class BreaksOff(RecordingEngine):
 
 
 @pytest.mark.parametrize("error", [ConnectionError, asyncio.CancelledError])
-@on_virtual_time
 async def test_a_stream_that_breaks_off_is_resumed_elsewhere(error: type[BaseException]) -> None:
     """Tokens before the break are kept and continued, not generated again; a cancellation inside the engine is one."""
     lengths = table({}, 20)
@@ -58,7 +59,7 @@ async def test_a_stream_that_breaks_off_is_resumed_elsewhere(error: type[BaseExc
     assert not rollouts.dropped
 
 
-def test_a_stream_without_an_end_is_resumed() -> None:
+async def test_a_stream_without_an_end_is_resumed() -> None:
     """A stream that simply stops, without saying why, is a failed attempt; its tokens are kept."""
 
     class Mute(RecordingEngine):
@@ -69,17 +70,12 @@ def test_a_stream_without_an_end_is_resumed() -> None:
                 if first:
                     return
 
-    async def program() -> None:
-        lengths = table({}, 9)
-        rollouts = Rollouts(lengths, n=1, engines=[Mute(lengths, stream_interval_s=4.0)])
-        batch = await rollouts.step()
-        assert [s.count for s in batch.samples[0].segments] == [4, 5]
-        await rollouts.close()
-
-    virtual(program)
+    lengths = table({}, 9)
+    rollouts = Rollouts(lengths, n=1, engines=[Mute(lengths, stream_interval_s=4.0)])
+    batch = await rollouts.step()
+    assert [s.count for s in batch.samples[0].segments] == [4, 5]
 
 
-@on_virtual_time
 async def test_an_engine_that_always_fails_is_quarantined_and_the_sample_named() -> None:
     """Three failures in a row close the engine; a sample that gets no token from it is dropped with its story."""
     lengths = table({}, 20)
@@ -119,7 +115,7 @@ WRONG: dict[str, tuple[Callable[[Chunk], Chunk], str]] = {
 
 
 @pytest.mark.parametrize("kind", list(WRONG))
-def test_wrong_numbers_are_rejected_counted_and_never_delivered(kind: str, caplog: pytest.LogCaptureFixture) -> None:
+async def test_wrong_numbers_are_rejected_and_never_delivered(kind: str, caplog: pytest.LogCaptureFixture) -> None:
     """The attempt's tokens are dropped as corrupt, the sample goes on from what it had, the batch is right."""
     wrong, message = WRONG[kind]
 
@@ -132,29 +128,25 @@ def test_wrong_numbers_are_rejected_counted_and_never_delivered(kind: str, caplo
                 return wrong(chunk)
             return chunk
 
-    async def program() -> None:
-        lengths = table({(0, 0): 30}, 8)
-        engine = Liar(lengths)
-        rollouts = Rollouts(lengths, n=1, over=2, engines=[engine], max_response_len=1000)
-        await rollouts.step()  # group 0 has 8 good tokens now
-        held = len(rollouts.sample(0, 0).tape)
-        assert held == 8
-        delivered: list[Any] = []
-        while not any(s.id == (0, 0) for s in delivered):
-            delivered += (await rollouts.step()).samples
-        assert engine.lies == 2
-        lied = [len(c.tokens) for r, cs in engine.handed_over.items() for c in cs if engine.requests[r].response_offset]
-        assert rollouts.dropped == {DropReason.CORRUPT: lied[0] + lied[1]}
-        sample = delivered[-1]
-        assert sample.segments[0].count == 8
-        assert message in rollouts.core.story(sample.id)
-        await rollouts.close()
-
-    virtual(program)
+    lengths = table({(0, 0): 30}, 8)
+    engine = Liar(lengths)
+    rollouts = Rollouts(lengths, n=1, over=2, engines=[engine], max_response_len=1000)
+    await rollouts.step()  # group 0 has 8 good tokens now
+    held = len(rollouts.sample(0, 0).tape)
+    assert held == 8
+    delivered: list[Any] = []
+    while not any(s.id == (0, 0) for s in delivered):
+        delivered += (await rollouts.step()).samples
+    assert engine.lies == 2
+    lied = [len(c.tokens) for r, cs in engine.handed_over.items() for c in cs if engine.requests[r].response_offset]
+    assert rollouts.dropped == {DropReason.CORRUPT: lied[0] + lied[1]}
+    sample = delivered[-1]
+    assert sample.segments[0].count == 8
+    assert message in rollouts.core.story(sample.id)
+    await rollouts.close()
     assert message in caplog.text
 
 
-@on_virtual_time
 async def test_versions_that_go_back_are_rejected() -> None:
     """No token is older than the weights that its engine had confirmed, in new samples either; they are corrupt."""
 
@@ -181,7 +173,7 @@ async def test_versions_that_go_back_are_rejected() -> None:
     assert engine.said > 8  # both samples'
 
 
-def test_a_chunk_after_the_end_is_rejected() -> None:
+async def test_a_chunk_after_the_end_is_rejected() -> None:
     """A stream ends once: tokens behind EOS are never delivered."""
 
     class Chatty(RecordingEngine):
@@ -194,19 +186,15 @@ def test_a_chunk_after_the_end_is_rejected() -> None:
                     self.handed_over[request.attempt_id].append(extra)
                     yield extra
 
-    async def program() -> None:
-        lengths = table({}, 6)
-        rollouts = Rollouts(lengths, n=1, engines=[Chatty(lengths)])
-        batch = await rollouts.step()
-        assert batch.samples[0].tokens[-1] == EOS
-        assert rollouts.dropped == {DropReason.CORRUPT: 7}
-        await rollouts.close()
-
-    virtual(program)
+    lengths = table({}, 6)
+    rollouts = Rollouts(lengths, n=1, engines=[Chatty(lengths)])
+    batch = await rollouts.step()
+    assert batch.samples[0].tokens[-1] == EOS
+    assert rollouts.dropped == {DropReason.CORRUPT: 7}
 
 
 @pytest.mark.parametrize("finish", list(EngineFinish))
-def test_an_end_without_a_token_that_nobody_asked_for_is_a_failure(finish: EngineFinish) -> None:
+async def test_an_end_without_a_token_that_nobody_asked_for_is_a_failure(finish: EngineFinish) -> None:
     """An engine that ends everything at once, whatever it calls it, is quarantined and not asked again for ever."""
 
     class Empty(RecordingEngine):
@@ -214,18 +202,13 @@ def test_an_end_without_a_token_that_nobody_asked_for_is_a_failure(finish: Engin
             self.requests[request.attempt_id] = request
             yield Chunk(np.empty(0, np.int32), np.empty(0, np.float32), PolicyVersion(0, 0), finish)
 
-    async def program() -> None:
-        lengths = table({}, 6)
-        rollouts = Rollouts(lengths, n=1, engines=[Empty(lengths)])
-        with pytest.raises(RolloutError, match=f"the stream ended \\({finish}\\) without a token"):
-            await rollouts.driver.next_batch()
-        assert len(rollouts.engines[0].requests) <= 3 * 8
-        await rollouts.close()
-
-    virtual(program)
+    lengths = table({}, 6)
+    rollouts = Rollouts(lengths, n=1, engines=[Empty(lengths)])
+    with pytest.raises(RolloutError, match=f"the stream ended \\({finish}\\) without a token"):
+        await rollouts.driver.next_batch()
+    assert len(rollouts.engines[0].requests) <= 3 * 8
 
 
-@on_virtual_time
 async def test_an_unasked_abort_keeps_its_tokens() -> None:
     """Somebody else aborts at the engine: the sample is a partial and goes on at once."""
     rollouts = Rollouts(table({}, 20), n=1)
@@ -264,7 +247,6 @@ class IgnoresAborts(RecordingEngine):
         return await super().health()
 
 
-@on_virtual_time
 async def test_an_abort_is_asked_again_until_the_attempt_ends() -> None:
     """An acknowledged abort that did nothing is sent again every abort_resend_s; nothing is lost, nobody fenced."""
     lengths = table({(1, 0): 400})
@@ -277,7 +259,6 @@ async def test_an_abort_is_asked_again_until_the_attempt_ends() -> None:
     assert batch.metrics["fenced_attempts"] == 0
 
 
-@on_virtual_time
 async def test_an_abort_that_is_never_obeyed_is_fenced() -> None:
     """After abort_deadline_s: tokens seen are kept; the engine rests until a probe finds it well, then works again."""
     lengths = table({(1, 0): 400})
@@ -302,7 +283,6 @@ async def test_an_abort_that_is_never_obeyed_is_fenced() -> None:
         await rollouts.step()
 
 
-@on_virtual_time
 async def test_evaluations_stay_away_from_quarantined_engines() -> None:
     """They go to the engines that are well; when none is, the error says so."""
     lengths = table({(1, 0): 400})
@@ -321,7 +301,6 @@ async def test_evaluations_stay_away_from_quarantined_engines() -> None:
         await evaluator.evaluate(prompts, 2, SamplingParams(max_tokens=9), seed=0)
 
 
-@on_virtual_time
 async def test_a_hanging_abort_call_and_a_hanging_probe_are_bounded() -> None:
     """engine.abort or engine.health that never returns delays the step to the deadline and no further."""
 
@@ -345,7 +324,6 @@ async def test_a_hanging_abort_call_and_a_hanging_probe_are_bounded() -> None:
     assert now() < 9 + 1 + 10 + 1 + 5 + 1
 
 
-@on_virtual_time
 async def test_an_abort_of_everything_hits_nothing_that_is_sent_later() -> None:
     """A slow "abort all" is still on its way when the next step begins: its requests wait for it, none is cut."""
 
@@ -365,7 +343,6 @@ async def test_an_abort_of_everything_hits_nothing_that_is_sent_later() -> None:
     assert [len(c) for c in rollouts.engines[0].handed_over.values()] == [1] * 4
 
 
-@on_virtual_time
 async def test_an_attempt_that_is_aborted_before_it_was_sent_is_never_sent() -> None:
     """A pause in the very turn of the loop in which a request was submitted: the engine never hears of it."""
     programs: list[Rollouts] = []
@@ -392,7 +369,7 @@ async def test_an_attempt_that_is_aborted_before_it_was_sent_is_never_sent() -> 
     assert len(engine.requests) == 2
 
 
-def test_chunks_after_a_fence_change_nothing() -> None:
+async def test_chunks_after_a_fence_change_nothing() -> None:
     """A stream that ignores its cancellation and goes on yielding writes into nobody's tape."""
 
     class Undead(RecordingEngine):
@@ -410,36 +387,31 @@ def test_chunks_after_a_fence_change_nothing() -> None:
         async def abort(self, attempt_ids: Sequence[str] | None = None) -> None:
             return None
 
-    async def program() -> None:
-        lengths = table({(1, 0): 40}, 5)
-        engine = Undead(lengths, stream_interval_s=2.0)
-        rollouts = Rollouts(lengths, n=1, over=2, engines=[engine], abort_deadline_s=4.0)
-        waiter = asyncio.create_task(rollouts.driver.next_batch())
-        await asyncio.sleep(4)
-        fenced = next(a for a in rollouts.core.attempts.values() if a.sample.id == (1, 0))
-        await waiter
-        await rollouts.driver.update_weights()
-        held = rollouts.sample(1, 0).tape.tokens.tolist()
-        assert fenced.tape.count == len(held)
-        await asyncio.sleep(20)
-        assert fenced.tape.count == len(held)
-        assert len(rollouts.driver.local.streams) == 0
-        assert rollouts.sample(1, 0).tape.tokens.tolist() == held
-        rollouts.check_ledger()
-        assert rollouts.sample(1, 0).open_call.state is CallState.QUEUED
-        for _ in range(8):
-            await rollouts.step()
-            if not any(g.id == 1 for g in rollouts.core.buffer):
-                break
-        else:
-            pytest.fail("group 1 was never delivered")
-        await rollouts.close()
-
-    virtual(program)
+    lengths = table({(1, 0): 40}, 5)
+    engine = Undead(lengths, stream_interval_s=2.0)
+    rollouts = Rollouts(lengths, n=1, over=2, engines=[engine], abort_deadline_s=4.0)
+    waiter = asyncio.create_task(rollouts.driver.next_batch())
+    await asyncio.sleep(4)
+    fenced = next(a for a in rollouts.core.attempts.values() if a.sample.id == (1, 0))
+    await waiter
+    await rollouts.driver.update_weights()
+    held = rollouts.sample(1, 0).tape.tokens.tolist()
+    assert fenced.tape.count == len(held)
+    await asyncio.sleep(20)
+    assert fenced.tape.count == len(held)
+    assert len(rollouts.driver.local.streams) == 0
+    assert rollouts.sample(1, 0).tape.tokens.tolist() == held
+    rollouts.check_ledger()
+    assert rollouts.sample(1, 0).open_call.state is CallState.QUEUED
+    for _ in range(8):
+        await rollouts.step()
+        if not any(g.id == 1 for g in rollouts.core.buffer):
+            break
+    else:
+        pytest.fail("group 1 was never delivered")
 
 
 @pytest.mark.parametrize("late", [{"finish": EngineFinish.STOP}, {"error": "reset"}], ids=["ended", "failed"])
-@on_virtual_time
 async def test_events_of_attempts_that_are_accounted_for_change_nothing(late: dict[str, Any]) -> None:
     """A reply that comes twice, or for an id nobody knows, is counted and ignored."""
     rollouts = Rollouts(table({}, 5), n=1)
@@ -453,7 +425,6 @@ async def test_events_of_attempts_that_are_accounted_for_change_nothing(late: di
 
 
 @pytest.mark.parametrize("seed", seeds(12))
-@on_virtual_time
 async def test_random_faults_lose_nothing(seed: int) -> None:
     """Broken streams, lies, lost aborts and cancelled callers at random: delivered samples are right, books exact."""
     rng = np.random.default_rng(seed)

@@ -18,6 +18,8 @@ from april.driver.rewards import Response
 from april.engines.simulated.response_lengths import LognormalLengths
 from april.errors import DataExhausted, RolloutError
 
+pytestmark = on_virtual_time
+
 LENGTHS = LognormalLengths(15, 0.6, 0.6, seed=8)
 
 
@@ -39,7 +41,6 @@ def only(accepted: Callable[[int], bool]) -> Callable[..., Awaitable[bool]]:
 
 @pytest.mark.parametrize("refill", list(Refill))
 @pytest.mark.parametrize("over", [3, 6, 2], ids=["N' = N", "N' = 2N", "portions"])
-@on_virtual_time
 async def test_rejected_groups_are_replaced_and_never_counted(refill: Refill, over: int) -> None:
     """Every batch has N accepted groups; what was rejected is counted per step, by name, with all its tokens."""
     rollouts = Rollouts(LENGTHS.sample, n=3, samples=2, over=over, refill=refill, filter=only(lambda g: g % 3 != 1))
@@ -62,7 +63,6 @@ async def test_rejected_groups_are_replaced_and_never_counted(refill: Refill, ov
     }  # fmt: skip
 
 
-@on_virtual_time
 async def test_what_a_filter_sees() -> None:
     """The prompt with its data, and every response with its reward and what the rollout function returned."""
     seen: list[Any] = []
@@ -92,7 +92,6 @@ async def test_what_a_filter_sees() -> None:
     ]
 
 
-@on_virtual_time
 async def test_generation_goes_on_while_a_filter_thinks() -> None:
     """A slow filter holds up its group only: others are generated, judged and delivered meanwhile."""
 
@@ -112,7 +111,6 @@ async def test_generation_goes_on_while_a_filter_thinks() -> None:
     assert now() == pytest.approx(232, abs=1e-6)
 
 
-@on_virtual_time
 async def test_a_verdict_on_a_group_that_began_again_is_late() -> None:
     """on_stale: restart takes a sample out of a group that is being judged: that verdict counts for nothing."""
     asked: list[int] = []
@@ -133,7 +131,6 @@ async def test_a_verdict_on_a_group_that_began_again_is_late() -> None:
     assert rollouts.dropped == {DropReason.STALE: 4 + 4}  # group 0, and group 2 after the next update
 
 
-@on_virtual_time
 async def test_evaluations_are_not_filtered() -> None:
     """The filter is for training."""
     rollouts = Rollouts(table({}), n=1, samples=2, filter=only(lambda g: pytest.fail("not training")))
@@ -144,7 +141,6 @@ async def test_evaluations_are_not_filtered() -> None:
 # ---------------------------------------------------------------- filters that fail
 
 
-@on_virtual_time
 async def test_a_filter_that_rejects_everything_ends_the_step_with_a_reason() -> None:
     """After max_filtered_groups in a row; everything is accounted for, and the next step begins a new count."""
     strict = [True]
@@ -164,7 +160,6 @@ async def test_a_filter_that_rejects_everything_ends_the_step_with_a_reason() ->
 
 @pytest.mark.parametrize("end", [OnDataEnd.SHORT, OnDataEnd.WAIT])
 @pytest.mark.parametrize("over", [3, 6])
-@on_virtual_time
 async def test_the_end_of_the_data_with_rejections(end: OnDataEnd, over: int) -> None:
     """20 prompts, every third rejected: 13 are delivered as 3 + 3 + 3 + 3 and a rest of 1, or the rest waits."""
     rollouts = Rollouts(
@@ -188,7 +183,6 @@ async def test_the_end_of_the_data_with_rejections(end: OnDataEnd, over: int) ->
     }  # fmt: skip
 
 
-@on_virtual_time
 async def test_data_of_which_nothing_is_accepted() -> None:
     """No empty batch, no waiting for ever: the data has ended."""
     rollouts = Rollouts(table({}), n=2, samples=2, over=3, prompts=5, filter=only(lambda g: False))
@@ -197,7 +191,6 @@ async def test_data_of_which_nothing_is_accepted() -> None:
     assert rollouts.core.prompts.as_dict()["dropped"] == {"filtered": 5}
 
 
-@on_virtual_time
 async def test_the_end_of_the_data_waits_for_a_filter_that_thinks() -> None:
     """The last group is neither forgotten nor delivered before its verdict."""
 

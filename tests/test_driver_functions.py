@@ -17,8 +17,9 @@ from april.driver.local_host import CLOSE_PATIENCE_S
 from april.driver.rewards import Response
 from april.errors import RolloutError, SchedulerClosed
 
+pytestmark = on_virtual_time
 
-@on_virtual_time
+
 async def test_a_run_in_which_everything_fails_stops_with_the_reason() -> None:
     """Eight groups in a row without one completed: the trainer gets the last error; a fixed reward can go on."""
     broken = [True]
@@ -95,7 +96,6 @@ MISUSE = {
 
 
 @pytest.mark.parametrize("function", list(MISUSE), ids=lambda f: f.__name__)
-@on_virtual_time
 async def test_misuse_is_a_named_failure_of_that_sample(function: Callable[..., Any]) -> None:
     """Whatever one sample's function does wrong: its group is dropped by name, engines and other samples go on."""
 
@@ -163,7 +163,6 @@ NO_TOKENIZER = [
     [(*row, Angles()) for row in REFUSED] + [(*row, None) for row in NO_TOKENIZER],
     ids=[repr(row[0])[:60] for row in REFUSED + NO_TOKENIZER],
 )
-@on_virtual_time
 async def test_calls_that_are_refused(arguments: dict[str, Any], message: str, tokenizer: Any) -> None:
     """One sentence where the call is made; no engine sees the request, and the sample may go on with another call."""
     errors: list[str] = []
@@ -180,7 +179,6 @@ async def test_calls_that_are_refused(arguments: dict[str, Any], message: str, t
     assert re.search(message, errors[0])
 
 
-@on_virtual_time
 async def test_the_error_is_raised_where_the_mistake_is(caplog: pytest.LogCaptureFixture) -> None:
     """The user's own line is in the traceback that april logs."""
     rollouts = Rollouts(table({}), rollout=rewrites)
@@ -189,7 +187,6 @@ async def test_the_error_is_raised_where_the_mistake_is(caplog: pytest.LogCaptur
     assert "await llm.generate(done.conversation[1:])" in caplog.text
 
 
-@on_virtual_time
 async def test_generate_after_the_function_has_returned() -> None:
     """A task that outlives its function gets an error of its own, and the finished sample stays as it is."""
     errors: list[BaseException] = []
@@ -218,7 +215,6 @@ async def test_generate_after_the_function_has_returned() -> None:
     assert all("after its rollout function had ended" in str(e) for e in errors)
 
 
-@on_virtual_time
 async def test_what_the_function_waits_for_is_ended_with_its_group() -> None:
     """A dropped group ends its functions, tasks of their own that wait in generate included."""
     ended: list[str] = []
@@ -246,7 +242,6 @@ async def test_what_the_function_waits_for_is_ended_with_its_group() -> None:
 
 
 @pytest.mark.parametrize("raises", [False, True])
-@on_virtual_time
 async def test_a_cancelled_function_that_swallows_its_end_changes_nothing(raises: bool) -> None:
     """Functions of a dropped group that swallow their end, rollout and reward alike, are no events any more."""
     swallowed: list[SampleId] = []
@@ -281,7 +276,6 @@ async def test_a_cancelled_function_that_swallows_its_end_changes_nothing(raises
     await rollouts.step()
 
 
-@on_virtual_time
 async def test_close_waits_for_functions_that_clean_up(caplog: pytest.LogCaptureFixture) -> None:
     """A finally block may await; one that never ends is named in the log and left behind after CLOSE_PATIENCE_S."""
     ended: list[float] = []
@@ -307,7 +301,6 @@ async def test_close_waits_for_functions_that_clean_up(caplog: pytest.LogCapture
         await waiter
 
 
-@on_virtual_time
 async def test_functions_do_not_see_each_others_context() -> None:
     """A context variable that one sample's function sets is not there in the functions that start later."""
     colour: ContextVar[str] = ContextVar("colour", default="none")
@@ -325,7 +318,6 @@ async def test_functions_do_not_see_each_others_context() -> None:
 
 @pytest.mark.parametrize("change", [{"top_p": 0.9}, {"min_tokens": 3}, {"temperature": 0.0}], ids=str)
 @pytest.mark.parametrize("allow", [False, True])
-@on_virtual_time
 async def test_calls_whose_logprobs_cannot_be_recomputed_need_consent(change: dict[str, Any], allow: bool) -> None:
     """What the configuration refuses, a call may not smuggle in; with allow_mismatch it passes through."""
 
@@ -342,7 +334,6 @@ async def test_calls_whose_logprobs_cannot_be_recomputed_need_consent(change: di
             await rollouts.driver.next_batch()
 
 
-@on_virtual_time
 async def test_a_function_that_works_before_its_first_call_holds_its_place() -> None:
     """Preparation before the first generate (here 10 s) delays that sample, and max_in_flight counts it."""
 

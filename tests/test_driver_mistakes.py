@@ -17,6 +17,8 @@ from april.driver.rewards import Response
 from april.driver.user_code import kind_of, outcome_of, place_of
 from april.errors import RolloutError
 
+pytestmark = on_virtual_time
+
 WELL = object()
 """The function works."""
 
@@ -132,7 +134,6 @@ FAULTS = [
 
 @pytest.mark.parametrize("times", [1, 3])
 @pytest.mark.parametrize(("which", "fault", "words"), FAULTS)
-@on_virtual_time
 async def test_a_function_that_fails(which: str, fault: Callable[[], Awaitable[Any]], words: str, times: int) -> None:
     """Once: it is asked again, a rollout function with a new response. Three times (max_attempt_failures): the group is
     dropped as failed, by name, and replaced. No other group notices, and every token is accounted for."""
@@ -170,7 +171,6 @@ async def test_a_function_that_fails(which: str, fault: Callable[[], Awaitable[A
 
 @pytest.mark.parametrize("which", ["reward", "group_reward", "filter"])
 @pytest.mark.parametrize("seconds", [0.5, 2.0, 30.0])
-@on_virtual_time
 async def test_an_outage_of_what_a_function_asks(which: str, seconds: float) -> None:
     """A judge that refuses connections for a while costs nothing but time, and other samples go on meanwhile."""
     refused: list[float] = []
@@ -190,7 +190,6 @@ async def test_an_outage_of_what_a_function_asks(which: str, seconds: float) -> 
     rollouts.check_ledger()
 
 
-@on_virtual_time
 async def test_pauses_between_tries() -> None:
     """They grow, and a function that goes on failing costs its group after half a minute."""
     tries: list[float] = []
@@ -214,7 +213,6 @@ WRONG = {"none": None, "text": "good", "dict": {"score": 1.0}, "nan": float("nan
 
 
 @pytest.mark.parametrize("kind", [*WRONG, "attribute", "group", "filter"])
-@on_virtual_time
 async def test_a_function_that_was_written_wrongly_ends_the_step_at_once(
     kind: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -251,7 +249,6 @@ async def test_a_function_that_was_written_wrongly_ends_the_step_at_once(
 
 
 @pytest.mark.parametrize("error", [TypeError("one sample"), AttributeError("one sample")])
-@on_virtual_time
 async def test_a_function_that_has_worked_was_not_written_wrongly(error: Exception) -> None:
     """What it raises for single samples costs their groups, as ever."""
 
@@ -318,7 +315,6 @@ PASSING = [
     [(kind, "reward", 2) for kind in MISTAKES]
     + [("key", which, n) for which in ("reward", "group_reward", "filter", "rollout") for n in (1, 2, 8)],
 )
-@on_virtual_time
 async def test_what_fails_alike_for_every_sample_ends_the_step_at_once(
     kind: str, which: str, n: int, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -348,7 +344,6 @@ def test_what_a_plain_function_has_not_found() -> None:
 
 @pytest.mark.parametrize("error", PASSING, ids=lambda e: type(e).__name__)
 @pytest.mark.parametrize("which", ["reward", "group_reward", "filter"])
-@on_virtual_time
 async def test_an_outage_at_the_very_start_costs_no_group(which: str, error: Exception) -> None:
     """Errors of files, sockets, clients and users' own classes may pass, though every sample has them at first."""
     rollouts = failing(which, lambda data: raising(error) if now() < 30 else None, lambda group: True).rollouts()
@@ -358,7 +353,6 @@ async def test_an_outage_at_the_very_start_costs_no_group(which: str, error: Exc
 
 @pytest.mark.parametrize("which", ["reward", "group_reward", "filter", "rollout"])
 @pytest.mark.parametrize("bad", [{0}, {0, 1}, {0, 5, 6}])
-@on_virtual_time
 async def test_bad_rows_cost_themselves(which: str, bad: set[int]) -> None:
     """A KeyError of some prompts, the first ones among them, drops those and nothing else."""
     rollouts = failing(which, MISTAKES["key"], lambda group: group in bad).rollouts(n=4)
@@ -368,7 +362,6 @@ async def test_bad_rows_cost_themselves(which: str, bad: set[int]) -> None:
 
 
 @pytest.mark.parametrize("n", [1, 2])
-@on_virtual_time
 async def test_bad_rows_first_where_a_batch_is_small(n: int) -> None:
     """Others are in work beside them: what becomes of those tells whether a function is wrong."""
     rollouts = failing("reward", MISTAKES["key"], lambda group: group < 3).rollouts(n=n, over=8, samples=1)
@@ -380,7 +373,6 @@ async def test_bad_rows_first_where_a_batch_is_small(n: int) -> None:
 
 
 @pytest.mark.parametrize("which", ["reward", "rollout"])
-@on_virtual_time
 async def test_bad_rows_that_fail_before_others_can_work(which: str) -> None:
     """Four of 32, at once, while a slow judge or the engine is at work on the others: they cost themselves."""
 
@@ -403,7 +395,6 @@ async def test_bad_rows_that_fail_before_others_can_work(which: str) -> None:
     await rollouts.step()
 
 
-@on_virtual_time
 async def test_failures_of_several_kinds_are_no_mistake() -> None:
     """Every sample raises in a line of its own: no line is blamed for what it has not done."""
 

@@ -12,6 +12,8 @@ import april
 from april.core.versions import PolicyVersion
 from april.testing import FakeEngine, Fault, FaultScript, rollouts, run_virtual
 
+pytestmark = on_virtual_time
+
 
 def dropped(
     script: FaultScript, lengths: Any, steps: int, engines: int = 1, what: str = "tokens", **config: Any
@@ -57,7 +59,6 @@ def test_an_engine_that_sends_nothing_three_times_costs_the_group_and_no_more() 
     assert dropped(script, 8, 1, what="prompts", rollout_batch_size=1, stall_timeout_s=50) == {"failed": 1}
 
 
-@on_virtual_time
 async def test_a_dead_engine_does_not_hold_up_weight_updates() -> None:
     """The others train on; back again with old weights it gets no request before an update has reached it."""
     faults = FaultScript(Fault("engine_dies", engine="bad", from_s=5, seconds=100))
@@ -78,7 +79,6 @@ async def test_a_dead_engine_does_not_hold_up_weight_updates() -> None:
         run.audit()
 
 
-@on_virtual_time
 async def test_an_update_that_no_engine_takes_is_an_error() -> None:
     """All dead: the version stays, and the first engine's error comes out."""
     faults = FaultScript(Fault("engine_dies", from_s=5, seconds=100))

@@ -16,7 +16,9 @@ from april.core.engine_recovery import CHECK_INTERVAL_S
 from april.core.versions import PolicyVersion
 from april.core.weight_updates import QUARANTINED_PATIENCE_S
 from april.engines.protocol import Capabilities, Health
-from april.testing import FakeEngine, rollouts, run_virtual
+from april.testing import FakeEngine, rollouts
+
+pytestmark = on_virtual_time
 
 START = "start"
 
@@ -89,7 +91,6 @@ def used_after(server: Server, seconds: float) -> list[str]:
 
 
 @pytest.mark.parametrize("path", [None, "/first"])
-@on_virtual_time
 async def test_a_server_that_was_restarted_in_the_middle_of_a_step_gets_its_weights_back(path: str | None) -> None:
     """The probe finds it well with other weights: those of the last path, or at version 0 those of the start."""
     a, b = Server("a", lengths=20), Server("b", lengths=20)
@@ -108,7 +109,6 @@ async def test_a_server_that_was_restarted_in_the_middle_of_a_step_gets_its_weig
         run.validate()
 
 
-@on_virtual_time
 async def test_a_server_that_was_restarted_between_two_steps_is_found_out_before_it_serves() -> None:
     """Nothing broke, so nothing was probed: the first look of the step comes before its first token."""
     a, b = Server("a", lengths=20), Server("b", lengths=20)
@@ -122,7 +122,6 @@ async def test_a_server_that_was_restarted_between_two_steps_is_found_out_before
         assert run.audit().lost == 0
 
 
-@on_virtual_time
 async def test_tokens_of_a_server_whose_weights_were_changed_by_others_are_dropped() -> None:
     """Found by the next look; its requests go on elsewhere from what was certain."""
     a, b = Server("a", lengths=20), Server("b", lengths=20)
@@ -143,7 +142,6 @@ async def test_tokens_of_a_server_whose_weights_were_changed_by_others_are_dropp
         run.validate()
 
 
-@on_virtual_time
 async def test_an_answer_that_comes_after_its_step_says_nothing() -> None:
     """The trainer has changed the weights by then, and tells april afterwards: no server is taken for a stale one."""
 
@@ -164,7 +162,6 @@ async def test_an_answer_that_comes_after_its_step_says_nothing() -> None:
         run.audit()
 
 
-@on_virtual_time
 async def test_an_update_that_gives_servers_nothing_is_refused() -> None:
     """Their old weights would be called the new version: nothing happens, not even a pause."""
     a, b = Server("a", lengths=20), FakeEngine("b", lengths=20, chunk_tokens=1)
@@ -180,7 +177,6 @@ async def test_an_update_that_gives_servers_nothing_is_refused() -> None:
         assert not a.updates
 
 
-@on_virtual_time
 async def test_a_relative_path_is_made_absolute_for_servers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A server has another working directory than the trainer."""
     monkeypatch.chdir(tmp_path)
@@ -191,7 +187,6 @@ async def test_a_relative_path_is_made_absolute_for_servers(tmp_path: Path, monk
         assert a.weights == str(tmp_path / "weights" / "1")
 
 
-@on_virtual_time
 async def test_a_server_that_does_not_answer_does_not_hide_what_the_others_say() -> None:
     """Each answer counts as it comes, and each server is asked again in its own time."""
 
@@ -212,7 +207,6 @@ async def test_a_server_that_does_not_answer_does_not_hide_what_the_others_say()
         run.audit()
 
 
-@on_virtual_time
 async def test_after_a_transfer_a_restarted_server_waits_for_the_next_update() -> None:
     """april does not know where these weights are: no request goes there before it has the next ones."""
     a, b = Server("a", lengths=20), Server("b", lengths=20)
@@ -232,7 +226,6 @@ async def test_after_a_transfer_a_restarted_server_waits_for_the_next_update() -
         run.audit()
 
 
-@on_virtual_time
 async def test_servers_are_given_the_weights_of_a_checkpoint() -> None:
     """Not believed to have them; and what those weights had generated before the restart is not stale under them."""
     async with pool([Server("a", lengths=20)]) as run:
@@ -253,7 +246,6 @@ async def test_servers_are_given_the_weights_of_a_checkpoint() -> None:
 
 
 @pytest.mark.parametrize("path", [None, "/checkpoint"])
-@on_virtual_time
 async def test_a_server_that_is_started_anew_after_load_state_dict(path: str | None) -> None:
     """It gets the weights of the checkpoint's directory; after a transfer nobody knows where they are, and it waits."""
     async with pool([Server("a", lengths=20)]) as run:
@@ -278,7 +270,6 @@ async def test_a_server_that_is_started_anew_after_load_state_dict(path: str | N
         assert len(a.attempts) == 8
 
 
-@on_virtual_time
 async def test_a_cancelled_update_that_was_completed_is_what_a_server_gets_back() -> None:
     """The caller left while engines loaded: the version is the new one, and so is the path that heals."""
     a, b = (Server(name, lengths=20, weight_update_s=2.0) for name in "ab")
@@ -298,7 +289,6 @@ async def test_a_cancelled_update_that_was_completed_is_what_a_server_gets_back(
         assert a.weights == "/second"
 
 
-@on_virtual_time
 async def test_a_weight_update_does_not_wait_for_an_engine_that_is_healed() -> None:
     """It is left out; when its load of the old weights is over, it gets the new ones."""
     a, b = Server("a", lengths=20), Server("b", lengths=20)
@@ -322,7 +312,6 @@ async def test_a_weight_update_does_not_wait_for_an_engine_that_is_healed() -> N
 
 
 @pytest.mark.parametrize("what", ["pause", "update_weights"])
-@on_virtual_time
 async def test_an_update_that_reaches_no_engine_is_an_error(what: str) -> None:
     """One is being healed, the only other one fails: nobody has the new weights, so there is no new version."""
     a, b = Server("a", lengths=20), Server("b", lengths=20)
@@ -343,7 +332,6 @@ async def test_an_update_that_reaches_no_engine_is_an_error(what: str) -> None:
         run.audit()
 
 
-@on_virtual_time
 async def test_an_update_of_the_only_engine_waits_until_it_is_healed() -> None:
     """There is nobody else to go on with."""
     a = Server("a", lengths=20, weight_update_s=10.0)
@@ -360,7 +348,6 @@ async def test_an_update_of_the_only_engine_waits_until_it_is_healed() -> None:
         run.audit()
 
 
-@on_virtual_time
 async def test_a_quarantined_engine_that_hangs_is_not_waited_for() -> None:
     """A dead machine answers nothing, not even with an error: the others train on after a moment."""
     a, b = Server("a", lengths=20), Server("b", lengths=20)
@@ -376,7 +363,6 @@ async def test_a_quarantined_engine_that_hangs_is_not_waited_for() -> None:
 
 
 @pytest.mark.parametrize("alone", [False, True])
-@on_virtual_time
 async def test_an_engine_whose_resumption_failed_is_opened_before_it_is_used(alone: bool) -> None:
     """The update is done; the engine has the weights and is still paused: the probe resumes it."""
     a, b = Server("a", lengths=20), Server("b", lengths=20)
@@ -391,7 +377,6 @@ async def test_an_engine_whose_resumption_failed_is_opened_before_it_is_used(alo
         run.audit()
 
 
-@on_virtual_time
 async def test_an_engine_that_was_paused_too_late_is_opened_again() -> None:
     """A pause that was given up took effect afterwards, and the transfer failed: it goes on with the next update."""
 
@@ -415,7 +400,7 @@ async def test_an_engine_that_was_paused_too_late_is_opened_again() -> None:
         assert "a" in {s.engine for x in batch.samples for s in x.segments}
 
 
-def test_a_failed_load_of_the_only_engine_is_not_healed_by_a_name() -> None:
+async def test_a_failed_load_of_the_only_engine_is_not_healed_by_a_name() -> None:
     """At version 0 there is no path: what an engine has that broke while it loaded, no label makes the old weights."""
 
     class Torn(Server):
@@ -431,22 +416,18 @@ def test_a_failed_load_of_the_only_engine_is_not_healed_by_a_name() -> None:
             async for chunk in super().generate(request):
                 yield chunk
 
-    async def program() -> None:
-        a = Torn("a", lengths=20)
-        async with pool([a], outage_deadline_s=50.0) as run:
-            with pytest.raises(april.EngineError, match="between two versions"):
-                await run.weight_update("/broken")
-            with pytest.raises(april.RolloutError, match="no engine with the current weights"):
-                await run.next_batch()
-            assert not a.attempts
-            await run.weight_update("/good")
+    a = Torn("a", lengths=20)
+    async with pool([a], outage_deadline_s=50.0) as run:
+        with pytest.raises(april.EngineError, match="between two versions"):
+            await run.weight_update("/broken")
+        with pytest.raises(april.RolloutError, match="no engine with the current weights"):
             await run.next_batch()
-            run.audit()
+        assert not a.attempts
+        await run.weight_update("/good")
+        await run.next_batch()
+        run.audit()
 
-    run_virtual(program())
 
-
-@on_virtual_time
 async def test_one_of_two_engines_dies_with_64_in_flight() -> None:
     """All finish on the other one; no token that had reached april is generated again."""
     lengths = {(g, i): 20 + (7 * g + i) % 30 for g in range(32) for i in range(2)}

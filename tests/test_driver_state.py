@@ -19,11 +19,12 @@ from april.driver.llm import LLM
 from april.driver.rewards import Response
 from april.errors import CheckpointError, DataExhausted
 
+pytestmark = on_virtual_time
+
 # ---------------------------------------------------------------- going on
 
 
 @pytest.mark.parametrize("at", [0.0, 4.0, 9.5, 20.0, 1000.0])
-@on_virtual_time
 async def test_what_was_observed_goes_on_exactly(at: float) -> None:
     """Whenever the state is taken in a step: each token is kept bit for bit, sent to an engine, never made again."""
     old = new()
@@ -61,7 +62,6 @@ async def test_what_was_observed_goes_on_exactly(at: float) -> None:
             assert first[sample_id].response_offset == len(tokens)
 
 
-@on_virtual_time
 async def test_a_batch_that_was_not_trained_is_delivered_again() -> None:
     """Leased batches come again, equal and under their numbers; those that were trained on do not."""
     old = new()
@@ -98,7 +98,6 @@ async def test_a_batch_that_was_not_trained_is_delivered_again() -> None:
         await again.close()
 
 
-@on_virtual_time
 async def test_versions_after_a_restart() -> None:
     """A batch that was trained on makes the weights one update newer, whether april had heard of the update or not."""
     lengths = table({(1, 0): 40}, 5)
@@ -122,7 +121,6 @@ async def test_versions_after_a_restart() -> None:
         await again.close()
 
 
-@on_virtual_time
 async def test_a_restart_of_a_restart() -> None:
     """Every restart begins a new incarnation; attempt ids never repeat, tokens of all lives are kept."""
     lengths = table({(1, 0): 60}, 5)
@@ -144,7 +142,6 @@ async def test_a_restart_of_a_restart() -> None:
 
 
 @pytest.mark.parametrize("what", ["pause", "evaluation", "weight update"])
-@on_virtual_time
 async def test_a_state_may_be_taken_at_any_time(what: str) -> None:
     """In a pause, an evaluation or a weight update: the state is that of training, and can be gone on from."""
     old = new()
@@ -180,7 +177,6 @@ async def test_a_state_may_be_taken_at_any_time(what: str) -> None:
         await again.driver.update_weights()
 
 
-@on_virtual_time
 async def test_a_state_may_be_loaded_while_nothing_else_can_begin() -> None:
     """A batch asked for during the load is refused with a sentence, and comes afterwards."""
     old = new()
@@ -200,7 +196,6 @@ async def test_a_state_may_be_loaded_while_nothing_else_can_begin() -> None:
 # ---------------------------------------------------------------- the prompts
 
 
-@on_virtual_time
 async def test_prompts_go_on_where_they_stood() -> None:
     """Each prompt once, the last short batch and the end of the data included; the data of held prompts is kept."""
 
@@ -219,7 +214,6 @@ async def test_prompts_go_on_where_they_stood() -> None:
     assert again.core.prompts.as_dict() == {"observed": 13, "delivered": 13, "held": 0, "dropped": {}}
 
 
-@on_virtual_time
 async def test_fewer_prompts_than_before() -> None:
     """One sentence says what is wrong; the same prompts would have gone on."""
     old = new()
@@ -232,7 +226,6 @@ async def test_fewer_prompts_than_before() -> None:
         await again.driver.load_state_dict(state)
 
 
-@on_virtual_time
 async def test_responses_that_wait_for_more_prompts_with_a_quorum() -> None:
     """Of three groups a batch takes eight responses, four wait, and another prompt brings them to a full batch."""
     run = Rollouts(
@@ -246,7 +239,6 @@ async def test_responses_that_wait_for_more_prompts_with_a_quorum() -> None:
     assert len(await run.driver.next_batch()) == 8
 
 
-@on_virtual_time
 async def test_groups_that_wait_for_more_prompts_survive() -> None:
     """on_data_end: wait keeps the rest over a restart; extend() brings it to a full batch."""
     old = Rollouts(table({}), n=2, prompts=3, on_data_end=OnDataEnd.WAIT)
@@ -289,7 +281,6 @@ class Agent:
         return "done"
 
 
-@on_virtual_time
 async def test_several_turns_are_replayed() -> None:
     """Functions begin again: finished calls are answered at once from the state, tools run again, the rest goes on."""
     first, second = Agent(), Agent()
@@ -322,7 +313,6 @@ async def test_several_turns_are_replayed() -> None:
 
 
 @pytest.mark.parametrize("change", ["another tool result", "returns early"])
-@on_virtual_time
 async def test_a_function_that_does_otherwise_begins_again(change: str) -> None:
     """Its tokens belong to another conversation: dropped by name, the sample is made anew, the others go on."""
     lengths = table({}, 400)
@@ -372,7 +362,6 @@ GROUP_REWARD, FILTER = {"group_reward": tokens_of_group}, {"reward": count, "fil
 
 @pytest.mark.parametrize("functions", [GROUP_REWARD, FILTER], ids=["group reward", "filter"])
 @pytest.mark.parametrize("now", [None, "no filter"])
-@on_virtual_time
 async def test_finished_siblings_are_scored_and_judged_with_the_others(
     functions: dict[str, Any], now: str | None
 ) -> None:

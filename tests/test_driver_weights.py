@@ -15,8 +15,9 @@ from april.core.versions import PolicyVersion
 from april.engines.protocol import Capabilities
 from april.errors import EngineError
 
+pytestmark = on_virtual_time
 
-@on_virtual_time
+
 async def test_pause_and_resume_in_the_middle_of_a_step() -> None:
     """Inside a pause nothing generates; afterwards the same samples go on where they were."""
     rollouts = Rollouts(table({(0, 0): 20, (1, 0): 30}), n=2)
@@ -35,7 +36,6 @@ async def test_pause_and_resume_in_the_middle_of_a_step() -> None:
     assert all(s.attempts == 2 for s in batch.samples)
 
 
-@on_virtual_time
 async def test_a_cancelled_pause_goes_on() -> None:
     """Whoever gives up waiting for a pause leaves training running."""
 
@@ -61,7 +61,6 @@ async def test_a_cancelled_pause_goes_on() -> None:
         pass
 
 
-@on_virtual_time
 async def test_weight_update_in_the_middle_of_a_step() -> None:
     """An asynchronous trainer may update while a step runs: the sample is cut there, and its versions say so."""
     rollouts = Rollouts(table({(0, 0): 20}), n=1)
@@ -73,7 +72,6 @@ async def test_weight_update_in_the_middle_of_a_step() -> None:
     assert [(s.version.n, s.count) for s in batch.samples[0].segments] == [(0, 8), (1, 12)]
 
 
-@on_virtual_time
 async def test_a_transfer_that_raises_leaves_the_version() -> None:
     """The trainer's error comes out, engines are resumed, the version and the lease stay, generation goes on."""
 
@@ -91,7 +89,6 @@ async def test_a_transfer_that_raises_leaves_the_version() -> None:
     assert await rollouts.driver.update_weights() == PolicyVersion(0, 1)
 
 
-@on_virtual_time
 async def test_an_interrupted_update_is_completed_once_engines_are_loading() -> None:
     """Cancelled before: nothing has changed. Cancelled while engines load: they finish, and the version says so."""
     lengths = table({})
@@ -141,7 +138,6 @@ class FailsOnce(RecordingEngine):
         await super().update_weights(version, path)
 
 
-@on_virtual_time
 async def test_engines_of_which_none_can_pause_keep_their_version() -> None:
     """weight_update fails before anything was written; all engines are open again."""
     lengths = table({})
@@ -156,7 +152,6 @@ async def test_engines_of_which_none_can_pause_keep_their_version() -> None:
 
 
 @pytest.mark.parametrize("path", ["weights", None])
-@on_virtual_time
 async def test_an_engine_that_cannot_pause_is_left_out_and_comes_back(path: str | None) -> None:
     """The others get the new weights; it gets them once it is well, or, without a path, with the next update."""
     lengths = table({}, 20)
@@ -202,7 +197,6 @@ class Hangs(RecordingEngine):
 
 @pytest.mark.parametrize(("what", "seconds"), [("pause", 30), ("update_weights", 600), ("resume", 30)])
 @pytest.mark.parametrize("alone", [False, True])
-@on_virtual_time
 async def test_nobody_waits_for_ever_for_an_engine_that_hangs(
     what: str, seconds: int, alone: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -231,7 +225,6 @@ async def test_nobody_waits_for_ever_for_an_engine_that_hangs(
     rollouts.check(await rollouts.driver.next_batch())
 
 
-@on_virtual_time
 async def test_an_update_that_raises_may_be_repeated() -> None:
     """Where it raises the version stays, so a trainer that asks again commits no batch that it has not trained."""
 
@@ -253,7 +246,6 @@ async def test_an_update_that_raises_may_be_repeated() -> None:
     rollouts.check(await rollouts.driver.next_batch())  # a probe has found the engine, which was resumed then
 
 
-@on_virtual_time
 async def test_an_engine_that_hangs_does_not_hold_up_close(caplog: pytest.LogCaptureFixture) -> None:
     """close gives it 30 s and names it in the log; the others are closed."""
     lengths = table({})
@@ -266,7 +258,6 @@ async def test_an_engine_that_hangs_does_not_hold_up_close(caplog: pytest.LogCap
     assert "engine bad could not be closed" in caplog.text
 
 
-@on_virtual_time
 async def test_a_half_done_weight_update_stops_generation_until_it_is_whole() -> None:
     """One engine has the new weights, the other has not: no token is made before both agree; carry is kept."""
     lengths = table({(2, 0): 30, (3, 0): 30})
@@ -288,7 +279,6 @@ async def test_a_half_done_weight_update_stops_generation_until_it_is_whole() ->
     assert batch.version == PolicyVersion(0, 1)
 
 
-@on_virtual_time
 async def test_a_half_done_weight_update_ends_the_wait_for_a_step_that_is_running() -> None:
     """An asynchronous trainer that asked ahead is told at once, as one that asks afterwards is; no token is made until
     all engines agree, and then the step goes on where it was."""
@@ -314,7 +304,6 @@ async def test_a_half_done_weight_update_ends_the_wait_for_a_step_that_is_runnin
     assert [[(s.version.n, s.count) for s in x.segments] for x in batch.samples] == [[(0, 7), (1, 13)]] * 4
 
 
-@on_virtual_time
 async def test_after_a_half_done_weight_update_nothing_is_generated_ahead() -> None:
     """With continuous generation engines go on while the trainer trains; not while they hold different weights."""
     lengths = table({}, 20)
@@ -333,7 +322,6 @@ async def test_after_a_half_done_weight_update_nothing_is_generated_ahead() -> N
 
 
 @pytest.mark.parametrize("generation", list(GenerationMode))
-@on_virtual_time
 async def test_a_transfer_that_breaks_off_ends_the_wait_for_a_batch_that_was_asked_for_ahead(
     generation: GenerationMode,
 ) -> None:
@@ -360,7 +348,6 @@ async def test_a_transfer_that_breaks_off_ends_the_wait_for_a_batch_that_was_ask
     assert (await driver.next_batch()).version == PolicyVersion(0, 1)
 
 
-@on_virtual_time
 async def test_an_update_that_was_asked_for_already_may_mend_a_half_done_one() -> None:
     """Whoever waits for a batch is told of weights that are torn only if nothing on its way makes them whole."""
     lengths = table({}, 20)
@@ -376,7 +363,6 @@ async def test_an_update_that_was_asked_for_already_may_mend_a_half_done_one() -
     assert await ahead is await asked_between
 
 
-@on_virtual_time
 async def test_what_was_said_of_torn_weights_is_not_said_of_whole_ones() -> None:
     """A call for a batch was interrupted, so nobody heard that an update broke off; the next one mended it."""
     lengths = table({}, 20)
@@ -391,7 +377,6 @@ async def test_what_was_said_of_torn_weights_is_not_said_of_whole_ones() -> None
     rollouts.check(await rollouts.driver.next_batch())
 
 
-@on_virtual_time
 async def test_an_evaluation_has_the_engines_to_itself() -> None:
     """While it runs no training request is at an engine; the step goes on afterwards, with equal books."""
     rollouts = Rollouts(table({}, 20), n=4)

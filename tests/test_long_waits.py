@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from core_machine import settings
-from virtual_rollouts import RecordingEngine, Rollouts, now, on_virtual_time, prompt_ids, table, virtual
+from virtual_rollouts import RecordingEngine, Rollouts, now, on_virtual_time, prompt_ids, table
 
 import april
 from april.core import events as ev
@@ -23,9 +23,11 @@ from april.core.types import Prompt
 from april.driver.long_waits import WARN_AFTER_S, LongWaits
 from april.engines.protocol import Capabilities
 from april.record.standing import waits_for
-from april.testing import FakeEngine, rollouts, run_virtual
+from april.testing import FakeEngine, rollouts
 from april.view.observers import Feed
 from april.view.watch import Screen
+
+pytestmark = on_virtual_time
 
 
 class Server(RecordingEngine):
@@ -57,7 +59,6 @@ def said(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [text for text in texts if " has waited " in text or " at work on " in text]
 
 
-@on_virtual_time
 async def test_a_transfer_that_does_not_return_is_named(caplog: pytest.LogCaptureFixture) -> None:
     """Once, after the time; what the driver says of itself has it before, with how long it has lasted."""
     run = Rollouts(table({}, 20), n=4, engines=[Server(table({}, 20))])
@@ -86,7 +87,6 @@ async def test_a_transfer_that_does_not_return_is_named(caplog: pytest.LogCaptur
         ({"resume": 29.0}, {}, "engine e0 to resume"),
     ],
 )
-@on_virtual_time
 async def test_an_engine_that_an_update_waits_for_is_named(
     slow: dict[str, float], options: dict[str, float], what: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -101,7 +101,6 @@ async def test_an_engine_that_an_update_waits_for_is_named(
     assert len(said(caplog)) == 1  # no longer than the one that was named
 
 
-@on_virtual_time
 async def test_a_state_whose_weights_are_not_handed_over(caplog: pytest.LogCaptureFixture) -> None:
     """The call that waits is named as it is called."""
     lengths = table({}, 20)
@@ -118,7 +117,6 @@ async def test_a_state_whose_weights_are_not_handed_over(caplog: pytest.LogCaptu
 
 
 @pytest.mark.parametrize("timeout_s", [None, 600.0])
-@on_virtual_time
 async def test_a_function_that_takes_long_is_named(timeout_s: float | None, caplog: pytest.LogCaptureFixture) -> None:
     """With a sample of it, and once for all that do so at the same time; short ones are not, nor what they wait for."""
 
@@ -137,7 +135,6 @@ async def test_a_function_that_takes_long_is_named(timeout_s: float | None, capl
     assert len(said(caplog)) == 1
 
 
-@on_virtual_time
 async def test_a_function_that_is_warned_of_has_the_rest_of_its_time() -> None:
     """The warning changes nothing: it is ended when it would have been, and is on time a moment before."""
     ended: list[float] = []
@@ -155,7 +152,6 @@ async def test_a_function_that_is_warned_of_has_the_rest_of_its_time() -> None:
     assert ended == [100.0, 99.0]
 
 
-@on_virtual_time
 async def test_the_functions_of_an_evaluation_are_named_too(caplog: pytest.LogCaptureFixture) -> None:
     """They are the same functions."""
 
@@ -168,7 +164,6 @@ async def test_the_functions_of_an_evaluation_are_named_too(caplog: pytest.LogCa
     assert any("judge has been at work on " in text for text in said(caplog))
 
 
-@on_virtual_time
 async def test_too_many_batches_out_are_named_every_time_that_they_last(caplog: pytest.LogCaptureFixture) -> None:
     """An update that came in time once does not keep the second wait from being named."""
     run = Rollouts(table({}, 5), n=1, max_staleness=0)
@@ -232,7 +227,6 @@ def updates_behind_a_pause(core: RolloutCore) -> None:
         (updates_behind_a_pause, "weight_update", "the end of an evaluation or of a pause"),
     ],
 )
-@on_virtual_time
 async def test_whatever_is_waited_for_is_named_once_and_no_timer_is_left(
     happens: Happens, call: str, what: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -250,7 +244,6 @@ async def test_whatever_is_waited_for_is_named_once_and_no_timer_is_left(
     assert not asyncio.get_running_loop()._scheduled  # type: ignore[attr-defined]
 
 
-@on_virtual_time
 async def test_a_wait_of_aprils_own_is_named(caplog: pytest.LogCaptureFixture) -> None:
     """What the core does not know of, such as an engine that still computes on the trainer's model."""
     run = Rollouts(table({}, 5), n=1)
@@ -266,7 +259,6 @@ async def test_a_wait_of_aprils_own_is_named(caplog: pytest.LogCaptureFixture) -
     assert "waits for" not in repr(run.driver)
 
 
-@on_virtual_time
 async def test_silent_requests_are_named_where_nothing_else_ends_them(caplog: pytest.LogCaptureFixture) -> None:
     """Without stall_timeout_s; tokens that come, however slowly, are no silence."""
     lengths = table({}, 200)
@@ -288,16 +280,13 @@ async def test_silent_requests_are_named_where_nothing_else_ends_them(caplog: py
     ]
 
 
-def test_silent_requests_of_an_evaluation_are_its_own(caplog: pytest.LogCaptureFixture) -> None:
+async def test_silent_requests_of_an_evaluation_are_its_own(caplog: pytest.LogCaptureFixture) -> None:
     """The call that waits is named as it is called, with the requests that it waits for."""
 
-    async def program() -> None:
-        run = Rollouts(table({}, 200), n=1)
-        prompts = [Prompt(prompt_ids(i)) for i in range(3)]
-        await run.driver.evaluate(prompts, 1, SamplingParams(200), 0)
-        await run.close()
-
-    virtual(program)
+    run = Rollouts(table({}, 200), n=1)
+    prompts = [Prompt(prompt_ids(i)) for i in range(3)]
+    await run.driver.evaluate(prompts, 1, SamplingParams(200), 0)
+    await run.close()
     (sentence, *_) = said(caplog)
     assert sentence == "evaluate has waited 60 s for responses: 1 request in flight, and no token of theirs has come"
 
@@ -331,24 +320,21 @@ def test_an_exporter_that_takes_long_is_named_once(caplog: pytest.LogCaptureFixt
     assert sentence.startswith("exporter Slow has been at work on step 3 for 0 s; 1 batches wait for it, and no more ")
 
 
-def test_a_record_says_that_an_update_hangs(tmp_path: Path) -> None:
+async def test_a_record_says_that_an_update_hangs(tmp_path: Path) -> None:
     """Nothing happens in the core, so no event is written; whoever watches sees it all the same, and for how long."""
     path = tmp_path / "run.jsonl"
 
-    async def program() -> None:
-        config = april.Config(rollout_batch_size=2, n_samples_per_prompt=1, max_response_len=60)
-        engine = FakeEngine(lengths=20)
-        options: dict[str, Any] = {"prompts": [[1, 2]] * 9, "reward": lambda p, r: 1.0, "record": path}
-        async with rollouts(config, engines=[engine], **options) as run:
-            await run.next_batch()
-            hangs: Any = asyncio.Event().wait
-            update = asyncio.create_task(run.scheduler._driver.update_weights(transfer=hangs))
-            await asyncio.sleep(1000)
-            update.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await update
-
-    run_virtual(program())
+    config = april.Config(rollout_batch_size=2, n_samples_per_prompt=1, max_response_len=60)
+    engine = FakeEngine(lengths=20)
+    options: dict[str, Any] = {"prompts": [[1, 2]] * 9, "reward": lambda p, r: 1.0, "record": path}
+    async with rollouts(config, engines=[engine], **options) as run:
+        await run.next_batch()
+        hangs: Any = asyncio.Event().wait
+        update = asyncio.create_task(run.scheduler._driver.update_weights(transfer=hangs))
+        await asyncio.sleep(1000)
+        update.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await update
     lines = path.read_text("utf-8").splitlines()
     hanging = next(i for i, line in enumerate(lines) if "its transfer function to return" in line)
     path.write_text("\n".join(lines[: hanging + 1]) + "\n", "utf-8")

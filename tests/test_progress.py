@@ -22,6 +22,8 @@ from april.testing import rollouts
 from april.view import progress
 from april.view.progress import WINDOW_S, Line, Progress, progress_on, short
 
+pytestmark = on_virtual_time
+
 
 def standing(**changes: Any) -> Standing:
     """Some moment."""
@@ -80,7 +82,6 @@ def test_numbers_are_short(number: float, text: str) -> None:
     assert short(number) == text
 
 
-@on_virtual_time
 async def test_what_stands_there_is_what_the_core_has() -> None:
     """At every moment of a run: requests in flight, complete groups, tokens, and partials of older weights."""
     run = Rollouts(table({(0, 0): 3, (1, 0): 30, (2, 0): 40}, 5), n=1, over=3, max_staleness=5)
@@ -231,7 +232,6 @@ def test_what_progress_cannot_be(monkeypatch: pytest.MonkeyPatch) -> None:
         progress_on(True, lambda tell: None)
 
 
-@on_virtual_time
 async def test_a_virtual_clock_shows_nothing() -> None:
     """rich's thread would not know its time."""
     console = terminal()

@@ -24,7 +24,7 @@ from records import raw_lines, written
 from saved_rollouts import new
 from saved_rollouts import plain as saved
 from typer.testing import CliRunner
-from virtual_rollouts import EOS, RecordingEngine, Rollouts, table, virtual
+from virtual_rollouts import EOS, RecordingEngine, Rollouts, on_virtual_time, table, virtual
 
 import april
 from april.cli import app
@@ -37,6 +37,8 @@ from april.record import file as record_file
 from april.record.file import RecordFile, RunRecord
 from april.record.plain import NAMES, back, plain, what_raised
 from april.record.replay import replay
+
+pytestmark = on_virtual_time
 
 SECRET = "sk-the prompt of a customer"  # noqa: S105
 
@@ -135,7 +137,7 @@ def test_an_eventful_run_is_decided_again_from_its_events(tmp_path: Path, seed: 
 
 @pytest.mark.parametrize("at", [0.0, 9.5, 20.0])
 @pytest.mark.parametrize("stops", [(), (11,)])
-def test_a_run_that_goes_on_from_a_state_is_decided_again(tmp_path: Path, at: float, stops: tuple[int, ...]) -> None:
+async def test_a_run_that_goes_on_from_a_state_is_decided_again(tmp_path: Path, at: float, stops: Any) -> None:
     """The record has the state without its texts; calls are answered from it, and one may stand at its last token."""
     path = tmp_path / "run.jsonl"
 
@@ -143,31 +145,28 @@ def test_a_run_that_goes_on_from_a_state_is_decided_again(tmp_path: Path, at: fl
         done = await llm.generate(max_tokens=9, stop_token_ids=stops)
         await llm.generate([*done.conversation.tolist(), 950], stop_token_ids=stops)
 
-    async def program() -> None:
-        old = new(rollout=rollout, prompts=prompts())
-        await old.driver.next_batch()
-        await old.driver.update_weights()
-        waiter = asyncio.create_task(old.driver.next_batch())
-        await asyncio.sleep(at)
-        state = saved(old.driver.state_dict(None))
-        await waiter
-        await old.close()
-        again = new(rollout=rollout, prompts=prompts(), record=RunRecord(path))
-        await again.driver.load_state_dict(state)
-        for _ in range(3):
-            await again.driver.next_batch()
-            await again.driver.update_weights()
-        await again.close()
-        run = replay(path)
-        assert run.core.tokens == again.core.tokens
-        assert run.core.clock.current == again.core.clock.current == (1, 4)
-
-    virtual(program)
+    old = new(rollout=rollout, prompts=prompts())
+    await old.driver.next_batch()
+    await old.driver.update_weights()
+    waiter = asyncio.create_task(old.driver.next_batch())
+    await asyncio.sleep(at)
+    state = saved(old.driver.state_dict(None))
+    await waiter
+    await old.close()
+    again = new(rollout=rollout, prompts=prompts(), record=RunRecord(path))
+    await again.driver.load_state_dict(state)
+    for _ in range(3):
+        await again.driver.next_batch()
+        await again.driver.update_weights()
+    await again.close()
+    run = replay(path)
+    assert run.core.tokens == again.core.tokens
+    assert run.core.clock.current == again.core.clock.current == (1, 4)
     assert [line[1] for line in raw_lines(path)].count("State") == 1
     assert SECRET not in path.read_text()
 
 
-def test_a_partial_at_its_end_in_a_state_is_complete_in_the_replay(tmp_path: Path) -> None:
+async def test_a_partial_at_its_end_in_a_state_is_complete_in_the_replay(tmp_path: Path) -> None:
     """Saved between its last token and the end of its attempt: the record says that it ends, not with which token."""
     path = tmp_path / "run.jsonl"
 
@@ -184,26 +183,23 @@ def test_a_partial_at_its_end_in_a_state_is_complete_in_the_replay(tmp_path: Pat
     async def rollout(prompt: Prompt, llm: LLM) -> None:
         await llm.generate(stop_token_ids=(EOS,))
 
-    async def program() -> None:
-        lengths = table({}, 7)
-        old = Rollouts(lengths, n=1, engines=[Holds(lengths)], rollout=rollout)
-        waiter = asyncio.create_task(old.driver.next_batch())
-        await asyncio.sleep(20)
-        state = saved(old.driver.state_dict(None))
-        await waiter
-        await old.close()
-        again = Rollouts(lengths, n=1, rollout=rollout, record=RunRecord(path))
-        await again.driver.load_state_dict(state)
-        batch = await again.driver.next_batch()
-        assert [s.attempts for s in batch.samples] == [1]
-        await again.close()
-
-    virtual(program)
+    lengths = table({}, 7)
+    old = Rollouts(lengths, n=1, engines=[Holds(lengths)], rollout=rollout)
+    waiter = asyncio.create_task(old.driver.next_batch())
+    await asyncio.sleep(20)
+    state = saved(old.driver.state_dict(None))
+    await waiter
+    await old.close()
+    again = Rollouts(lengths, n=1, rollout=rollout, record=RunRecord(path))
+    await again.driver.load_state_dict(state)
+    batch = await again.driver.next_batch()
+    assert [s.attempts for s in batch.samples] == [1]
+    await again.close()
     assert replay(path).core.context.batches == 1
     assert [line[2]["ends"] for line in raw_lines(path) if line[1] == "CallMade"] == [True]
 
 
-def test_a_state_of_between_two_calls_goes_on_in_the_replay(tmp_path: Path) -> None:
+async def test_a_state_of_between_two_calls_goes_on_in_the_replay(tmp_path: Path) -> None:
     """The first call has ended in EOS, whose number a record does not have; the second quotes it."""
     path = tmp_path / "run.jsonl"
 
@@ -213,25 +209,22 @@ def test_a_state_of_between_two_calls_goes_on_in_the_replay(tmp_path: Path) -> N
         done = await llm.generate([*done.conversation.tolist(), 950], stop_token_ids=(EOS,))
         await llm.generate([*done.conversation.tolist(), 950], max_tokens=1)
 
-    async def program() -> None:
-        run = new(rollout=rollout, lengths=table({}, 5))
-        waiter = asyncio.create_task(run.driver.next_batch())
-        await asyncio.sleep(10.0)
-        state = saved(run.driver.state_dict(None))
-        await waiter
-        await run.close()
-        run = new(rollout=rollout, lengths=table({}, 5), record=RunRecord(path))
-        await run.driver.load_state_dict(state)
-        await run.driver.next_batch()
-        await run.close()
-        assert replay(path).core.tokens == run.core.tokens
-
-    virtual(program)
+    run = new(rollout=rollout, lengths=table({}, 5))
+    waiter = asyncio.create_task(run.driver.next_batch())
+    await asyncio.sleep(10.0)
+    state = saved(run.driver.state_dict(None))
+    await waiter
+    await run.close()
+    run = new(rollout=rollout, lengths=table({}, 5), record=RunRecord(path))
+    await run.driver.load_state_dict(state)
+    await run.driver.next_batch()
+    await run.close()
+    assert replay(path).core.tokens == run.core.tokens
     calls = [line[2] for line in raw_lines(path) if line[1] == "CallMade"]
     assert any(call.get("ends") and "token_ids" in call for call in calls)
 
 
-def test_a_function_that_asks_otherwise_after_a_restart_does_so_in_the_replay(tmp_path: Path) -> None:
+async def test_a_function_that_asks_otherwise_after_a_restart_does_so_in_the_replay(tmp_path: Path) -> None:
     """The record has where its conversation differs, not how; its sample begins again in both."""
     path, begun = tmp_path / "run.jsonl", 0
 
@@ -242,37 +235,31 @@ def test_a_function_that_asks_otherwise_after_a_restart_does_so_in_the_replay(tm
         done = await llm.generate(max_tokens=6)
         await llm.generate([*done.conversation.tolist(), 951 if other else 950])
 
-    async def program() -> None:
-        run = new(rollout=rollout, lengths=table({}, 30))
-        waiter = asyncio.create_task(run.driver.next_batch())
-        await asyncio.sleep(20.0)
-        state = saved(run.driver.state_dict(None))
-        await waiter
-        await run.close()
-        run = new(rollout=rollout, lengths=table({}, 30), record=RunRecord(path))
-        await run.driver.load_state_dict(state)
-        await run.driver.next_batch()
-        await run.close()
-        again = replay(path).core
-        assert again.tokens == run.core.tokens
-        assert again.tokens.dropped[april.DropReason.REPLAY_DIVERGED] > 0
-
-    virtual(program)
+    run = new(rollout=rollout, lengths=table({}, 30))
+    waiter = asyncio.create_task(run.driver.next_batch())
+    await asyncio.sleep(20.0)
+    state = saved(run.driver.state_dict(None))
+    await waiter
+    await run.close()
+    run = new(rollout=rollout, lengths=table({}, 30), record=RunRecord(path))
+    await run.driver.load_state_dict(state)
+    await run.driver.next_batch()
+    await run.close()
+    again = replay(path).core
+    assert again.tokens == run.core.tokens
+    assert again.tokens.dropped[april.DropReason.REPLAY_DIVERGED] > 0
     differing = [line[2]["token_ids"] for line in raw_lines(path) if "differs_at" in (line[2].get("token_ids") or {})]
     assert differing == [{"length": 10, "differs_at": 9}]
 
 
-def test_what_breaks_the_core_is_in_the_record(tmp_path: Path) -> None:
+async def test_what_breaks_the_core_is_in_the_record(tmp_path: Path) -> None:
     """The event that cannot be is the last line, and breaks the replay in the same way."""
     path = tmp_path / "run.jsonl"
 
-    async def program() -> None:
-        rollouts = Rollouts(table({}, 5), n=1, record=RunRecord(path))
-        await rollouts.driver.next_batch()
-        rollouts.driver.post(ev.BatchCommitted(7))
-        await rollouts.driver.close()
-
-    virtual(program)
+    rollouts = Rollouts(table({}, 5), n=1, record=RunRecord(path))
+    await rollouts.driver.next_batch()
+    rollouts.driver.post(ev.BatchCommitted(7))
+    await rollouts.driver.close()
     run = replay(path)
     assert run.end.startswith("the run broke in line")
     assert "batch 7 was committed twice, or never delivered" in run.end
@@ -372,18 +359,15 @@ def test_nothing_that_is_secret_is_in_the_file(tmp_path: Path) -> None:
     assert not {part for line in raw_lines(path) for part in line[2]} & {"tokens", "logprobs", "data"}
 
 
-def test_messages_of_errors_are_recorded_where_that_is_wanted(tmp_path: Path) -> None:
+async def test_messages_of_errors_are_recorded_where_that_is_wanted(tmp_path: Path) -> None:
     """They may quote prompts, so it is said explicitly; decisions do not depend on it."""
     path = tmp_path / "run.jsonl"
 
-    async def program() -> None:
-        rollouts = Rollouts(table({}, 5), n=1, record=RunRecord(path, messages=True))
-        await rollouts.driver.next_batch()
-        rollouts.driver.post(ev.TokensUnused(0, april.DropReason.LATE))
-        rollouts.driver.post(ev.AttemptFailed(attempt_id="unknown", error=f"what {SECRET} said"))
-        await rollouts.close()
-
-    virtual(program)
+    rollouts = Rollouts(table({}, 5), n=1, record=RunRecord(path, messages=True))
+    await rollouts.driver.next_batch()
+    rollouts.driver.post(ev.TokensUnused(0, april.DropReason.LATE))
+    rollouts.driver.post(ev.AttemptFailed(attempt_id="unknown", error=f"what {SECRET} said"))
+    await rollouts.close()
     assert SECRET in path.read_text()
     assert replay(path).events["AttemptFailed"] == 1
 
@@ -432,20 +416,17 @@ def test_a_disk_that_is_full_or_slow_ends_the_record_and_not_the_run(
 
 
 @pytest.mark.parametrize(("number", "error"), [(1j, "TypeError"), (float("nan"), "ValueError")])
-def test_what_cannot_be_written_down_ends_the_record_and_not_the_run(
+async def test_what_cannot_be_written_down_ends_the_record_and_not_the_run(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, number: Any, error: str
 ) -> None:
     """A number that JSON does not have, out of a user's hands: it would hide all that comes after it."""
     path = tmp_path / "run.jsonl"
 
-    async def program() -> None:
-        rollouts = Rollouts(table({}, 5), n=1, record=RunRecord(path))
-        await rollouts.driver.next_batch()
-        rollouts.driver.post(ev.Scored(99, [(0, number)]))
-        await rollouts.step()
-        await rollouts.close()
-
-    virtual(program)
+    rollouts = Rollouts(table({}, 5), n=1, record=RunRecord(path))
+    await rollouts.driver.next_batch()
+    rollouts.driver.post(ev.Scored(99, [(0, number)]))
+    await rollouts.step()
+    await rollouts.close()
     assert f"Scored could not be written down ({error})" in caplog.text
     assert replay(path).end.endswith(f"Scored could not be written down ({error})")
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from typer.testing import CliRunner
-from virtual_rollouts import Rollouts, table, virtual
+from virtual_rollouts import Rollouts, on_virtual_time, table
 
 from april.cli import app
 from april.errors import ConfigError
@@ -18,7 +18,8 @@ from april.record.file import RecordFile, RunRecord
 from april.record.replay import replay
 
 
-def test_starts_that_fail_remove_no_record(tmp_path: Path) -> None:
+@on_virtual_time
+async def test_starts_that_fail_remove_no_record(tmp_path: Path) -> None:
     """However many there are; each run that has ended a response is kept, the oldest first, and nothing else is."""
     path = tmp_path / "run.jsonl"
 
@@ -29,11 +30,8 @@ def test_starts_that_fail_remove_no_record(tmp_path: Path) -> None:
             await run.driver.update_weights()
         await run.close()
 
-    async def program() -> None:
-        for steps in (2, 0, 0, 3, 0, 0, 0):
-            await start(steps)
-
-    virtual(program)
+    for steps in (2, 0, 0, 3, 0, 0, 0):
+        await start(steps)
     assert replay(tmp_path / "run.jsonl.1").core.context.batches == 2
     assert replay(tmp_path / "run.jsonl.2").core.context.batches == 3
     assert sorted(os.listdir(tmp_path)) == ["run.jsonl", "run.jsonl.1", "run.jsonl.2"]

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from seeds import seeds
-from virtual_rollouts import RecordingEngine, Rollouts, now, on_virtual_time, prompt_ids, table, virtual
+from virtual_rollouts import RecordingEngine, Rollouts, now, on_virtual_time, prompt_ids, table
 
 from april.core.batch import Batch
 from april.core.run_times import SECONDS, SHARES, UPDATE_PARTS, TrainerTime, pace, whole
@@ -22,6 +22,8 @@ from april.errors import EngineError
 from april.record.file import RunRecord
 from april.record.replay import replay
 from april.testing.records import is_evaluation
+
+pytestmark = on_virtual_time
 
 CONTINUOUS: dict[str, Any] = {"generation": GenerationMode.CONTINUOUS, "refill": Refill.SAMPLE}
 
@@ -78,7 +80,6 @@ def times(batch: Batch) -> dict[str, float]:
     return {name: value for name, value in found.items() if abs(value) > 1e-9}
 
 
-@on_virtual_time
 async def test_a_trainer_that_waits_for_each_batch() -> None:
     """Two groups of 4 and 8 s on two places, 3 s of training, an update with a part of each kind, 2 s of something."""
 
@@ -111,7 +112,6 @@ async def test_a_trainer_that_waits_for_each_batch() -> None:
     assert batch.metrics["bubble"] == pytest.approx(4 / 16)
 
 
-@on_virtual_time
 async def test_the_bound_is_what_keeps_places_empty() -> None:
     """Continuous, bound 1: two batches' worth of groups is done after 10 s, and the trainer trains for 100 s."""
     run = Rollouts(lambda g, i: 5, n=2, engines=[Watched(lambda g, i: 5)], max_staleness=1, **CONTINUOUS)
@@ -135,7 +135,6 @@ async def test_the_bound_is_what_keeps_places_empty() -> None:
     )
 
 
-@on_virtual_time
 async def test_a_broken_engine_keeps_its_places_empty() -> None:
     """Two engines of one place each; one is broken from the start for 10 s."""
     engines = [Watched(lambda g, i: 20, name=f"e{i}", max_running=1) for i in range(2)]
@@ -148,7 +147,6 @@ async def test_a_broken_engine_keeps_its_places_empty() -> None:
     assert "no engine took the work that waits" in batch.bottleneck
 
 
-@on_virtual_time
 async def test_an_evaluation_has_its_places_and_keeps_the_others_empty() -> None:
     """Stepwise: of 2 places an evaluation has one for 30 s, and training has none meanwhile."""
     run = Rollouts(lambda g, i: 10 if g >= 0 else 30, n=2, engines=[Watched(lambda g, i: 10)])
@@ -166,7 +164,6 @@ async def test_an_evaluation_has_its_places_and_keeps_the_others_empty() -> None
     )  # fmt: skip
 
 
-@on_virtual_time
 async def test_a_pause_slow_rewards_and_prompts_that_have_ended() -> None:
     """Each is a cause of its own."""
 
@@ -195,7 +192,6 @@ async def test_a_pause_slow_rewards_and_prompts_that_have_ended() -> None:
     assert times(batch) == pytest.approx(found | {"idle_functions": 50 / 60})
 
 
-@on_virtual_time
 async def test_a_trainer_that_asks_ahead() -> None:
     """It asks as soon as it has a batch: where it is slower, a batch waits for it, and that is training's time."""
     for training, ready in ((4.0, 0.0), (25.0, 15.0)):
@@ -216,21 +212,18 @@ async def test_a_trainer_that_asks_ahead() -> None:
         await run.close()
 
 
-def test_a_replay_finds_the_same_times(tmp_path: Path) -> None:
+async def test_a_replay_finds_the_same_times(tmp_path: Path) -> None:
     """The events of a record say where the time of its run went."""
     lengths = table({(g, i): 3 + 7 * (g % 3) for g in range(60) for i in range(2)})
     batches: list[Batch] = []
 
-    async def program() -> None:
-        engines = [Watched(lengths, name=f"e{i}", max_running=3, pause_s=0.5, weight_update_s=2.0) for i in range(2)]
-        run = Rollouts(lengths, n=2, samples=2, over=3, engines=engines, record=RunRecord(tmp_path / "run.jsonl"))
-        for _ in range(4):
-            batches.append(await run.driver.next_batch())
-            await asyncio.sleep(6)
-            await run.driver.update_weights("new")
-        await run.close()
-
-    virtual(program)
+    engines = [Watched(lengths, name=f"e{i}", max_running=3, pause_s=0.5, weight_update_s=2.0) for i in range(2)]
+    run = Rollouts(lengths, n=2, samples=2, over=3, engines=engines, record=RunRecord(tmp_path / "run.jsonl"))
+    for _ in range(4):
+        batches.append(await run.driver.next_batch())
+        await asyncio.sleep(6)
+        await run.driver.update_weights("new")
+    await run.close()
     again = replay(tmp_path / "run.jsonl")
     for batch, found in zip(batches, again.steps, strict=True):
         assert {name: batch.metrics[name] for name in found} == pytest.approx(found, abs=1e-5)
@@ -245,7 +238,7 @@ async def last(run: Rollouts) -> Batch:
 
 
 @pytest.mark.parametrize("seed", seeds(12))
-def test_the_times_add_up_whatever_happens(seed: int) -> None:
+async def test_the_times_add_up_whatever_happens(seed: int) -> None:
     """Random settings, lengths, trainers, evaluations, pauses and broken engines, several batches out.
 
     Sums over the run: the steps make up the whole time from the first request to the last delivery, and the busy
@@ -258,49 +251,46 @@ def test_the_times_add_up_whatever_happens(seed: int) -> None:
     drawn = random.Random(seed + 1000)
     lengths = table({(g, i): drawn.choice([1, 3, 8, 40]) for g in range(200) for i in range(2)})
 
-    async def program() -> None:
-        engines = [
-            Watched(
-                lengths, name=f"e{i}", max_running=dice.randint(1, 4), pause_s=dice.random(),
-                resume_s=dice.random(), weight_update_s=dice.choice([0.0, 3.0]),
-            )
-            for i in range(count)
-        ]  # fmt: skip
-        run = Rollouts(
-            lengths, n=2, samples=2, over=dice.randint(2, 4), engines=engines, max_in_flight=dice.randint(2, 8),
-            max_staleness=bound, **mode,
-        )  # fmt: skip
-        await asyncio.sleep(5)  # of which nothing says a word
-        batches: list[Batch] = []
-        out: list[Batch] = []
-        for _ in range(8):
-            asked = asyncio.create_task(run.driver.next_batch())
-            if dice.random() < 0.3:
-                await asyncio.sleep(2)
-                dice.choice(engines).broken_until = now() + 6 if count > 1 else 0.0
-            if dice.random() < 0.3:
-                await asyncio.sleep(dice.choice([0, 1, 7]))
-                await run.driver.evaluate([Prompt(prompt_ids(1))], 2, run.driver.sampling, 0)
-            if dice.random() < 0.3:
-                async with run.driver.paused():
-                    await asyncio.sleep(2.5)
-            batches.append(await asked)
-            out.append(batches[-1])
-            check(batches[-1].metrics)
-            await asyncio.sleep(dice.choice([0, 4, 30]))
-            while len(out) > dice.randint(0, bound):
-                out.pop(0)
-                await run.driver.update_weights("new", lambda: asyncio.sleep(dice.random()))
-        delivered = await last(run)
-        batches.append(delivered)
-        check(delivered.metrics)
-        total = whole(b.metrics for b in batches)
-        assert total["step_s"] == pytest.approx(now() - 5)
-        assert sum(total[name] for name in SHARES) == pytest.approx(1)
-        assert sum(total[name] for name in TrainerTime) == pytest.approx(total["step_s"])
-        if mode is not CONTINUOUS:  # nothing is in flight at a delivery
-            busy = total["engines_busy"] * total["step_s"] * run.driver._times.places
-            assert busy == pytest.approx(sum(e.request_s for e in engines))
-        await run.close()
-
-    virtual(program)
+    engines = [
+        Watched(
+            lengths, name=f"e{i}", max_running=dice.randint(1, 4), pause_s=dice.random(),
+            resume_s=dice.random(), weight_update_s=dice.choice([0.0, 3.0]),
+        )
+        for i in range(count)
+    ]  # fmt: skip
+    run = Rollouts(
+        lengths, n=2, samples=2, over=dice.randint(2, 4), engines=engines, max_in_flight=dice.randint(2, 8),
+        max_staleness=bound, **mode,
+    )  # fmt: skip
+    await asyncio.sleep(5)  # of which nothing says a word
+    batches: list[Batch] = []
+    out: list[Batch] = []
+    for _ in range(8):
+        asked = asyncio.create_task(run.driver.next_batch())
+        if dice.random() < 0.3:
+            await asyncio.sleep(2)
+            dice.choice(engines).broken_until = now() + 6 if count > 1 else 0.0
+        if dice.random() < 0.3:
+            await asyncio.sleep(dice.choice([0, 1, 7]))
+            await run.driver.evaluate([Prompt(prompt_ids(1))], 2, run.driver.sampling, 0)
+        if dice.random() < 0.3:
+            async with run.driver.paused():
+                await asyncio.sleep(2.5)
+        batches.append(await asked)
+        out.append(batches[-1])
+        check(batches[-1].metrics)
+        await asyncio.sleep(dice.choice([0, 4, 30]))
+        while len(out) > dice.randint(0, bound):
+            out.pop(0)
+            await run.driver.update_weights("new", lambda: asyncio.sleep(dice.random()))
+    delivered = await last(run)
+    batches.append(delivered)
+    check(delivered.metrics)
+    total = whole(b.metrics for b in batches)
+    assert total["step_s"] == pytest.approx(now() - 5)
+    assert sum(total[name] for name in SHARES) == pytest.approx(1)
+    assert sum(total[name] for name in TrainerTime) == pytest.approx(total["step_s"])
+    if mode is not CONTINUOUS:  # nothing is in flight at a delivery
+        busy = total["engines_busy"] * total["step_s"] * run.driver._times.places
+        assert busy == pytest.approx(sum(e.request_s for e in engines))
+    await run.close()

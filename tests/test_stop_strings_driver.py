@@ -25,6 +25,8 @@ from april.engines.simulated.engine import synthetic_response
 from april.errors import ConfigError, RolloutError
 from april.testing.virtual_clock import run_virtual
 
+pytestmark = on_virtual_time
+
 LONG = 200
 
 
@@ -105,7 +107,7 @@ def test_cut_by_a_resume_it_is_honoured_every_time(interval: float | None) -> No
 
 
 @pytest.mark.parametrize("cut", [7, 9, 10])
-def test_more_than_one_cut_inside_a_string(cut: int) -> None:
+async def test_more_than_one_cut_inside_a_string(cut: int) -> None:
     """Every token of the string from another attempt, with a failed attempt among them."""
 
     class EndsEarly(RecordingEngine):
@@ -117,25 +119,20 @@ def test_more_than_one_cut_inside_a_string(cut: int) -> None:
                 if breaks:
                     raise ConnectionError("reset")
 
-    async def program() -> None:
-        lengths = table({}, LONG)
-        engine = EndsEarly(lengths)
-        rollouts = Rollouts(
-            lengths, n=1, engines=[engine], rollout=stopping({0: stop_around(0, 8, 12)}), tokenizer=Angles()
-        )
-        batch = await rollouts.driver.next_batch()
-        (sample,) = batch.samples
-        assert sample.tokens.tolist() == response(0, 13)
-        assert sample.attempts == 1 + 13 - cut
-        assert batch.metrics["failed_attempts"] == 1
-        rollouts.check_provenance(sample)
-        rollouts.check_ledger()
-        await rollouts.close()
-
-    virtual(program)
+    lengths = table({}, LONG)
+    engine = EndsEarly(lengths)
+    rollouts = Rollouts(
+        lengths, n=1, engines=[engine], rollout=stopping({0: stop_around(0, 8, 12)}), tokenizer=Angles()
+    )
+    batch = await rollouts.driver.next_batch()
+    (sample,) = batch.samples
+    assert sample.tokens.tolist() == response(0, 13)
+    assert sample.attempts == 1 + 13 - cut
+    assert batch.metrics["failed_attempts"] == 1
+    rollouts.check_provenance(sample)
+    rollouts.check_ledger()
 
 
-@on_virtual_time
 async def test_a_streaming_engine_is_asked_to_end_that_one_request() -> None:
     """The abort names the one attempt, the others go on; what came meanwhile is dropped by name."""
     lengths = table({(0, 0): LONG, (1, 0): 30, (2, 0): 40})
@@ -158,7 +155,6 @@ async def test_a_streaming_engine_is_asked_to_end_that_one_request() -> None:
     assert first.sampling.stop == ()
 
 
-@on_virtual_time
 async def test_found_in_the_chunk_that_ends_the_stream() -> None:
     """An engine that answers in one chunk needs no abort; everything past the string is counted and dropped."""
     lengths = table({}, LONG)
@@ -180,7 +176,6 @@ class Deaf(RecordingEngine):
         self.aborts.append((now(), attempt_ids and tuple(attempt_ids)))
 
 
-@on_virtual_time
 async def test_an_engine_that_does_not_end_the_request() -> None:
     """Asked again until the deadline, then fenced: the response is complete all the same, and counted exactly."""
     lengths = table({}, LONG)
@@ -206,7 +201,6 @@ async def test_an_engine_that_does_not_end_the_request() -> None:
 
 
 @pytest.mark.parametrize("budget", [LONG, 12])
-@on_virtual_time
 async def test_an_engine_that_ends_it_otherwise(budget: int) -> None:
     """STOP or LENGTH of the engine, after a string was found, changes nothing: the string came first."""
     lengths = table({}, 15)
@@ -237,7 +231,6 @@ class BreaksLate(Deaf):
 
 
 @pytest.mark.parametrize("fault", ["raises", "ends without a reason", "sends what cannot be"])
-@on_virtual_time
 async def test_an_engine_that_fails_after_the_string(fault: str) -> None:
     """The response is complete; the failure is counted, and nothing is generated again."""
     lengths = table({}, 15)
@@ -255,7 +248,6 @@ async def test_an_engine_that_fails_after_the_string(fault: str) -> None:
 
 @pytest.mark.parametrize("first", [5, 6, 7])
 @pytest.mark.parametrize("interval", [1.0, None])
-@on_virtual_time
 async def test_the_step_ends_in_the_same_moment(first: int, interval: float | None) -> None:
     """The other group completes the step a second before, at, or after the string's last token: one completion."""
     lengths = table({(0, 0): first, (1, 0): LONG})
@@ -273,7 +265,6 @@ async def test_the_step_ends_in_the_same_moment(first: int, interval: float | No
     assert rollouts.core.story(sample.id).count("call complete") == 1
 
 
-@on_virtual_time
 async def test_the_group_is_given_up_after_the_string() -> None:
     """Tokens before the string go with the group, those after it are what they are; nothing is lost."""
 
@@ -294,7 +285,6 @@ async def test_the_group_is_given_up_after_the_string() -> None:
     rollouts.check_ledger()
 
 
-@on_virtual_time
 async def test_turns_match_each_on_their_own() -> None:
     """A string that lies across a tool's answer and the next turn is none; in the next turn it is one."""
     turns: list[Completion] = []
@@ -313,7 +303,6 @@ async def test_turns_match_each_on_their_own() -> None:
     assert batch.samples[0].loss_mask.tolist() == [1] * 3 + [0] * 2 + [1] * 4
 
 
-@on_virtual_time
 async def test_min_tokens_of_the_whole_response() -> None:
     """A string in the first min_tokens is text, also when an abort lies between: the next one counts."""
     tokens = response(1, LONG)
@@ -330,7 +319,6 @@ async def test_min_tokens_of_the_whole_response() -> None:
     assert batches[-1].samples[0].attempts == 2
 
 
-@on_virtual_time
 async def test_a_tokenizer_that_fails_costs_its_sample_only() -> None:
     """The failure is named in the story, the tokens are counted, the group is replaced."""
 
@@ -354,7 +342,6 @@ async def test_a_tokenizer_that_fails_costs_its_sample_only() -> None:
 # ---------------------------------------------------------------- evaluation
 
 
-@on_virtual_time
 async def test_evaluations_stop_too() -> None:
     """The response is cut at the string, the request is ended at the engine, no count of training is touched."""
     lengths = table({}, LONG)
@@ -375,7 +362,6 @@ async def test_evaluations_stop_too() -> None:
     assert rollouts.core.tokens.observed == 0
 
 
-@on_virtual_time
 async def test_evaluation_of_an_engine_that_answers_at_once() -> None:
     """One chunk: cut after the fact."""
     rollouts = Rollouts(table({}, 40), n=1, tokenizer=Angles())
@@ -427,7 +413,7 @@ def test_everything_that_is_refused_has_its_sentence(name: str) -> None:
         Config(rollout_batch_size=1, max_response_len=9, sampling={name: 1})
 
 
-def test_text_for_rewards() -> None:
+async def test_text_for_rewards() -> None:
     """The whole response as text, tools included, special tokens in or out; without a tokenizer one clear sentence."""
     texts: list[str] = []
 
@@ -439,16 +425,13 @@ def test_text_for_rewards() -> None:
         texts.extend([response.text(), response.text(special_tokens=True)])
         return 1.0
 
-    async def program() -> None:
-        rollouts = Rollouts(table({}, 4), n=1, rollout=rollout, reward=reward, tokenizer=Angles())
-        (sample,) = (await rollouts.driver.next_batch()).samples
-        tokens = sample.tokens.tolist()
-        assert tokens[2] == 500
-        assert tokens[-1] == EOS
-        assert texts == [Angles().decode(tokens[:-1]), Angles().decode(tokens)]
-        await rollouts.close()
-
-    virtual(program)
+    rollouts = Rollouts(table({}, 4), n=1, rollout=rollout, reward=reward, tokenizer=Angles())
+    (sample,) = (await rollouts.driver.next_batch()).samples
+    tokens = sample.tokens.tolist()
+    assert tokens[2] == 500
+    assert tokens[-1] == EOS
+    assert texts == [Angles().decode(tokens[:-1]), Angles().decode(tokens)]
+    await rollouts.close()
     response = Response(SampleId(0, 0), *[np.zeros(1)] * 3, FinishReason.STOP, None)  # type: ignore[arg-type]
     with pytest.raises(RolloutError, match=r"response.text\(\) needs a tokenizer; give the scheduler tokenizer="):
         response.text()

@@ -16,6 +16,8 @@ from april.driver.detokenizer import TRIES, Detokenizer
 from april.driver.llm import LLM
 from april.errors import RolloutError
 
+pytestmark = on_virtual_time
+
 LONG = 60
 
 
@@ -95,33 +97,29 @@ def test_it_works_again_at_the_very_end() -> None:
     assert not rollouts.dropped
 
 
-def test_for_ever(caplog: pytest.LogCaptureFixture) -> None:
+async def test_for_ever(caplog: pytest.LogCaptureFixture) -> None:
     """The step fails by the tokenizer's name and words; the engine is well, and the tokens are failed, not corrupt."""
     kept: list[Rollouts] = []
 
     async def rollout(prompt: Prompt, llm: LLM) -> None:
         await llm.generate(stop=["<9"])
 
-    async def program() -> None:
-        lengths = table({}, 12)
-        rollouts = Rollouts(
-            lengths, n=1, engines=[RecordingEngine(lengths, stream_interval_s=4.0)], rollout=rollout,
-            tokenizer=Borrowed(lambda: True), max_failed_groups=2,
-        )  # fmt: skip
-        kept.append(rollouts)
-        with pytest.raises(RolloutError, match=r"the tokenizer failed: RuntimeError: Already borrowed \(Borrowed\."):
-            await rollouts.driver.next_batch()
-        assert not rollouts.core.engines.states["e0"].quarantined
-        assert set(rollouts.dropped) == {DropReason.FAILED}
-        rollouts.check_ledger()
-        await rollouts.close()
-
-    virtual(program)
+    lengths = table({}, 12)
+    rollouts = Rollouts(
+        lengths, n=1, engines=[RecordingEngine(lengths, stream_interval_s=4.0)], rollout=rollout,
+        tokenizer=Borrowed(lambda: True), max_failed_groups=2,
+    )  # fmt: skip
+    kept.append(rollouts)
+    with pytest.raises(RolloutError, match=r"the tokenizer failed: RuntimeError: Already borrowed \(Borrowed\."):
+        await rollouts.driver.next_batch()
+    assert not rollouts.core.engines.states["e0"].quarantined
+    assert set(rollouts.dropped) == {DropReason.FAILED}
+    rollouts.check_ledger()
+    await rollouts.close()
     assert "quarantined" not in caplog.text
     assert kept[0].core.engines.states["e0"].failures == 0
 
 
-@on_virtual_time
 async def test_an_evaluation_fails_by_the_tokenizers_name() -> None:
     """A RolloutError, as for every function of the user's."""
     lengths = table({}, 8)
@@ -132,33 +130,30 @@ async def test_an_evaluation_fails_by_the_tokenizers_name() -> None:
     assert not rollouts.core.engines.states["e0"].quarantined
 
 
-def test_a_step_that_ends_meanwhile_loses_only_what_has_no_text() -> None:
+async def test_a_step_that_ends_meanwhile_loses_only_what_has_no_text() -> None:
     """The partial is kept as far as it was read, goes on from there, and ends where it would have ended."""
     samples: list[Any] = []
 
     async def rollout(prompt: Prompt, llm: LLM) -> None:
         await llm.generate(stop=["<never"])
 
-    async def program() -> None:
-        lengths = table({(0, 0): 20}, LONG)
-        engine = RecordingEngine(lengths, stream_interval_s=4.0)
-        rollouts = Rollouts(
-            lengths, n=1, over=2, engines=[engine], rollout=rollout, tokenizer=Borrowed(lambda: 17 <= now() < 30)
-        )
+    lengths = table({(0, 0): 20}, LONG)
+    engine = RecordingEngine(lengths, stream_interval_s=4.0)
+    rollouts = Rollouts(
+        lengths, n=1, over=2, engines=[engine], rollout=rollout, tokenizer=Borrowed(lambda: 17 <= now() < 30)
+    )
+    step = asyncio.create_task(rollouts.driver.next_batch())
+    await asyncio.sleep(40)
+    for _ in range(3):
+        samples.extend((await step).samples)
+        rollouts.check_ledger()
+        await rollouts.driver.update_weights()
         step = asyncio.create_task(rollouts.driver.next_batch())
-        await asyncio.sleep(40)
-        for _ in range(3):
-            samples.extend((await step).samples)
-            rollouts.check_ledger()
-            await rollouts.driver.update_weights()
-            step = asyncio.create_task(rollouts.driver.next_batch())
-        step.cancel()
-        await asyncio.gather(step, return_exceptions=True)
-        assert set(rollouts.dropped) <= {DropReason.FAILED}
-        assert not rollouts.core.engines.states["e0"].failures
-        await rollouts.close()
-
-    virtual(program)
+    step.cancel()
+    await asyncio.gather(step, return_exceptions=True)
+    assert set(rollouts.dropped) <= {DropReason.FAILED}
+    assert not rollouts.core.engines.states["e0"].failures
+    await rollouts.close()
     assert len(samples[0].tokens) in (20, LONG)
     assert all(s.finish is FinishReason.STOP for s in samples)
 

@@ -19,6 +19,8 @@ from april.core.weight_updates import weights_of
 from april.engines.http.weight_directories import content_of
 from april.testing import rollouts, run_virtual
 
+pytestmark = on_virtual_time
+
 # ---------------------------------------------------------------- what stands for a directory
 
 
@@ -132,27 +134,24 @@ class Trainer:
         return path
 
 
-def test_a_directory_that_was_written_over_is_not_the_old_version(
+async def test_a_directory_that_was_written_over_is_not_the_old_version(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The server that was started anew waits for the next update; a metric and one warning say so."""
 
-    async def program() -> None:
-        trainer = Trainer(tmp_path)
-        async with trainer.rollouts() as run:
-            for step in range(6):
-                batch = await run.next_batch()
-                trainer.check(batch)
-                path = await trainer.save_and_crash(run, f"w{step}", "weights")
-                ahead = await run.next_batch()
-                trainer.check(ahead)
-                assert ahead.metrics["engine/s0/waits_for_update"] == (step > 0)
-                trainer.named[await run.weight_update(path=path, trained=batch.id)] = f"w{step}"
-                await run.weight_update(path=path, trained=ahead.id)
-                trainer.named[run.version] = f"w{step}"
-                assert all(server.weights == f"w{step}" for server in trainer.servers)
-
-    run_virtual(program())
+    trainer = Trainer(tmp_path)
+    async with trainer.rollouts() as run:
+        for step in range(6):
+            batch = await run.next_batch()
+            trainer.check(batch)
+            path = await trainer.save_and_crash(run, f"w{step}", "weights")
+            ahead = await run.next_batch()
+            trainer.check(ahead)
+            assert ahead.metrics["engine/s0/waits_for_update"] == (step > 0)
+            trainer.named[await run.weight_update(path=path, trained=batch.id)] = f"w{step}"
+            await run.weight_update(path=path, trained=ahead.id)
+            trainer.named[run.version] = f"w{step}"
+            assert all(server.weights == f"w{step}" for server in trainer.servers)
     warned = [r.getMessage() for r in caplog.records if "waits for the next weight update" in r.getMessage()]
     assert len(warned) == 5
     assert warned[0] == (
@@ -162,7 +161,6 @@ def test_a_directory_that_was_written_over_is_not_the_old_version(
 
 
 @pytest.mark.parametrize("names", [("a", "b"), tuple("abcdef")], ids=["in turns", "fresh ones"])
-@on_virtual_time
 async def test_with_a_directory_for_each_version_it_is_back_at_once(tmp_path: Path, names: tuple[str, ...]) -> None:
     """Also with two that take turns: the present version's is not the one that is written."""
     trainer = Trainer(tmp_path)
@@ -212,7 +210,6 @@ def test_a_directory_that_nobody_here_can_read_is_not_trusted(
 
 
 @pytest.mark.parametrize("all_of_them", [False, True])
-@on_virtual_time
 async def test_a_directory_that_is_written_while_it_is_loaded(tmp_path: Path, all_of_them: bool) -> None:
     """Nobody knows what an engine has of it: it is left out of the update, which fails where no other has loaded it."""
     trainer = Trainer(tmp_path)
@@ -263,7 +260,6 @@ def test_the_weights_of_a_directory_are_the_same_on_every_machine(tmp_path: Path
 
 
 @pytest.mark.parametrize("right", ["one of them", "neither"])
-@on_virtual_time
 async def test_engines_that_loaded_different_weights_are_not_of_one_version(
     tmp_path: Path, right: str, caplog: pytest.LogCaptureFixture
 ) -> None:

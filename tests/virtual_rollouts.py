@@ -9,10 +9,10 @@ import asyncio
 import gc
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Iterable, Sequence
-from functools import wraps
 from typing import Any
 
 import numpy as np
+import pytest
 
 from april.core.batch import Batch, DeliveredSample
 from april.core.sampling import SamplingParams
@@ -70,30 +70,24 @@ class RecordingEngine(recording_engine.RecordingEngine):
         ]
 
 
+on_virtual_time = pytest.mark.on_virtual_time
+"""For an ``async def`` test, or as a module's ``pytestmark`` for all of them: conftest runs it by :func:`virtual`."""
+
+
 def virtual(program: Callable[[], Awaitable[None]]) -> None:
-    """Run a test's program on virtual time; a task or stream that it forgot complains before the test is over."""
+    """Run a test's program on virtual time; the :class:`Rollouts` that it has made are closed at its end.
+
+    A task or stream that it forgot complains before the test is over.
+    """
 
     async def main() -> None:
         await program()
+        while _made:
+            await _made.pop().close()
 
+    _made.clear()
     run_virtual(main())
     gc.collect(1)  # only what is young: a full collection costs more than most tests
-
-
-def on_virtual_time(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
-    """Run an async test by :func:`virtual`; the :class:`Rollouts` that it has made are closed at its end."""
-
-    @wraps(test)
-    def run(*args: Any, **kwargs: Any) -> None:
-        async def program() -> None:
-            await test(*args, **kwargs)
-            while _made:
-                await _made.pop().close()
-
-        _made.clear()
-        virtual(program)
-
-    return run
 
 
 _made: list[Rollouts] = []
