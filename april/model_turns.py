@@ -1,4 +1,4 @@
-"""Taking turns with a model from which april generates: its decoder for one tick, or somebody who holds it.
+"""A lock on a model from which april generates: its decoder has it for one tick at a time, or somebody holds it.
 
 Invariant: whoever has the turn is the only one, and who asked first is the next. A turn belongs to the context of the
 ``with`` block, which tasks and ``asyncio.to_thread`` inherit, so that what is called inside may hold the model again.

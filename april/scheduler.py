@@ -441,8 +441,8 @@ class RolloutScheduler:
     ) -> PolicyVersion:  # fmt: skip
         """``run(path, update=...)`` of the driver, where ``transfer`` runs here, in the caller's thread.
 
-        An interrupted call that is made again is waited for: it has the same arguments, and the same ``named``, which
-        says what it is for; None: before the next batch.
+        A call that was interrupted and is made again goes on with the update that it had begun. It is the same call if
+        path, ``named``, the last batch handed out, and whether there is a transfer are the same.
         """
         if path is not None and not isinstance(path, (str, os.PathLike)):
             raise ConfigError(

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 from seeds import seeds
-from update_player import UpdatePlayer
+from update_player import Update, UpdatePlayer
 
 from april.core import events as ev
 from april.core.engine_table import EngineWeights
 from april.core.types import TimerKind
 from april.core.versions import FIRST_VERSION, PolicyVersion
-from april.core.weight_updates import Phase
+from april.core.weight_updates import OF_ONE_MACHINE, Phase
 
 SEEDS = range(120)
 _seen: Counter[str] = Counter()
@@ -134,3 +134,21 @@ def test_an_engine_that_comes_back_is_not_touched_before_its_requests_have_ended
         probe = player.probes.pop()
         player.post(ev.EngineProbed(engine="e0", probe=probe.probe, answered=True, ok=True, current=False))
         assert bool(player.calls) is ended
+
+
+@pytest.mark.parametrize("trainer_reads", ["", "one"])
+def test_engines_that_found_different_weights_are_told_apart_by_the_trainer(trainer_reads: str) -> None:
+    """One that cannot read what it loaded is believed only if the trainer's process says which of the two is right."""
+    player = UpdatePlayer(0, 3)
+    content = {"e0": "one", "e1": "two", "e2": ""}
+    machine = "m" * OF_ONE_MACHINE
+    player.updates[1] = Update("/1", transfers=False)
+    player.post(ev.UpdateRequested(update=1, path="/1", content=trainer_reads and trainer_reads + machine))
+    for answers in (dict.fromkeys(content, ""), content):  # to the pause, to the load
+        for name, found in answers.items():
+            player.servers[name].open = False
+            call, found = player.calls[name].call, found and found + machine
+            player.post(ev.EngineCallEnded(name, call, ev.CallResult.DONE, "", found))
+    states = player.core.engines.states
+    confirmed = {name for name in states if states[name].weights is EngineWeights.CONFIRMED}
+    assert confirmed == ({"e0", "e2"} if trainer_reads else set())

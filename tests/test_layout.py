@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import graphlib
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -136,3 +137,28 @@ def test_wall_clock_is_not_read_in_the_library() -> None:
     """Nothing depends on the wall clock: ``time.time`` appears nowhere in april."""
     for path in FILES:
         assert "time.time(" not in path.read_text("utf-8"), path.name
+
+
+def exists(reference: str, path: Path) -> bool:
+    """Whether what a docstring of ``path`` refers to is there: a name of a module, or of a class in it."""
+    *parts, name = reference.lstrip(".").split(".")
+    package = ".".join(module(path).split(".")[: -1 if path.name != "__init__.py" else None])
+    name_of_module = ".".join(([package] if reference.startswith(".") else []) + parts)
+    if f"{name_of_module}.{name}" in MODULES:
+        return True
+    while name_of_module not in MODULES:  # a method: its class is looked for
+        name_of_module, _, name = name_of_module.rpartition(".")
+    file = PACKAGE.parent.joinpath(*name_of_module.split("."))
+    text = (file / "__init__.py" if file.is_dir() else file.with_suffix(".py")).read_text("utf-8")
+    return re.search(rf"\b{name}\b", text) is not None
+
+
+def test_what_docstrings_refer_to_exists() -> None:
+    """References to modules, classes and files of april lead somewhere."""
+    names = {path.relative_to(PACKAGE.parent).as_posix() for path in FILES}
+    for path in FILES:
+        text = path.read_text("utf-8")
+        for reference in re.findall(r":\w+:`~?(\.[\w.]+|april\.[\w.]+)`", text):
+            assert exists(reference, path), f"{path}: {reference}"
+        for reference in re.findall(r"``((?:\w+/)+\w+\.py)``", text):
+            assert any(name.endswith(f"/{reference}") for name in names), f"{path}: {reference}"

@@ -52,7 +52,8 @@ class Question:
         train_s: training time of a batch, in seconds.
         fetch_ahead: number of batches that the trainer asks for before it is done with one.
         engines: number of engines, all with this cost.
-        cost: (base_s, per_sequence_s, per_kv_token_s, per_prefill_token_s) of :class:`.decode_cost.DecodeCost`.
+        cost: (base_s, per_sequence_s, per_kv_token_s, per_prefill_token_s), see
+            :class:`april.engines.simulated.decode_cost.DecodeCost`.
         lengths: response tokens, by group.
         places: largest possible number of samples in flight.
         below: number in flight from which on nothing may be tried now; None means no limit.

@@ -615,7 +615,7 @@ class SampleLives:
             self.ask_reward(sample)
 
     def cannot_go_on(self, sample: Sample, error: str, kind: AttemptFailure | None = None) -> None:
-        """Give up the sample, its group, or its evaluation.
+        """Replace the sample, or give it up, its group, or its evaluation.
 
         ``kind`` says how the request failed that is to blame; None means that a function is.
         """

@@ -465,7 +465,8 @@ class WeightUpdates:
     def _disown(self) -> None:
         """Fail the loads of engines that found other weights in the directory than the rest did.
 
-        The right ones are those that the trainer's process reads there; if it cannot read, all are failed.
+        The right weights are those that the trainer's process read there, and an engine that cannot tell is believed to
+        have them; if none has them, or the trainer's process could not read, all engines are failed.
         """
         right, path = weights_of(self._update.content), self._update.path
         found = {name: weights_of(e.content) for name, e in self._answers.items() if e.result is ev.CallResult.DONE}
@@ -473,7 +474,7 @@ class WeightUpdates:
         if len(kinds) < 2:
             return
         for name, weights in found.items():
-            if weights == right or (not weights and right in kinds):
+            if right in kinds and weights in (right, ""):
                 continue
             self._context.engines.states[name].lose(EngineWeights.HALF)
             self._odd |= {self._answers[name].call}

@@ -26,9 +26,9 @@ log = logging.getLogger("april")
 
 
 QUICK_DRAW_S = 0.25
-"""Time that the loop has for waiting for draws; after the first that takes longer than what is left, it has none."""
+"""Seconds that the loop may wait for draws, all of them together; once they are used up it waits for none any more."""
 DRAW_ALLOWANCE_S = 0.005
-"""Gained with each draw, so that quick ones can go on for ever."""
+"""Seconds that each draw adds to what is left, so that quick draws are waited for as long as the run lasts."""
 
 
 class DrawPatience:

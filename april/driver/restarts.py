@@ -1,6 +1,6 @@
 """Checks of a state before a driver goes on from it, beside those of the core: sampling, settings.
 
-Other prompts are refused in ``prompt_source``, other engines and damaged numbers in ``core/restoring.py``.
+Other prompts are refused in ``prompt_source``, other engines and damaged numbers in ``core/snapshot.py``.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""Rewards: what a reward function sees, and what it may answer. One that raises: ``core/failures.py``."""
+"""Rewards: what a reward function sees, and what it may answer. What becomes of one that raises is decided in
+``core/lives.py``.
+"""
 
 from __future__ import annotations
 

@@ -88,7 +88,7 @@ class TrainerUpdate(WeightUpdate):
     Args:
         thread: the loop's.
         transfer: called in the trainer's thread.
-        asked: the call and its arguments; a call that was interrupted is known by them when it is made again.
+        asked: the call, its path and whether it transfers; an interrupted call that is made again is known by them.
     """
 
     def __init__(self, thread: LoopThread, transfer: Callable[[], Any] | None, asked: tuple[object, ...]) -> None:

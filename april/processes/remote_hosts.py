@@ -722,7 +722,7 @@ class RemoteHosts:
     # ---------------------------------------------------------------- two of one name
 
     def _doubt(self, before: Guest, guest: Guest) -> None:
-        """Another process joins under the name of one that is here: which is it, if that one has died unnoticed?"""
+        """Let another process that joins under a host's name wait until that host is heard or known to be silent."""
         if guest.name in self._rivals:
             self._refuse(guest.link, f"a host {guest.name} is about to join already, from {before.link.peer}")
             return
@@ -743,7 +743,7 @@ class RemoteHosts:
         )
 
     def _make_room(self) -> None:
-        """Let others in for hosts that have been silent since those came under their names."""
+        """End hosts that have been silent since another process came under their name, and admit that one."""
         for name, (guest, since) in list(self._rivals.items()):
             if self._now() - since < SILENT_BEATS * self._door.deadline_s / BEATS:
                 continue

@@ -1,7 +1,7 @@
 """Measure decoding and prefilling on servers: requests at several numbers in flight, and a cost fitted to them.
 
-The same fit as of a run (:mod:`.fitted_cost`), to requests that are made for it: short and long prompts and responses,
-from one in flight to many. The last round is left out of the fit, and says how far off it is.
+The fit is that of a run (:mod:`april.engines.simulated.fitted_cost`), to requests that are made for it: short and long
+prompts and responses, from one in flight to many. The last round is left out of the fit, and says how far off it is.
 """
 
 from __future__ import annotations

@@ -293,7 +293,7 @@ class Simulation:
         lengths: true response lengths by (group, sample).
         engines: how many.
         prompt_len: tokens of every prompt.
-        train_s, fetch_ahead: of the trainer, see :class:`.trainer.SimulatedTrainer`.
+        train_s, fetch_ahead: see :class:`SimulatedTrainer`.
         choose: answers, in no time, what is best; needed where settings are ``auto``.
         most_in_flight: slots of all engines, where max_in_flight may change.
         failing: share of the samples, drawn for each by itself, whose reward raises at every try, once they are whole.

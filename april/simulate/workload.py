@@ -68,7 +68,8 @@ class Workload:
     """A job to simulate; defaults are those of the paper's scripts (arXiv 2509.18521), on H100.
 
     Attributes:
-        model, gpu, tensor_parallel, memory_share: of one engine, see :func:`.decode_cost.roofline`.
+        model, gpu, tensor_parallel, memory_share: those of one engine, see
+            :func:`april.engines.simulated.decode_cost.roofline`.
         engines: how many of them.
         groups, samples: N prompt groups per batch of n responses each.
         over: N' of the april mode; None means 2 N.

@@ -390,8 +390,8 @@ def distance(
 ) -> Distance | None:
     """Return the distance over the time between two deliveries, or None if no cost is known.
 
-    Losses are split up by :class:`.idle.Idle`. An engine whose few requests tell no cost counts with that of another.
-    ``costs`` are those of the run unless given.
+    Losses are split up by :class:`april.core.partial_buffer.Idle`. An engine whose few requests tell no cost counts
+    with that of another. ``costs`` are those of the run unless given.
     """
     costs = run.costs if costs is None else costs
     inside = (run.ended_s > since) & (run.ended_s <= until) & (run.generated > 0) & ~run.evaluation

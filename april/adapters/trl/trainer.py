@@ -316,7 +316,7 @@ def april_trainer(base: Any) -> Any:
             if not self.model.training:
                 return super()._generate_and_score_completions(inputs)  # type: ignore[no-any-return]
             output = super()._generate_and_score_completions(self.rollout_func.next_rows(self, len(inputs)))
-            # TRL would take the ratio to be 1; where a token is old, or masked, it is not
+            # without these TRL sets the importance ratio to 1, which is wrong for tokens of older weights
             output["old_per_token_logps"] = output["sampling_per_token_logps"]
             self.rollout_func.put_advantages(self, output)
             return output  # type: ignore[no-any-return]

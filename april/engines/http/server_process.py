@@ -1,4 +1,4 @@
-"""True if answers come from the process that was given the present weights; what is not known is not assumed.
+"""Finds out whether answers come from the process that was given the present weights, and assumes nothing.
 
 A server that is started anew has the weights of its start. One with labels shows it; another by the time at which its
 process began, if its metrics say that; of one that says neither, april knows only that its port was found closed.

@@ -101,7 +101,7 @@ def is_another_process(label: str, mark: str | None, labels: WeightLabels, first
 
 
 def start_is_known(first: str | None) -> bool:
-    """Return whether a new process has the weights of the connection, at which the server showed ``first``.
+    """Return whether a server that starts anew has the weights it had when april connected, and showed ``first``.
 
     Servers show START_LABEL until weights are put there; of one without labels, that is taken on trust.
     """

@@ -43,7 +43,7 @@ class ModelWeights:
 
     @contextmanager
     def tried(self) -> Iterator[None]:
-        """Return what is written in here is written by the model itself."""
+        """Note which tensors are written inside the block: the model itself writes those (buffers of its own)."""
         before = {id(tensor): _writes(tensor) for tensor in self._tensors}
         yield
         self._moving = {id(tensor) for tensor in self._tensors if before[id(tensor)] != _writes(tensor)}
