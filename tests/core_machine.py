@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,10 +15,12 @@ from april.core.event_pump import EventPump
 from april.core.sampling import SamplingParams
 from april.core.settings import CoreSettings, EngineLimits
 from april.core.state import RolloutCore
-from april.core.types import Attempt, EngineFinish, Prompt, Timer, TimerKind
+from april.core.types import Attempt, EngineFinish, Prompt, SampleId, Timer, TimerKind
 from april.core.versions import PolicyVersion
 
 EOS = 1
+A, B, C = (EngineLimits(name, 4096, None, (EOS,)) for name in "abc")
+PROMPT = Prompt(np.array([5, 6], np.int32))
 OLD_TIMER = ev.TimerFired(Timer(TimerKind.ABORTS, 99))
 """One that nobody waits for any more: the core does what is due, and no more."""
 
@@ -44,8 +46,8 @@ def settings(n: int = 2, samples: int = 2, over: int | None = None, **changes: A
 class CoreMachine:
     """The core with everything around it played by the test.
 
-    ``length(group, index)`` is the true length of a response (EOS included). Rewards are ``group + index / 8``
-    unless ``reward`` says otherwise. Token ``t`` of a response is ``10 + t``, the last one EOS.
+    ``length`` is the true length of a response, EOS included: of (group, index), by group (4 for others), or of all.
+    Rewards are ``group + index / 8``. Token ``t`` of a response is ``10 + t``, the last one EOS.
     """
 
     def __init__(
@@ -58,7 +60,9 @@ class CoreMachine:
         auto_call: bool = True,
     ) -> None:
         self.core = RolloutCore(core_settings, engines, check=True)
-        self.length = length
+        by_group = length if isinstance(length, Mapping) else {}
+        others = length if isinstance(length, int) else 4
+        self.length = length if callable(length) else lambda group, index: by_group.get(group, others)
         self.prompts_left = prompts
         self.auto_score, self.auto_call = auto_score, auto_call
         self.sampling = SamplingParams(max_tokens=core_settings.max_response_len)
@@ -87,7 +91,7 @@ class CoreMachine:
                     count = min(count, self.prompts_left)
                     self.prompts_left -= count
                 exhausted = self.prompts_left == 0
-                self._pump.post(ev.PromptsDrawn([Prompt(np.array([5, 6], np.int32))] * count, exhausted))
+                self._pump.post(ev.PromptsDrawn([PROMPT] * count, exhausted))
             case do.StartSample(sample):
                 self.to_call.append(sample.id)
                 if self.auto_call:
@@ -119,6 +123,74 @@ class CoreMachine:
                 self.errors.append(error)
             case _:
                 pass
+
+    # ---------------------------------------------------------------- short words for what tests ask
+
+    def attempt(self, group: int, index: int = 0) -> Attempt:
+        """The request in flight of a sample, or the first of them."""
+        return next(a for a in self.in_flight.values() if a.sample.id == (group, index))
+
+    @property
+    def only(self) -> Attempt:
+        """The one request in flight."""
+        (attempt,) = self.in_flight.values()
+        return attempt
+
+    def groups(self) -> list[int]:
+        """The groups of the requests in flight that were not asked to end."""
+        return sorted({a.sample.id.group for i, a in self.in_flight.items() if i not in self.abort_asked})
+
+    def sample(self, group: int, index: int = 0) -> Any:
+        """A held sample."""
+        found = self.core.context.group(group)
+        assert found is not None
+        return found.samples[index]
+
+    def started(self) -> list[SampleId]:
+        """Samples whose functions were started, in order."""
+        return [c.sample.id for c in self.commands if isinstance(c, do.StartSample)]
+
+    def delivered(self, batch: int = -1) -> list[int]:
+        """The groups of a batch's samples."""
+        return [s.id.group for s in self.batches[batch].samples]
+
+    @property
+    def dropped(self) -> dict[str, int]:
+        """Tokens that were dropped, by reason."""
+        return {str(reason): count for reason, count in self.core.tokens.dropped.items() if count}
+
+    @property
+    def prompts_dropped(self) -> dict[str, int]:
+        """Prompts that were dropped, by reason."""
+        return {str(reason): count for reason, count in self.core.prompts.dropped.items() if count}
+
+    def finish(self, *samples: int | tuple[int, int]) -> list[do.Command]:
+        """Responses end in this order; of a group, all that are in flight."""
+        commands = []
+        for key in samples:
+            of = [a for a in self.in_flight.values() if key in (a.sample.id.group, a.sample.id)]
+            assert of, f"nothing of {key} is in flight"
+            for attempt in of:
+                commands += self.end(attempt.id) if attempt.id in self.in_flight else []
+        return commands
+
+    def fail(self, attempt: Attempt, error: str = "reset", **how: Any) -> list[do.Command]:
+        """Let a request break off."""
+        del self.in_flight[attempt.id]
+        self.abort_asked.discard(attempt.id)
+        return self.post(ev.AttemptFailed.of(attempt, error, **how))
+
+    def ask(self) -> list[do.Command]:
+        """The trainer wants a batch."""
+        return self.post(ev.StepRequested())
+
+    def next_step(self) -> list[do.Command]:
+        """What was asked to end does, the weights are updated, and the trainer wants the next batch."""
+        self.finish_aborts()
+        self.update()
+        return self.ask()
+
+    # ---------------------------------------------------------------- engines and trainer
 
     def score(self, sample_id: Any) -> None:
         """Hand in the reward of one sample."""
@@ -176,9 +248,22 @@ class CoreMachine:
         current = self.core.clock.current
         self.post(ev.WeightsUpdated(PolicyVersion(current.incarnation, current.n + 1)))
 
+    def fire(self, command: do.StartTimer) -> list[do.Command]:
+        """A timer that was started runs out."""
+        return self.post(ev.TimerFired(command.timer))
+
     def check_ledger(self) -> None:
         """The core's books against the count kept here."""
         t = self.core.tokens
         running = sum(a.tape.parsed for a in self.in_flight.values())
         assert t.observed + running == self.generated
         assert t.observed == t.delivered + t.held + sum(t.dropped.values())
+
+
+def asked(length: Any = 20, engines: tuple[EngineLimits, ...] = (A,), **changes: Any) -> CoreMachine:
+    """A machine of which the trainer has asked for a batch; one group of one sample, unless ``changes`` say more."""
+    names = ("prompts", "auto_score", "auto_call")
+    options = {name: changes.pop(name) for name in names if name in changes}
+    m = CoreMachine(settings(**({"n": 1, "samples": 1} | changes)), length, engines=engines, **options)
+    m.ask()
+    return m

@@ -2,28 +2,27 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from typing import Any
 
 import numpy as np
 import pytest
-from core_machine import CoreMachine, settings
+from core_machine import A, CoreMachine, asked, settings
 
+from april.core import commands as do
 from april.core import events as ev
 from april.core import snapshot
 from april.core.batch import Batch
 from april.core.completion_monitor import CompletionMonitor
 from april.core.settings import quorum_of
 from april.core.state import RolloutCore
-from april.core.types import DropReason, Group, OnFailedSample, Prompt, Refill, SampleState, Work
+from april.core.types import Group, OnFailedSample, Prompt, Refill, SampleState, Work
 from april.core.versions import PolicyVersion
 from april.errors import CheckpointError
 
 
-def machine(length: Any, *, n: int = 1, samples: int = 4, quorum: float = 0.75, **changes: Any) -> CoreMachine:
-    """A core with a quorum; everything in flight at once."""
-    values = {"max_in_flight": 64} | changes
-    return CoreMachine(settings(n=n, samples=samples, group_quorum=quorum, **values), length)
+def machine(quorum: float = 0.75, **changes: Any) -> CoreMachine:
+    """A step of N = 1 group of 4 has begun, everything in flight at once; responses have 9 tokens."""
+    return asked(9, **({"samples": 4, "group_quorum": quorum, "max_in_flight": 64} | changes))
 
 
 def of(batch: Batch) -> list[tuple[int, int]]:
@@ -31,10 +30,13 @@ def of(batch: Batch) -> list[tuple[int, int]]:
     return [(s.id.group, s.id.index) for s in batch.samples]
 
 
-def end(m: CoreMachine, *samples: tuple[int, int]) -> None:
-    """Responses end, in this order."""
-    for key in samples:
-        m.end(next(a.id for a in m.in_flight.values() if tuple(a.sample.id) == key))
+def restored(m: CoreMachine, **changes: Any) -> RolloutCore:
+    """Another core that goes on from the state of this one."""
+    core = RolloutCore(
+        settings(**({"n": 1, "samples": 4} | changes)), [s.limits for s in m.core.engines.states.values()]
+    )
+    snapshot.restore(core, snapshot.take(m.core, None))
+    return core
 
 
 @pytest.mark.parametrize(("share", "n", "k"), [(1.0, 8, 8), (0.5, 8, 4), (0.3, 10, 3), (0.51, 8, 5), (0.7, 10, 7)])
@@ -45,19 +47,15 @@ def test_the_quorum_of_n(share: float, n: int, k: int) -> None:
 
 def test_a_batch_is_n_times_n_samples_of_groups_with_a_quorum() -> None:
     """Finished samples wait for their quorum, not for their last sibling; stragglers follow when they are finished."""
-    m = machine(lambda g, i: 90 if i == 3 else 9, n=1, over=3)
-    m.post(ev.StepRequested())
-    end(m, (0, 0), (0, 1), (1, 0), (0, 2))
+    m = machine(over=3)
+    m.finish((0, 0), (0, 1), (1, 0), (0, 2))
     assert m.core.monitor.ready == 3
-    end(m, (1, 1), (1, 2))
-    m.finish_aborts()
+    m.finish((1, 1), (1, 2))
+    m.next_step()
     assert of(m.batches[0]) == [(0, 0), (0, 1), (0, 2), (1, 0)]
     assert m.batches[0].group_sizes == (3, 1)
     assert m.core.prompts.delivered == 0, "a prompt is settled with its last sample"
-
-    m.update()
-    m.post(ev.StepRequested())
-    end(m, (0, 3), (1, 3))
+    m.finish((0, 3), (1, 3))
     m.finish_aborts()
     assert of(m.batches[1]) == [(1, 1), (1, 2), (1, 3), (0, 3)]
     assert m.core.prompts.delivered == 2
@@ -66,15 +64,11 @@ def test_a_batch_is_n_times_n_samples_of_groups_with_a_quorum() -> None:
 
 def test_every_member_has_the_baseline_of_the_first_others() -> None:
     """The first k by time of finishing, without itself; a straggler's are the first k - 1, whenever it comes."""
-    m = machine(lambda g, i: 9, n=1, over=2, samples=5, quorum=0.6)
-    m.post(ev.StepRequested())
-    end(m, (0, 4), (0, 2), (0, 0), (0, 1), (1, 0), (1, 1), (1, 2))
+    m = machine(0.6, over=2, samples=5)
+    m.finish((0, 4), (0, 2), (0, 0), (0, 1), (1, 0), (1, 1), (1, 2))
+    m.next_step()
+    m.finish((0, 3), (1, 3), (1, 4))
     m.finish_aborts()
-    m.update()
-    m.post(ev.StepRequested())
-    end(m, (0, 3), (1, 3), (1, 4))
-    m.finish_aborts()
-    assert len(m.batches) == 2
     baselines = {tuple(s.id): [round(float(r), 3) for r in s.baseline_rewards] for b in m.batches for s in b.samples}
     assert {key: value for key, value in baselines.items() if key[0] == 0} == {
         (0, 4): [0.25, 0.0], (0, 2): [0.5, 0.0], (0, 0): [0.5, 0.25], (0, 1): [0.5, 0.25], (0, 3): [0.5, 0.25],
@@ -83,38 +77,32 @@ def test_every_member_has_the_baseline_of_the_first_others() -> None:
 
 def test_a_finished_sample_that_is_owed_makes_its_group_go_first() -> None:
     """A sample at its bound cannot go before its quorum: its siblings go before all others, and the step waits."""
-    m = machine(lambda g, i: 9, n=1, samples=4, over=2, max_staleness=1)
-    m.post(ev.StepRequested())
-    end(m, (1, 0), (0, 0), (0, 1), (0, 2), (0, 3))
+    m = machine(over=2, max_staleness=1)
+    m.finish((1, 0), (0, 0), (0, 1), (0, 2), (0, 3))
     m.finish_aborts()
     assert of(m.batches[0]) == [(0, 0), (0, 1), (0, 2), (0, 3)]
-    m.update()
-    before = len(m.commands)
-    m.post(ev.StepRequested())
-    submitted = [c.attempt for c in m.commands[before:] if type(c).__name__ == "Submit"]
+    submitted = [c.attempt for c in m.next_step() if isinstance(c, do.Submit)]
     assert [(tuple(a.sample.id), a.urgent) for a in submitted[:4]] == [
         ((1, 1), True), ((1, 2), True), ((1, 3), True), ((2, 0), False),
     ]  # fmt: skip
-    end(m, (2, 0), (2, 1), (2, 2), (2, 3))
+    m.finish(2)
     assert len(m.batches) == 1, "four are ready, and the one that is owed is not among them"
-    end(m, (1, 1), (1, 2))
+    m.finish((1, 1), (1, 2))
     m.finish_aborts()
     assert (1, 0) in of(m.batches[1])
 
 
 def test_a_filter_judges_the_first_k() -> None:
-    """What finishes while the filter thinks counts with its verdict; a rejected group is dropped with all of it."""
-    m = machine(lambda g, i: 9, n=1, over=2, has_filter=True)
-    m.post(ev.StepRequested())
-    end(m, (0, 0), (0, 3), (0, 1))
-    (judge,) = [c for c in m.commands if type(c).__name__ == "JudgeGroup"]
-    assert [s.id.index for s in judge.group.first] == [0, 1, 3]
-    end(m, (0, 2))
-    assert m.core.monitor.ready == 0
-    m.post(ev.GroupJudged(group=0, judgement=judge.judgement, keep=False, error="away"))
-    again = [c for c in m.commands if type(c).__name__ == "JudgeGroup"][-1]
-    assert [s.id.index for s in again.group.first] == [0, 1, 3]
-    m.post(ev.GroupJudged(group=0, judgement=again.judgement, keep=True))
+    """What finishes while the filter thinks counts with its verdict; the filter sees no more than before."""
+    m = machine(over=2, has_filter=True)
+    m.finish((0, 0), (0, 3), (0, 1))
+    for error in ("away", None):
+        judge = [c for c in m.commands if isinstance(c, do.JudgeGroup)][-1]
+        assert [s.id.index for s in judge.group.first] == [0, 1, 3]
+        if error:
+            m.finish((0, 2))
+            assert m.core.monitor.ready == 0
+        m.post(ev.GroupJudged(group=0, judgement=judge.judgement, keep=not error, error=error))
     m.finish_aborts()
     assert of(m.batches[0]) == [(0, 0), (0, 3), (0, 1), (0, 2)]
     assert [index for index, _ in m.batches[0].samples[0].cohort] == [0, 3, 1]
@@ -124,53 +112,47 @@ def test_a_filter_judges_the_first_k() -> None:
 @pytest.mark.parametrize("quorum", [1.0, 0.75])
 def test_a_sample_that_fails_costs_a_sample(policy: OnFailedSample, quorum: float) -> None:
     """Its siblings are delivered; with replace there is a fresh one in its place, with shrink a smaller group."""
-    m = machine(
-        lambda g, i: 9, n=1, quorum=quorum, on_failed_sample=policy, max_attempt_failures=1, min_group_size=2
-    )
-    m.post(ev.StepRequested())
-    end(m, (0, 0), (0, 1))
-    m.post(ev.SampleFailed(m.core.buffer.groups[0].samples[3].id, "broken"))
+    m = machine(quorum, on_failed_sample=policy, max_attempt_failures=1, min_group_size=2)
+    m.finish((0, 0), (0, 1))
+    m.post(ev.SampleFailed(m.sample(0, 3).id, "broken"))
     m.finish_aborts()
     replaced = policy is OnFailedSample.REPLACE
-    end(m, (0, 2), *([(0, 4)] if replaced else []))
+    m.finish((0, 2), *([(0, 4)] if replaced else []))
     if quorum < 1 and not replaced:  # three are no batch of four
-        end(m, (1, 0), (1, 1), (1, 2))
+        m.finish((1, 0), (1, 1), (1, 2))
         m.finish_aborts()
     (batch,) = m.batches
     assert of(batch)[:3] == [(0, 0), (0, 1), (0, 2)]
     assert len(batch) == (3 if quorum == 1 and not replaced else 4)
     assert {len(s.baseline_rewards) for s in batch.samples} == {3 if quorum == 1 and replaced else 2}
-    assert m.core.prompts.dropped == Counter()
+    assert m.prompts_dropped == {}
     m.check_ledger()
 
 
-@pytest.mark.parametrize("policy", [OnFailedSample.REPLACE, OnFailedSample.SHRINK])
-def test_a_group_of_which_too_many_fail_is_dropped(policy: OnFailedSample) -> None:
+@pytest.mark.parametrize(("policy", "survives"), [(OnFailedSample.REPLACE, 4), (OnFailedSample.SHRINK, 1)])
+def test_a_group_of_which_too_many_fail_is_dropped(policy: OnFailedSample, survives: int) -> None:
     """Fewer than min_group_size, or n of them replaced: the prompt leaves by name."""
-    m = machine(lambda g, i: 9, quorum=1.0, on_failed_sample=policy, max_attempt_failures=1, min_group_size=3)
-    m.post(ev.StepRequested())
-    failures = 0
-    while 0 in m.core.buffer.groups:
+    m = machine(1.0, on_failed_sample=policy, max_attempt_failures=1, min_group_size=3)
+    for failures in range(survives + 1):
+        assert (m.prompts_dropped, 0 in m.core.buffer.groups) == ({}, True), failures
         sample = next(s for s in m.core.buffer.groups[0].members if s.state is SampleState.RUNNING)
         m.post(ev.SampleFailed(sample.id, "broken"))
-        failures += 1
         m.finish_aborts()
-    assert failures == (5 if policy is OnFailedSample.REPLACE else 2)
-    assert m.core.prompts.dropped == Counter({DropReason.FAILED: 1})
+    assert m.prompts_dropped == {"failed": 1}
     m.check_ledger()
+
+
+# ---------------------------------------------------------------- restarts with another quorum
 
 
 def test_restoring_into_whole_groups_is_refused_where_a_part_was_delivered() -> None:
     """The rest of such a group has no whole group to be delivered with."""
-    m = machine(lambda g, i: 90 if i == 3 else 9, n=1, over=3)
-    m.post(ev.StepRequested())
-    end(m, (0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2))
+    m = machine(over=3)
+    m.finish((0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2))
     m.finish_aborts()
     m.update()
-    state = snapshot.take(m.core, None)
-    whole = RolloutCore(settings(n=1, samples=4, over=3), [s.limits for s in m.core.engines.states.values()])
-    with pytest.raises(Exception, match="counts in part"):
-        snapshot.restore(whole, state)
+    with pytest.raises(CheckpointError, match="counts in part"):
+        restored(m, over=3)
 
 
 @pytest.mark.parametrize("auto", [(), (Work.QUORUM,)], ids=["0.99", "auto"])
@@ -178,8 +160,7 @@ def test_restoring_into_whole_groups_is_refused_where_they_would_be_late(auto: t
     """As many samples as can be delivered in time may be of more groups than can, where groups have shrunk."""
     fails: dict[str, Any] = {"on_failed_sample": OnFailedSample.SHRINK, "max_attempt_failures": 1}
     changes: dict[str, Any] = {"n": 2, "over": 4, "max_staleness": 1, "refill": Refill.SAMPLE} | fails
-    m = machine(lambda g, i: 9, quorum=1.0 if auto else 0.99, auto=auto, **changes)
-    m.post(ev.StepRequested())
+    m = machine(1.0 if auto else 0.99, auto=auto, **changes)
     for _ in range(6):
         for attempt in list(m.in_flight.values()):
             if attempt.sample.id.index:
@@ -187,41 +168,30 @@ def test_restoring_into_whole_groups_is_refused_where_they_would_be_late(auto: t
         m.finish_aborts()
     for attempt_id in m.in_flight:
         m.tokens(attempt_id, 3)
-    state = snapshot.take(m.core, None)
-    engines = [s.limits for s in m.core.engines.states.values()]
     with pytest.raises(CheckpointError, match=r"of the 13 groups .* saved with .*; set .* or group_quorum as it was"):
-        snapshot.restore(RolloutCore(settings(samples=4, **changes), engines), state)
-    snapshot.restore(RolloutCore(settings(samples=4, group_quorum=0.75, **changes), engines), state)
+        restored(m, **changes)
+    restored(m, group_quorum=0.75, **changes)
 
 
 @pytest.mark.parametrize("late", [False, True])
 def test_restoring_whole_groups_by_samples_is_never_in_the_way(late: bool) -> None:
     """Not even where groups were late before, as by a trainer that updates twice for a batch: a late group is
     n late samples."""
-    m = machine(lambda g, i: 9, n=1, over=2, quorum=1.0, max_staleness=1)
-    m.post(ev.StepRequested())
+    m = machine(1.0, over=2, max_staleness=1)
     for attempt_id in m.in_flight:
         m.tokens(attempt_id, 3)
     m.post(ev.PauseRequested())
     m.finish_aborts()
     for version in range(1, 3 * late + 1):
         m.post(ev.WeightsUpdated(PolicyVersion(0, version)))
-    core = RolloutCore(
-        settings(n=1, over=2, samples=4, group_quorum=0.75, max_staleness=1),
-        [s.limits for s in m.core.engines.states.values()],
-    )
-    snapshot.restore(core, snapshot.take(m.core, None))
-    assert core.buffer.units == 8
+    assert restored(m, over=2, group_quorum=0.75, max_staleness=1).buffer.units == 8
 
 
 def test_a_group_that_counts_since_a_restart_has_its_cohort_in_the_order_of_finishing() -> None:
     """A smaller quorum completes it: a straggler's baseline is of those that were first, not of the lowest indices."""
-    m = machine(lambda g, i: 9, n=1, over=1, quorum=1.0)
-    m.post(ev.StepRequested())
-    end(m, (0, 2), (0, 0), (0, 1))
-    core = RolloutCore(settings(n=1, samples=4, group_quorum=0.75), [s.limits for s in m.core.engines.states.values()])
-    snapshot.restore(core, snapshot.take(m.core, None))
-    assert [index for index, _ in core.buffer.groups[0].cohort] == [2, 0, 1]
+    m = machine(1.0)
+    m.finish((0, 2), (0, 0), (0, 1))
+    assert [index for index, _ in restored(m, group_quorum=0.75).buffer.groups[0].cohort] == [2, 0, 1]
 
 
 def test_what_is_owed_goes_before_older_groups_and_the_rest_by_completion() -> None:

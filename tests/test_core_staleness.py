@@ -4,27 +4,17 @@ from __future__ import annotations
 
 import random
 
-import numpy as np
 import pytest
-from core_machine import CoreMachine, settings
+from core_machine import PROMPT, CoreMachine, asked, settings
 from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from april.core import commands as do
 from april.core import events as ev
-from april.core.types import OnStale, Prompt, Refill, SampleState
+from april.core.types import OnStale, Refill, SampleState
 from april.core.versions import PolicyVersion, VersionClock
 from april.errors import InvariantError
-
-
-def run(m: CoreMachine, rng: random.Random, steps: int) -> None:
-    """Steps with a weight update after each."""
-    for _ in range(steps):
-        if m.step(rng) is None:
-            return
-        m.update()
-        m.check_ledger()
 
 
 @hypothesis_settings(deadline=None, max_examples=60)
@@ -47,8 +37,10 @@ def test_finish_keeps_the_bound_whatever_the_lengths(
         settings(n=n, samples=samples, over=over, refill=refill, max_staleness=bound, on_stale=OnStale.FINISH),
         lambda g, i: table.setdefault((g, i), rng.choice([1, 2, 5, 30, 300])),
     )
-    run(m, rng, 12)
-
+    for _ in range(12):
+        if m.step(rng) is not None:
+            m.update()
+            m.check_ledger()
     assert max(s.staleness for b in m.batches for s in b.samples) <= bound
     assert all(s.loss_mask.all() for b in m.batches for s in b.samples)
     assert sum(m.core.tokens.dropped.values()) == 0
@@ -56,18 +48,15 @@ def test_finish_keeps_the_bound_whatever_the_lengths(
 
 def one_long_group(on_stale: OnStale, bound: int = 1) -> CoreMachine:
     """Group 0 gains 10 tokens an update and never ends; weights change while the step waits for it. It is paused."""
-    m = CoreMachine(
-        settings(n=1, samples=1, over=2, on_stale=on_stale, max_staleness=bound),
-        lambda g, i: 500 if g == 0 else 3,
-    )
+    m = CoreMachine(settings(n=1, samples=1, over=2, on_stale=on_stale, max_staleness=bound), {0: 500})
     for _ in range(bound + 1):
         m.post(ev.Resumed())
         if m.core.step is None:
-            m.post(ev.StepRequested())
+            m.ask()
         for attempt in list(m.in_flight.values()):
             if attempt.sample.id.group == 0:
                 m.tokens(attempt.id, 10)
-            elif not m.core.buffer.groups[0].samples[0].urgent:
+            elif not m.sample(0).urgent:
                 m.end(attempt.id)
         m.post(ev.PauseRequested())
         m.finish_aborts()
@@ -78,81 +67,55 @@ def one_long_group(on_stale: OnStale, bound: int = 1) -> CoreMachine:
 def test_restart_drops_the_tokens_and_begins_again() -> None:
     """on_stale: restart counts the tokens as dropped and starts the sample anew."""
     m = one_long_group(OnStale.RESTART)
-    sample = m.core.buffer.groups[0].samples[0]
-
-    assert sample.state is SampleState.NEW
-    assert len(sample.tape) == 0
-    assert m.core.tokens.as_dict()["dropped"] == {"stale": 20}
-    assert m.core.prompts.as_dict()["dropped"] == {}
+    assert (m.sample(0).state, len(m.sample(0).tape)) == (SampleState.NEW, 0)
+    assert (m.dropped, m.prompts_dropped) == ({"stale": 20}, {})
 
 
 def test_restart_reopens_a_finished_sibling() -> None:
     """A finished sample that gets too old while it waits for its sibling begins again as well."""
-    m = CoreMachine(
-        settings(n=1, samples=2, over=2, on_stale=OnStale.RESTART, max_staleness=0),
-        lambda g, i: 500 if (g, i) == (0, 1) else 3,
-    )
-    m.post(ev.StepRequested())
-    for attempt in list(m.in_flight.values()):
-        if attempt.sample.id != (0, 1):
-            m.end(attempt.id)
-    m.tokens(min(m.in_flight), 9)
+    m = asked(lambda g, i: 500 if (g, i) == (0, 1) else 3, samples=2, over=2, on_stale=OnStale.RESTART, max_staleness=0)
+    m.finish((0, 0), 1)
+    m.tokens(m.attempt(0, 1).id, 9)
     m.finish_aborts()
     m.update()
-
     group = m.core.buffer.groups[0]
     assert [s.state for s in group.samples] == [SampleState.NEW, SampleState.NEW]
     assert group.unfinished == 2
-    assert m.core.tokens.as_dict()["dropped"] == {"stale": 12}
+    assert m.dropped == {"stale": 12}
 
 
 def test_group_is_scored_again_when_one_of_its_samples_began_again() -> None:
     """Group rewards and restart: a finished sibling stays, and the rewards are asked for once more."""
-    m = CoreMachine(
-        settings(n=1, samples=2, over=2, group_reward=True, on_stale=OnStale.RESTART, max_staleness=1), lambda g, i: 3
-    )
-    m.post(ev.StepRequested())
-    ids = {a.sample.id: a.id for a in m.in_flight.values()}
-    m.end(ids[(1, 0)])
-    m.end(ids[(0, 0)])
-    m.end(ids[(0, 1)])
-    m.finish_aborts()
-    m.update()
-    m.post(ev.StepRequested())
-    ids = {a.sample.id: a.id for a in m.in_flight.values()}
-    m.end(ids[(1, 1)])  # group 1 is complete; what else runs is asked to end
+    m = asked(3, samples=2, over=2, group_reward=True, on_stale=OnStale.RESTART, max_staleness=1)
+    m.finish((1, 0), 0)
+    m.next_step()
+    m.finish((1, 1))  # group 1 is complete; what else runs is asked to end
     m.post(ev.PauseRequested())
     m.update()  # the weights change once more before it has
-    group = m.core.buffer.groups[1]
-    assert [s.state for s in group.samples] == [SampleState.NEW, SampleState.FINISHED]
-
+    assert [m.sample(1, i).state for i in range(2)] == [SampleState.NEW, SampleState.FINISHED]
     m.finish_aborts()
     m.post(ev.Resumed())
-    m.end(next(a.id for a in m.in_flight.values() if a.sample.id == (1, 0)))
+    m.finish((1, 0))
     m.finish_aborts()
-
-    assert {s.id.group for s in m.batches[-1].samples} == {1}
+    assert m.delivered() == [1, 1]
 
 
 def test_drop_gives_up_the_group_and_replaces_it() -> None:
     """on_stale: drop settles the prompt with the reason stale; the next step still delivers N."""
     m = one_long_group(OnStale.DROP)
-
     assert 0 not in m.core.buffer.groups
-    assert m.core.prompts.as_dict()["dropped"] == {"stale": 1}
-    assert m.core.tokens.as_dict()["dropped"] == {"stale": 20}
+    assert (m.dropped, m.prompts_dropped) == ({"stale": 20}, {"stale": 1})
     m.post(ev.Resumed())
     assert m.step(random.Random(0)) is not None
 
 
 def test_mask_takes_the_loss_off_too_old_tokens_only() -> None:
     """on_stale: mask leaves younger tokens of the same sample trained, and the sample in the batch."""
-    m = one_long_group(OnStale.MASK, bound=1)
+    m = one_long_group(OnStale.MASK)
     m.post(ev.Resumed())
-    m.end(next(a.id for a in m.in_flight.values() if a.sample.id.group == 0))
+    m.finish(0)
     m.finish_aborts()
     sample = next(s for s in m.batches[-1].samples if s.id.group == 0)
-
     assert sample.staleness == 2
     assert sample.versions[sample.loss_mask == 0, 1].tolist() == [0] * 10
     assert set(sample.versions[sample.loss_mask == 1, 1].tolist()) == {1, 2}
@@ -173,17 +136,12 @@ def test_staleness_over_a_restart_counts_the_way_back_to_the_branch_point() -> N
     clock.restart(at=4)
     for _ in range(3):
         clock.advance()
-
     assert clock.current == PolicyVersion(1, 7)
-    assert clock.staleness(PolicyVersion(0, 3)) == 4
-    assert clock.staleness(PolicyVersion(0, 4)) == 3
-    assert clock.staleness(PolicyVersion(0, 6)) == 2 + 3
-    assert clock.staleness(PolicyVersion(1, 5)) == 2
-
+    for version, staleness in (((0, 3), 4), ((0, 4), 3), ((0, 6), 2 + 3), ((1, 5), 2)):
+        assert clock.staleness(PolicyVersion(*version)) == staleness
     clock.restart(at=5)
-    assert clock.staleness(PolicyVersion(0, 6)) == 2 + 1
-    assert clock.staleness(PolicyVersion(1, 7)) == 2
-    assert clock.staleness(PolicyVersion(2, 5)) == 0
+    for version, staleness in (((0, 6), 2 + 1), ((1, 7), 2), ((2, 5), 0)):
+        assert clock.staleness(PolicyVersion(*version)) == staleness
 
 
 @pytest.mark.parametrize("version", [PolicyVersion(0, 9), PolicyVersion(1, 0), PolicyVersion(3, 0)])
@@ -196,9 +154,10 @@ def test_versions_of_the_future_are_refused(version: PolicyVersion) -> None:
 def test_prompts_that_were_asked_for_keep_the_bound_of_then() -> None:
     """As many were asked for as that bound has room for; those that are asked for later have the lowered one."""
     m = CoreMachine(settings(n=1, samples=1, over=2, max_staleness=3, refill=Refill.GROUP), lambda g, i: 9)
-    (asked,) = [c for c in m.core.handle(ev.StepRequested()) if isinstance(c, do.DrawPrompts)]
+    (draw,) = m.core.handle(ev.StepRequested())
+    assert isinstance(draw, do.DrawPrompts)
     m.core.handle(ev.StalenessLowered(1))
-    m.core.handle(ev.PromptsDrawn([Prompt(np.zeros(2, np.int32))] * asked.count, False))
+    m.core.handle(ev.PromptsDrawn([PROMPT] * draw.count, False))
     assert [m.core.buffer.bound(group) for group in m.core.buffer] == [3, 3]
     m.core.handle(ev.StalenessLowered(0))
     assert m.core.buffer.capacity == 1

@@ -1,4 +1,4 @@
-"""Steps of the core: what starts, what is delivered, what is kept."""
+"""Steps of the core: what starts, what is delivered, what is kept, and what the end of the data makes of it."""
 
 from __future__ import annotations
 
@@ -6,38 +6,34 @@ import random
 
 import numpy as np
 import pytest
-from core_machine import OLD_TIMER, CoreMachine, settings
+from core_machine import OLD_TIMER, CoreMachine, asked, settings
 
 from april.core import commands as do
 from april.core import events as ev
-from april.core.types import CallState, OnLongPrompt, Prompt, Refill, SampleState
+from april.core.types import CallState, OnDataEnd, OnLongPrompt, Prompt, Refill, SampleState
 from april.errors import InvariantError
 
 
-def lengths(table: dict[int, int], default: int = 5):
-    """Length by group; all samples of a group alike."""
-    return lambda group, index: table.get(group, default)
-
-
 def test_sync_step_delivers_n_groups_and_leaves_nothing() -> None:
-    """N' = N: every sample is finished, nothing is aborted, nothing is held."""
-    m = CoreMachine(settings(n=3, samples=2), lengths({1: 50}))
-
+    """N' = N: every sample is finished, nothing is aborted, nothing is held; the lease ends once."""
+    m = CoreMachine(settings(n=3, samples=2), {1: 50})
     batch = m.step(random.Random(0))
 
     assert batch is not None
     assert batch.group_sizes == (2, 2, 2)
     assert not any(isinstance(c, do.Abort) for c in m.commands)
-    assert m.core.tokens.held == 0
-    assert len(m.core.buffer) == 0
+    assert (m.core.tokens.held, len(m.core.buffer), list(m.core.leased)) == (0, 0, [batch.id])
+    m.post(ev.BatchCommitted(batch.id))
+    assert not m.core.leased
+    with pytest.raises(InvariantError, match="committed twice"):
+        m.post(ev.BatchCommitted(batch.id))
 
 
 def test_skipped_prompts_are_replaced_until_the_step_has_begun_with_all_it_wants() -> None:
     """on_long_prompt: skip: N' groups are in work however many of the first prompts had no room."""
-    m = CoreMachine(settings(n=2, samples=1, over=4, on_long_prompt=OnLongPrompt.SKIP), lengths({}), prompts=0)
+    m = CoreMachine(settings(n=2, samples=1, over=4, on_long_prompt=OnLongPrompt.SKIP), 5)
     long, short = Prompt(np.zeros(4096, np.int32)), Prompt(np.zeros(2, np.int32))
-    (draw,) = m.core.handle(ev.StepRequested())
-    assert draw == do.DrawPrompts(4)
+    assert m.core.handle(ev.StepRequested()) == [do.DrawPrompts(4)]
     commands = m.core.handle(ev.PromptsDrawn([long, short, long, short], False))
     assert [c for c in commands if isinstance(c, do.DrawPrompts)] == [do.DrawPrompts(2)]
     m.core.handle(ev.PromptsDrawn([short, short], False))
@@ -48,19 +44,14 @@ def test_skipped_prompts_are_replaced_until_the_step_has_begun_with_all_it_wants
 
 def test_over_sampling_stops_at_n_and_keeps_partials_and_finished_siblings() -> None:
     """N' = 2N: at N complete groups the rest is aborted; tokens of partials and of finished siblings are kept."""
-    m = CoreMachine(settings(n=2, samples=2, over=4), lambda g, i: 100 if (g, i) in {(2, 0), (3, 1)} else 4)
-    m.post(ev.StepRequested())
-    ids = {a.sample.id: a.id for a in m.in_flight.values()}
-    for key in [(2, 1), (0, 0), (0, 1), (3, 0), (1, 0)]:
-        m.end(ids[key])
-    m.tokens(ids[(2, 0)], 30)
-    m.end(ids[(1, 1)])
-
-    assert m.abort_asked == {ids[(2, 0)], ids[(3, 1)]}
+    m = asked(lambda g, i: 100 if (g, i) in {(2, 0), (3, 1)} else 4, n=2, samples=2, over=4)
+    m.tokens(m.attempt(2).id, 30)
+    m.finish((2, 1), (0, 0), (0, 1), (3, 0), (1, 0), (1, 1))
+    assert m.abort_asked == {m.attempt(2).id, m.attempt(3, 1).id}
     assert not m.batches
     m.finish_aborts()
 
-    assert [s.id.group for s in m.batches[0].samples] == [0, 0, 1, 1]
+    assert m.delivered() == [0, 0, 1, 1]
     kept = {s.id: (s.open_call.state if s.open_call else s.state, len(s.tape)) for s in m.core.buffer.samples()}
     assert kept == {
         (2, 0): (CallState.QUEUED, 30),
@@ -73,174 +64,105 @@ def test_over_sampling_stops_at_n_and_keeps_partials_and_finished_siblings() -> 
 
 def test_groups_that_finish_while_aborts_are_under_way_are_surplus_and_go_first() -> None:
     """A group that completes after the target was reached is delivered first in the next step, never lost."""
-    m = CoreMachine(settings(n=1, samples=1, over=3), lengths({0: 4, 1: 6, 2: 90}))
-    m.post(ev.StepRequested())
-    ids = {a.sample.id.group: a.id for a in m.in_flight.values()}
-    m.end(ids[0])
-    m.end(ids[1])  # finished in the moment of the abort
-    m.finish_aborts()
-    m.update()
-
-    m.post(ev.StepRequested())
-
-    assert [b.samples[0].id.group for b in m.batches] == [0, 1]
+    m = asked({0: 4, 1: 6, 2: 90}, over=3)
+    m.finish(0, 1)
+    m.next_step()
+    assert [m.delivered(i) for i in range(2)] == [[0], [1]]
     assert m.batches[1].samples[0].staleness == 1
     assert not m.in_flight
 
 
 def test_next_step_resumes_carry_before_new_prompts_oldest_first() -> None:
     """Partials and unstarted siblings of old groups are submitted before any new prompt, in the order drawn."""
-    m = CoreMachine(settings(n=1, samples=2, over=3), lambda g, i: 4 if g == 1 else 60)
-    m.post(ev.StepRequested())
+    m = asked({0: 60, 1: 4, 2: 60}, samples=2, over=3)
     for attempt in list(m.in_flight.values()):
-        if attempt.sample.id.group == 1:
-            m.end(attempt.id)
-        else:
-            m.tokens(attempt.id, 10 + attempt.sample.id.index)
-    m.finish_aborts()
-    m.update()
-
-    submitted = [c.attempt.sample.id for c in m.post(ev.StepRequested()) if isinstance(c, do.Submit)]
-
+        m.tokens(attempt.id, 10 + attempt.sample.id.index) if attempt.sample.id.group != 1 else m.end(attempt.id)
+    submitted = [c.attempt.sample.id for c in m.next_step() if isinstance(c, do.Submit)]
     assert submitted == [(0, 0), (0, 1), (2, 0), (2, 1), (3, 0), (3, 1)]
 
 
 @pytest.mark.parametrize(("over", "expected"), [(2, 6), (3, 6), (4, 8), (5, 5), (9, 9)])
 def test_portions_when_over_sampling_is_below_n(over: int, expected: int) -> None:
     """N' below N means portions of N' until N are in work; N' above N means N' at once."""
-    m = CoreMachine(settings(n=5, samples=1, over=over, max_in_flight=20), lengths({}))
-
-    m.post(ev.StepRequested())
-
-    assert len(m.in_flight) == expected
+    assert len(asked(n=5, over=over, max_in_flight=20).in_flight) == expected
 
 
 def test_refill_group_starts_a_group_whenever_one_finishes() -> None:
     """With refill: group the number of groups in work stays N' until the target is reached."""
-    m = CoreMachine(settings(n=3, samples=2, over=4, refill=Refill.GROUP, max_in_flight=99), lengths({}))
-    m.post(ev.StepRequested())
+    m = asked(n=3, samples=2, over=4, refill=Refill.GROUP, max_in_flight=99)
     for _ in range(2):
-        group = min(a.sample.id.group for a in m.in_flight.values())
-        for attempt in [a for a in m.in_flight.values() if a.sample.id.group == group]:
-            m.end(attempt.id)
-        assert len({a.sample.id.group for a in m.in_flight.values()}) == 4
+        m.finish(m.groups()[0])
+        assert len(m.groups()) == 4
 
 
 def test_refill_sample_keeps_the_number_in_flight_constant() -> None:
     """With refill: sample a place is filled as soon as it is free."""
-    m = CoreMachine(settings(n=4, samples=4, refill=Refill.SAMPLE, max_in_flight=10), lengths({}))
-    m.post(ev.StepRequested())
+    m = asked(5, n=4, samples=4, refill=Refill.SAMPLE, max_in_flight=10)
     while not m.abort_asked:
         assert len(m.in_flight) == 10
         m.end(min(m.in_flight))
 
 
 @pytest.mark.parametrize("refill", list(Refill))
-def test_never_more_in_flight_than_allowed(refill: Refill) -> None:
-    """The cap holds in every mode, whatever N' is (validate() checks it after every event)."""
-    rng = random.Random(3)
-    m = CoreMachine(
-        settings(n=3, samples=4, over=6, refill=refill, max_in_flight=5), lambda g, i: (g * 7 + i * 3) % 40 + 1
-    )
-    for _ in range(6):
-        assert m.step(rng) is not None
-        m.update()
-
-
-@pytest.mark.parametrize("refill", list(Refill))
 @pytest.mark.parametrize("over", [2, 3, 6])
 def test_every_prompt_is_settled_exactly_once(refill: Refill, over: int) -> None:
-    """A finite source: each prompt is delivered once, the last batch is short, then the data ends."""
+    """A finite source: each prompt is delivered once, the last batch is short, then the data ends; the cap holds."""
     rng = random.Random(5)
-    m = CoreMachine(settings(n=3, samples=2, over=over, refill=refill), lambda g, i: 1 + (g * 31 + i * 17) % 80, 20)
+    chosen = settings(n=3, samples=2, over=over, refill=refill, max_in_flight=5)
+    m = CoreMachine(chosen, lambda g, i: 1 + (g * 31 + i * 17) % 80, 20)
     while m.step(rng) is not None:
         m.update()
         m.check_ledger()
 
-    delivered = [s.id for b in m.batches for s in b.samples]
-    assert m.ended
-    assert sorted(delivered) == [(g, i) for g in range(20) for i in range(2)]
+    assert sorted(s.id for b in m.batches for s in b.samples) == [(g, i) for g in range(20) for i in range(2)]
+    assert len(m.batches[-1].group_sizes) == 2
     assert m.core.prompts.as_dict() == {"observed": 20, "delivered": 20, "held": 0, "dropped": {}}
 
 
 def test_group_rewards_are_asked_for_once_all_siblings_have_returned() -> None:
     """group_reward: one ScoreGroup per group, and the group is complete with it."""
-    m = CoreMachine(settings(n=1, samples=3, group_reward=True), lengths({}))
-    batch = m.step(random.Random(1))
-
-    assert batch is not None
+    m = asked(samples=3, group_reward=True)
+    m.finish(0)
     assert sum(isinstance(c, do.ScoreGroup) for c in m.commands) == 1
-    assert [s.reward for s in batch.samples] == pytest.approx([0.0, 0.125, 0.25])
+    assert [s.reward for s in m.batches[0].samples] == pytest.approx([0.0, 0.125, 0.25])
 
 
 def test_slow_rewards_do_not_hold_up_the_abort_and_count_when_they_arrive() -> None:
     """A group whose reward is late is not complete; it becomes surplus when the reward comes between steps."""
-    m = CoreMachine(settings(n=1, samples=1, over=2), lengths({0: 3, 1: 6}), auto_score=False)
-    m.post(ev.StepRequested())
-    ids = {a.sample.id.group: a.id for a in m.in_flight.values()}
-    m.end(ids[0])
+    m = asked({0: 3, 1: 6}, over=2, auto_score=False)
+    m.finish(0, 1)
     assert not m.batches
-    m.end(ids[1])
     m.score((1, 0))
     m.post(OLD_TIMER)
-    assert [s.id.group for s in m.batches[0].samples] == [1]
-
-    m.post(ev.Scored(0, [(0, 0.5)]))
-    m.update()
-    m.post(ev.StepRequested())
-
-    assert [s.id.group for s in m.batches[1].samples] == [0]
+    assert m.delivered() == [1]
+    m.score((0, 0))
+    m.next_step()
+    assert m.delivered() == [0]
 
 
 def test_no_step_before_the_last_one_is_delivered() -> None:
     """Two trainers cannot ask at once."""
-    m = CoreMachine(settings(), lengths({}))
-    m.post(ev.StepRequested())
     with pytest.raises(InvariantError, match="while another one is running"):
-        m.post(ev.StepRequested())
+        asked().ask()
 
 
-def test_batch_is_leased_until_committed_and_committed_once() -> None:
-    """Lease and commit: a second commit is an error."""
-    m = CoreMachine(settings(n=1, samples=1), lengths({}))
-    batch = m.step(random.Random(0))
-    assert batch is not None
-    assert list(m.core.leased) == [batch.id]
-    m.post(ev.BatchCommitted(batch.id))
-    assert not m.core.leased
-    with pytest.raises(InvariantError, match="committed twice"):
-        m.post(ev.BatchCommitted(batch.id))
-
-
-def test_repr_is_the_dashboard() -> None:
-    """One line says where everything is."""
-    m = CoreMachine(settings(n=1, samples=2, over=2), lengths({}))
-    m.post(ev.StepRequested())
-    m.end(min(m.in_flight))
-
-    assert "version=0.0 step=running groups=2 ready=0 finished=1 running=3 in_flight=3" in repr(m.core)
-    assert "observed=5 delivered=0 held=5 dropped=0" in repr(m.core)
-
-
-def test_story_tells_one_samples_history() -> None:
-    """story(sample) lists its transitions in order; an unknown sample has none."""
-    m = CoreMachine(settings(n=1, samples=1, over=2), lengths({0: 30, 1: 4}))
-    m.post(ev.StepRequested())
-    ids = {a.sample.id.group: a.id for a in m.in_flight.values()}
-    m.tokens(ids[0], 8)
-    m.end(ids[1])
+def test_repr_is_the_dashboard_and_story_tells_one_samples_history() -> None:
+    """One line says where everything is; a story lists a sample's transitions in order, an unknown one has none."""
+    m = asked({0: 30, 1: 4}, samples=1, over=2)
+    m.tokens(m.attempt(0).id, 8)
+    assert "version=0.0 step=running groups=2 ready=0 running=2 in_flight=2" in repr(m.core)
+    m.finish(1)
     m.finish_aborts()
-    story = m.core.story(m.core.buffer.groups[0].samples[0].id)
-
+    assert "observed=12 delivered=4 held=8 dropped=0" in repr(m.core)
+    story = m.core.story(m.sample(0).id)
     assert story.index("rollout function started") < story.index("attempt") < story.index("partial after 8 tokens")
     assert "nothing remembered" in m.core.story((77, 0))  # type: ignore[arg-type]
 
 
 def test_pause_ends_everything_in_flight_and_resume_goes_on() -> None:
     """PauseRequested aborts what runs; Paused comes when all is accounted for; the step goes on after Resumed."""
-    m = CoreMachine(settings(n=1, samples=2), lengths({0: 40}))
-    m.post(ev.StepRequested())
-    for attempt_id in list(m.in_flight):
+    m = asked(40, samples=2)
+    for attempt_id in m.in_flight:
         m.tokens(attempt_id, 11)
     m.post(ev.PauseRequested())
     assert m.abort_asked == set(m.in_flight)
@@ -250,24 +172,109 @@ def test_pause_ends_everything_in_flight_and_resume_goes_on() -> None:
 
     resumed = [c.attempt for c in m.post(ev.Resumed()) if isinstance(c, do.Submit)]
     assert [len(a.token_ids) for a in resumed] == [2 + 11, 2 + 11]
-    for attempt in resumed:
-        m.end(attempt.id)
+    m.finish(0)
     assert {tuple(v) for s in m.batches[0].samples for v in s.versions.tolist()} == {(0, 0), (0, 1)}
 
 
 @pytest.mark.parametrize(("bound", "drawn"), [(None, [1]), (31, [1]), (30, [])])
 def test_held_token_bound_stops_drawing_beyond_the_need(bound: int | None, drawn: list[int]) -> None:
     """max_held_tokens: at the bound no prompt is drawn that the step can do without."""
-    m = CoreMachine(
-        settings(n=1, samples=1, over=3, refill=Refill.GROUP, max_in_flight=9, max_held_tokens=bound),
-        lengths({0: 50, 1: 50, 2: 4}),
-    )
-    m.post(ev.StepRequested())
-    ids = {a.sample.id.group: a.id for a in m.in_flight.values()}
-    m.tokens(ids[0], 15)
-    m.tokens(ids[1], 15)
-    m.end(ids[2])
-    m.finish_aborts()
-    m.update()
+    m = asked(
+        {0: 50, 1: 50}, over=3, refill=Refill.GROUP, max_in_flight=9, max_held_tokens=bound
+    )  # fmt: skip
+    m.tokens(m.attempt(0).id, 15)
+    m.tokens(m.attempt(1).id, 15)
+    m.finish(2)
+    assert [c.count for c in m.next_step() if isinstance(c, do.DrawPrompts)] == drawn
 
-    assert [c.count for c in m.post(ev.StepRequested()) if isinstance(c, do.DrawPrompts)] == drawn
+
+# ---------------------------------------------------------------- the end of the data
+
+
+def run(m: CoreMachine) -> list[int]:
+    """Steps until the data ends; the group ids of each batch's samples."""
+    rng = random.Random(4)
+    while m.step(rng) is not None:
+        m.update()
+    return [s.id.group for b in m.batches for s in b.samples]
+
+
+def kept(m: CoreMachine) -> int:
+    """Groups that the last word about the end of the data says are kept."""
+    return next(c for c in reversed(m.commands) if isinstance(c, do.EndOfData)).kept
+
+
+def more_prompts(m: CoreMachine, count: int) -> None:
+    """The source has prompts again."""
+    m.ended, m.prompts_left = False, count
+    m.post(ev.SourceExtended())
+
+
+@pytest.mark.parametrize("refill", list(Refill))
+def test_rest_is_delivered_as_a_shorter_batch(refill: Refill) -> None:
+    """on_data_end: short. 7 prompts in batches of 3 give 3, 3 and 1; that is not the end of the run."""
+    m = CoreMachine(settings(n=3, samples=1, over=4, refill=refill), lambda g, i: 5 + g, prompts=7)
+    assert sorted(run(m)) == list(range(7))
+    assert ([len(b) for b in m.batches], kept(m)) == ([3, 3, 1], 0)
+    more_prompts(m, 2)
+    assert sorted(run(m)) == list(range(9))
+
+
+def test_rest_waits_for_more_prompts() -> None:
+    """on_data_end: wait. The rest is complete and kept; with more prompts it goes first."""
+    m = CoreMachine(settings(n=3, samples=1, on_data_end=OnDataEnd.WAIT), lambda g, i: 5 + g, prompts=5)
+    assert sorted(run(m)) == [0, 1, 2]
+    assert kept(m) == 2
+    m.ask()
+    assert (kept(m), m.core.step) == (2, None)  # asked again without more prompts: the same answer, at once
+
+    more_prompts(m, 2)
+    assert sorted(run(m)) == [0, 1, 2, 3, 4, 5]
+    assert ([len(b) for b in m.batches], kept(m)) == ([3, 3], 1)
+    assert m.core.prompts.as_dict() == {"observed": 7, "delivered": 6, "held": 1, "dropped": {}}
+
+
+def test_more_prompts_in_the_middle_of_the_last_step() -> None:
+    """A step that had seen the end of the data goes on drawing."""
+    m = asked(n=2, prompts=1)
+    assert m.core.over_sampler.exhausted
+    more_prompts(m, 1)
+    m.finish(0, 1)
+    assert [len(b) for b in m.batches] == [2]
+
+
+@pytest.mark.parametrize("keeps", [0, 1])
+@pytest.mark.parametrize("policy", [OnDataEnd.SHORT, OnDataEnd.WAIT])
+def test_filter_that_rejects_the_last_groups(policy: OnDataEnd, keeps: int) -> None:
+    """No replacement is left: the rest is short or waits, or nothing is left; rejected groups are settled."""
+    m = asked(n=2, has_filter=True, on_data_end=policy, prompts=2)
+    m.finish(0, 1)
+    for question in [c for c in m.commands if isinstance(c, do.JudgeGroup)]:
+        assert not m.batches
+        assert not m.ended
+        keep = question.group.id >= 2 - keeps
+        m.post(ev.GroupJudged(group=question.group.id, judgement=question.judgement, keep=keep))
+
+    if policy is OnDataEnd.SHORT and keeps:
+        assert m.delivered() == [1]
+    else:
+        assert kept(m) == keeps
+    assert m.prompts_dropped == {"filtered": 2 - keeps}
+
+
+def test_unusable_prompt_ends_the_step_and_the_good_ones_before_it_are_kept() -> None:
+    """The source names the prompt; the next step goes on behind it."""
+    m = CoreMachine(settings(n=2, samples=1), 5)
+    m.core.handle(ev.StepRequested())
+    commands = m.core.handle(ev.PromptsDrawn([], exhausted=False, error="prompt 0 is a str"))
+    assert commands == [do.Fail("prompt 0 is a str")]
+    assert m.step(random.Random(0)) is not None
+
+
+def test_unusable_prompt_is_not_forgotten_between_steps() -> None:
+    """The answer of a slow source comes when the step has failed for another reason: the next one says why."""
+    m = asked(max_attempt_failures=1, max_failed_groups=1)
+    failed = ev.AttemptFailed(attempt_id=m.only.id, error="reset")
+    assert isinstance(m.core.handle(failed)[-1], do.Fail)
+    assert m.core.handle(ev.PromptsDrawn([], exhausted=False, error="prompt 1 is a str")) == []
+    assert m.core.handle(ev.StepRequested()) == [do.Fail("prompt 1 is a str")]
