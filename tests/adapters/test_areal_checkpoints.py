@@ -7,13 +7,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-import torch
 
 from adapters import stand_in_areal as areal
 from adapters.test_areal_rollouts import mislabelled, trained_rows, trainer  # noqa: F401
-from april.adapters.areal.rollouts import plain, restored
 from april.errors import CheckpointError
 
 Make = Callable[..., Any]
@@ -102,21 +99,3 @@ def test_a_state_that_is_not_whole_is_refused(
 
     with pytest.raises(CheckpointError, match=message):
         go_on()
-
-
-def test_values_come_back_as_they_were() -> None:
-    """Tensors with their type and shape, arrays as tensors; all else is named, and is no code."""
-    value = {
-        "t": torch.tensor([[1.5, 2.0]], dtype=torch.bfloat16), "b": torch.tensor([True, False]), "0": torch.tensor(3),
-        "empty": torch.zeros((0, 4), dtype=torch.int32), "n": np.array([1.0], np.float32), "x": [1, {"y": None}, "z"],
-    }  # fmt: skip
-    back = restored(plain(value, "a prompt"))
-    for key in ("t", "b", "0", "empty"):
-        assert back[key].dtype == value[key].dtype  # type: ignore[attr-defined]
-        assert torch.equal(back[key], value[key])  # type: ignore[arg-type]
-    assert back["n"].dtype == torch.float32
-    assert back["x"] == value["x"]
-    with pytest.raises(CheckpointError, match=r"a prompt\['image'\] is a object, which april cannot keep"):
-        plain({"image": object()}, "a prompt")
-    with pytest.raises(CheckpointError, match="there is no tensor of 'load'"):
-        restored({"__tensor__": ["load", [1], b"1"]})

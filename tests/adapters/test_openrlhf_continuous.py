@@ -13,9 +13,8 @@ import pytest
 from real_schedulers import assert_nothing_is_left
 
 from adapters.openrlhf_stand_in import GROUPS, ROWS, SAMPLES, Engine, Run, installed, namespace, row
-from april.adapters.openrlhf.arguments import config_of
 from april.adapters.openrlhf.rollouts import Rollouts, TransferElsewhere
-from april.errors import CheckpointError, ConfigError, RolloutError
+from april.errors import CheckpointError, RolloutError
 
 ALL = Counter({row(i)[1]: SAMPLES for i in range(ROWS)})
 CONTINUOUS = {"generation": "continuous", "over_sampling_batch_size": 2 * GROUPS, "max_staleness": 2}
@@ -271,19 +270,3 @@ def test_the_end_waits_for_a_transfer() -> None:
         closing.join(10)
         assert not closing.is_alive()
         run.push()  # there is no scheduler any more, and nothing to stop
-
-
-@pytest.mark.parametrize(
-    ("flags", "flag"),
-    [
-        ({"vllm__enable_sleep": True, "train__colocate_all": True}, "--vllm.enable_sleep"),
-        ({"train__colocate_all": True}, "--train.colocate_all"),
-    ],
-)
-def test_engines_on_the_trainers_gpus(flags: dict[str, Any], flag: str) -> None:
-    """They sleep while it trains: refused by one sentence with the flag, which the asynchronous trainer may have."""
-    with pytest.raises(ConfigError, match=f"^{flag}: the engines sleep or stand still") as refusal:
-        config_of(namespace(**flags), CONTINUOUS)
-    assert "\n" not in str(refusal.value)
-    config_of(namespace(**flags), STEPWISE)
-    config_of(namespace(train__colocate_all=True, train__async_enable=True), CONTINUOUS)

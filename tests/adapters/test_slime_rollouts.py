@@ -23,7 +23,7 @@ from april.adapters.slime.hooks import SlimeHooks
 from april.core.types import DropReason
 from april.engines.simulated.decode_cost import DecodeCost
 from april.engines.simulated.engine import SimulatedEngine, by_sample_key, synthetic_response
-from april.errors import RolloutError
+from april.errors import DataExhausted, RolloutError
 
 USER = "adapters.slime_functions_of_a_user"
 
@@ -298,3 +298,17 @@ def test_slimes_filter_sees_the_rewards_that_are_trained() -> None:
         hooks._args = SimpleNamespace(reward_key=key)
         sample = Sample(reward=reward)
         assert (hooks._value(sample), sample.reward) == (third, held)
+
+
+def test_a_data_source_that_ends() -> None:
+    """slime's never do; one that does gives a shorter last batch, and then says so."""
+    args = namespace()
+    data = DataSource(args)
+    given = iter([data.get_samples(1) for _ in range(4)])
+    data.get_samples = lambda num_samples: next(given, [])  # type: ignore[method-assign]
+    made = make_generate_rollout([simulated("e0")], check=True)
+    assert len(made(args, 0, data).samples) == 3
+    assert len(made(args, 1, data).samples) == 1
+    with pytest.raises(DataExhausted, match="the prompt source has ended"):
+        made(args, 2, data)
+    made.function.close()

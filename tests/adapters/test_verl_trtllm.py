@@ -9,9 +9,7 @@ from typing import Any
 
 import pytest
 
-from adapters.stand_in_verl import Trainer, config
-from april.adapters.verl.settings import settings_of
-from april.errors import ConfigError
+from adapters.stand_in_verl import Trainer
 from april.processes.coordinator.calls import Session, generate
 from april.processes.coordinator.messages import Done
 
@@ -117,20 +115,3 @@ def test_other_servers_that_overrun_are_not_believed(trainer: Make) -> None:
     run.server.wrong = [more]
     run.step()
     assert run.ask("ledgers")["tokens"]["dropped"] == {"corrupt": 50}
-
-
-@pytest.mark.parametrize("temperature", [0.8, 1.2])
-def test_log_probabilities_that_nobody_knows_are_refused(temperature: float) -> None:
-    """verl's logprobs_mode does not reach this server, and one of its samplers leaves the temperature out."""
-    sentence = r"temperature=.* with actor_rollout_ref.rollout.name=trtllm: .*; set it to 1, or use vllm or sglang"
-    with pytest.raises(ConfigError, match=sentence) as error:
-        settings_of(config(**TRTLLM, actor_rollout_ref__rollout__temperature=temperature))
-    assert "\n" not in str(error.value)
-    settings_of(config(**TRTLLM))
-
-
-def test_a_conversation_has_the_servers_room() -> None:
-    """It ends a conversation at prompt_length + response_length, whatever its model could hold."""
-    assert settings_of(config(**TRTLLM, actor_rollout_ref__rollout__max_model_len=64)).context == 48
-    assert settings_of(config(**TRTLLM, actor_rollout_ref__rollout__max_model_len=44)).context == 44
-    assert settings_of(config(actor_rollout_ref__rollout__max_model_len=64)).context == 64

@@ -119,7 +119,7 @@ def test_dynamic_sampling(tmp_path: Path) -> None:
 
 
 def test_wrong_use_ends_the_run_with_a_sentence(tmp_path: Path) -> None:
-    """Before a worker is started; all sentences are in tests/adapters/test_verl_misuse.py."""
+    """Before a worker is started; all sentences are in tests/adapters/test_refusals.py."""
     off = "algorithm.rollout_correction.rollout_is=null"
     done = train(tmp_path, "trainer.total_training_steps=1", off)
     assert done.status != 0

@@ -1,0 +1,548 @@
+"""Wrong use of an adapter gives one sentence, in its trainer's own names, before anything is generated."""
+
+from __future__ import annotations
+
+import importlib
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+from real_schedulers import assert_nothing_is_left, engine
+from tiny_models import tiny_model
+
+import april
+from adapters import openrlhf_stand_in as openrlhf
+from adapters import slime_stand_in as slime
+from adapters import stand_in_areal as areal
+from adapters import stand_in_trl as trl
+from adapters import stand_in_verl as verl
+from april import seams
+from april.adapters import trl as trl_adapter
+from april.adapters.areal import checks as areal_checks
+from april.adapters.areal.settings import config_of as config_of_areal
+from april.adapters.openrlhf import main
+from april.adapters.openrlhf.arguments import config_of as config_of_openrlhf
+from april.adapters.openrlhf.framework import require_openrlhf, undecorated
+from april.adapters.slime import generate_rollout, make_generate_rollout
+from april.adapters.trl.checks import require_trl
+from april.adapters.verl import checks as verl_checks
+from april.adapters.verl.settings import settings_of
+from april.errors import AprilError, ConfigError
+
+USER = "adapters.slime_functions_of_a_user"
+ROLLOUT = "actor_rollout_ref__rollout__"
+OVER = {"over_sampling_batch_size": 8}
+URLS = {"kind": "vllm", "urls": ["http://127.0.0.1:1"]}
+COLOCATED = SimpleNamespace(type="colocation", target="actor")
+Changes = dict[str, Any]
+Refuse = Callable[..., Any]
+
+
+def refused(kind: Refuse, text: str, *arguments: Any, **options: Any) -> None:
+    """``kind(...)`` is refused with a sentence of one line that has every part of ``text``, parted by `` .. ``."""
+    with pytest.raises(AprilError) as error:
+        kind(*arguments, **options)
+    said = str(error.value)
+    assert "\n" not in said
+    assert all(part in said for part in text.split(" .. ")), said
+
+
+# ---------------------------------------------------------------- settings
+
+
+def trl_trainer(changes: Changes, own: Changes, tmp_path: Path) -> Any:
+    partials = {"over_sampling_batch_size": 4, "engine": {"kind": "transformers", "stream_interval": 4}}
+    trainer = trl_adapter.april_trainer(trl.GRPOTrainer)
+    return trainer(tiny_model(), trl_adapter.rollout(partials | own), trl.prompts(12), **changes)
+
+
+def slime_rollout(changes: Changes, own: Any, tmp_path: Path, data: Any = None) -> Any:
+    """One rollout, for some flags are read when a response is there."""
+    with slime.installed():
+        args = slime.namespace(**changes, april=own)
+        made = make_generate_rollout([engine()], check=True)
+        try:
+            return made(args, 0, slime.DataSource(args) if data is None else data)
+        finally:
+            made.function.close()
+            assert_nothing_is_left()
+
+
+MAKE: dict[str, Refuse] = {
+    "trl": trl_trainer,
+    "openrlhf": lambda changes, own, tmp_path: config_of_openrlhf(openrlhf.namespace(**changes), own),
+    "slime": slime_rollout,
+    "verl": lambda changes, own, tmp_path: settings_of(
+        verl.config(**changes, **{f"april__{name}": value for name, value in own.items()})
+    ),
+    "areal": lambda changes, own, tmp_path: config_of_areal(
+        areal.config(tmp_path, **changes), own, groups=3, ranks=1
+    ),
+}
+SIX = {"n_samples_per_prompt": 6}
+MINE = {"custom_reward_post_process_path": f"{USER}.my_rewards"}
+HOOKED = {"custom_reward_post_process_path": "april.adapters.slime.post_process_rewards"}
+QUORUM = {"group_quorum": 0.5}
+OWN_ESTIMATOR = {"algorithm__adv_estimator": "april_grpo"}
+FILTERS = {"algorithm__filter_groups__enable": True}
+REWARD_MODEL = {"reward__reward_model__enable": True}
+MEAN_OVER = "takes the mean reward over whole ones; add --custom-reward-post-process-path"
+WRONG: dict[str, list[tuple[Changes, Any, str]]] = {
+    "trl": [
+        ({}, {"partial_rollout": False}, "set partial_rollout: true"),
+        ({}, QUORUM, "a baseline needs 3"),
+        ({}, {"on_failed_sample": "shrink"}, "a smaller group leaves TRL with fewer rows than a generation batch has"),
+        ({}, {"n_samples_per_prompt": 4}, "=4 of april contradicts num_generations=2 of GRPOConfig"),
+        ({}, {"rollout_batch_size": 3}, "rollout_batch_size=3 of april contradicts generation_batch_size /"),
+        ({}, {"max_response_len": 9}, "max_response_len=9 of april contradicts max_completion_length=40"),
+        ({}, {"sampling": {"temperature": 0.5}}, "sampling.temperature=0.5 of april contradicts temperature=1.0"),
+        ({}, {"sampling": {"top_p": 0.9}}, "sampling.top_p=0.9 is not part of the log-probabilities"),
+        ({}, {"sampling": {"top_p": 0.9}, "allow_mismatch": True}, "allow_mismatch: true: TRL recomputes"),
+        ({}, {"oversampling_batch_size": 8}, "do you mean over_sampling_batch_size"),
+        ({}, {"epochs": 2}, "epochs=2, on_data_end=short: the trainer decides how long it trains"),
+        ({}, {"on_data_end": "wait"}, "on_data_end to short or wrap"),
+        ({}, {"engine": URLS}, "give rollout(weights_dir=...)"),
+        ({"temperature": 0.0}, {}, "GRPOConfig.temperature=0: greedy responses"),
+        ({"top_p": 0.9}, {}, "GRPOConfig.top_p=0.9 is not part of the log-probabilities"),
+        ({"top_k": 5}, {}, "GRPOConfig.top_k=5"),
+        ({"min_p": 0.1}, {}, "GRPOConfig.min_p=0.1"),
+        ({"repetition_penalty": 1.1}, {}, "GRPOConfig.repetition_penalty=1.1"),
+        ({"generation_kwargs": {"typical_p": 0.2}}, {}, "generation_kwargs=['typical_p']"),
+        ({"use_vllm": True}, {}, "use_vllm=True: april generates"),
+    ],
+    "openrlhf": [
+        ({"vllm__num_engines": None}, {}, "--vllm.num_engines is missing or 0"),
+        ({"train__agent_func_path": "a.py"}, {}, "--train.agent_func_path: an agent generates inside the engine"),
+        ({"data__max_images_per_prompt": 1}, {}, "--data.max_images_per_prompt:  .. images would be lost"),
+        ({"train__partial_rollout_enable": True}, {}, "--train.partial_rollout_enable changes weights in the middle"),
+        ({"rollout__vllm_generate_batch_size": 8}, {}, "vllm_generate_batch_size is not --rollout.batch_size"),
+        ({"rollout__vllm_generate_batch_size": 2}, {}, "vllm_generate_batch_size is not --rollout.batch_size"),
+        ({"algo__advantage__is_correction_level": "off"}, {}, "is_correction_level is off (OpenRLHF's default)"),
+        ({"algo__advantage__is_correction_level": None}, {}, "has no --algo.advantage.is_correction_level"),
+        ({"rollout__top_p": 0.9}, {}, "--rollout.top_p 0.9 is not part of the log-probabilities"),
+        ({"rollout__temperature": 0.0}, {}, "--rollout.temperature 0: greedy responses of a group are all equal"),
+        ({"rollout__max_new_tokens": 200}, {}, "--rollout.max_new_tokens 200 leaves no room for a prompt"),
+        ({}, {"allow_mismatch": True}, "april.allow_mismatch"),
+        ({}, QUORUM, "april.group_quorum=0.5:  .. groups are delivered whole"),
+        ({}, {"on_failed_sample": "shrink"}, "april.on_failed_sample: shrink:  .. so none may have fewer; use replace"),
+        ({}, {"on_stale": "mask"}, "april.on_stale: mask"),
+        ({}, {**OVER, "partial_rollout": False}, "set partial_rollout: true"),
+        ({}, {"over_sampling_batch_size": 400}, "holds more groups than max_staleness=5"),
+        ({}, {"rollout_batch_size": 4}, "april.rollout_batch_size is decided by --rollout.batch_size of OpenRLHF"),
+        ({}, {"sampling": {"top_p": 0.9}}, "april.sampling is decided by --rollout.temperature"),
+        ({}, {"sampling.top_p": 0.9}, "april.sampling.top_p is decided by --rollout.temperature"),
+        ({}, {"engine": {"kind": "vllm"}}, "april.engine is decided by --vllm.num_engines"),
+        ({}, {"epochs": 2}, "april.epochs is decided by --train.num_episodes"),
+        ({}, {"max_stalenes": 2}, "max_stalenes: unknown setting; do you mean max_staleness"),
+        (
+            {"vllm__enable_sleep": True, "train__colocate_all": True}, {"generation": "continuous"},
+            "--vllm.enable_sleep: the engines sleep or stand still",
+        ),
+        ({"train__colocate_all": True}, {"generation": "continuous"}, "--train.colocate_all: the engines sleep or"),
+    ],
+    "slime": [
+        (
+            {"partial_rollout": False}, {},
+            "--over-sampling-batch-size 5 starts more groups than --rollout-batch-size 3, and without --partial-rollou",
+        ),
+        ({"rollout_top_p": 0.9}, {}, "--rollout-top-p 0.9: the trainer would recompute other log-probabilities"),
+        ({"rollout_temperature": 0.0}, {}, "--rollout-temperature 0: greedy samples of a group are all equal"),
+        ({"rollout_top_k": 20}, {}, "--rollout-top-k 20: the trainer would recompute other log-probabilities"),
+        ({"use_rollout_routing_replay": True}, {}, "--use-rollout-routing-replay needs the experts of every token"),
+        ({"rollout_max_response_len": None}, {}, "--rollout-max-response-len is missing"),
+        ({"rollout_global_dataset": False}, {}, "--disable-rollout-global-dataset leaves april without prompts"),
+        ({}, {"rollout_batch_size": 4}, "april.rollout_batch_size is decided by --rollout-batch-size of slime"),
+        ({}, {"max_stalenes": 4}, "max_stalenes: unknown setting; do you mean max_staleness?"),
+        (
+            SIX, QUORUM,
+            f"april.group_quorum=0.5 delivers groups in parts, and slime {MEAN_OVER} "
+            "april.adapters.slime.post_process_rewards",
+        ),
+        ({**SIX, **MINE}, QUORUM, f"in parts, and {USER}.my_rewards {MEAN_OVER}"),
+        ({**SIX, **MINE, "rewards_normalization": False}, QUORUM, f"in parts, and {USER}.my_rewards {MEAN_OVER}"),
+        *(
+            ({**SIX, **HOOKED, flag: "x"}, QUORUM, f"--{flag.replace('_', '-')} goes by whole groups, and april.group")
+            for flag in ("group_rm", "log_passrate", "rollout_all_samples_process_path",
+                         "custom_convert_samples_to_train_data_path")
+        ),
+        (HOOKED, QUORUM, "count with 1 finished responses, and a baseline needs 3"),
+        ({}, {"on_failed_sample": "shrink"}, "april.on_failed_sample=shrink: a batch would have fewer than"),
+        ({}, "fast", "april: in --custom-config-path must be a mapping of settings, got str"),
+        ({"custom_rm_path": "nowhere.reward"}, {}, "slime cannot load nowhere.reward"),
+        ({"custom_rm_path": f"{USER}.nothing"}, {}, f"slime cannot load {USER}.nothing"),
+        ({"custom_generate_function_path": f"{USER}.one_argument"}, {}, "generate-function-path is called with (args"),
+        ({"custom_rm_path": f"{USER}.two_rewards"}, {}, "no number; of several, name one by --reward-key"),
+        ({"custom_generate_function_path": f"{USER}.several"}, {}, "custom generate function returned several samples"),
+    ],
+    "verl": [
+        (
+            {}, {"partial_rollout": False, "over_sampling_batch_size": 6},
+            "over_sampling_batch_size=6 starts more groups than rollout_batch_size=3, and partial_rollout=false would",
+        ),
+        (
+            {"algorithm__rollout_correction__rollout_is": None}, {},
+            "algorithm.rollout_correction.rollout_is=null: verl recomputes old log-probabilities with the present weig",
+        ),
+        (
+            {}, QUORUM,
+            "april.group_quorum=0.5 delivers groups in parts, and algorithm.adv_estimator=grpo compares rows of the "
+            "same batch",
+        ),
+        ({**OWN_ESTIMATOR, f"{ROLLOUT}n": 4}, QUORUM, "count with 2 finished responses, and a baseline needs 3"),
+        (
+            {**OWN_ESTIMATOR, f"{ROLLOUT}n": 6, "algorithm__use_kl_in_reward": True}, QUORUM,
+            "algorithm.use_kl_in_reward=True changes rewards that",
+        ),
+        (
+            {**OWN_ESTIMATOR, **REWARD_MODEL}, {},
+            "algorithm.adv_estimator=april_grpo needs rewards when a response is finished",
+        ),
+        ({f"{ROLLOUT}top_p": 0.9}, {}, "actor_rollout_ref.rollout.top_p=0.9 is not part of the log-probabilities"),
+        ({f"{ROLLOUT}top_k": 20}, {}, "actor_rollout_ref.rollout.top_k=20 is not part of the log-probabilities"),
+        ({f"{ROLLOUT}temperature": 0}, {}, "temperature=0: greedy samples of a group are all equal"),
+        (
+            {f"{ROLLOUT}logprobs_mode": "raw_logprobs", f"{ROLLOUT}temperature": 0.8}, {},
+            "actor_rollout_ref.rollout.logprobs_mode=raw_logprobs leaves out the temperature",
+        ),
+        ({f"{ROLLOUT}calculate_log_probs": False}, {}, "rollout.calculate_log_probs=False: tokens of older"),
+        ({f"{ROLLOUT}enable_rollout_routing_replay": True}, {}, "rollout_routing_replay=True: april does not keep"),
+        ({"trainer__v1__trainer_mode": "sync"}, {}, "trainer.v1.trainer_mode=sync: april continues"),
+        ({"trainer__use_v1": False}, {}, "trainer.use_v1=False, trainer.v1.trainer_mode=colocate_async: april conti"),
+        ({"trainer__checkpoint_callback_class": None}, {}, "trainer.checkpoint_callback_class is empty, so checkpoin"),
+        ({f"{ROLLOUT}agent": {}}, {}, "agent_loop_manager_class is empty, so april would not see a request"),
+        ({"skip__rollout_tq__enable": True}, {}, "skip.rollout_tq.enable=True replays stored rollouts"),
+        ({"algorithm__adv_estimator": "remax"}, {}, "algorithm.adv_estimator=remax mixes greedy samples into each"),
+        ({**FILTERS, **REWARD_MODEL}, {}, "algorithm.filter_groups needs rewards when a group is finished"),
+        ({**FILTERS, "algorithm__filter_groups__metric": None}, {}, "enable=True needs algorithm.filter_groups.metric"),
+        ({}, {"rollout_batch_size": 4}, "april.rollout_batch_size: verl's data.train_batch_size decides this"),
+        ({}, {"generation": "continuous"}, "april.generation: verl's trainer.v1.trainer_mode decides this"),
+        ({}, {"max_stalenes": 4}, "april.max_stalenes: there is no such setting; there are over_sampling_batch_size,"),
+        ({"april": "fast"}, {}, "april: expected a mapping of settings, got str"),
+        (
+            {}, {"max_staleness": 0, "over_sampling_batch_size": 6},
+            "over_sampling_batch_size=6 holds more groups than max_staleness=0 lets april deliver in time",
+        ),
+        # verl's logprobs_mode does not reach TensorRT-LLM, and one of its samplers leaves the temperature out
+        *(
+            (
+                {f"{ROLLOUT}name": "trtllm", f"{ROLLOUT}temperature": temperature}, {},
+                "with actor_rollout_ref.rollout.name=trtllm:  .. ; set it to 1, or use vllm or sglang",
+            )
+            for temperature in (0.8, 1.2)
+        ),
+    ],
+    "areal": [
+        ({}, {"rollout_batch_size": 4}, "april['rollout_batch_size']: AReaL's train_dataset.batch_size decides this"),
+        ({}, {"max_stale": 4}, "april['max_stale']: there is no such setting; there are over_sampling_batch_size,"),
+        ({}, QUORUM, "april['group_quorum']=0.5: AReaL takes rewards over whole groups"),
+        ({}, {"on_failed_sample": "shrink"}, "AReaL takes rewards over groups  .. may have fewer; use replace"),
+        (
+            {"rollout__scheduling_strategy": COLOCATED}, {"generation": "continuous"},
+            "so the servers sleep while the",
+        ),
+        ({"rollout___version": "v2"}, {}, "rollout._version and actor._version: v2 generates behind a gateway"),
+        ({"dynamic_bs": True}, {}, "dynamic_bs: batches are to be short"),
+        ({"rollout__use_lora": True}, {}, "use_lora: AReaL trains adapters in its single-controller mode only"),
+        ({"rollout__return_routed_experts": True}, {}, "return_routed_experts: april does not keep routed experts"),
+        ({"rollout__agent": SimpleNamespace(mode="online")}, {}, "rollout.agent.mode: online has no prompts"),
+        ({"gconfig__greedy": True}, {}, "all samples of a group are equal"),
+        ({"gconfig__use_beam_search": True}, {}, "beams have no log-probability"),
+        (
+            {"rollout__backend": "vllm:d1", "gconfig__temperature": 0.8}, {},
+            "gconfig.temperature=0.8 with rollout.backend=vllm:d1: vLLM's log-probabilities leave the temperature out",
+        ),
+        ({"gconfig__top_p": 0.9}, {}, "gconfig.top_p=0.9 is not part of the log-probabilities"),
+        ({"gconfig__top_k": 20}, {}, "gconfig.top_k=20 is not part of the log-probabilities"),
+        ({"gconfig__frequency_penalty": 0.1}, {}, "gconfig.frequency_penalty=0.1 is not part"),
+        (
+            {"actor__recompute_logprob": True, "actor__use_decoupled_loss": False}, {},
+            "actor.recompute_logprob without actor.use_decoupled_loss replaces the log-probabilities",
+        ),
+        (
+            {"rollout__max_head_offpolicyness": 0}, {"generation": "stepwise", "over_sampling_batch_size": 6},
+            "over_sampling_batch_size=6 holds more groups than max_staleness=0 lets april deliver in time",
+        ),
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("trainer", "changes", "own", "sentence"),
+    [pytest.param(kind, *row, id=f"{kind}: {row[2][:50]}") for kind, rows in WRONG.items() for row in rows],
+)
+def test_settings_that_cannot_be_right(
+    trainer: str, changes: Changes, own: Any, sentence: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The sentence names the trainer's own setting, or april's, and what to do."""
+    monkeypatch.setattr("april.config.settings.RETRY_PAUSE_S", 0.0)
+    refused(MAKE[trainer], sentence, changes, own, tmp_path)
+
+
+def test_what_is_right_beside_it(tmp_path: Path) -> None:
+    """Settings of april in slime's custom config; engines that sleep without continuous, or not in this trainer."""
+    assert len(slime_rollout({}, {"max_staleness": 2, "refill": "sample"}, tmp_path).samples) == 3
+    sleep = {"vllm__enable_sleep": True, "train__colocate_all": True}
+    MAKE["openrlhf"](sleep, OVER, tmp_path)
+    beside = {"train__colocate_all": True, "train__async_enable": True}
+    MAKE["openrlhf"](beside, {**OVER, "generation": "continuous"}, tmp_path)
+    MAKE["verl"]({f"{ROLLOUT}name": "trtllm"}, {}, tmp_path)
+
+
+# ---------------------------------------------------------------- trainers that are missing, or others
+
+
+def take(name: str) -> Refuse:
+    """Takes the trainer's class from april's adapter."""
+    module, _, attribute = name.rpartition(".")
+    return lambda: getattr(importlib.import_module(f"april.adapters.{module}"), attribute)
+
+
+@pytest.mark.parametrize(("take", "sentence"), [
+    (take("trl.AprilGRPOTrainer"), "pip install trl==1.16.0"),
+    (require_trl, "needs trl .. its import failed"),
+    (take("areal.PPOTrainer"), "AReaL, which is not installed here: pip install areal==1.0.4"),
+    *((take(f"verl.{name}"), "april.adapters.verl needs verl: pip install verl==0.9.1")
+      for name in ("AgentLoopManager", "Checkpoints", "Sampler")),
+    (require_openrlhf, "april.adapters.openrlhf runs OpenRLHF, which is not installed here"),
+    (lambda: generate_rollout(slime.namespace(), 0, object()),
+     "is called by slime or miles  .. neither is on PYTHONPATH"),
+])  # fmt: skip
+def test_without_its_trainer_an_adapter_says_what_to_install(
+    take: Refuse, sentence: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a sentence; the adapters themselves can be imported."""
+    for name in ("trl", "areal", "verl", "openrlhf"):
+        monkeypatch.setitem(sys.modules, name, None)
+    refused(take, sentence)
+
+
+@pytest.mark.parametrize("name", ["trl.AprilPPOTrainer", "areal.Trainer", "verl.Smapler"])
+def test_names_that_an_adapter_does_not_have(name: str) -> None:
+    """As of any module."""
+    with pytest.raises(AttributeError, match=f"no attribute {name.partition('.')[2]!r}"):
+        take(name)()
+
+
+def test_importing_adapters_loads_no_trainer() -> None:
+    """Nor torch or Ray; what verl's driver and coordinator run by is imported here, too."""
+    names = ("trl", "areal", "verl", "openrlhf", "slime", "verl.checks", "verl.outputs", "verl.settings")
+    code = f"""import importlib, sys
+for name in {[f"april.adapters.{name}" for name in names]} + ["april.processes.coordinator.run"]:
+    importlib.import_module(name)
+assert not {{"trl", "torch", "transformers", "areal", "verl", "openrlhf", "slime", "ray"}} & set(sys.modules)"""
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_openrlhfs_command_ends_with_a_sentence() -> None:
+    """And a status, where OpenRLHF is missing, and where a flag is wrong."""
+    command = [sys.executable, "-m", "april.adapters.openrlhf", "--train.seed", "1"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert done.stderr.startswith("april: april.adapters.openrlhf runs OpenRLHF, which is not installed here")
+    assert done.stderr.count("\n") == 1
+    with pytest.raises(SystemExit, match=r"april: --april\.config needs a value"):
+        main(["--april.config"])
+
+
+class Renamed(trl.GRPOTrainer):
+    def _tokenize_prompts(self, prompts: list[Any], images: Any = None) -> Any:  # type: ignore[override]
+        raise NotImplementedError
+
+
+class Moved(openrlhf.SamplesGenerator):
+    def _generate_vllm(  # type: ignore[override]
+        self, dataloader_iter: Any, num_prompts: int, dynamic_filtering: Any, more: Any, **generate_kwargs: Any
+    ) -> Any:
+        raise NotImplementedError
+
+
+class Changed(areal.WorkflowExecutor):
+    def pause(self, hard: bool) -> None:  # type: ignore[override]
+        raise NotImplementedError
+
+
+class Gone:
+    """Has none of what is needed."""
+
+
+async def other_reward(sample: Any) -> float:
+    return 0.0
+
+
+@pytest.fixture
+def all_installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
+    """Every trainer's stand-in where the trainer would be; of verl one class."""
+    areal.install(monkeypatch)
+    there = ModuleType("verl.stand_in")
+    there.A = type("A", (), {"sample": lambda self, steps: None})  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "verl.stand_in", there)
+    monkeypatch.setattr(seams, "version_of", lambda package: "0.9.7")
+    monkeypatch.setattr(verl_checks, "SEAMS", {"verl.stand_in:A.sample": ("self", "steps")})
+    with openrlhf.installed(), slime.installed():
+        yield monkeypatch
+
+
+def slime_session() -> Any:
+    args, made = slime.namespace(), make_generate_rollout([engine()])
+    try:
+        return made(args, 0, slime.DataSource(args))
+    finally:
+        made.function.close()
+
+
+PPO = "openrlhf.trainer.ppo_trainer"
+EXECUTOR = "areal.infra.workflow_executor.WorkflowExecutor"
+RM = "slime.rollout.rm_hub.async_rm"
+VERL_SEAMS = "april.adapters.verl.checks.SEAMS"
+
+
+@pytest.mark.parametrize(("place", "other", "look", "sentence"), [
+    ("adapters.stand_in_trl.GRPOTrainer", Renamed, lambda: trl_adapter.april_trainer(trl.GRPOTrainer),
+     "_tokenize_prompts of trl  .. takes ( .. images), and  .. trl==1.16.0"),
+    ("openrlhf.trainer.ppo_utils.samples_generator.SamplesGenerator", Moved, require_openrlhf,
+     "_generate_vllm of openrlhf  .. takes ( .. more .. ), and april's adapter builds on"),
+    ("openrlhf.utils.agent.SingleTurnAgentExecutor", Gone, require_openrlhf,
+     "_fetch_rewards_via_func of  .. is not there"),
+    (f"{PPO}.PPOTrainer", Gone, lambda: undecorated(f"{PPO}.PPOTrainer"), "is not the Ray actor that april knows"),
+    (f"{PPO}.PPOTrainer", None, lambda: undecorated(f"{PPO}.PPOTrainer"),
+     f"has no {PPO}.PPOTrainer that can be imported"),
+    (EXECUTOR, Changed, areal_checks.require_areal, "WorkflowExecutor.pause of areal  .. takes (self, hard)"),
+    (EXECUTOR, None, areal_checks.require_areal, "is not there, and april"),
+    (VERL_SEAMS, {"verl.stand_in:A.sample": ("self", "global_steps")}, verl_checks.require_seams,
+     "A.sample of verl 0.9.7 takes (self, steps), and  .. builds on"),
+    (VERL_SEAMS, {"verl.stand_in:A.wait": ("self",)}, verl_checks.require_seams, "A.wait of verl 0.9.7 is not there"),
+    (RM, None, slime_session, "slime has no rollout.rm_hub.async_rm .. tried with slime 624b824"),
+    (RM, other_reward, slime_session, "async_rm is called with (args, sample), which  .. does not take"),
+], ids=lambda value: str(value)[-50:])  # fmt: skip
+def test_functions_that_have_moved(
+    place: str, other: Any, look: Refuse, sentence: str, all_installed: pytest.MonkeyPatch
+) -> None:
+    """The first function that is gone, or takes something else, is named: trainers promise none of their internals."""
+    look()
+    module, _, name = place.rpartition(".")
+    if other is None:
+        all_installed.delattr(sys.modules[module], name)
+    else:
+        all_installed.setattr(sys.modules[module], name, other)
+    refused(look, sentence)
+
+
+@pytest.mark.parametrize("version", ["0.8.0", "0.9.0", "0.10.0", "1.0", "0.9.dev1", ""])
+def test_another_version_of_verl(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
+    """Refused by name before anything of it is used."""
+    monkeypatch.setitem(sys.modules, "verl", ModuleType("verl"))
+    monkeypatch.setattr(seams, "version_of", lambda package: version)
+    refused(verl_checks.require_verl, "is installed, and april.adapters.verl needs verl 0.9.1 or a later 0.9.x")
+
+
+def test_areals_single_controller_mode_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """AReaL's default; the sentence says how to leave it."""
+    areal.install(monkeypatch, spmd=False)
+    trainer = take("areal.PPOTrainer")()
+    refused(trainer, "start the run in SPMD mode: AREAL_SPMD_MODE=1", areal.config(tmp_path), areal.rows())
+
+
+# ---------------------------------------------------------------- data and models
+
+
+class Given(slime.DataSource):
+    """Gives one group for ever."""
+
+    def __init__(self, group: list[Any]) -> None:
+        super().__init__(slime.namespace())
+        self.get_samples = lambda num_samples: [group] * num_samples  # type: ignore[method-assign]
+
+
+def slime_samples(count: int = 2, prompt: Any = "p1", **fields: Any) -> list[Any]:
+    return [slime.Sample(0, i, prompt, **fields) for i in range(count)]
+
+
+@pytest.mark.parametrize(("group", "said"), [
+    ([object(), object()], "a sample of the data source (object) has no index, prompt"),
+    (slime_samples(1), "the data source gave a group of 1 samples, and --n-samples-per-prompt is 2"),
+    (slime_samples(prompt=[{"role": "user"}]), "is no text; add --apply-chat-template"),
+    (slime_samples(multimodal_inputs={"images": [1]}), "has images or other inputs"),
+])  # fmt: skip
+def test_groups_of_slime_that_cannot_be_used(group: list[Any], said: str, tmp_path: Path) -> None:
+    """What a data source of the user's own may get wrong."""
+    refused(slime_rollout, said, {}, {}, tmp_path, Given(group))
+
+
+def with_tools(*args: Any) -> Any:
+    class Tools(trl.GRPOTrainer):
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            self.tools = [print]
+
+    return trl_adapter.april_trainer(Tools)(*args)
+
+
+def normalising(*args: Any) -> Any:
+    class Normalises(trl.GRPOTrainer):
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args, num_generations=4, generation_batch_size=8)
+            self.multi_objective_aggregation = "normalize_then_sum"
+
+    return trl_adapter.april_trainer(Normalises)(*args)
+
+
+def scored_by_a_model(*args: Any) -> Any:
+    import torch
+
+    made = trl_adapter.april_trainer(trl.GRPOTrainer)
+    return made(*args, reward_funcs=[torch.nn.Linear(1, 1)], num_generations=4, generation_batch_size=8)
+
+
+PLAIN = trl_adapter.april_trainer(trl.GRPOTrainer)
+MOST = {"group_quorum": 0.75}
+PROMPTS = trl.prompts(4)
+
+
+@pytest.mark.parametrize(("make", "rollout", "data", "sentence"), [
+    (PLAIN, {}, iter([]), "list_iterator, which cannot be read row by row"),
+    (PLAIN, {}, trl.Rows([{"prompt": "1", "image": 0}]), "images: april resumes by token ids alone"),
+    (with_tools, {}, PROMPTS, "tools and environments generate inside"),
+    (PLAIN, {"weights_dir": "somewhere"}, PROMPTS, "weights_dir is for servers"),
+    (normalising, MOST, PROMPTS, "normalises each reward function over whole groups"),
+    (scored_by_a_model, MOST, PROMPTS, "group_quorum below 1: rewards by a model"),
+    (scored_by_a_model, {"filter": april.rewards_differ, "on_data_end": "wrap"}, PROMPTS, "filter: rewards by a model"),
+    (PLAIN, {"filter": april.rewards_differ}, PROMPTS, "filter:  .. set on_data_end: wrap"),
+])  # fmt: skip
+def test_what_trls_trainer_may_have_that_april_cannot_be_exact_with(
+    make: Refuse, rollout: Changes, data: Any, sentence: str
+) -> None:
+    """Streams, images, tools, rewards that need whole groups, and a directory for weights that nobody reads."""
+    refused(make, sentence, tiny_model(), trl_adapter.rollout(**rollout), data)
+
+
+def test_some_adapters_of_peft_are_refused() -> None:
+    """Quantised bases, virtual tokens, and for servers those of layers that are one tensor."""
+    model, servers = tiny_model(), {"weights_dir": "nowhere", "engine": URLS}
+
+    def attach(**rollout: Any) -> Any:
+        return PLAIN(model, trl_adapter.rollout(**rollout), PROMPTS)
+
+    model.peft_config = {"default": SimpleNamespace(is_prompt_learning=False)}
+    attach()
+    attach(**servers)
+    model.config.tie_word_embeddings, model.get_output_embeddings().base_layer = True, None
+    attach()
+    refused(attach, "the embedding or the output layer, which are one", **servers)
+    model.config.quantization_config = SimpleNamespace(quant_method="bitsandbytes")
+    refused(attach, "PEFT model over a quantised base")
+    del model.config.quantization_config
+    model.peft_config["soft"] = SimpleNamespace(is_prompt_learning=True)
+    refused(attach, "PEFT adapter soft is of the kind prompt learning")
+
+
+def test_the_two_halves_of_trls_adapter_need_each_other() -> None:
+    """A plain GRPOTrainer would train stale tokens uncorrected; the subclass needs april's rollouts."""
+    plain = trl.GRPOTrainer(tiny_model(), trl_adapter.rollout(), PROMPTS)
+    refused(plain.train, "this rollout_func needs AprilGRPOTrainer", steps=1)
+    refused(PLAIN, "AprilGRPOTrainer needs rollout_func=", tiny_model(), print, PROMPTS)
+    with pytest.raises(ConfigError, match="belongs to no trainer yet"):
+        _ = trl_adapter.rollout().config
