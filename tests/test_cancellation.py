@@ -100,22 +100,6 @@ def cut_everywhere(program: Callable[[Scissors], Awaitable[Any]], most_runs: int
 # ---------------------------------------------------------------- the run
 
 
-class SlowControl(RecordingEngine):
-    """Pausing, resuming and closing take a turn or more, as over a network."""
-
-    async def pause(self) -> None:
-        await asyncio.sleep(0.5)
-        await super().pause()
-
-    async def resume(self) -> None:
-        await asyncio.sleep(0.25)
-        await super().resume()
-
-    async def close(self) -> None:
-        await asyncio.sleep(0.5)
-        await super().close()
-
-
 async def two_turns(prompt: Prompt, llm: LLM) -> str:
     first = await llm.generate(max_tokens=8)
     await asyncio.sleep(1.0)
@@ -138,9 +122,10 @@ SEVERAL_TURNS: dict[str, Any] = {"rollout": two_turns, "reward": slow_reward, "f
 
 def new(**changes: Any) -> Rollouts:
     """N = 2, N' = 4, n = 2, on two engines, one of them streaming."""
+    slow = {"pause": 0.5, "resume": 0.25, "close": 0.5}
     engines = [
-        SlowControl(LENGTHS.sample, "e0", weight_update_s=1.0),
-        SlowControl(LENGTHS.sample, "e1", weight_update_s=2.0, stream_interval_s=4.0),
+        RecordingEngine(LENGTHS.sample, "e0", slow=slow, weight_update_s=1.0),
+        RecordingEngine(LENGTHS.sample, "e1", slow=slow, weight_update_s=2.0, stream_interval_s=4.0),
     ]
     values: dict[str, Any] = {"n": 2, "samples": 2, "over": 4, "max_response_len": 60, "engines": engines}
     return Rollouts(LENGTHS.sample, **(values | changes))

@@ -97,24 +97,6 @@ def test_the_same_run_twice_is_the_same() -> None:
     assert run() == run()
 
 
-async def test_delivered_tensors_are_not_shared_with_the_user() -> None:
-    """A reward or rollout function that writes into what it was given changes no delivered token."""
-
-    async def vandal(prompt: Prompt, llm: Any) -> None:
-        completion = await llm.generate()
-        completion.tokens[:] = completion.conversation[:] = completion.versions[:] = 1
-        completion.logprobs[:] = -9
-
-    async def reward(prompt: Prompt, response: Response) -> float:
-        response.tokens[:] = response.loss_mask[:] = 0
-        response.logprobs[:] = -9
-        return 1.0
-
-    rollouts = Rollouts(table({}), n=2, rollout=vandal, reward=reward)
-    batch = await rollouts.step()
-    assert all(s.loss_mask.all() for s in batch.samples)
-
-
 # ---------------------------------------------------------------- rewards beside generation
 
 
@@ -172,14 +154,6 @@ async def test_group_rewards_with_restarts_of_stale_samples() -> None:
     assert rollouts.core.tokens.dropped[DropReason.STALE] > 0
 
 
-async def test_without_a_reward_function() -> None:
-    """No reward function: samples are finished when they have returned."""
-    rollouts = Rollouts(table({(0, 0): 8}), n=2, samples=2, reward=None)
-    batch = await rollouts.step()
-    assert now() == pytest.approx(8, abs=1e-6)
-    assert batch.rewards.tolist() == [0.0] * 4
-
-
 # ---------------------------------------------------------------- cancellation
 
 
@@ -199,30 +173,7 @@ async def test_a_batch_that_nobody_took_is_not_committed() -> None:
     assert not rollouts.core.leased
 
 
-async def test_two_waiters_get_the_same_batch() -> None:
-    """A second next_batch while one waits asks for no second step."""
-    rollouts = Rollouts(table({}), n=1)
-    first, second = await asyncio.gather(rollouts.driver.next_batch(), rollouts.driver.next_batch())
-    assert first is second
-
-
 # ---------------------------------------------------------------- the end of the data, and of the driver
-
-
-async def test_the_end_of_the_data() -> None:
-    """Every prompt is delivered once; the last batch may be short; then DataExhausted, again and again."""
-    rollouts = Rollouts(LENGTHS.sample, n=3, samples=2, over=4, prompts=8)
-    sizes, groups = [], []
-    for _ in range(3):
-        batch = await rollouts.step()
-        sizes.append(len(batch.group_sizes))
-        groups += batch.group_ids.tolist()
-    assert sizes == [3, 3, 2]
-    assert sorted(groups) == sorted(2 * list(range(8)))
-    for _ in range(2):
-        with pytest.raises(DataExhausted, match="every prompt is settled"):
-            await rollouts.driver.next_batch()
-    assert rollouts.core.prompts.as_dict() == {"observed": 8, "delivered": 8, "held": 0, "dropped": {}}
 
 
 @pytest.mark.parametrize("bad", [[[5, 999_999]], [{"ids": [1]}], None], ids=["id", "mapping", "raises"])

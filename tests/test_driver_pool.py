@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from april.core.engine_recovery import CHECK_INTERVAL_S
 from april.core.versions import PolicyVersion
 from april.core.weight_updates import QUARANTINED_PATIENCE_S
 from april.engines.protocol import Capabilities, Health
-from april.testing import FakeEngine, rollouts
+from april.testing import FakeEngine, Fault, FaultScript, rollouts
 
 pytestmark = on_virtual_time
 
@@ -75,7 +75,7 @@ class Server(FakeEngine):
         return replace(await super().health(), current=not self.lost)
 
 
-def pool(engines: Sequence[Server], n: int = 4, **config: Any) -> Any:
+def pool(engines: Sequence[FakeEngine], n: int = 4, **config: Any) -> Any:
     """A scheduler on ``engines`` with enough prompts."""
     settings = april.Config(**({"rollout_batch_size": n, "n_samples_per_prompt": 2, "max_response_len": 60} | config))
     return rollouts(settings, engines=engines, prompts=[[i + 1, 2] for i in range(400)], reward=lambda p, r: 1.0)
@@ -85,7 +85,21 @@ async def write() -> None:
     """A transfer by the trainer."""
 
 
-def used_after(server: Server, seconds: float) -> list[str]:
+async def step_with(run: Any, *happen: Callable[[], Any], at: float = 3.5) -> april.Batch:
+    """The next batch; something happens after so many seconds."""
+    step = asyncio.create_task(run.next_batch())
+    await asyncio.sleep(at)
+    for what in happen:
+        what()
+    batch: april.Batch = await step
+    return batch
+
+
+def hang(server: Server, *calls: str) -> Callable[[], None]:
+    return lambda: server.hangs.update(calls)
+
+
+def used_after(server: FakeEngine, seconds: float) -> list[str]:
     """Ids of requests that a server got after a time."""
     return [i for i, r in server.attempts.items() if r.started_s > seconds]
 
@@ -97,10 +111,7 @@ async def test_a_server_that_was_restarted_in_the_middle_of_a_step_gets_its_weig
     async with pool([a, b]) as run:
         if path is not None:
             await run.weight_update(path)
-        step = asyncio.create_task(run.next_batch())
-        await asyncio.sleep(5.5)
-        a.restart(3.0)
-        await step
+        await step_with(run, lambda: a.restart(3.0), at=5.5)
         await run.next_batch()
         assert used_after(a, 8.5)
         assert a.used == {path or START}
@@ -127,10 +138,7 @@ async def test_tokens_of_a_server_whose_weights_were_changed_by_others_are_dropp
     a, b = Server("a", lengths=20), Server("b", lengths=20)
     async with pool([a, b]) as run:
         await run.weight_update("/first")
-        step = asyncio.create_task(run.next_batch())
-        await asyncio.sleep(5 * CHECK_INTERVAL_S / 2)
-        a.lose_weights("of others")
-        batch = await step
+        batch = await step_with(run, lambda: a.lose_weights("of others"), at=5 * CHECK_INTERVAL_S / 2)
         at_a = [r for r in a.attempts.values() if r.started_s < CHECK_INTERVAL_S]
         ledger = run.ledger()["tokens"]
         assert ledger.dropped == {"unknown_weights": sum(r.count for r in at_a)}
@@ -256,10 +264,7 @@ async def test_a_server_that_is_started_anew_after_load_state_dict(path: str | N
     async with pool([a, b]) as run:
         await run.scheduler._driver.load_state_dict(state, path, None if path else write)
         assert {a.weights, b.weights} == {path or START}
-        step = asyncio.create_task(run.next_batch())
-        await asyncio.sleep(3.5)
-        a.restart()
-        await step
+        await step_with(run, a.restart)
         await run.next_batch()
         if path is not None:
             assert (a.weights, len(a.attempts) > 4) == (path, True)
@@ -281,10 +286,7 @@ async def test_a_cancelled_update_that_was_completed_is_what_a_server_gets_back(
         with pytest.raises(asyncio.CancelledError):
             await update
         assert run.version.n == 2
-        step = asyncio.create_task(run.next_batch())
-        await asyncio.sleep(3.5)
-        a.restart()
-        await step
+        await step_with(run, a.restart)
         await run.next_batch()
         assert a.weights == "/second"
 
@@ -294,11 +296,7 @@ async def test_a_weight_update_does_not_wait_for_an_engine_that_is_healed() -> N
     a, b = Server("a", lengths=20), Server("b", lengths=20)
     async with pool([a, b]) as run:
         await run.weight_update("/first")
-        step = asyncio.create_task(run.next_batch())
-        await asyncio.sleep(3.5)
-        a.restart()
-        a.hangs = {"update_weights"}
-        await step
+        await step_with(run, a.restart, hang(a, "update_weights"))
         before = asyncio.get_running_loop().time()
         await run.weight_update("/second")
         assert asyncio.get_running_loop().time() == before
@@ -317,11 +315,7 @@ async def test_an_update_that_reaches_no_engine_is_an_error(what: str) -> None:
     a, b = Server("a", lengths=20), Server("b", lengths=20)
     async with pool([a, b]) as run:
         await run.weight_update("/first")
-        step = asyncio.create_task(run.next_batch())
-        await asyncio.sleep(3.5)
-        a.restart()
-        a.hangs = {"update_weights"}
-        await step
+        await step_with(run, a.restart, hang(a, "update_weights"))
         b.hangs = {what}
         with pytest.raises(april.EngineError, match=f"engine b has not answered {what}"):
             await run.weight_update("/second")
@@ -352,11 +346,7 @@ async def test_a_quarantined_engine_that_hangs_is_not_waited_for() -> None:
     """A dead machine answers nothing, not even with an error: the others train on after a moment."""
     a, b = Server("a", lengths=20), Server("b", lengths=20)
     async with pool([a, b]) as run:
-        step = asyncio.create_task(run.next_batch())
-        await asyncio.sleep(3.5)
-        a.die(1000.0)
-        a.hangs = {"pause", "update_weights", "resume"}
-        await step
+        await step_with(run, lambda: a.die(1000.0), hang(a, "pause", "update_weights", "resume"))
         before = asyncio.get_running_loop().time()
         await run.weight_update("/first")
         assert asyncio.get_running_loop().time() - before == pytest.approx(QUARANTINED_PATIENCE_S)
@@ -445,3 +435,77 @@ async def test_one_of_two_engines_dies_with_64_in_flight() -> None:
         assert (ledger.observed, ledger.delivered, ledger.held) == (sum(lengths.values()), sum(lengths.values()), 0)
         assert batch.metrics["failed_attempts"] == 32
         run.audit()
+
+
+# ---------------------------------------------------------------- engines that are away for a while
+
+
+@pytest.mark.parametrize(
+    ("faults", "lengths", "engines", "changes", "dropped"),
+    [
+        pytest.param(
+            [Fault("engine_dies", sample=(0, 0), after_tokens=20, seconds=2.0)], 30, 1, {}, {},
+            id="an engine that is away for 2 s is probed until it is back; attempts are not spent on it meanwhile",
+        ),
+        pytest.param(
+            [Fault("engine_dies", engine="e0", sample=(0, 0), after_tokens=20, seconds=2.0)], 30, 2, {"n": 2}, {},
+            id="an idle dead engine is the least loaded one; the other one gets the work all the same",
+        ),
+        pytest.param(
+            [Fault("break_off", sample=(1, 0), attempt=a) for a in (1, 3, 5)],
+            {(g, 0): 100 if g == 1 else 5 for g in range(400)}, 1, {"over_sampling_batch_size": 2, "steps": 4}, {},
+            id="one refused attempt in each of three steps with tokens in between does not add up",
+        ),
+        pytest.param(
+            [Fault("stall", sample=(0, 0), attempt=a, after_tokens=0) for a in (1, 2, 3)], 8, 1,
+            {"stall_timeout_s": 50}, {"failed": 1},
+            id="a request that stalls three times at the same token is given up by name, and no more than its group",
+        ),
+    ],
+)  # fmt: skip
+async def test_an_outage_costs_no_token(
+    faults: list[Fault], lengths: Any, engines: int, changes: dict[str, Any], dropped: dict[str, int]
+) -> None:
+    """Engines that break, refuse, restart or fall silent for a while; the prompts that are dropped, by reason."""
+    script = FaultScript(*faults)
+    made = [FakeEngine(f"e{i}", lengths=lengths, chunk_tokens=1, faults=script) for i in range(engines)]
+    steps = changes.get("steps", 1)
+    options = {"n": 1, "n_samples_per_prompt": 1, "max_response_len": 200} | changes
+    options.pop("steps", None)
+    async with pool(made, **options) as run:
+        for _ in range(steps):
+            await run.next_batch()
+            await run.weight_update()
+        run.audit()
+        assert script.fired
+        assert +run.ledger()["prompts"].dropped == dropped
+        assert dropped or not +run.ledger()["tokens"].dropped
+
+
+async def test_a_dead_engine_does_not_hold_up_weight_updates() -> None:
+    """The others train on; back again with old weights it gets no request before an update has reached it."""
+    faults = FaultScript(Fault("engine_dies", engine="bad", from_s=5, seconds=100))
+    bad, good = FakeEngine("bad", lengths=20, faults=faults), FakeEngine("good", lengths=20)
+    async with pool([bad, good], n=2) as run:
+        for n in range(6):
+            await run.next_batch()
+            assert await run.weight_update() == PolicyVersion(0, n + 1)
+            assert bad.version == run.version or not used_after(bad, 5)
+        assert asyncio.get_running_loop().time() > 105
+        assert bad.version == good.version == run.version
+        await run.next_batch()
+        assert used_after(bad, 105)
+        run.audit()
+
+
+async def test_an_update_that_no_engine_takes_is_an_error() -> None:
+    """All dead: the version stays, and the first engine's error comes out."""
+    engine = FakeEngine(lengths=20, faults=FaultScript(Fault("engine_dies", from_s=5, seconds=100)))
+    async with pool([engine], n=2) as run:
+        step = asyncio.create_task(run.next_batch())
+        await asyncio.sleep(10)
+        with pytest.raises(april.EngineError, match="is dead"):
+            await run.weight_update()
+        assert run.version == PolicyVersion(0, 0)
+        await step
+        assert await run.weight_update() == PolicyVersion(0, 1)

@@ -6,7 +6,6 @@ import asyncio
 import logging
 import threading
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,36 +20,12 @@ from april.core.settings import EngineLimits
 from april.core.state import RolloutCore
 from april.core.types import Prompt
 from april.driver.long_waits import WARN_AFTER_S, LongWaits
-from april.engines.protocol import Capabilities
 from april.record.standing import waits_for
 from april.testing import FakeEngine, rollouts
 from april.view.observers import Feed
 from april.view.watch import Screen
 
 pytestmark = on_virtual_time
-
-
-class Server(RecordingEngine):
-    """Has weights of its own; ``slow`` of its calls take that long."""
-
-    def __init__(self, *args: Any, slow: Mapping[str, float] | None = None, **options: Any) -> None:
-        super().__init__(*args, **options)
-        self.slow = slow or {}
-
-    @property
-    def capabilities(self) -> Capabilities:
-        """Those of a server."""
-        return replace(super().capabilities, remote=True)
-
-    async def pause(self) -> None:
-        """Slowly."""
-        await asyncio.sleep(self.slow.get("pause", 0.0))
-        await super().pause()
-
-    async def resume(self) -> None:
-        """Slowly."""
-        await asyncio.sleep(self.slow.get("resume", 0.0))
-        await super().resume()
 
 
 def said(caplog: pytest.LogCaptureFixture) -> list[str]:
@@ -61,7 +36,7 @@ def said(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 async def test_a_transfer_that_does_not_return_is_named(caplog: pytest.LogCaptureFixture) -> None:
     """Once, after the time; what the driver says of itself has it before, with how long it has lasted."""
-    run = Rollouts(table({}, 20), n=4, engines=[Server(table({}, 20))])
+    run = Rollouts(table({}, 20), n=4, engines=[RecordingEngine(table({}, 20), remote=True)])
     await run.driver.next_batch()
     assert "waits for" not in repr(run.driver)
     update = asyncio.create_task(run.driver.update_weights(transfer=asyncio.Event().wait))  # type: ignore[arg-type]
@@ -79,24 +54,15 @@ async def test_a_transfer_that_does_not_return_is_named(caplog: pytest.LogCaptur
         await update
 
 
-@pytest.mark.parametrize(
-    ("slow", "options", "what"),
-    [
-        ({"pause": 29.0}, {}, "engine e0 to pause"),
-        ({}, {"weight_update_s": 29.0}, "engine e0 to load"),
-        ({"resume": 29.0}, {}, "engine e0 to resume"),
-    ],
-)
-async def test_an_engine_that_an_update_waits_for_is_named(
-    slow: dict[str, float], options: dict[str, float], what: str, caplog: pytest.LogCaptureFixture
-) -> None:
+@pytest.mark.parametrize("call", ["pause", "load", "resume"])
+async def test_an_engine_that_an_update_waits_for_is_named(call: str, caplog: pytest.LogCaptureFixture) -> None:
     """Whatever of the update takes long; the others, which have answered, are not."""
     lengths = table({}, 20)
-    engines = [Server(lengths, "e0", slow=slow, **options), Server(lengths, "e1")]
+    engines = [RecordingEngine(lengths, f"e{i}", remote=True, slow=slow) for i, slow in enumerate(({call: 29.0}, {}))]
     run = Rollouts(lengths, n=4, engines=engines, warn_after_s=20.0, stall_timeout_s=900.0)
     await run.driver.next_batch()
     await run.driver.update_weights("weights")
-    assert said(caplog) == [f"weight_update has waited 20 s for {what}; meanwhile nothing is generated"]
+    assert said(caplog) == [f"weight_update has waited 20 s for engine e0 to {call}; meanwhile nothing is generated"]
     await run.driver.update_weights("weights")
     assert len(said(caplog)) == 1  # no longer than the one that was named
 
@@ -104,7 +70,7 @@ async def test_an_engine_that_an_update_waits_for_is_named(
 async def test_a_state_whose_weights_are_not_handed_over(caplog: pytest.LogCaptureFixture) -> None:
     """The call that waits is named as it is called."""
     lengths = table({}, 20)
-    run = Rollouts(lengths, n=4, engines=[Server(lengths)])
+    run = Rollouts(lengths, n=4, engines=[RecordingEngine(lengths, remote=True)])
     state = run.driver.state_dict(None)
     load = asyncio.create_task(run.driver.load_state_dict(state, transfer=asyncio.Event().wait))  # type: ignore[arg-type]
     await asyncio.sleep(61)

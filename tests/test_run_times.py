@@ -29,14 +29,10 @@ CONTINUOUS: dict[str, Any] = {"generation": GenerationMode.CONTINUOUS, "refill":
 
 
 class Watched(RecordingEngine):
-    """Integrates its open requests on its own; pauses, loads and resumes take as long as they are told to."""
+    """Integrates its open requests on its own, and is broken until it is told otherwise."""
 
-    def __init__(self, *args: Any, pause_s: float = 0.0, resume_s: float = 0.0, **options: Any) -> None:
-        super().__init__(*args, **options)
-        self.pause_s, self.resume_s = pause_s, resume_s
-        self.request_s = 0.0
-        """Seconds of all of training's requests together."""
-        self.broken_until = 0.0
+    request_s = broken_until = 0.0
+    """``request_s``: seconds of all of training's requests together."""
 
     async def generate(self, request: Any) -> Any:
         began = now()
@@ -52,14 +48,6 @@ class Watched(RecordingEngine):
         if now() < self.broken_until:
             raise EngineError("it is broken")
         return await super().health()
-
-    async def pause(self) -> None:
-        await asyncio.sleep(self.pause_s)
-        await super().pause()
-
-    async def resume(self) -> None:
-        await asyncio.sleep(self.resume_s)
-        await super().resume()
 
 
 def check(m: Mapping[str, float]) -> None:
@@ -86,7 +74,7 @@ async def test_a_trainer_that_waits_for_each_batch() -> None:
     def lengths(group: int, index: int) -> int:
         return 4 if group % 2 == 0 else 8
 
-    engine = Watched(lengths, pause_s=1.0, resume_s=0.5, weight_update_s=2.0)
+    engine = Watched(lengths, slow={"pause": 1.0, "load": 2.0, "resume": 0.5})
     run = Rollouts(lengths, n=2, engines=[engine])
     batch = await run.driver.next_batch()
     check(batch.metrics)
@@ -217,7 +205,7 @@ async def test_a_replay_finds_the_same_times(tmp_path: Path) -> None:
     lengths = table({(g, i): 3 + 7 * (g % 3) for g in range(60) for i in range(2)})
     batches: list[Batch] = []
 
-    engines = [Watched(lengths, name=f"e{i}", max_running=3, pause_s=0.5, weight_update_s=2.0) for i in range(2)]
+    engines = [Watched(lengths, name=f"e{i}", max_running=3, slow={"pause": 0.5, "load": 2.0}) for i in range(2)]
     run = Rollouts(lengths, n=2, samples=2, over=3, engines=engines, record=RunRecord(tmp_path / "run.jsonl"))
     for _ in range(4):
         batches.append(await run.driver.next_batch())
@@ -253,8 +241,8 @@ async def test_the_times_add_up_whatever_happens(seed: int) -> None:
 
     engines = [
         Watched(
-            lengths, name=f"e{i}", max_running=dice.randint(1, 4), pause_s=dice.random(),
-            resume_s=dice.random(), weight_update_s=dice.choice([0.0, 3.0]),
+            lengths, name=f"e{i}", max_running=dice.randint(1, 4),
+            slow={"pause": dice.random(), "resume": dice.random(), "load": dice.choice([0.0, 3.0])},
         )
         for i in range(count)
     ]  # fmt: skip

@@ -8,7 +8,8 @@ from __future__ import annotations
 import asyncio
 import gc
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -26,9 +27,10 @@ from april.driver.long_waits import WARN_AFTER_S
 from april.driver.prompt_source import PromptSource
 from april.driver.rollout_driver import DriverOptions, RolloutDriver
 from april.driver.sample_functions import RolloutSettings, UserFunctions
-from april.engines.protocol import Request
+from april.engines.protocol import Capabilities, Request
 from april.engines.simulated.decode_cost import DecodeCost
 from april.engines.simulated.engine import SimulatedEngine, synthetic_response
+from april.errors import EngineError
 from april.record.file import RunRecord
 from april.testing import recording_engine
 from april.testing.virtual_clock import run_virtual
@@ -45,9 +47,21 @@ def prompt_ids(number: int) -> np.ndarray[Any, np.dtype[np.int32]]:
 
 
 class RecordingEngine(recording_engine.RecordingEngine):
-    """A simulated engine, recorded. Faults are overrides."""
+    """A simulated engine, recorded. Faults are overrides, or troubles with its calls.
 
-    def __init__(self, length_of: LengthOf, name: str = "e0", **options: Any) -> None:
+    Args:
+        remote: it has weights of its own, as behind a server.
+        slow: seconds that a call (pause, load, resume, close) takes before it is done.
+        fails: the call that raises an EngineError, once.
+    """
+
+    hangs = ""
+    """The call that never returns while it is named here."""
+
+    def __init__(
+        self, length_of: LengthOf, name: str = "e0", *, remote: bool = False,
+        slow: Mapping[str, float] | None = None, fails: str = "", **options: Any,
+    ) -> None:  # fmt: skip
         super().__init__(
             SimulatedEngine(
                 name,
@@ -56,6 +70,36 @@ class RecordingEngine(recording_engine.RecordingEngine):
                 **({"max_running": 64, "vocab_size": VOCAB, "eos_token_id": EOS} | options),
             )
         )
+        self.remote, self.slow, self.fails = remote, slow or {}, fails
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return replace(super().capabilities, remote=self.remote)
+
+    async def _trouble(self, call: str) -> None:
+        if call in self.slow:
+            await asyncio.sleep(self.slow[call])
+        if call == self.fails:
+            self.fails = ""
+            raise EngineError(f"{self.name} cannot {call}")
+        if call == self.hangs:
+            await asyncio.Event().wait()
+
+    async def pause(self) -> None:
+        await self._trouble("pause")
+        await super().pause()
+
+    async def resume(self) -> None:
+        await self._trouble("resume")
+        await super().resume()
+
+    async def update_weights(self, version: PolicyVersion, path: str | None = None) -> None:
+        await self._trouble("load")
+        await super().update_weights(version, path)
+
+    async def close(self) -> None:
+        await self._trouble("close")
+        await super().close()
 
     def alter_request(self, request: Request) -> Request:
         assert request.attempt_id not in self.requests, "an attempt id was used twice"
