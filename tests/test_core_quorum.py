@@ -32,9 +32,7 @@ def of(batch: Batch) -> list[tuple[int, int]]:
 
 def restored(m: CoreMachine, **changes: Any) -> RolloutCore:
     """Another core that goes on from the state of this one."""
-    core = RolloutCore(
-        settings(**({"n": 1, "samples": 4} | changes)), [s.limits for s in m.core.engines.states.values()]
-    )
+    core = RolloutCore(settings(**({"n": 1, "samples": 4} | changes)), (A,))
     snapshot.restore(core, snapshot.take(m.core, None))
     return core
 
