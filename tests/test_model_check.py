@@ -154,7 +154,6 @@ def test_nothing_that_the_model_returns_looks_like_a_tensor() -> None:
     assert not any(hasattr(cache, "dtype") for cache in seen if cache is not None)
 
 
-@pytest.mark.asyncio
 async def test_an_engine_generates_in_the_precision_in_which_it_was_made() -> None:
     """An autocast around the trainer's lines is the engine's too, in its own thread, and spoils no gradients."""
     model, sampling = tiny_model(), SamplingParams(max_tokens=20, seed=3)

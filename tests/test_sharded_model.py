@@ -16,25 +16,23 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from tiny_models import tiny_model
+from tiny_models import apart, at_call, generated, off, tiny_engine, tiny_model, tiny_request
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import april
-from april.core.sampling import SamplingParams
 from april.core.versions import PolicyVersion
-from april.engines.protocol import Chunk, GathersWeights, Request
-from april.engines.transformers.engine import TransformersEngine
-from april.engines.transformers.model_check import recompute
+from april.engines.protocol import GathersWeights
 from april.errors import ConfigError, EngineError, WeightsInUse
 
-PROMPT = np.array([5, 6, 7], np.int32)
+REQUEST = tiny_request(new=40, length=3)
+PROMPT = REQUEST.token_ids
+LONG = tiny_request(new=100)
 IDS = torch.tensor([[3, 4, 5, 6]])
 
 
@@ -54,47 +52,17 @@ def _sharded(model: Any, **options: Any) -> Any:
     return model
 
 
-def _engine(model: Any, **options: Any) -> TransformersEngine:
-    return TransformersEngine(model, **({"slots": 4, "max_len": 256, "eos_token_ids": ()} | options))
-
-
-def _request(name: str = "a", new: int = 40) -> Request:
-    return Request(attempt_id=name, token_ids=PROMPT, sampling=SamplingParams(max_tokens=new, seed=7))
-
-
-async def _generated(engine: TransformersEngine, request: Request) -> Chunk:
-    chunks = [chunk async for chunk in engine.generate(request)]
-    return Chunk(
-        np.concatenate([c.tokens for c in chunks]), np.concatenate([c.logprobs for c in chunks]), chunks[-1].version
-    )
-
-
-def _apart(model: Any, chunk: Chunk) -> np.ndarray:
-    """Differences in nats to a recomputation by ``model``, as the trainer has it, [T]."""
-    tokens = torch.from_numpy(np.concatenate([PROMPT, chunk.tokens]).astype(np.int64))
-    rows = recompute(model.eval(), tokens)[len(PROMPT) - 1 :]
-    model.train()
-    there = rows.gather(1, tokens[len(PROMPT) :, None])[:, 0].numpy()
-    return np.asarray(there - chunk.logprobs)
-
-
-def _off(model: Any, chunk: Chunk) -> float:
-    return float(np.abs(_apart(model, chunk)).max())
-
-
 def _step_in_a_tick(model: Any, optimizer: torch.optim.Optimizer) -> list[Exception]:
     """What an optimizer's step raises that comes while the engine is in the third forward pass of a tick."""
     errors: list[Exception] = []
-    calls = iter(range(1, 1000))
 
-    def step(*_: Any) -> None:
-        if next(calls) == 3:
-            try:
-                optimizer.step()
-            except WeightsInUse as error:
-                errors.append(error)
+    def step() -> None:
+        try:
+            optimizer.step()
+        except WeightsInUse as error:
+            errors.append(error)
 
-    model.model.layers[0].mlp.register_forward_pre_hook(step)
+    at_call(model.model.layers[0].mlp, 3, step)
     return errors
 
 
@@ -105,28 +73,26 @@ def _plain(model: Any) -> Any:
     return copy
 
 
-@pytest.mark.asyncio
 async def test_the_model_inside_of_ddp_is_the_one_that_generates() -> None:
     """Its parameters are the optimizer's, its flags come back; the wrapper, whose forward pass is collective, rests."""
     wrapped = DistributedDataParallel(tiny_model())
     wrapped.register_forward_pre_hook(lambda *_: pytest.fail("the wrapper was called"))
     optimizer = torch.optim.AdamW(wrapped.parameters(), lr=0.1)
     wrapped.module(input_ids=IDS, labels=IDS).loss.backward()
-    engine = _engine(wrapped)
+    engine = tiny_engine(wrapped)
     assert not engine.capabilities.gathers_weights
     engine.gather()  # nothing to do, and no harm
     engine.release()
-    chunk = await _generated(engine, _request())
-    assert _off(wrapped.module, chunk) <= 1e-4
+    chunk = await generated(engine, REQUEST)
+    assert off(wrapped.module, REQUEST, chunk) <= 1e-4
     assert all(module.training for module in wrapped.modules())
 
     errors = _step_in_a_tick(wrapped.module, optimizer)
-    await _generated(engine, _request("b"))
+    await generated(engine, REQUEST)
     assert "refused" in str(*errors)
     await engine.close()
 
 
-@pytest.mark.asyncio
 async def test_gathered_weights_are_those_of_the_last_optimizer_step() -> None:
     """Log-probabilities equal a recomputation with FSDP2's own forward pass and with a plain copy, step after step;
     a forward pass without a backward one, which leaves some weights whole, does not make them those of before. In
@@ -134,7 +100,7 @@ async def test_gathered_weights_are_those_of_the_last_optimizer_step() -> None:
     model = _sharded(tiny_model())
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
     held = list(model.parameters())
-    engine = _engine(model)
+    engine = tiny_engine(model)
     assert isinstance(engine, GathersWeights)
     assert engine.capabilities.gathers_weights
     seen = []
@@ -150,7 +116,7 @@ async def test_gathered_weights_are_those_of_the_last_optimizer_step() -> None:
         if n == 2:
             engine.gather()  # once more, as an interrupted call that is repeated
         assert not any(isinstance(p, DTensor) for p in model.parameters())
-        chunk = await _generated(engine, _request())
+        chunk = await generated(engine, REQUEST)
         await engine.quiet()
         engine.release()
         engine.release()
@@ -158,7 +124,7 @@ async def test_gathered_weights_are_those_of_the_last_optimizer_step() -> None:
         assert len(model._get_fsdp_state()._comm_ctx.post_forward_order) == recorded
         assert all(p is q for p, q in zip(model.parameters(), held, strict=True))
         assert chunk.version == PolicyVersion(0, n)
-        assert max(_off(model, chunk), _off(_plain(model), chunk)) <= 1e-4
+        assert max(off(model, REQUEST, chunk), off(_plain(model), REQUEST, chunk)) <= 1e-4
         assert all(module.training for module in model.modules())
         seen.append(chunk.tokens.tolist())
         model(input_ids=IDS, labels=IDS).loss.backward()
@@ -166,12 +132,11 @@ async def test_gathered_weights_are_those_of_the_last_optimizer_step() -> None:
     await engine.close()
 
 
-@pytest.mark.asyncio
 async def test_nobody_has_gathered() -> None:
     """A sentence, at once; so do weights from a directory, which would be written into a part of the model."""
-    engine = _engine(_sharded(tiny_model()))
+    engine = tiny_engine(_sharded(tiny_model()))
     with pytest.raises(EngineError, match=r"sharded over ranks and were not gathered; .*RankScheduler"):
-        await _generated(engine, _request())
+        await generated(engine, REQUEST)
     with pytest.raises(EngineError, match="set_model_state_dict"):
         await engine.update_weights(PolicyVersion(0, 1), "somewhere")
     assert not engine.capabilities.updates_from_disk
@@ -194,7 +159,7 @@ def test_the_scheduler_of_the_ranks_gathers_and_releases() -> None:
         engine={"kind": "transformers", "stream_interval": 2},
     )  # fmt: skip
     with april.RankScheduler(
-        config, ranks=april.Ranks.of_torch(), prompts=[[5, 6, 7]] * 4, reward=lambda prompt, response: 1.0, model=model
+        config, ranks=april.Ranks.of_torch(), prompts=[PROMPT.tolist()] * 4, reward=lambda *_: 1.0, model=model
     ) as rollouts:
         known = {rollouts.version: _plain(model)}
         for _ in range(3):
@@ -203,8 +168,7 @@ def test_the_scheduler_of_the_ranks_gathers_and_releases() -> None:
             for sample in batch.samples:
                 for n, whole in known.items():
                     of_it = (sample.versions == n).all(1)
-                    chunk = Chunk(sample.tokens, sample.logprobs, n)
-                    assert not of_it.any() or np.abs(_apart(whole, chunk)[of_it]).max() <= 1e-4
+                    assert apart(whole, PROMPT, sample)[of_it].max(initial=0.0) <= 1e-4
             model(input_ids=IDS, labels=IDS).loss.backward()
             optimizer.step()
             optimizer.zero_grad()
@@ -214,77 +178,69 @@ def test_the_scheduler_of_the_ranks_gathers_and_releases() -> None:
     assert rollouts.version == (0, 3)
 
 
-@pytest.mark.asyncio
 async def test_an_optimizer_step_on_the_pieces_is_refused_while_it_generates() -> None:
     """The optimizer holds the pieces, and the model shows the whole meanwhile; nothing is written."""
     model = _sharded(tiny_model())
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     model(input_ids=IDS, labels=IDS).loss.backward()
-    engine = _engine(model)
+    engine = tiny_engine(model)
     engine.gather()
     errors = _step_in_a_tick(model, optimizer)
-    chunk = await _generated(engine, _request())
+    chunk = await generated(engine, REQUEST)
     engine.release()
     assert "refused" in str(*errors)
-    assert _off(model, chunk) <= 1e-4
+    assert off(model, REQUEST, chunk) <= 1e-4
     await engine.close()
 
 
 @pytest.mark.parametrize("whole", [True, False])
-@pytest.mark.asyncio
 async def test_weights_written_during_a_tick(whole: bool) -> None:
     """Whether the pieces were written or what was made of them: the tokens of that tick are not handed out."""
     model = _sharded(tiny_model())
     piece = next(model.parameters())
-    engine = _engine(model, stream_interval=8)
+    engine = tiny_engine(model, stream_interval=8)
     engine.gather()
-    calls = iter(range(1, 1000))
 
-    def write(*_: Any) -> None:
-        if next(calls) == 12:
-            with torch.no_grad():
-                (next(model.parameters()) if whole else piece).mul_(1.5)
+    def write() -> None:
+        with torch.no_grad():
+            (next(model.parameters()) if whole else piece).mul_(1.5)
 
-    model.model.layers[0].mlp.register_forward_pre_hook(write)
+    at_call(model.model.layers[0].mlp, 12, write)
     with pytest.raises(WeightsInUse, match="the weights were written while 1 requests"):
-        await _generated(engine, _request())
+        await generated(engine, REQUEST)
     engine.release()
     await engine.close()
 
 
-@pytest.mark.asyncio
 async def test_weights_written_and_nobody_told(caplog: pytest.LogCaptureFixture) -> None:
     """An optimizer writes the pieces; gathering them again is no write."""
     model = _sharded(tiny_model())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    engine = _engine(model)
+    engine = tiny_engine(model)
     for warned in (False, False, True):
         if warned:
             model(input_ids=IDS, labels=IDS).loss.backward()
             optimizer.step()
         with caplog.at_level(logging.WARNING, "april"):
             engine.gather()
-            await _generated(engine, _request())
+            await generated(engine, REQUEST)
             await engine.quiet()
             engine.release()
         assert ("policy version is still" in caplog.text) is warned
     await engine.close()
 
 
-@pytest.mark.asyncio
 async def test_released_while_it_generates(monkeypatch: pytest.MonkeyPatch) -> None:
     """The tick that runs ends first; the request waits for the next gathering and goes on exactly."""
     model = _sharded(tiny_model())
-    engine = _engine(model)
+    engine = tiny_engine(model)
     engine.gather()
     in_a_tick, go_on = threading.Event(), threading.Event()
-    calls = iter(range(1, 1000))
 
-    def wait(*_: Any) -> None:
-        if next(calls) == 10:
-            in_a_tick.set()
-            go_on.wait()
-            assert not any(isinstance(p, DTensor) for p in model.parameters())
+    def wait() -> None:
+        in_a_tick.set()
+        go_on.wait()
+        assert not any(isinstance(p, DTensor) for p in model.parameters())
 
     submit = engine._thread.submit
 
@@ -294,8 +250,8 @@ async def test_released_while_it_generates(monkeypatch: pytest.MonkeyPatch) -> N
         return submit(work, *arguments)
 
     monkeypatch.setattr(engine._thread, "submit", submitted)
-    hook = model.model.layers[0].mlp.register_forward_pre_hook(wait)
-    generating = asyncio.create_task(_generated(engine, _request("a", 100)))
+    hook = at_call(model.model.layers[0].mlp, 10, wait)
+    generating = asyncio.create_task(generated(engine, LONG))
     await asyncio.to_thread(in_a_tick.wait)
     await asyncio.to_thread(engine.release)
     await engine.quiet()
@@ -308,7 +264,7 @@ async def test_released_while_it_generates(monkeypatch: pytest.MonkeyPatch) -> N
     await engine.quiet()
     engine.release()
     assert len(chunk.tokens) == 100
-    assert _off(model, chunk) <= 1e-4
+    assert off(model, LONG, chunk) <= 1e-4
     engine.gather()
     await engine.close()
     assert all(isinstance(p, DTensor) for p in model.parameters())
@@ -316,20 +272,19 @@ async def test_released_while_it_generates(monkeypatch: pytest.MonkeyPatch) -> N
     engine.release()  # closed, and nothing to wait for
 
 
-@pytest.mark.asyncio
 async def test_mixed_precision_is_that_of_the_forward_pass() -> None:
     """bfloat16 parameters in forward: keys, values and log-probabilities are of bfloat16, the check has measured it."""
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     model = _sharded(tiny_model(initializer_range=0.1), mp_policy=policy)
-    engine = _engine(model)
+    engine = tiny_engine(model)
     engine.gather()
     assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
-    chunk = await _generated(engine, _request())
+    chunk = await generated(engine, REQUEST)
     assert engine._decoder._cache.stored_dtypes == {torch.bfloat16}
     await engine.quiet()
     engine.release()
     assert {p.dtype for p in model.parameters()} == {torch.float32}
-    own, whole = _off(model, chunk), _off(_plain(model), chunk)
+    own, whole = off(model, REQUEST, chunk), off(_plain(model), REQUEST, chunk)
     assert 1e-4 < own < 0.1  # the noise of its own precision
     assert whole > 1e-3
     await engine.close()
@@ -340,7 +295,7 @@ def test_a_check_that_fails_leaves_the_weights_sharded() -> None:
     model = _sharded(tiny_model())
     calls = iter(range(10_000))
     model.model.layers[1].mlp.register_forward_hook(lambda module, inputs, output: output * (1 + next(calls) % 2))
-    engine = _engine(model)
+    engine = tiny_engine(model)
     with pytest.raises(ConfigError, match="differs from a full forward pass"):
         engine.gather()
     assert all(isinstance(p, DTensor) for p in model.parameters())
@@ -366,7 +321,7 @@ def test_what_was_not_seen_working_is_refused(options: dict[str, Any], sentence:
             options["mesh"] = init_device_mesh("cpu", options["mesh"], mesh_dim_names=("replicas", "shards"))
         _sharded(model, **options)
     with pytest.raises(ConfigError, match=f"qwen3 are sharded over ranks by fully_shard {sentence}"):
-        _engine(model)
+        tiny_engine(model)
 
 
 ROOT = Path(__file__).parents[1]

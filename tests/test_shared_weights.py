@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from tiny_models import tiny_model
+from tiny_models import (
+    V1,
+    apart,
+    at_call,
+    collect,
+    joined,
+    off,
+    tiny_engine,
+    tiny_model,
+    tiny_request,
+    write_weights,
+)
 from virtual_rollouts import RecordingEngine, Rollouts, now, on_virtual_time, table
 
 import april
@@ -20,42 +30,13 @@ from april.engines.protocol import Capabilities, Chunk, EngineFinish, Request
 from april.engines.transformers.engine import TransformersEngine
 from april.errors import EngineError, RolloutError, WeightsInUse
 
-PROMPT = np.array([5, 6, 7], np.int32)
-
-
-def _engine(model: Any, **options: Any) -> TransformersEngine:
-    return TransformersEngine(model, **({"slots": 4, "max_len": 256, "eos_token_ids": ()} | options))
-
-
-def _request(name: str = "a", new: int = 100) -> Request:
-    return Request(attempt_id=name, token_ids=PROMPT, sampling=SamplingParams(max_tokens=new, seed=7))
-
-
-def _write(model: Any) -> None:
-    """What an optimizer does, as far as the tensors know."""
-    with torch.no_grad():
-        for weight in model.parameters():
-            weight.mul_(1.05)
+PROMPT = tiny_request().token_ids
 
 
 def _swap(model: Any) -> None:
     """New tensors behind the same parameters."""
     for weight in model.parameters():
         weight.data = weight.data.clone()
-
-
-def _at_call(model: Any, number: int, what: Callable[[], None]) -> None:
-    """Do something in the engine's thread when the model is called for the n-th time."""
-    calls = iter(range(1, 10_000))
-    model.register_forward_pre_hook(lambda *_: what() if next(calls) == number else None)
-
-
-def _recomputed(model: Any, tokens: np.ndarray) -> np.ndarray:
-    sequence = torch.from_numpy(np.concatenate([PROMPT, tokens]).astype(np.int64))
-    with torch.no_grad():
-        logits = model.eval()(input_ids=sequence[None], use_cache=False).logits[0, len(PROMPT) - 1 : -1]
-    model.train()
-    return logits.log_softmax(-1).gather(1, sequence[len(PROMPT) :, None])[:, 0].numpy()
 
 
 async def _broken_stream(engine: TransformersEngine, request: Request) -> tuple[list[Chunk], WeightsInUse]:
@@ -70,48 +51,44 @@ async def _broken_stream(engine: TransformersEngine, request: Request) -> tuple[
     return chunks, caught.value
 
 
-@pytest.mark.parametrize("change", [_write, _swap])
-@pytest.mark.asyncio
+@pytest.mark.parametrize("change", [write_weights, _swap])
 async def test_tokens_of_a_tick_during_which_the_weights_change_are_not_handed_out(change: Any) -> None:
     """Those before it are, exact under the old weights; nothing is generated before the next update; books balance."""
     model = tiny_model()
-    engine = _engine(model, stream_interval=8)
-    _at_call(model, 21, lambda: change(model))  # the third tick of eight
+    engine = tiny_engine(model, stream_interval=8)
+    at_call(model, 21, lambda: change(model))  # the third tick of eight
     before = {name: weight.clone() for name, weight in model.state_dict().items()}
     (chunks, error), (none, same) = await asyncio.gather(
-        _broken_stream(engine, _request()), _broken_stream(engine, _request("b"))
+        _broken_stream(engine, tiny_request(new=100)), _broken_stream(engine, tiny_request("b", 100))
     )
-    tokens = np.concatenate([chunk.tokens for chunk in chunks])
-    logprobs = np.concatenate([chunk.logprobs for chunk in chunks])
 
-    assert len(tokens) == sum(len(chunk.tokens) for chunk in none) == 17
+    assert len(joined(chunks).tokens) == len(joined(none).tokens) == 17
     assert error.unsound == same.unsound == 8
     assert "written while 2 requests were generated from them: 16 tokens" in str(error)
     old = tiny_model()
     old.load_state_dict(before)
-    np.testing.assert_allclose(_recomputed(old, tokens), logprobs, rtol=0, atol=1e-5)
+    assert off(old, tiny_request(), joined(chunks)) <= 1e-5
     assert engine.stats.generated_tokens == 2 * (17 + 8)
     assert engine.stats.discarded_tokens == 16
     assert not (await engine.health()).ok
-    refused, _ = await _broken_stream(engine, _request("c"))
+    refused, _ = await _broken_stream(engine, tiny_request("c", 100))
     assert not refused
 
-    await engine.update_weights(PolicyVersion(0, 1))
+    await engine.update_weights(V1)
     assert (await engine.health()).ok
-    (chunk,) = [c async for c in engine.generate(_request("d", 7))]
-    assert (chunk.version, chunk.finish) == (PolicyVersion(0, 1), EngineFinish.LENGTH)
-    np.testing.assert_allclose(_recomputed(model, chunk.tokens), chunk.logprobs, rtol=0, atol=1e-5)
+    (chunk,) = await collect(engine, tiny_request("d", 7))
+    assert (chunk.version, chunk.finish) == (V1, EngineFinish.LENGTH)
+    assert off(model, tiny_request("d"), chunk) <= 1e-5
     await engine.close()
 
 
-@pytest.mark.asyncio
 async def test_a_response_that_ends_in_a_torn_tick_has_not_ended() -> None:
     """Nor has one that began in it, or waited: all of them fail, with the tokens of before it."""
     model = tiny_model()
-    engine = _engine(model, slots=1, stream_interval=8)
-    _at_call(model, 12, lambda: _write(model))
+    engine = tiny_engine(model, slots=1, stream_interval=8)
+    at_call(model, 12, lambda: write_weights(model))
     (chunks, error), (none, late) = await asyncio.gather(
-        _broken_stream(engine, _request("a", 14)), _broken_stream(engine, _request("waits", 14))
+        _broken_stream(engine, tiny_request("a", 14)), _broken_stream(engine, tiny_request("waits", 14))
     )
 
     assert [len(chunk.tokens) for chunk in chunks] == [9]
@@ -120,25 +97,23 @@ async def test_a_response_that_ends_in_a_torn_tick_has_not_ended() -> None:
     await engine.close()
 
 
-@pytest.mark.asyncio
 async def test_weights_written_before_a_model_call_that_fails() -> None:
     """The error of the call is not taken for the whole truth: the steps before it are of no known weights."""
     model = tiny_model()
-    engine = _engine(model)
-    _at_call(model, 3, lambda: _write(model))
-    _at_call(model, 5, lambda: (_ for _ in ()).throw(RuntimeError("out of memory")))
-    chunks, error = await _broken_stream(engine, _request())
+    engine = tiny_engine(model)
+    at_call(model, 3, lambda: write_weights(model))
+    at_call(model, 5, lambda: (_ for _ in ()).throw(RuntimeError("out of memory")))
+    chunks, error = await _broken_stream(engine, tiny_request(new=100))
 
     assert (chunks, error.unsound) == ([], 4)
     await engine.close()
 
 
 @pytest.mark.parametrize("fused", [False, True])
-@pytest.mark.asyncio
 async def test_an_optimizer_step_while_it_generates_is_refused(fused: bool) -> None:
     """In the trainer's own line, before a weight is written; generation goes on. Other models may be trained."""
     model, other = tiny_model(), tiny_model(seed=1)
-    engine = _engine(model)
+    engine = tiny_engine(model)
     optimizers = [torch.optim.AdamW(m.parameters(), lr=0.1, fused=fused) for m in (model, other)]
     for trained in (model, other):
         trained(input_ids=torch.tensor([[3, 4]]), labels=torch.tensor([[3, 4]])).loss.backward()
@@ -152,24 +127,23 @@ async def test_an_optimizer_step_while_it_generates_is_refused(fused: bool) -> N
             errors.append(error)
 
     before = [weight.clone() for weight in model.parameters()]
-    _at_call(model, 5, step)
-    (chunk,) = [c async for c in engine.generate(_request())]
+    at_call(model, 5, step)
+    (chunk,) = [c async for c in engine.generate(tiny_request(new=100))]
 
     assert "an optimizer step while transformers generates from the same weights was refused" in str(errors[0])
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
-    np.testing.assert_allclose(_recomputed(model, chunk.tokens), chunk.logprobs, rtol=0, atol=1e-5)
+    assert off(model, tiny_request(), chunk) <= 1e-5
     optimizers[0].step()  # nothing is active
     assert not any(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
     await engine.close()
 
 
-@pytest.mark.asyncio
 async def test_a_closed_or_forgotten_engine_refuses_nothing() -> None:
     """Its guard over optimizers goes with it."""
     from torch.optim.optimizer import _global_optimizer_pre_hooks as hooks
 
     before = len(hooks)
-    engine, forgotten = _engine(tiny_model()), _engine(tiny_model())
+    engine, forgotten = tiny_engine(tiny_model()), tiny_engine(tiny_model())
     assert len(hooks) == before + 2
     await engine.close()
     forgotten._thread.shutdown()
@@ -177,15 +151,14 @@ async def test_a_closed_or_forgotten_engine_refuses_nothing() -> None:
     assert len(hooks) == before
 
 
-@pytest.mark.asyncio
 async def test_the_model_is_the_trainers_when_a_response_is_handed_out() -> None:
     """Each module has its own flag back before anybody hears of the tokens, and the engine touches it no more."""
     model = tiny_model(attention_dropout=0.5)
     model.model.layers[0].mlp.training = False
-    engine = _engine(model, stream_interval=4)
+    engine = tiny_engine(model, stream_interval=4)
     seen, inside = [], []
     model.register_forward_pre_hook(lambda *_: inside.append(any(m.training for m in model.modules())))
-    async for _ in engine.generate(_request("a", 20)):
+    async for _ in engine.generate(tiny_request("a", 20)):
         seen.append([m.training for m in model.modules() if m is not model.model.layers[0].mlp])
     model.eval()
     await engine.quiet()
@@ -202,7 +175,6 @@ def _config(**settings: Any) -> april.Config:
     return april.Config(**(values | settings))
 
 
-@pytest.mark.asyncio
 async def test_training_beside_anext_batch_fails_the_step_by_name_and_loses_nothing() -> None:
     """Every call says so until weight_update(); then the step goes on, and every token is exact under its stamp."""
     model = tiny_model()
@@ -211,7 +183,7 @@ async def test_training_beside_anext_batch_fails_the_step_by_name_and_loses_noth
     engine = {"kind": "transformers", "stream_interval": 4}
     functions = {"prompts": prompts, "reward": lambda *_: 0.0}
     with april.RolloutScheduler(_config(engine=engine), model=model, **functions) as rollouts:
-        _at_call(model, 8, lambda: _write(model))  # in the second tick
+        at_call(model, 8, lambda: write_weights(model))  # in the second tick
         for call in (rollouts.anext_batch, rollouts.anext_batch):
             with pytest.raises((RolloutError, EngineError), match="step the optimizer between two batches"):
                 await call()
@@ -233,8 +205,7 @@ async def test_training_beside_anext_batch_fails_the_step_by_name_and_loses_noth
         for sample in batch.samples:
             its = sample.versions[:, 1] == version
             counts[version] += int(its.sum())
-            expected = _recomputed(reference, sample.tokens)[its]
-            np.testing.assert_allclose(expected, sample.logprobs[its], rtol=0, atol=1e-5)
+            assert apart(reference, PROMPT, sample)[its].max(initial=0.0) <= 1e-5
     assert min(counts.values()) > 0
 
 
@@ -288,9 +259,9 @@ async def test_a_batch_waits_until_the_engine_is_quiet() -> None:
 def test_a_few_values_tell_weights_apart() -> None:
     """At most four of each parameter, the same ones every time; a step of an optimizer moves them."""
     model, same = tiny_model(), tiny_model()
-    shown, as_well = _engine(model).weight_sample(), _engine(same).weight_sample()
+    shown, as_well = tiny_engine(model).weight_sample(), tiny_engine(same).weight_sample()
     assert shown.dtype == np.float32
     assert len(shown) == sum(min(4, p.numel()) for p in model.parameters())
     assert np.array_equal(shown, as_well)
-    _write(model)
-    assert (_engine(model).weight_sample() != shown).mean() > 0.9
+    write_weights(model)
+    assert (tiny_engine(model).weight_sample() != shown).mean() > 0.9

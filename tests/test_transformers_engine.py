@@ -7,59 +7,39 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from tiny_models import ARCHITECTURES, EOS, VOCAB_SIZE, tiny_model
+from tiny_models import (
+    ARCHITECTURES,
+    EOS,
+    V1,
+    VOCAB_SIZE,
+    asked,
+    at_call,
+    collect,
+    generated,
+    joined,
+    off,
+    tiny_engine,
+    tiny_model,
+    tiny_request,
+    write_weights,
+)
 
 from april.core.sampling import SamplingParams
-from april.core.versions import FIRST_VERSION, PolicyVersion
+from april.core.versions import FIRST_VERSION
 from april.engines.protocol import Chunk, Engine, EngineFinish, Request
 from april.engines.transformers.engine import TransformersEngine
 from april.errors import ConfigError, EngineError
 
-V1 = PolicyVersion(0, 1)
-
-
-def _engine(model: Any = None, **options: Any) -> TransformersEngine:
-    # Without end-of-sequence ids lengths are what max_tokens says, unless a test asks for stops.
-    return TransformersEngine(model or tiny_model(), **({"slots": 8, "max_len": 256, "eos_token_ids": ()} | options))
-
-
-def asked(name: str, tokens: np.ndarray, sampling: SamplingParams) -> Request:
-    return Request(attempt_id=name, token_ids=tokens, sampling=sampling)
-
-
-def _request(name: str, new: int = 20, length: int = 9, **sampling: Any) -> Request:
-    rng = np.random.default_rng(sum(map(ord, name)))
-    tokens = rng.integers(2, VOCAB_SIZE, length, dtype=np.int32)
-    return asked(name, tokens, SamplingParams(max_tokens=new, **({"seed": 7} | sampling)))
-
-
-async def _collect(engine: TransformersEngine, request: Request) -> list[Chunk]:
-    return [chunk async for chunk in engine.generate(request)]
-
 
 def _start(engine: TransformersEngine, *requests: Request) -> list[asyncio.Task[list[Chunk]]]:
-    return [asyncio.create_task(_collect(engine, request)) for request in requests]
-
-
-def _joined(chunks: list[Chunk]) -> tuple[np.ndarray, np.ndarray]:
-    return np.concatenate([c.tokens for c in chunks]), np.concatenate([c.logprobs for c in chunks])
-
-
-def _difference(model: Any, request: Request, chunks: list[Chunk], temperature: float = 1.0) -> float:
-    tokens, logprobs = _joined(chunks)
-    prompt = len(request.token_ids)
-    sequence = torch.from_numpy(np.concatenate([request.token_ids, tokens]).astype(np.int64))
-    with torch.no_grad():
-        logits = model.eval()(input_ids=sequence[None], use_cache=False).logits[0, prompt - 1 : -1].float()
-    expected = (logits / temperature).log_softmax(-1).gather(1, sequence[prompt:, None])[:, 0]
-    return float((expected - torch.from_numpy(logprobs)).abs().max())
+    return [asyncio.create_task(collect(engine, request)) for request in requests]
 
 
 async def _until(condition: Callable[[], bool]) -> None:
@@ -67,43 +47,26 @@ async def _until(condition: Callable[[], bool]) -> None:
         await asyncio.sleep(0)
 
 
-class _Gate:
-    """Holds the n-th model call of an engine until it is opened."""
-
-    def __init__(self, model: Any, at_call: int) -> None:
-        self.reached, self.opened = threading.Event(), threading.Event()
-        self._calls, self._at_call = 0, at_call
-        model.register_forward_pre_hook(self._hook)
-
-    def _hook(self, *_: object) -> None:
-        self._calls += 1
-        if self._calls == self._at_call:
-            self.reached.set()
-            self.opened.wait()
-
-
-@pytest.mark.asyncio
 async def test_one_chunk_with_everything_at_the_end() -> None:
     """By default a request is one chunk: int32 tokens, float32 log-probabilities, the version, the reason."""
     model = tiny_model()
-    engine = _engine(model)
+    engine = tiny_engine(model)
     assert isinstance(engine, Engine)
-    request = _request("a", 20)
-    (chunk,) = await _collect(engine, request)
+    request = tiny_request("a", 20)
+    (chunk,) = await collect(engine, request)
 
     assert (chunk.tokens.dtype, chunk.logprobs.dtype) == (np.int32, np.float32)
     assert (len(chunk.tokens), chunk.version, chunk.finish) == (20, FIRST_VERSION, EngineFinish.LENGTH)
-    assert _difference(model, request, [chunk]) <= 1e-5
+    assert off(model, request, chunk) <= 1e-5
     await engine.close()
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-@pytest.mark.asyncio
 async def test_cut_by_abort_and_resumed_under_new_weights(architecture: str) -> None:
     """Tokens carry the version that sampled them, and their log-probabilities are those of its weights."""
     model = tiny_model(architecture)
-    engine = _engine(model)
-    requests = [_request(f"r{i}", 60, 5 + 3 * i, temperature=0.8) for i in range(5)]
+    engine = tiny_engine(model)
+    requests = [tiny_request(f"r{i}", 60, 5 + 3 * i, temperature=0.8) for i in range(5)]
     tasks = _start(engine, *requests)
     await _until(lambda: engine.stats.decode_steps > 0 and not engine._ticking)
     await engine.pause()
@@ -113,28 +76,25 @@ async def test_cut_by_abort_and_resumed_under_new_weights(architecture: str) -> 
     for request, chunks in zip(requests, partials, strict=True):
         assert [c.finish for c in chunks] == [EngineFinish.ABORT]
         assert 0 < len(chunks[0].tokens) < 60
-        assert _difference(model, request, chunks, 0.8) <= 1e-5
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.mul_(1.05)
+        assert off(model, request, joined(chunks), 0.8) <= 1e-5
+    write_weights(model)
     await engine.update_weights(V1)
     await engine.resume()
     for request, chunks in zip(requests, partials, strict=True):
         longer = np.concatenate([request.token_ids, chunks[0].tokens])
         again = asked(f"{request.attempt_id}+", longer, request.sampling.after(len(chunks[0].tokens), seed=9))
-        (rest,) = await _collect(engine, again)
+        (rest,) = await collect(engine, again)
         assert (rest.version, rest.finish) == (V1, EngineFinish.LENGTH)
         assert len(rest.tokens) + len(chunks[0].tokens) == 60
-        assert _difference(model, again, [rest], 0.8) <= 1e-5
+        assert off(model, again, rest, 0.8) <= 1e-5
     await engine.close()
 
 
-@pytest.mark.asyncio
 async def test_streamed_chunks_are_the_whole_cut_in_pieces() -> None:
     """With stream_interval the chunks come early, in order, each token once, and are what one chunk would be."""
     model = tiny_model()
-    requests = [_request(f"{i}", 30 + i, 3 + i, seed=i) for i in range(12)]
-    whole_engine, streaming = _engine(model), _engine(model, stream_interval=7)
+    requests = [tiny_request(f"{i}", 30 + i, 3 + i, seed=i) for i in range(12)]
+    whole_engine, streaming = tiny_engine(model), tiny_engine(model, stream_interval=7)
     whole = await asyncio.gather(*_start(whole_engine, *requests))
     pieces = await asyncio.gather(*_start(streaming, *requests))
 
@@ -143,64 +103,25 @@ async def test_streamed_chunks_are_the_whole_cut_in_pieces() -> None:
         assert [c.finish for c in many[:-1]] == [None] * (len(many) - 1)
         assert many[-1].finish is EngineFinish.LENGTH
         assert all(len(c.tokens) >= 7 for c in many[:-1])
-        np.testing.assert_array_equal(_joined(one)[0], _joined(many)[0])
-        np.testing.assert_allclose(_joined(one)[1], _joined(many)[1], rtol=0, atol=1e-5)
-    assert streaming.stats.generated_tokens == sum(len(_joined(many)[0]) for many in pieces)
-
-
-@pytest.mark.asyncio
-async def test_eos_of_the_model_and_stop_ids_of_the_request_end_it() -> None:
-    """EOS comes from the model's configuration; the stop token stays in the tokens with its log-probability."""
-    model = tiny_model(eos_token_id=[EOS, 5])
-    engine = TransformersEngine(model, slots=8, max_len=256)
-    assert engine.capabilities.eos_token_ids == (EOS, 5)
-    requests = [_request(f"{i}", 200, seed=i, min_tokens=3, stop_token_ids=(17,)) for i in range(8)]
-    results = await asyncio.gather(*_start(engine, *requests))
-
-    for request, (chunk,) in zip(requests, results, strict=True):
-        assert chunk.finish is EngineFinish.STOP
-        assert chunk.tokens[-1] in (EOS, 5, 17)
-        assert not set(chunk.tokens[:-1].tolist()) & {EOS, 5, 17}
-        assert len(chunk.tokens) > 3
-        assert _difference(model, request, [chunk]) <= 1e-5
-    assert {int(chunk.tokens[-1]) for (chunk,) in results} >= {17}
-
-
-@pytest.mark.asyncio
-async def test_abort_while_waiting_running_and_when_over() -> None:
-    """A waiting request ends with no tokens, a running one with what it has, a finished or unknown one not at all."""
-    engine = _engine(slots=1)
-    running, waiting = _start(engine, _request("running", 200), _request("waiting", 200))
-    await _until(lambda: engine.stats.decode_steps > 0 and not engine._ticking)
-    await engine.abort(["waiting", "unknown"])
-    (none,) = await waiting
-    assert (len(none.tokens), none.finish) == (0, EngineFinish.ABORT)
-    assert not running.done()
-    await engine.abort()
-    (some,) = await running
-    assert 0 < len(some.tokens) < 200
-    assert some.finish is EngineFinish.ABORT
-    await engine.abort(["running"])
-    (full,) = await _collect(engine, _request("running", 10))  # the id is free again once its stream has ended
-
-    assert len(full.tokens) == 10
-    assert engine.stats.aborts == 2
-    await engine.close()
+        np.testing.assert_array_equal(joined(one).tokens, joined(many).tokens)
+        np.testing.assert_allclose(joined(one).logprobs, joined(many).logprobs, rtol=0, atol=1e-5)
+    assert streaming.stats.generated_tokens == sum(len(joined(many).tokens) for many in pieces)
+    await asyncio.gather(whole_engine.close(), streaming.close())
 
 
 @pytest.mark.parametrize(("call", "fewest"), [(1, 1), (5, 5)])
-@pytest.mark.asyncio
 async def test_abort_during_a_tick_takes_effect_when_it_ends(call: int, fewest: int) -> None:
     """Asked for in the middle of a prefill or of a decode step: nothing computed is lost, one tick at most is added."""
     model = tiny_model()
-    engine = _engine(model, slots=2)
-    gate = _Gate(model, call)
-    first, second = _start(engine, _request("first", 200), _request("second", 200))
-    await _until(gate.reached.is_set)
-    late = _start(engine, _request("late", 200))[0]
+    engine = tiny_engine(model, slots=2)
+    reached, opened = threading.Event(), threading.Event()
+    at_call(model, call, lambda: (reached.set(), opened.wait()))
+    first, second = _start(engine, tiny_request("first", 200), tiny_request("second", 200))
+    await _until(reached.is_set)
+    late = _start(engine, tiny_request("late", 200))[0]
     await asyncio.sleep(0)
     await engine.abort()
-    gate.opened.set()
+    opened.set()
     for task in (first, second):
         (chunk,) = await task
         assert chunk.finish is EngineFinish.ABORT
@@ -211,25 +132,10 @@ async def test_abort_during_a_tick_takes_effect_when_it_ends(call: int, fewest: 
     await engine.close()
 
 
-@pytest.mark.asyncio
-async def test_abort_of_a_request_that_has_just_finished_changes_nothing() -> None:
-    """Its chunk is there but not taken yet: it keeps the reason that came first."""
-    engine = _engine()
-    stream = engine.generate(_request("a", 5))
-    task = asyncio.create_task(anext(stream))
-    await _until(lambda: engine.stats.generated_tokens == 5 and not engine._ticking and "a" not in engine._streams)
-    await engine.abort(["a"])
-    chunk = await task
-
-    assert (len(chunk.tokens), chunk.finish) == (5, EngineFinish.LENGTH)
-    assert engine.stats.aborts == 0
-
-
 @pytest.mark.parametrize("stream_interval", [None, 3])
-@pytest.mark.asyncio
 async def test_every_generated_token_is_yielded_or_counted_as_discarded(stream_interval: int | None) -> None:
     """60 requests; consumers leave and ids are aborted, between ticks and during them: the books balance."""
-    engine = _engine(slots=6, stream_interval=stream_interval)
+    engine = tiny_engine(slots=6, stream_interval=stream_interval)
     rng = np.random.default_rng(3)
     yielded = 0
 
@@ -239,7 +145,7 @@ async def test_every_generated_token_is_yielded_or_counted_as_discarded(stream_i
             yielded += len(chunk.tokens)
 
     tasks = [
-        asyncio.create_task(consume(_request(f"{i}", int(rng.integers(1, 50)), int(rng.integers(1, 20)), seed=i)))
+        asyncio.create_task(consume(tiny_request(f"{i}", int(rng.integers(1, 50)), int(rng.integers(1, 20)), seed=i)))
         for i in range(60)
     ]
     seen_ticking = False
@@ -266,20 +172,6 @@ async def test_every_generated_token_is_yielded_or_counted_as_discarded(stream_i
     assert not engine._streams
 
 
-@pytest.mark.asyncio
-async def test_leaving_a_stream_early_frees_its_slot() -> None:
-    """One slot, held by a consumer that goes away: the next request gets it, and the id may be used again."""
-    engine = _engine(slots=1, stream_interval=4)
-    stream: AsyncIterator[Chunk] = engine.generate(_request("gone", 250))
-    first = await anext(stream)
-    await stream.aclose()  # type: ignore[attr-defined]
-    (chunk,) = [c for c in await _collect(engine, _request("gone", 3)) if c.finish]
-    await engine.close()
-
-    assert chunk.finish is EngineFinish.LENGTH
-    assert engine.stats.generated_tokens == len(first.tokens) + engine.stats.discarded_tokens + 3
-
-
 @pytest.mark.parametrize(
     ("bad", "complaint"),
     [
@@ -302,65 +194,30 @@ async def test_leaving_a_stream_early_frees_its_slot() -> None:
         ),
     ],
 )
-@pytest.mark.asyncio
 async def test_requests_that_make_no_sense_cost_nothing(bad: Request, complaint: str) -> None:
     """They are refused by a sentence with the attempt in it, before anything is queued or computed."""
-    engine = _engine(max_len=64)
+    engine = tiny_engine(max_len=64)
     with pytest.raises(EngineError, match=complaint) as caught:
-        await _collect(engine, bad)
+        await collect(engine, bad)
     assert "attempt x" in str(caught.value)
     assert engine.stats.requests == engine.stats.generated_tokens == 0
     assert engine._pump is None
 
 
-@pytest.mark.asyncio
-async def test_an_id_in_flight_is_refused_and_its_first_user_unharmed() -> None:
-    """The second user of an attempt id gets an error; the first stream goes on to its end."""
-    engine = _engine()
-    (first,) = _start(engine, _request("a", 50))
-    await asyncio.sleep(0)
-    with pytest.raises(EngineError, match="already in flight"):
-        await _collect(engine, _request("a", 3))
-    assert len((await first)[0].tokens) == 50
-
-
-@pytest.mark.asyncio
 async def test_the_context_caps_the_response() -> None:
     """A prompt of 60 under max_len 64 gets 4 tokens of the 100 asked for, finish LENGTH."""
-    engine = _engine(max_len=64)
-    (chunk,) = await _collect(engine, _request("a", 100, length=60))
+    engine = tiny_engine(max_len=64)
+    (chunk,) = await collect(engine, tiny_request("a", 100, length=60))
 
     assert (len(chunk.tokens), chunk.finish) == (4, EngineFinish.LENGTH)
+    await engine.close()
 
 
-@pytest.mark.asyncio
-async def test_nothing_is_generated_while_paused_and_kept_requests_go_on() -> None:
-    """pause() ends ticks and gives the model back; without a weight change active requests resume where they were."""
-    model = tiny_model()
-    engine = _engine(model, slots=2)
-    requests = [_request(f"{i}", 70) for i in range(2)]
-    tasks = _start(engine, *requests)
-    await _until(lambda: engine.stats.decode_steps > 0)
-    await engine.pause()
-    before = engine.stats.generated_tokens
-    assert model.training
-    tasks += _start(engine, _request("later", 5))
-    for _ in range(50):
-        await asyncio.sleep(0)
-    assert engine.stats.generated_tokens == before
-    await engine.resume()
-    results = await asyncio.gather(*tasks)
-
-    assert [len(chunks[0].tokens) for chunks in results] == [70, 70, 5]
-    assert max(_difference(model, r, c) for r, c in zip(requests, results[:2], strict=True)) <= 1e-5
-
-
-@pytest.mark.asyncio
 async def test_stale_keys_and_values_cannot_be_used() -> None:
     """With active requests a new version is refused, and so is resuming after the weights were written in place."""
     model = tiny_model()
-    engine = _engine(model)
-    tasks = _start(engine, _request("a", 200))
+    engine = tiny_engine(model)
+    tasks = _start(engine, tiny_request("a", 200))
     await _until(lambda: engine.stats.decode_steps > 0)
     await engine.pause()
     with pytest.raises(EngineError, match=r"1 requests are active under version 0\.0: pause and abort"):
@@ -374,39 +231,36 @@ async def test_stale_keys_and_values_cannot_be_used() -> None:
     assert (await tasks[0])[0].version == FIRST_VERSION
     await engine.update_weights(V1)
     await engine.resume()
-    (chunk,) = await _collect(engine, _request("b", 5))
+    (chunk,) = await collect(engine, tiny_request("b", 5))
     assert chunk.version == V1
     await engine.close()
 
 
-@pytest.mark.asyncio
 async def test_requests_that_wait_across_an_update_are_generated_under_it() -> None:
     """They hold no keys and values, so they need not be aborted: their tokens carry the new version."""
     model = tiny_model()
-    engine = _engine(model, slots=1)
+    engine = tiny_engine(model, slots=1)
     await engine.pause()
-    requests = [_request("a", 5), _request("b", 5)]
+    requests = [tiny_request("a", 5), tiny_request("b", 5)]
     tasks = _start(engine, *requests)
     await asyncio.sleep(0)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.mul_(1.1)
+    write_weights(model)
     await engine.update_weights(V1)
     await engine.resume()
     results = await asyncio.gather(*tasks)
 
     for request, (chunk,) in zip(requests, results, strict=True):
         assert (chunk.version, len(chunk.tokens)) == (V1, 5)
-        assert _difference(model, request, [chunk]) <= 1e-5
+        assert off(model, request, chunk) <= 1e-5
+    await engine.close()
 
 
-@pytest.mark.asyncio
 async def test_weights_are_loaded_from_disk_in_place(tmp_path: Path) -> None:
     """The parameters stay the same objects with the values of the directory; a wrong directory changes nothing."""
     model, newer = tiny_model("llama", seed=0), tiny_model("llama", seed=1)
     newer.save_pretrained(tmp_path / "good")
     tiny_model("llama", num_hidden_layers=1).save_pretrained(tmp_path / "short")
-    engine = _engine(model)
+    engine = tiny_engine(model)
     held = {name: (parameter, parameter.clone()) for name, parameter in model.named_parameters()}
     for wrong in ("missing", "short"):
         with pytest.raises(EngineError, match=wrong):
@@ -418,24 +272,23 @@ async def test_weights_are_loaded_from_disk_in_place(tmp_path: Path) -> None:
 
     assert all(parameter is held[name][0] for name, parameter in model.named_parameters())
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), newer.parameters(), strict=True))
-    request = _request("a", 10)
-    (chunk,) = await _collect(engine, request)
+    request = tiny_request("a", 10)
+    (chunk,) = await collect(engine, request)
     assert chunk.version == V1
-    assert _difference(newer, request, [chunk]) <= 1e-5
+    assert off(newer, request, chunk) <= 1e-5
     await engine.close()
 
 
 async def _busy_run() -> tuple[list[Any], list[tuple[int, int]] | None]:
     """A run with follow-ups, aborts at completions and late requests; everything observable about it."""
-    engine = _engine(slots=6, seed=5)
+    engine = tiny_engine(slots=6, seed=5)
     engine.stats.trace = []
     events: list[Any] = []
     tasks: list[asyncio.Task[None]] = []
 
     async def rollout(name: str, new: int) -> None:
-        chunks = await _collect(engine, _request(name, new, temperature=1.0, seed=None))
-        tokens, logprobs = _joined(chunks)
-        events.append((name, tokens.tolist(), logprobs.tolist(), chunks[-1].finish))
+        whole = await generated(engine, tiny_request(name, new, temperature=1.0, seed=None))
+        events.append((name, whole.tokens.tolist(), whole.logprobs.tolist(), whole.finish))
         if len(events) % 5 == 0:
             await engine.abort([name.split("/")[0] for name, *_ in events[-2:]] + [f"{len(events) + 3}"])
         if "/" not in name:
@@ -450,7 +303,6 @@ async def _busy_run() -> tuple[list[Any], list[tuple[int, int]] | None]:
     return events, engine.stats.trace
 
 
-@pytest.mark.asyncio
 async def test_runs_repeat_exactly() -> None:
     """Same inputs, same everything: order of completion, tokens, log-probability bits, active requests of each step."""
     first, second = await _busy_run(), await _busy_run()
@@ -460,15 +312,14 @@ async def test_runs_repeat_exactly() -> None:
     assert len({tuple(tokens) for _, tokens, *_ in first[0]}) == 50  # requests without a seed do not share one
 
 
-@pytest.mark.asyncio
 async def test_the_model_is_given_back_as_it_was() -> None:
     """Dropout off and attention exchanged only while generating; each module gets its own flag back; it can train."""
     model = tiny_model(attention_dropout=0.5)
     model.model.layers[0].mlp.training = False
     model.set_attn_implementation("flex_attention")
-    engine = _engine(model)
-    request = _request("a", 30)
-    (chunk,) = await _collect(engine, request)
+    engine = tiny_engine(model)
+    request = tiny_request("a", 30)
+    (chunk,) = await collect(engine, request)
     await _until(lambda: engine._pump is None)
 
     assert model.training
@@ -478,17 +329,21 @@ async def test_the_model_is_given_back_as_it_was() -> None:
     model.set_attn_implementation("sdpa")
     model(input_ids=torch.tensor([[3, 4]]), labels=torch.tensor([[3, 4]])).loss.backward()
     assert all(p.grad is not None for p in model.parameters())
-    assert _difference(model, request, [chunk]) <= 1e-5
+    assert off(model, request, chunk) <= 1e-5
     await engine.close()
 
 
-@pytest.mark.asyncio
 async def test_a_failing_model_call_fails_its_streams_and_nothing_else() -> None:
     """Tokens of completed steps come first, then the error with its cause; health tells; the next request works."""
     model = tiny_model()
-    engine = _engine(model, slots=2)
-    handle = model.register_forward_pre_hook(lambda *_: _raise_at(engine.stats.decode_steps == 3))
-    stream = engine.generate(_request("a", 20))
+    engine = tiny_engine(model, slots=2)
+
+    def fail(*_: object) -> None:
+        if engine.stats.decode_steps == 3:
+            raise RuntimeError("out of memory")
+
+    handle = model.register_forward_pre_hook(fail)
+    stream = engine.generate(tiny_request("a", 20))
     chunk = await anext(stream)
     assert (len(chunk.tokens), chunk.finish) == (4, None)
     with pytest.raises(EngineError, match=r"attempt a: a model call failed \(RuntimeError: out of memory\)") as caught:
@@ -498,21 +353,20 @@ async def test_a_failing_model_call_fails_its_streams_and_nothing_else() -> None
     assert not health.ok
     assert "out of memory" in health.detail
     handle.remove()
-    request = _request("b", 20)
-    chunks = await _collect(engine, request)
+    request = tiny_request("b", 20)
+    chunks = await collect(engine, request)
 
     assert (await engine.health()).ok
-    assert _difference(model, request, chunks) <= 1e-5
+    assert off(model, request, joined(chunks)) <= 1e-5
     assert engine.stats.generated_tokens == 24
     assert engine.stats.failures == 1
     await engine.close()
 
 
-@pytest.mark.asyncio
 async def test_a_device_that_is_lost_ends_all_streams_and_the_books_still_balance() -> None:
     """An abort that cannot read its tokens: active and waiting streams fail, the tokens count as discarded."""
-    engine = _engine(slots=1)
-    tasks = _start(engine, _request("a", 200), _request("b", 200))
+    engine = tiny_engine(slots=1)
+    tasks = _start(engine, tiny_request("a", 200), tiny_request("b", 200))
     await _until(lambda: engine.stats.decode_steps > 0 and not engine._ticking)
 
     def lost(*_: object) -> None:
@@ -531,32 +385,25 @@ async def test_a_device_that_is_lost_ends_all_streams_and_the_books_still_balanc
     await engine.close()
 
 
-def _raise_at(now: bool) -> None:
-    if now:
-        raise RuntimeError("out of memory")
-
-
 @pytest.mark.parametrize("stream_interval", [None, 4])
-@pytest.mark.asyncio
 async def test_nan_in_the_weights_is_an_error_not_a_sample(stream_interval: int | None) -> None:
     """A NaN log-probability never reaches the trainer; its tokens are counted as discarded."""
     model = tiny_model()
-    engine = _engine(model, stream_interval=stream_interval)
+    engine = tiny_engine(model, stream_interval=stream_interval)
     with torch.no_grad():
         model.lm_head.weight[5] = torch.nan
     with pytest.raises(EngineError, match=r"log-probability of nan under version 0\.0"):
-        await _collect(engine, _request("a", 20))
+        await collect(engine, tiny_request("a", 20))
     await _until(lambda: engine._pump is None)
 
     assert engine._decoder.idle
     assert engine.stats.generated_tokens == engine.stats.discarded_tokens > 0
 
 
-@pytest.mark.asyncio
 async def test_close_ends_everything_and_may_be_repeated() -> None:
     """Running and waiting requests end as aborted; later requests are refused; health says closed."""
-    engine = _engine(slots=1)
-    tasks = _start(engine, _request("a", 200), _request("b", 200))
+    engine = tiny_engine(slots=1)
+    tasks = _start(engine, tiny_request("a", 200), tiny_request("b", 200))
     await _until(lambda: engine.stats.decode_steps > 0)
     await engine.close()
     await engine.close()
@@ -564,16 +411,15 @@ async def test_close_ends_everything_and_may_be_repeated() -> None:
 
     assert finishes == [EngineFinish.ABORT, EngineFinish.ABORT]
     with pytest.raises(EngineError, match="closed"):
-        await _collect(engine, _request("c"))
+        await collect(engine, tiny_request("c"))
     health = await engine.health()
     assert (health.ok, health.detail) == (False, "closed")
     assert health.counters["active"] == health.counters["waiting"] == 0.0
 
 
-@pytest.mark.asyncio
 async def test_capabilities_and_loading_from_a_directory(tmp_path: Path) -> None:
-    """What is declared is what the model has; from_pretrained makes the same engine from disk."""
-    model = tiny_model("qwen2")
+    """What is declared is what the model has, EOS from its configuration; from_pretrained makes the same from disk."""
+    model = tiny_model("qwen2", eos_token_id=[EOS, 5])
     model.save_pretrained(tmp_path)
     engine = TransformersEngine.from_pretrained(str(tmp_path), slots=3, name="mine")
     limits = engine.capabilities
@@ -581,11 +427,11 @@ async def test_capabilities_and_loading_from_a_directory(tmp_path: Path) -> None
     assert (limits.vocab_size, limits.max_context, limits.max_in_flight) == (VOCAB_SIZE, 512, 3)
     assert limits.shares_weights
     assert limits.updates_from_disk
-    assert limits.eos_token_ids == (EOS,)
+    assert limits.eos_token_ids == (EOS, 5)
     assert engine.name == "mine"
     assert repr(engine) == "TransformersEngine('mine', idle, SlotDecoder(0/3 active, 0 waiting, version 0.0))"
-    request = _request("a", 10)
-    assert _difference(model, request, await _collect(engine, request)) <= 1e-5
+    request = tiny_request("a", 10)
+    assert off(model, request, await generated(engine, request)) <= 1e-5
     await engine.close()
 
 
