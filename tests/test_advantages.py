@@ -1,4 +1,7 @@
-"""Advantages and loss weights: the papers' formulas, with and without a quorum, and the core's batches."""
+"""Advantages and loss weights: the papers' formulas, with and without a quorum.
+
+That a batch has the cohort of those that finished first is seen by the random lives of trainers (trainer_books.py).
+"""
 
 from __future__ import annotations
 
@@ -8,16 +11,13 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
-import length_toy as toy
 import numpy as np
 import pytest
 import torch
-from core_machine import CoreMachine, settings
 
 import april
-from april.core import events as ev
 from april.core.batch import Batch, DeliveredSample
-from april.core.types import FinishReason, OnFailedSample, Prompt, SampleId
+from april.core.types import FinishReason, Prompt, SampleId
 from april.corrections.advantages import METHODS, BatchShare, first_others
 
 STANDARDISED = ("grpo", "dapo", "gspo")
@@ -204,110 +204,3 @@ def test_weights_that_cannot_be() -> None:
         april.loss_weights(MASK, "mean")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=re.escape("has the shape [6]; give [B, T]")):
         april.loss_weights(MASK[0])
-
-
-# ---------------------------------------------------------------- the core's own batches
-
-
-class ToyRun:
-    """The core, with responses of the toy: all that is in flight gains a token at a time, so shorter ones finish first.
-
-    The test keeps its own book of who finished when.
-    """
-
-    def __init__(self, quorum: float, failing: float, policy: OnFailedSample) -> None:
-        self.rng = random.Random(f"{quorum} {failing} {policy}")
-        self.failing = failing
-        self.kinds: dict[tuple[int, int], int] = {}
-        self.fate: dict[tuple[int, int], bool] = {}
-        self.order: dict[int, list[int]] = {}
-        self.failed: dict[int, int] = {}
-        self.batches: list[Batch] = []
-        values = {"on_failed_sample": policy, "min_group_size": 2, "max_in_flight": 64, "max_attempt_failures": 1}
-        self.m = CoreMachine(
-            settings(n=3, samples=toy.N, over=6, group_quorum=quorum, **values),
-            lambda g, i: int(toy.LENGTHS[self.kind(g, i)]), prompts=24, auto_score=False,
-        )  # fmt: skip
-
-    def kind(self, group: int, index: int) -> int:
-        """Of a response, drawn when it is first asked for."""
-        key = (group, index)
-        if key not in self.kinds:
-            self.kinds[key] = self.rng.choices(range(len(toy.CHANCE)), toy.CHANCE)[0]
-            self.fate[key] = self.rng.random() < self.failing
-        return self.kinds[key]
-
-    def reward(self, key: tuple[int, int]) -> float:
-        return float(toy.SHORT_AND_RIGHT[self.kinds[key]])
-
-    def run(self) -> None:
-        """To the end of the data, one weight update per batch."""
-        m = self.m
-        while not m.ended:
-            m.post(ev.StepRequested())
-            while not m.batches and not m.ended:
-                self.tick()
-            self.batches += m.batches
-            m.batches.clear()
-            if not m.ended:
-                m.update()
-
-    def tick(self) -> None:
-        """A token for each; ends are told in an order by chance."""
-        m = self.m
-        m.finish_aborts()
-        self.score()
-        done = [a for a in sorted(m.in_flight) if m.tokens(a, 1)]
-        self.rng.shuffle(done)
-        for attempt_id in done:
-            if attempt_id in m.abort_asked or attempt_id not in m.in_flight:
-                continue
-            key = group, _ = tuple(m.in_flight[attempt_id].sample.id)
-            if self.fate[key]:
-                self.failed[group] = self.failed.get(group, 0) + 1
-                m.post(ev.SampleFailed(SampleId(*key), "broken"))
-                continue
-            m.end(attempt_id, 0)
-            self.score()
-
-    def score(self) -> None:
-        """Whatever has ended finishes at once."""
-        while self.m.to_score:
-            group, index = self.m.to_score.pop()
-            self.order.setdefault(group, []).append(index)
-            self.m.post(ev.Scored(group, [(index, self.reward((group, index)))]))
-
-
-@pytest.mark.parametrize("quorum", [0.5, 1.0])
-@pytest.mark.parametrize(
-    ("failing", "policy"),
-    [(0.0, OnFailedSample.DROP_GROUP), (0.3, OnFailedSample.SHRINK), (0.3, OnFailedSample.REPLACE)],
-)
-def test_batches_of_the_core_have_the_advantages_of_the_book(
-    quorum: float, failing: float, policy: OnFailedSample
-) -> None:
-    """Early and late, shrunk and replaced: each sample against the first k - 1 others that this test saw finish."""
-    run = ToyRun(quorum, failing, policy)
-    run.run()
-    settled: set[tuple[int, int]] = set()
-    late = shrunk = replaced = 0
-    for batch in run.batches:
-        expected = []
-        for sample in batch.samples:
-            group, index = sample.id
-            order, lost = run.order[group], run.failed.get(group, 0)
-            members = toy.N if policy is OnFailedSample.REPLACE else toy.N - lost
-            k = min(members, 4) if quorum < 1 else members
-            others = [run.reward((group, i)) for i in compared_with(order, k, index)]
-            expected.append([textbook(m, run.reward((group, index)), others) for m in METHODS])
-            late += order.index(index) >= k
-            shrunk += members < toy.N
-            replaced += index >= toy.N
-            assert sample.id not in settled
-            settled.add(sample.id)
-        found = np.stack([batch.advantages(m) for m in METHODS], 1)
-        assert found == pytest.approx(np.array(expected), rel=1e-4, abs=1e-5)
-    assert len(settled) > 100
-    assert (late > 20) == (quorum < 1)
-    assert (shrunk > 20) == (policy is OnFailedSample.SHRINK)
-    assert (replaced > 20) == (policy is OnFailedSample.REPLACE)

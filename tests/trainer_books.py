@@ -12,6 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from april.core.batch import Batch, DeliveredSample
+from april.core.ledger import bucket_of
 from april.core.settings import CoreSettings
 from april.core.types import OnStale
 
@@ -87,6 +88,8 @@ class Books:
     """How each prompt ended."""
     sent: int = 0
     delivered: int = 0
+    lengths: Counter[int] = field(default_factory=Counter)
+    """Lengths of the samples that were delivered, by their bucket."""
     dropped: Counter[str] = field(default_factory=Counter)
     version: Version = (0, 0)
     weights: dict[Version, str] = field(default_factory=lambda: {(0, 0): "start"})
@@ -224,6 +227,7 @@ class Books:
             self.groups[key[0]].delivered.add(key[1])
             self._left(key, "delivered")
             self.delivered += len(generated(leased[key]))
+            self.lengths[bucket_of(len(generated(leased[key])))] += 1
         self.out[batch] = leased
         self.batches += 1
 
@@ -250,6 +254,7 @@ class Books:
             self, groups={number: group.copy() for number, group in self.groups.items()},
             tapes={key: list(tape) for key, tape in self.tapes.items()}, finished=set(self.finished),
             out=dict(self.out), settled=dict(self.settled), dropped=self.dropped.copy(), weights=dict(self.weights),
+            lengths=self.lengths.copy(),
         )  # fmt: skip
 
     def saved(
@@ -285,6 +290,7 @@ class Books:
                 books.tapes[key] = list(tape)
                 books.finished.add(key)
                 books.delivered -= len(generated(tape))
+                books.lengths[bucket_of(len(generated(tape)))] -= 1
         books.version = (self.version[0] + 1, self.version[1] + trained)
         return books
 

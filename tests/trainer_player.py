@@ -244,6 +244,7 @@ class TrainerPlayer:
         training = [r for r in self.running.values() if r.key[0] >= 0]
         assert core.observed_tokens() == books.sent
         assert core.tokens.delivered == books.delivered
+        assert +core.context.lengths.trained.buckets == +books.lengths
         assert list(core.leased) == list(books.out)
         assert {group.id: group.cohort for group in core.buffer} == {g: books.groups[g].cohort for g in books.held}
         settled = Counter(books.settled.values())
