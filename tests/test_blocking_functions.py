@@ -7,7 +7,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextvars import ContextVar, copy_context
+from contextvars import ContextVar
 from typing import Any
 
 import pytest
@@ -16,8 +16,6 @@ from real_schedulers import assert_nothing_is_left, check, config, scheduler
 
 import april
 from april.core.types import DropReason, FinishReason
-from april.driver.rewards import Response
-from april.driver.user_calls import WorkerThreads
 from april.engines.protocol import Request
 from april.errors import RolloutError, SchedulerClosed, UsageError
 
@@ -37,18 +35,24 @@ def nothing_left_behind() -> Iterator[None]:
 
 
 def one_group(
-    engine: GateEngine, rollout: Any, check: bool = True, filter: Any = None, **changes: Any
+    engine: GateEngine, rollout: Any, check: bool = True, reward: Any = None, filter: Any = None, **changes: Any
 ) -> april.RolloutScheduler:
-    """N = 1, n = 1, no reward."""
+    """N = 1, n = 1."""
     values = {"rollout_batch_size": 1, "n_samples_per_prompt": 1, "over_sampling_batch_size": 1} | changes
-    return scheduler(
-        engines=[engine], rollout=rollout, reward=None, filter=filter, config=config(**values), check=check
-    )
+    functions = {"rollout": rollout, "reward": reward, "filter": filter}
+    return scheduler(engines=[engine], config=config(**values), check=check, **functions)
 
 
-def first_attempt_of(*sample: int) -> Callable[[Request], bool]:
-    """Holds a sample's first attempt, which has the prompt and nothing else."""
-    return lambda request: request.sample_key == sample and len(request.token_ids) == 2
+def first_attempt_of(group: int, index: int, asked: threading.Event | None = None) -> Callable[[Request], bool]:
+    """Holds a sample's first attempt, which has the prompt and nothing else, and says so."""
+
+    def holds(request: Request) -> bool:
+        held = request.sample_key == (group, index) and len(request.token_ids) == 2
+        if held and asked is not None:
+            asked.set()
+        return held
+
+    return holds
 
 
 def delivered(rollouts: april.RolloutScheduler, sample: tuple[int, int]) -> april.DeliveredSample:
@@ -63,40 +67,10 @@ def delivered(rollouts: april.RolloutScheduler, sample: tuple[int, int]) -> apri
 # ---------------------------------------------------------------- what works
 
 
-def test_a_plain_function_is_a_rollout_function() -> None:
-    """Same arguments, same completion, one thread per sample; batches are those of the default function."""
-    names: set[str] = set()
-
-    def rollout(prompt: april.Prompt, llm: april.BlockingLLM) -> str:
-        names.add(threading.current_thread().name)
-        done = llm.generate(prompt.token_ids, max_tokens=100)
-        assert done.conversation.tolist() == [*prompt.token_ids.tolist(), *done.tokens.tolist()]
-        return str(llm.sample_id)
-
-    async def reward(prompt: april.Prompt, response: Response) -> float:
-        assert response.output == str(response.sample_id)
-        return float(len(response.tokens))
-
-    with scheduler(rollout=rollout, reward=reward) as rollouts:
-        for _ in range(4):
-            check(rollouts.next_batch())
-            rollouts.weight_update()
-        books = rollouts.ledger()
-        assert books["tokens"].balanced
-        assert not books["tokens"].dropped
-    assert all(name.startswith("april-worker") for name in names)
-
-
 def test_a_blocked_thread_is_parked_over_the_end_of_a_step() -> None:
     """The thread stays in generate over a weight update and gets one completion; tools are segments without loss."""
     done: list[april.Completion] = []
     held = threading.Event()
-
-    def holds(request: Request) -> bool:
-        if first_attempt_of(0, 0)(request):
-            held.set()
-            return True
-        return False
 
     def rollout(prompt: april.Prompt, llm: april.BlockingLLM) -> None:
         if llm.sample_id != (0, 0):
@@ -106,7 +80,7 @@ def test_a_blocked_thread_is_parked_over_the_end_of_a_step() -> None:
             done.append(first)
             done.append(llm.generate([*first.conversation, 9, 8]))
 
-    with one_group(GateEngine(holds), rollout, over_sampling_batch_size=2) as rollouts:
+    with one_group(GateEngine(first_attempt_of(0, 0, held)), rollout, over_sampling_batch_size=2) as rollouts:
         assert rollouts.next_batch().group_ids.tolist() == [1]
         assert not done
         rollouts.weight_update()
@@ -141,23 +115,21 @@ def test_512_plain_functions_at_the_same_time() -> None:
 
 def test_plain_functions_are_evaluated_too() -> None:
     """Same result as with the default function; no more threads than requests in flight."""
-    inside, most = [0], [0]
-    lock = threading.Lock()
+    inside: set[int] = set()
+    most = [0]
 
     def rollout(prompt: april.Prompt, llm: april.BlockingLLM) -> None:
-        with lock:
-            inside[0] += 1
-            most[0] = max(most[0], inside[0])
+        inside.add(threading.get_ident())
+        most.append(len(inside))
         llm.generate()
-        with lock:
-            inside[0] -= 1
+        inside.remove(threading.get_ident())
 
     prompts = [[i, 8] for i in range(1, 11)]
     with scheduler() as rollouts:
         expected = rollouts.evaluate(prompts, n_samples=2)
     with scheduler(rollout=rollout, config=config(max_in_flight=3)) as rollouts:
         result = rollouts.evaluate(prompts, n_samples=2)
-        at_once = most[0]
+        at_once = max(most)
         check(rollouts.next_batch())
     assert result.rewards.tolist() == expected.rewards.tolist()
     assert 1 <= at_once <= 3
@@ -178,8 +150,7 @@ def test_an_evaluation_that_fails_ends_its_plain_functions() -> None:
             raise
 
     engine = GateEngine(lambda request: bool(broken))
-    with one_group(engine, rollout, n_samples_per_prompt=2) as rollouts:
-        rollouts._driver.local.functions = type(rollouts._driver.local.functions)(rollout, reward=lambda p, r: 1.0)
+    with one_group(engine, rollout, reward=lambda prompt, response: 1.0, n_samples_per_prompt=2) as rollouts:
         with pytest.raises(RolloutError, match="evaluation prompt 1: the rollout function raised LookupError"):
             rollouts.evaluate([[1], [2]])
         assert cancelled.is_set()
@@ -190,102 +161,55 @@ def test_an_evaluation_that_fails_ends_its_plain_functions() -> None:
 # ---------------------------------------------------------------- what fails
 
 
-def test_a_dropped_group_cancels_its_blocked_threads() -> None:
-    """generate raises CancelledError, which ``except Exception`` does not swallow; the thread ends."""
-    raised: list[BaseException] = []
-    ended = threading.Event()
-
-    def rollout(prompt: april.Prompt, llm: april.BlockingLLM) -> None:
-        if llm.sample_id == (0, 1):
-            raise ValueError("no")
-        try:
-            llm.generate()
-        except Exception as error:
-            raised.append(error)
-        except BaseException as error:
-            raised.append(error)
-            ended.set()
-            raise
-
-    engine = GateEngine(first_attempt_of(0, 0))
-    with one_group(engine, rollout, n_samples_per_prompt=2, max_attempt_failures=1) as rollouts:
-        assert rollouts.next_batch().group_ids.tolist() == [1, 1]
-        assert ended.wait(30)
-        rollouts.validate()
-    (error,) = raised
-    assert isinstance(error, asyncio.CancelledError)
-    assert "was given up" in str(error)
-
-
-def test_a_thread_that_ignores_its_cancellation_harms_nothing() -> None:
-    """It is left behind: later calls are refused, and what it returns or raises is no event any more."""
+@pytest.mark.parametrize("swallows", [False, True], ids=["raises on", "swallows"])
+@pytest.mark.parametrize("where", ["in generate", "in a tool"])
+def test_a_dropped_group_cancels_its_threads(where: str, swallows: bool) -> None:
+    """generate raises CancelledError, which ``except Exception`` does not swallow. A tool that runs cannot be
+    interrupted: its function ends where it would have gone on. A thread that ignores that is left behind: later calls
+    are refused, and what it returns is no event any more."""
     errors: list[BaseException] = []
-    go_on, ended = threading.Event(), threading.Event()
+    in_tool, tool_done, go_on, ended = (threading.Event() for _ in range(4))
 
     def rollout(prompt: april.Prompt, llm: april.BlockingLLM) -> None:
         if llm.sample_id == (0, 1):
+            assert in_tool.wait(30)
             raise ValueError("no")
-        if llm.sample_id == (0, 0):
-            for _ in range(3):
-                try:
-                    llm.generate()
-                except BaseException as error:
-                    errors.append(error)
-            go_on.wait()
-            ended.set()
+        if llm.sample_id != (0, 0):
+            llm.generate()
             return
-        llm.generate()
+        in_tool.set()
+        if where == "in a tool":
+            tool_done.wait()
+        for _ in range(3):
+            try:
+                llm.generate()
+            except BaseException as error:
+                errors.append(error)
+                if not swallows:
+                    ended.set()
+                    raise
+        go_on.wait()
+        ended.set()
 
     engine = GateEngine(first_attempt_of(0, 0))
     with one_group(engine, rollout, n_samples_per_prompt=2, max_attempt_failures=1) as rollouts:
         assert rollouts.next_batch().group_ids.tolist() == [1, 1]
+        tool_done.set()
         go_on.set()
         assert ended.wait(30)
         rollouts.weight_update()
         assert rollouts.next_batch().group_ids.tolist() == [2, 2]
         rollouts.validate()
-    assert [type(e) for e in errors] == [asyncio.CancelledError, RolloutError, RolloutError]
-    assert "after its rollout function had ended" in str(errors[1])
-
-
-def test_a_thread_outside_of_generate_is_cancelled_at_its_next_call() -> None:
-    """A tool that runs cannot be interrupted; the function ends where it would have gone on."""
-    raised: list[BaseException] = []
-    in_tool, tool_done, ended = threading.Event(), threading.Event(), threading.Event()
-
-    def rollout(prompt: april.Prompt, llm: april.BlockingLLM) -> None:
-        if llm.sample_id == (0, 0):
-            in_tool.set()
-            tool_done.wait()
-            try:
-                llm.generate()
-            except BaseException as error:
-                raised.append(error)
-                ended.set()
-                raise
-        elif llm.sample_id == (0, 1):
-            in_tool.wait()
-            raise ValueError("no")
-        else:
-            llm.generate()
-
-    with one_group(GateEngine(), rollout, n_samples_per_prompt=2, max_attempt_failures=1) as rollouts:
-        assert rollouts.next_batch().group_ids.tolist() == [1, 1]
-        tool_done.set()
-        assert ended.wait(30)
-    assert [type(e) for e in raised] == [asyncio.CancelledError]
+    assert [type(e) for e in errors] == [asyncio.CancelledError, RolloutError, RolloutError][: 3 if swallows else 1]
+    assert not isinstance(errors[0], Exception)
+    assert "was given up" in str(errors[0])
+    assert all("after its rollout function had ended" in str(e) for e in errors[1:])
 
 
 def test_misuse_in_a_thread_is_a_named_failure() -> None:
     """Wrong arguments and a second call at the same time raise where they are made, as in a coroutine."""
     errors: list[BaseException] = []
     asked = threading.Event()
-
-    def holds(request: Request) -> bool:
-        held = first_attempt_of(0, 0)(request)
-        if held:
-            asked.set()
-        return held
 
     def rollout(prompt: april.Prompt, llm: april.BlockingLLM) -> None:
         if llm.sample_id != (0, 0):
@@ -304,7 +228,7 @@ def test_misuse_in_a_thread_is_a_named_failure() -> None:
             errors.append(error)
         first.join()
 
-    with one_group(GateEngine(holds), rollout, over_sampling_batch_size=2) as rollouts:
+    with one_group(GateEngine(first_attempt_of(0, 0, asked)), rollout, over_sampling_batch_size=2) as rollouts:
         sample = delivered(rollouts, (0, 0))
         assert sample.tokens.tolist() == [*HEAD, *TAIL]
     assert [type(e) for e in errors] == [UsageError, UsageError, TypeError, RolloutError]
@@ -352,8 +276,11 @@ def test_a_call_after_the_function_has_returned_is_refused() -> None:
     ids=repr,
 )
 @pytest.mark.parametrize("which", ["rollout", "filter"])
-def test_whatever_a_plain_function_raises_is_a_named_failure(error: BaseException, words: str, which: str) -> None:
+def test_whatever_a_plain_function_raises_is_a_named_failure(
+    error: BaseException, words: str, which: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A rollout begins again, and its tokens are counted; a filter is asked again; nothing ends but that function."""
+    monkeypatch.setattr("april.config.settings.RETRY_PAUSE_S", 0.0)
     failed: list[str] = []
 
     def fails(place: str) -> bool:
@@ -418,17 +345,29 @@ def test_plain_functions_do_not_see_each_others_context() -> None:
     assert seen == ["none"] * 3
 
 
-def test_close_lets_blocked_threads_clean_up() -> None:
-    """A thread in generate is cancelled, and close returns after its finally block."""
-    inside = threading.Event()
+@pytest.mark.parametrize("hangs", [False, True])
+def test_close_beside_a_running_function(
+    hangs: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A thread in generate is cancelled, and close returns after its finally block. One that hangs is named and left
+    behind after close's patience; what it calls later is refused."""
+    if hangs:
+        monkeypatch.setattr("april.driver.local_host.CLOSE_PATIENCE_S", 0.01)
+    inside, go_on, ended = threading.Event(), threading.Event(), threading.Event()
+    errors: list[BaseException] = []
     steps: list[str] = []
 
     def rollout(prompt: april.Prompt, llm: april.BlockingLLM) -> None:
         inside.set()
-        try:
-            llm.generate()
-        finally:
-            steps.append("cleaned up")
+        if hangs:
+            go_on.wait()
+        for _ in range(2):
+            try:
+                llm.generate()
+            except BaseException as error:
+                errors.append(error)
+        steps.append("cleaned up")
+        ended.set()
 
     rollouts = one_group(GateEngine(lambda request: True), rollout)
 
@@ -442,39 +381,10 @@ def test_close_lets_blocked_threads_clean_up() -> None:
     rollouts.close()
     steps.append("closed")
     trainer.join()
-    assert steps == ["cleaned up", "closed"]
-
-
-def test_close_leaves_a_thread_that_hangs(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    """After its patience close names it and returns; what the thread calls later is refused."""
-    monkeypatch.setattr("april.driver.local_host.CLOSE_PATIENCE_S", 0.01)
-    inside, go_on, ended = threading.Event(), threading.Event(), threading.Event()
-    errors: list[BaseException] = []
-
-    def rollout(prompt: april.Prompt, llm: april.BlockingLLM) -> None:
-        inside.set()
-        go_on.wait()
-        for _ in range(2):
-            try:
-                llm.generate()
-            except BaseException as error:
-                errors.append(error)
-        ended.set()
-
-    rollouts = one_group(GateEngine(), rollout)
-
-    def train() -> None:
-        with pytest.raises(SchedulerClosed):
-            rollouts.next_batch()
-
-    trainer = threading.Thread(target=train)
-    trainer.start()
-    inside.wait()
-    rollouts.close()
-    trainer.join()
-    assert "is left behind" in caplog.text
+    assert ("is left behind" in caplog.text) is hangs
     go_on.set()
     assert ended.wait(30)
+    assert steps == (["closed", "cleaned up"] if hangs else ["cleaned up", "closed"])
     assert [type(e) for e in errors] == [asyncio.CancelledError, RolloutError]
 
 
@@ -513,28 +423,3 @@ sys.exit(3)
 """
     run = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, timeout=60)
     assert (run.returncode, run.stdout, run.stderr) == (3, "[2]\n", "")
-
-
-@pytest.mark.asyncio
-async def test_threads_are_used_again_and_end_with_close() -> None:
-    """One function after the other needs one thread; close ends the idle ones, the others after their function."""
-    threads = WorkerThreads()
-    loop = asyncio.get_running_loop()
-    names: list[str] = []
-    go_on = threading.Event()
-
-    async def run(function: Callable[[], Any]) -> None:
-        heard = loop.create_future()
-        threads.run(copy_context(), function, (), heard.set_result)
-        outcome = await heard
-        assert outcome.error is None
-
-    for _ in range(5):
-        await run(lambda: names.append(threading.current_thread().name))
-    assert len(set(names)) == 1
-    running = asyncio.create_task(run(go_on.wait))
-    await asyncio.sleep(0)
-    threads.close()
-    assert len(workers()) == 1
-    go_on.set()
-    await running

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
 import pytest
-from virtual_rollouts import RecordingEngine, Rollouts, now, on_virtual_time, prompt_ids, table, virtual
+from virtual_rollouts import RecordingEngine, Rollouts, now, on_virtual_time, table, virtual
 
 from april.core import events as ev
 from april.core.types import DropReason, OnStale, Prompt, Refill, SampleState
 from april.core.versions import PolicyVersion
 from april.driver.rewards import Response
 from april.engines.simulated.response_lengths import LognormalLengths
-from april.errors import DataExhausted, RolloutError, SchedulerClosed
+from april.errors import SchedulerClosed
 
 pytestmark = on_virtual_time
 
@@ -176,35 +174,6 @@ async def test_a_batch_that_nobody_took_is_not_committed() -> None:
 # ---------------------------------------------------------------- the end of the data, and of the driver
 
 
-@pytest.mark.parametrize("bad", [[[5, 999_999]], [{"ids": [1]}], None], ids=["id", "mapping", "raises"])
-async def test_a_bad_prompt_is_an_error_of_one_step(bad: Any) -> None:
-    """The trainer is told which prompt; good prompts around it are not lost."""
-
-    def source() -> Iterator[Any]:
-        yield from (prompt_ids(i) for i in range(3))
-        if bad is None:
-            raise OSError("disk gone")
-        yield from bad
-        yield from (prompt_ids(i) for i in range(4, 6))
-
-    rollouts = Rollouts(table({}), n=2, prompts=source())
-    await rollouts.step()
-    with pytest.raises(RolloutError, match="prompt 3"):
-        await rollouts.driver.next_batch()
-    rollouts.check_ledger()
-    if bad is None:  # a generator that has raised is at its end: its rest is not passed over without a word
-        for _ in range(2):
-            with pytest.raises(RolloutError, match=r"after 3 of epoch 0, and cannot be begun anew.*extend\(\)"):
-                await rollouts.driver.next_batch()
-        rollouts.driver.extend([prompt_ids(4)])
-        assert sorted((await rollouts.step()).group_ids.tolist()) == [2, 3]
-        with pytest.raises(DataExhausted):
-            await rollouts.driver.next_batch()
-    else:
-        firsts = [int(s.prompt.token_ids[0]) for _ in range(2) for s in (await rollouts.step()).samples]
-        assert sorted(firsts) == [3, 5, 6]
-
-
 @pytest.mark.parametrize("at", [0.0, 3.5, 5.0, 6.0, 12.0])
 async def test_close_with_work_in_flight_leaves_nothing_behind(at: float) -> None:
     """Streams, parked functions, rewards and waiters are ended; whoever waits is told; no task is left."""
@@ -242,17 +211,3 @@ async def test_an_error_that_nobody_expected_reaches_the_trainer(caplog: pytest.
     assert isinstance(caught.value.__cause__, ZeroDivisionError)
     await rollouts.close()
     assert "april stops" in caplog.text
-
-
-async def test_prompts_are_copied() -> None:
-    """A data loader may use its buffer again."""
-
-    def source() -> Iterator[Any]:
-        buffer = np.zeros(3, np.int32)
-        for i in range(100):
-            buffer[:] = prompt_ids(i)
-            yield buffer
-
-    rollouts = Rollouts(table({}), n=4, prompts=source())
-    batch = await rollouts.step()
-    assert [s.prompt.token_ids.tolist() for s in batch.samples] == [prompt_ids(i).tolist() for i in range(4)]

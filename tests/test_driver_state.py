@@ -214,18 +214,6 @@ async def test_prompts_go_on_where_they_stood() -> None:
     assert again.core.prompts.as_dict() == {"observed": 13, "delivered": 13, "held": 0, "dropped": {}}
 
 
-async def test_fewer_prompts_than_before() -> None:
-    """One sentence says what is wrong; the same prompts would have gone on."""
-    old = new()
-    await old.step()
-    state = plain(old.driver.state_dict(None))
-    assert (state["prompts"]["epoch"], state["prompts"]["position"]) == (0, 4)
-    await old.close()
-    again = new(prompts=3)
-    with pytest.raises(CheckpointError, match="the prompts ended after 3 of epoch 0, where 4 had been"):
-        await again.driver.load_state_dict(state)
-
-
 async def test_responses_that_wait_for_more_prompts_with_a_quorum() -> None:
     """Of three groups a batch takes eight responses, four wait, and another prompt brings them to a full batch."""
     run = Rollouts(

@@ -317,8 +317,11 @@ def test_a_plain_rollout_function_that_hangs_begins_again(release: threading.Eve
 
 
 @pytest.mark.parametrize("what", ["rollout", "reward", "async reward"])
-def test_a_function_that_hangs_in_an_evaluation_is_named(what: str, release: threading.Event) -> None:
+def test_a_function_that_hangs_in_an_evaluation_is_named(
+    what: str, release: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """RolloutError instead of an evaluation without end, a coroutine that ignores its cancellation included."""
+    monkeypatch.setattr("april.driver.local_host.CLOSE_PATIENCE_S", 0.01)
     async_release = asyncio.Event()
 
     def agent(prompt: april.Prompt, llm: april.BlockingLLM) -> None:

@@ -104,51 +104,47 @@ def test_a_handler_may_save_anywhere(what: str) -> None:
         check(restored.next_batch())
 
 
-def test_an_update_that_nobody_waits_for_goes_on() -> None:
-    """Interrupted while an engine loads: it takes effect; after the next batch the same arguments are a new update."""
-    loading, release = threading.Event(), threading.Event()
+class Slow(SimulatedEngine):
+    """Loads when it is let; the first load may fail."""
 
-    class Slow(SimulatedEngine):
-        async def update_weights(self, version: april.PolicyVersion, path: str | None = None) -> None:
-            loading.set()
-            await asyncio.to_thread(release.wait)
-            await super().update_weights(version, path)
+    def __init__(self, *, fails: bool = False) -> None:
+        super().__init__("e0", FAST, by_sample_key(LENGTHS), max_running=64, vocab_size=VOCAB)
+        self.loading, self.release, self.fails = threading.Event(), threading.Event(), fails
 
-    slow = Slow("e0", FAST, by_sample_key(LENGTHS), max_running=64, vocab_size=VOCAB)
-    with scheduler(engines=[slow]) as rollouts:
-        rollouts.next_batch()
+    async def update_weights(self, version: april.PolicyVersion, path: str | None = None) -> None:
+        fails, self.fails = self.fails, False
+        self.loading.set()
+        await asyncio.to_thread(self.release.wait)
+        if fails:
+            raise EngineError("no room")
+        await super().update_weights(version, path)
+
+    def interrupted(self, rollouts: april.RolloutScheduler, **arguments: Any) -> None:
+        """An update whose call is interrupted while this engine loads, which it then may end."""
         main = threading.main_thread().ident or 0
-        waker = threading.Thread(target=lambda: (loading.wait(), signal.pthread_kill(main, signal.SIGINT)))
+        waker = threading.Thread(target=lambda: (self.loading.wait(), signal.pthread_kill(main, signal.SIGINT)))
         waker.start()
         with pytest.raises(KeyboardInterrupt):
-            rollouts.weight_update("weights")
+            rollouts.weight_update("weights", **arguments)
         waker.join()
         assert rollouts.version == (0, 0)
-        release.set()
+        self.release.set()
+
+
+def test_an_update_that_nobody_waits_for_goes_on() -> None:
+    """Interrupted while an engine loads: it takes effect; after the next batch the same arguments are a new update."""
+    with scheduler(engines=[slow := Slow()]) as rollouts:
+        rollouts.next_batch()
+        slow.interrupted(rollouts)
         assert rollouts.next_batch().version == (0, 1)
         assert rollouts.weight_update("weights") == (0, 2)
 
 
 def test_an_update_that_names_its_batch_may_be_asked_for_later() -> None:
     """With ``trained`` it is known which update is meant, also when another batch has come in between."""
-    loading, release = threading.Event(), threading.Event()
-
-    class Slow(SimulatedEngine):
-        async def update_weights(self, version: april.PolicyVersion, path: str | None = None) -> None:
-            loading.set()
-            await asyncio.to_thread(release.wait)
-            await super().update_weights(version, path)
-
-    slow = Slow("e0", FAST, by_sample_key(LENGTHS), max_running=64, vocab_size=VOCAB)
-    with scheduler(engines=[slow]) as rollouts:
+    with scheduler(engines=[slow := Slow()]) as rollouts:
         first = rollouts.next_batch()
-        main = threading.main_thread().ident or 0
-        waker = threading.Thread(target=lambda: (loading.wait(), signal.pthread_kill(main, signal.SIGINT)))
-        waker.start()
-        with pytest.raises(KeyboardInterrupt):
-            rollouts.weight_update("weights", trained=first.id)
-        waker.join()
-        release.set()
+        slow.interrupted(rollouts, trained=first.id)
         second = rollouts.next_batch()
         assert rollouts.weight_update("weights", trained=first.id) == (0, 1)
         assert rollouts.weight_update("weights", trained=second.id) == (0, 2)
@@ -156,27 +152,9 @@ def test_an_update_that_names_its_batch_may_be_asked_for_later() -> None:
 
 def test_an_update_that_failed_unheard_is_made_again() -> None:
     """Interrupted, and then the engine refuses: the next call does not answer with an old error."""
-    loading, release, failed = threading.Event(), threading.Event(), []
-
-    class Fails(SimulatedEngine):
-        async def update_weights(self, version: april.PolicyVersion, path: str | None = None) -> None:
-            if not failed:
-                failed.append(1)
-                loading.set()
-                await asyncio.to_thread(release.wait)
-                raise EngineError("no room")
-            await super().update_weights(version, path)
-
-    fails = Fails("e0", FAST, by_sample_key(LENGTHS), max_running=64, vocab_size=VOCAB)
-    with scheduler(engines=[fails]) as rollouts:
+    with scheduler(engines=[slow := Slow(fails=True)]) as rollouts:
         rollouts.next_batch()
-        main = threading.main_thread().ident or 0
-        waker = threading.Thread(target=lambda: (loading.wait(), signal.pthread_kill(main, signal.SIGINT)))
-        waker.start()
-        with pytest.raises(KeyboardInterrupt):
-            rollouts.weight_update("weights")
-        waker.join()
-        release.set()
+        slow.interrupted(rollouts)
         update = rollouts._update
         assert update is not None
         assert update._reply is not None

@@ -161,7 +161,7 @@ def test_stop_tells_who_waits_for_what_nobody_gives(thread: LoopThread) -> None:
     waits.start()
     begun.wait()
     thread.stop()
-    waits.join(60)
+    waits.join(10)
     assert [type(error) for error in outcome] == [SchedulerClosed]
     with pytest.raises(SchedulerClosed):
         thread.wait_for(lambda reply: pytest.fail("the loop is gone"))

@@ -6,13 +6,10 @@ mistakes that are about settings, rewards and engines.
 
 from __future__ import annotations
 
-import asyncio
-import gc
 import logging
 import re
 import signal
 import sys
-import threading
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -20,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from real_schedulers import assert_nothing_is_left, config, engine, scheduler
+from real_schedulers import config, engine, scheduler
 from tiny_models import tiny_model
 
 import april
@@ -30,7 +27,6 @@ from april.core.sampling import SamplingParams
 from april.core.types import Prompt
 from april.core.versions import PolicyVersion
 from april.driver import prompt_source
-from april.driver.llm import LLM
 from april.driver.prompt_source import as_prompt
 from april.driver.rewards import checked_reward
 from april.driver.user_code import FailureLog
@@ -40,38 +36,6 @@ from april.engines.transformers.engine import TransformersEngine
 from april.engines.transformers.model_support import generation_mode
 from april.errors import ConfigError, DataExhausted, RolloutError
 from april.testing import FakeEngine, Fault, FaultKind, FaultScript, rollouts, run_virtual
-
-
-class Gate:
-    """A reward function that lets nobody through before it is opened."""
-
-    def __init__(self) -> None:
-        self.asked = threading.Event()
-        self.opened = threading.Event()
-
-    def __call__(self, prompt: april.Prompt, response: april.Response) -> float:
-        self.asked.set()
-        assert self.opened.wait(30)
-        return 1.0
-
-
-def test_a_batch_goes_to_one_caller() -> None:
-    """A second next_batch beside the first is refused, blocking or async: both would be given the same batch."""
-    gate = Gate()
-    batches: list[april.Batch] = []
-    with scheduler(reward=gate) as rollouts:
-        first = threading.Thread(target=lambda: batches.append(rollouts.next_batch()))
-        first.start()
-        assert gate.asked.wait(30)
-        with pytest.raises(RolloutError, match="another call waits for the same batch"):
-            rollouts.next_batch()
-        with pytest.raises(RolloutError, match="another call waits for the same batch"):
-            asyncio.run(rollouts.anext_batch())
-        gate.opened.set()
-        first.join()
-        batches.append(rollouts.next_batch())
-    assert [b.id for b in batches] == [0, 1]
-    assert_nothing_is_left()
 
 
 def test_one_line_and_one_traceback_for_one_mistake(caplog: pytest.LogCaptureFixture) -> None:
@@ -122,21 +86,6 @@ def test_a_call_that_cannot_be_is_one_line_with_its_place(caplog: pytest.LogCapt
     assert not caplog.records[0].exc_info
 
 
-def test_a_timeout_around_generate() -> None:
-    """asyncio.TimeoutError says nothing; the answer says that a parked call takes as long as the steps between."""
-
-    async def rollout(prompt: april.Prompt, llm: LLM) -> None:
-        call = asyncio.ensure_future(llm.generate())
-        await asyncio.sleep(0)
-        call.cancel()
-        raise TimeoutError  # as asyncio.wait_for does, but not after a time
-
-    failure = pytest.raises(RolloutError, match="await every call to its end, without a timeout")
-    with scheduler(rollout=rollout, config=config(max_failed_groups=1)) as rollouts, failure:
-        rollouts.next_batch()
-    gc.collect()  # asyncio complains of the call that nobody awaited now, and not into the log of a later test
-
-
 def test_prompts_as_tensors() -> None:
     """Tensors and arrays are prompts as lists are; what cannot become an array is refused, not raised through."""
     assert as_prompt(torch.tensor([3, 4]), 97, 0).token_ids.tolist() == [3, 4]
@@ -148,7 +97,7 @@ def test_prompts_as_tensors() -> None:
 
     with pytest.raises(ConfigError, match="prompt 7: token_ids must be a non-empty flat list of integers, or an array"):
         as_prompt(Elsewhere(), 97, 7)
-    with scheduler(prompts=[]) as rollouts, pytest.raises(april.DataExhausted):
+    with scheduler(prompts=[]) as rollouts, pytest.raises(DataExhausted, match="no prompts: prompts= gave none"):
         rollouts.next_batch()
     failure = pytest.raises(RolloutError, match="there are no prompts")
     with scheduler(prompts=[], config=config(on_data_end="wrap")) as rollouts, failure:
@@ -259,24 +208,6 @@ def test_faults_that_do_not_exist() -> None:
         FakeEngine(faults=[])  # type: ignore[arg-type]
 
 
-def test_plain_functions_on_a_virtual_loop() -> None:
-    """Plain filters and rewards need no thread there; a plain rollout function does and is refused."""
-    arguments: dict[str, Any] = {"engines": [FakeEngine(lengths=5)], "prompts": [[1, i] for i in range(2, 30)]}
-
-    async def filtered() -> april.Batch:
-        arguments["reward"] = lambda prompt, response: float(response.sample_id.index)
-        async with rollouts(config(), filter=april.rewards_differ, **arguments) as run:
-            return await run.next_batch()
-
-    assert len(run_virtual(filtered()).group_sizes) == config().rollout_batch_size
-
-    async def plain() -> None:
-        rollouts(config(), rollout=lambda prompt, llm: llm.generate(), **arguments)
-
-    with pytest.raises(ConfigError, match="is a plain function, which runs in a thread, and a virtual"):
-        run_virtual(plain())
-
-
 def small_config(**changes: Any) -> april.Config:
     return april.Config(**({"rollout_batch_size": 2, "n_samples_per_prompt": 2, "max_response_len": 20} | changes))
 
@@ -347,12 +278,6 @@ def test_a_bound_that_admits_no_more_says_how_many() -> None:
     """N' above what max_staleness lets april deliver is refused with the number."""
     with pytest.raises(ConfigError, match=r"over_sampling_batch_size=4 .* max_staleness=0 .* which is 2; "):
         small_config(over_sampling_batch_size=4, max_staleness=0)
-
-
-def test_no_prompts_and_too_few() -> None:
-    """None: an error that names them. Fewer than N: a warning with the first batch."""
-    with pytest.raises(DataExhausted, match="there are no prompts: prompts= gave none"):
-        run(prompts=[])
 
 
 def test_too_few_prompts_for_a_batch(caplog: pytest.LogCaptureFixture) -> None:
@@ -433,7 +358,7 @@ def test_no_reward_function(given: dict[str, Any], warned: bool, caplog: pytest.
     with april.RolloutScheduler(config(), prompts=[[1], [2], [3]], engines=[engine()], **given) as rollouts:
         batch = rollouts.next_batch()
     assert ("no reward function is given" in caplog.text) is warned
-    assert not warned or not batch.rewards.any()
+    assert batch.rewards.any() == any(given.values())
 
 
 class Store:
@@ -488,6 +413,7 @@ def test_ranks_with_one_seed_and_the_same_prompts(
 
 @pytest.mark.parametrize("why", ["alone", "not initialised", "no torch"])
 def test_a_rank_of_nobody(monkeypatch: pytest.MonkeyPatch, why: str) -> None:
+    """There is nobody to ask."""
     as_rank(monkeypatch, Store(), 1 if why == "alone" else 2, ready=why != "not initialised")
     if why == "no torch":
         monkeypatch.delitem(sys.modules, "torch.distributed")
@@ -497,6 +423,7 @@ def test_a_rank_of_nobody(monkeypatch: pytest.MonkeyPatch, why: str) -> None:
 def test_a_store_that_cannot_be_asked_is_no_error(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """Nor is it said."""
     as_rank(monkeypatch, None)
     assert look(0, 1)
     assert not caplog.records
