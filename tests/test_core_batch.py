@@ -1,4 +1,4 @@
-"""What a trainer gets: arrays of a batch, and the environment's tokens in them."""
+"""What a trainer gets: tokens with exact segments, arrays of a batch, and the environment's tokens in them."""
 
 from __future__ import annotations
 
@@ -6,45 +6,81 @@ import random
 
 import numpy as np
 import pytest
-from core_machine import EOS, CoreMachine, settings
+from core_machine import EOS, CoreMachine, asked, settings
 
 from april.core import commands as do
 from april.core import events as ev
 from april.core.batch import deliver_sample, pad
 from april.core.sampling import SamplingParams
 from april.core.settings import EngineLimits
+from april.core.tape import AttemptTape, Segment, SegmentKind, TokenTape
 from april.core.types import EngineFinish, SampleId
+from april.core.versions import PolicyVersion
 from april.errors import InvariantError
 
+V0, V1, V2 = (PolicyVersion(0, n) for n in range(3))
+GENERATED, ENVIRONMENT = SegmentKind
 
-def talking(max_response_len: int = 100, context: int = 4096, has_reward: bool = True) -> CoreMachine:
-    """One sample whose calls the test makes; it has 4 tokens of its first call."""
-    m = CoreMachine(
-        settings(n=1, samples=1, max_response_len=max_response_len, has_reward=has_reward), lambda g, i: 500,
-        engines=(EngineLimits("a", context, None, (EOS,)),), auto_call=False,
-    )  # fmt: skip
-    m.post(ev.StepRequested())
-    call(m, None)
-    generate(m)
-    return m
+# ---------------------------------------------------------------- tapes
 
 
-def call(m: CoreMachine, token_ids: list[int] | None) -> list[do.Command]:
-    """The next call, for 4 tokens."""
-    ids = None if token_ids is None else np.array(token_ids, np.int32)
-    commands = m.core.handle(ev.CallMade(SampleId(0, 0), SamplingParams(max_tokens=4), ids))
-    m.in_flight |= {c.attempt.id: c.attempt for c in commands if isinstance(c, do.Submit)}
-    return commands
+def tape_of(*spans: tuple[int, PolicyVersion], tape: TokenTape | None = None) -> TokenTape:
+    """A tape with an attempt of chunks (count, version) at its end; tokens are numbered, temperature is 0.7."""
+    tape, attempt = tape or TokenTape(), AttemptTape()
+    for count, version in spans:
+        tokens = np.arange(len(tape) + attempt.count, len(tape) + attempt.count + count, dtype=np.int32)
+        attempt.append(tokens, (-1.0 / (1.0 + tokens)).astype(np.float32), version)
+    tape.add_attempt(attempt, "a", "e", 0.7)
+    return tape
 
 
-def generate(m: CoreMachine) -> None:
-    (attempt_id,) = m.in_flight
-    m.tokens(attempt_id, 4)
-    ended = ev.AttemptEnded.of(m.in_flight.pop(attempt_id), EngineFinish.LENGTH)
-    assert any(isinstance(c, do.CallCompleted) for c in m.core.handle(ended))
+def test_chunks_of_one_attempt_keep_their_own_versions() -> None:
+    """Weights that change inside an attempt give segments at the exact token; they never go back."""
+    tape = tape_of((3, V0), (2, V0), (4, V1))
+    assert [(s.start, s.count, s.version) for s in tape.segments] == [(0, 5, V0), (5, 4, V1)]
+    assert tape.tokens.tolist() == list(range(9))
+    assert tape.logprobs.tolist() == (-1.0 / (1.0 + np.arange(9))).astype(np.float32).tolist()
+    assert tape.segments[1].temperature == 0.7
+    assert tape.check() is None
+    with pytest.raises(ValueError, match="never decrease"):
+        tape_of((2, V0), tape=tape)
 
 
-SAID = [5, 6, 10, 11, 12, 13]
+def test_environment_tokens_have_no_loss_and_no_version_of_their_own_in_staleness() -> None:
+    """What a tool wrote is in the tokens, masked, and does not count as generated; what is empty leaves no segment."""
+    tape = tape_of((0, V0))
+    tape.add_environment(np.empty(0, np.int32), V0)
+    assert (len(tape), tape.segments, tape.oldest_version, tape.newest_version) == (0, [], None, None)
+    assert tape.version_array().shape == (0, 2)
+
+    tape.add_environment(np.array([90, 91], np.int32), V0)
+    tape_of((3, V1), tape=tape)
+    tape.add_environment(np.array([92], np.int32), V2)
+    assert tape.loss_mask().tolist() == [0, 0, 1, 1, 1, 0]
+    assert (tape.generated, tape.oldest_version, tape.newest_version) == (3, V1, V1)
+    assert tape.logprobs[[0, 1, 5]].tolist() == [0, 0, 0]
+    assert [s.kind for s in tape.segments] == [ENVIRONMENT, GENERATED, ENVIRONMENT]
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        ({"tokens": np.arange(3), "logprobs": np.zeros(3)}, "cover 4 of 3"),
+        ({"logprobs": np.zeros(3)}, "4 tokens but 3"),
+        ({"segments": [Segment(2, 2, V1, GENERATED, "a", "e", 1.0)]}, "not contiguous"),
+        ({"segments": [Segment(2 * i, 2, v, GENERATED, "a", "e", 1.0) for i, v in enumerate((V1, V0))]}, "after"),
+    ],
+    ids=["tokens", "logprobs", "gap", "order"],
+)
+def test_check_finds_what_does_not_fit(damage: dict[str, object], words: str) -> None:
+    """Lengths, contiguous segments, versions: each contradiction is named."""
+    tape = tape_of((2, V0), (2, V1))
+    for name, value in damage.items():
+        setattr(tape, name, value)
+    assert words in str(tape.check())
+
+
+# ---------------------------------------------------------------- batches
 
 
 def test_arrays_of_a_batch() -> None:
@@ -72,10 +108,39 @@ def test_arrays_of_a_batch() -> None:
 
 def test_unfinished_samples_are_not_delivered() -> None:
     """A row without a finish reason would be half a response."""
-    m = CoreMachine(settings(n=1, samples=1), lambda g, i: 30)
-    m.post(ev.StepRequested())
+    m = asked()
     with pytest.raises(ValueError, match=r"g0\.s0 is not finished"):
-        deliver_sample(m.core.buffer.groups[0].samples[0], m.core.clock.staleness, None)
+        deliver_sample(m.sample(0), m.core.clock.staleness, None)
+
+
+# ---------------------------------------------------------------- conversations
+
+SAID = [5, 6, 10, 11, 12, 13]
+
+
+def call(m: CoreMachine, token_ids: list[int] | None) -> list[do.Command]:
+    """The next call, for 4 tokens."""
+    ids = None if token_ids is None else np.array(token_ids, np.int32)
+    commands = m.core.handle(ev.CallMade(SampleId(0, 0), SamplingParams(max_tokens=4), ids))
+    m.in_flight |= {c.attempt.id: c.attempt for c in commands if isinstance(c, do.Submit)}
+    return commands
+
+
+def generate(m: CoreMachine) -> None:
+    """Its 4 tokens come."""
+    attempt = m.only
+    m.tokens(attempt.id, 4)
+    ended = ev.AttemptEnded.of(m.in_flight.pop(attempt.id), EngineFinish.LENGTH)
+    assert any(isinstance(c, do.CallCompleted) for c in m.core.handle(ended))
+
+
+def talking(max_response_len: int = 100, context: int = 4096, has_reward: bool = True) -> CoreMachine:
+    """One sample whose calls the test makes; it has 4 tokens of its first call."""
+    engines = (EngineLimits("a", context, None, (EOS,)),)
+    m = asked(500, engines, max_response_len=max_response_len, has_reward=has_reward, auto_call=False)
+    call(m, None)
+    generate(m)
+    return m
 
 
 @pytest.mark.parametrize("has_reward", [True, False])
@@ -99,9 +164,8 @@ def test_tokens_of_the_environment_carry_no_loss(has_reward: bool) -> None:
 def test_environment_is_cut_to_the_room_there_is(longest: int, context: int) -> None:
     """No token beyond max_response_len or the context; a call without room is complete at once, with reason length."""
     m = talking(longest, context)
-    commands = call(m, [*SAID, 70, 71, 72, 73, 74])
-    assert [type(c) for c in commands] == [do.CallCompleted]
-    assert m.core.buffer.groups[0].samples[0].tape.tokens.tolist() == [10, 11, 12, 13, 70, 71, 72]
+    assert [type(c) for c in call(m, [*SAID, 70, 71, 72, 73, 74])] == [do.CallCompleted]
+    assert m.sample(0).tape.tokens.tolist() == [10, 11, 12, 13, 70, 71, 72]
 
 
 @pytest.mark.parametrize("token_ids", [[5], [5, 6, 10, 11, 12], [5, 6, 10, 11, 12, 99, 1], [9, *SAID[1:], 7]])
@@ -109,7 +173,7 @@ def test_conversation_is_appended_to_and_never_rewritten(token_ids: list[int]) -
     """Tokens that do not begin with the prompt and everything generated are refused with a sentence."""
     m = talking()
     call(m, token_ids)
-    assert m.core.prompts.as_dict()["dropped"] == {"failed": 1}
+    assert m.prompts_dropped == {"failed": 1}
     assert "append to the conversation, never rewrite it" in m.core.story(SampleId(0, 0))
 
 

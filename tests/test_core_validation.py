@@ -1,16 +1,22 @@
-"""validate() finds every kind of contradiction: each book is falsified once, and must be called out."""
+"""States: one table of legal changes, one function that makes them, and a check that finds books that are wrong."""
 
 from __future__ import annotations
 
+import ast
 from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
 
 import pytest
-from core_machine import CoreMachine, settings
+from core_machine import CoreMachine, asked
 
 from april.core import events as ev
 from april.core.types import (
+    LEGAL,
+    AttemptState,
     CallState,
     DropReason,
     GenerateCall,
@@ -22,31 +28,95 @@ from april.core.types import (
 )
 from april.errors import InvariantError
 
-
-def machine() -> CoreMachine:
-    """Group 0 is complete (surplus), group 1 has a finished and a running sample, group 2 waits for a place."""
-    m = CoreMachine(settings(n=2, samples=2, over=3, max_in_flight=4), lambda g, i: 4 if (g, i) != (1, 1) else 40)
-    m.post(ev.StepRequested())
-    for key in [(0, 0), (0, 1), (1, 0)]:
-        m.end(next(a.id for a in m.in_flight.values() if a.sample.id == key))
-    m.core.validate()
-    return m
+ENUMS: tuple[type[StrEnum], ...] = (SampleState, CallState, AttemptState, GroupState)
+PACKAGE = Path(__file__).parent.parent / "april"
 
 
-def sample(m: CoreMachine, group: int, index: int):
-    """One held sample."""
-    return m.core.buffer.groups[group].samples[index]
+def test_the_table_has_every_state_and_names_are_never_shared() -> None:
+    """Each state has its row, which leads to states of its kind; what is settled, or answered, changes no more."""
+    states = [state for kind in ENUMS for state in kind]
+    assert len(set(map(str, states))) == len(states)
+    assert set(LEGAL) == set(states)
+    for state, after in LEGAL.items():
+        assert all(type(other) is type(state) for other in after)
+    for state in (SampleState.LEASED, SampleState.DROPPED, CallState.DONE, AttemptState.ABANDONED):
+        assert not LEGAL[state]
 
 
-def set_state(group: int, index: int, state: SampleState) -> Callable[[CoreMachine], None]:
-    """Falsify one sample's state."""
-    return lambda m: setattr(sample(m, group, index), "state", state)
+@pytest.mark.parametrize("kind", ENUMS, ids=lambda kind: kind.__name__)
+def test_only_what_the_table_has_is_done(kind: type[StrEnum]) -> None:
+    """Every pair of states: a legal change is made and told, any other raises with the story and changes nothing."""
+    for before in kind:
+        for after in kind:
+            m = asked(samples=2)
+            call = m.sample(0).calls[0]
+            things = {SampleState: m.sample(0), CallState: call, AttemptState: call.attempt}
+            thing: Any = things.get(kind, m.sample(0).group)
+            thing.state = before
+            if after in LEGAL[before]:
+                m.core.context.to(thing, after, "as the test wants it")
+                assert thing.state is after
+                assert m.core.story(SampleId(0, 0)).endswith("as the test wants it")
+            else:
+                with pytest.raises(InvariantError, match=rf"cannot go from {before} to {after} \(no.*story of g0"):
+                    m.core.context.to(thing, after, "no")
+                assert thing.state is before
 
 
-def set_call(m: CoreMachine, group: int, index: int, **wrong: object) -> None:
-    """Falsify a sample's first call."""
-    for name, value in wrong.items():
-        setattr(sample(m, group, index).calls[0], name, value)
+def test_nothing_else_assigns_a_state() -> None:
+    """``thing.state = ...`` stands in one function of the package; constructors set the first state of their own."""
+    found = []
+    for path in sorted((PACKAGE / "core").glob("*.py")):
+        for function in ast.walk(ast.parse(path.read_text("utf-8"))):
+            if not isinstance(function, ast.FunctionDef):
+                continue
+            for node in ast.walk(function):
+                if isinstance(node, (ast.Assign, ast.AnnAssign, ast.AugAssign)):
+                    targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+                    flat = [t for target in targets for t in (getattr(target, "elts", None) or [target])]
+                    if any(isinstance(t, ast.Attribute) and t.attr == "state" for t in flat):
+                        found.append((path.name, function.name))
+            assert "setattr" not in {n.id for n in ast.walk(function) if isinstance(n, ast.Name)}, path.name
+    assert found == [("context.py", "to"), ("types.py", "__init__"), ("types.py", "__init__")]
+
+
+def test_every_change_of_a_sample_is_in_its_story() -> None:
+    """From the start of its function to the batch: one line per change, those of its calls and its group included."""
+    m = asked()
+    first = m.only
+    m.tokens(first.id, 5)
+    m.post(ev.AttemptStalled(first.id, 7.0))
+    m.end(first.id, 0)
+    second = m.only
+    m.end(second.id)
+    assert [line.partition(": ")[2] for line in m.core.story(SampleId(0, 0)).splitlines()[1:]] == [
+        "rollout function started",
+        "asks for up to 1000 tokens",
+        f"attempt {first.id} on a from token 0",
+        "engine a is silent",
+        "attempt failed: engine a was silent for 7 s",
+        f"attempt {second.id} on a from token 5",
+        "call complete (stop) at 20 tokens",
+        "returned",
+        "finished, reward 0",
+        "complete",
+        "leased in batch 0",
+    ]
+
+
+def test_a_place_is_reserved_from_the_start_of_a_function_to_its_first_call() -> None:
+    """It counts like a request in flight, is handed on with the first call, and no two are taken for one sample."""
+    m = asked(n=2, samples=2, max_in_flight=3, auto_call=False)
+    places = m.core.context.places
+    assert len(places.reserved) == 3 == len(m.to_call)
+    assert places.free == 0
+    m.post(ev.CallMade(m.to_call.pop(0), m.sampling))
+    assert (len(places.reserved), len(m.in_flight), places.free) == (2, 1, 0)
+    m.post(ev.SampleFailed(m.to_call.pop(0), "boom"))  # it begins again, in the place that it had
+    assert (len(places.reserved), len(m.in_flight), places.free) == (2, 1, 0)
+
+
+# ---------------------------------------------------------------- books that are wrong
 
 
 def two_attempts(m: CoreMachine) -> None:
@@ -55,60 +125,77 @@ def two_attempts(m: CoreMachine) -> None:
 
 
 def too_long(m: CoreMachine) -> None:
-    tape = sample(m, 1, 0).tape
+    tape = m.sample(1, 0).tape
     for _ in range(400):
         tape.add_environment(tape.tokens[:3], m.core.clock.current)
 
 
 def surplus_attempt(m: CoreMachine) -> None:
-    (attempt,) = [a for a in m.core.attempts.values() if a.sample.id == (1, 1)]
+    attempt = m.attempt(1, 1)
     nobody = Group(99, attempt.sample.group.prompt, 1).samples[0]
     call = GenerateCall(nobody, attempt.sampling, 0)
     m.core.attempts["x" * 32] = replace(attempt, id="x" * 32, call=call)
 
 
-def judged(m: CoreMachine) -> None:
-    group = m.core.buffer.groups[0]
-    group.state = GroupState.JUDGED
+def put(path: str, **wrong: object) -> Callable[[CoreMachine], None]:
+    """Falsify what stands there: of the core, or of sample or call ``group.index``."""
+
+    def falsify(m: CoreMachine) -> None:
+        kind, _, where = path.partition(" ")
+        thing: Any = m.core
+        if kind in ("sample", "call"):
+            thing = m.sample(*map(int, where.split(".")))
+            thing = thing.calls[0] if kind == "call" else thing
+        elif kind == "group":
+            thing = m.core.buffer.groups[int(where)]
+        else:
+            for name in kind.split("."):
+                thing = thing[name] if isinstance(thing, dict) else getattr(thing, name)
+        for name, value in wrong.items():
+            setattr(thing, name, value)
+
+    return falsify
 
 
-FALSIFIED: dict[str, tuple[Callable[[CoreMachine], None], str]] = {
+FALSIFIED: dict[str, tuple[Callable[[CoreMachine], Any], str]] = {
     "two attempts": (two_attempts, "more than one attempt"),
-    "unfinished": (lambda m: setattr(m.core.buffer.groups[1], "unfinished", 2), "has 1 unfinished"),
-    "not ready": (lambda m: setattr(m.core.buffer.groups[0], "state", GroupState.OPEN), "neither ready nor judged"),
-    "broken tape": (lambda m: sample(m, 1, 0).tape.segments.clear(), "segments cover 0 of 4"),
-    "settled": (set_state(1, 1, SampleState.LEASED), "settled and still held"),
-    "no attempt": (lambda m: set_call(m, 1, 1, state=CallState.QUEUED), "in flight without an attempt"),
-    "outside the queue": (lambda m: setattr(sample(m, 1, 1), "ticket", 9), "outside the queue"),
-    "call": (set_state(1, 1, SampleState.SCORING), "it has calls and does not run"),
-    "judged too early": (lambda m: setattr(m.core.buffer.groups[1], "state", GroupState.JUDGED), "or it is too early"),
-    "no filter": (judged, "a filter that does not exist"),
-    "replay": (lambda m: setattr(sample(m, 1, 1), "replay", Replay(deque(), None)), "is replayed and is beyond"),
-    "calls": (lambda m: set_call(m, 1, 0, start=3, end=5), r"call \[3, 5\) after"),
-    "no result": (lambda m: set_call(m, 1, 0, finish=None), "a complete one without its result"),
-    "calls end": (lambda m: sample(m, 1, 0).calls.clear(), "finished, but its calls end at 0 of 4"),
-    "opened": (lambda m: set_call(m, 1, 1, start=9), r"call \[9, ...\) after token 0 of 0"),
+    "unfinished": (put("group 1", unfinished=2), "has 1 unfinished"),
+    "not ready": (put("group 0", state=GroupState.OPEN), "neither ready nor judged"),
+    "broken tape": (lambda m: m.sample(1, 0).tape.segments.clear(), "segments cover 0 of 4"),
+    "settled": (put("sample 1.1", state=SampleState.LEASED), "settled and still held"),
+    "no attempt": (put("call 1.1", state=CallState.QUEUED), r"(?s)without an attempt.*story of g1.s1.*<RolloutCore"),
+    "outside the queue": (put("sample 1.1", ticket=9), "outside the queue"),
+    "call": (put("sample 1.1", state=SampleState.SCORING), "it has calls and does not run"),
+    "judged too early": (put("group 1", state=GroupState.JUDGED), "or it is too early"),
+    "no filter": (put("group 0", state=GroupState.JUDGED), "a filter that does not exist"),
+    "replay": (put("sample 1.1", replay=Replay(deque(), None)), "is replayed and is beyond"),
+    "calls": (put("call 1.0", start=3, end=5), r"call \[3, 5\) after"),
+    "no result": (put("call 1.0", finish=None), "a complete one without its result"),
+    "calls end": (lambda m: m.sample(1, 0).calls.clear(), "finished, but its calls end at 0 of 4"),
+    "opened": (put("call 1.1", start=9), r"call \[9, ...\) after token 0 of 0"),
     "surplus attempt": (surplus_attempt, "belongs to <Sample g99.s0 new"),
-    "cap": (lambda m: vars(m.core.context.places).update(total=0, most=0), "more than max_in_flight"),
+    "cap": (put("context.places", total=0, most=0), "more than max_in_flight"),
     "too long": (too_long, "longer than max_response_len"),
-    "engine load": (lambda m: setattr(m.core.engines.states["e0"], "in_flight", 9), "counts 9 in flight"),
+    "engine load": (put("engines.states.a", in_flight=9), "counts 9 in flight"),
     "places": (lambda m: m.core.context.places.reserved.add(SampleId(1, 0)), "places are reserved for"),
-    "queue length": (lambda m: setattr(m.core.over_sampler, "waiting", 7), "7 in the queue"),
+    "queue length": (put("over_sampler", waiting=7), "7 in the queue"),
     "ready list": (lambda m: m.core.monitor._ready.clear(), "the ready list is not"),
     "aborts": (lambda m: m.core.aborts._pending.update(dict.fromkeys("abcdefgh")), "8 aborts pending"),
-    "held tokens": (lambda m: setattr(m.core.tokens, "held", 3), "3 tokens held, a recount finds 12"),
-    "held prompts": (lambda m: setattr(m.core.prompts, "held", 9), "9 prompts held"),
-    "lost tokens": (lambda m: setattr(m.core.tokens, "observed", 99), "tokens were lost or made up"),
+    "held tokens": (put("tokens", held=3), "3 tokens held, a recount finds 12"),
+    "held prompts": (put("prompts", held=9), "9 prompts held"),
+    "lost tokens": (put("tokens", observed=99), "tokens were lost or made up"),
     "lost prompts": (lambda m: m.core.prompts.dropped.update([DropReason.FAILED]), "prompts were lost or made up"),
 }
 
 
 @pytest.mark.parametrize("what", FALSIFIED)
 def test_validate_finds_what_was_falsified(what: str) -> None:
-    """A book that is wrong is found, with words that say which."""
-    m = machine()
+    """A book that is wrong is found, with words that say which; the error tells the story of the sample."""
+    # group 0 is complete (surplus), group 1 has a finished and a running sample, group 2 waits for a place
+    m = asked(lambda g, i: 4 if (g, i) != (1, 1) else 40, n=2, samples=2, over=3, max_in_flight=4)
+    m.finish((0, 0), (0, 1), (1, 0))
+    m.core.validate()
     falsify, words = FALSIFIED[what]
     falsify(m)
-
     with pytest.raises(InvariantError, match=words):
         m.core.validate()
