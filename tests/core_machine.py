@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -15,7 +15,7 @@ from april.core.event_pump import EventPump
 from april.core.sampling import SamplingParams
 from april.core.settings import CoreSettings, EngineLimits
 from april.core.state import RolloutCore
-from april.core.types import Attempt, EngineFinish, Prompt, SampleId, Timer, TimerKind
+from april.core.types import Attempt, EngineFinish, Prompt, Timer, TimerKind
 from april.core.versions import PolicyVersion
 
 EOS = 1
@@ -146,10 +146,6 @@ class CoreMachine:
         assert found is not None
         return found.samples[index]
 
-    def started(self) -> list[SampleId]:
-        """Samples whose functions were started, in order."""
-        return [c.sample.id for c in self.commands if isinstance(c, do.StartSample)]
-
     def delivered(self, batch: int = -1) -> list[int]:
         """The groups of a batch's samples."""
         return [s.id.group for s in self.batches[batch].samples]
@@ -183,6 +179,11 @@ class CoreMachine:
     def ask(self) -> list[do.Command]:
         """The trainer wants a batch."""
         return self.post(ev.StepRequested())
+
+    def evaluate(self, prompts: int = 1, number: int = 1, **changes: Any) -> list[do.Command]:
+        """Somebody wants an evaluation, of one sample per prompt unless ``changes`` say more."""
+        values = {"n_samples": 1, "sampling": self.sampling, "seed": 5} | changes
+        return self.post(ev.EvaluationRequested(evaluation=number, prompts=[PROMPT] * prompts, **values))
 
     def next_step(self) -> list[do.Command]:
         """What was asked to end does, the weights are updated, and the trainer wants the next batch."""
@@ -260,10 +261,15 @@ class CoreMachine:
         assert t.observed == t.delivered + t.held + sum(t.dropped.values())
 
 
-def asked(length: Any = 20, engines: tuple[EngineLimits, ...] = (A,), **changes: Any) -> CoreMachine:
+Machine = TypeVar("Machine", bound=CoreMachine)
+
+
+def asked(
+    length: Any = 20, engines: tuple[EngineLimits, ...] = (A,), kind: type[Machine] = CoreMachine, **changes: Any
+) -> Machine:
     """A machine of which the trainer has asked for a batch; one group of one sample, unless ``changes`` say more."""
-    names = ("prompts", "auto_score", "auto_call")
+    names = ("prompts", "auto_score", "auto_call", "turns")
     options = {name: changes.pop(name) for name in names if name in changes}
-    m = CoreMachine(settings(**({"n": 1, "samples": 1} | changes)), length, engines=engines, **options)
+    m = kind(settings(**({"n": 1, "samples": 1} | changes)), length, engines=engines, **options)
     m.ask()
     return m

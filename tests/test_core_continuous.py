@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import pytest
 from core_machine import EOS, CoreMachine, settings
 
 from april.core import commands as do
 from april.core import events as ev
 from april.core import snapshot
-from april.core.sampling import SamplingParams
 from april.core.settings import EngineLimits
 from april.core.state import RolloutCore
-from april.core.types import DropReason, GenerationMode, OnDataEnd, Prompt, Refill
+from april.core.types import DropReason, GenerationMode, OnDataEnd, Refill
 
 ENGINES = (EngineLimits("e0", 4096, None, (EOS,), remote=True),)
 
@@ -34,18 +32,14 @@ class Machine(CoreMachine):
         if isinstance(command, do.PauseEngine | do.LoadEngine | do.ResumeEngine):
             self.post(ev.EngineCallEnded(command.engine, command.call, ev.CallResult.DONE))
 
-    def ask(self) -> None:
-        """The trainer wants a batch."""
-        self.post(ev.StepRequested())
+    def evaluates(self) -> list[bool]:
+        """Of each request in flight, whether it is of an evaluation."""
+        return [a.sample.evaluation is not None for a in self.in_flight.values()]
 
-    def groups(self) -> list[int]:
-        """Of what is in flight."""
-        return sorted({a.sample.id.group for a in self.in_flight.values()})
-
-    def finish(self, group: int) -> None:
-        """All responses of a group end."""
-        while ids := [a.id for a in self.in_flight.values() if a.sample.id.group == group]:
-            self.end(ids[0])
+    def finish_evaluation(self) -> None:
+        """Its requests end."""
+        for attempt in [a for a in self.in_flight.values() if a.sample.evaluation is not None]:
+            self.end(attempt.id)
 
     def new_weights(self, trained: int | None = None, update: int = 1) -> None:
         """The trainer's update; what is in flight ends with what it has."""
@@ -59,14 +53,9 @@ class Machine(CoreMachine):
         return {i for c in self.commands if isinstance(c, do.Abort) for i in c.attempt_ids}
 
 
-def of_length(count: int) -> Any:
-    """All responses alike."""
-    return lambda group, index: count
-
-
 def test_a_delivery_cuts_nothing_and_work_goes_on_while_the_trainer_trains() -> None:
     """The requests in flight stay the same ones; their places are filled, though nobody has asked for a batch."""
-    m = Machine(of_length(9), n=2, samples=2)
+    m = Machine(9, n=2, samples=2)
     m.ask()
     assert m.groups() == [0, 1]
     m.finish(0)
@@ -78,8 +67,7 @@ def test_a_delivery_cuts_nothing_and_work_goes_on_while_the_trainer_trains() -> 
     assert goes_on < set(m.in_flight)
     assert m.groups() == [1, 3]
 
-    m.finish(1)
-    m.finish(3)
+    m.finish(1, 3)
     assert len(m.batches) == 1
     m.ask()
 
@@ -90,16 +78,14 @@ def test_a_delivery_cuts_nothing_and_work_goes_on_while_the_trainer_trains() -> 
 
 def test_admission_ends_where_the_plan_says_and_goes_on_with_an_update() -> None:
     """Undelivered groups are never more than (max_staleness - out + 1) * N; the update makes room for N more."""
-    m = Machine(of_length(9), n=2, samples=1, max_in_flight=40, max_staleness=2)
+    m = Machine(9, n=2, samples=1, max_in_flight=40, max_staleness=2)
     m.ask()
     assert len(m.core.buffer) == 6
-    m.finish(0)
-    m.finish(1)
+    m.finish(0, 1)
     assert (len(m.batches), len(m.core.buffer)) == (1, 4)
 
     m.ask()
-    m.finish(2)
-    m.finish(3)
+    m.finish(2, 3)
     assert (len(m.batches), len(m.core.buffer)) == (2, 2)
 
     m.new_weights()
@@ -109,22 +95,22 @@ def test_admission_ends_where_the_plan_says_and_goes_on_with_an_update() -> None
 
 def test_before_the_first_request_nothing_starts() -> None:
     """Neither prompts are drawn nor samples of a loaded state started, not even beside an evaluation."""
-    saved = Machine(of_length(9))
+    saved = Machine(9)
     saved.ask()
     saved.tokens(min(saved.in_flight), 4)
-    m = Machine(of_length(9))
+    m = Machine(9)
     snapshot.restore(m.core, snapshot.take(saved.core, None))
     m.post(ev.WeightsUpdated(m.core.clock.current))
-    m.post(evaluation())
+    m.evaluate(2)
 
-    assert {a.sample.evaluation is not None for a in m.in_flight.values()} == {True}
+    assert set(m.evaluates()) == {True}
     m.ask()
-    assert {a.sample.evaluation is not None for a in m.in_flight.values()} == {True, False}
+    assert set(m.evaluates()) == {True, False}
 
 
 def test_only_an_update_cuts_and_what_it_cut_goes_on_first_under_the_new_weights() -> None:
     """Tokens of before and after the update carry their own versions; carry goes before what was not begun."""
-    m = Machine(of_length(9), n=2, samples=1, max_in_flight=3)
+    m = Machine(9, n=2, samples=1, max_in_flight=3)
     m.ask()
     first, second, third = sorted(m.in_flight, key=lambda i: m.in_flight[i].sample.id)
     m.tokens(second, 4)
@@ -149,7 +135,7 @@ def test_only_an_update_cuts_and_what_it_cut_goes_on_first_under_the_new_weights
 
 def test_with_too_many_batches_out_nothing_begins_and_nothing_is_delivered() -> None:
     """max_staleness 0: one batch may be out and nothing beside it; the update lets the next begin."""
-    m = Machine(of_length(9), n=1, samples=1, max_staleness=0, max_in_flight=4)
+    m = Machine(9, n=1, samples=1, max_staleness=0, max_in_flight=4)
     m.ask()
     assert m.groups() == [0]
     m.finish(0)
@@ -183,31 +169,22 @@ def test_what_the_next_batch_owes_is_waited_for() -> None:
     assert [(s.id.group, s.staleness) for s in m.batches[1].samples] == [(0, 1)]
 
 
-def evaluation(number: int = 0, **changes: Any) -> ev.EvaluationRequested:
-    """Of two prompts."""
-    prompts = [Prompt(np.array([7, k], np.int32)) for k in range(2)]
-    values: dict[str, Any] = {"n_samples": 1, "sampling": SamplingParams(max_tokens=20), "seed": 5}
-    return ev.EvaluationRequested(evaluation=number, prompts=prompts, **(values | changes))
-
-
 def test_an_evaluation_cuts_nothing_and_an_update_waits_for_it() -> None:
     """Its requests take places as they come free, before training's; the weights stay until it has ended."""
-    m = Machine(of_length(9), n=2, samples=1, max_in_flight=2)
+    m = Machine(9, n=2, samples=1, max_in_flight=2)
     m.ask()
-    m.post(evaluation())
+    m.evaluate(2)
     assert m.groups() == [0, 1]
     assert m.aborted() == set()
 
     m.finish(0)
-    assert [a.sample.evaluation is not None for a in m.in_flight.values()] == [False, True]
+    assert m.evaluates() == [False, True]
     m.post(ev.UpdateRequested(update=1, path="/w"))
     assert m.aborted() == set()
     m.finish(1)
-    for attempt in [a for a in m.in_flight.values() if a.sample.evaluation is not None]:
-        m.end(attempt.id)
+    m.finish_evaluation()
     assert len(m.batches) == 1, "training goes on beside it"
-    for attempt in [a for a in m.in_flight.values() if a.sample.evaluation is not None]:
-        m.end(attempt.id)
+    m.finish_evaluation()
 
     assert any(isinstance(c, do.EvaluationDone) for c in m.commands)
     m.finish_aborts()
@@ -216,20 +193,19 @@ def test_an_evaluation_cuts_nothing_and_an_update_waits_for_it() -> None:
 
 def test_functions_of_an_evaluation_beyond_those_at_once_wait() -> None:
     """A limit of one: the second begins when the first has ended; training has the other places."""
-    m = Machine(of_length(9), n=2, samples=1, max_in_flight=3)
+    m = Machine(9, n=2, samples=1, max_in_flight=3)
     m.ask()
-    m.post(evaluation(functions_at_once=1))
-    m.finish(0)
-    m.finish(1)
-    assert sum(a.sample.evaluation is not None for a in m.in_flight.values()) == 1
+    m.evaluate(2, functions_at_once=1)
+    m.finish(0, 1)
+    assert m.evaluates().count(True) == 1
     assert len(m.in_flight) == 3, "samples of the evaluation that may not start keep training waiting"
 
 
 def test_an_evaluation_hears_of_a_lost_engine_when_its_requests_have_ended() -> None:
     """Training's requests find no engine before; they wait for one, and end no evaluation."""
-    m = Machine(of_length(9), n=2, samples=1, max_in_flight=3)
+    m = Machine(9, n=2, samples=1, max_in_flight=3)
     m.ask()
-    m.post(evaluation(functions_at_once=1))
+    m.evaluate(2, functions_at_once=1)
     m.finish(0)
     (own,) = [a.id for a in m.in_flight.values() if a.sample.evaluation is not None]
     m.post(ev.EngineStale("e0"))
@@ -242,7 +218,7 @@ def test_an_evaluation_hears_of_a_lost_engine_when_its_requests_have_ended() -> 
 
 def test_a_failure_while_the_trainer_trains_is_told_at_the_next_request() -> None:
     """Nothing is admitted meanwhile, what is in flight ends and is kept; the request after that goes on with it."""
-    m = Machine(of_length(9), n=1, samples=1, max_in_flight=2, max_failed_groups=1)
+    m = Machine(9, n=1, samples=1, max_in_flight=2, max_failed_groups=1)
     m.ask()
     m.finish(0)
     assert m.groups() == [1, 2]
@@ -270,7 +246,7 @@ def test_a_failure_while_the_trainer_trains_is_told_at_the_next_request() -> Non
 @pytest.mark.parametrize("on_data_end", [OnDataEnd.SHORT, OnDataEnd.WAIT])
 def test_the_data_ends(on_data_end: OnDataEnd) -> None:
     """Every prompt is settled, or kept for more prompts, once each; then the trainer is told."""
-    m = Machine(of_length(9), n=2, samples=1, prompts=5, on_data_end=on_data_end, max_in_flight=3)
+    m = Machine(9, n=2, samples=1, prompts=5, on_data_end=on_data_end, max_in_flight=3)
     for update in range(1, 9):
         m.ask()
         while m.in_flight and m.core.wanted:
@@ -305,8 +281,7 @@ def test_a_report_of_written_weights_ends_what_is_generated_ahead() -> None:
     """While the trainer trains and asks for nothing: all requests end, and none begins before an update."""
     m = Machine(lambda g, i: 5)
     m.ask()
-    m.finish(0)
-    m.finish(1)
+    m.finish(0, 1)
     assert len(m.batches) == 1
     assert m.in_flight
     running = set(m.in_flight)

@@ -7,30 +7,40 @@ from collections import Counter
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import pytest
-from core_machine import EOS, CoreMachine, settings, timers
+from core_machine import EOS, A, B, C, CoreMachine, asked, settings, timers
 from update_player import Server, UpdatePlayer
 
 from april.core import commands as do
 from april.core import events as ev
 from april.core.engine_table import EngineGate, EngineTable, EngineWeights
 from april.core.run_times import RunTimes
-from april.core.sampling import SamplingParams
 from april.core.settings import EngineLimits
-from april.core.types import AttemptFailure, Prompt, Timer, TimerKind
+from april.core.types import AttemptFailure, Timer, TimerKind
 from april.core.versions import FIRST_VERSION, PolicyVersion
 from april.core.weight_updates import Phase
 from april.errors import InvariantError
 
-A, B, C = (EngineLimits(name, 4096, None, (EOS,)) for name in "abc")
+SMALL = replace(A, max_in_flight=1)
+REMOTE = replace(B, remote=True)
 
 
 def machine(n: int = 1, engines: tuple[EngineLimits, ...] = (A,), **changes: Any) -> CoreMachine:
     """A step has begun; responses have 20 tokens."""
-    m = CoreMachine(settings(n=n, samples=1, **changes), lambda g, i: 20, engines=engines)
-    m.post(ev.StepRequested())
-    return m
+    return asked(20, engines, n=n, **changes)
+
+
+def requested(m: CoreMachine, update: int = 1, path: str | None = "/1", **how: Any) -> list[do.Command]:
+    """A weight update is asked for, and all requests have ended; the commands since."""
+    commands = m.post(ev.UpdateRequested(update=update, path=None if how else path, **how))
+    while m.abort_asked:
+        commands += m.end(min(m.abort_asked), 0)
+    return commands
+
+
+def engines_in_use(m: CoreMachine) -> list[str]:
+    """Of every request."""
+    return sorted(a.engine for a in m.in_flight.values())
 
 
 def answer(m: CoreMachine, commands: list[do.Command], result: ev.CallResult = ev.CallResult.DONE) -> list[do.Command]:
@@ -42,22 +52,30 @@ def answer(m: CoreMachine, commands: list[do.Command], result: ev.CallResult = e
     return [more for end in ends for more in m.post(end)]
 
 
-def probe_of(commands: list[do.Command], name: str) -> int:
-    """The number of the probe that an engine was sent."""
-    return next(c.probe for c in commands if isinstance(c, do.ProbeEngine) and c.engine == name)
-
-
-def found(m: CoreMachine, name: str, probe: int) -> list[do.Command]:
-    """A probe finds an engine well."""
+def found(m: CoreMachine, name: str, commands: list[do.Command]) -> list[do.Command]:
+    """The probe among these commands finds an engine well; what follows from that."""
+    probe = next(c.probe for c in commands if isinstance(c, do.ProbeEngine) and c.engine == name)
     return m.post(ev.EngineProbed(engine=name, probe=probe, answered=True, ok=True, current=True))
+
+
+def joined(m: CoreMachine, limits: EngineLimits) -> list[do.Command]:
+    """An engine joins and is found well; what follows from that."""
+    return found(m, limits.name, m.post(ev.EnginesJoined([limits])))
+
+
+def warnings(commands: list[do.Command]) -> list[str]:
+    return [c.message for c in commands if isinstance(c, do.Warn)]
+
+
+def load_of(commands: list[do.Command]) -> do.LoadEngine:
+    """The one engine that is given weights."""
+    (load,) = [c for c in commands if isinstance(c, do.LoadEngine)]
+    return load
 
 
 def updated(m: CoreMachine, path: str | None) -> None:
     """One weight update, whose number is that of the version."""
-    number = m.core.clock.current.n + 1
-    commands = m.post(ev.UpdateRequested(update=number, path=path))
-    while m.abort_asked:
-        commands += m.end(min(m.abort_asked), 0)
+    commands = requested(m, m.core.clock.current.n + 1, path)
     while m.core.updates.running:
         commands = answer(m, commands)
 
@@ -109,96 +127,84 @@ def test_where_kinds_are_mixed_any_joins() -> None:
 
 def test_before_the_first_update_an_engine_has_the_weights_of_its_start() -> None:
     """As the first ones: it takes what waits at once."""
-    m = machine(n=2, engines=(replace(A, max_in_flight=1),))
-    assert len(m.in_flight) == 1
+    m = machine(n=2, engines=(SMALL,))
+    assert engines_in_use(m) == ["a"]
     m.post(ev.EnginesJoined([B, C]))
-    assert [a.engine for a in m.in_flight.values()] == ["a", "b"]
-    for _ in range(2):
-        m.end(min(m.in_flight))
+    assert engines_in_use(m) == ["a", "b"]
+    m.finish(0, 1)
     assert len(m.batches) == 1
     m.check_ledger()
 
 
 def test_later_an_engine_gets_the_weights_of_the_last_directory() -> None:
     """It is probed, paused, loaded and resumed, and takes requests then."""
-    m = machine(n=2, engines=(replace(A, max_in_flight=1),))
+    m = machine(n=2, engines=(SMALL,))
     updated(m, "/1")
-    commands = m.post(ev.EnginesJoined([B]))
-    assert not any(a.engine == "b" for a in m.in_flight.values())
-    commands = answer(m, found(m, "b", probe_of(commands, "b")))
-    (load,) = [c for c in commands if isinstance(c, do.LoadEngine)]
+    commands = answer(m, joined(m, B))
+    assert engines_in_use(m) == ["a"]
+    load = load_of(commands)
     assert (load.engine, load.version, load.path) == ("b", PolicyVersion(0, 1), "/1")
     answer(m, answer(m, commands))
-    assert sorted(a.engine for a in m.in_flight.values()) == ["a", "b"]
+    assert engines_in_use(m) == ["a", "b"]
 
 
 def test_after_a_transfer_an_engine_waits_for_the_next_update() -> None:
     """Nobody knows where its weights are; the next update reaches it."""
-    m = machine(n=2, engines=(replace(A, max_in_flight=1),))
+    m = machine(n=2, engines=(SMALL,))
     updated(m, None)
-    commands = m.post(ev.EnginesJoined([B]))
-    warns = [c.message for c in found(m, "b", probe_of(commands, "b")) if isinstance(c, do.Warn)]
-    assert warns == ["engine b has not the present weights and waits for the next weight update"]
-    assert [a.engine for a in m.in_flight.values()] == ["a"]
+    assert warnings(joined(m, B)) == ["engine b has not the present weights and waits for the next weight update"]
+    assert engines_in_use(m) == ["a"]
     updated(m, None)
-    assert sorted(a.engine for a in m.in_flight.values()) == ["a", "b"]
+    assert engines_in_use(m) == ["a", "b"]
 
 
 def test_an_engine_that_joins_during_an_update_gets_the_new_weights_after_it() -> None:
     """The update does not wait for it, and what it is found to be meanwhile says nothing."""
-    m = machine(n=2, engines=(replace(A, max_in_flight=1),))
-    commands = m.post(ev.UpdateRequested(update=1, path="/1"))
-    commands += m.end(min(m.abort_asked), 0)
-    probe = probe_of(m.post(ev.EnginesJoined([B])), "b")
-    (again,) = timers(found(m, "b", probe), TimerKind.PROBE)
+    m = machine(n=2, engines=(SMALL,))
+    commands = requested(m)
+    (again,) = timers(joined(m, B), TimerKind.PROBE)
     while m.core.updates.running:
         commands = answer(m, commands)
         assert {getattr(c, "engine", "a") for c in commands} == {"a"} or not m.core.updates.running
     assert m.core.clock.current == PolicyVersion(0, 1)
-    commands = found(m, "b", probe_of(m.post(ev.TimerFired(again.timer)), "b"))
+    commands = found(m, "b", m.fire(again))
     for _ in range(3):
         commands = answer(m, commands)
     assert m.core.engines.states["b"].loaded == {PolicyVersion(0, 1)}
-    assert sorted(a.engine for a in m.in_flight.values()) == ["a", "b"]
+    assert engines_in_use(m) == ["a", "b"]
 
 
 def test_an_engine_that_comes_anew_has_nothing_cached() -> None:
     """Its life is another one, even under the same version and name."""
     m = machine(engines=(A, B))
-    (attempt,) = m.in_flight.values()
-    life = m.core.engines.states["a"].life
-    assert m.core.engines.cached_on("a", life) == "a"
-    m.end(attempt.id)
+    engines, life = m.core.engines, m.core.engines.states["a"].life
+    assert engines.cached_on("a", life) == "a"
+    m.end(m.only.id)
     m.post(ev.EnginesLeft(["a"]))
-    assert m.core.engines.cached_on("a", life) == ""
+    assert engines.cached_on("a", life) == ""
     m.post(ev.EnginesJoined([A]))
-    assert m.core.engines.states["a"].version == FIRST_VERSION
-    assert m.core.engines.cached_on("a", life) == ""
+    assert engines.states["a"].version == FIRST_VERSION
+    assert engines.cached_on("a", life) == ""
 
 
 def test_torn_weights_stay_torn_when_their_engine_comes_anew() -> None:
     """Its server may be the same: no label makes the weights of the start out of what a broken load has left."""
     m = machine(n=2, engines=(A, B))
-    commands = m.post(ev.UpdateRequested(update=1, path="/1"))
-    while m.abort_asked:
-        commands += m.end(min(m.abort_asked), 0)
-    commands = answer(m, answer(m, commands), ev.CallResult.UNREACHABLE)  # nobody knows what they have of it
+    commands = answer(m, answer(m, requested(m)), ev.CallResult.UNREACHABLE)  # nobody knows what they have of it
     answer(m, commands)
     assert (m.core.clock.current, m.core.updates.half_updated) == (FIRST_VERSION, None)
     m.post(ev.EnginesLeft(["b"]))
-    for name, limits in (("a", A), ("b", B)):
-        assert m.core.engines.state_of(name).weights is EngineWeights.HALF
-        commands = found(m, name, probe_of(m.post(ev.EnginesJoined([limits])), name))
-        assert "waits for the next weight update" in next(c.message for c in commands if isinstance(c, do.Warn))
-        assert m.core.engines.states[name].weights is EngineWeights.HALF
+    for limits in (A, B):
+        assert m.core.engines.state_of(limits.name).weights is EngineWeights.HALF
+        assert "waits for the next weight update" in warnings(joined(m, limits))[0]
+        assert m.core.engines.states[limits.name].weights is EngineWeights.HALF
 
 
 def waits_for_the_next_update(m: CoreMachine, limits: EngineLimits) -> None:
     """It joins, is well, and gets neither a label nor requests, until an update gives it weights."""
-    commands = m.post(ev.EnginesJoined([limits]))
-    commands = found(m, limits.name, probe_of(commands, limits.name))
+    commands = joined(m, limits)
     assert not any(isinstance(c, (do.PauseEngine, do.LoadEngine, do.Submit)) for c in commands)
-    assert "waits for the next weight update" in next(c.message for c in commands if isinstance(c, do.Warn))
+    assert "waits for the next weight update" in warnings(commands)[0]
     updated(m, "/next")
     assert m.core.engines.states[limits.name].loaded == {m.core.clock.current}
 
@@ -213,31 +219,24 @@ def test_weights_of_an_update_that_failed_are_not_taken_for_the_old_ones(
     if adopted_before:
         updated(m, "/present")
     version = m.core.clock.current
-    commands = m.post(ev.UpdateRequested(update=9, path="/failed"))
-    while m.abort_asked:
-        commands += m.end(min(m.abort_asked), 0)
-    loads = {c.engine: c for c in answer(m, commands) if isinstance(c, do.LoadEngine)}
+    loads = {c.engine: c for c in answer(m, requested(m, 9, "/failed")) if isinstance(c, do.LoadEngine)}
     m.post(ev.EngineCallEnded("b", loads["b"].call, ev.CallResult.DONE))
     m.post(ev.EnginesLeft(["b"]))
     answer(m, m.post(ev.EngineCallEnded("a", loads["a"].call, ev.CallResult.UNREACHABLE, "no")))
     assert (m.core.clock.current, m.core.updates.running) == (version, False)
-    if not adopted_before:
+    if adopted_before:
+        load = load_of(answer(m, joined(m, comes_as)))
+        assert (load.version, load.path) == (version, "/present")
+    else:
         waits_for_the_next_update(m, comes_as)
-        return
-    commands = found(m, comes_as.name, probe_of(m.post(ev.EnginesJoined([comes_as])), comes_as.name))
-    (load,) = [c for c in answer(m, commands) if isinstance(c, do.LoadEngine)]
-    assert (load.version, load.path) == (version, "/present")
 
 
 @pytest.mark.parametrize("error", ["no route", None], ids=["broken off", "not adopted"])
 @pytest.mark.parametrize("comes_as", [B, C], ids=["its name", "another name"])
 def test_a_transfer_may_have_reached_an_engine_that_is_away(comes_as: EngineLimits, error: str | None) -> None:
     """It left while the trainer handed over, and comes when that has failed: no label makes old weights of the new."""
-    m = machine(n=2, engines=(A, replace(B, remote=True)))
-    commands = m.post(ev.UpdateRequested(update=1, transfers=True))
-    while m.abort_asked:
-        commands += m.end(min(m.abort_asked), 0)
-    answer(m, commands)
+    m = machine(n=2, engines=(A, REMOTE))
+    answer(m, requested(m, transfers=True))
     m.post(ev.EnginesLeft(["b"]))
     commands = m.post(ev.HandedOver(1, error))
     commands = answer(m, commands, ev.CallResult.DONE if error else ev.CallResult.REFUSED)
@@ -251,10 +250,7 @@ def test_a_transfer_may_have_reached_an_engine_that_is_away(comes_as: EngineLimi
 def test_a_transfer_that_breaks_off_tears_all_weights_but_the_trainers(kind: str) -> None:
     """Behind a server, or in a process of the trainer's (vLLM): no request goes to them before another update."""
     m = machine(engines=(replace(A, **{kind: True}),))
-    commands = m.post(ev.UpdateRequested(update=1, transfers=True))
-    while m.abort_asked:
-        commands += m.end(min(m.abort_asked), 0)
-    answer(m, commands)
+    answer(m, requested(m, transfers=True))
     answer(m, m.post(ev.HandedOver(1, "no route")))
     assert m.core.engines.states["a"].weights is EngineWeights.HALF
     assert m.core.updates.half_updated is not None
@@ -268,41 +264,37 @@ def test_an_update_that_wrote_nothing_changes_nothing_for_those_that_join() -> N
     m = machine(n=2, engines=(A, B))
     m.post(ev.UpdateRequested(update=1, path="/1"))
     m.post(ev.UpdateCancelled(1))
-    while m.abort_asked:
-        m.end(min(m.abort_asked), 0)
-    commands = found(m, "c", probe_of(m.post(ev.EnginesJoined([C])), "c"))
-    (load,) = [c for c in answer(m, commands) if isinstance(c, do.LoadEngine)]
+    m.finish_aborts()
+    load = load_of(answer(m, joined(m, C)))
     assert (load.version, load.path) == (FIRST_VERSION, None)
+
+
+def outage_words(m: CoreMachine) -> str:
+    """What the trainer is told when the deadline of an outage is over."""
+    m.fire(timers(m.commands, TimerKind.OUTAGE)[-1])
+    (error,) = m.errors
+    return error.removeprefix("no engine with the current weights has been well for 50 s; everything is kept: ")
 
 
 def test_when_all_wait_for_the_next_update_the_outage_says_so() -> None:
     """Nothing is to be mended there: a weight update is what helps."""
     m = machine(outage_deadline_s=50.0)
-    commands = m.post(ev.UpdateRequested(update=1, path="/1"))
-    while m.abort_asked:
-        commands += m.end(min(m.abort_asked), 0)
-    answer(m, answer(m, answer(m, commands), ev.CallResult.UNREACHABLE))
-    found(m, "a", probe_of(m.post(ev.TimerFired(timers(m.commands, TimerKind.PROBE)[-1].timer)), "a"))
-    m.post(ev.TimerFired(timers(m.commands, TimerKind.OUTAGE)[-1].timer))
-    assert m.errors == [
-        "no engine with the current weights has been well for 50 s; everything is kept: call weight_update, for which "
-        "a waits, and ask for the batch again"
-    ]
+    answer(m, answer(m, answer(m, requested(m)), ev.CallResult.UNREACHABLE))
+    found(m, "a", m.fire(timers(m.commands, TimerKind.PROBE)[-1]))
+    assert outage_words(m) == "call weight_update, for which a waits, and ask for the batch again"
 
 
 def test_an_engine_that_was_paused_when_its_host_died_is_resumed() -> None:
     """Its server may be paused still: it gets nothing before it says that it is open."""
-    m = machine(n=2, engines=(A, replace(B, remote=True)))
+    m = machine(n=2, engines=(A, REMOTE))
     m.post(ev.EngineStale("b"))
-    while m.abort_asked:
-        m.end(min(m.abort_asked), 0)
-    m.post(ev.EngineFailed("b"))
-    probe = probe_of(m.post(ev.TimerFired(Timer(TimerKind.PROBE, m.core.context.last_timer, "b"))), "b")
-    assert isinstance(found(m, "b", probe)[0], do.PauseEngine)
-    commands = m.post(ev.EnginesJoined([replace(B, remote=True)]))
+    m.finish_aborts()
+    (timer,) = timers(m.post(ev.EngineFailed("b")), TimerKind.PROBE)
+    assert isinstance(found(m, "b", m.fire(timer))[0], do.PauseEngine)
+    commands = m.post(ev.EnginesJoined([REMOTE]))
     state = m.core.engines.states["b"]
     assert (state.gate, state.quarantined) == (EngineGate.CLOSED, True)
-    answer(m, found(m, "b", probe_of(commands, "b")))
+    answer(m, found(m, "b", commands))
     assert (state.gate, state.quarantined, state.loaded) == (EngineGate.OPEN, False, {FIRST_VERSION})
 
 
@@ -311,14 +303,13 @@ def test_an_engine_that_was_paused_when_its_host_died_is_resumed() -> None:
 
 def test_nothing_goes_to_an_engine_that_left_and_nobody_waits_for_its_answers() -> None:
     """Its timers, probes and calls are void; a sample goes on where it was not."""
-    m = machine(n=2, engines=(A, replace(B, remote=True)), max_attempt_failures=9)
+    m = machine(n=2, engines=(A, REMOTE), max_attempt_failures=9)
     theirs = next(a for a in m.in_flight.values() if a.engine == "b")
     m.tokens(theirs.id, 5)
-    del m.in_flight[theirs.id]
-    (probe,) = timers(m.post(ev.AttemptFailed.of(theirs, "reset")), TimerKind.PROBE)
-    number = probe_of(m.post(ev.TimerFired(probe.timer)), "b")
+    (probe,) = timers(m.fail(theirs), TimerKind.PROBE)
+    number = next(c.probe for c in m.fire(probe) if isinstance(c, do.ProbeEngine))
     assert m.post(ev.EnginesLeft(["b"])) == []
-    assert {a.engine for a in m.in_flight.values()} == {"a"}
+    assert set(engines_in_use(m)) == {"a"}
     for late in (
         ev.EngineProbed(engine="b", probe=number, answered=True, ok=True, current=True),
         ev.EngineCallEnded("b", 1, ev.CallResult.DONE),
@@ -326,8 +317,7 @@ def test_nothing_goes_to_an_engine_that_left_and_nobody_waits_for_its_answers() 
         ev.TimerFired(Timer(TimerKind.REST, 1, "b")),
     ):
         assert m.post(late) == []
-    for _ in range(2):
-        m.end(min(m.in_flight))
+    m.finish(0, 1)
     assert "engine/b/in_flight_at_stop" not in m.batches[0].metrics
     m.check_ledger()
 
@@ -335,85 +325,69 @@ def test_nothing_goes_to_an_engine_that_left_and_nobody_waits_for_its_answers() 
 def test_an_engine_does_not_leave_with_requests_in_flight() -> None:
     """They would belong to nobody; nor does one come anew over them."""
     m = machine(engines=(A, B))
-    with pytest.raises(InvariantError, match="engine a has left with 1 requests in flight"):
-        m.core.handle(ev.EnginesLeft(["a"]))
-    with pytest.raises(InvariantError, match="engine a has left with 1 requests in flight"):
-        m.core.handle(ev.EnginesJoined([A]))
+    for event in (ev.EnginesLeft(["a"]), ev.EnginesJoined([A])):
+        with pytest.raises(InvariantError, match="engine a has left with 1 requests in flight"):
+            m.core.handle(event)
     m.core.validate()
 
 
 def test_when_all_have_left_the_deadline_of_an_outage_holds() -> None:
     """The step fails with a reason and keeps everything; an engine that joins ends the outage."""
     m = machine(outage_deadline_s=50.0)
-    (attempt,) = m.in_flight.values()
-    m.tokens(attempt.id, 5)
-    del m.in_flight[attempt.id]
-    m.post(ev.AttemptFailed.of(attempt, "reset"))
-    (outage,) = [c for c in m.commands if isinstance(c, do.StartTimer) and c.timer.kind is TimerKind.OUTAGE]
+    m.tokens(m.only.id, 5)
+    m.fail(m.only)
     m.post(ev.EnginesLeft(["a"]))
-    m.post(ev.TimerFired(outage.timer))
-    assert m.errors == [
-        "no engine with the current weights has been well for 50 s; everything is kept: all have left, so let a host "
-        "bring some and ask for the batch again"
-    ]
+    assert outage_words(m) == "all have left, so let a host bring some and ask for the batch again"
     m.errors.clear()
     m.post(ev.EnginesJoined([B]))
-    m.post(ev.StepRequested())
-    (attempt,) = m.in_flight.values()
-    assert (attempt.engine, len(attempt.token_ids)) == ("b", 2 + 5)
-    m.end(attempt.id)
+    m.ask()
+    assert (m.only.engine, len(m.only.token_ids)) == ("b", 2 + 5)
+    m.finish(0)
     assert len(m.batches) == 1
     m.check_ledger()
 
 
-def test_an_evaluation_waits_for_engines_that_may_join_and_not_for_ever() -> None:
+@pytest.mark.parametrize("comes", [True, False])
+def test_an_evaluation_waits_for_engines_that_may_join_and_not_for_ever(comes: bool) -> None:
     """Where all have left others may come; after the deadline of an outage it ends with a reason."""
-    asked = {"n_samples": 1, "sampling": SamplingParams(max_tokens=9), "seed": 3}
-    prompts = [Prompt(np.array([5, 6], np.int32))]
-    for comes in (True, False):
-        m = CoreMachine(settings(n=1, samples=1, outage_deadline_s=50.0), lambda g, i: 9, engines=(A,))
-        m.post(ev.EnginesLeft(["a"]))
-        commands = m.post(ev.EvaluationRequested(evaluation=1, prompts=prompts, **asked))
-        (outage,) = timers(commands, TimerKind.OUTAGE)
-        if comes:
-            m.post(ev.EnginesJoined([B]))
-        m.post(ev.TimerFired(outage.timer))
-        for attempt in list(m.in_flight):
-            m.end(attempt)
-        (end,) = [c for c in m.commands if isinstance(c, (do.EvaluationDone, do.EvaluationFailed))]
-        if comes:
-            assert isinstance(end, do.EvaluationDone)
-        else:
-            assert end == do.EvaluationFailed(1, "all engines have left", AttemptFailure.BROKE_OFF)
+    m = CoreMachine(settings(n=1, samples=1, outage_deadline_s=50.0), 9, engines=(A,))
+    m.post(ev.EnginesLeft(["a"]))
+    (outage,) = timers(m.evaluate(), TimerKind.OUTAGE)
+    if comes:
+        m.post(ev.EnginesJoined([B]))
+    m.fire(outage)
+    for attempt in list(m.in_flight):
+        m.end(attempt)
+    (end,) = [c for c in m.commands if isinstance(c, (do.EvaluationDone, do.EvaluationFailed))]
+    if comes:
+        assert isinstance(end, do.EvaluationDone)
+    else:
+        assert end == do.EvaluationFailed(1, "all engines have left", AttemptFailure.BROKE_OFF)
 
 
-def test_an_update_does_not_wait_for_an_engine_that_left() -> None:
+@pytest.mark.parametrize("phase", [Phase.PAUSING, Phase.LOADING, Phase.RESUMING])
+@pytest.mark.parametrize("engines", [(A,), (A, B)])
+def test_an_update_does_not_wait_for_an_engine_that_left(phase: Phase, engines: tuple[EngineLimits, ...]) -> None:
     """In whatever phase: it goes on with the others, and one that is alone no longer ends it."""
-    for phase in (Phase.PAUSING, Phase.LOADING, Phase.RESUMING):
-        for engines in ((A,), (A, B)):
-            m = machine(n=2, engines=engines)
-            commands = m.post(ev.UpdateRequested(update=1, path="/1"))
-            while m.abort_asked:
-                commands += m.end(min(m.abort_asked), 0)
-            while m.core.updates.phase is not phase:
-                commands = answer(m, commands)
-            left = m.post(ev.EnginesLeft(["a"]))
-            calls = [c for c in [*commands, *left] if getattr(c, "engine", "") == "b"]
-            while m.core.updates.running:
-                calls = answer(m, calls)
-            assert m.core.clock.current == PolicyVersion(0, 1)
-            assert list(m.core.engines.states) == [e.name for e in engines[1:]]
-            m.post(ev.EnginesJoined([C]))
-            assert m.core.engines.states["c"].quarantined
+    m = machine(n=2, engines=engines)
+    commands = requested(m)
+    while m.core.updates.phase is not phase:
+        commands = answer(m, commands)
+    left = m.post(ev.EnginesLeft(["a"]))
+    calls = [c for c in [*commands, *left] if getattr(c, "engine", "") == "b"]
+    while m.core.updates.running:
+        calls = answer(m, calls)
+    assert m.core.clock.current == PolicyVersion(0, 1)
+    assert list(m.core.engines.states) == [e.name for e in engines[1:]]
+    m.post(ev.EnginesJoined([C]))
+    assert m.core.engines.states["c"].quarantined
 
 
 @pytest.mark.parametrize("phase", [Phase.PAUSING, Phase.LOADING])
 def test_engines_that_leave_together_are_asked_for_nothing_more(phase: Phase) -> None:
     """The first of them does not make the update go on to the second."""
     m = machine(n=2, engines=(A, B, C))
-    commands = m.post(ev.UpdateRequested(update=1, path="/1"))
-    while m.abort_asked:
-        commands += m.end(min(m.abort_asked), 0)
+    commands = requested(m)
     while m.core.updates.phase is not phase:
         commands = answer(m, commands)
     (theirs,) = [c for c in commands if getattr(c, "engine", "") == "c"]
@@ -427,12 +401,11 @@ def test_engines_that_leave_together_are_asked_for_nothing_more(phase: Phase) ->
 
 def test_an_update_without_any_engine_is_for_those_that_join() -> None:
     """The policy goes on; who joins gets it from its directory."""
-    m = CoreMachine(settings(n=1, samples=1), lambda g, i: 20, engines=(A,))
+    m = CoreMachine(settings(n=1, samples=1), 20, engines=(A,))
     m.post(ev.EnginesLeft(["a"]))
     m.post(ev.UpdateRequested(update=1, path="/1", content="1"))
     assert (m.core.clock.current, m.core.updates.running) == (PolicyVersion(0, 1), False)
-    commands = found(m, "b", probe_of(m.post(ev.EnginesJoined([B])), "b"))
-    (load,) = [c for c in answer(m, commands) if isinstance(c, do.LoadEngine)]
+    load = load_of(answer(m, joined(m, B)))
     assert (load.path, load.contents) == ("/1", ("1",))
 
 
@@ -522,17 +495,15 @@ def test_at_random_no_request_goes_to_an_engine_with_other_weights() -> None:
 
 def test_places_are_counted_as_long_as_they_were_there() -> None:
     """Two places for 10 s, five for 10 s, three for 20 s: one of them was busy all the time."""
-    m = CoreMachine(settings(n=1, samples=1, max_in_flight=9), lambda g, i: 20, engines=(replace(A, max_in_flight=2),))
+    m = CoreMachine(settings(n=1, samples=1, max_in_flight=9), 20, engines=(replace(A, max_in_flight=2),))
     times = RunTimes(m.core)
-    m.post(ev.StepRequested())
+    m.ask()
     times.look(0.0)
     m.post(ev.EnginesJoined([replace(B, max_in_flight=3)]))
     times.look(10.0)
-    (attempt,) = m.in_flight.values()
-    assert attempt.engine == "a"
-    m.tokens(attempt.id, 5)
-    del m.in_flight[attempt.id]
-    m.post(ev.AttemptFailed.of(attempt, "busy", AttemptFailure.BUSY))
+    assert m.only.engine == "a"
+    m.tokens(m.only.id, 5)
+    m.fail(m.only, "busy", kind=AttemptFailure.BUSY)
     m.post(ev.EnginesLeft(["a"]))
     times.look(20.0)
     assert times.places == 3

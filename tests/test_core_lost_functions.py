@@ -7,26 +7,23 @@ from typing import Any
 
 import numpy as np
 import pytest
-from core_machine import EOS, CoreMachine, settings, timers
+from core_machine import EOS, A, B, CoreMachine, asked, settings, timers
 
 from april.core import commands as do
 from april.core import events as ev
 from april.core import snapshot
 from april.core.sampling import SamplingParams
-from april.core.settings import EngineLimits
 from april.core.types import (
     AttemptFailure,
     EngineFinish,
     FinishReason,
     GroupState,
-    Prompt,
     RecordedCall,
     SampleId,
     SampleState,
     TimerKind,
 )
 
-TWO = tuple(EngineLimits(name, 4096, None, (EOS,)) for name in "ab")
 Key = tuple[int, int]
 FIRST_CALL = 6
 """Tokens of the first call of a function that makes two."""
@@ -94,23 +91,10 @@ class Hosts(CoreMachine):
         self.functions = {key: calls for key, calls in self.functions.items() if key[0] not in groups}
         return self.post(ev.FunctionsLost(groups, died=died))
 
-    def sample(self, group: int, index: int = 0) -> Any:
-        """A held sample."""
-        found = self.core.context.group(group)
-        assert found is not None
-        return found.samples[index]
 
-    def attempt_of(self, group: int, index: int = 0) -> str:
-        """The id of its attempt in flight."""
-        return next(i for i, a in self.in_flight.items() if a.sample.id == (group, index))
-
-
-def machine(turns: int = 1, samples: int = 1, n: int = 1, **changes: Any) -> Hosts:
+def machine(**changes: Any) -> Hosts:
     """A step has begun; responses have 20 tokens."""
-    options = {name: changes.pop(name) for name in ("auto_call", "auto_score") if name in changes}
-    m = Hosts(settings(n=n, samples=samples, **changes), lambda g, i: 20, engines=TWO, turns=turns, **options)
-    m.post(ev.StepRequested())
-    return m
+    return asked(20, (A, B), Hosts, **changes)
 
 
 def expected(length: int = 20) -> list[int]:
@@ -118,16 +102,11 @@ def expected(length: int = 20) -> list[int]:
     return [*range(10, 10 + length - 1), EOS]
 
 
-def dropped(m: Hosts) -> dict[str, int]:
-    """Tokens that were, by reason."""
-    return {str(reason): count for reason, count in m.core.tokens.dropped.items() if count}
-
-
 def only_batch(m: Hosts) -> list[list[int]]:
     """Tokens of the one batch that was delivered; the books balance."""
     (batch,) = m.batches
     m.check_ledger()
-    assert dropped(m) == {}
+    assert m.dropped == {}
     return [s.tokens.tolist() for s in batch.samples]
 
 
@@ -137,7 +116,7 @@ def only_batch(m: Hosts) -> list[list[int]]:
 def test_a_request_at_a_living_engine_is_ended_and_its_tokens_are_kept() -> None:
     """Then the function begins again, and its call goes on behind them."""
     m = machine()
-    attempt = m.attempt_of(0)
+    attempt = m.attempt(0).id
     m.tokens(attempt, 5)
     commands = m.lose(0)
     assert [type(c) for c in commands if not isinstance(c, do.StartTimer)] == [do.Abort]
@@ -156,7 +135,7 @@ def test_a_request_at_a_living_engine_is_ended_and_its_tokens_are_kept() -> None
 def test_a_function_whose_engine_died_with_its_host_begins_again(order: str) -> None:
     """In whatever order the core hears of it; what had been streamed and not reported is what the engine has cost."""
     m = machine(max_attempt_failures=2)
-    attempt = m.in_flight.pop(m.attempt_of(0))
+    attempt = m.in_flight.pop(m.attempt(0).id)
     lost = ev.AttemptFailed.of(attempt, "host h1 is gone")
     if order == "engine first":
         m.post(lost)
@@ -181,14 +160,14 @@ def test_a_function_that_has_asked_for_nothing_gives_its_place_back() -> None:
     assert m.core.context.places.free == 0
     assert m.sample(0).replay is None
     m.call(m.sample(0).id)
-    m.end(m.attempt_of(0))
+    m.finish(0)
     assert only_batch(m) == [expected()]
 
 
 def test_a_call_that_waits_for_a_place_waits_no_longer() -> None:
     """Its function is queued in its stead."""
     m = machine(n=2, max_in_flight=2, over=2)
-    m.tokens(m.attempt_of(1), 4)
+    m.tokens(m.attempt(1).id, 4)
     m.post(ev.PauseRequested())
     m.finish_aborts()
     waiting = m.core.over_sampler.waiting
@@ -206,7 +185,7 @@ def test_a_call_that_waits_for_a_place_waits_no_longer() -> None:
 def test_a_call_that_is_complete_when_its_attempt_ends_is_answered_from_the_tape(end: str) -> None:
     """Nothing is generated behind its last token, whatever has ended it; a stop string only the driver knows of."""
     m = machine(max_response_len=1000)
-    attempt_id = m.attempt_of(0)
+    attempt_id = m.attempt(0).id
     m.lose(0)
     if end == "length":
         m.length = lambda g, i: 2000
@@ -228,18 +207,18 @@ def test_a_call_that_is_complete_when_its_attempt_ends_is_answered_from_the_tape
 def test_calls_that_were_answered_are_answered_from_the_tape() -> None:
     """By call index, with what the open call had; and once more, if the new host dies in the middle of that."""
     m = machine(turns=2)
-    m.end(m.attempt_of(0))  # the first call, of 6 tokens
-    attempt = m.attempt_of(0)
+    m.finish(0)  # the first call, of 6 tokens
+    attempt = m.attempt(0).id
     m.lose(0)
     m.end(attempt, 4)
     for more in range(3):
         assert m.started[0, 0] == 2 + more
-        attempt = m.attempt_of(0)
+        attempt = m.attempt(0).id
         assert len(m.in_flight[attempt].token_ids) == 2 + 6 + 4 + more
         assert [c.result for c in m.sample(0).calls] == [RecordedCall(0, 6, FinishReason.LENGTH), None]
         m.lose(0)
         m.end(attempt, 1)
-    m.end(m.attempt_of(0))
+    m.finish(0)
     assert only_batch(m) == [expected()]
 
 
@@ -249,8 +228,8 @@ def test_a_replay_that_is_lost_in_the_middle_is_remembered_whole() -> None:
     sample = m.sample(0)
     m.call(sample.id)
     for _ in range(2):
-        m.end(m.attempt_of(0))  # it asks again at once
-    attempt = m.attempt_of(0)
+        m.finish(0)  # it asks again at once
+    attempt = m.attempt(0).id
     m.lose(0)
     m.end(attempt, 3)
     for answered in (0, 1, 2):
@@ -264,7 +243,7 @@ def test_a_replay_that_is_lost_in_the_middle_is_remembered_whole() -> None:
         m.lose(0)
     m.turns = 3
     m.call(sample.id)
-    m.end(m.attempt_of(0))
+    m.finish(0)
     assert only_batch(m) == [expected()]
 
 
@@ -273,35 +252,35 @@ def test_a_function_that_asks_something_else_drops_what_it_had() -> None:
     m = machine(auto_call=False)
     sample = m.sample(0)
     m.call(sample.id)
-    attempt = m.attempt_of(0)
+    attempt = m.attempt(0).id
     m.lose(0)
     m.end(attempt, 3)
     m.post(ev.CallMade(sample.id, SamplingParams(max_tokens=9), np.array([5, 6, 99], np.int32)))
     assert m.core.counters["replays_diverged"] == 1
-    assert dropped(m) == {"replay_diverged": 3}
+    assert m.dropped == {"replay_diverged": 3}
 
 
 def test_a_sample_may_be_given_up_while_its_request_ends() -> None:
     """It does not begin again; its tokens leave for the reason of that."""
     m = machine(n=1, samples=2, max_attempt_failures=1)
-    lost, refused = m.attempt_of(0, 0), m.in_flight.pop(m.attempt_of(0, 1))
+    lost, refused = m.attempt(0, 0).id, m.in_flight.pop(m.attempt(0, 1).id)
     m.tokens(lost, 5)
     m.lose(0)
     m.post(ev.AttemptFailed.of(refused, "too long", AttemptFailure.REFUSED))
     m.end(lost, 2)
     assert m.started[0, 0] == 1
-    assert dropped(m) == {"failed": 7}
+    assert m.dropped == {"failed": 7}
     m.check_ledger()
 
 
 def test_the_same_loss_told_twice_is_one_loss() -> None:
     """Nothing is started twice and nothing counted twice; groups that are settled are missed by nobody."""
     m = machine()
-    attempt = m.attempt_of(0)
+    attempt = m.attempt(0).id
     assert [type(c) for c in m.lose(0)] == [do.Abort, do.StartTimer]
     assert m.lose(0, 7, -(1 << 40)) == []
     m.end(attempt, 2)
-    m.end(m.attempt_of(0))
+    m.finish(0)
     assert m.started[0, 0] == 2
     assert only_batch(m) == [expected()]
     assert m.core.counters["lost_functions"] == 1
@@ -311,8 +290,8 @@ def test_the_same_loss_told_twice_is_one_loss() -> None:
 def test_a_state_that_is_taken_while_a_request_ends_holds_all_of_it() -> None:
     """The call is open in it, with the tokens that have come."""
     m = machine(turns=2)
-    m.end(m.attempt_of(0))
-    m.tokens(m.attempt_of(0), 5)
+    m.finish(0)
+    m.tokens(m.attempt(0).id, 5)
     m.lose(0)
     (group,) = snapshot.take(m.core, None)["waiting"]
     (sample,) = group["samples"]
@@ -327,7 +306,7 @@ def test_a_reward_that_died_with_its_function_is_asked_for_again() -> None:
     """The function runs again for what it returns; not a token is generated for that."""
     m = machine(turns=2, auto_score=False)
     for _ in range(2):
-        m.end(m.attempt_of(0))
+        m.finish(0)
     assert m.sample(0).state is SampleState.SCORING
     m.lose(0)
     assert (m.started[0, 0], len(m.wants_score), m.core.counters["attempts"]) == (2, 2, 2)
@@ -339,7 +318,7 @@ def test_a_reward_that_died_with_its_function_is_asked_for_again() -> None:
 def test_a_pause_before_the_next_try_of_a_reward_is_void() -> None:
     """It was that of a function that is dead: no reward is asked for before the next one has returned."""
     m = machine(auto_score=False, retry_pause_s=4.0)
-    m.end(m.attempt_of(0))
+    m.finish(0)
     (retry,) = timers(m.post(ev.SampleFailed(m.sample(0).id, "judge away")), TimerKind.RETRY)
     m.auto_call = False
     m.lose(0)
@@ -353,14 +332,13 @@ def test_a_pause_before_the_next_try_of_a_reward_is_void() -> None:
 def test_finished_samples_keep_their_rewards() -> None:
     """Only what is not finished runs again."""
     m = machine(samples=2)
-    m.end(m.attempt_of(0, 0))
-    reward = m.sample(0, 0).reward
-    attempt = m.attempt_of(0, 1)
+    m.finish((0, 0))
+    attempt = m.attempt(0, 1).id
     m.lose(0)
     m.end(attempt, 3)
-    m.end(m.attempt_of(0, 1))
+    m.finish((0, 1))
     assert m.started == {(0, 0): 1, (0, 1): 2}
-    assert [s.reward for s in m.batches[0].samples] == [reward, 0.125]
+    assert [s.reward for s in m.batches[0].samples] == [0.0, 0.125]
     assert only_batch(m) == [expected()] * 2
 
 
@@ -381,12 +359,12 @@ def test_with_group_rewards_finished_samples_run_again_for_what_they_return() ->
 def test_with_a_filter_the_verdict_is_asked_for_anew(judged: bool) -> None:
     """Of what the functions return when they have run again; a verdict of before is void, and no token is made anew."""
     m = machine(samples=2, has_filter=True)
-    m.end(m.attempt_of(0, 0))
+    m.finish((0, 0))
     if judged:
-        m.end(m.attempt_of(0, 1))
+        m.finish((0, 1))
     before, m.verdicts = m.verdicts, []
     assert len(before) == judged
-    waits = [] if judged else [m.attempt_of(0, 1)]
+    waits = [] if judged else [m.attempt(0, 1).id]
     m.lose(0)
     for attempt in waits:
         m.end(attempt)
@@ -400,34 +378,22 @@ def test_with_a_filter_the_verdict_is_asked_for_anew(judged: bool) -> None:
     assert m.core.context.lengths.generated.samples == 2
 
 
-def test_a_group_that_counts_is_not_judged_again() -> None:
-    """It waits for its batch, whatever dies."""
-    m = machine(n=2, has_filter=True)
-    m.end(m.attempt_of(0))
-    m.post(ev.GroupJudged(group=0, judgement=m.verdicts[0][1], keep=True))
-    assert m.lose(0) == []
-    m.end(m.attempt_of(1))
-    m.post(ev.GroupJudged(group=1, judgement=m.verdicts[1][1], keep=True))
-    assert only_batch(m) == [expected()] * 2
-
-
 def test_with_a_quorum_the_cohort_stays_and_stragglers_begin_again() -> None:
-    """What the baselines are made of is fixed, and nobody is in two of them."""
-    m = machine(n=1, samples=4, group_quorum=0.75, has_filter=True, max_in_flight=4)
-    for index in range(3):
-        m.end(m.attempt_of(0, index))
+    """A group that counts is not judged again: what the baselines are made of is fixed, and nobody is in two."""
+    m = machine(samples=4, group_quorum=0.75, has_filter=True)
+    m.finish((0, 0), (0, 1), (0, 2))
     m.post(ev.GroupJudged(group=0, judgement=m.verdicts[0][1], keep=True))
     cohort = m.core.buffer.groups[0].cohort
-    attempt = m.attempt_of(0, 3)
+    attempt = m.attempt(0, 3).id
     m.tokens(attempt, 5)
     m.lose(0)
     m.end(attempt, 1)
-    m.end(m.attempt_of(0, 3))
+    m.finish((0, 3))
     assert m.started == {(0, 0): 1, (0, 1): 1, (0, 2): 1, (0, 3): 2}
     assert len(m.verdicts) == 1
     (batch,) = m.batches
-    assert len(batch.samples) == 4
-    assert len(cohort) == 3
+    assert [s.cohort for s in batch.samples] == [cohort] * 4
+    assert [index for index, _ in cohort] == [0, 1, 2]
     m.check_ledger()
 
 
@@ -440,9 +406,7 @@ def evaluated(losses: tuple[int, ...]) -> tuple[Hosts, list[Any], set[Any]]:
     ``losses``: requests in whose middle their host dies. Its responses, and with which seed each of their tokens came.
     """
     m = machine(turns=2)
-    prompts = [Prompt(np.array([5, 6], np.int32))] * 2
-    asked = {"n_samples": 1, "sampling": SamplingParams(max_tokens=1000), "seed": 3, "functions_at_once": 1}
-    m.post(ev.EvaluationRequested(evaluation=1, prompts=prompts, **asked))
+    m.evaluate(2, functions_at_once=1, seed=3)
     m.finish_aborts()
     seeds, step = set(), 0
     while theirs := [a for a in m.in_flight.values() if a.sample.evaluation is not None]:
@@ -464,29 +428,28 @@ def test_an_evaluation_begins_again_and_answers_as_if_nothing_had_died() -> None
     assert [tokens for tokens, _ in undisturbed[0]] == [expected()] * 2
     assert m.core.counters["lost_functions"] == 0
     for _ in range(2):
-        m.end(m.attempt_of(0))
+        m.finish(0)
     assert m.batches[0].samples[0].tokens.tolist() == expected()
-    assert dropped(m) == {}
+    assert m.dropped == {}
 
 
 def test_an_evaluation_begins_again_with_what_was_returned_to_a_dead_host() -> None:
     """And with what was finished there: what its functions return is its answer, and nobody has that."""
-    m = Hosts(settings(n=1, samples=1, max_in_flight=4), lambda g, i: 20, engines=TWO, auto_score=False)
-    asked = {"n_samples": 2, "sampling": SamplingParams(max_tokens=1000), "seed": 3}
-    m.post(ev.EvaluationRequested(evaluation=1, prompts=[Prompt(np.array([5, 6], np.int32))] * 2, **asked))
+    m = Hosts(settings(n=1, samples=1, max_in_flight=4), 20, engines=(A, B), auto_score=False)
+    m.evaluate(2, n_samples=2, seed=3)
     samples = [a.sample for a in m.in_flight.values()]
     for sample in samples[:3]:
-        m.end(m.attempt_of(*sample.id))
+        m.end(m.attempt(*sample.id).id)
     for sample in samples[:2]:
         m.score(sample.id)
     assert samples[0].group.state is GroupState.READY
-    running = m.attempt_of(*samples[3].id)
+    running = m.attempt(*samples[3].id).id
     m.lose(samples[0].id.group, samples[3].id.group)
     assert len(m.in_flight) == 4  # the one of before has its place until it ends
     m.end(running, 1)
     for sample in samples:
         assert (sample.state, len(sample.tape)) == (SampleState.RUNNING, 0)
-        m.end(m.attempt_of(*sample.id))
+        m.end(m.attempt(*sample.id).id)
         m.score(sample.id)
     (done,) = [c for c in m.commands if isinstance(c, do.EvaluationDone)]
     assert [s.tape.tokens.tolist() for g in done.groups for s in g.samples] == [expected()] * 4
@@ -496,27 +459,20 @@ def test_an_evaluation_begins_again_with_what_was_returned_to_a_dead_host() -> N
 # ---------------------------------------------------------------- functions of which hosts die
 
 
-def test_a_function_whose_host_always_dies_fails_in_the_end() -> None:
-    """As one that raises at every try: it does not kill one host after the other for ever."""
-    m = machine(auto_call=False, max_attempt_failures=3, over=1)
+@pytest.mark.parametrize("reward", [False, True])
+def test_a_function_whose_host_always_dies_fails_in_the_end(reward: bool) -> None:
+    """As one that raises at every try, be it a rollout or a reward: it does not kill one host after the other."""
+    m = machine(auto_call=reward, auto_score=False, max_attempt_failures=3, over=1)
+    if reward:
+        m.finish(0)
     for _ in range(2):
         m.lose(0, died=True)
-        assert m.sample(0).state is SampleState.RUNNING
+        assert m.sample(0).state is (SampleState.SCORING if reward else SampleState.RUNNING)
     commands = m.lose(0, died=True)
     (drop,) = (c for c in commands if isinstance(c, do.ReportDrop))
     assert "3 hosts in a row died while its functions ran there" in drop.why
     assert [c.sample.id for c in commands if isinstance(c, do.StartSample)] == [(1, 0)]
     m.core.validate()
-
-
-def test_a_reward_whose_host_always_dies_fails_in_the_end() -> None:
-    """Rewards are functions, too."""
-    m = machine(auto_score=False, max_attempt_failures=2, has_reward=True, over=1)
-    m.end(m.attempt_of(0))
-    m.lose(0, died=True)
-    assert m.sample(0).state is SampleState.SCORING
-    commands = m.lose(0, died=True)
-    assert [c.group.id for c in commands if isinstance(c, do.ReportDrop)] == [0]
 
 
 @pytest.mark.parametrize("why", ["it waits for an answer", "the hosts have left"])
@@ -540,10 +496,9 @@ class Thinking(Hosts):
 
 def test_a_function_that_gets_further_from_host_to_host_goes_on() -> None:
     """It does not kill them: as long as tokens come between, nothing is counted."""
-    m = Thinking(settings(n=1, samples=1, max_attempt_failures=2), lambda g, i: 60, engines=TWO, turns=9)
-    m.post(ev.StepRequested())
+    m = asked(60, (A, B), Thinking, turns=9, max_attempt_failures=2)
     for calls in range(1, 6):
-        m.end(m.attempt_of(0), FIRST_CALL)
+        m.end(m.attempt(0).id, FIRST_CALL)
         assert len(m.sample(0).tape) == calls * FIRST_CALL
         m.lose(0, died=True)
         assert m.sample(0).open_call is None
@@ -559,9 +514,7 @@ def test_an_evaluation_of_which_hosts_die_ends() -> None:
     """It names the prompt, and says what has happened."""
     m = machine(max_attempt_failures=2)
     m.auto_call = False
-    prompts = [Prompt(np.array([1, 2], np.int32))]
-    asked = {"n_samples": 1, "sampling": SamplingParams(max_tokens=30), "seed": 0}
-    m.post(ev.EvaluationRequested(evaluation=0, prompts=prompts, **asked))
+    m.evaluate()
     m.finish_aborts()
     (group,) = {key[0] for key in m.functions} - {0}
     assert not [c for c in m.lose(group, died=True) if isinstance(c, do.EvaluationFailed)]

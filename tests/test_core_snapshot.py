@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
-from core_machine import EOS, CoreMachine, settings
+from core_machine import EOS, CoreMachine, asked, settings
 
 from april.core import commands as do
 from april.core import events as ev
@@ -24,13 +23,18 @@ from april.errors import CheckpointError
 State = dict[str, Any]
 
 
+ONE = settings(n=1, samples=1, over=2)
+LONG = {0: 60}
+"""Group 0 is long, all others have 4 tokens."""
+
+
 def save(m: CoreMachine, trained_through: int | None = None) -> State:
     """A state as it comes back from a trainer's checkpoint file."""
     state: State = msgspec.msgpack.decode(msgspec.msgpack.encode(snapshot.take(m.core, trained_through)))
     return state
 
 
-def restored(state: State, core_settings: CoreSettings, length: Any, **how: Any) -> CoreMachine:
+def restored(state: State, core_settings: CoreSettings = ONE, length: Any = LONG, **how: Any) -> CoreMachine:
     """Another process that goes on from ``state``; its engines have the weights."""
     m = CoreMachine(core_settings, length, **how)
     snapshot.restore(m.core, state)
@@ -39,63 +43,49 @@ def restored(state: State, core_settings: CoreSettings, length: Any, **how: Any)
     return m
 
 
-def long_then_short(long: int = 60) -> Callable[[int, int], int]:
-    """Group 0 is long, all others have 4 tokens."""
-    return lambda g, i: long if g == 0 else 4
-
-
-ONE = settings(n=1, samples=1, over=2)
-
-
-def ids(m: CoreMachine) -> dict[int, str]:
-    """Running attempt of each group (one sample per group)."""
-    return {a.sample.id.group: a.id for a in m.in_flight.values()}
+def running(tokens: int = 17, length: Any = LONG, **changes: Any) -> CoreMachine:
+    """Group 0 has so many tokens, group 1 none."""
+    m = asked(length, over=2, **changes)
+    m.tokens(m.attempt(0).id, tokens)
+    return m
 
 
 def test_tokens_of_running_attempts_are_in_the_state() -> None:
-    """In the middle of a step: what an attempt has brought so far is kept, and continued from after the restart."""
-    m = CoreMachine(ONE, long_then_short())
-    m.post(ev.StepRequested())
-    m.tokens(ids(m)[0], 17)
+    """In the middle of a step: what an attempt has brought is kept, and goes on after the restart; same weights."""
+    m = running()
     state = save(m)
-    m.tokens(ids(m)[0], 5)  # too late for the state
+    m.tokens(m.attempt(0).id, 5)  # too late for the state
     assert m.core.tokens.observed == 0  # taking a state changes nothing
 
-    again = restored(state, ONE, long_then_short())
+    again = restored(state)
     assert again.core.tokens.as_dict() == {"observed": 17, "delivered": 0, "held": 17, "dropped": {}}
-    again.post(ev.StepRequested())
-    resumed = again.in_flight[ids(again)[0]]
-    assert resumed.token_ids.tolist() == [5, 6, *range(10, 27)]
-    again.end(resumed.id)
+    again.ask()
+    assert again.attempt(0).token_ids.tolist() == [5, 6, *range(10, 27)]
+    again.finish(0)
     again.finish_aborts()
-    sample = again.batches[0].samples[0]
+    (sample,) = again.batches[0].samples
     assert sample.tokens.tolist() == [*range(10, 69), EOS]
     assert [(s.count, s.version) for s in sample.segments] == [(17, (0, 0)), (43, (1, 0))]
-    assert sample.staleness == 0
+    assert sample.staleness == again.batches[0].off_policy_share == 0
     again.check_ledger()
 
 
 def test_tokens_of_an_attempt_that_was_given_up_are_dropped_in_the_state() -> None:
     """A sample began again while its old attempt still ran: its old tokens are in the books, and nowhere else."""
-    m = CoreMachine(ONE, long_then_short())
-    m.post(ev.StepRequested())
-    m.tokens(ids(m)[0], 9)
+    m = running(9)
     m.post(ev.SampleFailed(SampleId(0, 0), "raised"))
-
-    again = restored(save(m), ONE, long_then_short())
-    assert again.core.tokens.as_dict() == {"observed": 9, "delivered": 0, "held": 0, "dropped": {"failed": 9}}
+    tokens = restored(save(m)).core.tokens
+    assert tokens.as_dict() == {"observed": 9, "delivered": 0, "held": 0, "dropped": {"failed": 9}}
 
 
 @pytest.mark.parametrize("index", range(2))
 def test_ids_of_the_two_processes_never_meet(index: int) -> None:
     """Attempts of a later incarnation have other ids, also when the same state is loaded twice by runs of their own."""
-    m = CoreMachine(ONE, long_then_short())
-    m.post(ev.StepRequested())
-    state = save(m)
-    seen = set(m.in_flight)
+    m = running()
+    state, seen = save(m), set(m.in_flight)
     for run in range(1, 3):
-        again = restored(state, settings(n=1, samples=1, over=2, run_id=run * index), long_then_short())
-        again.post(ev.StepRequested())
+        again = restored(state, settings(n=1, samples=1, over=2, run_id=run * index))
+        again.ask()
         assert seen.isdisjoint(again.in_flight)
         assert {len(i) for i in again.in_flight} == {32}
         if index:
@@ -105,19 +95,20 @@ def test_ids_of_the_two_processes_never_meet(index: int) -> None:
 # -------------------------------------------------------------------- leased batches
 
 
-def delivered_groups(m: CoreMachine) -> list[int]:
-    return [s.id.group for b in m.batches for s in b.samples]
+def one_step() -> CoreMachine:
+    """Group 1 is delivered, group 0 has some tokens."""
+    m = CoreMachine(ONE, LONG)
+    m.step(random.Random(0))
+    return m
 
 
 def test_batch_that_was_not_trained_is_delivered_again() -> None:
     """A leased batch is part of the state until a checkpoint says that it was trained on."""
-    m = CoreMachine(ONE, long_then_short())
-    m.step(random.Random(0))
+    m = one_step()
     first = m.batches[0].samples[0]
-    again = restored(save(m), ONE, long_then_short())
-
+    again = restored(save(m))
     assert again.core.tokens.delivered == again.core.prompts.delivered == 0
-    again.post(ev.StepRequested())
+    again.ask()
     sample = again.batches[0].samples[0]
     assert again.batches[0].id == 0
     assert (sample.id, sample.reward, sample.finish) == (first.id, first.reward, first.finish)
@@ -127,50 +118,38 @@ def test_batch_that_was_not_trained_is_delivered_again() -> None:
 
 def test_batch_that_was_trained_is_not_delivered_again() -> None:
     """trained_through names a leased batch: it is settled, and the version is that of the update that follows it."""
-    m = CoreMachine(ONE, long_then_short())
-    m.step(random.Random(0))
-    again = restored(save(m, trained_through=0), ONE, long_then_short())
-
-    assert again.core.clock.current == PolicyVersion(1, 1)
-    assert again.core.prompts.delivered == 1
+    m = one_step()
+    again = restored(save(m, trained_through=0))
+    assert (again.core.clock.current, again.core.prompts.delivered) == (PolicyVersion(1, 1), 1)
     again.step(random.Random(0))
     assert again.batches[0].id == 1
-    assert delivered_groups(again) != delivered_groups(m)
-    carried = next(s for b in again.batches for s in b.samples)
+    assert again.delivered() != m.delivered()
+    (carried,) = again.batches[0].samples
     assert carried.staleness == (1 if carried.attempts > 1 else 0)
 
 
 def test_committed_batch_is_not_delivered_again() -> None:
     """After the weight update nothing of the batch is left in the state."""
-    m = CoreMachine(ONE, long_then_short())
-    m.step(random.Random(0))
+    m = one_step()
     m.update()
     state = save(m)
-
-    assert state["ready"] == []
-    assert state["batches"] == 1
-    assert restored(state, ONE, long_then_short()).core.clock.current == PolicyVersion(1, 1)
+    assert (state["ready"], state["batches"]) == ([], 1)
+    assert restored(state).core.clock.current == PolicyVersion(1, 1)
 
 
 def test_trained_through_takes_what_is_held_and_refuses_the_rest() -> None:
     """Only batches that are delivered, and none before the last committed one."""
-    m = CoreMachine(ONE, long_then_short())
+    m = CoreMachine(ONE, LONG)
     assert snapshot.take(m.core, -1)["batches"] == 0
     with pytest.raises(CheckpointError, match=r"trained_through=0 must be the id .* no batch was delivered"):
         snapshot.take(m.core, 0)
     for _ in range(3):
         m.step(random.Random(0))
     m.post(ev.BatchCommitted(1))  # the trainer may commit in any order
-
-    assert len(snapshot.take(m.core, None)["ready"]) == 2
-    assert len(snapshot.take(m.core, 1)["ready"]) == 1
-    assert snapshot.take(m.core, 2)["ready"] == []
-    with pytest.raises(CheckpointError, match="batch 1 is committed by a weight update"):
-        snapshot.take(m.core, 0)
-    with pytest.raises(CheckpointError, match="trained_through=3"):
-        snapshot.take(m.core, 3)
-    with pytest.raises(CheckpointError, match="trained_through=-2"):
-        snapshot.take(m.core, -2)
+    assert [len(snapshot.take(m.core, through)["ready"]) for through in (None, 1, 2)] == [2, 1, 0]
+    for through, words in ((0, "batch 1 is committed by a weight update"), (3, "=3 must"), (-2, "=-2 must")):
+        with pytest.raises(CheckpointError, match=words):
+            snapshot.take(m.core, through)
 
 
 # -------------------------------------------------------------------- staleness
@@ -178,56 +157,30 @@ def test_trained_through_takes_what_is_held_and_refuses_the_rest() -> None:
 
 def test_staleness_goes_on_over_the_restart() -> None:
     """Tokens of before count the way to the checkpoint plus the way since."""
-    m = CoreMachine(ONE, long_then_short())
-    m.post(ev.StepRequested())
-    m.tokens(ids(m)[0], 17)
-    m.end(ids(m)[1])
+    m = running()
+    m.finish(1)
     m.finish_aborts()
     m.update()
-    again = restored(save(m), ONE, long_then_short())
-    again.post(ev.StepRequested())
+    again = restored(save(m))
+    again.ask()
     assert again.core.clock.current == PolicyVersion(1, 1)
-    other = next(i for i, a in again.in_flight.items() if a.sample.id.group != 0)
-    again.tokens(ids(again)[0], 8)
-    again.end(other)
+    again.tokens(again.attempt(0).id, 8)
+    again.finish(max(again.groups()))
+    again.next_step()
+    again.finish(0)
     again.finish_aborts()
-    again.update()
-    again.post(ev.StepRequested())
-    again.end(ids(again)[0])
-    again.finish_aborts()
-
-    sample = next(s for s in again.batches[-1].samples if s.id.group == 0)
+    (sample,) = again.batches[-1].samples
     assert [(s.count, s.version) for s in sample.segments] == [(17, (0, 0)), (8, (1, 1)), (35, (1, 2))]
     assert sample.staleness == 2
 
 
-def test_a_restart_alone_makes_nothing_off_policy() -> None:
-    """The weights are the same before and after it, only the incarnation is another."""
-    m = CoreMachine(ONE, long_then_short())
-    m.post(ev.StepRequested())
-    m.tokens(ids(m)[0], 17)
-    again = restored(save(m), ONE, long_then_short())
-    again.post(ev.StepRequested())
-    again.end(ids(again)[0])
-    again.finish_aborts()
-
-    (sample,) = again.batches[-1].samples
-    assert [s.version for s in sample.segments] == [(0, 0), (1, 0)]
-    assert sample.staleness == again.batches[-1].off_policy_share == 0
-
-
 def test_what_is_too_old_after_the_restart_is_treated_as_the_settings_say() -> None:
     """on_stale: drop acts on what comes out of a state as on anything else."""
-    chosen = settings(n=1, samples=1, over=2, on_stale=OnStale.DROP, max_staleness=0)
-    m = CoreMachine(chosen, long_then_short())
-    m.post(ev.StepRequested())
-    m.tokens(ids(m)[0], 17)
-    m.end(ids(m)[1])
+    m = running(on_stale=OnStale.DROP, max_staleness=0)
+    m.finish(1)
     m.finish_aborts()
-    again = restored(save(m, trained_through=0), chosen, long_then_short())
-
-    assert again.core.prompts.as_dict()["dropped"] == {"stale": 1}
-    assert again.core.tokens.as_dict()["dropped"] == {"stale": 17}
+    again = restored(save(m, trained_through=0), m.core.settings)
+    assert (again.dropped, again.prompts_dropped) == ({"stale": 17}, {"stale": 1})
 
 
 # -------------------------------------------------------------------- replay
@@ -270,9 +223,9 @@ ALONE = settings(n=1, samples=1)
 
 def two_turns(second: int = 2) -> tuple[CoreMachine, Conversation]:
     """One complete call, an environment token 77, and ``second`` tokens of another call."""
-    m = CoreMachine(ALONE, lambda g, i: 500)
+    m = CoreMachine(ALONE, 500)
     talk = Conversation(m)
-    m.post(ev.StepRequested())
+    m.ask()
     talk.call()
     talk.tokens(6)
     talk.call([77])
@@ -282,16 +235,15 @@ def two_turns(second: int = 2) -> tuple[CoreMachine, Conversation]:
 
 def begin_anew(state: State) -> tuple[CoreMachine, Conversation]:
     """The function runs again in another process."""
-    m = restored(state, ALONE, lambda g, i: 500, auto_call=False)
+    m = restored(state, ALONE, 500)
     talk = Conversation(m)
-    m.post(ev.StepRequested())
+    m.ask()
     return m, talk
 
 
 def test_function_that_asks_the_same_is_answered_from_the_tape() -> None:
     """Complete calls are answered at once, the open one goes on where it stood; nothing is generated twice."""
-    old, _ = two_turns()
-    m, talk = begin_anew(save(old))
+    m, talk = begin_anew(save(two_turns()[0]))
     assert [type(c) for c in talk.call()] == [do.CallCompleted]
     assert talk.said == [5, 6, *range(10, 16)]
     (submit,) = talk.call([77])
@@ -308,8 +260,7 @@ def test_function_that_asks_the_same_is_answered_from_the_tape() -> None:
 
 def test_function_between_two_calls_goes_on_by_itself() -> None:
     """All its calls were complete: after their answers it is on its own, whatever it asks."""
-    old, _ = two_turns(second=6)
-    m, talk = begin_anew(save(old))
+    m, talk = begin_anew(save(two_turns(second=6)[0]))
     talk.call()
     talk.call([77])
     (submit,) = talk.call([78, 79])
@@ -318,115 +269,89 @@ def test_function_between_two_calls_goes_on_by_itself() -> None:
     assert m.core.counters["replays_diverged"] == 0
 
 
-@pytest.mark.parametrize("calls_before", [0, 1])
-def test_function_that_asks_otherwise_begins_again(calls_before: int) -> None:
-    """Other token ids than before the restart: the answers belong to another conversation and are dropped by name."""
-    old, _ = two_turns()
-    m, talk = begin_anew(save(old))
-    if calls_before:
-        talk.call()
-        commands = talk.call([78])
-    else:
+def stray(talk: Conversation, how: str) -> list[do.Command]:
+    """The function asks otherwise than before."""
+    if how == "another prompt":
         talk.said = [5, 6, 9]
-        commands = talk.call()
+        return talk.call()
+    talk.call(whole=how != "no ids")
+    if how == "returns early":
+        return talk.m.core.handle(ev.SampleReturned(SampleId(0, 0)))
+    return talk.call(whole=False) if how == "no ids" else talk.call([78])
 
-    assert [type(c) for c in commands] == [do.CancelSample, do.StartSample]
-    assert m.core.tokens.as_dict()["dropped"] == {"replay_diverged": 8}
+
+@pytest.mark.parametrize("how", ["another prompt", "another environment", "no ids", "returns early"])
+def test_function_that_asks_otherwise_begins_again(how: str) -> None:
+    """Other token ids, none where a token of the environment stood, or fewer calls: all is dropped by name."""
+    m, talk = begin_anew(save(two_turns()[0]))
+    assert [type(c) for c in stray(talk, how)] == [do.CancelSample, do.StartSample]
+    assert m.dropped == {"replay_diverged": 8}
     assert m.core.counters["replays_diverged"] == 1
     assert not m.in_flight
 
 
-def test_call_without_token_ids_must_have_had_no_environment_before() -> None:
-    """Without ids a call means: as is. Where a token of the environment stood, that is another question."""
-    old, _ = two_turns()
-    m, talk = begin_anew(save(old))
-    talk.call(whole=False)
-    talk.call(whole=False)
-    assert m.core.tokens.as_dict()["dropped"] == {"replay_diverged": 8}
-
-
-def test_function_that_returns_early_begins_again() -> None:
-    """Returning without the calls of before is a divergence as well."""
-    old, _ = two_turns()
-    m, talk = begin_anew(save(old))
-    talk.call()
-    m.core.handle(ev.SampleReturned(SampleId(0, 0)))
-    assert m.core.tokens.as_dict()["dropped"] == {"replay_diverged": 8}
-
-
 def test_state_taken_during_a_replay_is_as_good_as_the_first() -> None:
     """A second crash, in the middle of the replay: all recorded calls are still there."""
-    old, _ = two_turns()
-    first = save(old)
+    first = save(two_turns()[0])
     m, talk = begin_anew(first)
     talk.call()
-    second = save(m)
+    (before,), (after,) = (state["waiting"][0]["samples"] for state in (first, save(m)))
+    assert (after["calls"], after["open_call"], after["tokens"]) == (before["calls"], 7, before["tokens"])
 
-    assert second["waiting"][0]["samples"][0]["calls"] == first["waiting"][0]["samples"][0]["calls"]
-    assert second["waiting"][0]["samples"][0]["open_call"] == 7
-    assert second["waiting"][0]["samples"][0]["tokens"] == first["waiting"][0]["samples"][0]["tokens"]
+
+def test_call_without_token_ids_is_the_same_question_where_nothing_stood_between() -> None:
+    """A single-turn function continues exactly, and says so with or without ids."""
+    again = restored(save(running()), auto_call=False)
+    again.core.handle(ev.StepRequested())
+    sample = again.sample(0)
+    assert sample.seen == 0
+    (submit,) = again.core.handle(ev.CallMade(sample.id, again.sampling))
+    assert isinstance(submit, do.Submit)
+    assert sample.seen == 17
 
 
 def test_eos_as_the_last_saved_token_completes_the_call() -> None:
     """The state was taken between the last token and the end of its request: nothing is generated after EOS."""
-    m = CoreMachine(ONE, lambda g, i: 6)
-    m.post(ev.StepRequested())
-    m.tokens(ids(m)[0], 6)
-    again = restored(save(m), ONE, lambda g, i: 6)
-    again.post(ev.StepRequested())
+    again = restored(save(running(6, 6)), length=6)
+    again.ask()
     again.finish_aborts()
-
-    sample = again.batches[0].samples[0]
-    assert sample.tokens.tolist() == [10, 11, 12, 13, 14, EOS]
-    assert sample.finish is FinishReason.STOP
+    (sample,) = again.batches[0].samples
+    assert (sample.tokens.tolist(), sample.finish) == ([10, 11, 12, 13, 14, EOS], FinishReason.STOP)
 
 
 @pytest.mark.parametrize("seen_by", ["nobody", "group_reward", "has_filter"])
 def test_finished_sibling_is_kept_unless_somebody_must_see_what_it_returned(seen_by: str) -> None:
     """A filter and a group reward get what functions return, so these run again and are answered from the tape."""
-    chosen = settings(n=1, samples=2, **({} if seen_by == "nobody" else {seen_by: True}))
-    m = CoreMachine(chosen, lambda g, i: 4 + 50 * i)
-    m.post(ev.StepRequested())
-    m.end(min(m.in_flight))
-    again = restored(save(m), chosen, lambda g, i: 4 + 50 * i)
-    sample = again.core.buffer.groups[0].samples[0]
+    m = asked(lambda g, i: 4 + 50 * i, samples=2, **({} if seen_by == "nobody" else {seen_by: True}))
+    m.finish((0, 0))
+    again = restored(save(m), m.core.settings, m.length)
+    sample = again.sample(0)
     assert (sample.state is SampleState.FINISHED) == (seen_by == "nobody")
-
-    again.post(ev.StepRequested())
-    assert {a.sample.id for a in again.in_flight.values()} == {(0, 1)}
+    again.ask()
+    assert again.only.sample.id == (0, 1)
     assert sample.tape.tokens.tolist() == [10, 11, 12, EOS]
 
 
 def test_group_that_reopens_after_a_restart_has_its_functions_run_again() -> None:
     """A ready group comes back finished. If a sample gets too old, a group reward needs what all of them returned."""
-    chosen = settings(n=1, samples=2, over=2, group_reward=True, on_stale=OnStale.RESTART, max_staleness=1)
-    m = CoreMachine(chosen, lambda g, i: 4)
-    m.post(ev.StepRequested())
-    by_sample = {a.sample.id: a.id for a in m.in_flight.values()}
-    m.end(by_sample[(1, 0)])
-    m.end(by_sample[(0, 0)])
-    m.end(by_sample[(0, 1)])
-    m.finish_aborts()
-    m.update()
-    m.post(ev.StepRequested())
-    by_sample = {a.sample.id: a.id for a in m.in_flight.values()}
-    m.end(by_sample[(2, 0)])
-    m.end(by_sample[(2, 1)])
-    m.end(by_sample[(1, 1)])  # group 1 is delivered, its first sample one update older, and not trained on
-    again = restored(save(m), chosen, lambda g, i: 4)
-    assert [s.state for s in again.core.buffer.groups[1].samples] == [SampleState.FINISHED] * 2
+    m = asked(4, samples=2, over=2, group_reward=True, on_stale=OnStale.RESTART, max_staleness=1)
+    m.finish((1, 0), 0)
+    m.next_step()
+    m.finish(2, (1, 1))  # group 1 is delivered, its first sample one update older, and not trained on
+    again = restored(save(m), m.core.settings, 4)
+    assert [again.sample(1, i).state for i in range(2)] == [SampleState.FINISHED] * 2
     again.update()
-    assert [len(s.tape) for s in again.core.buffer.groups[1].samples] == [0, 4]
+    assert [len(again.sample(1, i).tape) for i in range(2)] == [0, 4]
 
-    again.post(ev.StepRequested())  # group 2 is there already
+    again.ask()  # group 2 is there already
     again.finish_aborts()
     again.post(ev.BatchCommitted(again.batches[-1].id))
-    commands = again.post(ev.StepRequested())
+    commands = again.ask()
     assert {c.sample.id for c in commands if isinstance(c, do.StartSample)} >= {(1, 0), (1, 1)}
     assert not any(isinstance(c, do.Submit) and c.attempt.sample.id == (1, 1) for c in commands)
-    again.end(next(a.id for a in again.in_flight.values() if a.sample.id == (1, 0)))
+    again.finish((1, 0))
     again.finish_aborts()
-    assert {s.id.group for s in again.batches[-1].samples} == {1}
+    assert again.delivered() == [1, 1]
 
 
 # -------------------------------------------------------------------- states that are refused
@@ -434,36 +359,30 @@ def test_group_that_reopens_after_a_restart_has_its_functions_run_again() -> Non
 
 def saved() -> State:
     """Two partials with tokens and a batch that was not trained on."""
-    m = CoreMachine(settings(n=1, samples=2, over=3), lambda g, i: 60 if g < 2 else 4)
-    m.post(ev.StepRequested())
+    m = asked({0: 60, 1: 60}, samples=2, over=3)
     for attempt in list(m.in_flight.values()):
-        if attempt.sample.id.group < 2:
-            m.tokens(attempt.id, 11)
-        else:
-            m.end(attempt.id)
-    m.finish_aborts()
-    m.update()
-    m.post(ev.StepRequested())
+        m.tokens(attempt.id, 11) if attempt.sample.id.group < 2 else m.end(attempt.id)
+    m.next_step()
     return save(m)
 
 
 def load(state: Any, **changes: Any) -> CoreMachine:
-    return restored(state, settings(n=1, samples=changes.pop("samples", 2), over=3, **changes), lambda g, i: 60)
+    return restored(state, settings(n=1, samples=changes.pop("samples", 2), over=3, **changes), 60)
 
 
-def test_the_state_that_is_damaged_below_is_good() -> None:
-    """Otherwise the refusals would prove nothing."""
-    assert load(saved()).core.tokens.held == 44
-
-
-def test_settings_that_do_not_fit_are_named() -> None:
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"samples": 3}, "saved with n_samples_per_prompt=2, the configuration has 3"),
+        ({"run_seed": 5}, "saved with seed=0, the configuration has 5"),
+        ({"max_response_len": 10}, "max_response_len=10"),
+    ],
+)
+def test_settings_that_do_not_fit_are_named(changes: dict[str, Any], words: str) -> None:
     """Other samples per prompt, another seed, or shorter responses than those held: one sentence each."""
-    with pytest.raises(CheckpointError, match="saved with n_samples_per_prompt=2, the configuration has 3"):
-        load(saved(), samples=3)
-    with pytest.raises(CheckpointError, match="saved with seed=0, the configuration has 5"):
-        load(saved(), run_seed=5)
-    with pytest.raises(CheckpointError, match="max_response_len=10"):
-        load(saved(), max_response_len=10)
+    assert load(saved()).core.tokens.held == 44  # otherwise the refusals would prove nothing
+    with pytest.raises(CheckpointError, match=words):
+        load(saved(), **changes)
 
 
 @pytest.mark.parametrize("state", [None, 7, [], {}, {"core": {}}])
@@ -489,9 +408,9 @@ def test_nothing_is_generated_behind_the_end_of_a_response(engine: str) -> None:
             segment[5] = engine if segment[3] == "generated" else ""
         if refused:
             with pytest.raises(CheckpointError, match=f"tokens behind the end-of-sequence token at {place}"):
-                restored(state, ALONE, lambda g, i: 500, auto_call=False)
+                restored(state, ALONE)
         else:
-            restored(state, ALONE, lambda g, i: 500, auto_call=False)
+            restored(state, ALONE)
 
 
 def test_ends_of_an_engine_that_is_gone_are_those_on_which_all_agree() -> None:
@@ -503,13 +422,9 @@ def test_ends_of_an_engine_that_is_gone_are_those_on_which_all_agree() -> None:
 
 def test_engines_with_other_log_probabilities() -> None:
     """What is held has the old kind: batches say that theirs are mixed; without held tokens they are the new ones."""
-    m = CoreMachine(ONE, long_then_short())
-    m.post(ev.StepRequested())
-    empty = save(m)
-    m.tokens(ids(m)[0], 7)
     engines = (EngineLimits("e1", 4096, None, (EOS,), "processed"),)
-    for state, kind in ((save(m), "mixed"), (empty, "processed")):
-        assert restored(state, ONE, long_then_short(), engines=engines).core.engines.logprob_kind == kind
+    for tokens, kind in ((7, "mixed"), (0, "processed")):
+        assert restored(save(running(tokens)), engines=engines).core.engines.logprob_kind == kind
 
 
 def test_only_a_fresh_core_takes_a_state() -> None:
@@ -568,17 +483,3 @@ def test_groups_and_tokens_out_of_nowhere_are_refused() -> None:
     state["waiting"][0]["samples"][0]["open_call"] = None
     with pytest.raises(CheckpointError, match="has tokens that nobody asked for"):
         load(state)
-
-
-def test_call_without_token_ids_is_the_same_question_where_nothing_stood_between() -> None:
-    """A single-turn function continues exactly, and says so with or without ids."""
-    m = CoreMachine(ONE, long_then_short())
-    m.post(ev.StepRequested())
-    m.tokens(ids(m)[0], 17)
-    again = restored(save(m), ONE, long_then_short(), auto_call=False)
-    again.core.handle(ev.StepRequested())
-    sample = again.core.buffer.groups[0].samples[0]
-    assert sample.seen == 0
-    (submit,) = again.core.handle(ev.CallMade(sample.id, again.sampling))
-    assert isinstance(submit, do.Submit)
-    assert sample.seen == 17
