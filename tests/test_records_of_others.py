@@ -99,15 +99,37 @@ def test_a_setting_that_no_picture_can_show_is_refused(record: Path, tmp_path: P
         read_run(rewritten(record, tmp_path / "wrong.jsonl", change))
 
 
-def test_damage_is_said_once(record: Path, tmp_path: Path) -> None:
-    """The sentence about a line is not packed into one about the line before; nor is that about the format."""
-    path = tmp_path / "damaged.jsonl"
-    path.write_bytes(record.read_bytes() + b"x\n")
-    with pytest.raises(RecordError, match=r"^line \d+ of .*damaged.jsonl is damaged, or was changed$"):
-        read_run(path)
-    path = rewritten(record, tmp_path / "newer.jsonl", put("Record", "format", to=99))
-    said = CliRunner().invoke(app, ["watch", str(path), "--once"]).output
-    assert said.startswith(f"{path} cannot be read: april ")
+FOREIGN: dict[str, tuple[Callable[[bytes], bytes], str]] = {
+    "another file": (lambda data: b'{"lengths": [1, 2]}\n', "is no record of april's"),
+    "a picture": (lambda data: b"\x89PNG\r\n\x1a\n" * 9, "is no record of april's"),
+    "deep": (lambda data: b"[" * 100_000 + b"\n", "is no record of april's"),
+    "its checksum": (lambda data: b'[0.0,"StepRequested",{},"","00000000"]\n', "is no record of april's"),
+    "a changed line": (lambda data: data.replace(b'"step":1', b'"step":7', 1), "or was changed"),
+    "damage": (lambda data: data.replace(b"\n", b"\nx\n", 1), "line 2 of {path} is damaged, or was changed"),
+}
+
+
+@pytest.mark.parametrize("command", ["replay", "report", "watch"])
+@pytest.mark.parametrize("what", [*FOREIGN, "a newer april", "a directory", "nothing"])
+def test_what_is_no_record(record: Path, tmp_path: Path, what: str, command: str) -> None:
+    """A sentence, once, and exit code 1: for the line it is about, and not packed into one about another line."""
+    path = tmp_path / "run.jsonl"
+    sentence = {"a directory": "cannot be read: Is a directory", "nothing": "cannot be read: No such file or directory"}
+    if what in FOREIGN:
+        change, sentence[what] = FOREIGN[what]
+        path.write_bytes(change(record.read_bytes()))
+    elif what == "a newer april":
+        sentence[what] = "{path} cannot be read: april 9.0 has written it in format 9, this april reads format 3"
+        rewritten(record, path, lambda line: [*line[:2], line[2] | {"format": 9, "april": "9.0"}, line[3]])
+    elif what == "a directory":
+        path.mkdir()
+    elif command == "watch":
+        sentence[what] = "is not there yet"
+    result = CliRunner().invoke(app, [command, str(path), *(["--once"] if command == "watch" else [])])
+    assert result.exit_code == 1, result.output
+    said = " ".join(result.output.split())
+    assert said.count(sentence[what].format(path=path)) == 1
+    assert said.count("is not valid") == 0
 
 
 @pytest.mark.parametrize("field", ["april", "began", "format"])
