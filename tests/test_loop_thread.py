@@ -20,8 +20,7 @@ from awaited_calls import awaited
 from april.daemon_pool import DaemonPool
 from april.driver.loop_thread import LoopThread, Reply, result_of
 from april.driver.user_calls import TimeLimits, UserCalls, WorkerThreads
-from april.driver.user_code import inside_user_code
-from april.errors import RolloutError, SchedulerClosed
+from april.errors import SchedulerClosed
 
 
 @pytest.fixture
@@ -52,71 +51,6 @@ async def for_ever(ended: list[str] | None = None) -> None:
     finally:
         if ended is not None:
             ended.append("ended")
-
-
-def test_run_and_call(thread: LoopThread) -> None:
-    """Coroutines and plain functions run on the loop's own daemon thread, and errors come back."""
-    assert thread.run(where()) == "test-loop"
-    assert thread.call(lambda: threading.current_thread().name) == "test-loop"
-    assert thread.call(lambda: threading.current_thread().daemon)
-    with pytest.raises(ZeroDivisionError):
-        thread.call(lambda: 1 / 0)
-
-    async def fail() -> None:
-        raise KeyError("x")
-
-    with pytest.raises(KeyError):
-        thread.run(fail())
-
-
-def test_call_later_keeps_its_place_in_the_line(thread: LoopThread) -> None:
-    """After everything submitted before, before everything submitted after."""
-    seen: list[int] = []
-    thread.call_later(lambda: seen.append(1))
-    thread.call(lambda: seen.append(2))
-    thread.call_later(lambda: seen.append(3))
-    thread.call(lambda: None)
-    assert seen == [1, 2, 3]
-
-
-def test_waiting_on_the_loop_for_the_loop_is_refused(thread: LoopThread) -> None:
-    """A blocking call from the loop's own thread would never end; a plain function is simply called."""
-
-    async def program() -> tuple[str, int]:
-        with pytest.raises(RolloutError, match="would wait for itself"):
-            thread.run(where())
-        with pytest.raises(RolloutError, match="would wait for itself"):
-            await thread.run_async(where())
-        return await where(), thread.call(lambda: 5)
-
-    assert thread.run(program()) == ("test-loop", 5)
-
-
-def test_waiting_inside_user_code_is_refused_in_threads_too(thread: LoopThread) -> None:
-    """A plain reward function runs in a thread, where a blocking call would also wait for itself."""
-
-    def reward() -> str:
-        with pytest.raises(RolloutError, match="cannot be called inside a rollout or reward function"):
-            thread.run(where())
-        return thread.call(lambda: "looking inside is allowed")
-
-    assert thread.run(call_user(reward)) == "looking inside is allowed"
-    with inside_user_code(), pytest.raises(RolloutError, match="call them where the trainer runs"):
-        thread.run(where())
-    assert thread.run(where()) == "test-loop"
-
-
-def test_after_stop(thread: LoopThread) -> None:
-    """Everything is refused with SchedulerClosed; stop is idempotent; the thread has ended."""
-    assert thread.alive
-    thread.stop()
-    thread.stop()
-    assert not thread.alive
-    assert not any(t.name == "test-loop" for t in threading.enumerate())
-    for refused in (lambda: thread.run(where()), lambda: thread.submit(where()), lambda: thread.call(lambda: 1)):
-        with pytest.raises(SchedulerClosed, match="create a new one"):
-            refused()
-    thread.call_later(lambda: pytest.fail("the loop is gone"))
 
 
 def test_stop_cancels_what_runs_and_tells_who_waits(thread: LoopThread) -> None:
@@ -165,13 +99,6 @@ def test_stop_tells_who_waits_for_what_nobody_gives(thread: LoopThread) -> None:
     assert [type(error) for error in outcome] == [SchedulerClosed]
     with pytest.raises(SchedulerClosed):
         thread.wait_for(lambda reply: pytest.fail("the loop is gone"))
-
-
-def test_stop_from_two_threads_at_once(thread: LoopThread) -> None:
-    """Both return when it is over."""
-    with concurrent.futures.ThreadPoolExecutor(4) as pool:
-        list(pool.map(lambda _: thread.stop(), range(4)))
-    assert not thread.alive
 
 
 def test_stop_is_not_held_up_by_a_task_that_ignores_it(
@@ -290,21 +217,6 @@ async def test_an_awaitable_that_nobody_fetches_is_closed() -> None:
         with pytest.raises(asyncio.CancelledError):
             await task
     gc.collect(1)
-
-
-@pytest.mark.asyncio
-async def test_run_async(thread: LoopThread) -> None:
-    """From another event loop: results, errors; a cancelled caller cancels the coroutine."""
-    ended: list[str] = []
-    assert await thread.run_async(where()) == "test-loop"
-    waiter = asyncio.create_task(thread.run_async(for_ever(ended)))
-    await asyncio.sleep(0)
-    await thread.run_async(asyncio.sleep(0))
-    waiter.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await waiter
-    await thread.run_async(asyncio.sleep(0))
-    assert ended == ["ended"]
 
 
 @pytest.mark.asyncio

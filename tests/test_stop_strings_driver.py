@@ -60,6 +60,16 @@ def stopping(stops: dict[int, str], seen: dict[SampleId, Completion] | None = No
     return rollout
 
 
+def with_stop(
+    lengths: dict[tuple[int, int], int], default: int = LONG, engine: Callable[..., RecordingEngine] = RecordingEngine,
+    stops: dict[int, str] | None = None, interval: float | None = None, **options: Any,
+) -> Rollouts:  # fmt: skip
+    """Responses of which the first group's, or those named, have a stop string; it ends after their sixth token."""
+    rollout = options.pop("rollout", None) or stopping(stops or {0: stop_around(0, 4, 5)})
+    made = engine(table(lengths, default), **({} if interval is None else {"stream_interval_s": interval}))
+    return Rollouts(table(lengths, default), engines=[made], rollout=rollout, tokenizer=Angles(), **options)
+
+
 async def until_delivered(rollouts: Rollouts, group: int) -> list[Batch]:
     """Steps, with a weight update before each, until the batch of this group."""
     batches: list[Batch] = []
@@ -81,11 +91,9 @@ def test_cut_by_a_resume_it_is_honoured_every_time(interval: float | None) -> No
 
     async def program(cut: int) -> None:
         nonlocal honoured
-        lengths = table({(0, 0): cut, (1, 0): LONG})
-        engine = RecordingEngine(lengths, stream_interval_s=interval)
         # the step ends at t = cut: in the middle of the string's four tokens
-        rollout = stopping({1: stop_around(1, cut - 2, cut + 1)})
-        rollouts = Rollouts(lengths, n=1, over=2, engines=[engine], rollout=rollout, tokenizer=Angles())
+        stops = {1: stop_around(1, cut - 2, cut + 1)}
+        rollouts = with_stop({(0, 0): cut}, stops=stops, interval=interval, over=2)
         await rollouts.driver.next_batch()
         rollouts.check_ledger()
         assert len(rollouts.sample(1, 0).tape) == cut
@@ -96,7 +104,7 @@ def test_cut_by_a_resume_it_is_honoured_every_time(interval: float | None) -> No
         assert [s.count for s in sample.segments] == [cut, 2]
         assert len({s.version for s in sample.segments}) == 2
         rollouts.check_provenance(sample)
-        wasted = sum(engine.tokens_of((1, 0))) - cut - 2
+        wasted = sum(rollouts.engines[0].tokens_of((1, 0))) - cut - 2
         assert after_stop(rollouts) == sum(b.metrics["after_stop_tokens"] for b in batches) == wasted
         honoured += sample.tokens.tolist() == response(1, cut + 2)
         await rollouts.close()
@@ -119,11 +127,7 @@ async def test_more_than_one_cut_inside_a_string(cut: int) -> None:
                 if breaks:
                     raise ConnectionError("reset")
 
-    lengths = table({}, LONG)
-    engine = EndsEarly(lengths)
-    rollouts = Rollouts(
-        lengths, n=1, engines=[engine], rollout=stopping({0: stop_around(0, 8, 12)}), tokenizer=Angles()
-    )
+    rollouts = with_stop({}, engine=EndsEarly, stops={0: stop_around(0, 8, 12)})
     batch = await rollouts.driver.next_batch()
     (sample,) = batch.samples
     assert sample.tokens.tolist() == response(0, 13)
@@ -135,12 +139,10 @@ async def test_more_than_one_cut_inside_a_string(cut: int) -> None:
 
 async def test_a_streaming_engine_is_asked_to_end_that_one_request() -> None:
     """The abort names the one attempt, the others go on; what came meanwhile is dropped by name."""
-    lengths = table({(0, 0): LONG, (1, 0): 30, (2, 0): 40})
-    engine = RecordingEngine(lengths, stream_interval_s=4.0)
     seen: dict[SampleId, Completion] = {}
-    rollouts = Rollouts(
-        lengths, n=3, engines=[engine], rollout=stopping({0: stop_around(0, 4, 5)}, seen), tokenizer=Angles()
-    )
+    rollout = stopping({0: stop_around(0, 4, 5)}, seen)
+    rollouts = with_stop({(1, 0): 30, (2, 0): 40}, interval=4.0, n=3, rollout=rollout)
+    (engine,) = rollouts.engines
     batch = await rollouts.driver.next_batch()
     assert [ids for _, ids in engine.aborts] == [(next(iter(engine.requests)),)]
     assert engine.aborts[0][0] == pytest.approx(8, abs=0.01)  # tokens 5 and 6 came in the second chunk
@@ -157,8 +159,7 @@ async def test_a_streaming_engine_is_asked_to_end_that_one_request() -> None:
 
 async def test_found_in_the_chunk_that_ends_the_stream() -> None:
     """An engine that answers in one chunk needs no abort; everything past the string is counted and dropped."""
-    lengths = table({}, LONG)
-    rollouts = Rollouts(lengths, n=1, rollout=stopping({0: stop_around(0, 4, 5)}), tokenizer=Angles())
+    rollouts = with_stop({})
     batch = await rollouts.driver.next_batch()
     assert batch.samples[0].tokens.tolist() == response(0, 6)
     assert rollouts.dropped == {DropReason.AFTER_STOP: LONG - 6}
@@ -178,12 +179,8 @@ class Deaf(RecordingEngine):
 
 async def test_an_engine_that_does_not_end_the_request() -> None:
     """Asked again until the deadline, then fenced: the response is complete all the same, and counted exactly."""
-    lengths = table({}, LONG)
-    engine = Deaf(lengths)
-    rollouts = Rollouts(
-        lengths, n=1, engines=[engine], rollout=stopping({0: stop_around(0, 4, 5)}), tokenizer=Angles(),
-        abort_resend_s=1.0, abort_deadline_s=10.0,
-    )  # fmt: skip
+    rollouts = with_stop({}, engine=Deaf, abort_resend_s=1.0, abort_deadline_s=10.0)
+    (engine,) = rollouts.engines
     waiter = asyncio.create_task(rollouts.driver.next_batch())
     await asyncio.sleep(9.5)
     (attempt,) = rollouts.core.attempts.values()
@@ -200,28 +197,13 @@ async def test_an_engine_that_does_not_end_the_request() -> None:
     rollouts.check_ledger()
 
 
-@pytest.mark.parametrize("budget", [LONG, 12])
-async def test_an_engine_that_ends_it_otherwise(budget: int) -> None:
-    """STOP or LENGTH of the engine, after a string was found, changes nothing: the string came first."""
-    lengths = table({}, 15)
-    rollouts = Rollouts(
-        lengths, n=1, engines=[Deaf(lengths)], rollout=stopping({0: stop_around(0, 4, 5)}), tokenizer=Angles(),
-        max_response_len=budget,
-    )  # fmt: skip
-    batch = await rollouts.driver.next_batch()
-    assert batch.samples[0].tokens.tolist() == response(0, 6)
-    assert batch.samples[0].finish is FinishReason.STOP
-    assert rollouts.dropped == {DropReason.AFTER_STOP: min(15, budget) - 6}
-    rollouts.check_ledger()
-
-
-class BreaksLate(Deaf):
+class EndsOtherwise(Deaf):
     """Goes wrong after ten tokens, in the way of ``fault``."""
 
     fault = ""
 
     def alter(self, request: Request, chunk: Chunk) -> Chunk:
-        if sum(len(c.tokens) for c in self.handed_over[request.attempt_id]) < 10:
+        if not self.fault or sum(len(c.tokens) for c in self.handed_over[request.attempt_id]) < 10:
             return chunk
         if self.fault == "raises":
             raise ConnectionError("reset")
@@ -230,18 +212,20 @@ class BreaksLate(Deaf):
         return replace(chunk, tokens=chunk.tokens + np.int32(VOCAB))
 
 
-@pytest.mark.parametrize("fault", ["raises", "ends without a reason", "sends what cannot be"])
-async def test_an_engine_that_fails_after_the_string(fault: str) -> None:
-    """The response is complete; the failure is counted, and nothing is generated again."""
-    lengths = table({}, 15)
-    engine = BreaksLate(lengths)
-    engine.fault = fault
-    rollouts = Rollouts(lengths, n=1, engines=[engine], rollout=stopping({0: stop_around(0, 4, 5)}), tokenizer=Angles())
+@pytest.mark.parametrize("fault", ["", "raises", "ends without a reason", "sends what cannot be"])
+@pytest.mark.parametrize("budget", [LONG, 12])
+async def test_an_engine_that_ends_it_otherwise(fault: str, budget: int) -> None:
+    """STOP, LENGTH or a failure of the engine, after a string was found, changes nothing: the string came first. A
+    failure is counted, and nothing is generated again."""
+    rollouts = with_stop({}, 15, engine=EndsOtherwise, max_response_len=budget)
+    (engine,) = rollouts.engines
+    engine.fault = fault  # type: ignore[attr-defined]
     batch = await rollouts.driver.next_batch()
-    assert batch.samples[0].tokens.tolist() == response(0, 6)
-    assert batch.samples[0].attempts == 1
-    assert batch.metrics["failed_attempts"] == 1
+    (sample,) = batch.samples
+    assert (sample.tokens.tolist(), sample.finish, sample.attempts) == (response(0, 6), FinishReason.STOP, 1)
+    assert batch.metrics["failed_attempts"] == bool(fault)
     assert sum(rollouts.dropped.values()) == engine.tokens - 6
+    assert fault or rollouts.dropped == {DropReason.AFTER_STOP: min(15, budget) - 6}
     assert (DropReason.CORRUPT in rollouts.dropped) == (fault == "sends what cannot be")
     rollouts.check_ledger()
 
@@ -250,11 +234,7 @@ async def test_an_engine_that_fails_after_the_string(fault: str) -> None:
 @pytest.mark.parametrize("interval", [1.0, None])
 async def test_the_step_ends_in_the_same_moment(first: int, interval: float | None) -> None:
     """The other group completes the step a second before, at, or after the string's last token: one completion."""
-    lengths = table({(0, 0): first, (1, 0): LONG})
-    engine = RecordingEngine(lengths, stream_interval_s=interval)
-    rollouts = Rollouts(
-        lengths, n=1, over=2, engines=[engine], rollout=stopping({1: stop_around(1, 4, 5)}), tokenizer=Angles()
-    )
+    rollouts = with_stop({(0, 0): first}, stops={1: stop_around(1, 4, 5)}, interval=interval, over=2)
     batch = await rollouts.driver.next_batch()
     rollouts.check_ledger()
     if 1 not in batch.group_ids:
@@ -274,11 +254,8 @@ async def test_the_group_is_given_up_after_the_string() -> None:
             raise ValueError("no")
         await llm.generate(stop=stop_around(0, 4, 5) if llm.sample_id == (0, 0) else None)
 
-    lengths = table({}, 30)
-    engine = Deaf(lengths)
-    rollouts = Rollouts(
-        lengths, n=1, samples=2, engines=[engine], rollout=rollout, tokenizer=Angles(), max_attempt_failures=1
-    )
+    rollouts = with_stop({}, 30, engine=Deaf, samples=2, rollout=rollout, max_attempt_failures=1)
+    (engine,) = rollouts.engines
     batch = await rollouts.driver.next_batch()
     assert batch.group_ids.tolist() == [1, 1]
     assert rollouts.dropped == {DropReason.FAILED: 6, DropReason.AFTER_STOP: engine.tokens_of((0, 0))[0] - 6}
@@ -374,29 +351,18 @@ async def test_evaluation_of_an_engine_that_answers_at_once() -> None:
 # ---------------------------------------------------------------- what is refused, and text
 
 
-class _Asked(Exception):
-    """Carries what an LLM would ask for."""
+async def test_stop_strings_of_a_call_replace_the_configured_ones() -> None:
+    """stop="ab" is one string and not two, and an empty list is none."""
+    asked: list[Any] = []
 
-
-def sampling_of_call(**arguments: Any) -> SamplingParams:
-    """What a call asks for where the configuration has a stop string."""
-
-    async def generate(sampling: SamplingParams, token_ids: Any) -> Completion:
-        raise _Asked(sampling)
+    async def generate(sampling: SamplingParams, token_ids: Any) -> Any:
+        asked.append(sampling.stop)
 
     llm = LLM(SampleId(0, 0), SamplingParams(max_tokens=5, stop=("configured",)), generate)
-    with pytest.raises(_Asked) as asked:
-        run_virtual(llm.generate(**arguments))
-    sampling: SamplingParams = asked.value.args[0]
-    return sampling
-
-
-def test_stop_strings_of_a_call_replace_the_configured_ones() -> None:
-    """stop="ab" is one string and not two, and an empty list is none."""
-    assert sampling_of_call().stop == ("configured",)
-    assert sampling_of_call(stop="ab").stop == ("ab",)
-    assert sampling_of_call(stop=["a", "b"]).stop == ("a", "b")
-    assert sampling_of_call(stop=[]).stop == ()
+    await llm.generate()
+    for stop in ("ab", ["a", "b"], []):
+        await llm.generate(stop=stop)
+    assert asked == [("configured",), ("ab",), ("a", "b"), ()]
 
 
 @pytest.mark.parametrize("name", sorted(UNSUPPORTED))

@@ -29,7 +29,6 @@ from april.core.versions import PolicyVersion
 from april.driver import prompt_source
 from april.driver.prompt_source import as_prompt
 from april.driver.rewards import checked_reward
-from april.driver.user_code import FailureLog
 from april.engines.protocol import Chunk, Request
 from april.engines.transformers import model_support
 from april.engines.transformers.engine import TransformersEngine
@@ -54,22 +53,6 @@ def test_one_line_and_one_traceback_for_one_mistake(caplog: pytest.LogCaptureFix
     assert len(caplog.records) == 1
     assert "AttributeError: 'Prompt' object has no attribute 'tokens'" in caplog.messages[0]
     assert caplog.records[0].exc_info
-
-
-def test_other_mistakes_have_tracebacks_of_their_own(caplog: pytest.LogCaptureFixture) -> None:
-    """Kinds are told apart by type and line; an error that was never raised has no traceback to show."""
-
-    def raised(value: str) -> Exception:
-        try:
-            return ValueError(int(value))
-        except ValueError as error:
-            return error
-
-    failures = FailureLog()
-    for error in (raised("a"), raised("b"), KeyError("c"), raised("d")):
-        failures.warn(error, "reward function failed for %s", "g0.s0")
-    assert [bool(r.exc_info) for r in caplog.records] == [True, False, False, False]
-    assert caplog.messages[2] == "reward function failed for g0.s0: KeyError: 'c'"
 
 
 def test_a_call_that_cannot_be_is_one_line_with_its_place(caplog: pytest.LogCaptureFixture) -> None:
