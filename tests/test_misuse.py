@@ -15,14 +15,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-from real_schedulers import assert_nothing_is_left, config, engine, scheduler
+from real_schedulers import FAST, LENGTHS, assert_nothing_is_left, check, config, engine, scheduler
 from virtual_rollouts import VOCAB, RecordingEngine, Rollouts, on_virtual_time, table, virtual
 
 import april
 from april.core.types import DropReason, Prompt, SampleId
 from april.driver.llm import LLM
 from april.driver.rewards import Response
-from april.engines.protocol import Chunk, EngineFinish, Request
+from april.engines.protocol import Capabilities, Chunk, EngineFinish, Request
+from april.engines.simulated.engine import SimulatedEngine, by_sample_key
 from april.errors import AprilError, CheckpointError, ConfigError, RolloutError
 
 BASE: dict[str, Any] = {"rollout_batch_size": 2, "n_samples_per_prompt": 2, "max_response_len": 100}
@@ -88,12 +89,48 @@ async def graded(prompt: april.Prompt, response: Response) -> float:
     pytest.fail("work has started")
 
 
+class NoPartials(SimulatedEngine):
+    """Loses what an aborted request had."""
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return replace(super().capabilities, returns_partials=False)
+
+
+def no_partials() -> SimulatedEngine:
+    return NoPartials("e0", FAST, by_sample_key(LENGTHS), max_running=64, vocab_size=VOCAB)
+
+
+def test_an_engine_without_partials_is_fine_when_nothing_is_cut() -> None:
+    """With N' = N and refill none nothing is aborted at the end of a step."""
+    with scheduler(engines=[no_partials()], config=config(over_sampling_batch_size=3)) as rollouts:
+        check(rollouts.next_batch())
+
+
 ARGUMENTS: list[tuple[dict[str, Any], str]] = [
     ({"config": BASE}, "config must be an april.Config, got dict; Config.from_mapping and Config.from_yaml make one"),
     ({"engines": "vllm"}, "engines must be a list of engine objects, got str"),
     ({"engines": engine()}, "engines must be a list of engine objects, got SimulatedEngine"),
     ({"engines": [engine(), "e1"]}, r"engines: str is not an engine \(april.engines.protocol.Engine\)"),
+    ({"engines": []}, "engines: at least one engine is needed"),
+    ({"engines": None}, ".*needs a model.*"),
+    ({"engines": None, "model": object(), "config": config(engine={"kind": "simulated"})}, ".*takes no model object.*"),
+    ({"engines": [engine("a"), engine("b"), engine("a")]}, r".*names must be unique, got \['a', 'b', 'a'\].*"),
+    (
+        {"engines": [engine("a"), engine("b", max_context=100)]},
+        "max_response_len=100 leaves no room for a prompt in the context of 100 tokens of engine b; .*",
+    ),
+    ({"engines": [no_partials()]}, "engine e0 hands over nothing.*set over_sampling_batch_size.*"),
+    (
+        {"engines": [no_partials()], "config": config(over_sampling_batch_size=3, refill="sample")},
+        "engine e0 hands over nothing.*refill: none.*",
+    ),
+    ({"group_reward": graded}, "give reward or group_reward, not both"),
+    ({"reward": 1.0}, "reward must be a function, got float"),
+    ({"rollout": "single_turn"}, "rollout must be a function, got str"),
     ({"filter": True}, "filter must be a function, got bool"),
+    ({"prompts": "text"}, "prompts must be an iterable of prompts, got str"),
+    ({"prompts": None}, "prompts must be an iterable of prompts, got NoneType"),
     ({"prompts": 5}, "prompts must be an iterable of prompts, got int"),
     (
         {"filter": april.rewards_differ, "reward": None},
@@ -138,30 +175,26 @@ CALLS: list[tuple[Callable[[april.RolloutScheduler], Any], type[AprilError], str
     ),
     (lambda r: r.weight_update(transfer=3), ConfigError, "weight_update: transfer must be a function, got int"),
     (lambda r: r.evaluate(None), ConfigError, "evaluate: prompts must be an iterable of prompts, got NoneType"),
+    (lambda r: r.evaluate("text"), ConfigError, "evaluate: prompts must be an iterable of prompts, got str"),
+    (lambda r: r.evaluate([]), ConfigError, "evaluate: there are no prompts"),
     (
-        lambda r: r.evaluate([[1]], n_samples="2"),
-        ConfigError,
-        "evaluate: n_samples must be a whole number and at least 1, got '2'",
+        lambda r: r.evaluate([[1], [5000]]), ConfigError,
+        "prompt 1: token id 5000 is outside the engine's vocabulary of 1000",
     ),
-    (
-        lambda r: r.evaluate([[1]], temperature="hot"),
-        ConfigError,
-        "evaluate: temperature must be a number, got 'hot'",
-    ),
-    (
-        lambda r: r.evaluate([[1]], max_tokens=2.5),
-        ConfigError,
-        "evaluate: max_tokens must be a whole number and at least 1, got 2.5",
-    ),
-    (
-        lambda r: r.evaluate([[1]], n_samples=True),
-        ConfigError,
-        "evaluate: n_samples must be a whole number and at least 1, got True",
-    ),
-    (
-        lambda r: r.evaluate([[1]], seed="a"),
-        ConfigError,
-        "evaluate: seed must be a whole number and at least 0, got 'a'",
+    *(
+        (lambda r, name=name, value=value: r.evaluate([[1]], **{name: value}), ConfigError, f"evaluate: {words}")
+        for name, value, words in (
+            ("n_samples", "2", "n_samples must be a whole number and at least 1, got '2'"),
+            ("n_samples", 0, "n_samples must be a whole number and at least 1, got 0"),
+            ("n_samples", True, "n_samples must be a whole number and at least 1, got True"),
+            ("max_tokens", 0, "max_tokens must be a whole number and at least 1, got 0"),
+            ("max_tokens", 2.5, "max_tokens must be a whole number and at least 1, got 2.5"),
+            ("seed", -1, "seed must be a whole number and at least 0, got -1"),
+            ("seed", "a", "seed must be a whole number and at least 0, got 'a'"),
+            ("temperature", "hot", "temperature must be a number, got 'hot'"),
+            ("temperature", -1.0, "temperature must be a finite number .*"),
+            ("top_p", 0.0, "top_p must be in .*"),
+        )
     ),
     (
         lambda r: r.weight_update(lambda: None),
@@ -192,13 +225,8 @@ def test_arguments_of_calls(call: Callable[[Any], Any], error: type[AprilError],
 # ---------------------------------------------------------------- known when it happens: the sample is named
 
 
-def sentences(caplog: pytest.LogCaptureFixture) -> list[str]:
-    """Each warning."""
-    return [record.getMessage() for record in caplog.records]
-
-
 def run(
-    caplog: pytest.LogCaptureFixture, sentence: str, reason: DropReason, *, group_stays: bool = False, **arguments: Any
+    caplog: pytest.LogCaptureFixture, sentence: str, *reasons: DropReason, group_stays: bool = False, **arguments: Any
 ) -> Rollouts:
     """Three steps of N = 2, n = 2 in which group 1, sample 0 is misused; the others are delivered, the books exact."""
     made: list[Rollouts] = []
@@ -214,14 +242,14 @@ def run(
             assert batch.group_sizes == (2, 2)
             delivered += batch.group_ids[::2].tolist()
         assert sorted(delivered) == ([0, 1, 2, 3, 4, 5] if group_stays else [0, 2, 3, 4, 5, 6])
-        assert set(rollouts.dropped) == {reason}
-        assert rollouts.core.prompts.as_dict()["dropped"] == ({} if group_stays else {str(reason): 1})
+        assert set(rollouts.dropped) == set(reasons)
+        assert rollouts.core.prompts.as_dict()["dropped"] == ({} if group_stays else {"failed": 1})
         await rollouts.close()
 
     with caplog.at_level(logging.WARNING, "april"):
         virtual(program)
-    found = [s for s in sentences(caplog) if re.fullmatch(rf"{sentence}( \(line \d+ of test_misuse.py\))?", s)]
-    assert found, sentences(caplog)
+    sentences = [record.getMessage() for record in caplog.records]
+    assert any(re.fullmatch(rf"{sentence}( \(line \d+ of test_misuse.py\))?", s) for s in sentences), sentences
     return made[0]
 
 
@@ -266,22 +294,6 @@ def test_group_rewards(answer: Any, sentence: str, caplog: pytest.LogCaptureFixt
         return answer if responses[0].sample_id.group == 1 else [1.0] * len(responses)
 
     run(caplog, rf"reward function failed for g1\.s0: {sentence}", DropReason.FAILED, group_reward=group_reward)
-
-
-@on_virtual_time
-async def test_a_rollout_function_that_returns_without_generating(caplog: pytest.LogCaptureFixture) -> None:
-    """The empty return: a sentence in the sample's story, and that group only."""
-
-    async def rollout(prompt: Prompt, llm: LLM) -> None:
-        if llm.sample_id != (1, 0):
-            await llm.generate()
-
-    rollouts = Rollouts(table({}), n=2, samples=2, rollout=rollout)
-    delivered = [g for _ in range(3) for g in (await rollouts.step()).group_ids[::2].tolist()]
-    assert sorted(delivered) == [0, 2, 3, 4, 5, 6]
-    sentence = "g1.s0: the rollout function returned without a call of llm.generate; await at least one"
-    assert rollouts.core.story(SampleId(1, 0)).endswith(f"group dropped (failed): {sentence}")
-    assert caplog.messages == [f"group 1 (prompt 1 of epoch 0) is dropped as failed and replaced: {sentence}"]
 
 
 @on_virtual_time
@@ -358,29 +370,11 @@ LIES: dict[str, tuple[Callable[[Chunk], Chunk], str]] = {
 def test_numbers_that_cannot_be(kind: str, times: int, caplog: pytest.LogCaptureFixture) -> None:
     """The request and the sample are named; its tokens are dropped as corrupt, it is made anew or given up by name."""
     change, sentence = LIES[kind]
-    made: list[Rollouts] = []
-
-    async def program() -> None:
-        lengths = table({(0, 0): 7, (1, 1): 6}, 5)
-        rollouts = Rollouts(lengths, n=2, samples=2, engines=[changed(change, times)(lengths)])
-        made.append(rollouts)
-        delivered: list[int] = []
-        for _ in range(3):
-            batch = await rollouts.driver.next_batch()
-            rollouts.check(batch)
-            delivered += batch.group_ids[::2].tolist()
-            await rollouts.driver.update_weights()
-        assert sorted(delivered) == ([0, 1, 2, 3, 4, 5] if times == 1 else [0, 2, 3, 4, 5, 6])
-        assert rollouts.dropped[DropReason.CORRUPT] == 5 * times
-        assert set(rollouts.dropped) <= {DropReason.CORRUPT, DropReason.FAILED}
-        assert rollouts.core.prompts.as_dict()["dropped"] == ({} if times == 1 else {"failed": 1})
-        await rollouts.close()
-
-    with caplog.at_level(logging.WARNING, "april"):
-        virtual(program)
     whole = rf"attempt [0-9a-f]{{32}} of g1\.s0: engine e0: {re.escape(sentence)}"
-    assert [s for s in sentences(caplog) if re.fullmatch(whole, s)], sentences(caplog)
-    assert sentence in made[0].core.story(SampleId(1, 0))
+    reasons = [DropReason.CORRUPT, DropReason.FAILED][:times]
+    rollouts = run(caplog, whole, *reasons, group_stays=times == 1, engine=changed(change, times))
+    assert rollouts.dropped[DropReason.CORRUPT] == 5 * times
+    assert sentence in rollouts.core.story(SampleId(1, 0))
 
 
 def test_an_engine_that_returns_nothing(caplog: pytest.LogCaptureFixture) -> None:

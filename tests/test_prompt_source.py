@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections import UserDict
 from collections.abc import Iterator, Sequence
 from types import MappingProxyType
@@ -18,8 +17,15 @@ from april.driver.prompt_source import PromptSource, as_prompt
 from april.errors import CheckpointError, ConfigError
 
 
-def ids(prompts: list[Prompt]) -> list[list[int]]:
-    return [p.token_ids.tolist() for p in prompts]
+def drawn(source: PromptSource, count: int) -> tuple[list[list[int]], bool, str | None]:
+    """(token ids, whether the source has ended, error) of one draw."""
+    prompts, exhausted, error = source.draw(count)
+    return [p.token_ids.tolist() for p in prompts], exhausted, error
+
+
+def places(source: PromptSource, count: int) -> list[tuple[int, int, int]]:
+    """(epoch, position, last token) of the prompts of one draw."""
+    return [(p.epoch, p.position, int(p.token_ids[-1])) for p in source.draw(count)[0]]
 
 
 @pytest.mark.parametrize(
@@ -128,54 +134,53 @@ def test_what_a_source_may_not_be(prompts: Any) -> None:
 def test_draw() -> None:
     """Prompts in order, as many as asked for; the end is reported with what was left, and again after it."""
     source = PromptSource(([i] for i in range(1, 6)), 10)
-    assert ids(source.draw(2)[0]) == [[1], [2]]
+    assert drawn(source, 2) == ([[1], [2]], False, None)
     assert source.position == 2
-    prompts, exhausted, error = source.draw(2)
-    assert (ids(prompts), exhausted, error) == ([[3], [4]], False, None)
-    prompts, exhausted, error = source.draw(2)
-    assert (ids(prompts), exhausted, error) == ([[5]], True, None)
-    assert source.draw(2) == ([], True, None)
+    assert drawn(source, 2) == ([[3], [4]], False, None)
+    assert drawn(source, 2) == ([[5]], True, None)
+    assert drawn(source, 2) == ([], True, None)
     assert source.position == 5
 
 
 def test_good_prompts_before_a_bad_one_come_first() -> None:
     """The bad prompt is reported by the draw after them, once; the source goes on behind it."""
     source = PromptSource([[1], [2], [99], [3], "x", [4]], 10)
-    prompts, exhausted, error = source.draw(4)
-    assert (ids(prompts), exhausted, error) == ([[1], [2]], False, None)
-    prompts, exhausted, error = source.draw(4)
-    assert (prompts, exhausted) == ([], False)
-    assert error is not None
-    assert "prompt 2: token id 99" in error
-    assert ids(source.draw(4)[0]) == [[3]]
-    assert "prompt 4 is of type str" in str(source.draw(4)[2])
-    prompts, exhausted, error = source.draw(4)
-    assert (ids(prompts), exhausted, error) == ([[4]], True, None)
+    assert drawn(source, 4) == ([[1], [2]], False, None)
+    assert drawn(source, 4) == ([], False, "prompt 2: token id 99 is outside the engine's vocabulary of 10")
+    assert drawn(source, 4)[0] == [[3]]
+    assert "prompt 4 is of type str" in str(drawn(source, 4)[2])
+    assert drawn(source, 4) == ([[4]], True, None)
 
 
-def test_a_source_that_raises_is_reported_like_a_bad_prompt(caplog: pytest.LogCaptureFixture) -> None:
-    """A data loader's exception names the position, keeps its traceback in the log and loses no prompt before it."""
+class Loader:
+    """Raises instead of its third prompt, and goes on."""
 
-    class Loader:
-        def __init__(self) -> None:
-            self.count = 0
+    def __init__(self, error: BaseException) -> None:
+        self.count, self.error = 0, error
 
-        def __iter__(self) -> Iterator[list[int]]:
-            return self
+    def __iter__(self) -> Iterator[list[int]]:
+        return self
 
-        def __next__(self) -> list[int]:
-            self.count += 1
-            if self.count == 3:
-                raise OSError("shard 7\nis gone")
-            return [self.count]
+    def __next__(self) -> list[int]:
+        self.count += 1
+        if self.count == 3:
+            raise self.error
+        return [self.count]
 
-    source = PromptSource(Loader(), 10)
-    assert ids(source.draw(5)[0]) == [[1], [2]]
-    prompts, exhausted, error = source.draw(5)
-    assert (prompts, exhausted) == ([], False)
-    assert error == "the prompt source failed at prompt 2: OSError: shard 7 is gone"
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [(OSError("shard 7\nis gone"), "OSError: shard 7 is gone"), (SystemExit("no licence"), "SystemExit: no licence")],
+)
+def test_a_source_that_raises_is_reported_like_a_bad_prompt(
+    error: BaseException, words: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The position is named, the traceback is in the log, no prompt before it is lost; sys.exit ends no loop."""
+    source = PromptSource(Loader(error), 10)
+    assert drawn(source, 5)[0] == [[1], [2]]
+    assert drawn(source, 5) == ([], False, f"the prompt source failed at prompt 2: {words}")
     assert "Traceback" in caplog.text
-    assert ids(source.draw(1)[0]) == [[4]]
+    assert drawn(source, 1)[0] == [[4]]
 
 
 # ---------------------------------------------------------------- passes and restarts
@@ -201,36 +206,34 @@ class Shuffled:
         return iter([[(first + i) % size + 1] for i in range(size)])
 
 
+SHUFFLED = [(e, i, (e + i) % 3 + 1) for e in range(3) for i in range(3)]
+"""What three passes over ``Shuffled(3)`` give."""
+
+
 def test_passes_name_every_prompt_by_epoch_and_position() -> None:
     """Pass after pass until the last one has ended; set_epoch is called before each."""
     data = Shuffled(3)
-    source = PromptSource(data, 10, epochs=2)
-    prompts, exhausted, error = source.draw(10)
-    assert ids(prompts) == [[1], [2], [3], [2], [3], [1]]
-    assert [(p.epoch, p.position) for p in prompts] == [(e, i) for e in range(2) for i in range(3)]
-    assert (exhausted, error) == (True, None)
+    assert places(PromptSource(data, 10, epochs=2), 10) == SHUFFLED[:6]
     assert data.epochs == [0, 1]
-    endless = PromptSource([[1], [2]], 10, epochs=None)
-    prompts, exhausted, _ = endless.draw(7)
-    assert [p.epoch for p in prompts] == [0, 0, 1, 1, 2, 2, 3]
-    assert not exhausted
+    assert places(PromptSource(Shuffled(3), 10, epochs=None), 7) == SHUFFLED[:7]
 
 
-@pytest.mark.parametrize("drawn", range(7))
-def test_a_new_source_goes_on_where_the_old_one_stood(drawn: int) -> None:
+@pytest.mark.parametrize("count", range(7))
+@pytest.mark.parametrize("epochs", [1, 2, None])
+def test_a_new_source_goes_on_where_the_old_one_stood(count: int, epochs: int | None) -> None:
     """Saved after any number of prompts: together they hand over each prompt once, each pass in its own order."""
-    old, data = PromptSource(Shuffled(3), 10, epochs=2), Shuffled(3)
-    before, _, _ = old.draw(drawn)
-    whole = PromptSource(Shuffled(3), 10, epochs=2)
-    whole.draw(10)
-    new = PromptSource(data, 10, epochs=2)
+    expected = SHUFFLED[: 3 * (epochs or 3)]
+    old, data = PromptSource(Shuffled(3), 10, epochs), Shuffled(3)
+    before = places(old, count)
+    new = PromptSource(data, 10, epochs)
     new.load_state_dict(old.state_dict())
-    after, exhausted, error = new.draw(10)
-    assert ids(before + after) == [[1], [2], [3], [2], [3], [1]]
-    assert [(p.epoch, p.position) for p in before + after] == [(e, i) for e in range(2) for i in range(3)]
-    assert (exhausted, error) == (True, None)
-    assert data.epochs == [0, 0, 1] if drawn <= 3 else [0, 1]
+    assert new.state_dict() == old.state_dict()
+    assert before + places(new, len(expected) - len(before)) == expected
+    whole = PromptSource(Shuffled(3), 10, epochs)
+    places(whole, len(expected))
     assert new.state_dict() == whole.state_dict()
+    assert new.draw(1)[1] == (epochs is not None)
+    assert epochs != 2 or data.epochs == ([0, 0, 1] if count <= 3 else [0, 1])
 
 
 @pytest.mark.parametrize(("epochs", "at"), [(1, 0), (2, 0), (2, 1), (None, 4)])
@@ -245,7 +248,7 @@ def test_fewer_prompts_than_before_the_restart(epochs: int | None, at: int) -> N
         f"the prompts ended after 3 of epoch {at}, where 5 had been drawn before; they must be the same in every "
         "pass, and after a restart"
     )
-    assert ids(source.draw(2)[0]) == [[1], [2]]
+    assert drawn(source, 2)[0] == [[1], [2]]
 
 
 @pytest.mark.parametrize(
@@ -260,7 +263,7 @@ def test_positions_that_cannot_be(state: Any) -> None:
     source.draw(1)
     with pytest.raises(CheckpointError, match=r"the state (is damaged|was saved in epoch 2)"):
         source.load_state_dict(state)
-    assert ids(source.draw(1)[0]) == [[2]]
+    assert drawn(source, 1)[0] == [[2]]
 
 
 def test_a_bad_prompt_that_nobody_was_told_of_is_reported_after_a_restart() -> None:
@@ -275,16 +278,16 @@ def test_a_bad_prompt_that_nobody_was_told_of_is_reported_after_a_restart() -> N
     assert again.state_dict()["position"] == 2
     once_more = PromptSource(prompts, 10)
     once_more.load_state_dict(again.state_dict())
-    assert ids(once_more.draw(1)[0]) == [[3]]
-    assert ids(again.draw(1)[0]) == [[3]]
+    assert drawn(once_more, 1)[0] == [[3]]
+    assert drawn(again, 1)[0] == [[3]]
 
 
 def test_a_pass_that_cannot_begin_is_an_error_and_is_tried_again() -> None:
     """set_epoch and __iter__ are the user's: what they raise names the epoch, and ends nothing else."""
     source = PromptSource(Shuffled(2, fails_in=1), 10, epochs=2)
-    assert ids(source.draw(3)[0]) == [[1], [2]]
+    assert drawn(source, 3)[0] == [[1], [2]]
     assert source.draw(1) == ([], False, "the prompt source failed to begin epoch 1: OSError: shard list is gone")
-    assert ids(source.draw(3)[0]) == [[2], [1]]
+    assert drawn(source, 3)[0] == [[2], [1]]
     assert source.draw(1) == ([], True, None)
 
 
@@ -301,47 +304,15 @@ def test_no_prompts_at_all(epochs: int | None) -> None:
     assert "there are no prompts" in str(source.draw(1)[2])
 
 
-@pytest.mark.parametrize("drawn", range(7))
-@pytest.mark.parametrize("epochs", [1, 2, None])
-def test_restart_goes_on_with_the_next_prompt(drawn: int, epochs: int | None) -> None:
-    """What was drawn is skipped, and nothing else: both lives together draw what one would have drawn."""
-    prompts = [[i] for i in range(1, 5)]
-
-    def some(source: PromptSource, count: int) -> list[tuple[int, int, int]]:
-        return [(p.epoch, p.position, int(p.token_ids[0])) for p in source.draw(count)[0]]
-
-    first = PromptSource(prompts, 10, epochs)
-    before = some(first, drawn)
-    second = PromptSource(prompts, 10, epochs)
-    second.load_state_dict(first.state_dict())
-    assert second.state_dict() == first.state_dict()
-
-    whole = [(e, i, i + 1) for e in range(3) for i in range(4)][: (epochs or 3) * 4]
-    assert before + some(second, len(whole) - len(before)) == whole
-    assert second.draw(1)[1] == (epochs is not None)
-
-
 def test_restart_among_prompts_that_were_extended() -> None:
     """The position counts them too: given again, those that were drawn are skipped."""
     source = PromptSource([[1]], 10)
     source.extend([[2], [3], [4]])
-    assert ids(source.draw(3)[0]) == [[1], [2], [3]]
+    assert drawn(source, 3)[0] == [[1], [2], [3]]
     again = PromptSource([[1]], 10)
     again.load_state_dict(source.state_dict())
     again.extend([[2], [3], [4]])
-    assert ids(again.draw(5)[0]) == [[4]]
-
-
-def test_a_source_that_exits_is_an_error_like_any_other() -> None:
-    """sys.exit in a data loader must not end april's loop: the prompts before it are drawn, then it is told."""
-
-    def loader() -> Iterator[list[int]]:
-        yield [1]
-        sys.exit("no more licences")
-
-    source = PromptSource(loader(), 10)
-    assert ids(source.draw(5)[0]) == [[1]]
-    assert source.draw(5) == ([], False, "the prompt source failed at prompt 1: SystemExit: no more licences")
+    assert drawn(again, 5)[0] == [[4]]
 
 
 # ---------------------------------------------------------------- sources that fail once
@@ -393,14 +364,13 @@ class FlakyReader(Flaky):
 
 def drained(source: PromptSource, count: int = 3) -> tuple[list[tuple[int, int, int]], list[str]]:
     """(epoch, position, last token) of everything that comes, and the errors between."""
-    seen, errors = [], []
+    seen, errors, exhausted = [], [], False
     for _ in range(100):
-        prompts, exhausted, error = source.draw(count)
-        seen += [(p.epoch, p.position, int(p.token_ids[-1])) for p in prompts]
-        if error is not None:
-            errors.append(error)
         if exhausted:
             break
+        prompts, exhausted, error = source.draw(count)
+        seen += [(p.epoch, p.position, int(p.token_ids[-1])) for p in prompts]
+        errors += [] if error is None else [error]
     return seen, errors
 
 

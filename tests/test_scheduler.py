@@ -9,7 +9,6 @@ import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -20,10 +19,8 @@ from real_schedulers import FAST, LENGTHS, VOCAB, assert_nothing_is_left, check,
 import april
 from april.core.types import DropReason
 from april.driver.rewards import Response
-from april.engines.protocol import Capabilities
 from april.engines.simulated.engine import SimulatedEngine, by_sample_key
 from april.errors import (
-    ConfigError,
     DataExhausted,
     EngineError,
     RolloutError,
@@ -501,57 +498,7 @@ def test_a_bad_prompt_names_its_position_and_loses_no_good_one() -> None:
         assert delivered == {1, 2, 3, 4, 6, 7}
 
 
-# ---------------------------------------------------------------- what is refused at construction
-
-
-class NoPartials(SimulatedEngine):
-    @property
-    def capabilities(self) -> Capabilities:
-        return replace(super().capabilities, returns_partials=False)
-
-
-def no_partials() -> SimulatedEngine:
-    return NoPartials("e0", FAST, by_sample_key(LENGTHS), max_running=64, vocab_size=VOCAB)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        ({"group_reward": reward}, "give reward or group_reward, not both"),
-        ({"reward": 1.0}, "reward must be a function, got float"),
-        ({"rollout": "single_turn"}, "rollout must be a function, got str"),
-        ({"engines": []}, "at least one engine"),
-        ({"engines": [engine("a"), engine("b"), engine("a")]}, r"names must be unique, got \['a', 'b', 'a'\]"),
-        (
-            {"engines": [engine("a"), engine("b", max_context=100)]},
-            "max_response_len=100 leaves no room for a prompt in the context of 100 tokens of engine b",
-        ),
-        (
-            {"config": config(sampling={"stop_token_ids": [3, VOCAB]})},
-            "sampling.stop_token_ids: 1000 is outside the vocabulary of 1000 of engine e0",
-        ),
-        ({"engines": [no_partials()]}, "engine e0 hands over nothing.*set over_sampling_batch_size"),
-        (
-            {"engines": [no_partials()], "config": config(over_sampling_batch_size=3, refill="sample")},
-            "engine e0 hands over nothing.*refill: none",
-        ),
-        ({"prompts": "text"}, "prompts must be an iterable"),
-        ({"prompts": None}, "prompts must be an iterable"),
-        ({"engines": None}, "needs a model"),
-        ({"engines": None, "model": object(), "config": config(engine={"kind": "simulated"})}, "takes no model object"),
-    ],
-    ids=lambda x: str(x)[:40],
-)
-def test_contradictions_are_refused_before_anything_starts(arguments: dict[str, Any], words: str) -> None:
-    """A ConfigError that names the setting; no thread is left (see the fixture)."""
-    with pytest.raises(ConfigError, match=words):
-        scheduler(**arguments)
-
-
-def test_an_engine_without_partials_is_fine_when_nothing_is_cut() -> None:
-    """With N' = N and refill none nothing is aborted at the end of a step."""
-    with scheduler(engines=[no_partials()], config=config(over_sampling_batch_size=3)) as rollouts:
-        check(rollouts.next_batch())
+# ---------------------------------------------------------------- engines
 
 
 def test_engines_from_the_configuration() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 from gate_engine import GateEngine
-from real_schedulers import LENGTHS, VOCAB, assert_nothing_is_left, check, config, reward, scheduler
+from real_schedulers import LENGTHS, VOCAB, assert_nothing_is_left, check, config, scheduler
 
 import april
 from april.engines.simulated.decode_cost import DecodeCost
@@ -105,44 +105,6 @@ def test_a_state_taken_while_requests_run() -> None:
             again.weight_update()
 
 
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        ({"config": config(n_samples_per_prompt=3)}, "saved with n_samples_per_prompt=2, the configuration has 3"),
-        ({"config": config(seed=8)}, "saved with seed=1, the configuration has 8"),
-    ],
-)
-def test_another_configuration_is_refused(change: dict[str, Any], words: str) -> None:
-    """A state of another group size or seed is not gone on from; the new scheduler works."""
-    with scheduler() as rollouts:
-        rollouts.next_batch()
-        state = rollouts.state_dict()
-    with scheduler(**change) as rollouts:
-        with pytest.raises(CheckpointError, match=words):
-            rollouts.load_state_dict(state)
-        assert rollouts.version == (0, 0)
-        assert rollouts.next_batch().id == 0
-
-
-def test_other_schedules_go_on_from_the_same_state() -> None:
-    """N, N' and refill may change over a restart."""
-    with scheduler(prompts=PROMPTS) as rollouts:
-        trained = answers(rollouts.next_batch())
-        rollouts.weight_update()
-        state = rollouts.state_dict()
-    changed = config(rollout_batch_size=2, over_sampling_batch_size=4, refill="sample")
-    with scheduler(prompts=PROMPTS, config=changed) as rollouts:
-        rollouts.load_state_dict(state)
-        with pytest.raises(DataExhausted):  # noqa: PT012
-            while True:
-                batch = rollouts.next_batch()
-                check(batch)
-                assert len(batch) == 4 or len(trained) > 36
-                trained += answers(batch)
-                rollouts.weight_update()
-    assert sorted(trained) == list(range(1, 41))
-
-
 def test_epochs_and_set_epoch() -> None:
     """Each pass is announced; after a restart the pass goes on in its own order."""
 
@@ -196,33 +158,6 @@ def test_extend() -> None:
     for call in (rollouts.state_dict, lambda: rollouts.load_state_dict({})):
         with pytest.raises(SchedulerClosed, match="closed"):
             call()
-
-
-async def of_the_group(prompt: april.Prompt, responses: list[april.Response]) -> list[float]:
-    return [await reward(prompt, r) for r in responses]
-
-
-def test_group_rewards_and_filters_over_a_restart() -> None:
-    """What the filter rejects is replaced in both processes, and no prompt is judged into two batches."""
-    trained: list[int] = []
-
-    def even(prompt: april.Prompt, responses: list[april.Response]) -> bool:
-        return prompt.data["answer"] % 2 == 0
-
-    arguments: dict[str, Any] = {"prompts": PROMPTS, "reward": None, "group_reward": of_the_group, "filter": even}
-    state: Any = None
-    for _ in range(2):
-        with scheduler(**arguments) as rollouts:
-            if state is not None:
-                rollouts.load_state_dict(state)
-            for _ in range(3):
-                batch = rollouts.next_batch()
-                check(batch)
-                trained += answers(batch)
-                rollouts.weight_update()
-            state = plain(rollouts.state_dict())
-    assert len(set(trained)) == len(trained) == 18
-    assert all(answer % 2 == 0 for answer in trained)
 
 
 def test_no_state_is_taken_while_one_is_loaded() -> None:
