@@ -24,7 +24,7 @@ from april.core.versions import PolicyVersion, VersionClock
 from april.corrections.advantages import BatchShare, Method, first_others_of, group_advantages
 
 UInt8 = NDArray[np.uint8]
-
+SplitBy = Literal["samples", "tokens"]
 
 log = logging.getLogger("april")
 _warned_of: set[str] = set()
@@ -119,7 +119,10 @@ class Batch:
         :func:`april.loss_weights` takes it. Count the loss of your own with ``samples`` or ``loss_tokens``, which are
         those of the whole batch.
         """
-        return self._part or whole_of(self.samples)
+        if self._part is not None:
+            return self._part
+        loss_tokens = sum(int(np.count_nonzero(s.loss_mask)) for s in self.samples)
+        return BatchShare(0, 1, len(self.samples), loss_tokens)
 
     def split(self, ranks: int, by: SplitBy = "samples") -> list[Batch]:
         """The batch in ``ranks`` shares: each sample is in one of them, in the order that it has here.
@@ -134,7 +137,24 @@ class Batch:
 
         Raises ValueError for ``ranks`` below 1 and for another ``by``.
         """
-        return split_batch(self, ranks, by)
+        if isinstance(ranks, bool) or not isinstance(ranks, int) or ranks < 1:
+            raise ValueError(f"split: ranks must be a whole number and at least 1, got {ranks!r}")
+        if by not in get_args(SplitBy):
+            raise ValueError(f'split: by must be "samples" or "tokens", got {by!r}')
+        if by == "samples":
+            shares = _contiguous(len(self), ranks)
+        else:
+            shares = _balanced([len(s.prompt.token_ids) + len(s.tokens) for s in self.samples], ranks)
+        groups = [number for number, size in enumerate(self.group_sizes) for _ in range(size)]
+        return [
+            replace(
+                self,
+                samples=tuple(self.samples[row] for row in rows),
+                group_sizes=tuple(len(list(run)) for _, run in itertools.groupby(groups[row] for row in rows)),
+                _part=replace(self.share, rank=rank, ranks=ranks),
+            )
+            for rank, rows in enumerate(shares)
+        ]
 
     @cached_property
     def rewards(self) -> Float32:
@@ -205,7 +225,13 @@ class Batch:
         ``loss_mask`` uint8, ``version_n`` and ``version_incarnation`` int32, all [sum of T], ``response_offsets``
         int64 [B + 1]; ``rewards`` float32, ``group_ids`` int64, ``staleness`` int32, all [B].
         """
-        return ragged_arrays(self.samples)
+        samples = self.samples
+        prompts = [s.prompt.token_ids for s in samples]
+        arrays = {"prompt_ids": _joined(prompts, np.int32), "prompt_offsets": _offsets(prompts)}
+        for name, (rows, dtype, _) in _response_columns(samples, 0).items():
+            arrays[name] = _joined(rows, dtype)
+        arrays["response_offsets"] = _offsets([s.tokens for s in samples])
+        return arrays | _per_sample(samples)
 
     def padded(self, pad_id: int = 0, *, left_pad_prompts: bool = False) -> dict[str, NDArray[Any]]:
         """Rectangular arrays; responses are padded on the right, prompts too unless ``left_pad_prompts``.
@@ -226,7 +252,24 @@ class Batch:
                 f"padded: pad_id must be a token id, got {pad_id!r}; any id will do where the masks are used, so "
                 "leave it out if the tokenizer has none"
             )
-        return padded_arrays(self.samples, int(pad_id), left_pad_prompts=left_pad_prompts)
+        samples, pad_id = self.samples, int(pad_id)
+        prompts = [s.prompt.token_ids for s in samples]
+        responses = [s.tokens for s in samples]
+        arrays = {
+            "prompt_ids": pad(prompts, pad_id, np.int32, left=left_pad_prompts),
+            "prompt_mask": pad(_ones(prompts), 0, np.uint8, left=left_pad_prompts),
+            "response_mask": pad(_ones(responses), 0, np.uint8),
+        }
+        for name, (rows, dtype, fill) in _response_columns(samples, pad_id).items():
+            arrays[name] = pad(rows, fill, dtype)
+        if left_pad_prompts:
+            arrays["input_ids"] = np.concatenate((arrays["prompt_ids"], arrays["response_ids"]), axis=1)
+            arrays["attention_mask"] = np.concatenate((arrays["prompt_mask"], arrays["response_mask"]), axis=1)
+        else:
+            whole = [np.concatenate(pair) for pair in zip(prompts, responses, strict=True)]
+            arrays["input_ids"] = pad(whole, pad_id, np.int32)
+            arrays["attention_mask"] = pad(_ones(whole), 0, np.uint8)
+        return arrays | _per_sample(samples)
 
 
 def deliver_sample(
@@ -298,37 +341,6 @@ Columns = dict[str, tuple[list[Array], type[np.generic], int]]
 """Per-token values: the rows, their type, what the padding is."""
 
 
-def ragged_arrays(samples: Sequence[DeliveredSample]) -> dict[str, Array]:
-    """Flat arrays; see :meth:`april.core.batch.Batch.ragged`."""
-    prompts = [s.prompt.token_ids for s in samples]
-    arrays = {"prompt_ids": _joined(prompts, np.int32), "prompt_offsets": _offsets(prompts)}
-    for name, (rows, dtype, _) in _response_columns(samples, 0).items():
-        arrays[name] = _joined(rows, dtype)
-    arrays["response_offsets"] = _offsets([s.tokens for s in samples])
-    return arrays | _per_sample(samples)
-
-
-def padded_arrays(samples: Sequence[DeliveredSample], pad_id: int, *, left_pad_prompts: bool) -> dict[str, Array]:
-    """Rectangular arrays; see :meth:`april.core.batch.Batch.padded`."""
-    prompts = [s.prompt.token_ids for s in samples]
-    responses = [s.tokens for s in samples]
-    arrays = {
-        "prompt_ids": pad(prompts, pad_id, np.int32, left=left_pad_prompts),
-        "prompt_mask": pad(_ones(prompts), 0, np.uint8, left=left_pad_prompts),
-        "response_mask": pad(_ones(responses), 0, np.uint8),
-    }
-    for name, (rows, dtype, fill) in _response_columns(samples, pad_id).items():
-        arrays[name] = pad(rows, fill, dtype)
-    if left_pad_prompts:
-        arrays["input_ids"] = np.concatenate((arrays["prompt_ids"], arrays["response_ids"]), axis=1)
-        arrays["attention_mask"] = np.concatenate((arrays["prompt_mask"], arrays["response_mask"]), axis=1)
-    else:
-        whole = [np.concatenate(pair) for pair in zip(prompts, responses, strict=True)]
-        arrays["input_ids"] = pad(whole, pad_id, np.int32)
-        arrays["attention_mask"] = pad(_ones(whole), 0, np.uint8)
-    return arrays | _per_sample(samples)
-
-
 def pad(rows: Sequence[Array], fill: float, dtype: type[np.generic], *, left: bool = False) -> Array:
     """Rows of different length as one array [len(rows), longest], padded on the right (or on the left)."""
     longest = max((len(r) for r in rows), default=0)
@@ -371,37 +383,6 @@ def _offsets(rows: Sequence[Array]) -> Array:
     return np.cumsum([0, *(len(row) for row in rows)], dtype=np.int64)
 
 
-SplitBy = Literal["samples", "tokens"]
-
-
-def whole_of(samples: Sequence[DeliveredSample]) -> BatchShare:
-    """A batch that was not split."""
-    return BatchShare(0, 1, len(samples), sum(int(np.count_nonzero(s.loss_mask)) for s in samples))
-
-
-def split_batch(batch: Batch, ranks: int, by: SplitBy) -> list[Batch]:
-    """Split a batch as :meth:`Batch.split` does."""
-    if isinstance(ranks, bool) or not isinstance(ranks, int) or ranks < 1:
-        raise ValueError(f"split: ranks must be a whole number and at least 1, got {ranks!r}")
-    if by not in get_args(SplitBy):
-        raise ValueError(f'split: by must be "samples" or "tokens", got {by!r}')
-    if by == "samples":
-        shares = _contiguous(len(batch), ranks)
-    else:
-        shares = _balanced([len(s.prompt.token_ids) + len(s.tokens) for s in batch.samples], ranks)
-    whole = batch.share
-    groups = [number for number, size in enumerate(batch.group_sizes) for _ in range(size)]
-    return [
-        replace(
-            batch,
-            samples=tuple(batch.samples[row] for row in rows),
-            group_sizes=tuple(_run_lengths([groups[row] for row in rows])),
-            _part=replace(whole, rank=rank, ranks=ranks),
-        )
-        for rank, rows in enumerate(shares)
-    ]
-
-
 def _contiguous(rows: int, ranks: int) -> Sequence[Sequence[int]]:
     """The first ``rows % ranks`` shares have one row more."""
     starts = [rank * (rows // ranks) + min(rank, rows % ranks) for rank in range(ranks + 1)]
@@ -417,13 +398,3 @@ def _balanced(tokens: Sequence[int], ranks: int) -> Sequence[Sequence[int]]:
         shares[rank].append(row)
         heapq.heapreplace(heap, (held + tokens[row], count + 1, rank))
     return [sorted(rows) for rows in shares]
-
-
-def _run_lengths(numbers: Sequence[int]) -> list[int]:
-    lengths: list[int] = []
-    for i, number in enumerate(numbers):
-        if i and numbers[i - 1] == number:
-            lengths[-1] += 1
-        else:
-            lengths.append(1)
-    return lengths

@@ -40,24 +40,6 @@ HISTORY_EVENTS = 100_000
 """Enough for several steps of a large run; 16 to 32 MB, by what the notes say (measured)."""
 
 
-class History:
-    """Transitions as (event number, sample, what)."""
-
-    def __init__(self, most: int | None = HISTORY_EVENTS) -> None:
-        # flat, so that the garbage collector need not walk it
-        self.log: deque[tuple[int, int, int, str]] = deque(maxlen=most)
-
-    def note(self, event_number: int, sample: SampleId, what: str) -> None:
-        """Remember one transition."""
-        self.log.append((event_number, sample.group, sample.index, what))
-
-    def story(self, sample: SampleId) -> str:
-        """Tell each transition of this sample and its group on a line, oldest first."""
-        own, all_of_it = tuple(sample), (sample[0], WHOLE_GROUP)
-        lines = [f"  event {n}: {what}" for n, *of, what in self.log if tuple(of) in (own, all_of_it)]
-        return "\n".join([f"story of {sample}:", *(lines or ["  nothing remembered"])])
-
-
 class CoreContext:
     """Parts, ledgers and counters of one run; ``out`` takes the commands of the event that is being handled."""
 
@@ -80,9 +62,9 @@ class CoreContext:
         self.groups_drawn = 0
         self.counters: Counter[str] = Counter()
         """Totals over the run; the differences over a step are in its batch's metrics."""
-        self.history = History()
-        self._log = self.history.log.append
         self.event_number = 0
+        self.log: deque[tuple[int, int, int, str]] = deque(maxlen=HISTORY_EVENTS)
+        """(Event number, group, index, what happened); flat, so that the garbage collector need not walk it."""
         self.out: list[Command] = []
         self.last_timer = 0
         self.retries: dict[int, Sample | tuple[Group, int]] = {}
@@ -116,17 +98,15 @@ class CoreContext:
 
     def ledger(self, sample: Sample) -> Ledger:
         """The ledger of the sample's tokens."""
-        evaluation = sample.group.evaluation
-        return self.tokens if evaluation is None else evaluation.tokens
+        return self.tokens if sample.evaluation is None else sample.evaluation.tokens
 
     def counts(self, sample: Sample) -> Counter[str]:
         """The counters of what happens to the sample."""
-        evaluation = sample.group.evaluation
-        return self.counters if evaluation is None else evaluation.counters
+        return self.counters if sample.evaluation is None else sample.evaluation.counters
 
     def sample(self, sample_id: SampleId) -> Sample | None:
         """A held sample; None, and a late event, if its group is settled; raises InvariantError if it never was."""
-        group = (self.evaluation_groups if sample_id.group < 0 else self.buffer.groups).get(sample_id.group)
+        group = self.group(sample_id.group)
         if group is not None and (sample := group.samples[sample_id.index]).state not in SETTLED:
             return sample
         if sample_id.group >= self.groups_drawn:
@@ -153,7 +133,7 @@ class CoreContext:
             raise self.impossible(thing.owner, f"cannot go from {thing.state} to {state} ({why})")
         thing.state = state
         group, index = thing.owner
-        self._log((self.event_number, group, index, why))
+        self.log.append((self.event_number, group, index, why))
 
     def to_group(self, group: Group, state: GroupState, why: str) -> None:
         """A group changes its state, or is in the same anew."""
@@ -162,11 +142,17 @@ class CoreContext:
 
     def note(self, sample: Sample, what: str) -> None:
         """Remember something for the sample's story."""
-        self.history.note(self.event_number, sample.id, what)
+        self.log.append((self.event_number, *sample.id, what))
+
+    def story(self, sample: SampleId) -> str:
+        """Tell each transition of this sample and its group on a line, oldest first."""
+        own, all_of_it = tuple(sample), (sample[0], WHOLE_GROUP)
+        lines = [f"  event {n}: {what}" for n, *of, what in self.log if tuple(of) in (own, all_of_it)]
+        return "\n".join([f"story of {sample}:", *(lines or ["  nothing remembered"])])
 
     def impossible(self, sample: SampleId, what: str) -> InvariantError:
         """The error for what cannot happen to this sample."""
-        return InvariantError(f"{sample} {what}; {self.history.story(sample)}")
+        return InvariantError(f"{sample} {what}; {self.story(sample)}")
 
     def start_timer(self, kind: TimerKind, seconds: float, engine: str = "", why: str = "") -> int:
         """A new timer; returns its number."""

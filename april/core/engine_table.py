@@ -10,6 +10,7 @@ requests gets a cap of what it took, which goes up by an eighth as well whenever
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -106,70 +107,49 @@ class AdmissionCap:
 
 
 SPARE = 64
-"""Places of engines that have left, beside as many as there are engines, before all places are given anew."""
+"""Entries of the heap, beside four for each that counts, from which on void ones are thrown out."""
 
 
 class LeastLoaded:
-    """An iteration gives those with the fewest requests first, and of equals the one that has been here longest.
+    """Engines that take a request: those with the fewest first, and of equals the one that has been here longest.
 
-    The engines of one load are the bits of one number: to find the first of a thousand is one operation on 16 words.
+    A heap of (load, place, engine); an entry whose engine has another load by now is void.
     """
 
     def __init__(self) -> None:
-        self._engines: dict[int, EngineState] = {}
+        self._heap: list[tuple[int, int, EngineState]] = []
+        self._most = SPARE
         self._joined = 0
-        self._with_load: dict[int, int] = {}
-        """Bits of the places of all engines that have so many requests and take one more; never 0."""
 
     def __iter__(self) -> Iterator[EngineState]:
-        for load in sorted(self._with_load):
-            bits = self._with_load[load]
-            while bits:
-                first = bits & -bits
-                yield self._engines[first.bit_length() - 1]
-                bits ^= first
+        return (engine for *_, engine in self._valid())
+
+    def _valid(self) -> list[tuple[int, int, EngineState]]:
+        return sorted({entry[1]: entry for entry in self._heap if entry[2].load == entry[0]}.values())
 
     @property
     def first(self) -> EngineState | None:
         """The first of them; None when no engine takes a request."""
-        if not self._with_load:
-            return None
-        bits = self._with_load[min(self._with_load)]
-        return self._engines[(bits & -bits).bit_length() - 1]
+        heap = self._heap
+        while heap:
+            load, _, engine = heap[0]
+            if engine.load == load:
+                return engine
+            heapq.heappop(heap)
+        return None
 
     def join(self, engine: EngineState) -> None:
-        """Add an engine behind the present ones."""
-        if self._joined > 2 * len(self._engines) + SPARE:  # or the numbers would grow with all that come and go
-            there, self._engines = self._engines, {}
-            self._joined, self._with_load = 0, {}
-            for other in there.values():
-                other.load = None
-                self._append(other)
-        self._append(engine)
-
-    def _append(self, engine: EngineState) -> None:
-        engine.order, engine.place = self, self._joined
-        self._engines[engine.place] = engine
+        """Add an engine behind the present ones; it enters itself whenever its load changes."""
         self._joined += 1
+        engine.order, engine.place = self, self._joined
         engine.moved()
 
-    def leave(self, engine: EngineState) -> None:
-        """Take an engine out."""
-        self.move(engine.place, engine.load, None)
-        del self._engines[engine.place]
-        engine.order = engine.load = None
-
-    def move(self, place: int, before: int | None, load: int | None) -> None:
-        """Change the load under which an engine stands; None means that it takes no request."""
-        bit = 1 << place
-        if before is not None:
-            left = self._with_load[before] ^ bit
-            if left:
-                self._with_load[before] = left
-            else:
-                del self._with_load[before]
-        if load is not None:
-            self._with_load[load] = self._with_load.get(load, 0) | bit
+    def enter(self, load: int, engine: EngineState) -> None:
+        """An engine has this load from now on."""
+        heapq.heappush(self._heap, (load, engine.place, engine))
+        if len(self._heap) > self._most:
+            self._heap = self._valid()
+            self._most = 4 * len(self._heap) + SPARE
 
 
 FAILURES_BEFORE_QUARANTINE = 3
@@ -283,8 +263,9 @@ class EngineState:
             if most is not None and load >= most:
                 load = None
         if load != self.load and self.order is not None:
-            self.order.move(self.place, self.load, load)
             _set(self, "load", load)
+            if load is not None:
+                self.order.enter(load, self)
 
     def add(self, requests: int) -> None:
         """Change the number of requests in flight."""
@@ -424,7 +405,7 @@ class EngineTable:
         if state.in_flight:
             raise InvariantError(f"engine {name} has left with {state.in_flight} requests in flight")
         self.left[name] = self.states.pop(name)
-        self._by_load.leave(state)
+        state.order = state.load = None
         state.call = state.probe = state.rest = state.probe_timer = 0
         state.taken_back = False
         self.turnover += 1

@@ -14,13 +14,6 @@ from april.core.state import RolloutCore
 from april.core.types import Attempt, SampleId
 
 
-class Core(Protocol):
-    """A core, as far as the pump needs one."""
-
-    def handle(self, event: Event, /) -> list[Command]:
-        """Take one event; returns what is to be done, in order."""
-
-
 class Observer(Protocol):
     """Looks on as a core handles events; it changes nothing."""
 
@@ -34,25 +27,21 @@ class Observer(Protocol):
 class Observed:
     """A core with observers."""
 
-    def __init__(self, core: Core, observers: Sequence[Observer]) -> None:
-        self._core = core
-        self._before = tuple(observer.before for observer in observers)
-        self._after = tuple(observer.after for observer in observers)
+    def __init__(self, core: RolloutCore, observers: Sequence[Observer]) -> None:
+        self._core, self._observers = core, tuple(observers)
 
     def handle(self, event: Event, /) -> list[Command]:
         """Let the core take one event, as the observers look on."""
-        for before in self._before:
-            before(event)
-        commands: list[Command] = []
-        error: BaseException | None = None
+        for observer in self._observers:
+            observer.before(event)
         try:
             commands = self._core.handle(event)
-        except BaseException as raised:
-            error = raised
+        except BaseException as error:
+            for observer in self._observers:
+                observer.after(event, [], error)
             raise
-        finally:
-            for after in self._after:
-                after(event, commands, error)
+        for observer in self._observers:
+            observer.after(event, commands, None)
         return commands
 
 
@@ -71,7 +60,7 @@ class EventPump:
 
     def __init__(
         self,
-        core: Core,
+        core: RolloutCore,
         executors: Mapping[type[Command], Callable[[Any], None]],
         ignored: Iterable[type[Command]] = (),
         observers: Sequence[Observer] = (),

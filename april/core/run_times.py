@@ -9,16 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from enum import StrEnum
 from statistics import fmean, median
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from april.core.partial_buffer import Idle
 from april.core.settings import CoreSettings
 from april.core.state import RolloutCore
 from april.core.types import GenerationMode
 from april.core.weight_updates import Phase
-
-if TYPE_CHECKING:
-    from april.core.state import RolloutCore
 
 
 class TrainerTime(StrEnum):

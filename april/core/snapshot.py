@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Collection, Iterable, Mapping
 from copy import deepcopy
 from dataclasses import fields, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -54,12 +54,6 @@ from april.core.types import (
 )
 from april.core.versions import FIRST_VERSION, PolicyVersion, VersionClock
 from april.errors import CheckpointError, InvariantError
-
-if TYPE_CHECKING:
-    from april.core.state import RolloutCore
-
-__all__ = ["State", "require_fresh", "restore", "take"]
-
 
 # -------------------------------------------------------------------- taking
 
@@ -116,8 +110,8 @@ def take(core: RolloutCore, trained_through: int | None) -> State:
         "groups_drawn": context.groups_drawn,
         "batches": last + 1,
         "staleness_bound": core.leases.bound,
-        "tokens": _ledger_out(tokens),
-        "prompts": _ledger_out(prompts),
+        "tokens": without_held(tokens),
+        "prompts": without_held(prompts),
         "lengths": lengths.as_dict(),
         "counters": dict(core.counters),
         "ready": [_group_out(group, back) for group in groups.values()],
@@ -194,12 +188,9 @@ def _packed(array: Any, dtype: str) -> bytes | None:
     return np.asarray(array, dtype).tobytes() or None
 
 
-def _ledger_out(ledger: Ledger) -> State:
-    return {
-        "observed": ledger.observed,
-        "delivered": ledger.delivered,
-        "dropped": {str(reason): count for reason, count in ledger.dropped.items() if count},
-    }
+def without_held(ledger: Ledger) -> State:
+    """The counts of a ledger; what is held follows from the rest of a state."""
+    return {name: count for name, count in ledger.as_dict().items() if name != "held"}
 
 
 REFUSED = {"n_samples_per_prompt": "n_samples_per_prompt", "run_seed": "seed"}

@@ -212,7 +212,7 @@ class RolloutCore:
 
     def story(self, sample_id: SampleId) -> str:
         """Tell what happened to a sample, one line per transition."""
-        return self.context.history.story(sample_id)
+        return self.context.story(sample_id)
 
     def observed_tokens(self) -> int:
         """Tokens april has parsed so far, those on running attempts included."""

@@ -162,9 +162,7 @@ class TokenTape:
         for version, count in spans:
             if newest is not None and version < newest:
                 raise ValueError(f"version {version} after {newest}: versions of one sample never decrease")
-            self.segments.append(
-                Segment(start, count, version, SegmentKind.GENERATED, attempt_id, engine, temperature)
-            )
+            self.segments.append(Segment(start, count, version, SegmentKind.GENERATED, attempt_id, engine, temperature))
             start += count
             newest = version
         self._extend(tokens, logprobs)
@@ -173,9 +171,7 @@ class TokenTape:
         """Append tokens [k] that the policy did not write."""
         if len(tokens) == 0:
             return
-        self.segments.append(
-            Segment(len(self.tokens), len(tokens), version, SegmentKind.ENVIRONMENT, "", "", 0.0)
-        )
+        self.segments.append(Segment(len(self.tokens), len(tokens), version, SegmentKind.ENVIRONMENT, "", "", 0.0))
         self._extend(tokens, np.zeros(len(tokens), np.float32))
 
     def version_array(self) -> Int32:

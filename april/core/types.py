@@ -330,47 +330,46 @@ class Attempt:
 DONE = CallState.DONE
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Sample:
     """A response of a group."""
 
-    __slots__ = (
-        "attempts", "cached_on", "cached_under", "calls", "deaths", "evaluation", "failures", "finish", "group", "id",
-        "replay", "restarts", "resumes", "retry", "reward", "since", "slack", "state", "tape", "ticket", "urgent",
-    )  # fmt: skip
+    id: SampleId
+    group: Group
+    state: SampleState = SampleState.NEW
+    tape: TokenTape = field(default_factory=TokenTape)
+    calls: list[GenerateCall] = field(default_factory=list)
+    """Calls of the present run of the function, in order; the last one may be open."""
+    replay: Replay | None = None
+    """Answers that a dead process had. A finished sample with a replay finished there: its returns are lost."""
+    attempts: int = 0
+    resumes: int = 0
+    """Attempts that continued a call in the middle."""
+    cached_on: str = ""
+    """Engine that has its keys and values, as long as its life is that of ``cached_under``."""
+    cached_under: tuple[PolicyVersion | None, int] | None = None
+    failures: int = 0
+    """Failures of its rollout and reward functions."""
+    deaths: tuple[int, int] = (0, 0)
+    """(Deaths in a row of hosts on which its functions ran, tokens that there were each time)."""
+    retry: int | None = None
+    """Timer after which its reward is asked for again."""
+    restarts: int = 0
+    finish: FinishReason | None = None
+    reward: float = 0.0
+    ticket: int = 0
+    """The latest place in the queue, to be started; 0 means none."""
+    since: int = 0
+    """With a quorum: number of the event since which it can be delivered."""
+    slack: int = NO_DEADLINE
+    """With a quorum: weight updates after which it is too old, as of the latest plan."""
+    evaluation: Evaluation | None = None
+    urgent: bool = False
+    """Goes before all others, because the step owes it or a finished sibling, or waits for its evaluation."""
 
-    def __init__(self, sample_id: SampleId, group: Group, state: SampleState = SampleState.NEW) -> None:
-        self.id = sample_id
-        self.group = group
-        self.evaluation = group.evaluation
-        self.state = state
-        self.tape = TokenTape()
-        self.calls: list[GenerateCall] = []
-        """Calls of the present run of the function, in order; the last one may be open."""
-        self.replay: Replay | None = None
-        """Answers that a dead process had. A finished sample with a replay finished there: its returns are lost."""
-        self.attempts = 0
-        self.resumes = 0
-        """Attempts that continued a call in the middle."""
-        self.cached_on = ""
-        """Engine that has its keys and values, as long as its life is that of ``cached_under``."""
-        self.cached_under: tuple[PolicyVersion | None, int] | None = None
-        self.failures = 0
-        """Failures of its rollout and reward functions."""
-        self.deaths = 0, 0
-        """(Deaths in a row of hosts on which its functions ran, tokens that there were each time)."""
-        self.retry: int | None = None
-        """Timer after which its reward is asked for again."""
-        self.restarts = 0
-        self.finish: FinishReason | None = None
-        self.reward = 0.0
-        self.ticket = 0
-        """The latest place in the queue, to be started; 0 means none."""
-        self.since = 0
-        """With a quorum: number of the event since which it can be delivered."""
-        self.slack = NO_DEADLINE
-        """With a quorum: weight updates after which it is too old, as of the latest plan."""
-        self.urgent = group.evaluation is not None
-        """Goes before all others, because the step owes it or a finished sibling, or waits for its evaluation."""
+    def __post_init__(self) -> None:
+        self.evaluation = self.group.evaluation
+        self.urgent = self.evaluation is not None
 
     @property
     def owner(self) -> SampleId:
@@ -389,8 +388,8 @@ class Sample:
     @property
     def key(self) -> SampleId:
         """The id as functions and engines see it: the prompts of each evaluation are numbered from 0."""
-        evaluation = self.group.evaluation
-        return self.id if evaluation is None else SampleId(self.id.group - evaluation.groups[0].id, self.id.index)
+        first = 0 if self.evaluation is None else self.evaluation.groups[0].id
+        return SampleId(self.id.group - first, self.id.index)
 
     @property
     def open_call(self) -> GenerateCall | None:

@@ -69,7 +69,7 @@ def validate(context: CoreContext, updates: WeightUpdates) -> None:
     """Raise InvariantError at the first contradiction. Cost: proportional to everything held."""
 
     def fail(message: str, sample: Sample | None = None) -> None:
-        story = f"\n{context.history.story(sample.id)}" if sample is not None else ""
+        story = f"\n{context.story(sample.id)}" if sample is not None else ""
         raise InvariantError(f"after event {context.event_number}: {message}{story}")
 
     held, queued, whole = 0, 0, context.settings.whole_groups

@@ -226,24 +226,19 @@ class WeightUpdates:
     def waits_for(self) -> str:
         """The thing that the first update in turn waits for, for people."""
         engines, in_flight = some(sorted(self._awaited)), len(self._context.attempts.in_flight)
-        match self.phase:
-            case Phase.IDLE:
-                return "the end of an evaluation or of a pause"
-            case Phase.STOPPING:
-                given = [name for name, state in self._context.engines.states.items() if state.taken_back]
-                return f"{in_flight} requests to end" if in_flight else f"{some(given)} to get the present weights"
-            case Phase.PAUSING:
-                return f"{engines} to pause"
-            case Phase.HANDING_OVER:
-                return "its transfer function to return"
-            case Phase.LOADING:
-                return f"{engines} to load"
-            case Phase.CHECKING:
-                return f"{engines} to say which weights it has"
-            case Phase.RESTORING:
-                return "the saved state to be taken"
-            case Phase.RESUMING:
-                return f"{engines} to resume"
+        given = some([name for name, state in self._context.engines.states.items() if state.taken_back])
+        return {
+            Phase.IDLE: "the end of an evaluation or of a pause",
+            Phase.STOPPING: f"{in_flight} requests to end"
+            if in_flight
+            else f"{given} to get the present weights",
+            Phase.PAUSING: f"{engines} to pause",
+            Phase.HANDING_OVER: "its transfer function to return",
+            Phase.LOADING: f"{engines} to load",
+            Phase.CHECKING: f"{engines} to say which weights it has",
+            Phase.RESTORING: "the saved state to be taken",
+            Phase.RESUMING: f"{engines} to resume",
+        }[self.phase]
 
     @property
     def loads_a_state(self) -> bool:
@@ -538,15 +533,14 @@ class WeightUpdates:
         names = [name for name in self._context.engines.states if name in answers]
         return {name: answers[name] for name in names if answers[name].result is not ev.CallResult.DONE}
 
-    def _leave_out(self, failed: dict[str, ev.EngineCallEnded]) -> set[str]:
-        """Quarantine engines that failed, if there are others to go on with; returns those left out."""
+    def _leave_out(self, failed: dict[str, ev.EngineCallEnded]) -> None:
+        """Quarantine engines that failed, if there are others to go on with."""
         if len(self._left_out.union(failed)) == len(self._context.engines.states):
-            return set()
+            return
         for name, event in failed.items():
             self._context.out.append(do.Warn(f"engine {name} is left out of the weight update: {event.error}"))
             self._context.engine_failed(name)
         self._left_out |= set(failed)
-        return set(failed)
 
     def _fails_by(self, events: Iterable[ev.EngineCallEnded]) -> bool:
         """Note the first of these errors as the one that ends the update; returns whether there is one."""

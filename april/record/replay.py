@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -14,7 +14,6 @@ import numpy as np
 from april.core import events as ev
 from april.core import snapshot
 from april.core.commands import Command, Deliver
-from april.core.context import History
 from april.core.run_times import RunTimes, bottleneck, whole
 from april.core.settings import CoreSettings, EngineLimits
 from april.core.state import RolloutCore
@@ -100,7 +99,7 @@ def replay(path: Path, *, whole_story: bool = False, watch: Watch | None = None)
     except _WRONG as error:
         raise RecordError(f"line 1 of {path}: {error}") from None
     if whole_story:
-        run.core.context.history = History(None)
+        run.core.context.log = deque()
     for number, time_s, what, parts, digest in lines:
         run.end = end_of(what, parts) or run.end
         if what == OVER:
