@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from typing import Any
 
 import msgspec
@@ -62,6 +64,16 @@ def observed(rollouts: Rollouts) -> dict[SampleId, tuple[list[int], list[float],
             versions += [tuple(v) for v, count in spans for _ in range(count)]
         out[sample.id] = (tokens, logprobs, versions)
     return out
+
+
+@asynccontextmanager
+async def in_a_step(rollouts: Rollouts, at: float) -> AsyncIterator[None]:
+    """In the middle of a step, so many seconds after its begin; it comes to its end, and the driver is closed then."""
+    waiter = asyncio.create_task(rollouts.driver.next_batch())
+    await asyncio.sleep(at)
+    yield
+    await waiter
+    await rollouts.close()
 
 
 async def until_the_end(rollouts: Rollouts) -> AsyncIterator[Batch]:

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from saved_rollouts import LENGTHS, check, new, observed, plain, seen_of, until_the_end
+from saved_rollouts import LENGTHS, check, in_a_step, new, observed, plain, seen_of, until_the_end
 from virtual_rollouts import RecordingEngine, Rollouts, on_virtual_time, prompt_ids, table
 
 from april.core.sampling import SamplingParams
@@ -275,12 +275,9 @@ async def test_several_turns_are_replayed() -> None:
     lengths = table({}, 400)
 
     old = Rollouts(lengths, n=1, samples=2, over=2, rollout=first)
-    waiter = asyncio.create_task(old.driver.next_batch())
-    await asyncio.sleep(6 + 1 + 3.5)  # in the second call
-    state = plain(old.driver.state_dict(None))
-    tokens = sum(a.tape.count for a in old.core.attempts.values()) + old.core.tokens.observed
-    await waiter
-    await old.close()
+    async with in_a_step(old, 6 + 1 + 3.5):  # in the second call
+        state = plain(old.driver.state_dict(None))
+        tokens = sum(a.tape.count for a in old.core.attempts.values()) + old.core.tokens.observed
 
     again = Rollouts(lengths, n=1, samples=2, over=2, rollout=second)
     await again.driver.load_state_dict(state)
@@ -306,13 +303,9 @@ async def test_a_function_that_does_otherwise_begins_again(change: str) -> None:
     lengths = table({}, 400)
 
     old = Rollouts(lengths, n=1, samples=2, over=2, rollout=Agent())
-    waiter = asyncio.create_task(old.driver.next_batch())
-    await asyncio.sleep(6 + 1 + 3.5)
-    async with old.driver.paused():  # so that partials are on the tapes
+    async with in_a_step(old, 6 + 1 + 3.5), old.driver.paused():  # so that partials are on the tapes
         held = {s.id: s.tape.generated for s in old.core.buffer.samples()}
         state = plain(old.driver.state_dict(None))
-    await waiter
-    await old.close()
 
     agent = Agent(change)
     again = Rollouts(lengths, n=1, samples=2, over=2, rollout=agent)
@@ -364,15 +357,12 @@ async def test_finished_siblings_are_scored_and_judged_with_the_others(
 
     given = functions | ({"filter": late} if "filter" in functions else {})
     old = new(lengths=lengths, **given)
-    waiter = asyncio.create_task(old.driver.next_batch())
-    await asyncio.sleep(20)
-    states = [s.state for s in old.core.buffer.samples()]
-    assert SampleState.FINISHED in states or SampleState.SCORING in states
-    state = plain(old.driver.state_dict(None))
-    before = observed(old)
-    event.set()
-    await waiter
-    await old.close()
+    async with in_a_step(old, 20):
+        states = [s.state for s in old.core.buffer.samples()]
+        assert SampleState.FINISHED in states or SampleState.SCORING in states
+        state = plain(old.driver.state_dict(None))
+        before = observed(old)
+        event.set()
 
     later = {k: v for k, v in functions.items() if k != "filter"} if now else functions
     again = new(lengths=lengths, **later)

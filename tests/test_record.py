@@ -21,7 +21,7 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 import numpy as np
 import pytest
 from records import raw_lines, written
-from saved_rollouts import new
+from saved_rollouts import in_a_step, new
 from saved_rollouts import plain as saved
 from typer.testing import CliRunner
 from virtual_rollouts import EOS, RecordingEngine, Rollouts, on_virtual_time, table, virtual
@@ -148,11 +148,8 @@ async def test_a_run_that_goes_on_from_a_state_is_decided_again(tmp_path: Path, 
     old = new(rollout=rollout, prompts=prompts())
     await old.driver.next_batch()
     await old.driver.update_weights()
-    waiter = asyncio.create_task(old.driver.next_batch())
-    await asyncio.sleep(at)
-    state = saved(old.driver.state_dict(None))
-    await waiter
-    await old.close()
+    async with in_a_step(old, at):
+        state = saved(old.driver.state_dict(None))
     again = new(rollout=rollout, prompts=prompts(), record=RunRecord(path))
     await again.driver.load_state_dict(state)
     for _ in range(3):
@@ -185,11 +182,8 @@ async def test_a_partial_at_its_end_in_a_state_is_complete_in_the_replay(tmp_pat
 
     lengths = table({}, 7)
     old = Rollouts(lengths, n=1, engines=[Holds(lengths)], rollout=rollout)
-    waiter = asyncio.create_task(old.driver.next_batch())
-    await asyncio.sleep(20)
-    state = saved(old.driver.state_dict(None))
-    await waiter
-    await old.close()
+    async with in_a_step(old, 20):
+        state = saved(old.driver.state_dict(None))
     again = Rollouts(lengths, n=1, rollout=rollout, record=RunRecord(path))
     await again.driver.load_state_dict(state)
     batch = await again.driver.next_batch()
@@ -210,11 +204,8 @@ async def test_a_state_of_between_two_calls_goes_on_in_the_replay(tmp_path: Path
         await llm.generate([*done.conversation.tolist(), 950], max_tokens=1)
 
     run = new(rollout=rollout, lengths=table({}, 5))
-    waiter = asyncio.create_task(run.driver.next_batch())
-    await asyncio.sleep(10.0)
-    state = saved(run.driver.state_dict(None))
-    await waiter
-    await run.close()
+    async with in_a_step(run, 10.0):
+        state = saved(run.driver.state_dict(None))
     run = new(rollout=rollout, lengths=table({}, 5), record=RunRecord(path))
     await run.driver.load_state_dict(state)
     await run.driver.next_batch()
@@ -236,11 +227,8 @@ async def test_a_function_that_asks_otherwise_after_a_restart_does_so_in_the_rep
         await llm.generate([*done.conversation.tolist(), 951 if other else 950])
 
     run = new(rollout=rollout, lengths=table({}, 30))
-    waiter = asyncio.create_task(run.driver.next_batch())
-    await asyncio.sleep(20.0)
-    state = saved(run.driver.state_dict(None))
-    await waiter
-    await run.close()
+    async with in_a_step(run, 20.0):
+        state = saved(run.driver.state_dict(None))
     run = new(rollout=rollout, lengths=table({}, 30), record=RunRecord(path))
     await run.driver.load_state_dict(state)
     await run.driver.next_batch()
