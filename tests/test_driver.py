@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 from virtual_rollouts import RecordingEngine, Rollouts, now, on_virtual_time, table, virtual
 
-from april.core import events as ev
 from april.core.types import DropReason, OnStale, Prompt, Refill, SampleState
 from april.core.versions import PolicyVersion
 from april.driver.rewards import Response
@@ -155,45 +154,7 @@ async def test_group_rewards_with_restarts_of_stale_samples() -> None:
 # ---------------------------------------------------------------- cancellation
 
 
-async def test_a_batch_that_nobody_took_is_not_committed() -> None:
-    """A weight update commits what the trainer has; the batch of a call that was cancelled waits for the next call."""
-    rollouts = Rollouts(table({}), n=1)
-    waiter = asyncio.create_task(rollouts.driver.next_batch())
-    await asyncio.sleep(2)
-    waiter.cancel()
-    await asyncio.sleep(50)
-    assert list(rollouts.core.leased) == [0]
-    await rollouts.driver.update_weights()
-    assert list(rollouts.core.leased) == [0]
-    batch = await rollouts.driver.next_batch()
-    assert batch.id == 0
-    await rollouts.driver.update_weights()
-    assert not rollouts.core.leased
-
-
 # ---------------------------------------------------------------- the end of the data, and of the driver
-
-
-@pytest.mark.parametrize("at", [0.0, 3.5, 5.0, 6.0, 12.0])
-async def test_close_with_work_in_flight_leaves_nothing_behind(at: float) -> None:
-    """Streams, parked functions, rewards and waiters are ended; whoever waits is told; no task is left."""
-
-    async def reward(prompt: Prompt, response: Response) -> float:
-        await asyncio.sleep(4)
-        return 1.0
-
-    rollouts = Rollouts(table({(1, 0): 500}), n=3, reward=reward)
-    waiter = asyncio.create_task(rollouts.driver.next_batch())
-    await asyncio.sleep(at)
-    await rollouts.driver.close()
-    with pytest.raises(SchedulerClosed, match="closed"):
-        await waiter
-    await rollouts.close()  # idempotent, and checks that nothing is left
-    with pytest.raises(SchedulerClosed):
-        await rollouts.driver.next_batch()
-    with pytest.raises(SchedulerClosed):
-        await rollouts.driver.update_weights()
-    rollouts.driver.post(ev.PauseRequested())  # late events change nothing
 
 
 async def test_an_error_that_nobody_expected_reaches_the_trainer(caplog: pytest.LogCaptureFixture) -> None:

@@ -174,17 +174,6 @@ async def test_a_rollout_function_that_ignores_its_cancellation_is_left_behind()
 
 
 @on_virtual_time
-async def test_the_default_function_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One response and nothing else: no clock is started for it, nor a coroutine."""
-    started: list[Any] = []
-    monkeypatch.setattr(UserCalls, "begin_async", lambda self, *args, **options: started.append(args))
-
-    rollouts = Rollouts(table({}), n=2, samples=2, reward=None, function_timeout_s=1)
-    await rollouts.step()
-    assert started == []
-
-
-@on_virtual_time
 async def test_time_limits_run_out_in_order_and_start_again() -> None:
     """The same limit for all: late in the order of their starts, exactly in time; stopped ones never."""
     events: list[tuple[str, float]] = []

@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import gc
+import itertools
 import logging
+import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from types import CodeType, FrameType
@@ -17,8 +19,10 @@ from typing import Any
 import pytest
 from awaited_calls import awaited
 
+from april import daemon_pool
 from april.daemon_pool import DaemonPool
-from april.driver.loop_thread import LoopThread, Reply, result_of
+from april.driver import loop_thread
+from april.driver.loop_thread import LoopThread, LoopWatch, Reply, result_of
 from april.driver.user_calls import TimeLimits, UserCalls, WorkerThreads
 from april.errors import SchedulerClosed
 
@@ -309,3 +313,212 @@ def test_a_pool_that_ends_at_once_cancels_what_waits() -> None:
     go_on.set()
     assert pool.join(60.0)
     assert first.done()
+
+
+# ----------------------------------------------------------------
+# What blocks april's loop is named, with its line, once; no clock of the test decides anything.
+
+
+class Clock:
+    """An event loop whose time is a second later whenever it is asked for."""
+
+    def __init__(self) -> None:
+        self.inner = asyncio.new_event_loop()
+        self.call_soon_threadsafe = self.inner.call_soon_threadsafe
+        self.ticks = itertools.count()
+        self.stands_still = False
+
+    def time(self) -> float:
+        return 0.0 if self.stands_still else float(next(self.ticks))
+
+
+def watched(
+    program: Callable[[], Coroutine[Any, Any, None]], look: Callable[[LoopWatch], None], **clock: Any
+) -> LoopWatch:
+    """``look`` while the loop runs ``program``."""
+    loop = Clock()
+    vars(loop).update(clock)
+    looked = threading.Event()
+
+    async def main() -> None:
+        await asyncio.create_task(program())
+        while not looked.is_set():  # noqa: ASYNC110
+            await asyncio.sleep(0)
+
+    thread = threading.Thread(target=lambda: loop.inner.run_until_complete(main()))
+    watch = LoopWatch(loop, thread)  # type: ignore[arg-type]
+    thread.start()
+    try:
+        look(watch)
+    finally:
+        looked.set()
+        thread.join(30)
+    loop.inner.close()
+    return watch
+
+
+@pytest.fixture
+def blocking(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> Callable[..., LoopWatch]:
+    """The watch of a loop that ``block`` blocks, called by an async function, until it has been seen a few times."""
+    monkeypatch.setattr(loop_thread, "PATIENCE_S", 0.0)
+    monkeypatch.setattr(loop_thread, "EVERY_S", 0.0)
+
+    def run(**clock: Any) -> LoopWatch:
+        inside, enough = threading.Event(), threading.Event()
+
+        def ask_the_judge() -> None:
+            inside.set()
+            assert enough.wait(30)
+
+        async def reward() -> None:
+            ask_the_judge()
+
+        def look(watch: LoopWatch) -> None:
+            assert inside.wait(30)
+            seen = itertools.count()
+            function = watch._function
+
+            def counted() -> tuple[str, str] | None:
+                if next(seen) == 4:
+                    enough.set()
+                return function()
+
+            watch._function = counted  # type: ignore[method-assign]
+            watch.look()
+            watch.look()
+
+        return watched(reward, look, **clock)
+
+    with caplog.at_level(logging.WARNING, "april"):
+        return run
+
+
+def test_a_function_that_blocks_is_named_once(
+    blocking: Callable[..., LoopWatch], caplog: pytest.LogCaptureFixture
+) -> None:
+    """The user's own by its name, with the line that it is at; the seconds are there for the batch."""
+    watch = blocking()
+    seconds, name = watch.take()
+    assert seconds >= 5
+    assert name.endswith(f"reward (line {line_of('async def reward')} of test_loop_thread.py)")
+    assert watch.take() == (0.0, "")
+    (said,) = caplog.messages
+    assert said.startswith(f"{name} blocks april's event loop, ")
+    assert f"(line {line_of('assert enough.wait')} of test_loop_thread.py)" in said
+    assert said.endswith("make it a plain def, which april runs in a thread, or await what it waits for")
+
+
+def test_a_loop_with_a_clock_of_its_own_is_not_blocked(
+    blocking: Callable[..., LoopWatch], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Where no time passes, none is lost: virtual clocks and stalled machines raise no alarm, and no thread watches."""
+    watch = blocking(stands_still=True)
+    assert watch.take()[0] == 0.0
+    assert not caplog.messages
+    before = threading.active_count()
+    watch.start()
+    assert threading.active_count() == before
+
+
+def test_a_loop_that_turns_is_not_blocked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It answers; and a loop that is closed ends the look."""
+    monkeypatch.setattr(loop_thread, "PATIENCE_S", 30.0)
+
+    async def nothing() -> None:
+        """The loop goes on turning."""
+
+    def look(watch: LoopWatch) -> None:
+        for _ in range(20):
+            watch.look()
+
+    watch = watched(nothing, look)
+    assert watch.take() == (0.0, "")
+    watch.look()
+
+
+def line_of(text: str) -> int:
+    """Of this file, the first."""
+    with open(__file__, encoding="utf-8") as file:
+        return next(number for number, line in enumerate(file, 1) if text in line)
+
+
+# ----------------------------------------------------------------
+# The end of a process in which functions of the user still run in threads.
+
+
+CHILD = """
+import atexit, sys, threading, time
+from april import daemon_pool
+from april.daemon_pool import DaemonPool
+daemon_pool.EXIT_PATIENCE_S, daemon_pool.TELL_S, daemon_pool.INTERRUPT_S = {patience}, 0.0, 60.0
+begun, go_on = threading.Event(), threading.Event()
+def judge():
+    begun.set()
+    while not go_on.is_set():
+        sum(range(100))
+    print("judged", flush=True)
+DaemonPool("test").submit(judge)
+begun.wait()
+if {ends}:
+    atexit.register(go_on.set)
+{last}
+"""
+
+
+@pytest.mark.parametrize(
+    ("ends", "last", "code"),
+    [(True, "", 0), (False, "", 0), (False, "sys.exit(3)", 3), (False, "raise ValueError('mine')", 1)],
+)
+def test_a_function_that_still_runs_cannot_abort_the_process(ends: bool, last: str, code: int) -> None:
+    """It is waited for, by its name, and then interrupted: the code is that of the run."""
+    child = CHILD.format(patience=60 if ends else 0, ends=ends, last=last)
+    done = subprocess.run([sys.executable, "-c", child], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == code, done.stderr
+    assert ("judged" in done.stdout) is ends
+    assert ("judge did not end; it is interrupted" in done.stderr) is not ends
+    assert ("ValueError: mine" in done.stderr) is ("mine" in last)
+
+
+def test_what_has_ended_is_not_waited_for() -> None:
+    """Whether it returned or raised; and names are those of the user's own functions."""
+
+    def fails() -> None:
+        assert daemon_pool._names().endswith("fails")
+        raise ValueError
+
+    pool = DaemonPool("test")
+    with pytest.raises(ValueError, match=r"^$"):
+        pool.submit(partial(lambda function: function(), fails)).result()
+    pool.shutdown()
+    assert not daemon_pool._running
+
+
+QUEUE = """
+import asyncio, sys, threading, time
+from contextvars import copy_context
+from april import daemon_pool
+from april.driver.user_calls import WorkerThreads
+daemon_pool.EXIT_PATIENCE_S, daemon_pool.TELL_S = 0.0, 0.0
+begun, threads = threading.Event(), WorkerThreads()
+def judge(name):
+    print(name, flush=True)
+    begun.set()
+    while True:
+        sum(range(100))
+def loop():
+    async def main():
+        def heard(outcome):
+            print("answered", outcome, flush=True)
+            threads.run(copy_context(), judge, ("second",), heard)
+        threads.run(copy_context(), judge, ("first",), heard)
+        await asyncio.sleep(600)
+    asyncio.run(main())
+threading.Thread(target=loop, daemon=True).start()
+begun.wait()
+"""
+
+
+def test_nothing_begins_once_what_ran_was_interrupted() -> None:
+    """The interrupted function is answered to nobody, so no other one takes its place and is torn out."""
+    done = subprocess.run([sys.executable, "-c", QUEUE], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout) == (0, "first\n"), done.stderr
