@@ -15,7 +15,6 @@ from april.cli import app
 from april.extras import install
 from april.simulate import workload
 
-PAGE = Path(__file__).parent.parent / "docs" / "simulate.md"
 SMALL = [
     "simulate", "--engines", "2", "--rollout-batch-size", "4", "--n-samples-per-prompt", "4", "--prompt-len", "20",
     "--max-response-len", "900", "--median-len", "60", "--steps", "8", "--ramp", "2",
@@ -36,79 +35,54 @@ def call(*arguments: str) -> tuple[int, str]:
     return result.exit_code, re.sub(r"[│\s]+", " ", result.output)
 
 
+def whole(tmp_path: Path, *arguments: str, says: tuple[str, ...]) -> tuple[str, dict[str, Any], dict[str, Any]]:
+    """What a call with these words prints, the report that it writes, and its modes; it draws a picture as well."""
+    out = tmp_path / "plan"
+    code, text = call(*arguments, "--out", str(out))
+    assert code == 0
+    for words in says:
+        assert words in text
+    assert (out / "simulate.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+    report = json.loads((out / "simulate.json").read_text("utf-8"))
+    return text, report, report["modes"]
+
+
 def test_table_json_and_picture(tmp_path: Path) -> None:
     """One call prints both tables and writes the figures and the picture."""
-    out = tmp_path / "plan"
-    code, text = call("--out", str(out))
-
-    assert code == 0
-    for words in ("sync april refill", "fraction of that limit", "How much to over-sample", "refill reaches"):
-        assert words in text
-    report = json.loads((out / "simulate.json").read_text("utf-8"))
-    assert list(report["modes"]) == ["sync", "april", "refill"]
-    assert f"{report['modes']['refill']['fraction_of_limit']:.1%}" in text
-    assert (out / "simulate.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+    says = ("sync april refill", "fraction of that limit", "How much to over-sample", "refill reaches")
+    text, _, modes = whole(tmp_path, says=says)
+    assert list(modes) == ["sync", "april", "refill"]
+    assert f"{modes['refill']['fraction_of_limit']:.1%}" in text
 
 
 def test_group_quorum(tmp_path: Path) -> None:
     """april and refill beside themselves with a quorum, in table, sentence and picture; the sweep is with it."""
-    out = tmp_path / "plan"
-    code, text = call("--group-quorum", "0.75", "--out", str(out))
-
-    assert code == 0
-    for words in (
-        "scheduled five ways", "sync april refill april q=0.75 refill q=0.75", "once per step, group quorum 0.75",
-    ):  # fmt: skip
-        assert words in text
-    modes = json.loads((out / "simulate.json").read_text("utf-8"))["modes"]
+    says = ("scheduled five ways", "sync april refill april q=0.75 refill q=0.75", "once per step, group quorum 0.75")
+    text, _, modes = whole(tmp_path, "--group-quorum", "0.75", says=says)
     assert [m["group_quorum"] for m in modes.values()] == [1.0, 1.0, 1.0, 0.75, 0.75]
     assert len({m["digest"] for m in modes.values()}) == 5  # the core was told
     share = [f"{modes[name]['off_policy_share']:.0%}" for name in ("april", "april q=0.75")]
     assert f"takes april from {modes['april']['speed_up']:.2f}x" in text
     assert f"from {share[0]} to {share[1]} off-policy" in text
     assert re.search(r"N' = [56789] with it instead of N' = 8 whole groups goes from", text)
-    assert (out / "simulate.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
 
 
-def test_the_whole_loop_with_a_quorum(tmp_path: Path) -> None:
-    """Continuous modes are run with it; the picture has a bar of each mode."""
-    out = tmp_path / "plan"
-    code, text = call("--train-time", "1x", "--group-quorum", "0.75", "--out", str(out))
+@pytest.mark.parametrize("quorum", [1.0, 0.75])
+def test_the_whole_loop(quorum: float, tmp_path: Path) -> None:
+    """With a train time one table of the loop, a sentence that says what to take, and a picture of its own.
 
-    assert code == 0
-    assert "a group quorum of 0.75 takes refill from" in text
-    modes = json.loads((out / "simulate.json").read_text("utf-8"))["modes"]
-    quorums = {name: m["group_quorum"] for name, m in modes.items()}
-    assert quorums["refill"] == 1.0
-    assert quorums["refill q=0.75"] == quorums["continuous 4"] == 0.75
-    assert (out / "simulate.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
-
-
-def test_the_whole_loop(tmp_path: Path) -> None:
-    """With a train time one table of the loop, a sentence that says what to take, and a picture of its own."""
-    out = tmp_path / "plan"
-    code, text = call("--train-time", "1x", "--out", str(out))
-
-    assert code == 0
-    for words in ("Generation and training, separate", "continuous 8", "trainer slots", "the slower of the two"):
-        assert words in text
+    With a quorum the continuous modes are run with it.
+    """
+    says = ("Generation and training, separate", "continuous 8", "trainer slots", "the slower of the two")
+    says += ("a group quorum of 0.75 takes refill from",) if quorum < 1 else ()
+    text, report, modes = whole(tmp_path, "--train-time", "1x", "--group-quorum", str(quorum), says=says)
     assert "How much to over-sample" not in text
-    report = json.loads((out / "simulate.json").read_text("utf-8"))
     assert report["loop"]["train_time_in_batch_times"] == 1.0
-    assert f"{report['modes']['continuous 4']['trainer_idle_share']:.1%}" in text
-    assert (out / "simulate.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
-
-
-@pytest.mark.parametrize("line", re.findall(r"^april (simulate.*)$", PAGE.read_text("utf-8"), re.M))
-def test_commands_of_the_page(line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They run as they stand, here with a smaller workload; with a quorum, groups have the 8 of the default."""
-    monkeypatch.setattr(cli, "find_spec", lambda name: None)  # without the picture
-    eight = ["--n-samples-per-prompt", "8"] if "--group-quorum" in line else []
-
-    code, text = call(*line.split()[1:], *eight, "--out", str(tmp_path))
-
-    assert code == 0
-    assert f"wrote {tmp_path}/simulate.json" in text
+    assert f"{modes['continuous 4']['trainer_idle_share']:.1%}" in text
+    assert modes["refill"]["group_quorum"] == 1.0
+    assert modes["continuous 4"]["group_quorum"] == quorum
+    if quorum < 1:
+        assert modes["refill q=0.75"]["group_quorum"] == quorum
 
 
 def test_the_same_arguments_give_the_same_json(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -190,7 +164,13 @@ def test_bad_arguments_are_refused_in_one_sentence(tmp_path: Path, arguments: li
     [
         (b"12\n{\n", "line 2: not JSON"),
         (b"12\n\n0\n", "line 3: expected an integer >= 1"),
+        (b"ten\n", "line 1: not JSON"),
+        (b"1.5\n", "line 1: expected an integer >= 1"),
+        (b"5\ntrue\n", "line 2: expected an integer >= 1"),
         (b'{"lengths": [3, "4"]}\n', "line 1: expected an integer >= 1"),
+        (b'5\n{"lengths": [1, -2]}\n', "line 2: expected an integer >= 1"),
+        (b'5\n{"lengths": []}\n', "line 2"),
+        (b'5\n{"length": [1]}\n', "line 2"),
         (b"[" * 100_000 + b"\n", "line 1: not JSON"),
         (b"3\n" + b"1" * 5000 + b"\n", "line 2: not JSON"),
         (b"\n", "the trace is empty"),

@@ -1,7 +1,8 @@
-"""The simulation: the real core on virtual time, repeatable to the last bit."""
+"""The simulation: the real core on virtual time, repeatable to the last bit; a trainer that takes its time."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import subprocess
@@ -13,14 +14,11 @@ import pytest
 
 from april.core.settings import CoreSettings
 from april.core.types import OnFailedSample, Refill
-from april.engines.simulated.decode_cost import DecodeCost
-from april.engines.simulated.response_lengths import ConstantLengths, LognormalLengths
-from april.simulate.simulation import Simulation
+from april.engines.simulated.decode_cost import DecodeCost, roofline
+from april.engines.simulated.response_lengths import ConstantLengths, LognormalLengths, ResponseLengths
+from april.simulate.simulation import Simulation, SimulationResult
 
-ROOT = Path(__file__).parent.parent
-COST = DecodeCost(
-    base_s=0.004, per_sequence_s=1e-5, per_kv_token_s=1e-8, per_prefill_token_s=1e-6, kv_capacity_tokens=None
-)
+COST = DecodeCost(base_s=0.004, per_sequence_s=1e-5, per_kv_token_s=1e-8, per_prefill_token_s=1e-6)
 # The same on Python 3.11, 3.12 and 3.13; a change of it means that some decision changed.
 DIGESTS = {
     "sync": "c913b30455b4b3b673d160b22c305077",
@@ -38,17 +36,32 @@ def core(n: int = 1, samples: int = 1, **changes: Any) -> CoreSettings:
     return CoreSettings(**(values | changes))
 
 
+def reference_digests() -> dict[str, str]:
+    """The reference workload of the APRIL paper (arXiv 2509.18521), ten steps in each of three modes.
+
+    32 groups x 8 samples, responses of at most 16,384 tokens, four engines of two H100 with Qwen3-4B. A digest covers
+    every delivered sample with its segments, versions and times.
+    """
+    lengths = LognormalLengths.split(median=2500, sigma=0.8, between_share=0.6, seed=1)
+    modes = {"sync": (32, Refill.NONE, 256), "april": (64, Refill.NONE, 512), "refill": (32, Refill.SAMPLE, 256)}
+    digests = {}
+    for mode, (over, refill, in_flight) in modes.items():
+        settings = core(
+            32, 8, over_sampling_batch_size=over, max_response_len=16_384, max_in_flight=in_flight, refill=refill
+        )
+        cost = roofline("qwen3-4b", "h100", tensor_parallel=2)
+        digests[mode] = Simulation(settings, cost, lengths, engines=4, prompt_len=128).run(10).digest
+    return digests
+
+
 @pytest.mark.parametrize("hash_seed", ["0", "4242"])
 def test_reference_workload_repeats_to_the_last_bit(hash_seed: str) -> None:
-    """32 x 8 on four engines: the digest of everything delivered does not depend on the process or the hash seed."""
+    """The digest of everything delivered does not depend on the process or the hash seed."""
+    program = "import json, test_simulation; print(json.dumps(test_simulation.reference_digests()))"
     run = subprocess.run(
-        [sys.executable, str(ROOT / "tests" / "simulated_reference.py")],
-        cwd=ROOT,
-        env=os.environ | {"PYTHONHASHSEED": hash_seed},
-        check=True,
-        capture_output=True,
-        text=True,
-    )
+        [sys.executable, "-c", program], cwd=Path(__file__).parent, env=os.environ | {"PYTHONHASHSEED": hash_seed},
+        check=True, capture_output=True, text=True,
+    )  # fmt: skip
     assert json.loads(run.stdout) == DIGESTS
 
 
@@ -122,3 +135,62 @@ def test_what_would_be_stuck_is_refused(changes: dict[str, bool], failing: float
     """Nobody would answer rewards and filters, and all failing would never give a batch."""
     with pytest.raises(ValueError, match=words):
         Simulation(core(**changes), COST, ConstantLengths(3), failing=failing)
+
+
+# ---------------------------------------------------------------- a trainer that takes its time
+
+STEP_ONLY = DecodeCost(base_s=0.004, per_sequence_s=0.0, per_kv_token_s=0.0)
+ROLLOUT_S = 100 * 0.004
+"""Of a batch of responses of 100 tokens, all in flight at once."""
+
+
+def trained(
+    lengths: ResponseLengths, train_s: float, fetch_ahead: int = 0, steps: int = 12, **changes: Any
+) -> tuple[Simulation, SimulationResult]:
+    """Batches of 2 x 4, 8 in flight, with the core's books checked after every event."""
+    simulation = Simulation(
+        core(2, 4, max_response_len=600, **changes), STEP_ONLY, lengths, engines=2, train_s=train_s,
+        fetch_ahead=fetch_ahead, check=True,
+    )  # fmt: skip
+    return simulation, simulation.run(steps)
+
+
+def periods(result: SimulationResult) -> list[float]:
+    """Seconds between two deliveries."""
+    return [b.end_s - a.end_s for a, b in itertools.pairwise(result.steps)]
+
+
+@pytest.mark.parametrize("train_s", [0.1, 0.7])
+def test_a_trainer_that_asks_after_the_update_adds_its_time_to_every_step(train_s: float) -> None:
+    """Nothing is generated while it trains, and what it trains is new."""
+    _, result = trained(ConstantLengths(100), train_s)
+
+    assert periods(result) == pytest.approx([ROLLOUT_S + train_s] * 11)
+    assert {step.metrics["staleness_max"] for step in result.steps} == {0.0}
+
+
+@pytest.mark.parametrize("train_s", [0.1, 0.7])
+def test_a_trainer_that_fetches_one_batch_ahead_waits_for_the_slower_of_the_two(train_s: float) -> None:
+    """While it trains the next batch is generated, under weights that are one update older when that is trained."""
+    _, result = trained(ConstantLengths(100), train_s, fetch_ahead=1)
+
+    # the first update comes in the middle of a response, or after several batches: from then on it is regular
+    assert sum(periods(result)[4:]) == pytest.approx(7 * max(ROLLOUT_S, train_s))
+    assert {step.metrics["staleness_max"] for step in result.steps[4:]} == {1.0}
+
+
+@pytest.mark.parametrize("refill", [Refill.NONE, Refill.SAMPLE])
+@pytest.mark.parametrize(("fetch_ahead", "max_staleness"), [(0, 1), (0, 3), (1, 1), (1, 3), (2, 2)])
+def test_the_bound_and_the_books_hold_while_the_trainer_trains(
+    refill: Refill, fetch_ahead: int, max_staleness: int
+) -> None:
+    """Ages are those at the version at which the batch is really trained; engines and ledger count the same tokens."""
+    lengths = LognormalLengths(60, 0.6, 0.6, seed=3)
+    changes = {"over_sampling_batch_size": 4, "refill": refill, "max_staleness": max_staleness}
+    simulation, result = trained(lengths, 0.3, fetch_ahead, 40, **changes)
+
+    oldest = max(step.metrics["staleness_max"] for step in result.steps)
+    assert oldest == max(age for step in result.steps for age in step.token_ages) <= max_staleness
+    generated = sum(d.counters().generated_tokens for d in simulation.decoders.values())
+    assert generated == sum(s.generated_tokens for s in result.steps)
+    assert generated == simulation.core.tokens.delivered + sum(simulation.held_lengths())
