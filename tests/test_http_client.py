@@ -70,28 +70,24 @@ async def served(key: str | None = KEY) -> AsyncIterator[tuple[Answers, HttpClie
      (500, EngineError), (502, EngineError), (503, EngineBusy)],
 )  # fmt: skip
 @pytest.mark.parametrize("stream", [False, True], ids=["call", "events"])
-def test_a_status_is_a_type(status: int, error: type[EngineError], stream: bool) -> None:
+async def test_a_status_is_a_type(status: int, error: type[EngineError], stream: bool) -> None:
     """With the server's own words in the message, and the time it asks to wait, at most a minute."""
+    async with served() as (answers, client):
+        answers.answer = lambda: web.json_response(
+            {"error": {"message": "said so"}}, status=status, headers={"Retry-After": "999"}
+        )
 
-    async def program() -> None:
-        async with served() as (answers, client):
-            answers.answer = lambda: web.json_response(
-                {"error": {"message": "said so"}}, status=status, headers={"Retry-After": "999"}
-            )
+        async def ask() -> None:
+            if not stream:
+                await client.json("POST", "/x", {})
+                return
+            await client.post("/x", b"{}")
 
-            async def ask() -> None:
-                if not stream:
-                    await client.json("POST", "/x", {})
-                    return
-                await client.post("/x", b"{}")
-
-            with pytest.raises(EngineError, match=f"{status}: said so") as caught:
-                await ask()
-            assert type(caught.value) is error
-            if isinstance(caught.value, EngineBusy):
-                assert caught.value.retry_after_s == 60.0
-
-    run(program)
+        with pytest.raises(EngineError, match=f"{status}: said so") as caught:
+            await ask()
+        assert type(caught.value) is error
+        if isinstance(caught.value, EngineBusy):
+            assert caught.value.retry_after_s == 60.0
 
 
 NOW = "Wed, 21 Oct 2026 07:28:00 GMT"
@@ -105,151 +101,115 @@ NOW = "Wed, 21 Oct 2026 07:28:00 GMT"
      ("Wed, 21 Oct 2026 09:28:00 GMT", 60.0), ("Wed, 21 Oct 2026 07:27:00 GMT", None),
      ("Wed, 99 Oct 2026 07:27:00 GMT", None), ("Wed, 21 Oct 99999 07:27:00 GMT", None)],
 )  # fmt: skip
-def test_retry_after(asked: str, seconds: float | None) -> None:
+async def test_retry_after(asked: str, seconds: float | None) -> None:
     """In seconds or as a date, which counts from the server's own; at most a minute, and nothing that is no time."""
-
-    async def program() -> None:
-        async with served() as (answers, client):
-            answers.answer = lambda: web.Response(status=429, headers={"Retry-After": asked, "Date": NOW})
-            with pytest.raises(EngineBusy) as caught:
-                await client.json("POST", "/x", {})
-            assert caught.value.retry_after_s == seconds
-
-    run(program)
+    async with served() as (answers, client):
+        answers.answer = lambda: web.Response(status=429, headers={"Retry-After": asked, "Date": NOW})
+        with pytest.raises(EngineBusy) as caught:
+            await client.json("POST", "/x", {})
+        assert caught.value.retry_after_s == seconds
 
 
 @pytest.mark.parametrize("status", [301, 302, 307, 308])
-def test_redirects_are_refused(status: int) -> None:
+async def test_redirects_are_refused(status: int) -> None:
     """The request, and its key, go nowhere else."""
-
-    async def program() -> None:
-        async with served() as (answers, client):
-            answers.answer = lambda: web.Response(status=status, headers={"Location": client.url + "/else"})
-            with pytest.raises(EngineError, match="redirect"):
-                await client.call("POST", "/x", {})
-            with pytest.raises(EngineError, match="redirect"):
-                await client.post("/x", b"{}")
-            assert len(answers.seen) == 2
-
-    run(program)
+    async with served() as (answers, client):
+        answers.answer = lambda: web.Response(status=status, headers={"Location": client.url + "/else"})
+        with pytest.raises(EngineError, match="redirect"):
+            await client.call("POST", "/x", {})
+        with pytest.raises(EngineError, match="redirect"):
+            await client.post("/x", b"{}")
+        assert len(answers.seen) == 2
 
 
-def test_a_broken_connection_is_tried_again_only_where_it_may() -> None:
+async def test_a_broken_connection_is_tried_again_only_where_it_may() -> None:
     """A call that may be made twice is made twice, no other."""
-
-    async def program() -> None:
-        async with served() as (answers, client):
-            answers.breaks = 1
-            assert await client.json("POST", "/x", {}, retry=True) == {"fine": True}
-            assert len(answers.seen) == 2
-            answers.breaks = 1
-            with pytest.raises(EngineUnreachable, match="is the server alive"):
-                await client.call("POST", "/x", {})
-            assert len(answers.seen) == 3
-            answers.breaks = 2
-            with pytest.raises(EngineUnreachable):
-                await client.call("POST", "/x", {}, retry=True)
-            assert len(answers.seen) == 5
-
-    run(program)
+    async with served() as (answers, client):
+        answers.breaks = 1
+        assert await client.json("POST", "/x", {}, retry=True) == {"fine": True}
+        assert len(answers.seen) == 2
+        answers.breaks = 1
+        with pytest.raises(EngineUnreachable, match="is the server alive"):
+            await client.call("POST", "/x", {})
+        assert len(answers.seen) == 3
+        answers.breaks = 2
+        with pytest.raises(EngineUnreachable):
+            await client.call("POST", "/x", {}, retry=True)
+        assert len(answers.seen) == 5
 
 
-def test_https_before_a_server_without_it() -> None:
+async def test_https_before_a_server_without_it() -> None:
     """The message says what to write instead."""
-
-    async def program() -> None:
-        async with served() as (_, client):
-            wrong = HttpClient(client.url.replace("http:", "https:"), name="one")
-            with pytest.raises(EngineUnreachable, match=f"no TLS; write {client.url}"):
-                await wrong.call("GET", "/x")
-            await wrong.close()
-
-    run(program)
+    async with served() as (_, client):
+        wrong = HttpClient(client.url.replace("http:", "https:"), name="one")
+        with pytest.raises(EngineUnreachable, match=f"no TLS; write {client.url}"):
+            await wrong.call("GET", "/x")
+        await wrong.close()
 
 
-def test_nobody_listens() -> None:
+async def test_nobody_listens() -> None:
     """A closed port is EngineUnreachable."""
-
-    async def program() -> None:
-        async with served() as (_, client):
-            url = client.url
-        alone = HttpClient(url, name="one", api_key=KEY)
-        with pytest.raises(EngineUnreachable) as caught:
-            await alone.call("GET", "/x", retry=True)
-        assert KEY not in str(caught.value)
-        await alone.close()
-
-    run(program)
+    async with served() as (_, client):
+        url = client.url
+    alone = HttpClient(url, name="one", api_key=KEY)
+    with pytest.raises(EngineUnreachable) as caught:
+        await alone.call("GET", "/x", retry=True)
+    assert KEY not in str(caught.value)
+    await alone.close()
 
 
-def test_no_limit_of_connections_and_of_time() -> None:
+async def test_no_limit_of_connections_and_of_time() -> None:
     """aiohttp's 100 connections and 300 s would throttle and cut long responses without a word."""
-
-    async def program() -> None:
-        async with served() as (answers, client):
-            answers.hold.clear()
-            calls = [asyncio.create_task(client.call("POST", "/x", {}, timeout_s=None)) for _ in range(150)]
-            await until(lambda: len(answers.seen) == 150)
-            assert client._session is not None
-            assert client._session.timeout.total is None
-            assert client._session.timeout.sock_read is None
-            answers.hold.set()
-            assert all(reply.ok for reply in await asyncio.gather(*calls))
-
-    run(program)
+    async with served() as (answers, client):
+        answers.hold.clear()
+        calls = [asyncio.create_task(client.call("POST", "/x", {}, timeout_s=None)) for _ in range(150)]
+        await until(lambda: len(answers.seen) == 150)
+        assert client._session is not None
+        assert client._session.timeout.total is None
+        assert client._session.timeout.sock_read is None
+        answers.hold.set()
+        assert all(reply.ok for reply in await asyncio.gather(*calls))
 
 
-def test_closing_ends_what_is_on_its_way() -> None:
+async def test_closing_ends_what_is_on_its_way() -> None:
     """A call in flight breaks with an EngineError, and so does one that comes later; closing twice is fine."""
-
-    async def program() -> None:
-        async with served() as (answers, client):
-            answers.hold.clear()
-            call = asyncio.create_task(client.call("POST", "/x", {}, timeout_s=None))
-            await until(lambda: len(answers.seen) == 1)
-            await client.close()
-            await client.close()
-            with pytest.raises(EngineError):
-                await call
-            with pytest.raises(EngineError, match="is closed"):
-                await client.call("GET", "/x")
-
-    run(program)
+    async with served() as (answers, client):
+        answers.hold.clear()
+        call = asyncio.create_task(client.call("POST", "/x", {}, timeout_s=None))
+        await until(lambda: len(answers.seen) == 1)
+        await client.close()
+        await client.close()
+        with pytest.raises(EngineError):
+            await call
+        with pytest.raises(EngineError, match="is closed"):
+            await client.call("GET", "/x")
 
 
-def test_closing_between_two_pieces() -> None:
+async def test_closing_between_two_pieces() -> None:
     """Who reads on after the client was closed gets an EngineError, too."""
-
-    async def program() -> None:
-        async with served() as (answers, client):
-            answers.answer = lambda: web.Response(body=b"x" * 1000)
-            answer = await client.post("/x", b"{}")
-            await client.close()
-            with pytest.raises(EngineUnreachable, match="was closed"):
-                await answer.read()
-            answer.close()
-
-    run(program)
+    async with served() as (answers, client):
+        answers.answer = lambda: web.Response(body=b"x" * 1000)
+        answer = await client.post("/x", b"{}")
+        await client.close()
+        with pytest.raises(EngineUnreachable, match="was closed"):
+            await answer.read()
+        answer.close()
 
 
-def test_giant_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_giant_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither a good answer nor an error text is read beyond its limit."""
     monkeypatch.setattr(http_client, "MAX_REPLY_BYTES", 10_000)
-
-    async def program() -> None:
-        async with served() as (answers, client):
-            answers.answer = lambda: web.Response(body=b"x" * 20_000)
-            with pytest.raises(EngineError, match="more than 10000 bytes"):
-                await client.call("GET", "/x")
-            answers.answer = lambda: web.Response(status=500, body=b"x" * (1 << 22))
-            reply = await client.call("GET", "/x")
-            assert reply.status == 500
-            assert len(reply.body) < 1 << 20
-            with pytest.raises(EngineError) as caught:
-                client.require_ok(reply, "/x")
-            assert len(str(caught.value)) < 500
-
-    run(program)
+    async with served() as (answers, client):
+        answers.answer = lambda: web.Response(body=b"x" * 20_000)
+        with pytest.raises(EngineError, match="more than 10000 bytes"):
+            await client.call("GET", "/x")
+        answers.answer = lambda: web.Response(status=500, body=b"x" * (1 << 22))
+        reply = await client.call("GET", "/x")
+        assert reply.status == 500
+        assert len(reply.body) < 1 << 20
+        with pytest.raises(EngineError) as caught:
+            client.require_ok(reply, "/x")
+        assert len(str(caught.value)) < 500
 
 
 @pytest.mark.parametrize("head", ["Content-Length: 734003200", "Transfer-Encoding: chunked", "Connection: close"])
@@ -285,34 +245,26 @@ def test_an_answer_without_end_is_not_read_to_it(head: str) -> None:
     assert sent < 64 << 20
 
 
-def test_what_is_no_json() -> None:
+async def test_what_is_no_json() -> None:
     """A WireError that names the route; an empty answer is None."""
-
-    async def program() -> None:
-        async with served() as (answers, client):
-            answers.answer = lambda: web.Response(text="<html>")
-            with pytest.raises(WireError, match="/x answered what is no JSON"):
-                await client.json("GET", "/x")
-            answers.answer = lambda: web.Response()
-            assert await client.json("GET", "/x") is None
-
-    run(program)
+    async with served() as (answers, client):
+        answers.answer = lambda: web.Response(text="<html>")
+        with pytest.raises(WireError, match="/x answered what is no JSON"):
+            await client.json("GET", "/x")
+        answers.answer = lambda: web.Response()
+        assert await client.json("GET", "/x") is None
 
 
-def test_the_key_is_sent_and_never_told(caplog: pytest.LogCaptureFixture) -> None:
+async def test_the_key_is_sent_and_never_told(caplog: pytest.LogCaptureFixture) -> None:
     """As a bearer token; in no repr, message or log line."""
     caplog.set_level(logging.DEBUG)
-
-    async def program() -> None:
-        async with served() as (answers, client):
-            await client.call("GET", "/x")
-            assert answers.seen[0].headers["Authorization"] == f"Bearer {KEY}"
-            answers.answer = lambda: web.Response(status=401)
-            with pytest.raises(EngineError) as caught:
-                await client.json("GET", "/x")
-            assert KEY not in repr(client) + str(caught.value) + repr(caught.value) + caplog.text
-
-    run(program)
+    async with served() as (answers, client):
+        await client.call("GET", "/x")
+        assert answers.seen[0].headers["Authorization"] == f"Bearer {KEY}"
+        answers.answer = lambda: web.Response(status=401)
+        with pytest.raises(EngineError) as caught:
+            await client.json("GET", "/x")
+        assert KEY not in repr(client) + str(caught.value) + repr(caught.value) + caplog.text
 
 
 @pytest.mark.parametrize("url", ["ftp://a:1", "http://", "http://u:hush@a:1", "http://a:1/path", "http://a:1?q=1"])
@@ -334,7 +286,7 @@ def test_error_texts(body: bytes, words: str) -> None:
 
 
 @pytest.mark.parametrize("cancelled", [True, False], ids=["cancelled", "failed"])
-def test_no_client_is_left_open(cancelled: bool) -> None:
+async def test_no_client_is_left_open(cancelled: bool) -> None:
     """Those of servers that had answered already are closed as well."""
     clients: list[HttpClient] = []
 
@@ -345,52 +297,40 @@ def test_no_client_is_left_open(cancelled: bool) -> None:
         if not cancelled:
             raise EngineError("not this one")
         return await asyncio.Event().wait()
-
-    async def program() -> None:
-        config = VllmEngineConfig(urls=("http://127.0.0.1:1", "http://127.0.0.1:2"))
-        connecting = asyncio.create_task(connect_all(config, connect))
-        await until(lambda: len(clients) == 2)
-        if cancelled:
-            connecting.cancel()
-        with pytest.raises(asyncio.CancelledError if cancelled else EngineError):
-            await connecting
-        assert all(client._closed for client in clients)
-
-    run(program)
+    config = VllmEngineConfig(urls=("http://127.0.0.1:1", "http://127.0.0.1:2"))
+    connecting = asyncio.create_task(connect_all(config, connect))
+    await until(lambda: len(clients) == 2)
+    if cancelled:
+        connecting.cancel()
+    with pytest.raises(asyncio.CancelledError if cancelled else EngineError):
+        await connecting
+    assert all(client._closed for client in clients)
 
 
-def test_a_key_that_the_server_repeats_is_in_no_message() -> None:
+async def test_a_key_that_the_server_repeats_is_in_no_message() -> None:
     """It quotes the header that it refuses; april quotes the server, without the key."""
-
-    async def program() -> None:
-        server = FakeVllmServer(api_key="another-key")
-        url = await server.start()
-        with pytest.raises(EngineError, match="Bearer <the key>") as caught:
-            await connect_vllm(VllmEngineConfig(urls=(url,), api_key="my-secret-key"))
-        assert "my-secret" not in str(caught.value)
-        await server.close()
-
-    run(program)
+    server = FakeVllmServer(api_key="another-key")
+    url = await server.start()
+    with pytest.raises(EngineError, match="Bearer <the key>") as caught:
+        await connect_vllm(VllmEngineConfig(urls=(url,), api_key="my-secret-key"))
+    assert "my-secret" not in str(caught.value)
+    await server.close()
 
 
-def test_a_key_is_blotted_out_of_every_kind_of_error() -> None:
+async def test_a_key_is_blotted_out_of_every_kind_of_error() -> None:
     """Of answers that are looked at, and of those that became an exception before a stream began."""
 
     async def echo(request: web.Request) -> web.Response:
         return web.Response(status=500, text=f"bad header {request.headers['Authorization']}")
-
-    async def program() -> None:
-        app = web.Application()
-        app.router.add_route("*", "/x", echo)
-        runner = web.AppRunner(app, access_log=None)
-        await runner.setup()
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
-        client = HttpClient(f"http://127.0.0.1:{runner.addresses[0][1]}", name="one", api_key="my-secret-key")
-        assert (await client.call("GET", "/x")).body == b"bad header Bearer <the key>"
-        with pytest.raises(EngineError) as caught:
-            await client.post("/x", b"{}")
-        assert "my-secret" not in str(caught.value)
-        await client.close()
-        await runner.cleanup()
-
-    run(program)
+    app = web.Application()
+    app.router.add_route("*", "/x", echo)
+    runner = web.AppRunner(app, access_log=None)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    client = HttpClient(f"http://127.0.0.1:{runner.addresses[0][1]}", name="one", api_key="my-secret-key")
+    assert (await client.call("GET", "/x")).body == b"bad header Bearer <the key>"
+    with pytest.raises(EngineError) as caught:
+        await client.post("/x", b"{}")
+    assert "my-secret" not in str(caught.value)
+    await client.close()
+    await runner.cleanup()
