@@ -1,23 +1,28 @@
-"""``april plan``: the best settings for a workload, found by simulating few of them."""
+"""The best settings for a workload, found by simulating few of them: for ``april plan``, and for a run's auto."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from auto_questions import NOW, question
 from records import recorded, rewritten
 from typer.testing import CliRunner
 
 import april
 from april.cli import app
-from april.core.types import OnStale, Refill
+from april.core.types import OnStale, Refill, Work
 from april.errors import RecordError
 from april.record.file import RunRecord
 from april.simulate import plan as planning
+from april.simulate.choose import choose as answer
+from april.simulate.choose import space_of
+from april.simulate.choose import workload_of as asked_workload
 from april.simulate.measure import measure
 from april.simulate.observed import workload_of
 from april.simulate.plan import BRIEF, SAME, Row, Space, choose, coarse, front, neighbours, plan
@@ -341,3 +346,126 @@ def test_settings_say_what_was_chosen() -> None:
         for name in ("over_sampling_batch_size", "max_in_flight", "refill", "group_quorum", "generation"):
             if name != "over_sampling_batch_size" or schedule.refill is Refill.NONE:
                 assert getattr(core, name) == getattr(other, name), (name, schedule)
+
+
+# ---------------------------------------------------------------- what a run is answered whose settings are auto
+
+
+def rows(monkeypatch: pytest.MonkeyPatch, value: Callable[[Schedule], tuple[float, float]]) -> None:
+    """Simulations of which is known what they give: (speed, off-policy share)."""
+    monkeypatch.setattr(planning, "_row", lambda workload, s: replace(row(8, *value(s)), schedule=s))
+
+
+def test_what_is_hardly_better_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """2 % may be noise, and a change costs a few steps."""
+    rows(monkeypatch, lambda s: (102.0 if s.over == 6 else 100.0, 0.1))
+    found = answer(question())
+    assert found.best == NOW
+    assert found.speed_up == 1.0
+
+
+def test_what_is_better_is_chosen_within_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a margin to it; and what is beyond it is left, though it is faster."""
+    rows(monkeypatch, lambda s: (100.0 + 10 * s.over, s.over / 16))
+    found = answer(question(max_off_policy_share=0.5))
+    assert found.best.over_sampling_batch_size == 7
+    assert found.off_policy_share <= 0.97 * 0.5
+    beyond = answer(question(max_off_policy_share=0.5, now=replace(NOW, over_sampling_batch_size=12)))
+    assert beyond.best.over_sampling_batch_size == 7
+    at_limit = replace(NOW, over_sampling_batch_size=8, max_in_flight=32)
+    assert answer(question(max_off_policy_share=0.5, now=at_limit)).best == at_limit
+
+
+def test_at_the_same_speed_the_younger_tokens_win(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Less in work is chosen where it is as fast; for a little younger ones nothing changes."""
+    now = replace(NOW, over_sampling_batch_size=8, max_in_flight=32)
+    rows(monkeypatch, lambda s: (100.0, 0.0 if s == space_of(question()).base else 0.5))
+    assert answer(question(now=now)).best == NOW
+    rows(monkeypatch, lambda s: (100.0, 0.5 + s.over / 160))
+    assert answer(question(now=now)).best == now
+    rows(monkeypatch, lambda s: (98.0 if s == space_of(question()).base else 100.0, 0.0))
+    assert answer(question(now=now)).best == now
+
+
+@pytest.mark.parametrize("below", [17, 21, 33])
+def test_what_is_not_to_be_tried_is_no_candidate(below: int) -> None:
+    """With so many in flight, or more; what is in work now is one, however many it has."""
+    q = question(below=below)
+    found = coarse(asked_workload(q), space_of(q))
+    assert max(s.in_flight for s in found) == below - 1
+    many = replace(NOW, over_sampling_batch_size=12, max_in_flight=48)
+    assert space_of(replace(q, now=many)).base in coarse(asked_workload(q), space_of(replace(q, now=many)))
+
+
+@pytest.mark.parametrize(
+    ("free", "refill", "kinds"),
+    [
+        (tuple(Work), Refill.NONE, {Refill.NONE, Refill.SAMPLE}),
+        ((Work.OVER_SAMPLING, Work.IN_FLIGHT), Refill.NONE, {Refill.NONE}),
+        ((Work.OVER_SAMPLING,), Refill.NONE, {Refill.NONE}),
+        ((Work.IN_FLIGHT,), Refill.SAMPLE, {Refill.SAMPLE}),
+        ((Work.QUORUM,), Refill.SAMPLE, {Refill.SAMPLE}),
+        ((Work.QUORUM,), Refill.NONE, {Refill.NONE}),
+    ],
+)
+def test_candidates_differ_in_what_is_free(free: tuple[Work, ...], refill: Refill, kinds: set[Refill]) -> None:
+    """And in nothing else; never more in flight than there are places."""
+    now = replace(NOW, refill=refill, over_sampling_batch_size=6, max_in_flight=20)
+    q = question(free=free, now=now, places=30)
+    space, workload = space_of(q), asked_workload(q)
+    found = coarse(workload, space)
+    found += neighbours(workload, found[-1], found, space)
+    assert found[0] == space.base
+    assert {s.refill for s in found} == kinds
+    assert max(s.in_flight for s in found) <= (30 if Work.IN_FLIGHT in free else 20)
+    if Work.QUORUM not in free:
+        assert {s.quorum for s in found} == {1.0}
+    if free == (Work.QUORUM,):
+        assert {(s.over, s.in_flight) for s in found} == {(6, 20)}
+        assert {s.quorum for s in found} == {1.0, 0.75}
+    assert len(found) > 1
+
+
+def test_continuous_generation_stays_continuous() -> None:
+    """Its candidates keep the bound of the run, and are simulated with the trainer beside them."""
+    q = question(
+        continuous=True, train_s=3.0, free=(Work.IN_FLIGHT, Work.QUORUM), now=replace(NOW, refill=Refill.SAMPLE)
+    )  # fmt: skip
+    workload = asked_workload(q)
+    assert workload.separate
+    assert {s.continuous for s in coarse(workload, space_of(q))} == {3}
+
+
+def test_a_run_that_allows_no_old_tokens_can_ask() -> None:
+    """max_staleness 0: only what is delivered with its own step can be in work."""
+    q = question(max_staleness=0)
+    assert {s.over for s in coarse(asked_workload(q), space_of(q)) if s.refill is Refill.NONE} == {4}
+
+
+@pytest.mark.parametrize("on_stale", [OnStale.MASK, OnStale.DROP])
+def test_what_would_be_refused_is_not_proposed(on_stale: OnStale) -> None:
+    """More groups than can be trained in time are no candidates, also where the configuration would take them."""
+    q = question(max_staleness=1, on_stale=on_stale)
+    found = coarse(asked_workload(q), space_of(q))
+    assert max(s.over for s in found if s.refill is Refill.NONE) == 8
+
+
+def test_what_is_in_work_is_always_simulated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also a quorum without more in work, with which a run begins: or another would pass for it."""
+    rows(monkeypatch, lambda s: (100.0 + s.over, 0.1))
+    now = replace(NOW, group_quorum=0.5)
+    q = question(now=now, samples=8, free=(Work.OVER_SAMPLING, Work.IN_FLIGHT))
+    assert coarse(asked_workload(q), space_of(q))[0] == space_of(q).base
+    found = answer(q)
+    assert found.best.over_sampling_batch_size > 4
+    assert found.speed_up == pytest.approx(112.0 / 104.0)
+    strict = replace(q, max_staleness=0)
+    assert answer(strict).best == now
+
+
+def test_what_cannot_be_in_work_any_more_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """max_staleness was lowered below what N' needs: the best of the others, however little faster it is."""
+    rows(monkeypatch, lambda s: (100.0, 0.1))
+    q = question(max_staleness=1, now=replace(NOW, over_sampling_batch_size=12, max_in_flight=48))
+    assert space_of(q).base not in coarse(asked_workload(q), space_of(q))
+    assert answer(q).best.over_sampling_batch_size <= 8
