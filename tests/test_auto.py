@@ -30,7 +30,7 @@ from april.core.state import RolloutCore
 from april.core.types import Refill, Work
 from april.engines.simulated.decode_cost import DecodeCost
 from april.engines.simulated.response_lengths import LognormalLengths, ResponseLengths
-from april.errors import ConfigError, RolloutError
+from april.errors import RolloutError
 from april.record.file import RunRecord
 from april.record.replay import replay
 from april.simulate.choose import choose, workload_of
@@ -595,33 +595,3 @@ def test_a_record_has_every_change(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     for row in ("<td>0</td><td>N&#x27; = 4</td>", "<td>N&#x27; = 7, group_quorum 0.75</td>"):
         assert row in shown
     assert read_run(path).places == 28
-
-
-def test_numbers_in_the_configuration_cost_nothing() -> None:
-    """Without auto there is nobody who asks."""
-    settings = april.Config(rollout_batch_size=1, n_samples_per_prompt=4, max_response_len=9)
-    assert settings.auto == ()
-
-    async def run() -> None:
-        async with rollouts(settings, engines=[FakeEngine()], prompts=[[1, 2]]) as run:
-            assert run.scheduler._driver._auto is None
-
-    run_virtual(run())
-
-
-@pytest.mark.parametrize(
-    ("wrong", "sentence"),
-    [
-        ({"max_in_flight": "auto"}, "set refill: sample, or over_sampling_batch_size: auto as well"),
-        ({"over_sampling_batch_size": "auto", "refill": "sample"}, "set max_in_flight: auto"),
-        ({"over_sampling_batch_size": "auto", "generation": "continuous"}, "set max_in_flight: auto"),
-        ({"max_in_flight": "auto", "refill": "group"}, "between what refill: none and refill: sample can have"),
-        ({"group_quorum": "auto", "partial_rollout": False}, "set partial_rollout: true"),
-        ({"max_off_policy_share": 0.5}, "nothing is auto"),
-        ({"over_sampling_batch_size": "much"}, "should be a valid integer"),
-    ],
-)
-def test_contradictions_are_refused(wrong: dict[str, Any], sentence: str) -> None:
-    """In one sentence, with what to set instead."""
-    with pytest.raises(ConfigError, match=sentence):
-        april.Config(rollout_batch_size=4, n_samples_per_prompt=4, max_response_len=60, **wrong)

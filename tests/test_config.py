@@ -1,11 +1,14 @@
-"""One frozen configuration from four kinds of source; one sentence for every mistake in it."""
+"""One frozen configuration from every kind of source; one sentence for every mistake in it, and no key in any text."""
 
 from __future__ import annotations
 
+import argparse
+import json
+import logging
 import subprocess
 import sys
+import traceback
 from collections import OrderedDict
-from collections.abc import Callable
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -18,12 +21,22 @@ from pydantic import ValidationError
 from real_schedulers import scheduler
 
 import april
-from april.config.engines import SimulatedEngineConfig, TransformersEngineConfig
+from april.config.engines import (
+    OpenAIEngineConfig,
+    ServerEngineConfig,
+    SglangEngineConfig,
+    SimulatedEngineConfig,
+    TransformersEngineConfig,
+    VllmEngineConfig,
+)
 from april.config.flags import settings_of
 from april.config.settings import Config
 from april.config.values import LONGEST_S, MOST
 from april.core.sampling import SamplingParams
 from april.core.types import OnLongPrompt, OnStale, Refill
+from april.doctor.examine import Patience
+from april.doctor.run import examine
+from april.engines.http.server_probe import client_of
 from april.engines.kinds.factory import create_engines
 from april.engines.simulated.engine import SimulatedEngine
 from april.errors import ConfigError
@@ -51,22 +64,41 @@ FULL: dict[str, Any] = {
 }
 
 
+NEEDED = ["--rollout-batch-size", "32", "--max-response-len", "1000"]
+URLS = ("http://127.0.0.1:8000", "http://127.0.0.1:8001")
+CANARY = "sk-canary-5f3a9c"
+SOURCES = ("keywords", "omegaconf", "yaml", "file of flags")
+
+
 def write(path: Path, values: Any) -> Path:
     path.write_text(yaml.safe_dump(values), "utf-8")
     return path
 
 
-def test_four_sources_give_the_same_configuration(tmp_path: Path) -> None:
-    """Keyword arguments, a mapping, an OmegaConf container and a YAML file: one and the same frozen Config."""
+def from_flags(*typed: str) -> Config:
+    parser = april.add_april_arguments(argparse.ArgumentParser(prog="train"))
+    return april.config_from_arguments(parser.parse_args(typed))
+
+
+def load(source: str, values: Any, directory: Path) -> Config:
+    """The configuration from one of SOURCES."""
+    if source == "keywords":
+        return Config(**values)
+    if source == "omegaconf":
+        return Config.from_mapping(OmegaConf.create(values))
+    path = write(directory / "april.yaml", values)
+    return Config.from_yaml(path) if source == "yaml" else from_flags("--april-config", str(path))
+
+
+def test_every_source_gives_the_same_configuration(tmp_path: Path) -> None:
+    """Keyword arguments, mappings, OmegaConf containers, YAML files and flags: one and the same frozen Config."""
     config = Config(**FULL)
     others = [
-        Config.from_mapping(FULL),
+        *(load(source, FULL, tmp_path) for source in SOURCES),
         Config.from_mapping(MappingProxyType(FULL)),
         Config.from_mapping(OrderedDict(reversed(FULL.items()))),
-        Config.from_mapping(OmegaConf.create(FULL)),
         Config.from_mapping(OmegaConf.create({"n": 4, "april": {**FULL, "n_samples_per_prompt": "${n}"}}).april),
-        Config.from_yaml(write(tmp_path / "full.yaml", FULL)),
-        Config.from_yaml(str(tmp_path / "full.yaml")),
+        Config.from_yaml(str(tmp_path / "april.yaml")),
     ]
     assert all(other == config for other in others)
     assert len({hash(other) for other in others} | {hash(config)}) == 1
@@ -76,6 +108,20 @@ def test_four_sources_give_the_same_configuration(tmp_path: Path) -> None:
     assert config.sampling.stop_token_ids == (5, 6)
     assert isinstance(config.engine, SimulatedEngineConfig)
     assert config.abort_deadline_s == 12.0
+
+
+@pytest.mark.parametrize("kind", ["vllm", "sglang", "openai"])
+def test_one_address_or_several_from_every_source(kind: str, tmp_path: Path) -> None:
+    """A word or a list, in a file or as flags."""
+    for urls in (URLS[0], [URLS[0] + "/"], list(URLS)):
+        typed = [urls] if isinstance(urls, str) else urls
+        values = {**SMALL, "engine": {"kind": kind, "urls": urls}}
+        configs = [load(source, values, tmp_path) for source in SOURCES]
+        configs.append(from_flags(*NEEDED, "--engine-kind", kind, "--engine-urls", *typed))
+        assert len(set(configs)) == 1
+        assert isinstance(configs[0].engine, ServerEngineConfig)
+        assert configs[0].engine.kind == kind  # type: ignore[attr-defined]
+        assert configs[0].engine.urls == URLS[: len(typed)]
 
 
 def test_it_is_frozen() -> None:
@@ -103,31 +149,27 @@ def test_every_setting_reaches_the_core() -> None:
 
 
 @pytest.mark.parametrize(
-    ("n", "over", "cap", "in_work", "in_flight"),
-    [(4, None, None, 4, 8), (4, 6, None, 6, 12), (4, 3, None, 3, 12), (5, 2, None, 2, 12), (4, 6, 7, 6, 7)],
-)
-def test_places(n: int, over: int | None, cap: int | None, in_work: int, in_flight: int) -> None:
-    """N' defaults to N; the in-flight cap to max(N, N') * n, or what the portions that reach N come to."""
-    config = Config(
-        rollout_batch_size=n, n_samples_per_prompt=2, over_sampling_batch_size=over, max_in_flight=cap,
-        max_response_len=10,
-    )  # fmt: skip
-    assert (config.groups_in_work, config.samples_in_flight) == (in_work, in_flight)
-
-
-@pytest.mark.parametrize(
-    ("over", "more", "leaves", "started"),
+    ("changes", "in_work", "in_flight", "leaves", "started"),
     [
-        (None, {}, False, 5), (5, {}, False, 5), (1, {}, False, 5), (3, {}, True, 6), (8, {}, True, 8),
-        (None, {"refill": "group"}, True, 5), (3, {"partial_rollout": False}, False, 5),
+        ({}, 5, 40, False, 5),
+        ({"over_sampling_batch_size": 5}, 5, 40, False, 5),
+        ({"over_sampling_batch_size": 8}, 8, 64, True, 8),
+        ({"over_sampling_batch_size": 8, "max_in_flight": 7}, 8, 7, True, 8),
+        ({"over_sampling_batch_size": 1}, 1, 40, False, 5),
+        ({"over_sampling_batch_size": 2}, 2, 48, True, 6),
+        ({"over_sampling_batch_size": 3}, 3, 48, True, 6),
+        ({"over_sampling_batch_size": 3, "partial_rollout": False}, 5, 40, False, 5),
+        ({"refill": "group"}, 5, 40, True, 5),
     ],
-)  # fmt: skip
-def test_what_leaves_partials(over: int | None, more: dict[str, Any], leaves: bool, started: int) -> None:
-    """Portions that come to more than N leave unfinished responses like N' > N; without partial_rollout none do."""
-    config = Config(rollout_batch_size=5, over_sampling_batch_size=over, max_response_len=10, **more)
-    assert config.leaves_partials is leaves
+)
+def test_places(changes: dict[str, Any], in_work: int, in_flight: int, leaves: bool, started: int) -> None:
+    """N' defaults to N, the in-flight cap to max(N, N') * n, or what the portions that reach N come to.
+
+    Portions that come to more than N leave unfinished responses like N' > N; without partial_rollout none do.
+    """
+    config = Config(rollout_batch_size=5, max_response_len=10, **changes)
+    assert (config.groups_in_work, config.samples_in_flight, config.leaves_partials) == (in_work, in_flight, leaves)
     assert config.core_settings(has_reward=True, group_reward=False, run_id=0).groups_wanted == started
-    assert config.samples_in_flight == started * 8
 
 
 # ---------------------------------------------------------------- mistakes
@@ -200,23 +242,26 @@ MISTAKES: list[tuple[dict[str, Any], list[str]]] = [
     ({"sampling": {"top_p": 0.9}}, ["sampling.top_p=0.9", "recomputes", "set top_p: 1", "allow_mismatch: true"]),
     ({"sampling": {"min_tokens": 3}}, ["sampling.min_tokens=3", "set min_tokens: 0", "allow_mismatch: true"]),
     ({"sampling": {"temperature": 0}}, ["sampling.temperature=0", "positive temperature", "allow_mismatch: true"]),
+    # auto
+    ({"max_in_flight": "auto"}, ["set refill: sample, or over_sampling_batch_size: auto as well"]),
+    ({"over_sampling_batch_size": "auto", "refill": "sample"}, ["set max_in_flight: auto"]),
+    ({"over_sampling_batch_size": "auto", "generation": "continuous"}, ["set max_in_flight: auto"]),
+    ({"max_in_flight": "auto", "refill": "group"}, ["between what refill: none and refill: sample can have"]),
+    ({"group_quorum": "auto", "partial_rollout": False}, ["set partial_rollout: true"]),
+    ({"max_off_policy_share": 0.5}, ["nothing is auto"]),
+    ({"over_sampling_batch_size": "much"}, ["should be a valid integer"]),
 ]
 
 
 @pytest.mark.parametrize(("change", "words"), MISTAKES, ids=lambda x: str(x)[:50])
-@pytest.mark.parametrize("source", ["keywords", "omegaconf", "yaml"])
+@pytest.mark.parametrize("source", SOURCES[:3])
 def test_one_sentence_names_the_setting_and_what_to_do(
     change: dict[str, Any], words: list[str], source: str, tmp_path: Path
 ) -> None:
     """From whichever source: a ConfigError of one line with the setting's name, what is wrong and what is possible."""
     values = {name: value for name, value in {**SMALL, **change}.items() if value is not ...}
-    load: Callable[[], Config] = {
-        "keywords": lambda: Config(**values),
-        "omegaconf": lambda: Config.from_mapping(OmegaConf.create(values)),
-        "yaml": lambda: Config.from_yaml(write(tmp_path / "april.yaml", values)),
-    }[source]
     with pytest.raises(ConfigError) as caught:
-        load()
+        load(source, values, tmp_path)
     message = str(caught.value)
     assert all(word in message for word in words), message
     assert "\n" not in message
@@ -396,24 +441,246 @@ def test_the_embedded_engine_needs_a_model() -> None:
         create_engines(TransformersEngineConfig(), None, 0, no_loop)
 
 
+# ---------------------------------------------------------------- servers
+
+
+def test_every_setting_of_a_server_but_its_key_is_a_flag() -> None:
+    """Numbers, words and lists; the key is none, as command lines are seen by everybody on the machine."""
+    config = from_flags(*NEEDED,
+        "--engine-kind", "vllm", "--engine-urls", *URLS, "--engine-api-key-env", "KEY", "--engine-max-in-flight", "64",
+        "--max-in-flight", "100", "--engine-max-token-loss", "0", "--engine-vocab-size", "512", "--engine-max-len",
+        "4096", "--engine-eos-token-ids", "2", "3", "--engine-logprobs", "processed", "--engine-connect-timeout-s",
+        "2.5", "--engine-probe-timeout-s", "20", "--engine-model", "tiny",
+    )  # fmt: skip
+
+    assert config.max_in_flight == 100
+    assert config.engine == VllmEngineConfig(
+        urls=URLS, api_key_env="KEY", max_in_flight=64, max_token_loss=0, vocab_size=512, max_len=4096,
+        eos_token_ids=(2, 3), logprobs="processed", connect_timeout_s=2.5, probe_timeout_s=20, model="tiny",
+    )  # fmt: skip
+    given = {name for name in VllmEngineConfig.model_fields if getattr(config.engine, name) is not None}
+    assert given == set(VllmEngineConfig.model_fields) - {"api_key"}
+    router = from_flags(*NEEDED, "--engine-kind", "sglang", "--engine-urls", URLS[0], "--engine-router", URLS[1])
+    assert router.engine == SglangEngineConfig(urls=URLS[:1], router=URLS[1])
+    parser = april.add_april_arguments(argparse.ArgumentParser())
+    assert "--engine-api-key " not in parser.format_help()
+
+
+def test_both_limits_on_requests_in_flight_are_told_apart() -> None:
+    """One is over all engines, the other for one server; each says so and names no default of the other."""
+    text = " ".join(april.add_april_arguments(argparse.ArgumentParser()).format_help().split())
+    assert "--max-in-flight INT|auto Samples generated at the same time, on all engines together." in text
+    assert "Most requests at one server at the same time, within the max_in_flight of all servers together." in text
+
+
+REQUIRED = "the addresses of the servers, such as http://127.0.0.1:8000"
+LOOKS = "an engine's URL must look like http://host:port, got"
+ONE = {"kind": "vllm", "urls": URLS[0]}
+ENGINE_MISTAKES: list[tuple[Any, str]] = [
+    ({"kind": "vllm"}, f"engine.urls is required for engine.kind vllm: {REQUIRED}"),
+    ({"kind": "openai", "urls": []}, f"engine.urls is required for engine.kind openai: {REQUIRED}"),
+    ("vllm", "engine: expected a mapping of settings, got 'vllm'; write engine: {kind: vllm}"),
+    # settings of another kind, of another program, misspelt
+    ({**ONE, "slots": 3}, "engine.slots belongs to engine.kind transformers or simulated, not to vllm"),
+    ({**ONE, "router": URLS[0]}, "engine.router belongs to engine.kind sglang, not to vllm"),
+    (
+        {"kind": "simulated", "urls": URLS},
+        "engine.urls belongs to engine.kind vllm or sglang or openai, not to simulated",
+    ),
+    ({**ONE, "base_url": "x"}, "engine.base_url: unknown setting; do you mean engine.urls?"),
+    ({**ONE, "url": "x"}, "engine.url: unknown setting; do you mean engine.urls?"),
+    ({**ONE, "max_model_len": 9}, "engine.max_model_len: unknown setting; do you mean engine.max_len?"),
+    (
+        {"kind": "sglang", "urls": URLS, "colour": 1},
+        "engine.colour: unknown setting; engine.kind sglang has urls, api_key, api_key_env, max_in_flight, "
+        "max_token_loss, vocab_size, max_len, eos_token_ids, logprobs, connect_timeout_s, probe_timeout_s, model, "
+        "router",
+    ),
+    # addresses
+    ({**ONE, "urls": "localhost:8000"}, f"engine.urls.0: {LOOKS} 'localhost:8000'; write http://localhost:8000"),
+    ({**ONE, "urls": "h:8/v1"}, f"engine.urls.0: {LOOKS} 'h:8/v1'; write http://h:8, without /v1"),
+    (
+        {**ONE, "urls": "http://0.0.0.0:8000"},
+        "engine.urls.0: 0.0.0.0 in 'http://0.0.0.0:8000' is where a server listens, not where it is reached; write "
+        "http://127.0.0.1:8000 if it is on this machine, or else the name of its machine",
+    ),
+    (
+        {**ONE, "urls": "https://[::]"},
+        "engine.urls.0: :: in 'https://[::]' is where a server listens, not where it is reached; write "
+        "https://127.0.0.1 if it is on this machine, or else the name of its machine",
+    ),
+    ({**ONE, "urls": [URLS[0], "ftp://h"]}, f"engine.urls.1: {LOOKS} 'ftp://h'"),
+    (
+        {**ONE, "urls": "http://h:8/v1"},
+        f"engine.urls.0: {LOOKS} 'http://h:8/v1'; write http://h:8, without /v1: april adds the routes",
+    ),
+    (
+        {**ONE, "urls": "https://h:8/v1/"},
+        f"engine.urls.0: {LOOKS} 'https://h:8/v1/'; write https://h:8, without /v1/: april adds the routes",
+    ),
+    ({**ONE, "urls": "http://h:8?key=1"}, f"engine.urls.0: {LOOKS} 'http://h:8?...'"),
+    ({**ONE, "urls": "http://h:99999"}, f"engine.urls.0: {LOOKS} 'http://h:99999'"),
+    ({**ONE, "urls": ["http://h", "http://h/"]}, "engine.urls names http://h twice; each server is one engine"),
+    ({**ONE, "urls": 8000}, "engine.urls: input should be a valid tuple, got 8000"),
+    ({"kind": "sglang", "urls": URLS, "router": "h"}, f"engine.router: {LOOKS} 'h'; write http://h:PORT"),
+    # ranges
+    (
+        {**ONE, "api_key": "key\n"},
+        "engine.api_key: the key of the server begins or ends with white space or a line break; take that away",
+    ),
+    ({**ONE, "api_key": 5512345}, "engine.api_key: input should be a valid string"),  # digits without quotes in YAML
+    ({**ONE, "max_in_flight": 0}, "engine.max_in_flight: input should be greater than or equal to 1, got 0"),
+    ({**ONE, "max_token_loss": -1}, "engine.max_token_loss: input should be greater than or equal to 0, got -1"),
+    ({**ONE, "logprobs": "some"}, "engine.logprobs: input should be 'temperature', 'processed' or 'raw', got 'some'"),
+]
+
+
+@pytest.mark.parametrize(("engine", "sentence"), ENGINE_MISTAKES, ids=lambda x: str(x)[:50])
+def test_one_sentence_per_mistake(engine: Any, sentence: str) -> None:
+    """Where, what is wrong, what to write."""
+    with pytest.raises(ConfigError) as caught:
+        Config(**SMALL, engine=engine)
+    assert str(caught.value) == sentence
+
+
+@pytest.mark.parametrize(
+    ("typed", "sentence"),
+    [
+        (
+            ["--engine-kind", "vllm"],
+            "--engine-urls is required for --engine-kind vllm: the addresses of the servers, such as "
+            "http://127.0.0.1:8000",
+        ),
+        (
+            ["--engine-urls", URLS[0]],
+            "--engine-urls belongs to --engine-kind vllm or sglang or openai, not to transformers",
+        ),
+        (
+            ["--engine-kind", "vllm", "--engine-urls", URLS[0], "--engine-slots", "3"],
+            "--engine-slots belongs to --engine-kind transformers or simulated, not to vllm",
+        ),
+    ],
+)
+def test_mistakes_on_the_command_line_name_the_flags(typed: list[str], sentence: str) -> None:
+    """The same sentences in the words of the command line."""
+    with pytest.raises(ConfigError) as caught:
+        from_flags(*NEEDED, *typed)
+    assert str(caught.value) == sentence
+
+
+@pytest.mark.parametrize(
+    ("url", "shown"),
+    [
+        ("localhost:8000", "'localhost:8000'; write http://localhost:8000"),
+        (f"http://user:{CANARY}@host:80", "'host:80'"),
+    ],
+)
+def test_a_wrong_address_on_the_command_line(url: str, shown: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Refused by argparse with the flag and april's own sentence, which has no password."""
+    with pytest.raises(SystemExit):
+        from_flags(*NEEDED, "--engine-kind", "vllm", "--engine-urls", URLS[0], url)
+    error = capsys.readouterr().err
+    assert CANARY not in error
+    assert error.strip().splitlines()[-1] == f"train: error: argument --engine-urls: {LOOKS} {shown}"
+
+
+# ---------------------------------------------------------------- keys
+
+
+def test_a_key_is_in_no_text_of_the_configuration(caplog: pytest.LogCaptureFixture) -> None:
+    """repr, str, JSON, dumps and logs show stars; the engine's client gets the key itself."""
+    config = Config(**SMALL, engine={"kind": "vllm", "urls": URLS, "api_key": CANARY})
+    with caplog.at_level(logging.DEBUG):
+        logging.getLogger("trainer").info("config %s %r %s", config, config.engine, config.model_dump())
+
+    texts = [repr(config), str(config), config.model_dump_json(), caplog.text, str(config.model_dump(mode="json"))]
+    texts.append(json.dumps(config.engine.model_json_schema()))
+    assert [text for text in texts if CANARY in text] == []
+    assert isinstance(config.engine, VllmEngineConfig)
+    assert config.engine.api_key is not None
+    assert config.engine.api_key.get_secret_value() == CANARY
+
+
+@pytest.mark.parametrize(
+    "engine",
+    [
+        {"kind": "vllm", "api_key": CANARY},
+        {"kind": "vllm", "urls": URLS, "api_key": CANARY, "api_key_env": "KEY"},
+        {"kind": "vllm", "urls": URLS, "api_key": CANARY, "slots": 3},
+        {"kind": "vllm", "urls": URLS, "api_key": [CANARY]},
+        {"kind": "vllm", "urls": URLS, "api_key": {"key": CANARY}},
+        {"kind": "vllm", "urls": {"api_key": CANARY}},
+        {"kind": "vllm", "urls": f"http://user:{CANARY}@host:80"},
+        {"kind": "vllm", "urls": f"ftp://{CANARY}@host"},
+        {"kind": "vllm", "urls": f"http://host:80?key={CANARY}"},
+        {"kind": "vllm", "urls": f"http://host:80#{CANARY}"},
+        {"kind": "vllm", "urls": f"http://host:80/#?{CANARY}"},
+        {"kind": "vllm", "urls": f"http://[host:80#{CANARY}"},
+        {"kind": "vllm", "urls": URLS, "api_key": f"{CANARY}\nX-More: 1"},
+        {"kind": "vllm", "urls": URLS, "api_key": f"{CANARY}\x00"},
+        {"kind": "vllm", "urls": URLS, "api_key": f"{CANARY}\u2713"},
+        {"kind": "vllm", "urls": URLS, "api_key": f" {CANARY}"},
+        {"kind": "simulated", "api_key": CANARY},
+        {"kind": "nobody", "api_key": CANARY},
+        {"api_key": CANARY},
+        [{"kind": "vllm", "api_key": CANARY}],
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("source", SOURCES)
+def test_a_key_is_in_no_sentence(engine: Any, source: str, tmp_path: Path) -> None:
+    """Whatever else is wrong beside it, or with it, and wherever it stands."""
+    with pytest.raises(ConfigError) as caught:
+        load(source, {**SMALL, "engine": engine}, tmp_path)
+    assert CANARY not in "".join(traceback.format_exception(caught.value))
+
+
+def test_a_broken_file_does_not_show_its_lines(tmp_path: Path) -> None:
+    """The sentence says what is wrong and in which line, not what stands there."""
+    file = tmp_path / "april.yaml"
+    file.write_text(f'engine:\n  kind: vllm\n  api_key: "{CANARY}\n', "utf-8")
+    with pytest.raises(ConfigError) as caught:
+        Config.from_yaml(file)
+    assert str(caught.value) == f"{file} is not valid YAML: found unexpected end of stream in line 4"
+
+
+def test_no_kind_has_a_setting_of_its_own_for_what_others_have() -> None:
+    """A user changes ``kind`` and nothing else: what all servers share is in all three."""
+    for engine in (VllmEngineConfig, SglangEngineConfig, OpenAIEngineConfig):
+        assert set(ServerEngineConfig.model_fields) < set(engine.model_fields)
+
+
+@pytest.mark.parametrize("key", ["a\r\nX-More: 1", "a\n", "\ta", "a\x00b", "a\u2713", "a b", "a\x7f"])
+@pytest.mark.parametrize("kind", ["vllm", "sglang", "openai"])
+def test_a_key_that_no_header_can_hold(key: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is refused before anything is sent, where it is given and where the environment has it."""
+    key = f"{CANARY}{key}{CANARY}"
+    with pytest.raises(ConfigError, match=r"engine\.api_key: the key of the server has characters"):
+        Config(**SMALL, engine={"kind": kind, "urls": URLS, "api_key": key})
+    if "\x00" in key:
+        return  # no environment can hold it either
+    monkeypatch.setenv("KEY_OF_A_TEST", key)
+    config = Config(**SMALL, engine={"kind": kind, "urls": URLS, "api_key_env": "KEY_OF_A_TEST"})
+    assert isinstance(config.engine, ServerEngineConfig)
+    with pytest.raises(ConfigError, match="the key of the server") as caught:
+        client_of(URLS[0], config.engine)
+    assert CANARY not in str(caught.value)
+    with pytest.raises(ConfigError, match="the key of the server"):
+        examine([URLS[0]], None, "KEY_OF_A_TEST", Patience())
+
+
 # ---------------------------------------------------------------- import april
 
-NOT_LOADED = ("torch", "numpy", "transformers", "aiohttp", "pydantic", "yaml", "omegaconf", "msgspec", "rich", "typer")
-
-
-def test_import_april_loads_nothing_heavy() -> None:
-    """`import april` in a fresh interpreter: no torch, numpy, transformers, aiohttp or any other package."""
-    code = f"import sys, april; print([m for m in {NOT_LOADED!r} if m in sys.modules], len(april.__all__))"
-    run = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, check=True)
-    assert run.stdout.split(" ") == ["[]", f"{len(april.__all__)}\n"]
-
-
-def test_the_configuration_and_the_core_need_no_engine_package() -> None:
-    """april.Config and april.RolloutScheduler load neither torch nor transformers nor aiohttp."""
-    code = (
-        "import sys, april; april.Config; april.RolloutScheduler;"
-        "print([m for m in ('torch', 'transformers', 'aiohttp', 'omegaconf', 'yaml') if m in sys.modules])"
-    )
+@pytest.mark.parametrize(
+    ("used", "not_loaded"),
+    [
+        ("april.__all__", "torch numpy transformers aiohttp pydantic yaml omegaconf msgspec rich typer"),
+        ("april.Config; april.RolloutScheduler", "torch transformers aiohttp omegaconf yaml"),
+    ],
+)
+def test_what_importing_loads(used: str, not_loaded: str) -> None:
+    """`import april` in a fresh interpreter loads no other package; configuration and core need none of an engine."""
+    code = f"import sys, april; {used}; print([m for m in {not_loaded.split()!r} if m in sys.modules])"
     run = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, check=True)
     assert run.stdout == "[]\n"
 
