@@ -12,6 +12,7 @@ from virtual_rollouts import EOS, VOCAB, RecordingEngine, Rollouts
 
 from april.core.batch import Batch
 from april.core.sealed import seal
+from april.core.tape import versions_of
 from april.core.types import SampleId
 from april.driver.restarts import KIND
 from april.engines.simulated.engine import synthetic_response
@@ -57,7 +58,7 @@ def observed(rollouts: Rollouts) -> dict[SampleId, tuple[list[int], list[float],
     out = {}
     for sample in rollouts.core.buffer.samples():
         tokens, logprobs = sample.tape.tokens.tolist(), sample.tape.logprobs.tolist()
-        versions = [tuple(v) for v in sample.tape.version_array().tolist()]
+        versions = [tuple(v) for v in versions_of(sample.tape.segments).tolist()]
         if sample.open_call is not None and sample.open_call.attempt is not None:
             more, more_logprobs, spans = sample.open_call.attempt.tape.packed()
             tokens, logprobs = tokens + more.tolist(), logprobs + more_logprobs.tolist()

@@ -13,7 +13,7 @@ from april.core import events as ev
 from april.core.batch import deliver_sample, pad
 from april.core.sampling import SamplingParams
 from april.core.settings import EngineLimits
-from april.core.tape import AttemptTape, Segment, SegmentKind, TokenTape
+from april.core.tape import AttemptTape, Segment, SegmentKind, TokenTape, versions_of
 from april.core.types import EngineFinish, SampleId
 from april.core.versions import PolicyVersion
 from april.errors import InvariantError
@@ -51,7 +51,7 @@ def test_environment_tokens_have_no_loss_and_no_version_of_their_own_in_stalenes
     tape = tape_of((0, V0))
     tape.add_environment(np.empty(0, np.int32), V0)
     assert (len(tape), tape.segments, tape.oldest_version, tape.newest_version) == (0, [], None, None)
-    assert tape.version_array().shape == (0, 2)
+    assert versions_of(tape.segments).shape == (0, 2)
 
     tape.add_environment(np.array([90, 91], np.int32), V0)
     tape_of((3, V1), tape=tape)

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from core_machine import CoreMachine, asked, settings
+from core_machine import A, CoreMachine, asked, settings
 
 from april.core import commands as do
 from april.core import events as ev

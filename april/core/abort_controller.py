@@ -19,8 +19,8 @@ class AbortController:
     def __init__(self, deadline_s: float, resend_s: float) -> None:
         self._rounds = max(1, round(deadline_s / resend_s))
         self._resend_s = resend_s
-        self._pending: dict[str, Attempt] = {}
-        self._rounds_left: dict[str, int] = {}
+        self._pending: dict[str, tuple[Attempt, int]] = {}
+        """Each attempt that was asked to end, and the rounds that it has left."""
         self._timer = 0
         self._timer_running = False
 
@@ -39,10 +39,8 @@ class AbortController:
         start meanwhile, which such a request would hit.
         """
         new = [a for a in attempts if a.id not in self._pending]
-        for attempt in new:
-            self._pending[attempt.id] = attempt
-            # joining a timer that runs, its first round is a short one
-            self._rounds_left[attempt.id] = self._rounds + self._timer_running
+        for attempt in new:  # joining a timer that runs, its first round is a short one
+            self._pending[attempt.id] = attempt, self._rounds + self._timer_running
         commands = self._ask(new, in_flight)
         if new and not self._timer_running:
             commands.append(self._start_timer())
@@ -50,20 +48,16 @@ class AbortController:
 
     def ended(self, attempt_id: str) -> None:
         """The attempt is accounted for."""
-        if self._pending.pop(attempt_id, None) is not None:
-            del self._rounds_left[attempt_id]
+        self._pending.pop(attempt_id, None)
 
     def timer_fired(self, timer: Timer, in_flight: dict[str, int]) -> tuple[list[Command], list[Attempt]]:
         """Ask again, and give up on those past the deadline: (commands, attempts that are fenced by them, once)."""
         if timer.number != self._timer or not self._timer_running:
             return [], []
         self._timer_running = False
-        late: list[Attempt] = []
-        waiting: list[Attempt] = []
-        for attempt in self._pending.values():
-            self._rounds_left[attempt.id] = left = self._rounds_left[attempt.id] - 1
-            if left >= 0:
-                (waiting if left else late).append(attempt)
+        self._pending = {name: (attempt, left - 1) for name, (attempt, left) in self._pending.items()}
+        waiting = [attempt for attempt, left in self._pending.values() if left > 0]
+        late = [attempt for attempt, left in self._pending.values() if left == 0]
         commands = self._ask(waiting, in_flight)
         fenced: dict[str, list[str]] = {}
         for attempt in late:

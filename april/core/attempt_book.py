@@ -135,10 +135,6 @@ class Places:
         """So many there are from now on."""
         self.total, self.most = total, max(total, self.taken)
 
-    def reserve(self, sample: Sample) -> None:
-        """Reserve a place for a function that is started."""
-        self.reserved.add(sample.id)
-
     def give_back(self, sample: Sample) -> None:
         """Give the place back, if there is one: the function has asked for something, or is over."""
         self.reserved.discard(sample.id)

@@ -9,22 +9,9 @@ from typing import Any, Self
 from april.core.sampling import SamplingParams
 from april.core.settings import EngineLimits
 from april.core.tape import NOTHING_CAME, AttemptCounts, Int32
-from april.core.types import (
-    Attempt,
-    AttemptFailure,
-    DropReason,
-    EngineFinish,
-    Prompt,
-    Refill,
-    SampleId,
-    Timer,
-)
-from april.core.types import (
-    EvaluationRequested as EvaluationRequested,
-)
-from april.core.types import (
-    Event as Event,
-)
+from april.core.types import Attempt, AttemptFailure, DropReason, EngineFinish, Prompt, Refill, SampleId, Timer
+from april.core.types import EvaluationRequested as EvaluationRequested
+from april.core.types import Event as Event
 from april.core.versions import PolicyVersion
 
 

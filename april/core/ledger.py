@@ -141,6 +141,7 @@ class Lengths:
         return cls(Counter(buckets), tokens)
 
 
+@dataclass(slots=True)
 class LengthLedger:
     """Lengths of the run's responses, those that were trained and those that were not.
 
@@ -151,15 +152,14 @@ class LengthLedger:
     Invariant, for every bucket of lengths: ``generated == trained + finished and held + sum(dropped)``.
     """
 
-    def __init__(self) -> None:
-        self.generated = Lengths()
-        """Lengths of all complete responses."""
-        self.trained = Lengths()
-        """Lengths in batches, those that are out included."""
-        self.dropped: dict[DropReason, Lengths] = {}
-        """Lengths of responses that were complete and given up."""
-        self.unfinished: Counter[DropReason] = Counter()
-        """Responses that were given up between their first request and the return of their rollout function."""
+    generated: Lengths = field(default_factory=Lengths)
+    """Lengths of all complete responses."""
+    trained: Lengths = field(default_factory=Lengths)
+    """Lengths in batches, those that are out included."""
+    dropped: dict[DropReason, Lengths] = field(default_factory=dict)
+    """Lengths of responses that were complete and given up."""
+    unfinished: Counter[DropReason] = field(default_factory=Counter)
+    """Responses that were given up between their first request and the return of their rollout function."""
 
     def drop(self, length: int, reason: DropReason, *, counted: bool) -> None:
         """A complete response was given up; ``counted``: it was finished before, and not only awaiting its reward."""

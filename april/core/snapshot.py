@@ -178,8 +178,7 @@ def _sample_out(sample: Sample) -> State:
 
 def _with_attempt(tape: TokenTape, attempt: Attempt) -> TokenTape:
     """A copy of the sample's tape, with what its running attempt has brought so far."""
-    copy = TokenTape()
-    copy.tokens, copy.logprobs, copy.segments = tape.tokens, tape.logprobs, list(tape.segments)
+    copy = TokenTape(tape.tokens, tape.logprobs, list(tape.segments))
     copy.add_attempt(attempt.tape, attempt.id, attempt.engine, attempt.sampling.temperature)
     return copy
 

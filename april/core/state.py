@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from april.core import commands as do
@@ -53,31 +54,30 @@ STEP_METRICS = (
 )  # fmt: skip
 
 
+@dataclass(slots=True, repr=False)
 class Step:
     """The phase of the running step, and the counters at its beginning."""
 
-    __slots__ = ("_before", "_observed", "filled", "in_flight_at_stop", "stopping")
-
-    def __init__(self, before: Counter[str], observed: int) -> None:
-        self._before = before
-        self._observed = observed
-        self.filled = False
-        """The beginning is over: all that it wanted was drawn, prompts in place of skipped ones included."""
-        self.stopping = False
-        """The target is reached; nothing starts any more."""
-        self.in_flight_at_stop: dict[str, int] = {}
-        """Attempts by engine."""
+    before: Counter[str]
+    observed: int
+    """Tokens that had been observed."""
+    filled: bool = False
+    """The beginning is over: all that it wanted was drawn, prompts in place of skipped ones included."""
+    stopping: bool = False
+    """The target is reached; nothing starts any more."""
+    in_flight_at_stop: Counter[str] = field(default_factory=Counter)
+    """Attempts by engine."""
 
     def __repr__(self) -> str:
         return "stopping" if self.stopping else "running"
 
     def metrics(self, now: Counter[str], observed: int) -> dict[str, float]:
         """The figures of this step, from the run's totals; ``observed`` counts tokens."""
-        out = {name: float(now[name] - self._before[name]) for name in STEP_METRICS}
-        generated, again = float(observed - self._observed), out["reprefill_tokens"]
+        out = {name: float(now[name] - self.before[name]) for name in STEP_METRICS}
+        generated, again = float(observed - self.observed), out["reprefill_tokens"]
         out["generated_tokens"] = generated
         out["reprefill_share"] = again / (again + generated) if again else 0.0
-        out["in_flight_at_stop"] = float(sum(self.in_flight_at_stop.values()))
+        out["in_flight_at_stop"] = float(self.in_flight_at_stop.total())
         return out
 
 
@@ -154,7 +154,7 @@ class RolloutCore:
             ev.WeightsWritten: updates.weights_written,
             ev.EngineCallEnded: self._engine_call_ended,
             ev.EngineProbed: recovery.probed,
-            ev.EnginesAsked: self._engines_asked,
+            ev.EnginesAsked: lambda event: recovery.ask_all(),
             ev.EngineReady: recovery.ready,
             ev.EngineStale: recovery.stale,
             ev.EngineFailed: recovery.failed,
@@ -433,7 +433,7 @@ class RolloutCore:
                 return
             work = queue.pop()
             if isinstance(work, Sample):
-                context.places.reserve(work)
+                context.places.reserved.add(work.id)
                 context.to(work, SampleState.RUNNING, "rollout function started")
                 context.out.append(do.StartSample(work))
             else:
@@ -582,9 +582,6 @@ class RolloutCore:
             self._recovery.call_ended(event, was)
         else:
             self.updates.call_ended(event)
-
-    def _engines_asked(self, event: ev.EnginesAsked) -> None:
-        self._recovery.ask_all()
 
     def _attempt_failed(self, event: ev.AttemptFailed) -> None:
         """As in generation; an engine that is busy is left alone for a while."""

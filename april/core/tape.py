@@ -7,7 +7,7 @@ versions of generated segments never decrease.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import NamedTuple
 
@@ -72,21 +72,19 @@ class AttemptCounts(NamedTuple):
 NOTHING_CAME = AttemptCounts()
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class AttemptTape:
     """Chunks of one attempt, appended as they arrive; packed when the attempt has ended."""
 
-    __slots__ = ("_logprobs", "_tokens", "after_stop", "count", "spans", "stopped")
-
-    def __init__(self) -> None:
-        self._tokens: list[Int32] = []
-        self._logprobs: list[Float32] = []
-        self.spans: list[tuple[PolicyVersion, int]] = []
-        """The versions of its tokens, run-length: (version, count)."""
-        self.count = 0
-        self.stopped = False
-        """The last token completes a stop string: nothing may be appended any more."""
-        self.after_stop = 0
-        """Tokens that came after it, looked at and counted, to be dropped."""
+    _tokens: list[Int32] = field(default_factory=list)
+    _logprobs: list[Float32] = field(default_factory=list)
+    spans: list[tuple[PolicyVersion, int]] = field(default_factory=list)
+    """The versions of its tokens, run-length: (version, count)."""
+    count: int = 0
+    stopped: bool = False
+    """The last token completes a stop string: nothing may be appended any more."""
+    after_stop: int = 0
+    """Tokens that came after it, looked at and counted, to be dropped."""
 
     @property
     def parsed(self) -> int:
@@ -120,15 +118,13 @@ class AttemptTape:
         return np.concatenate(self._tokens), np.concatenate(self._logprobs), self.spans
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class TokenTape:
     """The response of one sample: tokens int32 [T], logprobs float32 [T], segments."""
 
-    __slots__ = ("logprobs", "segments", "tokens")
-
-    def __init__(self) -> None:
-        self.tokens: Int32 = NO_TOKENS
-        self.logprobs: Float32 = NO_LOGPROBS
-        self.segments: list[Segment] = []
+    tokens: Int32 = field(default_factory=lambda: NO_TOKENS)
+    logprobs: Float32 = field(default_factory=lambda: NO_LOGPROBS)
+    segments: list[Segment] = field(default_factory=list)
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -173,10 +169,6 @@ class TokenTape:
             return
         self.segments.append(Segment(len(self.tokens), len(tokens), version, SegmentKind.ENVIRONMENT, "", "", 0.0))
         self._extend(tokens, np.zeros(len(tokens), np.float32))
-
-    def version_array(self) -> Int32:
-        """Version of each token as int32 [T, 2]: (incarnation, n)."""
-        return versions_of(self.segments)
 
     def loss_mask(self) -> NDArray[np.uint8]:
         """1 for generated tokens, 0 for environment tokens; uint8 [T]."""

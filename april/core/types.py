@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 from enum import StrEnum
 from typing import Any, NamedTuple, Protocol, TypeVar
 
@@ -421,43 +421,41 @@ class Sample:
         return f"<Sample {self.id} {state} tokens={len(self.tape)} attempts={self.attempts}>"
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Group:
     """A prompt with its samples; those that were given up or replaced are still among them."""
 
-    __slots__ = (
-        "bound", "cohort", "delivered", "drawn_under", "evaluation", "filter_failures", "finishers", "held", "id",
-        "prompt", "quorum", "samples", "since", "slack", "state", "unfinished",
-    )  # fmt: skip
+    id: int
+    prompt: Prompt
+    size: InitVar[int]
+    drawn_under: PolicyVersion = FIRST_VERSION
+    evaluation: Evaluation | None = None
+    quorum: int = 0
+    """Finished samples that make it complete; at the beginning 0 means all of them."""
+    bound: int = NO_DEADLINE
+    """The bound on staleness when the group was drawn, if it was lowered before."""
+    state: GroupState = GroupState.OPEN
+    since: int = 0
+    """Number of the event that made its state what it is."""
+    samples: list[Sample] = field(init=False)
+    finishers: list[int] = field(default_factory=list)
+    """Indices of its finished samples, in the order in which they finished."""
+    cohort: tuple[tuple[int, float], ...] = ()
+    """Once it counts: (index, reward) of the first ``quorum`` of them, of which the baselines of all are made."""
+    unfinished: int = field(init=False)
+    """Samples in work."""
+    held: int = field(init=False)
+    """Samples that are neither delivered nor given up; with the last of them the prompt is settled."""
+    delivered: int = 0
+    """Samples that are in batches."""
+    filter_failures: int = 0
+    slack: int = NO_DEADLINE
+    """Weight updates after which it is too old, as of the latest plan."""
 
-    def __init__(
-        self, group_id: int, prompt: Prompt, n_samples: int, drawn_under: PolicyVersion = FIRST_VERSION,
-        evaluation: Evaluation | None = None, quorum: int | None = None, bound: int = NO_DEADLINE,
-    ) -> None:  # fmt: skip
-        self.id = group_id
-        self.bound = bound
-        """The bound on staleness when the group was drawn, if it was lowered before."""
-        self.prompt = prompt
-        self.drawn_under = drawn_under
-        self.evaluation = evaluation
-        self.samples = [Sample(SampleId(group_id, i), self) for i in range(n_samples)]
-        self.state = GroupState.OPEN
-        self.since = 0
-        """Number of the event that made its state what it is."""
-        self.quorum = n_samples if quorum is None else quorum
-        """Finished samples that make it complete."""
-        self.finishers: list[int] = []
-        """Indices of its finished samples, in the order in which they finished."""
-        self.cohort: tuple[tuple[int, float], ...] = ()
-        """Once it counts: (index, reward) of the first ``quorum`` of them, of which the baselines of all are made."""
-        self.unfinished = n_samples
-        """Samples in work."""
-        self.held = n_samples
-        """Samples that are neither delivered nor given up; with the last of them the prompt is settled."""
-        self.delivered = 0
-        """Samples that are in batches."""
-        self.filter_failures = 0
-        self.slack = NO_DEADLINE
-        """Weight updates after which it is too old, as of the latest plan."""
+    def __post_init__(self, size: int) -> None:
+        self.samples = [Sample(SampleId(self.id, i), self) for i in range(size)]
+        self.unfinished = self.held = size
+        self.quorum = self.quorum or size
 
     @property
     def owner(self) -> SampleId:

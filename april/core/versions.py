@@ -5,6 +5,7 @@ Too-old tokens lose their loss in ``batch.deliver_sample``.
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 
@@ -21,6 +22,7 @@ class PolicyVersion(NamedTuple):
 FIRST_VERSION = PolicyVersion(0, 0)
 
 
+@dataclass(slots=True, eq=False)
 class VersionClock:
     """The current version, and the distance from it to any older one.
 
@@ -28,10 +30,9 @@ class VersionClock:
     before, n > b) is as far away as the way back to the branch point plus the way since.
     """
 
-    def __init__(self, current: PolicyVersion = FIRST_VERSION, branches: dict[int, int] | None = None) -> None:
-        self.current = current
-        # incarnation -> the n at which a later incarnation branched off from it
-        self.branches: dict[int, int] = dict(branches or {})
+    current: PolicyVersion = FIRST_VERSION
+    branches: dict[int, int] = field(default_factory=dict)
+    """incarnation -> the n at which a later incarnation branched off from it"""
 
     def advance(self) -> PolicyVersion:
         """Count a weight update."""

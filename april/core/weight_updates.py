@@ -229,9 +229,7 @@ class WeightUpdates:
         given = some([name for name, state in self._context.engines.states.items() if state.taken_back])
         return {
             Phase.IDLE: "the end of an evaluation or of a pause",
-            Phase.STOPPING: f"{in_flight} requests to end"
-            if in_flight
-            else f"{given} to get the present weights",
+            Phase.STOPPING: f"{in_flight} requests to end" if in_flight else f"{given} to get the present weights",
             Phase.PAUSING: f"{engines} to pause",
             Phase.HANDING_OVER: "its transfer function to return",
             Phase.LOADING: f"{engines} to load",

@@ -22,7 +22,7 @@ import numpy as np
 
 from april.config.mistakes import UNSUPPORTED
 from april.core.sampling import SamplingParams, stop_id_of, wrong_stop_strings
-from april.core.tape import Float32, Int32
+from april.core.tape import Float32, Int32, versions_of
 from april.core.types import FinishReason, Prompt, RecordedCall, Sample, SampleId
 from april.driver.user_calls import WorkerThreads, call_on
 from april.driver.user_code import Outcome, is_async, name_of
@@ -254,7 +254,7 @@ def completion_of(sample: Sample, call: RecordedCall) -> Completion:
     return Completion(
         tokens=tape.tokens[start:end].copy(),
         logprobs=tape.logprobs[start:end].copy(),
-        versions=tape.version_array()[start:end],
+        versions=versions_of(tape.segments)[start:end],
         finish=finish,
         conversation=np.concatenate((sample.group.prompt.token_ids, tape.tokens[:end])),
     )
