@@ -39,6 +39,7 @@ class Place:
         self.door = HostDoor(deadline_s=20.0)
         self.functions = functions or {"reward": reward}
         self.links: list[MemoryLink] = []
+        self.of_host: dict[str, MemoryLink] = {}
         self.engines = list(local)
         self.batches: list[Batch] = []
         self.hosts: list[Host] = []
@@ -53,8 +54,9 @@ class Place:
         async def join() -> Link:
             here, there = memory_links()
             self.links.append(there)
+            self.of_host[name] = there
             self.door.accept(here)
-            return there
+            return self.link(there)
 
         host = Host(name, engines=engines, join=join, **(self.functions | changes))
         await host.astart()
@@ -62,6 +64,10 @@ class Place:
         self.hosts.append(host)
         self.engines += engines
         return host
+
+    def link(self, link: MemoryLink) -> Link:
+        """What a host gets as its end of a link."""
+        return link
 
     async def step(self) -> Batch:
         """A batch, trained."""
@@ -77,6 +83,12 @@ class Place:
                 await self.step()
             except april.DataExhausted:
                 return
+
+    async def end(self) -> None:
+        """The scheduler, then its hosts."""
+        await self.scheduler.driver.close()
+        for host in self.hosts:
+            await host.aclose()
 
     def check(self, prompts: int, samples: int = 2) -> None:
         """Every prompt once, every token as its engine handed it over."""
@@ -96,9 +108,7 @@ async def place(prompts: int = 12, config: april.Config = CONFIG, **functions: A
     try:
         yield made
     finally:
-        await made.scheduler.driver.close()
-        for host in made.hosts:
-            await host.aclose()
+        await made.end()
 
 
 def LENGTHS(request: Any) -> int:
