@@ -89,10 +89,12 @@ class HostSides:
                 (self.asked if for_host else self.done).append(item)  # type: ignore[arg-type]
         return self.done[before:]
 
-    def up(self) -> None:
-        """What the host says reaches the core."""
-        if (frame := self.mirror.take()) is not None:
+    def up(self, times: int = 1) -> bytes:
+        """What the host says reaches the core, perhaps more than once; returns the frame."""
+        frame = self.mirror.take() or wire.encode([])
+        for _ in range(times):
             self.hear(self.desk.receive(frame))
+        return frame
 
     def hear(self, events: Iterator[ev.Event]) -> None:
         """Events of the desk reach the core, one after the other."""
@@ -130,3 +132,37 @@ class HostSides:
         group = self.core.context.group(attempt.sample.id.group)
         assert group is not None
         return group.samples[attempt.sample.id.index]
+
+
+def submitted(commands: list[do.Command]) -> list[Attempt]:
+    """The requests among them."""
+    return [c.attempt for c in commands if isinstance(c, do.Submit)]
+
+
+def started(commands: list[do.Command]) -> Sample:
+    """The one sample whose function is to start."""
+    (start,) = (c for c in commands if isinstance(c, do.StartSample))
+    return start.sample
+
+
+def requests(**changes: Any) -> tuple[HostSides, list[Attempt]]:
+    """A step, one sample without changes, whose requests run on the host."""
+    sides = HostSides(settings(**({"n": 1, "samples": 1, "has_reward": False} | changes)))
+    sides.pump.post(ev.StepRequested())
+    return sides, submitted(sides.down())
+
+
+def function_at_work() -> tuple[HostSides, Any]:
+    """A step of one sample, whose function runs on the host."""
+    sides = HostSides(settings(n=1, samples=1), functions=True)
+    sides.pump.post(ev.StepRequested())
+    return sides, started(sides.down())
+
+
+def answered(sides: HostSides, sample: Sample, count: int) -> None:
+    """The function's call gets so many tokens."""
+    sides.mirror.post(ev.CallMade(sample.id, SAMPLING))
+    sides.up()
+    (attempt,) = submitted(sides.down())
+    sides.ends(attempt, count)
+    sides.up()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import april
@@ -65,6 +66,25 @@ def cut(links: Iterable[Any], thread: LoopThread) -> None:
     thread.call(lambda: [link._ws._writer.transport.abort() for link in links if isinstance(link, SocketLink)])
 
 
+def beside(*programs: Callable[[], Any]) -> list[Any]:
+    """What each returns or raises, all at the same time."""
+    outcomes: list[Any] = [None] * len(programs)
+
+    def run(place: int, program: Callable[[], Any]) -> None:
+        try:
+            outcomes[place] = program()
+        except BaseException as error:
+            outcomes[place] = error
+
+    threads = [threading.Thread(target=run, args=each, daemon=True) for each in enumerate(programs)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(PATIENCE_S)
+    assert not any(thread.is_alive() for thread in threads), f"one hangs: {outcomes}"
+    return outcomes
+
+
 Program = Callable[[RankScheduler, int], Any]
 
 
@@ -78,30 +98,21 @@ def run_ranks(
 
     ``given``: arguments of one rank; ``options``: of all.
     """
-    store, outcomes = Store(), [None] * world_size
+    store = Store()
     drawn = [[1 + i, 2] for i in range(8)] if prompts is None else prompts
     seen: dict[str, Any] = {"reward": reward} | options
 
-    def live(rank: int) -> None:
+    def live(rank: int) -> Any:
         own = {"engines": engines(rank)} | ({} if rank else {"prompts": drawn}) | given(rank)
         config = CONFIG if configs is None else configs[rank]
         place = {} if data is None else {"data_rank": data[rank], "data_size": data_size or len(set(data.values()))}
-        try:
-            ranks = OnePlace(
-                rank=rank, world_size=world_size, address="127.0.0.1:0", store=store, **place, **(timeouts or {})
-            )
-            with RankScheduler(ranks=ranks, **({"config": config} | seen | own)) as rollouts:
-                outcomes[rank] = program(rollouts, rank)
-        except BaseException as error:
-            outcomes[rank] = error
+        ranks = OnePlace(
+            rank=rank, world_size=world_size, address="127.0.0.1:0", store=store, **place, **(timeouts or {})
+        )
+        with RankScheduler(ranks=ranks, **({"config": config} | seen | own)) as rollouts:
+            return program(rollouts, rank)
 
-    threads = [threading.Thread(target=live, args=(rank,), daemon=True) for rank in range(world_size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(PATIENCE_S)
-    assert not any(thread.is_alive() for thread in threads), f"a rank hangs: {outcomes}"
-    return outcomes
+    return beside(*(partial(live, rank) for rank in range(world_size)))
 
 
 def drain(rollouts: RankScheduler) -> tuple[list[april.Batch], str]:

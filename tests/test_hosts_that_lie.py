@@ -6,19 +6,20 @@ import os
 import random
 import struct
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
 from core_machine import EOS, settings
-from host_sides import SAMPLING, HostSides
+from host_sides import SAMPLING, HostSides, answered, function_at_work, requests
 
 from april.core import commands as do
 from april.core import events as ev
 from april.core.types import EngineFinish
 from april.processes import messages as wire
-from april.processes.messages import ProtocolError
+from april.processes.messages import ProtocolError, of_plain_bytes
 
 LIVES = int(os.environ.get("APRIL_RANDOM_LIVES", "150"))
 WORDS = ["", "stop", "length", "abort", "broke_off", "corrupt", "refused", "busy", "done", "h/e0", "e0", "\x1b[2J"]
@@ -92,8 +93,15 @@ class Life:
         self.group_reward = rng.random() < 0.3
         self.sides = HostSides(
             settings(
-                n=2, samples=samples, over=3, max_response_len=rng.choice([12, 1000]), group_reward=self.group_reward,
-                has_filter=rng.random() < 0.5, max_attempt_failures=9, max_failed_groups=99, max_filtered_groups=99,
+                n=2,
+                samples=samples,
+                over=3,
+                max_response_len=rng.choice([12, 1000]),
+                group_reward=self.group_reward,
+                has_filter=rng.random() < 0.5,
+                max_attempt_failures=9,
+                max_failed_groups=99,
+                max_filtered_groups=99,
             ),
             functions=self.functions,
         )
@@ -204,26 +212,76 @@ def test_whatever_a_host_says_the_core_stays_whole() -> None:
     assert min(cut_off[True], cut_off[False]) > LIVES / 10
 
 
-@pytest.mark.parametrize("version", [(-(2**31), 0), (1, 0), (0, -1), (0, 1)])
-def test_tokens_of_weights_that_never_were_are_refused(version: tuple[int, int]) -> None:
-    """The core counts how old tokens are: it never meets a version of a run that it knows nothing of."""
-    sides = HostSides(settings(n=1, samples=1, has_reward=False))
-    sides.pump.post(ev.StepRequested())
-    sides.down()
-    (attempt_id,) = sides.core.attempts
-    lie = wire.encode([wire.Came(attempt_id, 0, bytes(4), bytes(4), ((version, 1),))])
-    with pytest.raises(ProtocolError, match="version"):
-        sides.hear(sides.desk.receive(lie))
-    assert sides.core.attempts[attempt_id].tape.count == 0
+NONE = {"reward": False, "group_reward": False, "filter": False, "tokenizer": False}
+LIES = {
+    "tokens from the middle": lambda i: wire.Came(i, 3, bytes(4), bytes(4), (((0, 0), 1),)),
+    "tokens outside of the vocabulary": lambda i: wire.Came(i, 0, b"\xff\xff\xff\xff", bytes(4), (((0, 0), 1),)),
+    "spans that are not the tokens": lambda i: wire.Came(i, 0, bytes(8), bytes(8), (((0, 0), 1),)),
+    "half a token": lambda i: wire.Came(i, 0, bytes(3), bytes(3), (((0, 0), 1),)),
+    "more than the budget": lambda i: wire.Came(i, 0, bytes(4004), bytes(4004), (((0, 0), 1001),)),
+    "an end that is none": lambda i: wire.Ended(i, "tired"),
+    "a second welcome": lambda i: wire.Joined(protocol=2, name="h", life="1", engines=(), functions=True, **NONE),
+    "a call that nobody can make": lambda i: wire.Failed(i, "", "broke_off", -1, 0.0),
+} | {
+    f"weights that never were: {version}": lambda i, version=version: wire.Came(
+        i, 0, bytes(4), bytes(4), ((version, 1),)
+    )
+    for version in [(-(2**31), 0), (1, 0), (0, -1), (0, 1)]
+}
 
 
-def test_a_conversation_outside_of_the_vocabulary_is_refused() -> None:
-    """What a function adds is trained with as well: a model has no row for such a token."""
-    sides = HostSides(settings(n=1, samples=1), functions=True)
-    sides.pump.post(ev.StepRequested())
-    (start,) = sides.down()
-    assert isinstance(start, do.StartSample)
-    prompt = start.sample.group.prompt.token_ids
-    sides.mirror.post(ev.CallMade(start.sample.id, SAMPLING, np.concatenate((prompt, np.array([-7], np.int32)))))
+@pytest.mark.parametrize("lie", LIES.values(), ids=LIES)
+def test_what_cannot_be_true_cuts_the_host_off(lie: Any) -> None:
+    """A broken host never reaches the core, which counts how old tokens are: nothing of it is believed."""
+    sides, (attempt,) = requests()
+    with pytest.raises(ProtocolError):
+        sides.hear(sides.desk.receive(wire.encode([lie(attempt.id)])))
+    assert sides.core.attempts[attempt.id].tape.count == 0
+    sides.hear(sides.desk.lost("it lied"))
+    assert sides.core.tokens.observed == 0
+    assert not sides.core.attempts
+
+
+def test_what_a_function_cannot_say_cuts_its_host_off() -> None:
+    """A conversation outside of the vocabulary, for which a model has no row; rewards of others than were asked for."""
+    sides, sample = function_at_work()
+    prompt = sample.group.prompt.token_ids
+    sides.mirror.post(ev.CallMade(sample.id, SAMPLING, np.concatenate((prompt, np.array([-7], np.int32)))))
     with pytest.raises(ProtocolError, match="token id -7"):
         sides.up()
+    sides, sample = function_at_work()
+    answered(sides, sample, 2)
+    sides.down()
+    sides.mirror.post(ev.SampleReturned(sample.id))
+    sides.up()
+    assert [type(command) for command in sides.down()] == [do.ScoreSample]
+    with pytest.raises(ProtocolError, match="asked for those of"):
+        sides.hear(sides.desk.receive(wire.encode([wire.Rewards(0, 0, 2, ())])))
+    assert not sides.batches
+
+
+@pytest.mark.parametrize("noise", [b"", b"\xc1", b"GET / HTTP/1.1\r\n", b"\x91\x93\x05\x01\x02", b"\x91" * 5000])
+def test_what_cannot_be_read_is_refused(noise: bytes) -> None:
+    """Noise is a ProtocolError on both sides, and so is an output that is none."""
+    sides = HostSides()
+    for read in (sides.desk.receive, sides.mirror.receive, lambda noise: [of_plain_bytes(noise + b"\x01")]):
+        with pytest.raises(ProtocolError):
+            list(read(noise or b"\x01"))
+
+
+@pytest.mark.parametrize("shares", [False, True], ids=["server", "model"])
+def test_a_report_of_written_weights_ends_a_wait_if_it_can_be_true(shares: bool) -> None:
+    """Alone, without a request that it broke: whoever waits is told which host said it, and what to do. A host whose
+    engines have weights of their own cannot know it, and is cut off.
+    """
+    sides, _ = requests()
+    sides.desk.engines = {name: replace(limits, remote=not shares) for name, limits in sides.desk.engines.items()}
+    sides.mirror.post(ev.WeightsWritten("somebody wrote"))
+    if shares:
+        sides.up()
+        (submit,) = (c for c in sides.down() if isinstance(c, do.Abort))
+        assert submit.engine == "h/e0"
+        assert do.Fail("host h: somebody wrote; call weight_update before the next batch", True) in sides.others
+    else:
+        with pytest.raises(ProtocolError, match="host h says that weights were written which none of its engines"):
+            sides.up()

@@ -34,17 +34,6 @@ def test_a_call_begins_when_all_have_come() -> None:
     assert (met.call, met.broken) == (1, None)
 
 
-def test_different_calls_are_told_apart() -> None:
-    """Both are named, with their arguments."""
-    met = meeting()
-    met.arrive(0, 0, "commit(3)", 0.0)
-    met.arrive(1, 0, "commit(4)", 0.0)
-    assert met.broken is not None
-    assert met.broken.ranks == (0, 1)
-    assert "rank 0 commit(3), rank 1 commit(4). Every rank must make the same calls" in str(met.broken)
-    assert not met.arrive(2, 0, "commit(3)", 0.0)
-
-
 def test_who_does_not_come_is_named_when_the_others_have_waited_long_enough() -> None:
     """Counted from the first that came; nobody is late where nobody waits."""
     met = meeting()

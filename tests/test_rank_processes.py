@@ -1,4 +1,4 @@
-"""Ranks as processes: killed, stopped, and under torchrun. Nothing hangs, and whoever is at fault is named."""
+"""Ranks as processes: killed and stopped. Nothing hangs, and whoever is at fault is named."""
 
 from __future__ import annotations
 
@@ -86,23 +86,3 @@ def test_a_rank_that_stands_still(victim: int) -> None:
         go_on(ranks[victim])
         assert line_of(ranks[victim]).startswith("RankError: rank ")
         assert ranks[victim].wait(PATIENCE_S) == 0
-
-
-def test_torchrun_trains_one_model_under_fsdp2(tmp_path: Path) -> None:
-    """Two ranks of gloo: every response trained once, with the log-probabilities of its rank's own recomputation; the
-    weights are those of one process that is fed the same batches; a rank that fails in the end is named."""
-    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "tests/ranks/training.py"]
-    ran = subprocess.run(
-        [sys.executable, *command, str(tmp_path)], cwd=HERE.parent, env=ENVIRONMENT, timeout=2 * PATIENCE_S,
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert ran.returncode == 0, ran.stderr[-3000:]
-    first, second = (json.loads((tmp_path / f"{rank}.json").read_text("utf-8")) for rank in range(2))
-    samples = sorted(map(tuple, first.pop("samples") + second.pop("samples")))
-    assert samples == [(g, i) for g in range(7) for i in range(3)]
-    assert second.pop("error") == "ZeroDivisionError: at the end"
-    assert first.pop("error") == "RankError: rank 1 has ended with an error: ZeroDivisionError: at the end"
-    assert max(first.pop("logprob_error"), second.pop("logprob_error")) <= 1e-4
-    assert first == second
-    assert (first["sums"], first["version"]) == ([3.0] * 4, [0, 4])
-    assert first["apart"] <= 1e-5 < 1e-3 < first["moved"]

@@ -1,26 +1,95 @@
-"""Ranks that attach to the core's actor, die and come back: real threads and loops, actors without Ray."""
+"""Ranks that attach to the core's actor, die and come back: real threads and loops, without Ray."""
 
 from __future__ import annotations
 
+import asyncio
 import concurrent.futures.thread
 import threading
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from rank_threads import cut
-from ray_stand_in import GO_ON, World, beside, until
+from rank_threads import CONFIG, PATIENCE_S, beside, cut, engine
 
 import april
+from april.driver.loop_thread import LoopThread
 from april.errors import RankError
 from april.processes.content import pack_call, unpack_call
-from april.processes.ray_run import ActorScheduler
+from april.processes.ranks import Ranks
+from april.processes.ray_run import ActorScheduler, CoreActor
 
+GO_ON = threading.Event()
+"""Rewards wait for it."""
 EVERYTHING = dict.fromkeys(((g, i) for g in range(8) for i in range(3)), 1)
+
+
+def reward(prompt: april.Prompt, response: april.Response) -> float:
+    """Differs inside of groups."""
+    GO_ON.wait(PATIENCE_S)
+    return float(response.sample_id.index)
+
+
+class World:
+    """The core's actor on a loop of its own, with an engine, and the ranks that attach to it."""
+
+    def __init__(self, ranks: int = 2, prompts: int = 8, **options: Any) -> None:
+        group = Ranks(world_size=ranks, address="none", token="none", **{"rank_timeout_s": 30.0} | options)  # noqa: S106
+        GO_ON.set()
+        self.core = CoreActor("127.0.0.1")
+        self._thread = LoopThread("actor")
+        seen = {"prompts": [[1 + i, 2] for i in range(prompts)], "reward": reward, "check": True}
+        start = partial(
+            self.core.start, config=CONFIG, ranks=group, split_by="samples", engines=lambda _: [engine()], hosts=[],
+            options=seen,
+        )  # fmt: skip
+        assert self._thread.run(start) is None
+
+    @property
+    def center(self) -> Any:
+        """The actor's, which the ranks meet at."""
+        return self.core.center
+
+    def attach(self, rank: int) -> ActorScheduler:
+        """The scheduler of a rank."""
+        seat = self._thread.run(partial(self.core.rank, rank))
+        if isinstance(seat, Exception):
+            raise seat
+        return ActorScheduler(*seat)
+
+    def both(self) -> list[ActorScheduler]:
+        """Those of rank 0 and rank 1."""
+        return [self.attach(rank) for rank in range(2)]
+
+    def kill(self, rank: ActorScheduler) -> None:
+        """The end of a rank's process: its connection ends, and nothing comes from it any more."""
+        cut([rank._seat._link], rank._seat._thread)
+        rank._seat._thread.stop()
+
+    def __enter__(self) -> World:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._thread.run(self.core.close)
+        self.center.conductor.join(PATIENCE_S)
+        assert not self.center.conductor.is_alive(), "it hangs"
+        self._thread.stop()
+
+
+@pytest.fixture
+def world() -> Iterator[World]:
+    """Of two ranks."""
+    with World() as made:
+        yield made
+
+
+async def until(there: Callable[[], bool]) -> None:
+    """Wait on a loop of april's until something is so."""
+    while not there():  # noqa: ASYNC110 - nobody tells
+        await asyncio.sleep(0)
 
 
 def nothing() -> None:
@@ -47,6 +116,16 @@ def both(ranks: list[ActorScheduler], call: Callable[[ActorScheduler], Any]) -> 
     return outcomes
 
 
+def next_batch(rank: ActorScheduler) -> april.Batch:
+    """A call."""
+    return rank.next_batch()
+
+
+def update(rank: ActorScheduler) -> april.PolicyVersion:
+    """Another one."""
+    return rank.weight_update(transfer=nothing)
+
+
 def to_the_end(ranks: list[ActorScheduler]) -> list[april.Batch]:
     """All shares that are left; ends where the data does."""
     shares: list[april.Batch] = []
@@ -56,22 +135,21 @@ def to_the_end(ranks: list[ActorScheduler]) -> list[april.Batch]:
             assert all(isinstance(share, april.DataExhausted) for share in found)
             return shares
         shares += found
-        both(ranks, lambda rank: rank.weight_update(transfer=nothing))
+        both(ranks, update)
 
 
-def test_every_rank_gets_its_share_until_the_data_ends() -> None:
+def test_every_rank_gets_its_share_until_the_data_ends(world: World) -> None:
     """Each sample in one share, metrics of the whole; the same end at the same call."""
-    with World() as world:
-        ranks = [world.attach(r) for r in range(2)]
-        shares = to_the_end(ranks)
-        assert settled(shares) == EVERYTHING
-        assert all(a.metrics == b.metrics for a, b in zip(shares[::2], shares[1::2], strict=True))
-        shares[0].samples[0].tokens[0] = 7  # they are the trainer's own
-        assert {rank.version.n for rank in ranks} == {4}
-        assert ranks[0].ledger()["prompts"].delivered == 8
-        ranks[1].validate()
-        for rank in ranks:
-            rank.close()
+    ranks = world.both()
+    shares = to_the_end(ranks)
+    assert settled(shares) == EVERYTHING
+    assert all(a.metrics == b.metrics for a, b in zip(shares[::2], shares[1::2], strict=True))
+    shares[0].samples[0].tokens[0] = 7  # they are the trainer's own
+    assert {rank.version.n for rank in ranks} == {4}
+    assert ranks[0].ledger()["prompts"].delivered == 8
+    ranks[1].validate()
+    for rank in ranks:
+        rank.close()
 
 
 def raises() -> Any:
@@ -88,132 +166,111 @@ def raises() -> Any:
         (raises(), (ZeroDivisionError, RankError), "no prompts"),
     ],
 )  # fmt: skip
-def test_a_call_that_rank_0_cannot_make(prompts: Any, kinds: tuple[type, type], words: str) -> None:
+def test_a_call_that_rank_0_cannot_make(world: World, prompts: Any, kinds: tuple[type, type], words: str) -> None:
     """What it gives cannot go to the core: all ranks are told, at that call, and go on together."""
-    with World() as world:
-        ranks = [world.attach(r) for r in range(2)]
-        outcomes = beside(*(lambda r=rank: r.evaluate(prompts if r is ranks[0] else None) for rank in ranks))
-        assert tuple(map(type, outcomes)) == kinds
-        assert all(words in str(outcome) for outcome in outcomes)
-        assert settled(to_the_end(ranks)) == EVERYTHING
-        for rank in ranks:
-            rank.close()
+    ranks = world.both()
+    outcomes = beside(*(lambda r=rank: r.evaluate(prompts if r is ranks[0] else None) for rank in ranks))
+    assert tuple(map(type, outcomes)) == kinds
+    assert all(words in str(outcome) for outcome in outcomes)
+    assert settled(to_the_end(ranks)) == EVERYTHING
+    for rank in ranks:
+        rank.close()
 
 
-def test_a_rank_that_was_started_anew_gets_its_share_again() -> None:
-    """It died while it trained: the others wait in weight_update, and nothing is trained twice or left out."""
-    with World() as world:
-        zero, one = world.attach(0), world.attach(1)
-        first = both([zero, one], lambda rank: rank.next_batch())
-        world.kill(one)
-        updated: list[Any] = []
-        waits = threading.Thread(target=lambda: updated.append(zero.weight_update(transfer=nothing)))
-        waits.start()
-        again = world.attach(1)
-        assert equal(again.next_batch(), first[1])
-        assert again.weight_update(transfer=nothing) == (0, 1)
-        waits.join()
-        assert updated == [(0, 1)]
-        assert settled(first + to_the_end([zero, again])) == EVERYTHING
-        assert again.ledger()["tokens"].balanced
+@pytest.mark.parametrize(
+    ("victim", "batches", "updates"),
+    [
+        pytest.param(1, 1, 0, id="while it trained: its share comes again"),
+        pytest.param(0, 1, 0, id="rank 0, like any other: it has nothing that the others have not"),
+        pytest.param(1, 2, 0, id="with two batches out: both come again, in their order"),
+        pytest.param(1, 1, 1, id="after the update: what was trained and committed is not handed out again"),
+    ],
+)
+def test_a_rank_that_was_started_anew_goes_on_where_the_others_are(
+    world: World, victim: int, batches: int, updates: int
+) -> None:
+    """It died while the other one waits in its next call, and nothing is trained twice or left out."""
+    ranks = world.both()
+    out = [both(ranks, next_batch) for _ in range(batches)]
+    trained = [share for shares in out for share in shares]
+    for _ in range(updates):
+        both(ranks, update)
+        del out[0]
+    call = update if out else next_batch
+    world.kill(ranks[victim])
+    waited: list[Any] = []
+    waits = threading.Thread(target=lambda: waited.append(call(ranks[1 - victim])))
+    waits.start()
+    again = ranks[victim] = world.attach(victim)
+    for shares in out:
+        assert equal(again.next_batch(), shares[victim])
+    waited.append(call(again))
+    waits.join()
+    if out:
+        assert waited == [(0, 1), (0, 1)]
+    else:
+        assert [share.id for share in waited] == [batches] * 2
+        trained += waited
+    for _ in range(len(out) - 1 if out else 1):
+        both(ranks, update)
+    assert settled([*trained, *to_the_end(ranks)]) == EVERYTHING
+    assert again.ledger()["tokens"].balanced
 
 
-def test_a_rank_that_died_after_the_update_goes_on_with_the_next_batch() -> None:
-    """What was trained and committed is not handed out again."""
-    with World() as world:
-        zero, one = world.attach(0), world.attach(1)
-        first = both([zero, one], lambda rank: rank.next_batch())
-        both([zero, one], lambda rank: rank.weight_update(transfer=nothing))
-        world.kill(one)
-        again = world.attach(1)
-        shares = to_the_end([zero, again])
-        assert min(batch.id for batch in shares) == first[0].id + 1
-        assert settled(first + shares) == EVERYTHING
-
-
-def test_a_rank_that_died_in_the_wait_for_a_batch() -> None:
+def test_a_rank_that_died_in_the_wait_for_a_batch(world: World) -> None:
     """The batch was delivered while nobody was there: it gets its share when it asks for it."""
-    with World() as world:
-        zero, one = world.attach(0), world.attach(1)
-        GO_ON.clear()
-        shares: list[april.Batch] = []
-        waits = threading.Thread(target=lambda: shares.append(zero.next_batch()))
-        waits.start()
-        one._seat.arrive(0, "next_batch()")
-        center = world.core.made.center
-        center.thread.run(lambda: until(lambda: center._meeting.began))
-        world.kill(one)
-        GO_ON.set()
-        waits.join()
-        again = world.attach(1)
-        shares.append(again.next_batch())
-        assert [share.id for share in shares] == [0, 0]
-        both([zero, again], lambda rank: rank.weight_update(transfer=nothing))
-        assert settled([*shares, *to_the_end([zero, again])]) == EVERYTHING
+    zero, one = world.both()
+    GO_ON.clear()
+    shares: list[april.Batch] = []
+    waits = threading.Thread(target=lambda: shares.append(zero.next_batch()))
+    waits.start()
+    one._seat.arrive(0, "next_batch()")
+    center = world.center
+    center.thread.run(lambda: until(lambda: center._meeting.began))
+    world.kill(one)
+    GO_ON.set()
+    waits.join()
+    again = world.attach(1)
+    shares.append(again.next_batch())
+    assert [share.id for share in shares] == [0, 0]
+    both([zero, again], update)
+    assert settled([*shares, *to_the_end([zero, again])]) == EVERYTHING
 
 
-def test_rank_0_may_die_like_any_other() -> None:
-    """It has nothing that the others have not."""
-    with World() as world:
-        zero, one = world.attach(0), world.attach(1)
-        first = both([zero, one], lambda rank: rank.next_batch())
-        world.kill(zero)
-        again = world.attach(0)
-        assert equal(again.next_batch(), first[0])
-        both([again, one], lambda rank: rank.weight_update(transfer=nothing))
-        assert settled(first + to_the_end([again, one])) == EVERYTHING
-
-
-def test_batches_that_are_out_are_all_handed_out_again() -> None:
-    """Two were delivered and none is trained: the new rank gets both, in their order, then is where the other is."""
-    with World() as world:
-        zero, one = world.attach(0), world.attach(1)
-        first = both([zero, one], lambda rank: rank.next_batch())
-        second = both([zero, one], lambda rank: rank.next_batch())
-        world.kill(one)
-        again = world.attach(1)
-        assert equal(again.next_batch(), first[1])
-        assert equal(again.next_batch(), second[1])
-        for _ in range(2):
-            both([zero, again], lambda rank: rank.weight_update(transfer=nothing))
-        assert settled(first + second + to_the_end([zero, again])) == EVERYTHING
-
-
-def test_a_rank_that_is_lost_in_its_transfer_ends_the_update_for_all() -> None:
+def test_a_rank_that_is_lost_in_its_transfer_ends_the_update_for_all(world: World) -> None:
     """The version stays, and the update can be made again when it is back."""
-    with World() as world:
-        zero, one = world.attach(0), world.attach(1)
-        both([zero, one], lambda rank: rank.next_batch())
-        inside, on = threading.Event(), threading.Event()
+    zero, one = world.both()
+    both([zero, one], next_batch)
+    inside, on = threading.Event(), threading.Event()
 
-        def hangs() -> None:
-            inside.set()
-            on.wait()
+    def hangs() -> None:
+        inside.set()
+        on.wait()
 
-        dies = threading.Thread(target=lambda: beside(lambda: one.weight_update(transfer=hangs)))
-        dies.start()
-        outcome: list[Any] = []
-        waits = threading.Thread(target=lambda: outcome.extend(beside(lambda: zero.weight_update(transfer=nothing))))
-        waits.start()
-        inside.wait()
-        world.kill(one)
-        waits.join()
-        on.set()
-        dies.join()
-        assert "rank 1 was lost in its transfer" in str(outcome[0])
-        assert zero.version == (0, 0)
-        again = world.attach(1)
-        again.next_batch()
-        with pytest.raises(RankError, match="rank 1 was lost in its transfer"):
-            again.weight_update(transfer=nothing)
-        assert both([zero, again], lambda rank: rank.weight_update(transfer=nothing)) == [(0, 1), (0, 1)]
+    dies = threading.Thread(target=lambda: beside(lambda: one.weight_update(transfer=hangs)))
+    dies.start()
+    outcome: list[Any] = []
+    waits = threading.Thread(target=lambda: outcome.extend(beside(lambda: zero.weight_update(transfer=nothing))))
+    waits.start()
+    inside.wait()
+    world.kill(one)
+    waits.join()
+    on.set()
+    dies.join()
+    assert "rank 1 was lost in its transfer" in str(outcome[0])
+    assert zero.version == (0, 0)
+    again = world.attach(1)
+    again.next_batch()
+    with pytest.raises(RankError, match="rank 1 was lost in its transfer"):
+        again.weight_update(transfer=nothing)
+    assert both([zero, again], update) == [(0, 1), (0, 1)]
 
 
 def test_a_rank_that_does_not_come_back_is_named_on_all_others() -> None:
     """Within the deadline; a state can still be taken."""
     with World(rank_timeout_s=0.3, rank_deadline_s=0.6) as world:
-        zero, one = world.attach(0), world.attach(1)
-        both([zero, one], lambda rank: rank.next_batch())
+        zero, one = world.both()
+        both([zero, one], next_batch)
         world.kill(one)
         with pytest.raises(RankError, match=r"rank 1 (is gone: the connection|did not come to weight_update)"):
             zero.weight_update(transfer=nothing)
@@ -222,50 +279,48 @@ def test_a_rank_that_does_not_come_back_is_named_on_all_others() -> None:
         assert zero.state_dict()
 
 
-def test_calls_that_differ_are_named_on_all_ranks() -> None:
+def test_calls_that_differ_are_named_on_all_ranks(world: World) -> None:
     """And on one that came back: what it calls must be what all have called."""
-    with World() as world:
-        zero, one = world.attach(0), world.attach(1)
-        both([zero, one], lambda rank: rank.next_batch())
-        world.kill(one)
-        again = world.attach(1)
-        with pytest.raises(RankError, match=r"makes another call .* commit\(0\) in place of next_batch\(\)"):
-            again.commit(0)
-        outcomes = beside(lambda: zero.weight_update(transfer=nothing), lambda: again.commit(0))
-        assert all(isinstance(o, RankError) and "different calls" in str(o) for o in outcomes)
+    zero, one = world.both()
+    both([zero, one], next_batch)
+    world.kill(one)
+    again = world.attach(1)
+    with pytest.raises(RankError, match=r"makes another call .* commit\(0\) in place of next_batch\(\)"):
+        again.commit(0)
+    outcomes = beside(lambda: zero.weight_update(transfer=nothing), lambda: again.commit(0))
+    assert all(isinstance(o, RankError) and "different calls" in str(o) for o in outcomes)
 
 
 def test_what_rank_0_gives_reaches_the_core() -> None:
     """Prompts of evaluations, more prompts, a state; values of an evaluation on every rank."""
     with World(prompts=4) as world:
-        ranks = [world.attach(r) for r in range(2)]
+        ranks = world.both()
         asked = [{"input_ids": [5, 6], "answer": 7}, [8]]
         results = both(
             ranks, lambda rank: rank.evaluate(asked if rank is ranks[0] else None, n_samples=2, temperature=1)
         )
         assert [r.rewards.tolist() for r in results] == [[[0.0, 1.0], [0.0, 1.0]]] * 2
         both(ranks, lambda rank: rank.extend([[9, 9], [9, 8]] if rank is ranks[0] else []))
-        both(ranks, lambda rank: rank.next_batch())
+        both(ranks, next_batch)
         state = ranks[1].state_dict()
     with World(prompts=4) as world:
-        ranks = [world.attach(r) for r in range(2)]
+        ranks = world.both()
         versions = both(ranks, lambda rank: rank.load_state_dict(state if rank is ranks[0] else {}, transfer=nothing))
         assert versions == [(1, 0), (1, 0)]
 
 
-def test_a_rank_that_attached_anew_is_told_so_in_its_old_place() -> None:
+def test_a_rank_that_attached_anew_is_told_so_in_its_old_place(world: World) -> None:
     """Quickly one after the other, and in a process that lives: the last one counts, and only that."""
-    with World() as world:
-        zero = world.attach(0)
-        ones = [world.attach(1) for _ in range(3)]
-        shares = to_the_end([zero, ones[-1]])
-        assert settled(shares) == EVERYTHING
-        for old in ones[:-1]:
-            seat = old._seat
-            seat._thread.run(partial(until, lambda seat=seat: seat.broken is not None))
-            with pytest.raises(RankError, match="rank 1 has attached anew") as caught:
-                old.next_batch()
-            assert caught.value.ranks == (1,)
+    zero = world.attach(0)
+    ones = [world.attach(1) for _ in range(3)]
+    shares = to_the_end([zero, ones[-1]])
+    assert settled(shares) == EVERYTHING
+    for old in ones[:-1]:
+        seat = old._seat
+        seat._thread.run(partial(until, lambda seat=seat: seat.broken is not None))
+        with pytest.raises(RankError, match="rank 1 has attached anew") as caught:
+            old.next_batch()
+        assert caught.value.ranks == (1,)
 
 
 def test_a_run_that_nobody_closed_does_not_keep_its_process_alive() -> None:
@@ -279,20 +334,19 @@ def test_a_run_that_nobody_closed_does_not_keep_its_process_alive() -> None:
         assert [t.name for t in threading.enumerate() if t not in before and (t in joined or not t.daemon)] == []
 
 
-def test_mistakes() -> None:
+def test_mistakes(world: World) -> None:
     """Each with a sentence, before anything happens."""
-    with World() as world:
-        zero = world.attach(0)
-        with pytest.raises(RankError, match="rank 2 is none of 2"):
-            world.attach(2)
-        with pytest.raises(april.ConfigError, match="cannot read the trainer's model in place"):
-            zero.weight_update()
+    zero = world.attach(0)
+    with pytest.raises(RankError, match="rank 2 is none of 2"):
+        world.attach(2)
+    with pytest.raises(april.ConfigError, match="cannot read the trainer's model in place"):
+        zero.weight_update()
 
 
 def test_a_run_that_closes_between_two_calls_leaves_nobody_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     """What carries calls out comes back for the next one when the run closes already, and ends with it."""
     with World(ranks=1) as world:
-        center = world.core.made.center
+        center = world.center
         closes = threading.Event()
         carry_out, stop = center._carry_out, center.thread.begin_to_stop
 
@@ -312,18 +366,17 @@ def test_a_run_that_closes_between_two_calls_leaves_nobody_behind(monkeypatch: p
         world.attach(0).next_batch()
 
 
-def test_a_core_that_died_is_told_of_on_all_ranks() -> None:
+def test_a_core_that_died_is_told_of_on_all_ranks(world: World) -> None:
     """Whoever waits for it, too."""
-    with World() as world:
-        zero = world.attach(0)
-        waits = threading.Thread(target=lambda: outcome.extend(beside(zero.next_batch)))
-        outcome: list[Any] = []
-        waits.start()
-        center = world.core.made.center
-        cut(center._links.values(), center.thread)
-        waits.join()
-        assert isinstance(outcome[0], RankError)
-        assert "the core is gone" in str(outcome[0])
+    zero = world.attach(0)
+    waits = threading.Thread(target=lambda: outcome.extend(beside(zero.next_batch)))
+    outcome: list[Any] = []
+    waits.start()
+    center = world.center
+    cut(center._links.values(), center.thread)
+    waits.join()
+    assert isinstance(outcome[0], RankError)
+    assert "the core is gone" in str(outcome[0])
 
 
 @pytest.mark.parametrize(("method", "at"), [("weight_update", 0), ("load_state_dict", 1)])

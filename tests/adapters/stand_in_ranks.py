@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
-from rank_threads import Store
+from rank_threads import Store, beside
 
 import april
 
@@ -71,21 +72,16 @@ class RankAccelerator:
 
 def on_all_ranks(count: int, work: Callable[[int, Meeting], Any]) -> list[Any]:
     """What ``work(rank, meeting)`` returns on each; of errors, one that is no consequence of another."""
-    meeting, done, errors = Meeting(count), [None] * count, list[BaseException]()
+    meeting = Meeting(count)
 
-    def run(rank: int) -> None:
+    def run(rank: int) -> Any:
         try:
-            done[rank] = work(rank, meeting)
-        except BaseException as error:
-            errors.append(error)
+            return work(rank, meeting)
         finally:
             meeting.leave()
 
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(count)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    outcomes = beside(*(partial(run, rank) for rank in range(count)))
+    errors = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
     for error in sorted(errors, key=lambda error: isinstance(error, (Alone, april.RankError))):
         raise error
-    return done
+    return outcomes

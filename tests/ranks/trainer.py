@@ -133,7 +133,7 @@ class Rank:
         else:
             self.model = DistributedDataParallel(self.model)
         self.optimizer = optimizer_of(self.model)
-        self.kept: dict[str, Any] = {"steps": [], "error": 0.0, "end": "", "seconds": 0.0, "stale": 0}
+        self.kept: dict[str, Any] = {"steps": [], "error": 0.0, "end": "", "seconds": 0.0, "stale": 0, "transfers": []}
         self.known: dict[tuple[int, int], Any] = {}
 
     def weights(self) -> Any:
@@ -174,6 +174,7 @@ class Rank:
                     state = rollouts.state_dict()
                     known = self.known
                     torch.save({"model": model, "optimizer": optimizer, "rollouts": state, "known": known}, o.save)
+            self.kept["reward"] = rollouts.evaluate([[7]] if self.rank == 0 else [], n_samples=2).reward_mean
             self.kept["weights"] = self.weights()
 
     def step(self, batch: april.Batch, rollouts: april.RankScheduler) -> None:
@@ -186,7 +187,15 @@ class Rank:
         (loss_of(self.model, rows, most) * batch.share.ranks).backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
-        rollouts.weight_update(transfer=lambda: self.fail_at("transfer", number))
+
+        def transfer() -> None:
+            self.fail_at("transfer", number)
+            if self.options.fail is None:  # nobody is missing: collectives work here, for all ranks are in it
+                there = torch.tensor(1.0)
+                dist.all_reduce(there)
+                self.kept["transfers"].append(there.item())
+
+        rollouts.weight_update(transfer=transfer)
         self.known[tuple(rollouts.version)] = self.weights()
         self.kept["steps"].append(rows)
 
