@@ -41,6 +41,8 @@ class World:
         GO_ON.set()
         self.core = CoreActor("127.0.0.1")
         self._thread = LoopThread("actor")
+        pool = concurrent.futures.ThreadPoolExecutor()  # as a loop of Ray's has it
+        self._thread.call(lambda: asyncio.get_running_loop().set_default_executor(pool))
         seen = {"prompts": [[1 + i, 2] for i in range(prompts)], "reward": reward, "check": True}
         start = partial(
             self.core.start, config=CONFIG, ranks=group, split_by="samples", engines=lambda _: [engine()], hosts=[],
