@@ -18,8 +18,9 @@ from april.errors import RolloutError, SchedulerClosed
 from april.processes.coordinator.messages import Order
 from april.processes.coordinator.run import Run as TrainersRun
 
+pytestmark = on_virtual_time
 
-@on_virtual_time
+
 async def test_weights_that_changed_without_a_pause_are_refused() -> None:
     """Requests were at the servers: nobody could say which weights wrote what."""
     run = Run(lambda row: 5)
@@ -29,7 +30,6 @@ async def test_weights_that_changed_without_a_pause_are_refused() -> None:
     await run.end()
 
 
-@on_virtual_time
 async def test_a_trainer_that_never_updates_is_told() -> None:
     """Whatever came then would be too old when it is trained; a pause alone commits nothing."""
     run = Run(lambda row: 5, max_staleness=1)
@@ -43,7 +43,6 @@ async def test_a_trainer_that_never_updates_is_told() -> None:
     await run.end()
 
 
-@on_virtual_time
 async def test_a_request_that_nobody_wants_ends_with_the_pause() -> None:
     """Servers end all requests or none: that of a sample that was given up ends nothing before, and is gone then."""
     run = Run(lambda row: 50 if row == 3 else 4)
@@ -64,7 +63,6 @@ async def test_a_request_that_nobody_wants_ends_with_the_pause() -> None:
 
 
 @pytest.mark.parametrize("seed", seeds(40))
-@on_virtual_time
 async def test_random_lives(seed: int) -> None:
     """Late answers, servers and rollouts that break, filters, deadlines that run out, restarts: nothing is lost.
 
@@ -173,7 +171,6 @@ def test_who_waits_for_a_batch_when_the_run_is_closed_is_told() -> None:
         run.pause()
 
 
-@on_virtual_time
 async def test_rollouts_that_wait_when_the_coordinator_is_closed_are_told() -> None:
     """Those that wait to begin or for the rest of their response, and those that ask afterwards."""
     run = Run(lambda row: 50, max_in_flight=1)

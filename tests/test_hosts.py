@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -19,8 +18,10 @@ from april.errors import LinkError, RolloutError
 from april.processes.host import RETRY_S, Host
 from april.processes.link import Link, MemoryLink, memory_links
 from april.processes.remote_hosts import HostDoor
-from april.testing import FakeEngine, run_virtual
+from april.testing import FakeEngine
 from april.testing.same_loop import _SameLoopScheduler
+
+pytestmark = on_virtual_time
 
 CONFIG = april.Config(
     rollout_batch_size=2, n_samples_per_prompt=2, over_sampling_batch_size=4, max_response_len=40, max_in_flight=8,
@@ -120,7 +121,6 @@ def fake(name: str) -> FakeEngine:
     return FakeEngine(name, lengths=LENGTHS, chunk_tokens=1)
 
 
-@on_virtual_time
 async def test_samples_are_generated_and_scored_on_hosts() -> None:
     """Both hosts' engines are used, under names with their host's; what is delivered is what they handed over."""
     async with place() as p:
@@ -138,7 +138,7 @@ async def two_turns(prompt: Any, llm: april.LLM) -> str:
     return f"told {prompt.data['i']}"
 
 
-def test_functions_of_several_turns_run_on_hosts() -> None:
+async def test_functions_of_several_turns_run_on_hosts() -> None:
     """A group's functions, rewards and filter are in one process, which sees what they returned."""
     outputs = []
 
@@ -151,20 +151,16 @@ def test_functions_of_several_turns_run_on_hosts() -> None:
         assert [r.reward for r in responses] == [float(r.tokens.sum() % 7) for r in responses]
         return True
 
-    async def main() -> None:
-        async with place(rollout=two_turns, group_reward=group_reward, filter=keeps) as p:
-            await p.host("a", [fake("f")])
-            await p.host("functions", [])
-            await p.all_batches()
-            p.check(12)
-            assert all((s.loss_mask == 0).sum() == 1 for b in p.batches for s in b.samples)
-
-    run_virtual(main())
+    async with place(rollout=two_turns, group_reward=group_reward, filter=keeps) as p:
+        await p.host("a", [fake("f")])
+        await p.host("functions", [])
+        await p.all_batches()
+        p.check(12)
+        assert all((s.loss_mask == 0).sum() == 1 for b in p.batches for s in b.samples)
     assert len(outputs) == 12
 
 
 @pytest.mark.parametrize("functions", [{}, {"rollout": two_turns, "reward": reward}], ids=["one turn", "two turns"])
-@on_virtual_time
 async def test_a_host_that_dies_in_the_middle_loses_nothing_that_was_told(functions: dict[str, Any]) -> None:
     """Its samples go on elsewhere, its functions begin again, answered from the tape; it comes back by itself."""
     async with place(**functions) as p:
@@ -179,7 +175,7 @@ async def test_a_host_that_dies_in_the_middle_loses_nothing_that_was_told(functi
         assert len(p.links) > 1  # it came back
 
 
-def test_an_error_of_words_that_utf8_does_not_have_costs_its_sample_alone() -> None:
+async def test_an_error_of_words_that_utf8_does_not_have_costs_its_sample_alone() -> None:
     """The name of a file may have half a character: the host that says so keeps its connection and what runs there."""
     failed: set[Any] = set()
 
@@ -189,18 +185,14 @@ def test_an_error_of_words_that_utf8_does_not_have_costs_its_sample_alone() -> N
             raise OSError("caf\udce9")
         return await reward(prompt, response)
 
-    async def main() -> None:
-        async with place(6, reward=often) as p:
-            await p.host("a", [fake("f")])
-            await p.all_batches()
-            p.check(6)
-            assert len(p.links) == 1
-
-    run_virtual(main())
+    async with place(6, reward=often) as p:
+        await p.host("a", [fake("f")])
+        await p.all_batches()
+        p.check(6)
+        assert len(p.links) == 1
     assert len(failed) == 12
 
 
-@on_virtual_time
 async def test_a_host_that_is_silent_is_lost_and_may_come_back() -> None:
     """Without a sign of life for deadline_s the scheduler goes on without it."""
     async with place() as p:
@@ -216,7 +208,7 @@ async def test_a_host_that_is_silent_is_lost_and_may_come_back() -> None:
         p.check(12)
 
 
-def test_a_pause_of_the_process_itself_is_nobody_elses_death(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_pause_of_the_process_itself_is_nobody_elses_death(caplog: pytest.LogCaptureFixture) -> None:
     """A function blocks the loop for longer than the deadline: what both sides have said meanwhile is heard first."""
 
     async def blocks(prompt: Any, response: Any) -> float:
@@ -228,25 +220,20 @@ def test_a_pause_of_the_process_itself_is_nobody_elses_death(caplog: pytest.LogC
 
     blocked: list[float] = []
 
-    async def main() -> None:
-        async with place(reward=blocks) as p:
-            host = await p.host("a", [fake("f")])
-            await p.all_batches()
-            assert blocked
-            assert host._ended is not None
-            assert not host._ended.done()
-            assert len(p.links) == 1
-            p.check(12)
-
-    with caplog.at_level(logging.WARNING, "april"):
-        run_virtual(main())
+    async with place(reward=blocks) as p:
+        host = await p.host("a", [fake("f")])
+        await p.all_batches()
+        assert blocked
+        assert host._ended is not None
+        assert not host._ended.done()
+        assert len(p.links) == 1
+        p.check(12)
     assert not [record for record in caplog.records if "lost" in record.getMessage()]
 
 
 # -------------------------------------------------------------------- two of one name
 
 
-@on_virtual_time
 async def test_a_second_host_of_a_name_is_refused_while_the_first_one_lives() -> None:
     """It reads which name, and where both are; the first one goes on as if nothing had been."""
     async with place() as p:
@@ -263,7 +250,6 @@ async def test_a_second_host_of_a_name_is_refused_while_the_first_one_lives() ->
 
 
 @pytest.mark.parametrize("died", ["seen", "unseen"])
-@on_virtual_time
 async def test_a_process_that_takes_the_place_of_a_dead_one_joins(died: str) -> None:
     """At once where the connection has ended; otherwise when the dead one is silent for two heartbeats."""
     async with place() as p:
@@ -284,7 +270,6 @@ async def test_a_process_that_takes_the_place_of_a_dead_one_joins(died: str) -> 
         p.check(12)
 
 
-@on_virtual_time
 async def test_a_host_that_connects_again_needs_not_wait_for_its_old_connection() -> None:
     """Only it knows that this one is broken; and it is the same host."""
     async with place() as p:
@@ -299,7 +284,6 @@ async def test_a_host_that_connects_again_needs_not_wait_for_its_old_connection(
         p.check(12)
 
 
-@on_virtual_time
 async def test_a_state_has_what_runs_on_hosts() -> None:
     """Tapes on request: tokens of running requests are in the state, and another scheduler goes on from them."""
     async with place(config=CONFIG.model_copy(update={"over_sampling_batch_size": 2})) as p:
@@ -322,7 +306,6 @@ async def test_a_state_has_what_runs_on_hosts() -> None:
         assert trained == Counter(dict.fromkeys(range(12), 2))
 
 
-@on_virtual_time
 async def test_an_evaluation_runs_on_hosts() -> None:
     """Its prompts are answered there as well, and scored."""
     async with place() as p:
@@ -338,7 +321,6 @@ async def says_where(prompt: Any, llm: april.LLM) -> Any:
     return said if prompt.token_ids[0] == 5 else {1, 2}
 
 
-@on_virtual_time
 async def test_an_evaluation_returns_what_functions_on_hosts_returned(caplog: pytest.LogCaptureFixture) -> None:
     """As it was there; what would arrive as another thing stays away, and a warning says what that is."""
     async with place(rollout=says_where, reward=reward) as p:
@@ -359,7 +341,6 @@ async def test_an_evaluation_returns_what_functions_on_hosts_returned(caplog: py
         assert not samples._runners
 
 
-@on_virtual_time
 async def test_a_host_that_does_not_fit_is_refused_with_the_reason() -> None:
     """Another vocabulary, other functions, a name with a slash: its user reads why."""
     async with place() as p:
@@ -372,7 +353,6 @@ async def test_a_host_that_does_not_fit_is_refused_with_the_reason() -> None:
             await p.host("a/b", [fake("f")])
 
 
-@on_virtual_time
 async def test_hosts_are_told_that_the_scheduler_is_closed() -> None:
     """They end by themselves, with its reason."""
     async with place() as p:
@@ -382,7 +362,6 @@ async def test_hosts_are_told_that_the_scheduler_is_closed() -> None:
         assert await host.aend() == "the scheduler is closed"
 
 
-@on_virtual_time
 async def test_a_mistake_is_seen_though_each_host_has_one_group(caplog: pytest.LogCaptureFixture) -> None:
     """Failures of functions count together, wherever they run: the step ends at once, with the line."""
 

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import gc
 import socket
 from collections.abc import Awaitable, Callable
-from functools import wraps
 from typing import Any
 
 import aiohttp
@@ -48,21 +46,16 @@ class Ears(Listener):
         self.links: asyncio.Queue[SocketLink] = asyncio.Queue()
         super().__init__(token, self.links.put_nowait, **options)
 
+    async def close(self) -> None:
+        """Let links that were closed before close, too."""
+        await super().close()
+        await turns()
 
-def on_a_real_loop(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
-    """Run a test for half a minute at most; what was closed at its end may close."""
 
-    @wraps(test)
-    def run(*args: Any, **named: Any) -> None:
-        async def whole() -> None:
-            async with asyncio.timeout(30):
-                await test(*args, **named)
-                for _ in range(5):
-                    await asyncio.sleep(0)
-
-        asyncio.run(whole())
-
-    return run
+async def turns(count: int = 5) -> None:
+    """Of the loop."""
+    for _ in range(count):
+        await asyncio.sleep(0)
 
 
 async def joined(**options: Any) -> tuple[Ears, End, End]:
@@ -74,7 +67,6 @@ async def joined(**options: Any) -> tuple[Ears, End, End]:
     return ears, End(await ears.links.get()), End(there)
 
 
-@on_a_real_loop
 async def test_frames_arrive_whole_and_in_order() -> None:
     """Of any length, empty ones and those of many packets, both ways; and the listener knows who came for what."""
     ears, here, there = await joined()
@@ -93,7 +85,6 @@ async def test_frames_arrive_whole_and_in_order() -> None:
 
 
 @pytest.mark.parametrize("over", ["sockets", "memory"])
-@on_a_real_loop
 async def test_what_came_before_somebody_listened_is_kept(over: str) -> None:
     """A link holds its frames until it is opened, and tells then that it was lost meanwhile."""
     a: Link
@@ -118,7 +109,6 @@ async def test_what_came_before_somebody_listened_is_kept(over: str) -> None:
         await ears.close()
 
 
-@on_a_real_loop
 async def test_another_token_is_refused_on_both_sides(caplog: pytest.LogCaptureFixture) -> None:
     """Neither token is in any message, and the listener goes on."""
     token, other = new_token(), new_token()
@@ -159,7 +149,6 @@ NONSENSE = {NONCE: "0" * 64, PROOF: "\xff" * 64, HELLO: "00"}
     ],
     ids=["http", "tls", "silence", "half a request", "half a greeting", "too long", "wrong proof", "nonsense"],
 )  # fmt: skip
-@on_a_real_loop
 async def test_strangers_are_closed_with_one_line(sent: bytes, why: str, caplog: pytest.LogCaptureFixture) -> None:
     """Whatever somebody without the token sends: it is closed within the deadline, and nobody is accepted."""
     ears = Ears(new_token(), within_s=0.05 if "has not finished" in why else 20.0)
@@ -177,7 +166,6 @@ async def test_strangers_are_closed_with_one_line(sent: bytes, why: str, caplog:
     await ears.close()
 
 
-@on_a_real_loop
 async def test_what_the_listener_has_said_proves_nothing() -> None:
     """Its proof is not that of who connects, and what proved a token over one connection proves none over another."""
     token = new_token()
@@ -197,7 +185,6 @@ async def test_what_the_listener_has_said_proves_nothing() -> None:
     await ears.close()
 
 
-@on_a_real_loop
 async def test_who_connects_asks_for_the_proof_too() -> None:
     """A listener without the token, whatever it says, is given up by the deadline."""
 
@@ -218,9 +205,9 @@ async def test_who_connects_asks_for_the_proof_too() -> None:
             await connect(f"127.0.0.1:{port}", new_token(), HELLO_, within_s=20.0 if answer else 0.2)
         listening.close()
         await listening.wait_closed()
+        await turns()
 
 
-@on_a_real_loop
 async def test_a_frame_that_is_too_long_ends_the_link(caplog: pytest.LogCaptureFixture) -> None:
     """The sender hears it before it is sent; a peer that sends it all the same is closed, and nothing is kept of it."""
     ears, here, there = await joined(limit=1 << 12)
@@ -238,7 +225,6 @@ async def test_a_frame_that_is_too_long_ends_the_link(caplog: pytest.LogCaptureF
     await ears.close()
 
 
-@on_a_real_loop
 async def test_nobody_there() -> None:
     """A sentence that names the address."""
     ears = Ears(new_token())
@@ -269,28 +255,21 @@ def test_an_address_has_its_form(address: Any) -> None:
     assert links.split_address("[::1]:80") == ("::1", 80)
 
 
-@pytest.mark.parametrize("turns", range(7))
-def test_who_comes_while_the_listener_closes(turns: int) -> None:
+@pytest.mark.parametrize("count", range(7))
+async def test_who_comes_while_the_listener_closes(count: int) -> None:
     """However far a connection has come: it is closed, not left open on a loop that ends, and nothing is accepted."""
-
-    async def body() -> None:
-        ears = Ears(new_token())
-        host, port = links.split_address(await ears.open())
-        with socket.create_connection((host, port)) as stranger:
-            for _ in range(turns):
-                await asyncio.sleep(0)
-            await ears.close()
-            stranger.settimeout(3)
-            with contextlib.suppress(ConnectionResetError):
-                while stranger.recv(1 << 10):
-                    pass
-        assert ears.links.empty()
-
-    asyncio.run(body())
-    gc.collect()
+    ears = Ears(new_token())
+    host, port = links.split_address(await ears.open())
+    with socket.create_connection((host, port)) as stranger:
+        await turns(count)
+        await Listener.close(ears)
+        stranger.settimeout(3)
+        with contextlib.suppress(ConnectionResetError):
+            while stranger.recv(1 << 10):
+                pass
+    assert ears.links.empty()
 
 
-@on_a_real_loop
 async def test_a_loop_that_ends_leaves_no_connection_open(monkeypatch: pytest.MonkeyPatch) -> None:
     """All tasks of a link are cancelled, as where a trainer is interrupted: its connection is closed all the same."""
     closed: list[bool] = []

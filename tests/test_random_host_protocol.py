@@ -25,6 +25,8 @@ from april.errors import LinkError
 from april.processes.host import Host
 from april.processes.link import Link, MemoryLink, OnFrame, OnLost
 
+pytestmark = on_virtual_time
+
 LIVES = int(os.environ.get("APRIL_RANDOM_LIVES", "40"))
 BATCH, PROMPTS = 10, 24
 NO_FUNCTIONS: dict[str, Any] = {"rollout": single_turn, "reward": None, "filter": None}
@@ -197,7 +199,6 @@ class HostsLife(Place):
 
 
 @pytest.mark.parametrize("first", range(0, LIVES, BATCH))
-@on_virtual_time
 async def test_lives_with_hosts_that_join_die_hang_come_back_and_repeat_themselves(first: int) -> None:
     """Bound, ledgers and provenance hold over the wire; every prompt is settled once; nothing is kept for ever."""
     seen: Counter[str] = Counter()
