@@ -17,8 +17,8 @@ from april.core.tape import AttemptTape, Int32, TokenTape
 from april.core.types import Attempt, AttemptFailure, EngineFinish, GenerateCall
 from april.core.versions import PolicyVersion
 from april.errors import RolloutError
+from april.processes.coordinator.asked_host import take
 from april.processes.coordinator.calls import SampleGivenUp, Session, generate
-from april.processes.coordinator.execution import take
 from april.processes.coordinator.messages import Done, GivenUp, Go, Message, Result
 from april.testing import VirtualClockLoop
 

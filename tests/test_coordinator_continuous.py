@@ -47,12 +47,12 @@ async def test_a_request_that_nobody_wants_ends_with_the_pause() -> None:
     """Servers end all requests or none: that of a sample that was given up ends nothing before, and is gone then."""
     run = Run(lambda row: 50 if row == 3 else 4)
     await run.batch()
-    sample = run.coordinator._execution.host.groups["p3"].samples[0]
+    sample = run.coordinator.host.groups["p3"].samples[0]
     for _ in range(run.coordinator.core.settings.max_attempt_failures):
-        life = run.coordinator._execution.host.mailboxes._lives[sample.id]
+        life = run.coordinator.host.mailboxes._lives[sample.id]
         await run.coordinator.failed("p3", 0, life, "broken")
     await asyncio.sleep(0)
-    assert "p3" not in run.coordinator._execution.host.groups
+    assert "p3" not in run.coordinator.host.groups
     assert run.dropped == ["failed"]
     assert len(run.live) > len(run.coordinator.core.attempts)
     assert not run.ended
@@ -176,7 +176,7 @@ async def test_rollouts_that_wait_when_the_coordinator_is_closed_are_told() -> N
     run = Run(lambda row: 50, max_in_flight=1)
     batch = asyncio.create_task(run.batch())
     await asyncio.sleep(2.5)
-    assert len(run.coordinator._execution.host.mailboxes) > 0
+    assert len(run.coordinator.host.mailboxes) > 0
     await run.coordinator.close()
     await asyncio.sleep(100.0)
     samples = run.tasks[1:]

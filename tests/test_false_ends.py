@@ -39,7 +39,7 @@ from april.driver.wire_checks import AnswerChecks
 from april.engines.protocol import Chunk, EngineFinish, Request
 from april.errors import EngineError, LinkError, WireError
 from april.processes import messages as wire
-from april.processes.coordinator.execution import take
+from april.processes.coordinator.asked_host import take
 from april.processes.coordinator.messages import Result
 from april.processes.desk import HostDesk
 from april.processes.host import Host

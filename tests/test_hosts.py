@@ -74,8 +74,12 @@ class Place:
         """A batch, trained."""
         batch = await self.scheduler.anext_batch()
         self.batches.append(batch)
-        await self.scheduler.driver.update_weights("weights")
+        await self.update()
         return batch
+
+    async def update(self) -> None:
+        """New weights."""
+        await self.scheduler.driver.update_weights("weights")
 
     async def all_batches(self) -> None:
         """Until the data end."""

@@ -29,6 +29,7 @@ pytestmark = on_virtual_time
 
 LIVES = int(os.environ.get("APRIL_RANDOM_LIVES", "40"))
 BATCH, PROMPTS = 10, 24
+NOISE = b"\xc1"
 NO_FUNCTIONS: dict[str, Any] = {"rollout": single_turn, "reward": None, "filter": None}
 
 
@@ -63,7 +64,8 @@ class HostsLife(Place):
     """One life of a trainer, chosen by a seed; ``seen`` counts what happened to its hosts."""
 
     def __init__(self, seed: int) -> None:
-        self.luck = luck = random.Random(seed)
+        self.seed, self.luck = seed, random.Random(seed)
+        luck = self.luck
         n, samples = luck.randint(1, 3), luck.choice([1, 2, 4])
         config = april.Config(
             rollout_batch_size=n, n_samples_per_prompt=samples, over_sampling_batch_size=n * luck.choice([1, 2]),
@@ -125,7 +127,7 @@ class HostsLife(Place):
             elif what == "leaves":
                 await host.aclose()
             else:
-                link.send(b"\xc1")
+                link.send(NOISE)
 
     async def joins(self, name: str) -> None:
         """A process of this name, for the first time or anew; who is taken for dead is still there for a while."""
@@ -198,19 +200,23 @@ class HostsLife(Place):
                 assert {version for *_, version in part} == {s.version}
 
 
+async def lived(life: HostsLife) -> HostsLife:
+    """A life, to its good end."""
+    try:
+        await life.live()
+    except BaseException as error:
+        error.add_note(f"life {life.seed}")
+        raise
+    finally:
+        await life.end()
+    return life
+
+
 @pytest.mark.parametrize("first", range(0, LIVES, BATCH))
 async def test_lives_with_hosts_that_join_die_hang_come_back_and_repeat_themselves(first: int) -> None:
     """Bound, ledgers and provenance hold over the wire; every prompt is settled once; nothing is kept for ever."""
     seen: Counter[str] = Counter()
     for seed in range(first, first + BATCH):
-        life = HostsLife(seed)
-        try:
-            await life.live()
-        except BaseException as error:
-            error.add_note(f"life {seed}")
-            raise
-        finally:
-            await life.end()
-        seen += life.seen
+        seen += (await lived(HostsLife(seed))).seen
     assert seen["joins"] > BATCH
     assert min(seen[what] for what in ("dies", "hangs", "is cut off", "leaves", "lies")) >= 2

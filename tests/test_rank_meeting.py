@@ -7,7 +7,7 @@ import pytest
 from april.errors import LinkError
 from april.processes import rank_messages as say
 from april.processes.heartbeats import Heartbeats
-from april.processes.meeting import EndedCall, Journal, Meeting
+from april.processes.meeting import Meeting
 
 
 def meeting(ranks: int = 3) -> Meeting:
@@ -62,24 +62,6 @@ def test_steps_are_carried_out_by_all() -> None:
     assert str(met.broken) == "rank 1 did not come to the end of its transfer within 10 s (rank_timeout_s)"
 
 
-def test_a_step_that_fails_names_its_rank_and_breaks_nothing() -> None:
-    """The call ends for all; who has heard it first may be at the next call already."""
-    met = meeting()
-    all_come(met, "weight_update()")
-    met.open_step("transfer")
-    assert met.done(2, 0, "transfer", "ValueError: no", 0.0)
-    assert str(met.step_failed) == "the transfer of rank 2 raised ValueError: no"
-    assert met.step_failed is not None
-    assert met.step_failed.ranks == (2,)
-    assert not met.arrive(2, 1, "next_batch()", 1.0)
-    assert not met.done(1, 0, "transfer", "", 1.0)
-    met.end_call(2.0)
-    assert not met.done(1, 0, "transfer", "", 3.0)
-    assert not met.arrive(0, 1, "next_batch()", 3.0)
-    assert met.arrive(1, 1, "next_batch()", 3.0)
-    assert met.broken is None
-
-
 def test_an_interrupted_rank_comes_again() -> None:
     """Before all have come, it is missed; in the middle of a call it is not; another call instead is refused."""
     met = meeting(2)
@@ -106,16 +88,11 @@ def test_an_interrupted_rank_comes_again() -> None:
     assert "rank 1 was interrupted in next_batch() and called evaluate() instead" in str(met.broken)
 
 
-def test_who_is_gone_is_named() -> None:
-    """At once; the first sentence stays."""
-    met = meeting()
-    met.lost(2, "the connection was closed", 0.0)
-    met.lost(1, "the connection was closed", 0.0)
-    met.close(0, "")
-    assert str(met.broken) == "rank 2 is gone: the connection was closed"
-
+def test_who_closes_is_missed_by_the_next_call_only() -> None:
+    """That its connection ends then, is no news; the first sentence stays."""
     met = meeting()
     met.close(1, "ValueError: no")
+    met.lost(2, "the connection was closed", 0.0)
     assert str(met.broken) == "rank 1 has ended with an error: ValueError: no"
 
     met = meeting()
@@ -153,30 +130,6 @@ def test_frames_that_are_no_messages() -> None:
     for frame in (b"", b"\xc1", b"\x93\x01\x02\x03", say.encode(say.Beat())[:-1]):
         with pytest.raises(LinkError, match="what is no message"):
             say.decode(frame)
-
-
-def ended(what: str, batch: int | None = None) -> EndedCall:
-    """A call of which rank r was answered ``what r``."""
-    return EndedCall(what, lambda rank: say.Answer(0, f"{what} {rank}".encode()), batch)
-
-
-def test_the_journal_begins_with_the_oldest_batch_that_is_out() -> None:
-    """What came before has been trained; what came after is told again, to each rank its own."""
-    journal = Journal()
-    journal.ended(ended("evaluate"), [])
-    assert (journal.begins, len(journal)) == (1, 0)
-    journal.ended(ended("next_batch", 0), [0])
-    journal.ended(ended("next_batch", 1), [0, 1])
-    assert (journal.begins, len(journal)) == (1, 2)
-    journal.ended(ended("weight_update"), [1])
-    assert (journal.begins, len(journal)) == (2, 2)
-    found = journal.find(2)
-    assert found is not None
-    assert found.answer_of(3).content == b"next_batch 3"
-    assert journal.find(1) is None
-    assert journal.find(4) is None
-    journal.ended(ended("weight_update"), [])
-    assert (journal.begins, len(journal)) == (5, 0)
 
 
 def test_a_rank_that_died_has_not_come() -> None:

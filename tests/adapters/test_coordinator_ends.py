@@ -37,7 +37,7 @@ def test_a_desk_whose_books_do_not_balance_stops_and_tells_everybody(trainer: Ma
     assert rollouts
     for number, task in enumerate(rollouts):
         task.add_done_callback(lambda t, n=number: ended.setdefault(n, []).append(t.exception()))
-    waited = len(run.coordinator._execution.host.mailboxes)
+    waited = len(run.coordinator.host.mailboxes)
     assert waited
     handled = run.coordinator.core.counters["steps"]
 
@@ -48,7 +48,7 @@ def test_a_desk_whose_books_do_not_balance_stops_and_tells_everybody(trainer: Ma
     with pytest.raises(InvariantError, match="5 observed"):
         run.ask("begin", 1)
     run.validate(120.0)
-    assert not len(run.coordinator._execution.host.mailboxes)
+    assert not len(run.coordinator.host.mailboxes)
     assert len(ended) == len(rollouts)
     for (error,) in ended.values():
         assert isinstance(error, RolloutError)
@@ -74,7 +74,7 @@ def test_lives_of_dropped_groups_are_forgotten(trainer: Make) -> None:
         run.update()
     assert run.coordinator.core.counters["groups_dropped_filtered"] > 20
     held = sum(len(group.samples) for group in run.coordinator.core.buffer)
-    assert len(run.coordinator._execution.host.mailboxes._lives) <= held
+    assert len(run.coordinator.host.mailboxes._lives) <= held
 
 
 @pytest.mark.parametrize("reward", [0.1, 1 / 3, 1e-9, 1e300, -0.7])

@@ -159,7 +159,7 @@ def test_tokens_that_came_late_are_in_the_checkpoint(trainer: Make, tmp_path: Pa
     run.agent_loop = over_a_slow_network
     run.step()
     run.validate(10.0)
-    late = {i: list(r.tokens) for i, r in run.coordinator._execution.host.mailboxes.late.items() if len(r.tokens)}
+    late = {i: list(r.tokens) for i, r in run.coordinator.host.mailboxes.late.items() if len(r.tokens)}
     assert late
     generated, mine = run.server.generated, run.save(tmp_path)
     again = trainer(lambda row, sample: 30 if row == 0 else 4)

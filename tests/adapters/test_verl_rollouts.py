@@ -106,7 +106,7 @@ def test_late_requests_neither_hang_the_step_nor_are_lost(trainer: Make) -> None
         run.update()
         run.validate(15.0)  # the server goes on with what waited at its gate
     tokens = run.ask("ledgers")["tokens"]
-    late = sum(len(result.tokens) for result in run.coordinator._execution.host.mailboxes.late.values())
+    late = sum(len(result.tokens) for result in run.coordinator.host.mailboxes.late.values())
     assert tokens["observed"] == tokens["delivered"] + tokens["held"] == run.server.generated - late
     assert run.coordinator.core.counters["fenced_attempts"] > 0
     assert max(Counter(run.trained).values()) == 1

@@ -79,7 +79,7 @@ def test_a_late_response_is_cut_as_well(trainer: Make, tmp_path: Path) -> None:
         run.step()
         run.update()
         run.validate(5.0)
-    late = run.coordinator._execution.host.mailboxes.late
+    late = run.coordinator.host.mailboxes.late
     assert late
     generated, mine = run.server.generated, run.save(tmp_path)
     again = trainer(half_long)

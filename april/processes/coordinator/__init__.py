@@ -5,8 +5,8 @@ Where :mod:`april.driver` talks to the engines itself, here somebody else does: 
 servers and what carries the questions (Ray, HTTP, plain calls) are unknown here.
 
 ========================  ===============================================================================
-``coordinator.py``        what the trainer and the rollouts ask
-``execution.py``          the core behind the questions, and which rollout waits for which answer
+``coordinator.py``        the core behind questions: what the trainer and the rollouts ask
+``asked_host.py``         which rollout runs which sample and waits for which answer
 ``messages.py``           what travels between processes
 ``calls.py``              the rollout's half: one call of a rollout, from however many requests
 ``run.py``                the trainer's half: draws, aborts, batches, checkpoints
