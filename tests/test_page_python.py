@@ -25,10 +25,11 @@ from core_machine import CoreMachine, settings
 from fake_async_llm import FakeAsyncLLM, install_vllm
 from fake_servers.vllm import FakeVllmServer
 from pages import Block, executes, text_of
-from ray_stand_in import CONFIG as RAY_CONFIG
-from ray_stand_in import World, beside
+from rank_threads import CONFIG as RAY_CONFIG
+from rank_threads import beside
 from sglang_fixtures import ServerThread
 from test_exporters import Kept, Words
+from test_ray_ranks import World
 from tiny_models import VOCAB_SIZE, tiny_model
 from tiny_tokenizers import ids_of, tokenizer
 
