@@ -287,12 +287,18 @@ def test_the_configuration_is_in_the_record_and_its_key_is_not(tmp_path: Path) -
      {"partial_rollout": False}, {"on_stale": "mask"}],
 )  # fmt: skip
 def test_whatever_a_run_was_its_plan_is_a_configuration(record: Path, tmp_path: Path, changes: dict[str, Any]) -> None:
-    """Settings that only made sense with those that the plan replaces are not in its way."""
+    """Each schedule as the configuration that runs it; settings that made sense only before are not in its way."""
     run = april.Config(rollout_batch_size=8, n_samples_per_prompt=4, max_response_len=2000, seed=3, **changes)
     workload = workload_of(configured(record, tmp_path / "run.jsonl", run.to_mapping()))
-    for schedule in coarse(workload, Space.whole(workload)):
+    for schedule in (*coarse(workload, Space.whole(workload)), Schedule(8, Refill.SAMPLE, 24, 5, 0.75)):
         planned = april.Config(**yaml.safe_load(settings(workload, replace(row(8, 1.0, 0.0), schedule=schedule))))
         assert (planned.seed, planned.auto, planned.partial_rollout) == (3, (), True)
+        assert planned.on_stale == workload.on_stale
+        core = planned.core_settings(has_reward=False, group_reward=False, run_id=0)
+        wanted = workload.core_settings(schedule)
+        for name in ("over_sampling_batch_size", "max_in_flight", "refill", "group_quorum", "generation"):
+            if name != "over_sampling_batch_size" or schedule.refill is Refill.NONE:
+                assert getattr(core, name) == getattr(wanted, name), (name, schedule)
 
 
 def test_a_plan_asks_for_no_more_than_the_run_can_take(record: Path, tmp_path: Path) -> None:
@@ -333,19 +339,6 @@ def test_a_configuration_that_cannot_be_is_named(record: Path, tmp_path: Path) -
     path = configured(record, tmp_path / "run.jsonl", RUN.to_mapping() | {"epochs": 0})
     with pytest.raises(RecordError, match=r"line 1 of .* its configuration: epochs"):
         workload_of(path)
-
-
-def test_settings_say_what_was_chosen() -> None:
-    """Each schedule as the configuration that runs it."""
-    for schedule in (*coarse(SMALL, Space.whole(SMALL)), Schedule(8, Refill.SAMPLE, 24, 5, 0.75)):
-        masks = replace(SMALL, on_stale=OnStale.MASK)
-        config = april.Config(**yaml.safe_load(settings(masks, replace(row(8, 1.0, 0.0), schedule=schedule))))
-        assert config.on_stale is OnStale.MASK
-        core = config.core_settings(has_reward=False, group_reward=False, run_id=0)
-        other = SMALL.core_settings(schedule)
-        for name in ("over_sampling_batch_size", "max_in_flight", "refill", "group_quorum", "generation"):
-            if name != "over_sampling_batch_size" or schedule.refill is Refill.NONE:
-                assert getattr(core, name) == getattr(other, name), (name, schedule)
 
 
 # ---------------------------------------------------------------- what a run is answered whose settings are auto
