@@ -229,6 +229,12 @@ class FakeAsyncLLM:
         self._run_output_handler()
         return self.label
 
+    async def shut(self) -> None:
+        """End its output handler, on its loop."""
+        if self.output_handler is not None:
+            self.output_handler.cancel()
+            await asyncio.wait({self.output_handler})
+
     async def check_health(self) -> None:
         if self.dead:
             raise RuntimeError("EngineDeadError")

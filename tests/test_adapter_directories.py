@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
 from typing import Any
 
 import pytest
-import sglang_fixtures
-import vllm_fixtures
 from fake_async_llm import FakeAsyncLLM, install_vllm
 from fake_servers.sglang import FakeSglangServer
 from fake_servers.vllm import FakeVllmServer
-from sglang_fixtures import ServerThread, read, request
+from server_fixtures import BOTH, ServerThread, read, request, served
 
 import april
 from april.core.versions import PolicyVersion
@@ -29,7 +26,7 @@ def adapter(directory: Path) -> str:
     return str(directory)
 
 
-@pytest.mark.parametrize("kind", ["vllm", "sglang"])
+@pytest.mark.parametrize("kind", BOTH)
 def test_a_weight_update_with_an_adapter_is_refused(kind: str, tmp_path: Path) -> None:
     """Nothing is paused, sent or changed, and the next update with a whole model works; a state is loaded so too."""
     server: Any = FakeVllmServer() if kind == "vllm" else FakeSglangServer()
@@ -52,10 +49,10 @@ def test_a_weight_update_with_an_adapter_is_refused(kind: str, tmp_path: Path) -
             scheduler.load_state_dict(state, path=str(tmp_path))
 
 
-@pytest.mark.parametrize("module", [vllm_fixtures, sglang_fixtures])
-async def test_an_engine_that_came_back_is_not_given_an_adapter(module: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", BOTH)
+async def test_an_engine_that_came_back_is_not_given_an_adapter(kind: str, tmp_path: Path) -> None:
     """The directory of the last update may have become one since: the server keeps what it has."""
-    async with module.served() as (server, engine):
+    async with served(kind) as (server, engine):
         await engine.pause()
         with pytest.raises(EngineError, match=r"was not asked to load .*adapter_config\.json"):
             await engine.update_weights(SECOND, adapter(tmp_path))
@@ -77,6 +74,4 @@ async def test_vllm_in_process_is_not_given_an_adapter(tmp_path: Path, monkeypat
     assert llm.weights == "tiny0"
     assert (await engine.health()).ok
     await engine.close()
-    assert llm.output_handler is not None
-    llm.output_handler.cancel()
-    await asyncio.gather(llm.output_handler, return_exceptions=True)
+    await llm.shut()

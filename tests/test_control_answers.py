@@ -10,10 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import sglang_fixtures
-import vllm_fixtures
 from fake_servers.base import SAYS_NOTHING, ControlFault, PlannedControlFault
-from sglang_fixtures import read, request, until
+from server_fixtures import BOTH, beside, read, request, served, until
 
 from april.core.versions import PolicyVersion
 from april.engines.protocol import EngineFinish
@@ -22,7 +20,6 @@ from april.errors import EngineError
 
 FIRST, SECOND = PolicyVersion(0, 0), PolicyVersion(0, 1)
 LONG = 10**6
-KINDS = {"vllm": vllm_fixtures, "sglang": sglang_fixtures}
 LOADS = {"vllm": "/collective_rpc", "sglang": "/update_weights_from_disk"}
 
 
@@ -39,10 +36,10 @@ def _no_waits(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("fault", [*SAYS_NOTHING, ControlFault.ECHOED, ControlFault.FAILS])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", BOTH)
 async def test_a_load_without_a_word_of_success_is_none(kind: str, fault: ControlFault, tmp_path: Path) -> None:
     """The update is refused with the server's words, the weights are not named, and no token is of the new version."""
-    async with KINDS[kind].served() as (server, engine):
+    async with served(kind) as (server, engine):
         await engine.pause()
         server.control_faults.append(PlannedControlFault(kind=fault, route=LOADS[kind]))
         with pytest.raises(EngineError, match="could not load"):
@@ -67,7 +64,7 @@ async def test_a_load_without_a_word_of_success_is_none(kind: str, fault: Contro
 )  # fmt: skip
 async def test_what_follows_a_transfer_counts_when_it_is_said(kind: str, route: str, fault: ControlFault) -> None:
     """Cache and label: without them the weights are those of no version, and no request goes there."""
-    async with KINDS[kind].served() as (server, engine):
+    async with served(kind) as (server, engine):
         await engine.pause()
         server.weights, server.stale_cache = "w1", True
         server.control_faults.append(PlannedControlFault(kind=fault, route=route, times=100))
@@ -95,7 +92,7 @@ async def test_a_restart_in_the_middle_of_an_update(
     kind: str, route: str, later: int, fault: ControlFault, path: bool, tmp_path: Path
 ) -> None:
     """Wherever it comes between pause and end, weights of the start are never taken for the new ones."""
-    async with KINDS[kind].served() as (server, engine):
+    async with served(kind) as (server, engine):
         await engine.pause()
         if not path:
             server.weights = "w1"
@@ -120,10 +117,10 @@ async def test_a_restart_in_the_middle_of_an_update(
         assert set((await read(engine, request())).versions) == {SECOND}
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", BOTH)
 async def test_a_restart_during_the_transfer(kind: str) -> None:
     """The trainer has written into a process that is gone: the one that answers now has the weights of its start."""
-    async with KINDS[kind].served() as (server, engine):
+    async with served(kind) as (server, engine):
         await engine.pause()
         server.weights = "w1"
         server._restart_at_once()
@@ -140,10 +137,10 @@ async def test_a_restart_during_the_transfer(kind: str) -> None:
         assert set((await read(engine, request())).versions) == {SECOND}
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", BOTH)
 async def test_a_trainer_may_name_what_it_hands_over(kind: str) -> None:
     """A label that has moved in the transfer is that of a server which lives; april gives it its own."""
-    async with KINDS[kind].served() as (server, engine):
+    async with served(kind) as (server, engine):
         await engine.pause()
         server.weights, server.label = "w1", "step-7"
         await engine.update_weights(SECOND)
@@ -154,7 +151,7 @@ async def test_a_trainer_may_name_what_it_hands_over(kind: str) -> None:
 
 async def test_a_cache_that_sglang_has_kept_is_emptied() -> None:
     """An update without success, of which the server says that nothing but the cache is old, is completed by april."""
-    async with sglang_fixtures.served() as (server, engine):
+    async with served("sglang") as (server, engine):
         await engine.pause()
         server.kept_caches = 1
         await engine.update_weights(SECOND, "/weights/w1")
@@ -176,9 +173,8 @@ async def test_a_pause_that_nobody_confirms(
     kind: str, route: str, options: dict[str, Any], fault: ControlFault, tmp_path: Path
 ) -> None:
     """Neither a pause nor its end is believed without a word; the requests of others go on when it is over."""
-    module: Any = KINDS[kind]
-    async with module.served(stepped=True, mean_length=LONG, **options) as (server, engine):
-        other = await module.beside(server)
+    async with served(kind, stepped=True, mean_length=LONG, **options) as (server, engine):
+        other = await beside(kind, server)
         reading = asyncio.create_task(read(other, request()))
         await until(lambda: server.open_requests == 1)
         server.step()
@@ -203,7 +199,7 @@ async def test_an_abort_that_nobody_confirms_is_asked_again(
     kind: str, route: str, options: dict[str, Any], fault: ControlFault
 ) -> None:
     """The call fails unless an empty answer is the server's own; a pause asks again, and loses nothing."""
-    async with KINDS[kind].served(stepped=True, mean_length=LONG, **options) as (server, engine):
+    async with served(kind, stepped=True, mean_length=LONG, **options) as (server, engine):
         engine._abort_again_s = 0.01
         reading = asyncio.create_task(read(engine, request()))
         await until(lambda: server.open_requests == 1)
@@ -220,7 +216,7 @@ async def test_an_abort_that_nobody_confirms_is_asked_again(
 @pytest.mark.parametrize(("kind", "route"), [("vllm", "/weight_info"), ("sglang", "/model_info")])
 async def test_a_label_that_is_not_said_confirms_nothing(kind: str, route: str, fault: ControlFault) -> None:
     """A probe that does not hear the label does not call the weights current and well."""
-    async with KINDS[kind].served() as (server, engine):
+    async with served(kind) as (server, engine):
         assert (await engine.health()).ok
         server.control_faults.append(PlannedControlFault(kind=fault, route=route))
         assert not (await engine.health()).ok
@@ -229,7 +225,7 @@ async def test_a_label_that_is_not_said_confirms_nothing(kind: str, route: str, 
 @pytest.mark.parametrize("developer", [True, False])
 async def test_a_page_is_no_health(developer: bool) -> None:
     """A proxy that answers for a server which is gone."""
-    async with vllm_fixtures.served(developer=developer, scale_out=False) as (server, engine):
+    async with served("vllm", developer=developer, scale_out=False) as (server, engine):
         assert (await engine.health()).ok
         server.control_faults.append(PlannedControlFault(kind=ControlFault.HTML, route="/health"))
         health = await engine.health()

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
-from fake_servers.openai import FakeOpenAIServer, serving_openai
+from fake_servers.openai import FakeOpenAIServer
 from fake_servers.sglang import FakeSglangServer
 from fake_servers.vllm import FakeVllmServer
 from raw_servers import Answer, http, raw_server
+from server_fixtures import listening
 
 import april
 from april.core.sampling import LogprobKind
@@ -29,7 +29,7 @@ def report_of(server: Any, temperature: float = 1.0, **settings: Any) -> Report:
     """Of one fake server, on the loop that it lives on; as part of a configuration if ``settings`` of it are given."""
 
     async def program() -> Report:
-        async with serving_openai(server) if isinstance(server, FakeOpenAIServer) else serving(server) as url:
+        async with asyncio.timeout(60), listening(server) as url:
             if not settings:
                 return await examine_urls([url], None, PATIENT)
             config = april.Config(
@@ -39,15 +39,6 @@ def report_of(server: Any, temperature: float = 1.0, **settings: Any) -> Report:
             return await examine_config(config, PATIENT)
 
     return asyncio.run(program())
-
-
-@asynccontextmanager
-async def serving(server: Any) -> AsyncIterator[str]:
-    """A fake server that starts and closes itself."""
-    try:
-        yield await server.start()
-    finally:
-        await server.close()
 
 
 def limits(report: Report) -> list[str]:

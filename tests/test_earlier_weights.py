@@ -7,13 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import sglang_fixtures
-import vllm_fixtures
 from core_machine import settings
 from fake_servers.sglang import FakeSglangServer
 from fake_servers.vllm import FakeVllmServer
 from hash_engine import START, HashEngine, Server, conversation, longer, next_token, save
-from sglang_fixtures import read, request, run
+from server_fixtures import connected, read, request, run
 from virtual_rollouts import on_virtual_time
 
 import april
@@ -31,22 +29,20 @@ from april.processes.remote_hosts import HostDoor, Roster
 from april.testing import rollouts
 
 SECOND = PolicyVersion(0, 1)
-SERVERS: dict[str, tuple[Any, Any]] = {
-    "vllm": (FakeVllmServer, vllm_fixtures.connected), "sglang": (FakeSglangServer, sglang_fixtures.connected),
-}  # fmt: skip
+SERVERS: dict[str, Any] = {"vllm": FakeVllmServer, "sglang": FakeSglangServer}
 
 
 @pytest.mark.parametrize("kind", SERVERS)
 @pytest.mark.parametrize("label", ["default", "v0.7-abcdef"], ids=["of its start", "of an earlier run"])
 def test_a_server_that_is_started_anew_before_the_first_update(kind: str, label: str) -> None:
     """It is given the first version's name again only if it had the weights of its start at the connection."""
-    make, connect = SERVERS[kind]
+    make = SERVERS[kind]
 
     async def program() -> None:
         server = make()
         await server.start()
         server.weights, server.label = ("w0", label) if label == "default" else ("w7", label)
-        engine = await connect(server)
+        engine = await connected(kind, server)
         await engine.pause()
         await engine.update_weights(FIRST_VERSION)  # it is the same process still
         await engine.resume()
@@ -78,14 +74,14 @@ def test_it_waits_for_the_next_update_and_says_so_once(
 ) -> None:
     """The other server goes on; the metric names the one that waits."""
     monkeypatch.setattr("april.core.engine_table.PROBE_INTERVAL_S", 0.01)
-    make, connect = SERVERS[kind]
+    make = SERVERS[kind]
 
     async def program() -> None:
         servers = [make(), make()]
         for server in servers:
             await server.start()
             server.weights, server.label = "w7", "v0.7-abcdef"
-        engines = [await connect(server) for server in servers]
+        engines = [await connected(kind, server) for server in servers]
         config = april.Config(
             rollout_batch_size=2, n_samples_per_prompt=2, max_response_len=40, max_in_flight=4, max_staleness=4,
             engine={"kind": "simulated"},

@@ -2,60 +2,20 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-from fake_servers.openai import FakeOpenAIServer, FakeTrtllmServer, serving_openai
+from fake_servers.openai import FakeOpenAIServer, FakeTrtllmServer
 from fake_servers.sglang import FakeSglangServer
 from fake_servers.vllm import FakeVllmServer
+from server_fixtures import connected, facts_of, listening
 
-from april.config.engines import OpenAIEngineConfig, ServerEngineConfig, SglangEngineConfig, VllmEngineConfig
 from april.engine_limits import CAUSES, Limit, LimitCode
-from april.engines.http.http_client import HttpClient
-from april.engines.http.server_probe import ServerFacts
-from april.engines.kinds.factory import open_servers
-from april.engines.kinds.identify import probe
 from april.engines.protocol import AbortMeans, Capabilities, LogprobKind
 from april.testing.conformance import Outcome, Subject, check_named
-
-
-@asynccontextmanager
-async def served(server: Any) -> AsyncIterator[str]:
-    """Any fake server."""
-    if isinstance(server, FakeOpenAIServer):
-        async with serving_openai(server) as url:
-            yield url
-        return
-    try:
-        yield await server.start()
-    finally:
-        await server.close()
-
-
-def settings(server: Any, url: str, **changes: Any) -> ServerEngineConfig:
-    """Of its kind; a vocabulary, as not every server tells it."""
-    kinds = {FakeVllmServer: VllmEngineConfig, FakeSglangServer: SglangEngineConfig}
-    kind = kinds.get(type(server), OpenAIEngineConfig)
-    return kind(**{"urls": url, "vocab_size": 512, "max_len": 4096, **changes})  # type: ignore[no-any-return]
-
-
-def facts_of(server: Any, **changes: Any) -> ServerFacts:
-    """As the probe finds them."""
-
-    async def program() -> ServerFacts:
-        async with served(server) as url:
-            client = HttpClient(url, name="probed")
-            try:
-                return await probe(client, settings(server, url, **changes))
-            finally:
-                await client.close()
-
-    return asyncio.run(program())
 
 
 def short_of(c: Capabilities) -> set[str]:
@@ -81,8 +41,6 @@ SGLANG: list[dict[str, Any]] = [
     {}, {"incremental": False}, {"spans": False}, {"labels": False}, {"intervals": False}, {"loads": False},
     {"logprobs": "raw"},
 ]  # fmt: skip
-
-
 OPENAI: list[dict[str, Any]] = [{}, {"kind": LogprobKind.PROCESSED, "honours_seeds": False}]
 
 
@@ -133,13 +91,8 @@ async def test_the_suite_names_the_cause_of_what_is_not_offered(
     (tmp_path / "config.json").write_text(json.dumps({"tie_word_embeddings": tied}), "utf-8")
     server = FakeVllmServer(root=str(tmp_path), **options)
 
-    async with served(server) as url:
-
-        async def opened() -> Any:
-            (engine,) = await open_servers(settings(server, url))  # type: ignore[arg-type]
-            return engine
-
-        verdict = await check_named("version_exactness")(Subject(open=opened))
+    async with listening(server):
+        verdict = await check_named("version_exactness")(Subject(open=partial(connected, "vllm", server)))
         assert verdict.outcome is Outcome.NOT_OFFERED
         assert words in verdict.detail
 

@@ -9,12 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from core_machine import EOS, settings
-from fake_servers.base import PlannedFault, RequestFault
-from fake_servers.openai import FakeOpenAIServer
 from host_sides import ENGINES, HostSides
-from real_schedulers import endless, reward
-from test_openai_scheduler import Served
-from test_openai_scheduler import config as server_config
 from virtual_rollouts import EOS as VIRTUAL_EOS
 from virtual_rollouts import RecordingEngine, Rollouts, on_virtual_time, table
 
@@ -353,45 +348,6 @@ def test_results_of_a_trainers_own_servers(tokens: tuple[int, ...], more: dict[s
 
 # ----------------------------------------------------------------
 # Answers that contradict themselves, or end where no response can end: dropped whole as corrupt, and begun again.
-
-
-LIES = [
-    RequestFault.DOUBLED_EVENT,
-    RequestFault.ENDS_TWICE,
-    RequestFault.EARLY_STOP,
-    RequestFault.EARLY_LENGTH,
-    RequestFault.CLAMPED_LOGPROB,
-    RequestFault.WRONG_COUNT,
-    RequestFault.EXTRA_LOGPROBS,
-    RequestFault.NULL_LOGPROB,
-]
-
-
-@pytest.mark.parametrize("kind", LIES, ids=str)
-def test_a_server_whose_requests_are_ended_by_closing_them(kind: RequestFault) -> None:
-    """Every delivered segment is one that the server made behind what stands before it; the lies are in the ledger."""
-    server = FakeOpenAIServer(mean_len=60)
-    with (
-        Served(server) as served,
-        april.RolloutScheduler(
-            config=server_config([served.url]), prompts=endless(), reward=reward, check=True
-        ) as rollouts,
-    ):
-        first = len(server.records)
-        server.faults += [PlannedFault(kind, first + n, after_tokens=3) for n in (1, 4)]
-        for _ in range(3):
-            for sample in rollouts.next_batch().samples:
-                tokens, prompt = sample.tokens.tolist(), np.asarray(sample.prompt.token_ids).tolist()
-                assert tokens[-1] == server.eos or len(tokens) == 200
-                for segment in sample.segments:
-                    before, after = segment.start, segment.start + segment.count
-                    made = [r.made for r in server.records if r.body["prompt"] == prompt + tokens[:before]]
-                    assert any(m[: segment.count] == tokens[before:after] for m in made)
-            rollouts.weight_update(transfer=lambda: None)
-        books = rollouts.ledger()["tokens"]
-        assert books.balanced
-        assert set(books.dropped) == {"corrupt"}
-        assert not [fault for fault in server.faults if fault.times]
 
 
 class _Liar(RecordingEngine):

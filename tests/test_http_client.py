@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 from fake_servers.vllm import FakeVllmServer
-from sglang_fixtures import run, until
+from server_fixtures import run, until
 
 from april.config.engines import VllmEngineConfig
 from april.engines.http import http_client

@@ -8,10 +8,10 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from fake_servers.openai import FakeOpenAIServer, serving_openai
+from fake_servers.openai import FakeOpenAIServer
 from fake_servers.sglang import FakeSglangServer
 from fake_servers.vllm import FakeVllmServer
-from sglang_fixtures import ServerThread
+from server_fixtures import ServerThread
 
 import april
 from april.engines.openai.wire import TokenShape
@@ -71,32 +71,15 @@ def test_it_trains_on_two_servers(
     assert f"now version (0, {STEPS})" in printed or f"now version 0.{STEPS}" in printed
 
 
-class OpenAIThread(ServerThread):
-    """One fake OpenAI-compatible server, which is a context manager and no object with start and close."""
-
-    def __init__(self, server: FakeOpenAIServer) -> None:
-        super().__init__()
-        self._open = serving_openai(server)
-        self.url = ""
-
-    def __enter__(self) -> OpenAIThread:
-        super().__enter__()
-        self.url = self.call(self._open.__aenter__())
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.call(self._open.__aexit__(None, None, None))
-        super().__exit__(*error)
-
-
 def test_it_trains_on_a_server_that_loads_nothing_itself(
     example: ModuleType, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An OpenAI-compatible server: the trainer hands each step's directory over, while nothing generates."""
     handed: list[str] = []
     monkeypatch.setattr(example.Trainer, "hand_over", lambda self, directory: handed.append(directory.name))
-    with OpenAIThread(FakeOpenAIServer(TokenShape.RETURN_TOKEN_IDS)) as thread:
-        example.main([*arguments("openai", [thread.url], model, tmp_path / "shared"), "--max-len", "4096"])
+    server = FakeOpenAIServer(TokenShape.RETURN_TOKEN_IDS)
+    with ServerThread(server):
+        example.main([*arguments("openai", [server], model, tmp_path / "shared"), "--max-len", "4096"])
 
     assert handed == [f"step_{n + 1}" for n in range(STEPS)]
 
@@ -128,10 +111,8 @@ def test_it_goes_on_after_it_died(
     more = [] if kind == "vllm" else ["--max-len", "4096"]
     for flags in ([], ["--resume"]):
         server = FakeVllmServer() if kind == "vllm" else FakeOpenAIServer(TokenShape.RETURN_TOKEN_IDS)
-        thread = ServerThread(server) if isinstance(server, FakeVllmServer) else OpenAIThread(server)
-        with thread:
-            url = server.url if isinstance(server, FakeVllmServer) else thread.url  # type: ignore[attr-defined]
-            words = [*arguments(kind, [url], model, shared), *more, *flags, *way]
+        with ServerThread(server):
+            words = [*arguments(kind, [server], model, shared), *more, *flags, *way]
             if flags:
                 example.main(words)
             else:

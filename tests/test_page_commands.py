@@ -24,7 +24,7 @@ import typer
 import yaml
 from fake_servers.vllm import FakeVllmServer
 from pages import COMMANDS, ROOT, YAML, Block, blocks, command_lines, executes, text_of
-from sglang_fixtures import ServerThread
+from server_fixtures import ServerThread
 from torch.distributed.run import get_args_parser
 from typer.testing import CliRunner
 
@@ -303,7 +303,7 @@ def test_every_command_is_understood(block: Block, place: Path, monkeypatch: pyt
 
 def shapes(text: str) -> set[str]:
     """Its lines with every number as 0, and without lines that are drawn."""
-    named = re.sub(r"^( *)[> ] (?:N' = |refill, )[^%x\n]*?(?=  +[\d,]+ +[\d.]+x)", r"\1NAME", text, flags=re.M)
+    named = re.sub(r"^( *)[> ] (?:N' = |refill)[^%x\n]*?(?=  +[\d,]+ +[\d.]+x)", r"\1NAME", text, flags=re.M)
     lines = (" ".join(re.sub(r"\d[\d,.]*", "0", line).split()) for line in named.splitlines())
     return {line for line in lines if line.strip("\u2500")}
 

@@ -27,7 +27,7 @@ from fake_servers.vllm import FakeVllmServer
 from pages import Block, executes, text_of
 from rank_threads import CONFIG as RAY_CONFIG
 from rank_threads import beside
-from sglang_fixtures import ServerThread
+from server_fixtures import ServerThread
 from test_exporters import Kept, Words
 from test_ray_ranks import World
 from tiny_models import VOCAB_SIZE, tiny_model

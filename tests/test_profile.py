@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from fake_servers.vllm import FakeVllmServer
-from sglang_fixtures import ServerThread
+from server_fixtures import ServerThread
 from typer.testing import CliRunner
 
 from april.cli import app

@@ -12,8 +12,7 @@ import pytest
 from fake_servers.base import next_token
 from fake_servers.vllm import FakeVllmServer
 from rank_threads import CONFIG, drain, names_of, raised, run_ranks
-from sglang_fixtures import ServerThread
-from vllm_fixtures import KNOWN
+from server_fixtures import KNOWN, ServerThread
 
 import april
 from april.engines.kinds.factory import part_of_process

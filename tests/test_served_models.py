@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import server_fixtures
 from fake_async_llm import FakeAsyncLLM, install_vllm
-from fake_servers.openai import MODEL, FakeOpenAIServer, serving_openai
+from fake_servers.openai import MODEL, FakeOpenAIServer
 from fake_servers.sglang import FakeSglangRouter, FakeSglangServer
-from fake_servers.vllm import FakeVllmServer
-from sglang_fixtures import read, request
+from server_fixtures import listening, read, request
 
 import april
-from april.config.engines import OpenAIEngineConfig, SglangEngineConfig, VllmEngineConfig
 from april.core.versions import FIRST_VERSION
 from april.doctor.examine import Patience, examine_config, examine_urls
 from april.doctor.findings import Level, Verdict
@@ -26,46 +23,35 @@ from april.engines.http.server_probe import choose_model
 from april.engines.kinds.factory import open_servers
 from april.errors import ConfigError, EngineError
 
-KINDS: dict[str, tuple[Callable[[], Any], Any, str]] = {
-    "vllm": (FakeVllmServer, VllmEngineConfig, "fake"),
-    "vllm, plain": (partial(FakeVllmServer, developer=False, scale_out=False), VllmEngineConfig, "fake"),
-    "sglang": (FakeSglangServer, SglangEngineConfig, "fake/model"),
-    "openai": (FakeOpenAIServer, OpenAIEngineConfig, MODEL),
-    "vllm as openai": (FakeVllmServer, OpenAIEngineConfig, "fake"),
+KINDS: dict[str, tuple[str, dict[str, Any], str]] = {
+    "vllm": ("vllm", {}, "fake"),
+    "vllm, plain": ("vllm", {"developer": False, "scale_out": False}, "fake"),
+    "sglang": ("sglang", {}, "fake/model"),
+    "openai": ("openai", {}, MODEL),
+    "vllm as openai": ("vllm", {}, "fake"),
 }
-"""Server, settings, and the name of its model."""
+"""Server, its options, and the name of its model."""
 all_kinds = pytest.mark.parametrize("kind", KINDS)
 NEXT = FIRST_VERSION._replace(n=1)
 
 
-@asynccontextmanager
-async def listening(server: Any) -> AsyncIterator[str]:
-    if isinstance(server, FakeOpenAIServer):
-        async with serving_openai(server) as url:
-            yield url
-        return
-    await server.start()
-    try:
-        yield server.url
-    finally:
-        await server.close()
+def server_of(kind: str) -> Any:
+    return server_fixtures.KINDS[KINDS[kind][0]][0](**KINDS[kind][1])
 
 
 def settings(kind: str, *urls: str, **more: Any) -> Any:
-    values = {"urls": urls, "vocab_size": 512, "max_len": 4096, "eos_token_ids": (2,), "logprobs": "processed"}
-    return KINDS[kind][1](**(values | more))
+    engine = "openai" if kind == "vllm as openai" else KINDS[kind][0]
+    return server_fixtures.settings(engine, *urls, **({"logprobs": "processed", "eos_token_ids": (2,)} | more))
 
 
 @asynccontextmanager
 async def served(kind: str, *adapters: str, model: str | None = None) -> AsyncIterator[tuple[Any, Any]]:
     """A server with adapters, and the engine before it."""
-    server = KINDS[kind][0]()
+    server = server_of(kind)
     server.adapters += adapters
     async with listening(server) as url:
         (engine,) = await open_servers(settings(kind, url, model=model))
-        for asked in (getattr(server, "runs", None), getattr(server, "records", None)):
-            if asked is not None:
-                asked.clear()
+        server.runs.clear()
         try:
             yield server, engine
         finally:
@@ -74,8 +60,6 @@ async def served(kind: str, *adapters: str, model: str | None = None) -> AsyncIt
 
 def named(server: Any) -> list[Any]:
     """What each request has named."""
-    if isinstance(server, FakeOpenAIServer):
-        return [record.body["model"] for record in server.records]
     if isinstance(server, FakeSglangServer):
         return [r.params.get("lora_path", "fake/model") for r in server.runs]
     return [r.params.get("model", "the token route") for r in server.runs]
@@ -135,7 +119,7 @@ async def test_a_base_that_is_named_is_trained(kind: str) -> None:
 @all_kinds
 async def test_a_name_that_no_server_lists(kind: str) -> None:
     """Of several servers one lacks the adapter: refused, with its address and what it has."""
-    first, second = KINDS[kind][0](), KINDS[kind][0]()
+    first, second = server_of(kind), server_of(kind)
     first.adapters.append("policy")
     async with listening(first) as one, listening(second) as two:
         with pytest.raises(ConfigError) as caught:
@@ -182,7 +166,7 @@ async def test_sglang_behind_the_openai_route_calls_it_base_and_adapter() -> Non
     server.adapters, server.owner = ["policy"], "sglang"
     async with listening(server) as url:
         (engine,) = await open_servers(settings("openai", url, model="policy"))
-        server.records.clear()
+        server.runs.clear()
         assert (await read(engine, request())).error is None
         assert named(server) == [f"{MODEL}:policy"]
         await engine.close()
@@ -235,8 +219,7 @@ async def test_a_server_that_has_lost_its_adapter(kind: str) -> None:
     """Started anew without it: its requests are the engine's failure, not their own fault, and a probe says why."""
     async with served(kind, "policy", model="policy") as (server, engine):
         server.adapters.clear()
-        if kind not in ("openai",):  # which does not look at the name
-            assert type((await read(engine, request())).error) is EngineError
+        assert type((await read(engine, request())).error) is EngineError
         health = await engine.health()
         assert not health.ok
         assert f"has no model 'policy'; it serves: {KINDS[kind][2]}" in health.detail
@@ -298,9 +281,7 @@ async def test_an_async_llm_with_lora(monkeypatch: pytest.MonkeyPatch) -> None:
     assert llm.weights == "tiny0"
     await engine.update_weights(NEXT)
     await engine.close()
-    assert llm.output_handler is not None
-    llm.output_handler.cancel()
-    await asyncio.wait({llm.output_handler})
+    await llm.shut()
 
 
 # ---------------------------------------------------------------- the doctor
@@ -314,7 +295,7 @@ def config(kind: str, url: str, **more: Any) -> april.Config:
 @pytest.mark.parametrize("kind", ["vllm", "sglang", "openai"])
 async def test_the_doctor_says_it(kind: str) -> None:
     """Not usable while nobody says which; with an adapter named, what cannot be loaded; else what is not asked."""
-    server = KINDS[kind][0]()
+    server = server_of(kind)
     server.adapters.append("policy")
     base = KINDS[kind][2]
     async with listening(server) as url:

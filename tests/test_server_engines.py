@@ -1,4 +1,4 @@
-"""The clients of vLLM and SGLang against fake servers: every token once, whatever a server does with its answers."""
+"""Engines before fake servers of every kind: every token once, whatever a server does with its answers."""
 
 from __future__ import annotations
 
@@ -8,23 +8,18 @@ from typing import Any
 
 import numpy as np
 import pytest
-import sglang_fixtures
-import vllm_fixtures
 from aiohttp import web
-from fake_servers.base import PlannedFault, RequestFault
-from fake_servers.sglang import fake_sglang_response
-from fake_servers.vllm import COMPLETIONS, HARMLESS, TOKENS, FakeVllmRun, FakeVllmServer, fake_vllm_response
-from sglang_fixtures import PROMPT, Got, read, request, until
+from fake_servers.base import PlannedFault, RequestFault, uncut
+from fake_servers.vllm import COMPLETIONS, HARMLESS, TOKENS, FakeVllmRun, FakeVllmServer
+from server_fixtures import BOTH, KINDS, PROMPT, Got, beside, connected, read, request, served, until
 
-from april.config.engines import OpenAIEngineConfig
 from april.core.versions import PolicyVersion
 from april.engines.http import response_stream
-from april.engines.openai.engine import OpenAIEngine, connect_openai
+from april.engines.openai.engine import OpenAIEngine
+from april.engines.openai.wire import TokenShape
 from april.engines.protocol import AbortMeans, EngineFinish
 from april.errors import EngineBusy, EngineError, EngineUnreachable, RequestRefused, WireError
 
-KINDS = {"vllm": vllm_fixtures, "sglang": sglang_fixtures}
-RESPONSES = {"vllm": fake_vllm_response, "sglang": fake_sglang_response}
 MODES: dict[str, list[dict[str, Any]]] = {
     "vllm": [
         {},
@@ -50,19 +45,23 @@ MODES: dict[str, list[dict[str, Any]]] = {
     ],
 }
 """Servers with an abort that returns tokens."""
-CLOSING: list[dict[str, Any]] = [{"developer": False, "scale_out": False}, {"developer": False, "processes": 2}]
-"""vLLM servers whose requests end only with their connection."""
+CLOSING: list[tuple[str, dict[str, Any]]] = [
+    ("vllm", {"developer": False, "scale_out": False}), ("vllm", {"developer": False, "processes": 2}),
+    *(("openai", {"shape": shape}) for shape in TokenShape),
+]  # fmt: skip
+"""Servers whose requests end only with their connection."""
 EVERY_MODE = [(kind, mode) for kind, modes in MODES.items() for mode in modes]
+LONG = 10**6
 
 
-@pytest.mark.parametrize(("kind", "mode"), [*EVERY_MODE, *(("vllm", mode) for mode in CLOSING)], ids=str)
+@pytest.mark.parametrize(("kind", "mode"), [*EVERY_MODE, *CLOSING], ids=str)
 async def test_every_token_comes_once_with_its_logprob(kind: str, mode: dict[str, Any]) -> None:
     """Whatever the route, streaming or not: 40 requests at a time are the server's own sequences, EOS included."""
-    async with KINDS[kind].served(**mode, max_running=16) as (server, engine):
+    async with served(kind, **mode, max_running=16) as (server, engine):
         prompts = [[*PROMPT, i] for i in range(40)]
         got = await asyncio.gather(*(read(engine, request(p)) for p in prompts))
         for prompt, g in zip(prompts, got, strict=True):
-            ids, logprobs = RESPONSES[kind](prompt)
+            ids, logprobs = uncut(prompt)
             assert g.error is None
             assert g.tokens == ids
             assert g.logprobs == logprobs
@@ -75,7 +74,7 @@ async def test_every_token_comes_once_with_its_logprob(kind: str, mode: dict[str
 @pytest.mark.parametrize("steps", [0, 1, 2, 17, 49])
 async def test_cut_and_continued_equals_uncut(kind: str, mode: dict[str, Any], steps: int) -> None:
     """Aborted while running, and in the queue, and continued: the sequence of the uncut request, nothing lost."""
-    async with KINDS[kind].served(**mode, stepped=True, max_running=4, mean_length=10**6) as (server, engine):
+    async with served(kind, **mode, stepped=True, max_running=4, mean_length=LONG) as (server, engine):
         prompts = [[*PROMPT, i] for i in range(6)]
         asked = [request(p) for p in prompts]
         reading = [asyncio.create_task(read(engine, a)) for a in asked]
@@ -95,16 +94,16 @@ async def test_cut_and_continued_equals_uncut(kind: str, mode: dict[str, Any], s
         server.go_on()
         for prompt, g in zip(prompts, cut, strict=True):
             rest = await read(engine, request(prompt + g.tokens, 64 - len(g.tokens)))
-            ids, logprobs = RESPONSES[kind](prompt, mean_length=10**6)
+            ids, logprobs = uncut(prompt, mean_length=LONG)
             assert g.tokens + rest.tokens == ids
             assert g.logprobs + rest.logprobs == logprobs
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", BOTH)
 async def test_aborts_hit_nobody_else(kind: str) -> None:
     """Ids that nobody has are ignored; requests of another client go on when april aborts all of its own."""
-    async with KINDS[kind].served(stepped=True, mean_length=10**6) as (server, engine):
-        other = await KINDS[kind].beside(server)
+    async with served(kind, stepped=True, mean_length=LONG) as (server, engine):
+        other = await beside(kind, server)
         readings = [asyncio.create_task(read(e, request())) for e in (engine, other)]
         await until(lambda: server.open_requests == 2)
         await engine.abort(["f" * 32])
@@ -149,6 +148,14 @@ OF_SGLANG: dict[RequestFault, type[EngineError]] = {
     RequestFault.OTHER_RID: WireError,
     RequestFault.SHRINKS: WireError,
 }
+KEPT = {
+    RequestFault.BREAK_OFF: 6, RequestFault.ENGINE_DIES: 6, RequestFault.TRUNCATED: 5, RequestFault.NAN_LOGPROB: 5,
+    RequestFault.NULL_LOGPROB: 5, RequestFault.EXTRA_LOGPROBS: 5, RequestFault.WRONG_COUNT: 64,
+    RequestFault.ENDS_TWICE: 64, RequestFault.NO_FINISH: 64, RequestFault.NO_DONE: 64, RequestFault.OTHER_PROMPT: 0,
+    RequestFault.REDIRECT: 0, RequestFault.BUSY: 0, RequestFault.LIMITED: 0, RequestFault.REFUSED: 0,
+    RequestFault.FAILS: 0, RequestFault.GIANT: 0,
+}  # fmt: skip
+"""Tokens of an OpenAI-compatible server that are handed over before the error; it goes wrong at the sixth."""
 STREAM_ONLY = (RequestFault.NO_DONE, RequestFault.ENDS_TWICE)
 TOKEN_ROUTE_ONLY = (RequestFault.OTHER_IDS, RequestFault.GAP_IN_SPANS, RequestFault.FOREIGN_LABEL)
 
@@ -162,6 +169,8 @@ def faults() -> Iterator[tuple[str, RequestFault, bool, int, dict[str, Any]]]:
         for fault in TYPED | OF_SGLANG:
             for after in (0, 20):
                 yield "sglang", fault, stream, after, {"incremental": stream}
+    for fault in KEPT:
+        yield "openai", fault, True, 0 if fault is RequestFault.OTHER_PROMPT else 6, {}
 
 
 @pytest.mark.parametrize(("kind", "fault", "stream", "after", "options"), list(faults()), ids=str)
@@ -173,11 +182,11 @@ async def test_faults_are_typed_and_bring_no_wrong_token(
         fault in STREAM_ONLY and not stream
     )
 
-    async with KINDS[kind].served(PlannedFault(fault, after_tokens=after), **options, mean_length=10**6) as (
+    async with served(kind, PlannedFault(fault, after_tokens=after), **options, mean_length=LONG) as (
         server, engine
     ):  # fmt: skip
         got = await read(engine, request(max_tokens=64, stream=stream and kind == "vllm"))
-        ids, logprobs = RESPONSES[kind](PROMPT, mean_length=10**6)
+        ids, logprobs = uncut(PROMPT, mean_length=LONG)
         if fault is RequestFault.DOUBLED_EVENT and kind == "vllm":  # that it was one shows at the end only
             assert type(got.error) is WireError
             return
@@ -199,6 +208,9 @@ async def test_faults_are_typed_and_bring_no_wrong_token(
             assert got.tokens == ids
         if stream and after == 20 and fault is not RequestFault.GAP_IN_SPANS:
             assert len(got.tokens) >= 16 or fault in (RequestFault.BUSY, RequestFault.FAILS, RequestFault.REDIRECT)
+        if kind == "openai":
+            assert len(got.tokens) == KEPT[fault] or fault is RequestFault.BREAK_OFF  # which may overtake what was sent
+            assert (await read(engine, request())).tokens == ids
         if kind == "sglang":
             if fault is RequestFault.SERVER_DIES:
                 await server.restart()
@@ -208,10 +220,10 @@ async def test_faults_are_typed_and_bring_no_wrong_token(
         await until(lambda: server.open_requests == 0)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", BOTH)
 async def test_what_the_server_must_not_be_asked(kind: str) -> None:
     """Too long, outside the vocabulary, empty: refused here, for the server cuts or dies without a word."""
-    async with KINDS[kind].served(context=100) as (server, engine):
+    async with served(kind, context=100) as (server, engine):
         room = engine.capabilities.max_context
         for prompt, words in (
             ([1] * (room - 10), f"room for {room}"), ([512], "vocabulary of 512"), ([5, -1], "vocabulary of 512"),
@@ -223,11 +235,11 @@ async def test_what_the_server_must_not_be_asked(kind: str) -> None:
         assert not server.runs
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", BOTH)
 async def test_closing_breaks_requests_off(kind: str) -> None:
     """Also one whose abort never ends: an EngineError behind a true beginning of its response."""
     fault = (RequestFault.ABORT_NEVER_ENDS,) if kind == "vllm" else ()
-    async with KINDS[kind].served(*fault, stepped=True, mean_length=10**6) as (server, engine):
+    async with served(kind, *fault, stepped=True, mean_length=LONG) as (server, engine):
         asked, got = request(stream=True), Got()
         reading = asyncio.create_task(read(engine, asked, got))
         await until(lambda: server.open_requests == 1)
@@ -238,36 +250,95 @@ async def test_closing_breaks_requests_off(kind: str) -> None:
         await engine.close()
         await reading
         assert isinstance(got.error, EngineError)
-        assert got.tokens == RESPONSES[kind](PROMPT, mean_length=10**6)[0][: len(got.tokens)]
+        assert got.tokens == uncut(PROMPT, mean_length=LONG)[0][: len(got.tokens)]
+
+
+@pytest.mark.parametrize(("kind", "mode"), CLOSING, ids=str)
+async def test_closed_and_continued_equals_uncut(kind: str, mode: dict[str, Any]) -> None:
+    """Without any abort a request ends with its stream: what was read is kept, and the server is rid of the rest."""
+    async with served(kind, **mode, stepped=True, mean_length=LONG) as (server, engine):
+        assert isinstance(engine, OpenAIEngine)
+        assert engine.capabilities.abort_means is AbortMeans.CLOSE
+        held: list[int] = []
+        for steps in (1, 5, 2, 4, 3):
+            asked = request(PROMPT + held, 64 - len(held))
+            reading = asyncio.create_task(read(engine, asked))
+            await until(lambda: server.open_requests == 1)
+            server.step(steps)
+            await until(lambda steps=steps: server.runs[-1].sent == steps)
+            await engine.abort([asked.attempt_id])
+            got = await reading
+            assert (got.error, got.finish) == (None, EngineFinish.ABORT)
+            held += got.tokens
+            await until(lambda: server.open_requests == 0)
+        server.go_on()
+        held += (await read(engine, request(PROMPT + held, 64 - len(held)))).tokens
+        assert held == uncut(PROMPT, mean_length=LONG)[0]
+
+
+async def test_closing_streams_ends_those_that_were_named() -> None:
+    """At once, though the server is silent; others go on, unknown ids are ignored, and unread tokens can be counted."""
+    async with served("openai", tokens_ahead=3, stepped=True, mean_length=LONG) as (server, engine):
+        asked = [request([*PROMPT, i]) for i in range(30)]
+        readings = [asyncio.create_task(read(engine, a)) for a in asked]
+        await until(lambda: server.open_requests == 30)
+        server.step(8)
+        await until(lambda: all(run.sent == 5 for run in server.runs))
+        await engine.abort([asked[0].attempt_id, "unknown"])
+        answers = [await readings[0]]
+        assert not any(reading.done() for reading in readings[1:])
+        await engine.abort()
+        answers += await asyncio.gather(*readings[1:])
+        for a, got in zip(asked, answers, strict=True):
+            assert got.finish is EngineFinish.ABORT
+            assert got.tokens == uncut(a.token_ids, mean_length=LONG)[0][: len(got.tokens)]
+        await until(lambda: server.open_requests == 0)
+        assert server.unread_tokens == 30 * 3
+
+
+async def test_an_abort_skips_no_end_that_was_read() -> None:
+    """The server's end had come before the abort closed the stream: it is handed over with all of its tokens."""
+    async with served("openai", stepped=True) as (server, engine):
+        chunks = engine.generate(request(max_tokens=20, min_tokens=20))
+        asking = asyncio.ensure_future(anext(chunks))
+        await until(lambda: server.open_requests == 1)
+        server.step()
+        tokens = (await asking).tokens.tolist()
+        server.go_on()
+        await until(lambda: server.open_requests == 0)
+        (stream,) = engine._endpoint.open.values()
+        await until(stream._body._response.content.is_eof)
+        await engine.abort()
+        rest = [chunk async for chunk in chunks]
+        assert tokens + [token for chunk in rest for token in chunk.tokens.tolist()] == server.runs[0].ids
+        assert rest[-1].finish is EngineFinish.LENGTH
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_cancelled_requests_leave_nothing_open(kind: str) -> None:
+    """Cancelling the reader at any time frees its place, so that pause can return, and the server is rid of it."""
+    async with served(kind, mean_length=LONG) as (server, engine):
+        server.limit(2)
+        for turns in range(12):
+            task = asyncio.create_task(read(engine, request()))
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+        await engine.pause()
+        server.limit()
+        await until(lambda: server.open_requests == 0)
 
 
 # ---------------------------------------------------------------- vLLM alone
-
-
-@pytest.mark.parametrize("mode", CLOSING, ids=str)
-async def test_closing_streams_keeps_what_was_read(mode: dict[str, Any]) -> None:
-    """Without any abort the end is orderly: ABORT, a true beginning of the response, and the server is rid of it."""
-    async with vllm_fixtures.served(**mode, stepped=True, mean_length=10**6) as (server, engine):
-        assert isinstance(engine, OpenAIEngine)
-        assert engine.capabilities.abort_means is AbortMeans.CLOSE
-        asked = request()
-        reading = asyncio.create_task(read(engine, asked))
-        await until(lambda: server.open_requests == 1)
-        server.step(5)
-        await until(lambda: server.runs[0].sent == 5)
-        await engine.abort([asked.attempt_id])
-        got = await reading
-        assert got.error is None
-        assert got.finish is EngineFinish.ABORT
-        assert got.tokens == fake_vllm_response(PROMPT, mean_length=10**6)[0][: len(got.tokens)]
-        await until(lambda: server.open_requests == 0)
 
 
 @pytest.mark.parametrize("stream", [True, False], ids=["stream", "plain"])
 async def test_swept_along_is_sent_again(stream: bool) -> None:
     """With several processes one abort pauses all: a request that nobody wanted ended, without tokens, goes on."""
     config = {"max_token_loss": 0} if stream else {}
-    async with vllm_fixtures.served(processes=2, stepped=True, max_running=1, config=config) as (server, engine):
+    async with served("vllm", processes=2, stepped=True, max_running=1, config=config) as (server, engine):
         assert engine.capabilities.abort_means is AbortMeans.PAUSE
         asked = [request(), request([*PROMPT, 9])]
         readings = [asyncio.create_task(read(engine, a)) for a in asked]
@@ -275,7 +346,7 @@ async def test_swept_along_is_sent_again(stream: bool) -> None:
         await engine.abort([asked[0].attempt_id])
         assert (await readings[0]).finish is EngineFinish.ABORT
         server.go_on()
-        assert (await readings[1]).tokens == fake_vllm_response([*PROMPT, 9])[0]
+        assert (await readings[1]).tokens == uncut([*PROMPT, 9])[0]
 
 
 class HandedOver(FakeVllmServer):
@@ -312,7 +383,7 @@ async def test_what_its_own_pause_refuses_is_sent_again_or_aborted(stream: bool)
     a token, and the other is sent again after the pause."""
     server = HandedOver(processes=2, release=33, max_running=8)
     await server.start()
-    engine = await vllm_fixtures.connected(server, {"max_token_loss": 0 if stream else None})
+    engine = await connected("vllm", server, max_token_loss=0 if stream else None)
     server.refused = 0
     asked = [request(), request([*PROMPT, 9])]
     readings = [asyncio.create_task(read(engine, a)) for a in asked]
@@ -320,7 +391,7 @@ async def test_what_its_own_pause_refuses_is_sent_again_or_aborted(stream: bool)
     await engine.abort([asked[0].attempt_id])
     ended, other = await asyncio.gather(*readings)
     assert (ended.finish, ended.tokens, ended.error) == (EngineFinish.ABORT, [], None)
-    assert (other.tokens, other.error) == (fake_vllm_response([*PROMPT, 9])[0], None)
+    assert (other.tokens, other.error) == (uncut([*PROMPT, 9])[0], None)
     assert (server.refused, server.pauses) == (2, ["abort"])
     await engine.close()
     await server.close()
@@ -332,7 +403,7 @@ async def test_what_its_own_pause_refuses_is_sent_again_or_aborted(stream: bool)
 async def test_a_server_that_somebody_else_has_paused_is_busy(stream: bool, scale_out: bool, processes: int) -> None:
     """vLLM 0.33 says so with a status, or inside a stream that has begun: no failure, nothing refused for good."""
     config = {"max_token_loss": 0} if stream else {}
-    async with vllm_fixtures.served(
+    async with served("vllm",
         release=33, scale_out=scale_out, processes=processes, config=config
     ) as (server, engine):
         server.pause_mode = "abort"
@@ -341,13 +412,13 @@ async def test_a_server_that_somebody_else_has_paused_is_busy(stream: bool, scal
             assert type(got.error) is EngineBusy
             assert "Generation is paused" in str(got.error)
         server.pause_mode = None
-        assert (await read(engine, request())).tokens == fake_vllm_response(PROMPT)[0]
+        assert (await read(engine, request())).tokens == uncut(PROMPT)[0]
 
 
 async def test_completions_say_which_weights_made_which_token() -> None:
     """vLLM 0.33 is asked for it on the plain route too: tokens of weights that april has not put there are not kept."""
-    async with vllm_fixtures.served(
-        release=33, scale_out=False, stepped=True, mean_length=10**6
+    async with served("vllm",
+        release=33, scale_out=False, stepped=True, mean_length=LONG
     ) as (server, engine):
         assert engine.capabilities.version_spans
         reading = asyncio.create_task(read(engine, request()))
@@ -361,11 +432,9 @@ async def test_completions_say_which_weights_made_which_token() -> None:
 
 async def test_as_an_openai_server_one_response_has_one_label() -> None:
     """Where april names no weights it still sees that they have changed under a request."""
-    async with vllm_fixtures.served(release=33, stepped=True, mean_length=10**6) as (server, _):
+    async with served("vllm", release=33, stepped=True, mean_length=LONG) as (server, _):
         server.stepped = False
-        (engine,) = await connect_openai(
-            OpenAIEngineConfig(urls=(server.url,), vocab_size=512, max_len=4096, logprobs="processed")
-        )
+        engine = await connected("openai", server, logprobs="processed")
         server.stepped = True
         reading = asyncio.create_task(read(engine, request()))
         await until(lambda: server.open_requests == 1)
@@ -384,8 +453,8 @@ async def test_as_an_openai_server_one_response_has_one_label() -> None:
 async def test_aborts_that_go_wrong(fault: RequestFault, stream: bool, scale_out: bool) -> None:
     """Asked again where the first abort was not seen; a repeated token is refused; lost tokens are never invented."""
     planned = PlannedFault(fault, after_tokens=6)
-    async with vllm_fixtures.served(
-        planned, scale_out=scale_out, mean_length=10**6, stepped=True
+    async with served("vllm",
+        planned, scale_out=scale_out, mean_length=LONG, stepped=True
     ) as (server, engine):
         asked = request(stream=stream)
         reading = asyncio.create_task(read(engine, asked))
@@ -394,7 +463,7 @@ async def test_aborts_that_go_wrong(fault: RequestFault, stream: bool, scale_out
         while server.open_requests:
             server.step() if fault is RequestFault.UNASKED_ABORT else await engine.abort([asked.attempt_id])
         got = await reading
-        ids = fake_vllm_response(PROMPT, mean_length=10**6)[0]
+        ids = uncut(PROMPT, mean_length=LONG)[0]
         assert got.tokens == ids[: len(got.tokens)]
         if fault is RequestFault.REPEATED_LAST:
             assert isinstance(got.error, WireError)
@@ -408,7 +477,7 @@ async def test_aborts_that_go_wrong(fault: RequestFault, stream: bool, scale_out
 @pytest.mark.parametrize("scale_out", [True, False], ids=["tokens", "completions"])
 async def test_what_a_request_says(scale_out: bool) -> None:
     """The route's own id, the whole range of seeds, only the sampled token's log-probability, all limits explicit."""
-    async with vllm_fixtures.served(scale_out=scale_out) as (server, engine):
+    async with served("vllm", scale_out=scale_out) as (server, engine):
         asked = request(max_tokens=9, min_tokens=3, stop_token_ids=(5, 7), seed=2**63 - 1, top_p=0.5)
         await read(engine, asked)
         (seen,) = server.runs
@@ -423,7 +492,7 @@ async def test_what_a_request_says(scale_out: bool) -> None:
 
 async def test_more_than_a_hundred_at_a_time() -> None:
     """No hidden limit of connections: 150 requests are all at the server."""
-    async with vllm_fixtures.served(stepped=True, max_running=200) as (server, engine):
+    async with served("vllm", stepped=True, max_running=200) as (server, engine):
         readings = [asyncio.create_task(read(engine, request())) for _ in range(150)]
         await until(lambda: server.open_requests == 150)
         server.go_on()
@@ -434,7 +503,7 @@ async def test_an_answer_with_the_experts_of_the_prompt_is_read() -> None:
     """A server that is told to return routed experts sends those of the prompt's tokens too, a kilobyte for each."""
     prompt, layers, experts = 3_000, 94, 8
 
-    async with vllm_fixtures.served() as (server, engine):
+    async with served("vllm") as (server, engine):
         server.routed_experts = "A" * (prompt * layers * experts * 4 // 3)  # base64 of one byte each
         got = await read(engine, request([11] * prompt, max_tokens=16))
         assert got.error is None
@@ -446,7 +515,7 @@ async def test_a_giant_answer_is_not_read(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(response_stream, "OTHER_BYTES", 0)
     monkeypatch.setattr(response_stream, "BYTES_PER_TOKEN", 10)
 
-    async with vllm_fixtures.served(mean_length=10**6) as (_, engine):
+    async with served("vllm", mean_length=LONG) as (_, engine):
         got = await read(engine, request())
         assert "april stops reading" in str(got.error)
         assert np.size(got.tokens) == 0
@@ -460,7 +529,7 @@ async def test_a_retracted_request_loses_less_than_an_interval() -> None:
     for loss, steps, expected in ((1, 40, 40), (8, 40, 33), (None, 40, 33)):
         fault = PlannedFault(RequestFault.RETRACTED, after_tokens=steps)
         config = {"max_token_loss": loss}
-        async with sglang_fixtures.served(fault, stepped=True, mean_length=10**6, config=config) as (s, engine):
+        async with served("sglang", fault, stepped=True, mean_length=LONG, config=config) as (s, engine):
             asked = request()
             reading = asyncio.create_task(read(engine, asked))
             await until(lambda s=s: s.waiting == 1)
@@ -469,7 +538,7 @@ async def test_a_retracted_request_loses_less_than_an_interval() -> None:
             got = await reading
             assert got.error is None
             assert got.finish is EngineFinish.ABORT
-            assert got.tokens == fake_sglang_response(PROMPT, mean_length=10**6)[0][:expected]
+            assert got.tokens == uncut(PROMPT, mean_length=LONG)[0][:expected]
 
 
 @pytest.mark.parametrize(
@@ -479,8 +548,8 @@ async def test_a_retracted_request_loses_less_than_an_interval() -> None:
 async def test_harmless_quirks_change_nothing(fault: RequestFault, incremental: bool) -> None:
     """A repeated or uncounted last token, a missing end mark, an abort of the server's own: right tokens, no error."""
     planned = PlannedFault(fault, after_tokens=20 if fault is RequestFault.UNASKED_ABORT else 0)
-    async with sglang_fixtures.served(
-        planned, incremental=incremental, stepped=True, mean_length=10**6
+    async with served("sglang",
+        planned, incremental=incremental, stepped=True, mean_length=LONG
     ) as (server, engine):
         asked = request()
         reading = asyncio.create_task(read(engine, asked))
@@ -496,11 +565,11 @@ async def test_harmless_quirks_change_nothing(fault: RequestFault, incremental: 
         assert got.error is None
         assert got.finish is (EngineFinish.LENGTH if fault is RequestFault.NO_DONE else EngineFinish.ABORT)
         assert len(got.tokens) == {RequestFault.NO_DONE: 64, RequestFault.UNASKED_ABORT: 20}.get(fault, 21)
-        assert got.tokens == fake_sglang_response(PROMPT, mean_length=10**6)[0][: len(got.tokens)]
+        assert got.tokens == uncut(PROMPT, mean_length=LONG)[0][: len(got.tokens)]
 
 
 async def test_an_abort_that_was_not_seen_works_when_asked_again() -> None:
-    async with sglang_fixtures.served(RequestFault.ABORT_UNSEEN, stepped=True) as (server, engine):
+    async with served("sglang", RequestFault.ABORT_UNSEEN, stepped=True) as (server, engine):
         asked = request()
         reading = asyncio.create_task(read(engine, asked))
         await until(lambda: server.waiting == 1)
@@ -513,7 +582,7 @@ async def test_an_abort_that_was_not_seen_works_when_asked_again() -> None:
 async def test_what_the_server_refuses_is_refused() -> None:
     """In all three shapes of its errors, streamed or not, the sentence of the server is in ours."""
     for incremental in (True, False):
-        async with sglang_fixtures.served(incremental=incremental, stepped=True) as (server, engine):
+        async with served("sglang", incremental=incremental, stepped=True) as (server, engine):
             asked = request()
             first = asyncio.create_task(read(engine, asked))
             await until(lambda server=server: server.waiting == 1)
@@ -532,22 +601,22 @@ async def test_what_the_server_refuses_is_refused() -> None:
 
 async def test_sampling_is_explicit_and_eos_is_kept() -> None:
     """Nothing is left to the server's defaults; min_tokens and stop ids are honoured; EOS is in the tokens."""
-    async with sglang_fixtures.served(mean_length=3) as (server, engine):
+    async with served("sglang", mean_length=3) as (server, engine):
         got = await read(engine, request(max_tokens=40, min_tokens=10, temperature=0.7, top_p=0.8))
         sent = server.runs[0].params
         assert len(got.tokens) >= 10
         assert got.tokens[-1] == 2 or len(got.tokens) == 40
         assert {"temperature": 0.7, "top_p": 0.8, "top_k": -1, "ignore_eos": False}.items() <= sent.items()
         assert "sampling_seed" not in sent
-        stop = fake_sglang_response(PROMPT, mean_length=10**6)[0][4]
-        server.mean_length = 10**6
+        stop = uncut(PROMPT, mean_length=LONG)[0][4]
+        server.mean_length = LONG
         got = await read(engine, request(stop_token_ids=(stop,)))
         assert got.finish is EngineFinish.STOP
         assert got.tokens[-1] == stop
 
 
 async def test_a_request_that_is_watched_comes_in_small_pieces() -> None:
-    async with sglang_fixtures.served(mean_length=10**6, incremental=False) as (server, engine):
+    async with served("sglang", mean_length=LONG, incremental=False) as (server, engine):
         got = await read(engine, request(stream=True))
         assert got.chunks > 4
         assert server.runs[0].params["stream_interval"] == 2

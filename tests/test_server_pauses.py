@@ -7,9 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-import sglang_fixtures
-import vllm_fixtures
-from sglang_fixtures import read, request, until
+from server_fixtures import beside, read, request, served, until
 from virtual_rollouts import on_virtual_time
 
 from april.core.sampling import LogprobKind
@@ -56,7 +54,7 @@ async def test_a_pause_asks_again_and_gives_up_before_the_driver_does() -> None:
 
 async def test_a_pause_survives_one_abort_that_fails() -> None:
     """vLLM's abort call breaks with its connection, twice; the pause is made all the same, and nothing is lost."""
-    async with vllm_fixtures.served(stepped=True, mean_length=LONG) as (server, engine):
+    async with served("vllm", stepped=True, mean_length=LONG) as (server, engine):
         engine._abort_again_s = 0.01
         reading = asyncio.create_task(read(engine, request()))
         await until(lambda: server.open_requests == 1)
@@ -74,7 +72,7 @@ async def test_a_pause_survives_one_abort_that_fails() -> None:
 @pytest.mark.parametrize("cancelled", [True, False], ids=["cancelled", "answer lost"])
 async def test_a_sweep_that_breaks_off_leaves_no_server_paused(cancelled: bool) -> None:
     """The server took the pause; april did not hear of it, or was told to stop: it is resumed."""
-    async with vllm_fixtures.served(processes=2, stepped=True, mean_length=LONG) as (server, engine):
+    async with served("vllm", processes=2, stepped=True, mean_length=LONG) as (server, engine):
         reading = asyncio.create_task(read(engine, request()))
         await until(lambda: server.open_requests == 1)
         if cancelled:
@@ -92,41 +90,38 @@ async def test_a_sweep_that_breaks_off_leaves_no_server_paused(cancelled: bool) 
 
 
 @pytest.mark.parametrize("cancelled", [True, False], ids=["cancelled", "answer lost"])
-async def test_an_update_that_breaks_off_at_its_pause_leaves_no_server_paused(tmp_path: Path, cancelled: bool) -> None:
+@pytest.mark.parametrize(("kind", "route"), [("vllm", "/pause"), ("sglang", "/pause_generation")])
+async def test_an_update_that_breaks_off_at_its_pause_leaves_no_server_paused(
+    tmp_path: Path, kind: str, route: str, cancelled: bool
+) -> None:
     """Both kinds of servers stand still for the requests of others; those go on, whatever became of the update."""
     (tmp_path / "model.safetensors").write_bytes(b"")
-
-    async def check(module: object, route: str) -> None:
-        async with module.served(stepped=True, mean_length=LONG) as (server, engine):  # type: ignore[attr-defined]
-            other = await module.beside(server)  # type: ignore[attr-defined]
-            reading = asyncio.create_task(read(other, request()))
-            await until(lambda: server.open_requests == 1)
-            server.step()
-            await engine.pause()
-            if cancelled:
-                updating = asyncio.create_task(engine.update_weights(V1, str(tmp_path)))
-                await until(lambda: server.pause_mode is not None)
-                updating.cancel()
-                with pytest.raises(asyncio.CancelledError):
-                    await updating
-            else:
-                server.unanswered = {route: 2}
-                with pytest.raises(EngineUnreachable):
-                    await engine.update_weights(V1, str(tmp_path))
-            assert server.pause_mode is None
-            assert server.weights == "w0"
-            server.go_on()
-            assert (await reading).finish is EngineFinish.LENGTH
-            await other.close()
-
-    await check(vllm_fixtures, "/pause")
-    await check(sglang_fixtures, "/pause_generation")
+    async with served(kind, stepped=True, mean_length=LONG) as (server, engine):
+        other = await beside(kind, server)
+        reading = asyncio.create_task(read(other, request()))
+        await until(lambda: server.open_requests == 1)
+        server.step()
+        await engine.pause()
+        if cancelled:
+            updating = asyncio.create_task(engine.update_weights(V1, str(tmp_path)))
+            await until(lambda: server.pause_mode is not None)
+            updating.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await updating
+        else:
+            server.unanswered = {route: 2}
+            with pytest.raises(EngineUnreachable):
+                await engine.update_weights(V1, str(tmp_path))
+        assert (server.pause_mode, server.weights) == (None, "w0")
+        server.go_on()
+        assert (await reading).finish is EngineFinish.LENGTH
+        await other.close()
 
 
 async def test_a_sweep_waits_for_an_update() -> None:
     """Its resumption would let the requests of others go on in the middle of the load."""
-    async with vllm_fixtures.served(processes=2, stepped=True, mean_length=LONG) as (server, engine):
-        other = await vllm_fixtures.beside(server)
+    async with served("vllm", processes=2, stepped=True, mean_length=LONG) as (server, engine):
+        other = await beside("vllm", server)
         reading = asyncio.create_task(read(other, request()))
         await until(lambda: server.open_requests == 1)
         server.step()
@@ -148,7 +143,7 @@ async def test_a_sweep_waits_for_an_update() -> None:
 
 async def test_a_server_that_somebody_has_paused_says_so() -> None:
     """Its health tells why nothing comes, and what to do."""
-    async with vllm_fixtures.served() as (server, engine):
+    async with served("vllm") as (server, engine):
         assert not (await engine.health()).detail
         server.pause_mode = "keep"
         health = await engine.health()

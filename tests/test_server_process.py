@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from typing import Any
 
-import openai_servers
 import pytest
-import vllm_fixtures
 from fake_servers.base import ControlFault, PlannedControlFault
-from fake_servers.openai import FakeOpenAIServer
-from sglang_fixtures import read, request, until
+from server_fixtures import read, request, served, until
 
 from april.core.versions import PolicyVersion
 from april.engines.http import server_process
@@ -20,10 +15,10 @@ from april.errors import EngineError
 
 FIRST, SECOND, THIRD = (PolicyVersion(0, n) for n in range(3))
 SILENT = [ControlFault.HTML, ControlFault.NULL, ControlFault.EMPTY, ControlFault.ERROR, ControlFault.FAILS]
-PLAIN: list[dict[str, Any]] = [
-    {"developer": False}, {"developer": False, "scale_out": False},
-]  # fmt: skip
-KINDS = ["token route", "plain vllm", "openai"]
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "token route": ("vllm", {"developer": False}), "plain vllm": ("vllm", {"developer": False, "scale_out": False}),
+    "openai": ("openai", {}),
+}  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
@@ -32,52 +27,24 @@ def _no_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server_process, "CHECKS_APART_S", 0.0)
 
 
-class World:
-    """A server without labels of any kind, the engine before it, and what goes wrong with its metrics."""
-
-    def __init__(self, server: Any, engine: Any) -> None:
-        self.server, self.engine = server, engine
-
-    def metrics(self, fault: ControlFault | None) -> None:
-        """They answer so from now on."""
-        if isinstance(self.server, FakeOpenAIServer):
-            self.server.metrics_fault = fault
-        else:
-            self.server.control_faults.clear()
-            if fault is not None:
-                self.server.control_faults.append(PlannedControlFault(kind=fault, route="/metrics", times=10**6))
-
-    def restart(self) -> None:
-        """With the weights of the start."""
-        if isinstance(self.server, FakeOpenAIServer):
-            self.server.restart_at_once()
-        else:
-            self.server._restart_at_once()
-
-    def write(self, n: int) -> None:
-        """What the trainer does in a transfer."""
-        self.server.weights = n if isinstance(self.server, FakeOpenAIServer) else f"w{n}"
-
-    async def update(self, version: PolicyVersion) -> None:
-        """A whole update by a transfer."""
-        await self.engine.pause()
-        try:
-            self.write(version.n)
-            await self.engine.update_weights(version)
-        finally:
-            await self.engine.resume()
+def metrics(server: Any, fault: ControlFault | None) -> None:
+    """They answer so from now on."""
+    server.control_faults = [PlannedControlFault(kind=fault, route="/metrics", times=10**6)] if fault else []
 
 
-@asynccontextmanager
-async def world(kind: str, **options: Any) -> AsyncIterator[World]:
-    """One server, connected to."""
-    if kind == "openai":
-        server = FakeOpenAIServer(**options)
-        async with openai_servers.connected(server) as engine:
-            yield World(server, engine)
-    else:
-        async with vllm_fixtures.served(**PLAIN[KINDS.index(kind)], **options) as (fake, vllm):
-            yield World(fake, vllm)
+async def update(server: Any, engine: Any, version: PolicyVersion) -> None:
+    """A whole update by a transfer."""
+    await engine.pause()
+    try:
+        server.weights, server.stale_cache = f"w{version.n}", server.developer
+        await engine.update_weights(version)
+    finally:
+        await engine.resume()
+
+
+def world(kind: str) -> Any:
+    """A server without labels of any kind, and the engine before it."""
+    return served(KINDS[kind][0], **KINDS[kind][1])
 
 
 @pytest.mark.parametrize("fault", SILENT)
@@ -86,34 +53,34 @@ async def test_a_restart_whose_metrics_fail(kind: str, fault: ControlFault, monk
     """No token of the start's weights gets the new version, neither while the metrics fail nor when they are well."""
     monkeypatch.setattr(server_process, "PATIENCE_S", 0.01)
 
-    async with world(kind) as w:
-        await w.update(SECOND)
-        assert set((await read(w.engine, request())).versions) == {SECOND}
-        w.restart()
-        w.metrics(fault)
-        health = await w.engine.health()
+    async with world(kind) as (server, engine):
+        await update(server, engine, SECOND)
+        assert set((await read(engine, request())).versions) == {SECOND}
+        server._restart_at_once()
+        metrics(server, fault)
+        health = await engine.health()
         assert (health.ok, health.current) == (False, True)
         assert "do not say" in health.detail
-        got = await read(w.engine, request())
+        got = await read(engine, request())
         assert not got.tokens
         assert "has not said" in str(got.error)
-        w.metrics(None)
-        assert not (await w.engine.health()).current
-        got = await read(w.engine, request())
+        metrics(server, None)
+        assert not (await engine.health()).current
+        got = await read(engine, request())
         assert not got.tokens
         assert "started anew" in str(got.error)
-        await w.update(THIRD)
-        assert (await w.engine.health()).current
-        assert set((await read(w.engine, request())).versions) == {THIRD}
+        await update(server, engine, THIRD)
+        assert (await engine.health()).current
+        assert set((await read(engine, request())).versions) == {THIRD}
 
 
 @pytest.mark.parametrize("kind", KINDS)
 async def test_answers_wait_for_metrics_that_fail_for_a_while(kind: str) -> None:
     """The same process all the time: nothing is lost, and nothing is handed over before it is known."""
-    async with world(kind) as w:
-        await w.update(SECOND)
-        w.metrics(ControlFault.HTML)
-        reading = asyncio.create_task(read(w.engine, request()))
+    async with world(kind) as (server, engine):
+        await update(server, engine, SECOND)
+        metrics(server, ControlFault.HTML)
+        reading = asyncio.create_task(read(engine, request()))
         looks = 0
 
         async def look() -> bool | None:
@@ -121,10 +88,10 @@ async def test_answers_wait_for_metrics_that_fail_for_a_while(kind: str) -> None
             looks += 1
             return await real()
 
-        real, w.engine._confirmation._check = w.engine._confirmation._check, look
+        real, engine._confirmation._check = engine._confirmation._check, look
         await until(lambda: looks >= 3)
         assert not reading.done()
-        w.metrics(None)
+        metrics(server, None)
         got = await reading
         assert got.error is None
         assert set(got.versions) == {SECOND}
@@ -134,67 +101,58 @@ async def test_answers_wait_for_metrics_that_fail_for_a_while(kind: str) -> None
 @pytest.mark.parametrize("kind", KINDS)
 async def test_a_restart_during_the_transfer_is_no_update(kind: str, fault: ControlFault | None) -> None:
     """The weights went into a process that is gone; where the metrics do not tell it, nothing is handed over."""
-    async with world(kind) as w:
-        await w.engine.pause()
-        w.write(1)
-        w.restart()
-        w.metrics(fault)
+    async with world(kind) as (server, engine):
+        await engine.pause()
+        server.weights = "w1"
+        server._restart_at_once()
+        metrics(server, fault)
         if fault is None:
             with pytest.raises(EngineError, match="started anew while weights were handed over"):
-                await w.engine.update_weights(SECOND)
+                await engine.update_weights(SECOND)
         else:
-            await w.engine.update_weights(SECOND)
-        await w.engine.resume()
-        w.metrics(None)
+            await engine.update_weights(SECOND)
+        await engine.resume()
+        metrics(server, None)
         if fault is None:
-            w.engine._labels.present, w.engine._process.keeps_weights = SECOND, False
-        assert not (await w.engine.health()).current
-        assert not (await read(w.engine, request())).tokens
-        await w.update(THIRD)
-        assert set((await read(w.engine, request())).versions) == {THIRD}
+            engine._labels.present, engine._process.keeps_weights = SECOND, False
+        assert not (await engine.health()).current
+        assert not (await read(engine, request())).tokens
+        await update(server, engine, THIRD)
+        assert set((await read(engine, request())).versions) == {THIRD}
 
 
 @pytest.mark.parametrize("kind", KINDS)
 async def test_before_the_first_update_a_new_process_has_the_right_weights(kind: str) -> None:
     """Those of the start: nothing is held back."""
-    async with world(kind) as w:
-        w.metrics(ControlFault.FAILS)
-        assert (await w.engine.health()).ok
-        assert set((await read(w.engine, request())).versions) == {FIRST}
+    async with world(kind) as (server, engine):
+        metrics(server, ControlFault.FAILS)
+        assert (await engine.health()).ok
+        assert set((await read(engine, request())).versions) == {FIRST}
 
 
 async def test_a_server_that_says_nothing_of_its_process() -> None:
     """Only that its port was found closed tells of another one; after a transfer it waits for the next then."""
-    async with vllm_fixtures.served(developer=False, scale_out=False, without=("/metrics",)) as (server, engine):
+    async with served("vllm", developer=False, scale_out=False, without=("/metrics",)) as (server, engine):
         server.die()
         assert not (await engine.health()).ok
         await server.restart()
         assert (await engine.health()).current
-        await engine.pause()
-        server.weights = "w1"
-        await engine.update_weights(SECOND)
-        await engine.resume()
+        await update(server, engine, SECOND)
         assert set((await read(engine, request())).versions) == {SECOND}
         server.die()
         assert not (await engine.health()).ok
         await server.restart()
         assert not (await engine.health()).current
         assert not (await read(engine, request())).tokens
-        await engine.pause()
-        server.weights = "w2"
-        await engine.update_weights(THIRD)
-        await engine.resume()
+        await update(server, engine, THIRD)
         assert set((await read(engine, request())).versions) == {THIRD}
 
 
 @pytest.mark.parametrize("scale_out", [True, False], ids=["tokens", "completions"])
 async def test_a_restart_that_nobody_has_noticed_gives_no_token(scale_out: bool) -> None:
     """With labels too: what a stream brings is handed over once the label was seen, not when the response has ended."""
-    async with vllm_fixtures.served(scale_out=scale_out, config={"max_token_loss": 0}) as (server, engine):
-        await engine.pause()
-        server.weights, server.stale_cache = "w1", True
-        await engine.update_weights(SECOND)
-        await engine.resume()
+    async with served("vllm", scale_out=scale_out, config={"max_token_loss": 0}) as (server, engine):
+        await update(server, engine, SECOND)
         assert set((await read(engine, request())).versions) == {SECOND}
         server._restart_at_once()
         got = await read(engine, request())

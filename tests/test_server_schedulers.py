@@ -1,9 +1,8 @@
-"""The real scheduler over fake vLLM and SGLang servers: aborts, faults and weights from disk, and nothing is lost."""
+"""The real scheduler over fake servers of every kind: aborts, faults and new weights, and nothing is lost."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,35 +16,26 @@ from fake_servers.base import (
     PlannedControlFault,
     PlannedFault,
     RequestFault,
+    uncut,
 )
-from fake_servers.sglang import FakeSglangRouter, FakeSglangServer, fake_sglang_response
-from fake_servers.vllm import FakeVllmServer, fake_vllm_response
-from real_schedulers import reward
-from sglang_fixtures import ServerThread
-from vllm_fixtures import KNOWN
+from fake_servers.openai import FakeOpenAIServer
+from fake_servers.sglang import FakeSglangRouter, FakeSglangServer
+from fake_servers.vllm import FakeVllmServer
+from real_schedulers import assert_nothing_is_left, reward
+from server_fixtures import KINDS, ServerThread, settings
 
 import april
 from april.core import engine_table
 from april.core.batch import Batch
 from april.engines.http import server_process
+from april.engines.openai.wire import TokenShape
 
 MAX_LEN = 80
 STEPS = 5
 
 
-@dataclass(frozen=True)
-class Kind:
-    """Servers of one kind."""
-
-    server: Callable[..., Any]
-    response: Callable[..., tuple[list[int], list[float]]]
-    engine: dict[str, Any]
-
-
-KINDS = {
-    "vllm": Kind(FakeVllmServer, fake_vllm_response, {"kind": "vllm", **KNOWN}),
-    "sglang": Kind(FakeSglangServer, fake_sglang_response, {"kind": "sglang", "eos_token_ids": (2,)}),
-}
+OPENAI = {"honours_seeds": False}
+"""So that no token depends on a seed."""
 
 
 def prompts() -> Iterator[list[int]]:
@@ -53,7 +43,7 @@ def prompts() -> Iterator[list[int]]:
         yield [3 + i % 400, 7, 9]
 
 
-def check(kind: str, batch: Batch) -> int:
+def check(batch: Batch) -> int:
     """Each segment is what its weights say to what stands before it; returns how many samples were cut."""
     for sample in batch.samples:
         before = np.asarray(sample.prompt.token_ids).tolist()
@@ -61,7 +51,7 @@ def check(kind: str, batch: Batch) -> int:
         for segment in sample.segments:
             tokens = sample.tokens[at : at + segment.count].tolist()
             logprobs = sample.logprobs[at : at + segment.count].tolist()
-            expected = KINDS[kind].response(before, weights=f"w{segment.version.n}", max_tokens=segment.count)
+            expected = uncut(before, weights=f"w{segment.version.n}", max_tokens=segment.count)
             assert (tokens, logprobs) == expected, sample.id
             before += tokens
             at += segment.count
@@ -70,27 +60,36 @@ def check(kind: str, batch: Batch) -> int:
     return sum(sample.attempts > 1 for sample in batch.samples)
 
 
-def check_uncut(kind: str, scheduler: april.RolloutScheduler) -> None:
+def check_uncut(scheduler: april.RolloutScheduler) -> None:
     """The next batch has the servers' own uncut responses, of mean length 60; the ledger is exact."""
     for sample in scheduler.next_batch().samples:
-        whole = KINDS[kind].response(sample.prompt.token_ids, max_tokens=MAX_LEN, mean_length=60)[0]
+        whole = uncut(sample.prompt.token_ids, max_tokens=MAX_LEN, mean_length=60)[0]
         assert sample.tokens.tolist() == whole
     assert scheduler.ledger()["tokens"].balanced
 
 
-def train(kind: str, scheduler: april.RolloutScheduler, directory: Path) -> int:
+def train(servers: list[Any], scheduler: april.RolloutScheduler, directory: Path) -> int:
     """Steps with a weight update after each; the ledger is exact at every boundary."""
     cut = 0
     for step in range(STEPS):
         batch = scheduler.next_batch()
         assert batch.version.n == step
-        cut += check(kind, batch)
+        cut += check(batch)
         assert scheduler.ledger()["tokens"].balanced
         weights = directory / f"w{step + 1}"
         weights.mkdir()
         (weights / "model.safetensors").write_bytes(b"")
-        scheduler.weight_update(path=str(weights))
+        if isinstance(servers[0], FakeOpenAIServer):
+            scheduler.weight_update(transfer=lambda name=weights.name: hand_over(servers, name))
+        else:
+            scheduler.weight_update(path=str(weights))
     return cut
+
+
+def hand_over(servers: list[Any], weights: str) -> None:
+    """What a trainer does where servers load nothing; their open streams have been closed."""
+    for server in servers:
+        server.weights = weights
 
 
 def scheduler_over(kind: str, servers: list[Any], engine: dict[str, Any], **changes: Any) -> april.RolloutScheduler:
@@ -101,7 +100,7 @@ def scheduler_over(kind: str, servers: list[Any], engine: dict[str, Any], **chan
         over_sampling_batch_size=10,
         max_response_len=MAX_LEN,
         abort_resend_s=0.05,
-        engine={**KINDS[kind].engine, "urls": [server.url for server in servers], **engine},
+        engine=settings(kind, *servers, eos_token_ids=(2,), **engine),
         **changes,
     )
     return april.RolloutScheduler(config, prompts=prompts(), reward=reward, check=True)
@@ -113,22 +112,24 @@ def scheduler_over(kind: str, servers: list[Any], engine: dict[str, Any], **chan
         *(("vllm", options, {"max_token_loss": loss}) for loss in (None, 0)
           for options in ({}, {"scale_out": False}, {"processes": 2})),
         *(("sglang", {"incremental": incremental}, {}) for incremental in (True, False)),
+        *(("openai", {"shape": shape, "tokens_ahead": 2, **OPENAI}, {}) for shape in TokenShape),
     ],
     ids=str,
 )  # fmt: skip
 def test_steps_over_two_servers(kind: str, options: dict[str, Any], engine: dict[str, Any], tmp_path: Path) -> None:
     """Every delivered token is the servers' own under its version, samples were cut, and the ledger is exact."""
     # few places: when a step has what it needs, others are still in the queue, whatever the threads' order
-    servers = [KINDS[kind].server(**options, max_running=2, turns=20) for _ in range(2)]
+    servers = [KINDS[kind][0](**options, max_running=2, turns=20) for _ in range(2)]
     with ServerThread(*servers), scheduler_over(kind, servers, engine) as scheduler:
-        assert train(kind, scheduler, tmp_path) > 0
+        assert train(servers, scheduler, tmp_path) > 0
+        assert scheduler.ledger()["tokens"].observed <= sum(run.sent for server in servers for run in server.runs)
         for server in servers:
             assert not server.violations
             assert server.weights == f"w{STEPS}"
-            assert server.label.startswith(f"v0.{STEPS}-")
+            assert server.label.startswith(f"v0.{STEPS}-") or kind == "openai"
             if kind == "vllm":
                 assert all(body["request_ids"] for _, body in server.aborts)
-            else:
+            elif kind == "sglang":
                 assert all(body.get("rid") for body in server.aborts)
 
 
@@ -139,7 +140,7 @@ def test_steps_through_a_router(tmp_path: Path) -> None:
         router = FakeSglangRouter([server.url for server in servers])
         thread.call(router.start())
         with scheduler_over("sglang", servers, {"router": router.url}) as scheduler:
-            assert train("sglang", scheduler, tmp_path) > 0
+            assert train(servers, scheduler, tmp_path) > 0
         assert {server.url for server in servers} == set(router.passed)
         assert [server.weights for server in servers] == [f"w{STEPS}"] * 2
         thread.call(router.close())
@@ -154,6 +155,7 @@ NOT_HERE = (RequestFault.SERVER_DIES, RequestFault.ABORT_NEVER_ENDS, *KEEPS_ALIV
         *(("vllm", fault, {"max_token_loss": loss}) for loss in (None, 0) for fault in VLLM_FAULTS
           if fault not in (*NOT_HERE, RequestFault.REFUSED)),
         *(("sglang", fault, {}) for fault in SGLANG_FAULTS if fault not in NOT_HERE),
+        *(("openai", fault, {}) for fault in VLLM_FAULTS if fault not in (*NOT_HERE, RequestFault.REFUSED)),
     ],
     ids=str,
 )  # fmt: skip
@@ -162,13 +164,14 @@ def test_faults_lose_nothing_that_came(
 ) -> None:
     """Whatever the server does with a few requests, what is delivered is right and the ledger is exact."""
     monkeypatch.setattr(engine_table, "PROBE_INTERVAL_S", 0.01)
-    server = KINDS[kind].server(max_running=6, turns=20)
+    server = KINDS[kind][0](max_running=6, turns=20, **(OPENAI if kind == "openai" else {}))
     with ServerThread(server), scheduler_over(kind, [server], engine) as scheduler:
         first = len(server.runs)
         server.faults += [PlannedFault(fault, request=first + i, after_tokens=i % 3) for i in (2, 7, 20)]
-        train(kind, scheduler, tmp_path)
+        train([server], scheduler, tmp_path)
         assert not server.violations
         assert [planned.times for planned in server.faults] == [0, 0, 0]
+        assert set(scheduler.ledger()["tokens"].dropped) <= {"corrupt"} or kind != "openai"
 
 
 def test_an_abort_that_never_ends_is_fenced(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -181,7 +184,7 @@ def test_an_abort_that_never_ends_is_fenced(monkeypatch: pytest.MonkeyPatch) -> 
         # more requests than places: the last ones still run when the step has what it needs
         server.faults += [PlannedFault(RequestFault.ABORT_NEVER_ENDS, request=len(server.runs) + 19)]
         for _ in range(2):
-            check_uncut("sglang", scheduler)
+            check_uncut(scheduler)
             assert not scheduler.ledger()["tokens"].dropped
         assert [planned.times for planned in server.faults] == [0]
 
@@ -190,7 +193,7 @@ def test_an_abort_that_never_ends_is_fenced(monkeypatch: pytest.MonkeyPatch) -> 
 def test_a_killed_server_is_lived_without(kind: str, engine: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """One of two servers dies with requests in flight: their samples finish on the other from what had come."""
     monkeypatch.setattr(engine_table, "PROBE_INTERVAL_S", 0.01)
-    servers = [KINDS[kind].server(max_running=6, turns=20, mean_length=60) for _ in range(2)]
+    servers = [KINDS[kind][0](max_running=6, turns=20, mean_length=60) for _ in range(2)]
     with ServerThread(*servers), scheduler_over(kind, servers, engine) as scheduler:
         first = len(servers[0].runs)
         # which samples come here is a matter of threads, and a response that is shorter kills nothing
@@ -198,7 +201,7 @@ def test_a_killed_server_is_lived_without(kind: str, engine: dict[str, Any], mon
             PlannedFault(RequestFault.SERVER_DIES, request=first + n, after_tokens=5) for n in range(12)
         ]
         for _ in range(3):
-            check_uncut(kind, scheduler)
+            check_uncut(scheduler)
         assert not servers[0].alive
 
 
@@ -212,12 +215,9 @@ def test_a_restart_that_the_metrics_hide(scale_out: bool, well_again: bool, monk
     monkeypatch.setattr(server_process, "PATIENCE_S", 0.1)
     server = FakeVllmServer(developer=False, scale_out=scale_out, max_running=6, turns=20)
 
-    def hand_over(n: int) -> None:
-        server.weights = f"w{n}"
-
     def until_refused() -> None:
         for _ in range(20):
-            check("vllm", scheduler.next_batch())
+            check(scheduler.next_batch())
 
     async def restart() -> None:
         server._restart_at_once()
@@ -225,16 +225,24 @@ def test_a_restart_that_the_metrics_hide(scale_out: bool, well_again: bool, monk
         server.control_faults.append(PlannedControlFault(kind=ControlFault.HTML, route="/metrics", times=times))
 
     with ServerThread(server) as thread, scheduler_over("vllm", [server], {}, outage_deadline_s=1.0) as scheduler:
-        check("vllm", scheduler.next_batch())
-        scheduler.weight_update(transfer=lambda: hand_over(1))
-        check("vllm", scheduler.next_batch())
+        check(scheduler.next_batch())
+        scheduler.weight_update(transfer=lambda: hand_over([server], "w1"))
+        check(scheduler.next_batch())
         thread.call(restart())
         with pytest.raises(april.AprilError, match="no engine with the current weights"):
             until_refused()
         server.control_faults.clear()
-        scheduler.weight_update(transfer=lambda: hand_over(2))
+        scheduler.weight_update(transfer=lambda: hand_over([server], "w2"))
         for _ in range(3):
             batch = scheduler.next_batch()
-            check("vllm", batch)
+            check(batch)
             assert batch.metrics[f"engine/{server.url.partition('//')[2]}/unverified_weights"] == 1.0
         assert scheduler.ledger()["tokens"].balanced
+
+
+def test_a_server_that_cannot_be_used_fails_the_start() -> None:
+    """Nothing stays open, not even the connections to the server that could be used."""
+    servers = [FakeOpenAIServer(), FakeOpenAIServer(None)]
+    with ServerThread(*servers), pytest.raises(april.ConfigError, match="gives no token ids"):
+        scheduler_over("openai", servers, {})
+    assert_nothing_is_left()

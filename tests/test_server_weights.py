@@ -7,11 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import sglang_fixtures
-import vllm_fixtures
-from fake_servers.sglang import fake_sglang_response
-from fake_servers.vllm import fake_vllm_response
-from sglang_fixtures import PROMPT, Got, read, request, until
+from fake_servers.base import uncut
+from server_fixtures import KINDS, PROMPT, Got, beside, connected, read, request, served, until
 
 from april.core.versions import PolicyVersion
 from april.engines.protocol import EngineFinish
@@ -19,8 +16,6 @@ from april.engines.sglang import engine as sglang
 from april.engines.sglang.worker import HalfUpdated
 from april.errors import EngineError, EngineUnreachable
 
-KINDS = {"vllm": vllm_fixtures, "sglang": sglang_fixtures}
-RESPONSES = {"vllm": fake_vllm_response, "sglang": fake_sglang_response}
 V1 = PolicyVersion(0, 1)
 LONG = 10**6
 
@@ -32,20 +27,29 @@ def saved(directory: Path, name: str) -> str:
     return str(directory / name)
 
 
+@pytest.mark.parametrize("from_disk", [True, False], ids=["from disk", "handed over"])
 @pytest.mark.parametrize(
-    ("kind", "options"), [("vllm", {}), ("vllm", {"scale_out": False}), ("sglang", {})], ids=str
+    ("kind", "options"), [("vllm", {}), ("vllm", {"scale_out": False}), ("sglang", {}), ("openai", {})], ids=str
 )
-async def test_update_from_disk(tmp_path: Path, kind: str, options: dict[str, Any]) -> None:
-    """What runs is ended with its tokens, what comes waits, can be aborted, and gets the new weights and version."""
-    async with KINDS[kind].served(**options, stepped=True, mean_length=LONG) as (server, engine):
-        reading = asyncio.create_task(read(engine, request()))
+async def test_an_update(tmp_path: Path, kind: str, options: dict[str, Any], from_disk: bool) -> None:
+    """What runs is ended with its tokens, what comes waits, can be aborted, and gets the new weights and version.
+
+    Cache and label are april's affair in both ways; an OpenAI-compatible server has neither, and no route for a path.
+    """
+    async with served(kind, **options, stepped=True, mean_length=LONG) as (server, engine):
+        cut = Got()
+        reading = asyncio.create_task(read(engine, request(), cut))
         await until(lambda: server.open_requests == 1)
         server.step(4)
+        if kind == "openai":
+            await until(lambda: len(cut.tokens) == 4)
+            with pytest.raises(EngineError, match="pause it first"):
+                await engine.update_weights(V1)
         await engine.pause()
-        cut = await reading
+        await reading
         assert cut.finish is EngineFinish.ABORT
-        made = 4 if kind == "vllm" else 5  # a running request of SGLang makes one token more
-        assert cut.tokens == RESPONSES[kind](PROMPT, mean_length=LONG)[0][:made]
+        made = 5 if kind == "sglang" else 4  # a running request of SGLang makes one token more
+        assert cut.tokens == uncut(PROMPT, mean_length=LONG)[0][:made]
         assert server.pause_mode is None
         waiting, ended = request(), request()
         readings = [asyncio.create_task(read(engine, asked)) for asked in (waiting, ended)]
@@ -53,40 +57,34 @@ async def test_update_from_disk(tmp_path: Path, kind: str, options: dict[str, An
         await engine.abort([ended.attempt_id])
         assert (await readings[1]).finish is EngineFinish.ABORT
         server.resets_refused = 2
-        await engine.update_weights(V1, saved(tmp_path, "w1"))
-        await engine.update_weights(V1, str(tmp_path / "w1"))
+        path = saved(tmp_path, "w1") if from_disk else None
+        if kind == "openai" and from_disk:
+            with pytest.raises(EngineError, match=r"no route that loads weights from disk.*transfer="):
+                await engine.update_weights(V1, path)
+            path = None
+        if path is None:
+            server.weights, server.stale_cache = "w1", kind != "openai"
+        await engine.update_weights(V1, path)
+        await engine.update_weights(V1, path)
         assert len(server.runs) == 1
         server.go_on()
         await engine.resume()
         got = await readings[0]
-        assert got.tokens == RESPONSES[kind](PROMPT, weights="w1", mean_length=LONG)[0]
+        assert got.tokens == uncut(PROMPT, weights="w1", mean_length=LONG)[0]
         assert set(got.versions) == {V1}
-        assert server.label.startswith("v0.1-")
-        if kind == "sglang":
+        assert server.label.startswith("v0.1-") or kind == "openai"
+        if kind == "sglang" and from_disk:
             assert server.updates[0]["abort_all_requests"] is False
         health = await engine.health()
         assert (health.ok, health.current) == (True, True)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-async def test_transferred_weights_get_an_empty_cache_and_a_label(kind: str) -> None:
-    """Without a path the trainer has transferred the weights: cache and name are april's."""
-    async with KINDS[kind].served() as (server, engine):
-        await engine.pause()
-        server.weights, server.stale_cache = "w1", True
-        await engine.update_weights(V1)
-        await engine.resume()
-        got = await read(engine, request())
-        assert got.tokens == RESPONSES[kind](PROMPT, weights="w1")[0]
-        assert set(got.versions) == {V1}
-
-
 @pytest.mark.parametrize(
-    ("kind", "options"), [("vllm", {}), ("vllm", {"developer": False}), ("sglang", {})], ids=str
+    ("kind", "options"), [("vllm", {}), ("vllm", {"developer": False}), ("sglang", {}), ("openai", {})], ids=str
 )
 async def test_a_restart_is_seen(kind: str, options: dict[str, Any]) -> None:
     """By its label, or by the start of its process; until it is given weights its tokens are nobody's."""
-    async with KINDS[kind].served(**options) as (server, engine):
+    async with served(kind, **options) as (server, engine):
         assert (await engine.health()).current
         server.die()
         assert not (await engine.health()).ok
@@ -97,7 +95,7 @@ async def test_a_restart_is_seen(kind: str, options: dict[str, Any]) -> None:
         await server.restart()
         health = await engine.health()
         assert (health.ok, health.current) == (True, False)
-        if not options:  # where nothing names weights, those of the start are version 0 again
+        if not options and kind != "openai":  # where nothing names weights, those of the start are version 0 again
             assert isinstance((await read(engine, request())).error, EngineError)
         await engine.pause()
         await engine.update_weights(V1)
@@ -109,13 +107,14 @@ async def test_a_restart_is_seen(kind: str, options: dict[str, Any]) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 async def test_health_says_the_load(kind: str) -> None:
     """Running and waiting requests, those of others included; the probe itself is no request."""
-    async with KINDS[kind].served(stepped=True, max_running=2, mean_length=LONG) as (server, engine):
+    async with served(kind, stepped=True, max_running=2, mean_length=LONG) as (server, engine):
         readings = [asyncio.create_task(read(engine, request())) for _ in range(5)]
         await until(lambda: server.open_requests == 5)
         server.step()
         load = (await engine.health()).load
         assert (load.running, load.waiting) == (2, 3)
         assert 0 < load.kv_usage <= 1
+        assert load.preemptions == (0 if kind == "sglang" else 3)
         assert len(server.runs) == 5
         server.go_on()
         await asyncio.gather(*readings)
@@ -126,7 +125,7 @@ async def test_health_says_the_load(kind: str) -> None:
 
 async def test_a_directory_without_weights(tmp_path: Path) -> None:
     """The server is not asked to load it, keeps its weights and version, and serves on."""
-    async with vllm_fixtures.served() as (server, engine):
+    async with served("vllm") as (server, engine):
         for path in (tmp_path, tmp_path / "nowhere"):
             await engine.pause()
             with pytest.raises(EngineError, match="no weights in it"):
@@ -135,13 +134,13 @@ async def test_a_directory_without_weights(tmp_path: Path) -> None:
         assert server.weights == "w0"
         assert server.label.startswith("v0.0-")
         got = await read(engine, request())
-        assert got.tokens == fake_vllm_response(PROMPT)[0]
+        assert got.tokens == uncut(PROMPT)[0]
         assert set(got.versions) == {PolicyVersion(0, 0)}
 
 
 async def test_a_load_that_fails(tmp_path: Path) -> None:
     """The server may be without weights: it gets no request before an update has succeeded."""
-    async with vllm_fixtures.served() as (server, engine):
+    async with served("vllm") as (server, engine):
         await engine.pause()
         with pytest.raises(EngineError, match="could not load"):
             await engine.update_weights(V1, saved(tmp_path, "missing"))
@@ -157,7 +156,7 @@ async def test_a_load_that_fails(tmp_path: Path) -> None:
 
 async def test_a_path_where_the_server_has_no_route(tmp_path: Path) -> None:
     """A sentence, and nothing is changed."""
-    async with vllm_fixtures.served(developer=False) as (server, engine):
+    async with served("vllm", developer=False) as (server, engine):
         await engine.pause()
         with pytest.raises(EngineError, match="VLLM_SERVER_DEV_MODE=1"):
             await engine.update_weights(V1, saved(tmp_path, "w1"))
@@ -167,8 +166,8 @@ async def test_a_path_where_the_server_has_no_route(tmp_path: Path) -> None:
 
 async def test_two_aprils_on_one_server_do_not_take_each_other_for_themselves() -> None:
     """Both call their weights version 0; the one that came first notices, and claims no version for their tokens."""
-    async with vllm_fixtures.served() as (server, engine):
-        other = await vllm_fixtures.beside(server)
+    async with served("vllm") as (server, engine):
+        other = await beside("vllm", server)
         assert not (await engine.health()).current
         assert (await other.health()).current
         got = await read(engine, request())
@@ -180,7 +179,7 @@ async def test_two_aprils_on_one_server_do_not_take_each_other_for_themselves() 
 
 async def test_tokens_of_foreign_weights_are_refused() -> None:
     """Somebody else has named the weights: no version is claimed for their tokens."""
-    async with vllm_fixtures.served() as (server, engine):
+    async with served("vllm") as (server, engine):
         server.label = "step-9"
         got = await read(engine, request())
         assert "step-9" in str(got.error)
@@ -193,7 +192,7 @@ async def test_tokens_of_foreign_weights_are_refused() -> None:
 
 async def test_a_probe_that_sees_the_trainers_weights_first_takes_them_for_an_update() -> None:
     """Where an update of others is followed it begins one; a server that was started anew has lost its weights."""
-    async with sglang_fixtures.served() as (server, engine):
+    async with served("sglang") as (server, engine):
         begun: list[bool] = []
         engine.on_foreign_pause = lambda: begun.append(engine.is_paused_by_others)
         server.label = "2"
@@ -208,13 +207,13 @@ async def test_a_probe_that_sees_the_trainers_weights_first_takes_them_for_an_up
 
 @pytest.mark.parametrize("labels", [True, False])
 async def test_a_server_that_cannot_load_keeps_weights_and_version(labels: bool) -> None:
-    async with sglang_fixtures.served(labels=labels) as (_, engine):
+    async with served("sglang", labels=labels) as (_, engine):
         await engine.pause()
         with pytest.raises(EngineError, match=r"could not load /weights/missing as v0.1-.* it keeps the weights"):
             await engine.update_weights(V1, "/weights/missing")
         await engine.resume()
         got = await read(engine, request())
-        assert got.tokens == fake_sglang_response(PROMPT)[0]
+        assert got.tokens == uncut(PROMPT)[0]
         assert set(got.versions) == {PolicyVersion(0, 0)}
         assert (await engine.health()).ok
 
@@ -225,9 +224,9 @@ async def test_requests_of_others_live_through_an_update() -> None:
     Their label is not taken for a version of the other client's own, though it has updated nothing yet either.
     """
     config = {"max_token_loss": 100}
-    async with sglang_fixtures.served(stepped=True, mean_length=LONG, config=config) as (server, engine):
+    async with served("sglang", stepped=True, mean_length=LONG, config=config) as (server, engine):
         server.go_on()
-        other = await sglang_fixtures.connected(server, config)
+        other = await connected("sglang", server, **config)
         server.stepped = True
         reading = asyncio.create_task(read(other, request()))
         await until(lambda: server.waiting == 1)
@@ -239,8 +238,8 @@ async def test_requests_of_others_live_through_an_update() -> None:
         server.go_on()
         await engine.resume()
         got = await reading
-        first = fake_sglang_response(PROMPT, mean_length=LONG)[0][:10]
-        rest = fake_sglang_response(PROMPT + first, weights="w1", max_tokens=54, mean_length=LONG)[0]
+        first = uncut(PROMPT, mean_length=LONG)[0][:10]
+        rest = uncut(PROMPT + first, weights="w1", max_tokens=54, mean_length=LONG)[0]
         assert server.runs[-1].ids == first + rest
         assert server.runs[-1].finish == {"type": "length", "length": 64}
         # that one is an april too, which has named none of the new weights
@@ -253,7 +252,7 @@ async def test_requests_of_others_live_through_an_update() -> None:
 
 async def test_tokens_of_weights_that_april_did_not_name_are_refused() -> None:
     """Behind april's back: what came under the known label stays, what follows is never handed over."""
-    async with sglang_fixtures.served(stepped=True, mean_length=LONG) as (server, engine):
+    async with served("sglang", stepped=True, mean_length=LONG) as (server, engine):
         got = Got()
         reading = asyncio.create_task(read(engine, request(), got))
         await until(lambda: server.waiting == 1)
@@ -264,7 +263,7 @@ async def test_tokens_of_weights_that_april_did_not_name_are_refused() -> None:
         await reading
         assert type(got.error) is EngineError
         assert "'step-7'" in str(got.error)
-        assert got.tokens == fake_sglang_response(PROMPT, mean_length=LONG)[0][: len(got.tokens)]
+        assert got.tokens == uncut(PROMPT, mean_length=LONG)[0][: len(got.tokens)]
         # the answer's spans say that three tokens more were of the known weights
         assert len(got.tokens) == 20
         health = await engine.health()
@@ -275,8 +274,8 @@ async def test_tokens_of_weights_that_april_did_not_name_are_refused() -> None:
 @pytest.mark.parametrize("route", ["/model_info", "/update_weight_version", "/continue_generation"])
 async def test_what_fails_behind_new_weights_leaves_a_half_update(path: str | None, route: str) -> None:
     """The server has new weights, and april does not know all that belongs to them: no request before an update."""
-    async with sglang_fixtures.served(stepped=True, mean_length=LONG) as (server, engine):
-        other = await sglang_fixtures.beside(server)
+    async with served("sglang", stepped=True, mean_length=LONG) as (server, engine):
+        other = await beside("sglang", server)
         reading = asyncio.create_task(read(other, request()))
         await until(lambda: server.waiting == 1)
         await engine.pause()
@@ -302,7 +301,7 @@ async def test_what_fails_behind_new_weights_leaves_a_half_update(path: str | No
 
 async def test_an_update_that_is_cancelled_leaves_no_version() -> None:
     """What the server made of it is not known: no request before an update has succeeded."""
-    async with sglang_fixtures.served(labels=False, stepped=True, mean_length=LONG) as (server, engine):
+    async with served("sglang", labels=False, stepped=True, mean_length=LONG) as (server, engine):
         await engine.pause()
         updating = asyncio.create_task(engine.update_weights(V1, "/weights/w1"))
         await until(lambda: bool(server.updates))
@@ -317,7 +316,7 @@ async def test_a_hanging_probe_is_an_unreachable_server(monkeypatch: pytest.Monk
     """Health says so, and raises nothing."""
     monkeypatch.setattr(sglang, "HEALTH_S", 0.0)
 
-    async with sglang_fixtures.served() as (server, engine):
+    async with served("sglang") as (server, engine):
         health = await engine.health()
         assert not health.ok
         assert f"{server.url} has not said its load and label" in health.detail

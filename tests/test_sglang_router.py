@@ -8,8 +8,9 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
-from fake_servers.sglang import FakeSglangRouter, FakeSglangServer, fake_sglang_response
-from sglang_fixtures import PROMPT, read, request, run, until
+from fake_servers.base import uncut
+from fake_servers.sglang import FakeSglangRouter, FakeSglangServer
+from server_fixtures import PROMPT, read, request, run, until
 
 from april.config.engines import SglangEngineConfig
 from april.core.versions import PolicyVersion
@@ -74,7 +75,7 @@ def test_requests_go_through_the_router_and_aborts_to_every_worker() -> None:
             prompt = r.token_ids.tolist()
             assert len(g.tokens) == 6
             rest = await read(engine, request(prompt + g.tokens, 58))
-            assert g.tokens + rest.tokens == fake_sglang_response(prompt, mean_length=10**6)[0]
+            assert g.tokens + rest.tokens == uncut(prompt, mean_length=10**6)[0]
 
     fleet_test(test, mean_length=10**6)
 
@@ -87,7 +88,7 @@ def test_weights_reach_every_worker() -> None:
         assert [server.weights for server in servers] == ["w1", "w1"]
         for _ in range(2):
             got = await read(engine, request())
-            assert got.tokens == fake_sglang_response(PROMPT, weights="w1")[0]
+            assert got.tokens == uncut(PROMPT, weights="w1")[0]
             assert set(got.versions) == {V1}
         assert len(set(router.passed[-2:])) == 2
         assert (await engine.health()).current
@@ -131,7 +132,7 @@ def test_a_killed_worker_breaks_its_requests_and_the_others_serve_on() -> None:
         got = await asyncio.gather(*reading)
         assert sum(isinstance(g.error, EngineUnreachable) for g in got) == 2
         for i, g in enumerate(got):
-            whole = fake_sglang_response([*PROMPT, i], mean_length=10**6)[0]
+            whole = uncut([*PROMPT, i], mean_length=10**6)[0]
             assert g.tokens == (whole if g.error is None else whole[: len(g.tokens)])
         assert (await read(engine, request())).finish is EngineFinish.LENGTH
         health = await engine.health()

@@ -6,14 +6,16 @@ import json
 from typing import Any
 
 import pytest
-from fake_servers.sglang import FakeSglangRun, answer, fake_sglang_response
+from fake_servers.base import uncut
+from fake_servers.sglang import FakeSglangRun, answer
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from responses import chunks_of, sglang_reader
+from responses import chunks_of, openai_reader, sglang_reader
 
 from april.core.versions import PolicyVersion
 from april.engines.http.response_reader import ResponseReader
 from april.engines.http.weight_labels import WeightLabels
+from april.engines.openai.wire import TokenShape
 from april.engines.protocol import Chunk, EngineFinish
 from april.engines.sglang.wire import rid_of
 from april.errors import EngineBusy, EngineError, RequestRefused, WireError
@@ -34,7 +36,7 @@ def reader(incremental: bool = True, labels: WeightLabels | None = LABELS) -> Re
 
 
 def a_run(count: int, spans: list[tuple[str, int, int]] | None = None) -> FakeSglangRun:
-    ids, logprobs = fake_sglang_response([5], max_tokens=count, mean_length=10**6) if count else ([], [])
+    ids, logprobs = uncut([5], max_tokens=count, mean_length=10**6) if count else ([], [])
     params = {"max_new_tokens": count, "min_new_tokens": 0, "temperature": 1.0}
     run = FakeSglangRun(rid_of(RID), [5], params, stream=True, ids=ids, logprobs=logprobs)
     run.spans = spans if spans is not None else [(OLD, 0, count)]
@@ -105,11 +107,16 @@ def test_damaged_answers_raise_nothing_but_engine_errors(data: st.DataObject) ->
     assert sum(len(chunk.tokens) for chunk in chunks) in (0, 12)
 
 
+SAID_SO = {"message": "said so"}
+
+
 @pytest.mark.parametrize(
     ("event", "error"),
     [
-        ({"error": {"message": "too long", "code": 400}}, RequestRefused),
-        ({"error": {"message": "full", "code": 503}}, EngineBusy),
+        *(({"error": SAID_SO | {"code": code}}, RequestRefused) for code in (400, 413, 422)),
+        *(({"error": SAID_SO | {"code": code}}, EngineBusy) for code in (429, 503)),
+        *(({"error": SAID_SO | {"code": code}}, EngineError) for code in (401, 404, 500)),
+        ({"error": SAID_SO}, EngineError),
         ({"error": "Unexpected keyword"}, EngineError),
         ({"object": "error", "message": "bad json"}, EngineError),
         ({}, WireError),
@@ -117,10 +124,14 @@ def test_damaged_answers_raise_nothing_but_engine_errors(data: st.DataObject) ->
     ],
     ids=str,
 )
-def test_errors_come_as_events_too(event: Any, error: type[EngineError]) -> None:
-    with pytest.raises(error) as raised:
-        chunks_of(reader(), json.dumps(event).encode())
+@pytest.mark.parametrize("kind", ["sglang", "openai"])
+def test_errors_come_as_events_too(kind: str, event: Any, error: type[EngineError]) -> None:
+    """By their code, as a status has one; only 400, 413 and 422 are the request's own fault."""
+    read = reader() if kind == "sglang" else openai_reader(TokenShape.RETURN_TOKEN_IDS)
+    with pytest.raises(EngineError) as raised:
+        chunks_of(read, json.dumps(event).encode())
     assert type(raised.value) is error
+    assert event == [] or "error" not in event or event["error"] != SAID_SO or "said so" in str(raised.value)
 
 
 def test_only_the_engines_own_labels_are_versions() -> None:

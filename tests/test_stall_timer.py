@@ -8,15 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 from fake_servers.base import KEEPS_ALIVE, PlannedFault, RequestFault
-from fake_servers.openai import FakeOpenAIServer
-from fake_servers.sglang import FakeSglangServer
-from fake_servers.vllm import FakeVllmServer
 from real_schedulers import reward
-from sglang_fixtures import ServerThread
-from test_openai_scheduler import Served
-from test_openai_scheduler import config as openai_config
+from server_fixtures import KINDS, ServerThread, settings
 from virtual_rollouts import RecordingEngine, Rollouts, now, on_virtual_time, table, virtual
-from vllm_fixtures import KNOWN
 
 import april
 from april.core import engine_table
@@ -201,21 +195,18 @@ def prompts() -> list[list[int]]:
 
 @pytest.mark.parametrize("loss", [None, 0], ids=["plain", "streamed"])
 @pytest.mark.parametrize("fault", KEEPS_ALIVE, ids=str)
-@pytest.mark.parametrize("vllm", [True, False], ids=["vllm", "sglang"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_servers_that_are_alive_and_say_nothing(
-    vllm: bool, fault: RequestFault, loss: int | None, monkeypatch: pytest.MonkeyPatch
+    kind: str, fault: RequestFault, loss: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Comments, pings, empty events and usage, spaces before a plain answer: the request is ended and continued."""
     monkeypatch.setattr(engine_table, "PROBE_INTERVAL_S", 0.01)
-    server: Any = (FakeVllmServer if vllm else FakeSglangServer)(max_running=6, mean_length=10**6)
+    server = KINDS[kind][0](max_running=6, mean_length=10**6)
     with ServerThread(server):
         config = april.Config(
             rollout_batch_size=2, over_sampling_batch_size=2, n_samples_per_prompt=2, max_response_len=80,
             abort_resend_s=0.05, stall_timeout_s=0.6,
-            engine={
-                "kind": "vllm" if vllm else "sglang", "urls": [server.url], "max_token_loss": loss,
-                **(KNOWN if vllm else {"eos_token_ids": (2,)}),
-            },
+            engine=settings(kind, server, eos_token_ids=(2,), max_token_loss=loss),
         )  # fmt: skip
         with april.RolloutScheduler(config, prompts=prompts(), reward=reward, check=True) as scheduler:
             planned = PlannedFault(fault, request=len(server.runs) + 1, after_tokens=2)
@@ -224,17 +215,4 @@ def test_servers_that_are_alive_and_say_nothing(
             assert planned.times == 0
             assert batch.metrics["stalled_attempts"] == 1
             assert max(sample.attempts for sample in batch.samples) == 2
-            assert not scheduler.ledger()["tokens"].dropped
-
-
-def test_an_openai_server_that_is_alive_and_says_nothing() -> None:
-    """The same for servers whose requests are ended by closing their stream."""
-    server = FakeOpenAIServer(mean_len=60)
-    with Served(server) as served:
-        config = openai_config([served.url]).model_copy(update={"stall_timeout_s": 0.3, "over_sampling_batch_size": 3})
-        with april.RolloutScheduler(config, prompts=prompts(), reward=reward, check=True) as scheduler:
-            server.faults.append(PlannedFault(RequestFault.COMMENTS, len(server.records), after_tokens=2))
-            batch = scheduler.next_batch()
-            assert not [f for f in server.faults if f.times]
-            assert batch.metrics["stalled_attempts"] == 1
             assert not scheduler.ledger()["tokens"].dropped

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Coroutine
 from typing import Any
 
 import numpy as np
 import pytest
-from fake_servers.base import PlannedFault, RequestFault
-from fake_servers.openai import PAUSED, VERSION, FakeTrtllmServer, serving_openai
-from openai_servers import PROMPT, ask, config_for, connected, greedy, logprobs_of
-from real_schedulers import assert_nothing_is_left, endless, reward
+from fake_servers.base import PlannedFault, RequestFault, uncut
+from fake_servers.openai import PAUSED, VERSION, FakeTrtllmServer
+from real_schedulers import assert_nothing_is_left
 from responses import chunks_of, openai_reader
-from test_openai_scheduler import Served
-from test_openai_scheduler import config as scheduler_config
+from server_fixtures import PROMPT, ServerThread, listening, read, request, served, settings, until
+from test_server_schedulers import check, hand_over, scheduler_over
 
 from april.config.settings import Config
 from april.core.sampling import LogprobKind
@@ -28,7 +26,6 @@ from april.engines.http.server_process import parse_metrics
 from april.engines.openai.wire import TokenShape
 from april.engines.protocol import EngineFinish, EngineLoad
 from april.errors import EngineBusy, EngineError, RequestRefused
-from april.scheduler import RolloutScheduler
 
 EXCHANGE = (
     b'{"id":"cmpl-1","object":"text_completion","created":1795342166,"model":"tiny","choices":[{"index":0,"text":"",'
@@ -45,10 +42,6 @@ EXCHANGE = (
 )
 
 
-def run(test: Coroutine[Any, Any, None]) -> None:
-    asyncio.run(test)
-
-
 def test_its_exchange_is_read() -> None:
     """Word by word as its route writes it."""
     reader = openai_reader(TokenShape.DETOKENIZE, [1, 4, 7])
@@ -61,33 +54,33 @@ def test_its_exchange_is_read() -> None:
     assert (chunks[-1].finish, reader.progress) == (EngineFinish.LENGTH, Progress.DONE)
 
 
+def trtllm(**options: Any) -> Any:
+    """A stand-in and the engine before it."""
+    return served("openai", server=FakeTrtllmServer(**options))
+
+
 async def test_it_is_recognised_and_asked_nothing_that_it_refuses() -> None:
     """One way of token ids, no key that it does not know, no seed that it would not keep, and never /metrics."""
-    server = FakeTrtllmServer()
-    async with connected(server) as engine:
+    async with trtllm() as (server, engine):
         assert engine.facts.software == f"TensorRT-LLM {VERSION}"
         assert engine.facts.token_shape is TokenShape.DETOKENIZE
         assert engine.capabilities.logprob_kind is LogprobKind.RAW
-        expected = greedy(server, PROMPT, 50)
-        answer = await ask(engine)
-        assert (answer.tokens, answer.logprobs) == (expected, logprobs_of(server, expected))
+        got = await read(engine, request())
+        assert (got.tokens, got.logprobs) == uncut(PROMPT)
         await engine.pause()
         await engine.update_weights(PolicyVersion(0, 1))
         await engine.resume()
         health = await engine.health()
-        assert health.ok
-        assert health.load is None
-    assert server.refused == []
-    assert server.asked["/metrics"] == 0
-    assert server.asked["/prometheus/metrics"] == 1
+        assert (health.ok, health.load) == (True, None)
+        assert server.refused == []
+        assert (server.asked["/metrics"], server.asked["/prometheus/metrics"]) == (0, 1)
 
 
 async def test_its_prometheus_page_is_used_where_it_is() -> None:
     """Once it was there at the start."""
-    server = FakeTrtllmServer(prometheus=True)
-    async with connected(server) as engine:
+    async with trtllm(prometheus=True) as (server, engine):
         assert (await engine.health()).load == EngineLoad(0, 1, 0.5)
-    assert server.asked["/metrics"] == 0
+        assert server.asked["/metrics"] == 0
 
 
 @pytest.mark.parametrize("value", ["NaN", "+Inf", "-1", "many"])
@@ -100,17 +93,16 @@ def test_numbers_of_a_metrics_page_are_looked_at(value: str) -> None:
 
 async def test_its_seeds_count_as_not_honoured() -> None:
     """Alone it keeps them, so that asking would say yes; together it does not. A note says what that means."""
-    server = FakeTrtllmServer(mean_len=10_000)
-    async with connected(server) as engine:
-        sampling: dict[str, Any] = {"max_tokens": 20, "temperature": 1.0, "seed": 7}
-        alone = [(await ask(engine, f"a{i}", **sampling)).tokens for i in range(2)]
+    async with trtllm(mean_length=10**6) as (server, engine):
+        asked = {"temperature": 1.0, "seed": 7, "max_tokens": 20}
+        alone = [(await read(engine, request(**asked))).tokens for _ in range(2)]
         assert alone[0] == alone[1]
-        server.hold(1)
-        beside = asyncio.create_task(ask(engine, "b0", [9, 9], 20))
-        await server.until_held(1)
-        together = asyncio.create_task(ask(engine, "b1", **sampling))
-        await server.until_held(2)
-        server.release()
+        server.limit(1)
+        beside = asyncio.create_task(read(engine, request([9, 9], 20)))
+        await until(lambda: server.stopped == 1)
+        together = asyncio.create_task(read(engine, request(**asked)))
+        await until(lambda: server.stopped == 2)
+        server.limit()
         assert (await together).tokens != alone[0]
         await beside
         assert not engine.capabilities.honours_seeds
@@ -121,14 +113,13 @@ async def test_its_seeds_count_as_not_honoured() -> None:
 
 async def test_a_paused_engine_is_busy_and_its_requests_are_not_refused() -> None:
     """It answers 400, as to a wrong request; nothing was begun, and the request is answered when it goes on."""
-    server = FakeTrtllmServer()
-    async with connected(server) as engine:
+    async with trtllm() as (server, engine):
         server.paused = True
-        answer = await ask(engine)
-        assert isinstance(answer.error, EngineBusy)
-        assert PAUSED in str(answer.error)
+        got = await read(engine, request())
+        assert isinstance(got.error, EngineBusy)
+        assert PAUSED in str(got.error)
         server.paused = False
-        assert (await ask(engine, "a2")).tokens == greedy(server, PROMPT, 50)
+        assert (await read(engine, request())).tokens == uncut(PROMPT)[0]
 
 
 @pytest.mark.parametrize(
@@ -150,13 +141,12 @@ def test_what_counts_as_at_rest(status: int, said: str, error: type[EngineError]
 
 async def test_an_error_inside_of_a_stream_keeps_what_came() -> None:
     """With null for a code, and [DONE] twice behind it."""
-    server = FakeTrtllmServer(mean_len=10_000)
-    async with connected(server) as engine:
-        server.faults.append(PlannedFault(RequestFault.ENGINE_DIES, 0, after_tokens=6))
-        answer = await ask(engine)
-        assert type(answer.error) is EngineError
-        assert "the engine is dead" in str(answer.error)
-        assert answer.tokens == greedy(server, PROMPT, 50)[:6]
+    async with trtllm(mean_length=10**6) as (server, engine):
+        server.faults.append(PlannedFault(RequestFault.ENGINE_DIES, after_tokens=6))
+        got = await read(engine, request())
+        assert type(got.error) is EngineError
+        assert "the engine is dead" in str(got.error)
+        assert got.tokens == uncut(PROMPT, mean_length=10**6)[0][:6]
 
 
 def test_a_context_that_is_smaller_than_was_said_refuses_the_request() -> None:
@@ -169,12 +159,12 @@ def test_a_context_that_is_smaller_than_was_said_refuses_the_request() -> None:
 
 async def test_a_server_that_still_loads_is_busy() -> None:
     """503, and how long to wait."""
-    server = FakeTrtllmServer()
-    async with connected(server) as engine:
+    async with trtllm() as (server, engine):
         server.starting = True
-        answer = await ask(engine)
-        assert isinstance(answer.error, EngineBusy)
-        assert answer.error.retry_after_s == 1.0
+        got = await read(engine, request())
+        assert isinstance(got.error, EngineBusy)
+        assert got.error.retry_after_s == 1.0
+        server.starting = False
 
 
 def report_of(server: FakeTrtllmServer, *, configured: bool) -> Report:
@@ -182,10 +172,10 @@ def report_of(server: FakeTrtllmServer, *, configured: bool) -> Report:
 
     async def program() -> Report:
         patience = Patience(10.0, 3.0, 3.0)
-        async with serving_openai(server) as url:
+        async with listening(server) as url:
             if not configured:
                 return await examine_urls([url], None, patience)
-            config = Config(rollout_batch_size=2, max_response_len=99, engine=config_for(url))
+            config = Config(rollout_batch_size=2, max_response_len=99, engine=settings("openai", url))
             return await examine_config(config, patience)
 
     return asyncio.run(program())
@@ -218,27 +208,17 @@ def test_the_doctor_says_that_it_is_paused() -> None:
 
 def test_a_pause_in_a_step_costs_no_group() -> None:
     """Requests wait and go on; every token has the log-probability of the weights that its version stands for."""
-    server = FakeTrtllmServer(mean_len=60)
-    with Served(server) as served:
-        with RolloutScheduler(
-            config=scheduler_config([served.url]), prompts=endless(), reward=reward, check=True
-        ) as rollouts:
-            refusals = 0.0
-            for step in range(4):
-                # what the first step has left may fill the second one without a request
-                server.paused, server.resumes_after = step > 0, 7
-                batch = rollouts.next_batch()
-                refusals += batch.metrics["busy_refusals"]
-                for sample in batch.samples:
-                    weights = sample.versions[:, 1].tolist()
-                    expected = [server.logprob(t, n, {}) for t, n in zip(sample.tokens.tolist(), weights, strict=True)]
-                    assert sample.logprobs.tolist() == np.array(expected, np.float32).tolist()
-
-                def transfer() -> None:
-                    server.weights += 1
-
-                rollouts.weight_update(transfer=transfer)
-            books = rollouts.ledger()
+    server = FakeTrtllmServer(max_running=6, turns=20, seeds_alone=False)
+    with ServerThread(server), scheduler_over("openai", [server], {}) as rollouts:
+        refusals = 0.0
+        for step in range(4):
+            # what the first step has left may fill the second one without a request
+            server.paused, server.resumes_after = step > 0, 7
+            batch = rollouts.next_batch()
+            refusals += batch.metrics["busy_refusals"]
+            check(batch)
+            rollouts.weight_update(transfer=lambda step=step: hand_over([server], f"w{step + 1}"))
+        books = rollouts.ledger()
         assert refusals >= 1
         assert not books["prompts"].dropped.total()
         assert not books["tokens"].dropped.total()
@@ -248,19 +228,16 @@ def test_a_pause_in_a_step_costs_no_group() -> None:
 
 def test_a_stop_before_min_tokens_is_not_believed() -> None:
     """It holds back its tokenizer's EOS and no other id: such answers are dropped by name, and asked for again."""
-    server, stops, fewest = FakeTrtllmServer(mean_len=10_000, seeds_alone=False), tuple(range(100, 110)), 20
-    with Served(server) as served:
-        config = scheduler_config([served.url]).model_dump() | {
-            "sampling": {"min_tokens": fewest, "stop_token_ids": stops}, "max_response_len": 60,
-            "allow_mismatch": True, "max_attempt_failures": 50,
-        }  # fmt: skip
-        with RolloutScheduler(config=Config(**config), prompts=endless(), reward=reward, check=True) as rollouts:
-            for _ in range(3):
-                for sample in rollouts.next_batch().samples:
-                    assert len(sample.tokens) >= fewest
-                    assert not {*sample.tokens[: fewest - 1].tolist()} & {*stops}
-                rollouts.weight_update(transfer=lambda: None)
-            books = rollouts.ledger()
+    server, stops, fewest = FakeTrtllmServer(mean_length=10**6, seeds_alone=False), tuple(range(100, 110)), 20
+    sampling = {"min_tokens": fewest, "stop_token_ids": stops}
+    changes: dict[str, Any] = {"sampling": sampling, "allow_mismatch": True, "max_attempt_failures": 50}
+    with ServerThread(server), scheduler_over("openai", [server], {}, **changes) as rollouts:
+        for step in range(3):
+            for sample in rollouts.next_batch().samples:
+                assert len(sample.tokens) >= fewest
+                assert not {*sample.tokens[: fewest - 1].tolist()} & {*stops}
+            rollouts.weight_update(transfer=lambda step=step: hand_over([server], f"w{step + 1}"))
+        books = rollouts.ledger()
         assert books["tokens"].balanced
         assert books["tokens"].dropped["corrupt"] > 0
         assert not books["prompts"].dropped.total()

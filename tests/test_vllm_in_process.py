@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-import threading
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 from fake_async_llm import EOS, FakeAsyncLLM, install_vllm, logprob, next_token
-from openai_servers import PATIENCE_S, Answer
 from real_schedulers import assert_nothing_is_left, endless
+from server_fixtures import Got, ServerThread, read, request
 
 import april
-from april.core.sampling import LogprobKind, SamplingParams
+from april.core.sampling import LogprobKind
 from april.core.versions import FIRST_VERSION, PolicyVersion
 from april.driver.rewards import Response
-from april.engines.protocol import EngineFinish, Request
+from april.engines.protocol import EngineFinish
 from april.engines.vllm.in_process import VllmInProcessEngine
 from april.errors import ConfigError, EngineBusy, EngineError, RequestRefused
 
@@ -30,29 +28,6 @@ PROMPT = [10, 20, 30]
 @pytest.fixture(autouse=True)
 def _vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     install_vllm(monkeypatch)
-
-
-class LoopOfItsOwn:
-    """An event loop on a thread, as a trainer has one for its AsyncLLM."""
-
-    def __enter__(self) -> asyncio.AbstractEventLoop:
-        self.loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self.loop.run_forever, name="vllm-loop")
-        self._thread.start()
-        return self.loop
-
-    def __exit__(self, *error: object) -> None:
-        asyncio.run_coroutine_threadsafe(self._cancel_all(), self.loop).result(PATIENCE_S)
-        self.loop.call_soon_threadsafe(self.loop.stop)
-        self._thread.join()
-        self.loop.close()
-
-    @staticmethod
-    async def _cancel_all() -> None:
-        tasks = asyncio.all_tasks() - {asyncio.current_task()}
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 class World:
@@ -72,34 +47,10 @@ class World:
         while not await self.there(condition):  # noqa: ASYNC110 - a state of another loop, which has no event for it
             await asyncio.sleep(0)
 
-    def settled(self, prefix: str, requests: int) -> bool:
-        """So many requests have begun, and each stands at the limit or has ended."""
-        begun = [i for i in self.llm.started if i.startswith(prefix)]
-        return len(begun) == requests and self.llm.stopped == len(self.llm.requests)
-
-    async def ask(
-        self, attempt_id: str = "a1", prompt: list[int] | None = None, max_tokens: int = 50, stream: bool = False,
-        **sampling: Any,
-    ) -> Answer:  # fmt: skip
-        params = SamplingParams(max_tokens, **({"temperature": 0.0} | sampling))
-        answer = Answer([], [], versions=set())
-        chunks = 0
-        try:
-            ids = np.array(prompt or PROMPT, np.int32)
-            request = Request(attempt_id=attempt_id, token_ids=ids, sampling=params, stream=stream)
-            async for chunk in self.engine.generate(request):
-                assert answer.finish is None
-                answer.tokens += chunk.tokens.tolist()
-                answer.logprobs += chunk.logprobs.tolist()
-                answer.finish = chunk.finish
-                assert answer.versions is not None
-                answer.versions.add(chunk.version)
-                chunks += 1
-        except Exception as error:
-            answer.error = error
-        if answer.error is None and not stream and not self.engine.capabilities.streams:
-            assert chunks == 1
-        return answer
+    async def ask(self, prompt: list[int] = PROMPT, max_tokens: int = 50, **more: Any) -> Got:
+        got = await read(self.engine, request(prompt, max_tokens, **({"temperature": 0.0} | more)))
+        assert got.error or got.chunks == 1 or more.get("stream") or self.engine.capabilities.streams
+        return got
 
     def whole(self, prompt: list[int], max_tokens: int = 50, weights: str = "tiny0") -> list[int]:
         """The uncut response."""
@@ -109,38 +60,27 @@ class World:
         return ids[len(prompt) :]
 
 
+async def made(**llm: Any) -> FakeAsyncLLM:
+    """An AsyncLLM of the loop on which this runs."""
+    return FakeAsyncLLM(**llm)
+
+
 @asynccontextmanager
-async def world(own_loop: bool, *, options: dict[str, Any] | None = None, **llm: Any) -> AsyncIterator[World]:
+async def world(own_loop: bool = False, *, options: dict[str, Any] | None = None, **llm: Any) -> AsyncIterator[World]:
     """``own_loop``: the AsyncLLM was made on a loop on another thread; otherwise outside of any loop."""
-    here = asyncio.get_running_loop()
-
-    async def make() -> FakeAsyncLLM:
-        return FakeAsyncLLM(**llm)
-
-    async with asyncio.timeout(PATIENCE_S):
-        if own_loop:
-            with LoopOfItsOwn() as loop:
-                made = await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(make(), loop))
-                yield World(made, loop, **(options or {}))
-        else:
-            made = await asyncio.to_thread(lambda: FakeAsyncLLM(**llm))
-            assert made.output_handler is None
-            yield World(made, here, **(options or {}))
-            if made.output_handler is not None:
-                made.output_handler.cancel()
-                await asyncio.wait({made.output_handler})
-        left = asyncio.all_tasks() - {asyncio.current_task()}
-        assert not [task for task in left if "april" in repr(task.get_coro())]
+    if own_loop:
+        with ServerThread() as thread:
+            there = thread.call(made(**llm))
+            yield World(there, thread.loop, **(options or {}))
+            thread.call(there.shut())
+    else:
+        here = await asyncio.to_thread(lambda: FakeAsyncLLM(**llm))
+        assert here.output_handler is None
+        yield World(here, asyncio.get_running_loop(), **(options or {}))
+        await here.shut()
 
 
 both_loops = pytest.mark.parametrize("own_loop", [True, False], ids=["own loop", "april's loop"])
-
-
-def run(test: Callable[[], Awaitable[None]]) -> None:
-    async def main() -> None:
-        await test()
-
-    asyncio.run(main())
 
 
 @both_loops
@@ -151,13 +91,13 @@ async def test_all_tokens_come_once(own_loop: bool, stream: bool) -> None:
         for i in range(20):
             prompt = [*PROMPT, i + 5]
             whole = w.whole(prompt)
-            answer = await w.ask(f"a{i:02}", prompt, stream=stream)
+            answer = await w.ask(prompt, stream=stream)
             assert answer.tokens == whole
             assert answer.logprobs == [logprob(t, "tiny0") for t in whole]
             assert answer.finish is (EngineFinish.STOP if whole[-1] == EOS else EngineFinish.LENGTH)
-            assert answer.versions == {FIRST_VERSION}
+            assert set(answer.versions) == {FIRST_VERSION}
         third = w.whole(PROMPT)[2]
-        answer = await w.ask("b1", PROMPT, stop_token_ids=(third,))
+        answer = await w.ask(PROMPT, stop_token_ids=(third,))
         assert (answer.tokens[-1], answer.finish) == (third, EngineFinish.STOP)
 
 
@@ -168,14 +108,15 @@ async def test_eighty_requests_cut_and_continued_equal_the_uncut_ones(own_loop: 
     async with world(own_loop, mean_len=200) as w:
         prompts = [[*PROMPT, i + 5] for i in range(80)]
         held: list[list[int]] = [[] for _ in prompts]
-        turn = 0
+        turn = begun = 0
         while open_ones := [i for i, h in enumerate(held) if len(h) < 40 and EOS not in h]:
             await w.there(partial(w.llm.limit, turn % 3 * 4))
             tasks = {
-                i: asyncio.create_task(w.ask(f"a{turn:02}.{i:02}", prompts[i] + held[i], 40 - len(held[i]), stream))
+                i: asyncio.create_task(w.ask(prompts[i] + held[i], 40 - len(held[i]), stream=stream))
                 for i in open_ones
             }
-            await w.until(partial(w.settled, f"a{turn:02}", len(tasks)))
+            begun += len(tasks)
+            await w.until(lambda begun=begun: len(w.llm.started) == begun and w.llm.stopped == len(w.llm.requests))
             await w.engine.abort()
             for i, task in tasks.items():
                 answer = await task
@@ -191,9 +132,10 @@ async def test_a_burst_of_aborts_ends_all(own_loop: bool) -> None:
     """300 at once; those named end with what they have, the others live."""
     async with world(own_loop, mean_len=10_000) as w:
         await w.there(lambda: w.llm.limit(3))
-        tasks = [asyncio.create_task(w.ask(f"a{i:03}", [*PROMPT, i])) for i in range(300)]
+        asked = [request([*PROMPT, i], 50) for i in range(300)]
+        tasks = [asyncio.create_task(read(w.engine, a)) for a in asked]
         await w.until(lambda: w.llm.stopped == 300)
-        await w.engine.abort([f"a{i:03}" for i in range(100)] + ["unknown"])
+        await w.engine.abort([a.attempt_id for a in asked[:100]] + ["unknown"])
         first = await asyncio.gather(*tasks[:100])
         assert {(len(a.tokens), a.finish) for a in first} == {(3, EngineFinish.ABORT)}
         assert not any(task.done() for task in tasks[100:])
@@ -211,7 +153,7 @@ async def test_pause_ends_requests_that_are_just_being_handed_over(own_loop: boo
     async with world(own_loop, release=release, options={"stream": stream}) as w:
         gate = await w.there(asyncio.Event)
         w.llm.before_add = gate
-        tasks = [asyncio.create_task(w.ask(f"a{i}")) for i in range(4)]
+        tasks = [asyncio.create_task(w.ask()) for i in range(4)]
         await w.until(lambda: len(w.llm.started) == 4)
         pausing = asyncio.create_task(w.engine.pause())
         await w.until(lambda: w.llm.paused)
@@ -219,7 +161,7 @@ async def test_pause_ends_requests_that_are_just_being_handed_over(own_loop: boo
         await pausing
         for answer in await asyncio.gather(*tasks):
             assert (answer.tokens, answer.finish, answer.error) == ([], EngineFinish.ABORT, None)
-        later = asyncio.create_task(w.ask("later"))
+        later = asyncio.create_task(w.ask())
         await w.engine.resume()
         assert (await later).tokens == w.whole(PROMPT)
 
@@ -229,12 +171,12 @@ async def test_a_vllm_that_somebody_else_has_paused_is_busy(own_loop: bool) -> N
     """The request waits elsewhere, and goes on after the resumption; three of them do not make an engine sick."""
     async with world(own_loop) as w:
         await w.engine._there(lambda: w.llm.pause_generation(mode="abort", clear_cache=False))
-        for number in range(4):
-            answer = await w.ask(f"a{number}")
+        for _ in range(4):
+            answer = await w.ask()
             assert isinstance(answer.error, EngineBusy)
             assert "Generation is paused" in str(answer.error)
         await w.engine._there(w.llm.resume_generation)
-        assert (await w.ask("a9")).tokens == w.whole(PROMPT)
+        assert (await w.ask()).tokens == w.whole(PROMPT)
 
 
 @both_loops
@@ -242,28 +184,29 @@ async def test_weights_from_disk_between_two_steps(own_loop: bool) -> None:
     """Load, forget the cache, label; requests that waited meanwhile have the new weights and their version."""
     async with world(own_loop, mean_len=10_000) as w:
         await w.there(lambda: w.llm.limit(4))
-        running = asyncio.create_task(w.ask("a1"))
+        running = asyncio.create_task(w.ask())
         await w.until(lambda: w.llm.stopped == 1)
         with pytest.raises(EngineError, match="pause it first"):
             await w.engine.update_weights(PolicyVersion(0, 1), "tiny1")
         await w.engine.pause()
         await w.there(lambda: w.llm.limit())
-        waiting, unwanted = asyncio.create_task(w.ask("a2")), asyncio.create_task(w.ask("a3"))
+        third = request()
+        waiting, unwanted = asyncio.create_task(w.ask()), asyncio.create_task(read(w.engine, third))
         await asyncio.sleep(0)
-        await w.engine.abort(["a3"])
+        await w.engine.abort([third.attempt_id])
         assert (await unwanted).finish is EngineFinish.ABORT
         await w.engine.update_weights(PolicyVersion(0, 1), "tiny1")
-        assert w.llm.started == ["a1"]
+        assert len(w.llm.started) == 1
         await w.engine.resume()
         old, new = await running, await waiting
-        assert (old.tokens, old.versions) == (w.whole(PROMPT)[:4], {FIRST_VERSION})
-        assert (new.tokens, new.versions) == (w.whole(PROMPT, weights="tiny1"), {PolicyVersion(0, 1)})
+        assert (old.tokens, set(old.versions)) == (w.whole(PROMPT)[:4], {FIRST_VERSION})
+        assert (new.tokens, set(new.versions)) == (w.whole(PROMPT, weights="tiny1"), {PolicyVersion(0, 1)})
         assert w.llm.label.startswith("v0.1-")
 
 
 async def test_an_update_that_fails_says_so() -> None:
     """A cache that keeps old keys and values is no update; nothing is generated before one succeeds."""
-    async with world(own_loop=False) as w:
+    async with world() as w:
         await w.engine.pause()
         with pytest.raises(EngineError, match="FileNotFoundError"):
             await w.engine.update_weights(PolicyVersion(0, 1), "missing")
@@ -280,14 +223,14 @@ async def test_an_update_that_fails_says_so() -> None:
         await w.engine.pause()
         await w.engine.update_weights(PolicyVersion(0, 1), "tiny1")
         await w.engine.resume()
-        assert (await w.ask("a2")).tokens == w.whole(PROMPT, weights="tiny1")
+        assert (await w.ask()).tokens == w.whole(PROMPT, weights="tiny1")
         assert (await w.engine.health()).ok
 
 
 @pytest.mark.parametrize("results", [[], None, [None, "worker died"], [{"error": "no memory"}]])
 async def test_a_reload_counts_when_every_worker_has_returned_nothing(results: Any) -> None:
     """Whatever else they return is no success, and a label that does not move names no weights."""
-    async with world(own_loop=False) as w:
+    async with world() as w:
         await w.engine.pause()
         w.llm.rpc_results = results
         with pytest.raises(EngineError, match="workers returned"):
@@ -302,13 +245,13 @@ async def test_a_reload_counts_when_every_worker_has_returned_nothing(results: A
 
 async def test_weights_that_somebody_else_updates_are_noticed() -> None:
     """vLLM's own labels must agree with april's versions."""
-    async with world(own_loop=False) as w:
+    async with world() as w:
         await w.engine.pause()
         await w.engine.update_weights(PolicyVersion(0, 1), "tiny1")
         await w.engine.resume()
-        assert (await w.ask("a1")).error is None
+        assert (await w.ask()).error is None
         w.llm.label = "somebody's"
-        answer = await w.ask("a2")
+        answer = await w.ask()
         assert isinstance(answer.error, EngineError)
         assert "somebody else changes its weights" in str(answer.error)
 
@@ -323,7 +266,7 @@ async def test_weights_that_somebody_else_updates_are_noticed() -> None:
 )
 async def test_what_cannot_be_true_is_refused(lies: dict[str, Any], message: str) -> None:
     """Counts and reasons are looked at."""
-    async with world(own_loop=False) as w:
+    async with world() as w:
         w.llm.lies = lies
         answer = await w.ask()
         assert isinstance(answer.error, EngineError)
@@ -332,7 +275,7 @@ async def test_what_cannot_be_true_is_refused(lies: dict[str, Any], message: str
 
 async def test_tied_embeddings_on_a_cpu_are_not_reloaded() -> None:
     """One sentence says why and what to do; weights, version and requests stay as they were."""
-    async with world(own_loop=False) as w:
+    async with world() as w:
         config = w.llm.vllm_config
         config.model_config.hf_config = SimpleNamespace(tie_word_embeddings=True)
         for device, reloads in (("cuda", True), ("cpu", False)):
@@ -346,18 +289,17 @@ async def test_tied_embeddings_on_a_cpu_are_not_reloaded() -> None:
         assert (await engine.health()).ok
 
 
-
 @both_loops
 @pytest.mark.parametrize("release", [32, 33])
 async def test_a_dead_vllm_and_a_wrong_request_are_told_apart(own_loop: bool, release: int) -> None:
     """vLLM's errors that blame the request (ValueError before 0.33) are the request's fault; all else the engine's."""
     async with world(own_loop, release=release) as w:
         assert (await w.engine.health()).ok
-        assert isinstance((await w.ask("a1", [5] * 600)).error, RequestRefused)
-        assert isinstance((await w.ask("a2", max_tokens=998)).error, RequestRefused)
-        assert "a2" not in w.llm.started
+        assert isinstance((await w.ask([5] * 600)).error, RequestRefused)
+        assert isinstance((await w.ask(max_tokens=998)).error, RequestRefused)
+        assert len(w.llm.started) == 1
         w.llm.dead = True
-        answer = await w.ask("a3")
+        answer = await w.ask()
         assert type(answer.error) is EngineError
         assert "EngineDeadError" in str(answer.error)
         assert not (await w.engine.health()).ok
@@ -369,7 +311,7 @@ async def test_cancelled_requests_leave_nothing_behind(own_loop: bool) -> None:
     async with world(own_loop, mean_len=10_000) as w:
         await w.there(lambda: w.llm.limit(2))
         for turns in range(12):
-            task = asyncio.create_task(w.ask(f"a{turns:02}"))
+            task = asyncio.create_task(w.ask())
             for _ in range(turns):
                 await asyncio.sleep(0)
             task.cancel()
@@ -395,18 +337,15 @@ def test_capabilities_come_from_vllms_configuration() -> None:
         VllmInProcessEngine("vllm")
 
 
-def test_a_loop_that_is_gone_or_stands_still_is_named() -> None:
+async def test_a_loop_that_is_gone_or_stands_still_is_named() -> None:
     """Calls to it would never return."""
     closed, still = asyncio.new_event_loop(), asyncio.new_event_loop()
     closed.close()
-
-    async def test() -> None:
-        health = await VllmInProcessEngine(FakeAsyncLLM(), loop=closed).health()
+    async with world() as w:
+        health = await VllmInProcessEngine(w.llm, loop=closed).health()
         assert "is closed" in health.detail
         with pytest.raises(EngineError, match="is not running"):
-            await VllmInProcessEngine(FakeAsyncLLM(), loop=still).pause()
-
-    run(test)
+            await VllmInProcessEngine(w.llm, loop=still).pause()
     still.close()
 
 
@@ -446,12 +385,10 @@ def test_the_scheduler_over_it(own_loop: bool) -> None:
             assert rollouts.ledger()["tokens"].balanced
 
     if own_loop:
-        with LoopOfItsOwn() as loop:
-
-            async def make() -> FakeAsyncLLM:
-                return FakeAsyncLLM()
-
-            steps(asyncio.run_coroutine_threadsafe(make(), loop).result(PATIENCE_S))
+        with ServerThread() as thread:
+            llm = thread.call(made())
+            steps(llm)
+            thread.call(llm.shut())
     else:
         steps(FakeAsyncLLM())
     assert_nothing_is_left()

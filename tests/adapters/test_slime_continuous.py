@@ -13,9 +13,10 @@ from typing import Any
 
 import aiohttp
 import pytest
-from fake_servers.sglang import FakeSglangRouter, FakeSglangServer, fake_sglang_response
+from fake_servers.base import uncut
+from fake_servers.sglang import FakeSglangRouter, FakeSglangServer
 from real_schedulers import assert_nothing_is_left
-from sglang_fixtures import PATIENCE_S, ServerThread
+from server_fixtures import PATIENCE_S, ServerThread
 
 from adapters.slime_stand_in import DataSource, Sample, installed, namespace
 from april.adapters.slime import make_generate_rollout
@@ -143,7 +144,7 @@ def is_what_its_weights_make(sample: Sample) -> None:
     prompt = sample.tokens[: -sample.response_length]
     for (start, end, _), name in zip(sample.metadata["april"]["spans"], sample.weight_versions, strict=True):
         before = sample.tokens[: len(prompt) + start]
-        made, logprobs = fake_sglang_response(before, weights=f"w{name}", max_tokens=CAP - start, mean_length=40)
+        made, logprobs = uncut(before, weights=f"w{name}", max_tokens=CAP - start, mean_length=40)
         assert made[: end - start] == sample.tokens[len(before) :][: end - start]
         assert sample.rollout_log_probs[start:end] == pytest.approx(logprobs[: end - start])
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from fake_servers.sglang import FakeSglangRouter, FakeSglangServer
 from real_schedulers import assert_nothing_is_left
-from sglang_fixtures import ServerThread
+from server_fixtures import ServerThread
 
 from adapters.slime_stand_in import DataSource, Sample, Status, installed, namespace
 from april.adapters.slime import make_generate_rollout

@@ -16,9 +16,8 @@ import pytest
 import torch
 from fake_servers.vllm import FakeVllmServer
 from rank_threads import OnePlace
-from sglang_fixtures import ServerThread
+from server_fixtures import KNOWN, ServerThread
 from tiny_models import tiny_model
-from vllm_fixtures import KNOWN
 
 import april
 from april.adapters import trl as adapter

@@ -10,7 +10,7 @@ import asyncio
 import hashlib
 import json
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import partial
@@ -199,6 +199,8 @@ class FakeRequest:
     MIN_TOKENS: ClassVar[str]
     MAX_TOKENS: ClassVar[str]
     """Names of these parameters."""
+    EOS_ALONE: ClassVar[bool] = False
+    """The server holds back no other stop token before the minimum."""
 
     name: str
     """As the engine knows it; an abort names exactly this."""
@@ -224,6 +226,8 @@ class FakeRequest:
     failed: bool = False
     """The engine died under it."""
     fault: PlannedFault | None = None
+    salt: str = ""
+    """Draws other tokens from the same weights."""
     news: asyncio.Event = field(default_factory=asyncio.Event)
 
     def hit(self, *kinds: RequestFault) -> RequestFault | None:
@@ -250,7 +254,8 @@ class FakeRequest:
         token, logprob = next_token(weights, self.prompt + self.ids, vocab_size, eos, mean_length)
         stops = {eos, *(self.params.get("stop_token_ids") or ())}
         count = len(self.ids) + 1
-        if token in stops and (count <= self.params[self.MIN_TOKENS] or self.params.get("ignore_eos")):
+        held_back = {eos} if self.EOS_ALONE else stops
+        if token in held_back and (count <= self.params[self.MIN_TOKENS] or self.params.get("ignore_eos")):
             token = next(t for t in range(token + 1, token + vocab_size) if t % vocab_size not in stops) % vocab_size
         self.ids.append(token)
         self.logprobs.append(self.as_said(logprob))
@@ -267,14 +272,6 @@ class FakeRequest:
         """Drop the tokens that have not left the server."""
         del self.ids[self.sent :], self.logprobs[self.sent :]
         self.spans = [(name, a, min(b, self.sent)) for name, a, b in self.spans if a < self.sent]
-
-    def whole(
-        self, weights: str, label: str, vocab_size: int, eos: int, mean_length: int
-    ) -> tuple[list[int], list[float]]:
-        """Ids and log-probabilities when nobody cuts it."""
-        while self.finish is None:
-            self.make_token(weights, label, vocab_size, eos, mean_length)
-        return self.ids, self.logprobs
 
     # ---------------------------------------------------------------- in the words of the server
 
@@ -306,6 +303,19 @@ def next_token(weights: str, prefix: list[int], vocab_size: int, eos: int, mean_
     return token, float(np.float32(-0.5 - 3 * int.from_bytes(digest[16:], "big") / 2**64))
 
 
+def uncut(
+    prompt: Sequence[int], *, weights: str = "w0", max_tokens: int = 64, vocab_size: int = 512, eos: int = 2,
+    mean_length: int = 24,
+) -> tuple[list[int], list[float]]:  # fmt: skip
+    """What a server of any kind says to a prompt when nobody cuts it: ids and log-probabilities at temperature 1."""
+    ids, logprobs = list(map(int, prompt)), []
+    while len(logprobs) < max_tokens and (not logprobs or ids[-1] != eos):
+        token, logprob = next_token(weights, ids, vocab_size, eos, mean_length)
+        ids.append(token)
+        logprobs.append(logprob)
+    return ids[len(prompt) :], logprobs
+
+
 KEEP_ALIVE_S = 0.01
 """Between two signs of life of a stream without tokens."""
 
@@ -326,8 +336,8 @@ class FakeServer(Generic[R]):
     """
 
     def __init__(
-        self, *, weights: str, vocab_size: int, eos: int, context: int, mean_length: int, max_running: int,
-        stepped: bool, turns: int,
+        self, *, weights: str = "w0", vocab_size: int = 512, eos: int = 2, context: int = 4096, mean_length: int = 24,
+        max_running: int = 64, stepped: bool = False, turns: int = 1,
     ) -> None:  # fmt: skip
         self.weights, self.label = weights, "default"
         self.vocab_size, self.eos, self.context, self.mean_length = vocab_size, eos, context, mean_length
@@ -349,6 +359,7 @@ class FakeServer(Generic[R]):
         """Route -> so many calls are obeyed, and their connections break in place of an answer."""
         self.alive = False
         self.starts = 0
+        self._limit, self._picks = 1 << 30, lambda prompt: True
         self._live: list[R] = []
         self._queue: deque[R] = deque()
         self._changed = asyncio.Event()
@@ -387,6 +398,7 @@ class FakeServer(Generic[R]):
 
     async def start(self) -> str:
         """Open the port (the same one again after a death); returns the URL."""
+        self._changed = asyncio.Event()  # of this loop
         app = web.Application(client_max_size=1 << 26, middlewares=[self._see])
         app.add_routes(self._routes())
         # idle connections are closed as early as the real servers do it
@@ -464,7 +476,7 @@ class FakeServer(Generic[R]):
                 run = self._queue.popleft()
                 run.running = run.started = True
             for run in self.running:
-                if run.frozen or run.finish is not None or self._fault_at(run):
+                if run.frozen or run.finish is not None or self._stands(run) or self._fault_at(run):
                     continue
                 self._make_token(run)
                 if run.finish is not None:
@@ -472,8 +484,21 @@ class FakeServer(Generic[R]):
                 elif run.due:
                     run.flush()
 
+    def limit(self, tokens: int = 1 << 30, picks: Callable[[list[int]], bool] = lambda prompt: True) -> None:
+        """Requests whose prompts ``picks`` picks stop at so many tokens, until the limit is raised."""
+        self._limit, self._picks = tokens, picks
+        self._changed.set()
+
+    def _stands(self, run: R) -> bool:
+        return len(run.ids) >= self._limit and self._picks(run.prompt)
+
+    @property
+    def stopped(self) -> int:
+        """Requests that stand at the limit, with what they have at the client."""
+        return sum(self._stands(run) and run.sent == run.flushed for run in self.running)
+
     def _make_token(self, run: R) -> None:
-        run.make_token(self.weights, self.label, self.vocab_size, self.eos, self.mean_length)
+        run.make_token(self.weights + run.salt, self.label, self.vocab_size, self.eos, self.mean_length)
 
     def _fault_at(self, run: R) -> bool:
         """Faults that wait for a number of tokens."""
@@ -491,7 +516,7 @@ class FakeServer(Generic[R]):
                 self._end(run, run.used_up())
             case RequestFault.EARLY_STOP if run.ids:
                 self._end(run, run.stopped())
-            case kind if kind in KEEPS_ALIVE:
+            case kind if kind in (*KEEPS_ALIVE, RequestFault.SILENCE):
                 run.frozen = True
                 run.flush()
             case kind:
@@ -522,7 +547,9 @@ class FakeServer(Generic[R]):
 
     async def _tick(self) -> None:
         while True:
-            busy = any(not r.frozen for r in self.running) or (self._queue and len(self.running) < self.max_running)
+            running = self.running
+            busy = any(not r.frozen and not self._stands(r) for r in running)
+            busy = busy or (self._queue and len(running) < self.max_running)
             if self.alive and not self.stepped and self.pause_mode is None and busy:
                 self.step()
                 for _ in range(self.turns):

@@ -18,8 +18,6 @@ import aiohttp
 import numpy as np
 from aiohttp import web
 
-from april.core.versions import PolicyVersion
-
 from .base import AT_ONCE, FakeRequest, FakeServer, RequestFault, event_stream
 
 FORCED_INTERVAL = 50
@@ -63,16 +61,6 @@ class FakeSglangRun(FakeRequest):
 
     def aborted(self) -> dict[str, Any]:
         return {"type": "abort", "message": "Aborted", "status_code": None, "err_type": None}
-
-
-def fake_sglang_response(
-    prompt: list[int], *, weights: str = "w0", max_tokens: int = 64, min_tokens: int = 0, vocab_size: int = 512,
-    eos: int = 2, mean_length: int = 24,
-) -> tuple[list[int], list[float]]:  # fmt: skip
-    """What the server says to a prompt when nobody cuts it: ids and log-probabilities at temperature 1."""
-    params = {"max_new_tokens": max_tokens, "min_new_tokens": min_tokens, "temperature": 1.0}
-    run = FakeSglangRun("", list(prompt), params, stream=False)
-    return run.whole(weights, str(PolicyVersion(0, 0)), vocab_size, eos, mean_length)
 
 
 def answer(run: FakeSglangRun, *, label: str, incremental: bool, spans: bool) -> dict[str, Any]:
@@ -165,25 +153,18 @@ class FakeSglangServer(FakeServer[FakeSglangRun]):
     """Speaks as SGLang does.
 
     Args:
-        weights: name of the weights; an update takes the last part of its path.
         incremental: events of a stream have the new tokens only (``--incremental-streaming-output``).
         spans: answers say which weights made which token (0.5.20 and later).
         labels, loads, intervals: whether it knows ``/update_weight_version``, ``/v1/loads``, ``stream_interval``.
         logprobs: "temperature", or "raw" (SGLANG_RETURN_ORIGINAL_LOGPROB).
-        stepped: nothing is generated but by :meth:`step`; may be changed at any time (call :meth:`go_on` to go on).
-        mean_length: mean of the (geometric) response lengths.
-        turns: of the event loop per token.
+        common: of :class:`FakeServer`; an update takes the last part of its path for the name of the weights.
     """
 
     def __init__(
-        self, *, weights: str = "w0", vocab_size: int = 512, eos: int = 2, context: int = 4096, max_running: int = 64,
-        incremental: bool = True, spans: bool = True, labels: bool = True, loads: bool = True, intervals: bool = True,
-        logprobs: str = "temperature", stepped: bool = False, mean_length: int = 24, turns: int = 1,
+        self, *, incremental: bool = True, spans: bool = True, labels: bool = True, loads: bool = True,
+        intervals: bool = True, logprobs: str = "temperature", **common: Any,
     ) -> None:  # fmt: skip
-        super().__init__(
-            weights=weights, vocab_size=vocab_size, eos=eos, context=context, mean_length=mean_length,
-            max_running=max_running, stepped=stepped, turns=turns,
-        )  # fmt: skip
+        super().__init__(**common)
         self.incremental, self.spans, self.labels, self.loads = incremental, spans, labels, loads
         self.logprobs = logprobs
         self.params = KNOWN_PARAMS | ({"stream_interval"} if intervals else set())

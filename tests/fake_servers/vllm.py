@@ -56,6 +56,8 @@ def spoiled_vllm(kind: RequestFault, answer: dict[str, Any], vocab_size: int, *,
                 scored[-1]["token_id"] = vocab_size
         case RequestFault.GAP_IN_SPANS if spans:
             spans[0]["start"] = 1
+        case RequestFault.OTHER_PROMPT if choice.get("prompt_token_ids"):
+            choice["prompt_token_ids"].pop()
         case RequestFault.FOREIGN_LABEL if spans:
             for span in spans:
                 span["version"] = "step-7"
@@ -87,11 +89,10 @@ class FakeVllmRun(FakeRequest):
     def as_said(self, logprob: float) -> float:
         """The log-probability under ``--logprobs-mode``; "temperature" is what no vLLM says, and others do."""
         temperature = self.params["temperature"]
-        if self.logprobs_mode == "raw" or temperature in (0.0, 1.0):
-            return logprob
-        if self.logprobs_mode == "processed" and self.params.get("top_p", 1.0) < 0.01:
+        narrow = self.params.get("top_k") == 1 or (self.params.get("top_p", 1.0) < 0.01 and temperature != 1.0)
+        if self.logprobs_mode == "processed" and narrow and temperature:
             return 0.0
-        return logprob * 0.8
+        return logprob if self.logprobs_mode == "raw" or temperature in (0.0, 1.0) else logprob * 0.8
 
     def stopped(self) -> str:
         return "stop"
@@ -104,7 +105,7 @@ class FakeVllmRun(FakeRequest):
 
     def answer(self, model: str, *, spans: bool) -> dict[str, Any]:
         """What has not been sent, in the shape of the request's route."""
-        ids, logprobs = self.ids[self.sent :], self.logprobs[self.sent :]
+        ids, logprobs = self.ids[self.sent : self.flushed], self.logprobs[self.sent : self.flushed]
         versions = [{"version": v, "start": a, "end": b} for v, a, b in self.spans] if spans and self.finish else None
         choice: dict[str, Any] = {"index": 0, "finish_reason": self.finish, "stop_reason": None, "token_ids": ids}
         if self.token_route:
@@ -118,6 +119,8 @@ class FakeVllmRun(FakeRequest):
                 "text_offset": [0] * len(ids), "token_logprobs": logprobs, "tokens": texts,
                 "top_logprobs": [{t: p} for t, p in zip(texts, logprobs, strict=True)],
             }}  # fmt: skip
+            if self.params.get("return_token_ids") and self.sent == 0:
+                choice["prompt_token_ids"] = list(self.prompt)
             if self.params.get("return_weight_versions"):
                 choice["weight_versions"] = versions
             said = {"id": self.name.rsplit("-", 1)[0], "object": "text_completion", "model": model}
@@ -127,15 +130,6 @@ class FakeVllmRun(FakeRequest):
         """The server's own count of the tokens."""
         made = len(self.ids)
         return {"prompt_tokens": len(self.prompt), "total_tokens": len(self.prompt) + made, "completion_tokens": made}
-
-
-def fake_vllm_response(
-    prompt: list[int], *, weights: str = "w0", max_tokens: int = 64, min_tokens: int = 0, vocab_size: int = 512,
-    eos: int = 2, mean_length: int = 24,
-) -> tuple[list[int], list[float]]:  # fmt: skip
-    """What the server says to a prompt when nobody cuts it: ids and log-probabilities at temperature 1."""
-    params = {"max_tokens": max_tokens, "min_tokens": min_tokens, "temperature": 1.0}
-    return FakeVllmRun("", list(prompt), params, stream=False).whole(weights, "", vocab_size, eos, mean_length)
 
 
 TOKENS, COMPLETIONS = "/inference/v1/generate", "/v1/completions"
@@ -149,35 +143,28 @@ class FakeVllmServer(FakeServer[FakeVllmRun]):
     Args:
         release: 33: what comes while it is paused (mode abort or wait) is refused and not held, and completions have
             version spans where they are asked for.
-        weights: name of the weights; a load takes the last part of its path, and fails if that begins with "missing".
         developer: VLLM_SERVER_DEV_MODE=1.
         scale_out: ``--enable-scale-out``.
         processes: API processes behind the port; requests go round, an abort by id or of all reaches the first only.
         api_key: guards the generation routes, and nothing else.
         logprobs: "processed", "raw" (vLLM's default), or "temperature".
         says_logprobs: ``/server_info`` has the mode (with ``developer``).
-        stepped: nothing is generated but by :meth:`step`; may be changed at any time (call :meth:`go_on` to go on).
-        mean_length: mean of the (geometric) response lengths.
-        turns: of the event loop per token.
         root: directory of the model, as its card says it.
         chunked_prefill: prompts are read in chunks, which on a CPU kills it at the first request with a seed.
         copies: data-parallel ones, behind one API process.
         speculation: ``speculative_config`` as ``/server_info`` shows it.
         without: routes that this version does not have.
+        common: of :class:`FakeServer`; a load takes the last part of its path for the name of the weights, and fails if
+            that begins with "missing".
     """
 
     def __init__(
-        self, *, weights: str = "w0", vocab_size: int = 512, eos: int = 2, context: int = 4096, max_running: int = 64,
-        developer: bool = True, scale_out: bool = True, processes: int = 1, api_key: str | None = None,
-        logprobs: str = "processed", says_logprobs: bool = True, stepped: bool = False, mean_length: int = 24,
-        turns: int = 1, model: str = "fake", root: str = "fake/model", device: str = "cuda",
-        without: tuple[str, ...] = (), chunked_prefill: bool = False, copies: int = 1,
-        speculation: dict[str, Any] | None = None, release: int = 32,
+        self, *, developer: bool = True, scale_out: bool = True, processes: int = 1, api_key: str | None = None,
+        logprobs: str = "processed", says_logprobs: bool = True, model: str = "fake", root: str = "fake/model",
+        device: str = "cuda", without: tuple[str, ...] = (), chunked_prefill: bool = False, copies: int = 1,
+        speculation: dict[str, Any] | None = None, release: int = 32, **common: Any,
     ) -> None:  # fmt: skip
-        super().__init__(
-            weights=weights, vocab_size=vocab_size, eos=eos, context=context, mean_length=mean_length,
-            max_running=max_running, stepped=stepped, turns=turns,
-        )  # fmt: skip
+        super().__init__(**common)
         self.model, self.release = model, release
         self.developer, self.scale_out, self.processes = developer, scale_out, processes
         self.logprobs, self.says_logprobs = logprobs, says_logprobs
@@ -194,6 +181,12 @@ class FakeVllmServer(FakeServer[FakeVllmRun]):
         """Names of the adapters (LoRA) that it has besides its model."""
         self.resets_refused = 0
         """So many calls of ``/reset_prefix_cache`` will have no success."""
+
+    RUN = FakeVllmRun
+
+    def _shaped(self, run: FakeVllmRun, said: dict[str, Any]) -> dict[str, Any]:
+        """An answer as this server writes it."""
+        return said
 
     def _routes(self) -> list[web.RouteDef]:
         routes = [
@@ -301,7 +294,7 @@ class FakeVllmServer(FakeServer[FakeVllmRun]):
         params["max_tokens"] = min(params["max_tokens"], self.context - len(prompt))
         name = header or body.get("request_id") or f"unnamed{len(self.runs)}"
         engine_id = f"generate-tokens-{name}" if token_route else f"cmpl-{name}-0"
-        run = FakeVllmRun(
+        run = self.RUN(
             engine_id, list(prompt), params, bool(body.get("stream")), token_route=token_route,
             usage_asked=bool((body.get("stream_options") or {}).get("include_usage")), logprobs_mode=self.logprobs,
             process=len(self.runs) % self.processes,
@@ -338,7 +331,7 @@ class FakeVllmServer(FakeServer[FakeVllmRun]):
             said["choices"][0]["finish_reason"] = None
         if run.finish is not None:
             said["choices"][0]["routed_experts"] = self.routed_experts
-        text = json.dumps(said)
+        text = json.dumps(self._shaped(run, said))
         return text[: len(text) // 2].rstrip("}") if due and run.hit(RequestFault.TRUNCATED) else text
 
     async def _early(self, request: web.Request) -> web.StreamResponse | None:
@@ -437,6 +430,7 @@ class FakeVllmServer(FakeServer[FakeVllmRun]):
             f'vllm:num_requests_running{{engine="0"}} {running}.0',
             f'vllm:num_requests_waiting{{engine="0"}} {len(self._queue)}.0',
             f'vllm:kv_cache_usage_perc{{engine="0"}} {running / self.max_running}',
+            'vllm:num_preemptions_total{engine="0"} 3.0',
         ]
         if self.processes == 1:
             lines.append(f"process_start_time_seconds {self.starts}.0")

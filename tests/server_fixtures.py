@@ -1,4 +1,4 @@
-"""A fake SGLang server with an april engine before it, and requests for it."""
+"""Fake servers of every kind with april's engines before them, and requests for those."""
 
 from __future__ import annotations
 
@@ -12,18 +12,33 @@ from typing import Any
 
 import numpy as np
 from fake_servers.base import PlannedFault, RequestFault
+from fake_servers.openai import FakeOpenAIServer
 from fake_servers.sglang import FakeSglangServer
+from fake_servers.vllm import FakeVllmServer
 from steady_loop import turn_of_all
 
-from april.config.engines import SglangEngineConfig
+from april.config.engines import OpenAIEngineConfig, ServerEngineConfig, SglangEngineConfig, VllmEngineConfig
 from april.core.sampling import SamplingParams
 from april.core.versions import PolicyVersion
+from april.engines.http.http_client import HttpClient
+from april.engines.http.server_probe import ServerFacts
+from april.engines.kinds.factory import open_servers
+from april.engines.kinds.identify import probe
 from april.engines.protocol import EngineFinish, Request
-from april.engines.sglang.engine import SglangEngine, connect_sglang
 
 PROMPT = [11, 12, 13]
 PATIENCE_S = 60.0
 """A test that hangs ends then; nothing is judged by time."""
+KNOWN: dict[str, Any] = {"vocab_size": 512, "eos_token_ids": (2,)}
+"""Settings that no files of a model tell here."""
+KINDS: dict[str, tuple[Callable[..., Any], type[ServerEngineConfig], dict[str, Any]]] = {
+    "vllm": (FakeVllmServer, VllmEngineConfig, KNOWN),
+    "sglang": (FakeSglangServer, SglangEngineConfig, {}),
+    "openai": (FakeOpenAIServer, OpenAIEngineConfig, KNOWN | {"max_len": 4096}),
+}
+"""Server, settings, and what the settings must say."""
+BOTH = ["vllm", "sglang"]
+"""Kinds of servers that abort by id, name their weights and load them."""
 _numbers = itertools.count()
 
 
@@ -61,12 +76,13 @@ class Got:
     error: Exception | None = None
 
 
-async def read(engine: SglangEngine, asked: Request, got: Got | None = None) -> Got:
+async def read(engine: Any, asked: Request, got: Got | None = None) -> Got:
     """All chunks; an error is kept beside them."""
     got = got if got is not None else Got()
     try:
-        async with aclosing(engine.generate(asked)) as chunks:  # type: ignore[type-var]
+        async with aclosing(engine.generate(asked)) as chunks:
             async for chunk in chunks:
+                assert got.finish is None, "a chunk after the last one"
                 got.tokens += chunk.tokens.tolist()
                 got.logprobs += chunk.logprobs.tolist()
                 got.versions += [chunk.version] * len(chunk.tokens)
@@ -78,38 +94,78 @@ async def read(engine: SglangEngine, asked: Request, got: Got | None = None) -> 
 
 
 @asynccontextmanager
-async def served(
-    *faults: PlannedFault | RequestFault, config: dict[str, Any] | None = None, stepped: bool = False, **options: Any
-) -> AsyncIterator[tuple[FakeSglangServer, SglangEngine]]:
-    """A server and an engine that is connected to it; faults count requests from the first after the connection."""
-    server = FakeSglangServer(**options)
-    await server.start()
-    engine: SglangEngine | None = None
+async def listening(server: Any) -> AsyncIterator[str]:
+    """A fake server on this loop; gives its address."""
     try:
-        engine = await connected(server, config)
-        server.stepped = stepped
-        server.runs.clear()
-        server.faults += [f if isinstance(f, PlannedFault) else PlannedFault(f) for f in faults]
-        yield server, engine
-        assert not server.violations
+        yield await server.start()
     finally:
-        if engine is not None:
-            await engine.close()
         await server.close()
 
 
-async def connected(server: FakeSglangServer, config: dict[str, Any] | None = None) -> SglangEngine:
-    (engine,) = await connect_sglang(SglangEngineConfig(urls=(server.url,), **(config or {})))
-    assert isinstance(engine, SglangEngine)
+@asynccontextmanager
+async def served(
+    kind: str, *faults: PlannedFault | RequestFault, config: dict[str, Any] | None = None, stepped: bool = False,
+    server: Any = None, **options: Any,
+) -> AsyncIterator[tuple[Any, Any]]:  # fmt: skip
+    """A server and an engine that is connected to it; faults count requests from the first after the connection."""
+    server = KINDS[kind][0](**options) if server is None else server
+    async with listening(server):
+        engine = await connected(kind, server, **(config or {}))
+        server.stepped = stepped
+        server.runs.clear()
+        server.faults += [f if isinstance(f, PlannedFault) else PlannedFault(f) for f in faults]
+        try:
+            yield server, engine
+            assert not server.violations
+        finally:
+            await engine.close()
+
+
+def settings(kind: str, *servers: Any, **config: Any) -> Any:
+    """Those of an engine of a kind before these servers, or addresses."""
+    urls = tuple(server if isinstance(server, str) else server.url for server in servers)
+    return KINDS[kind][1](**({"urls": urls} | KINDS[kind][2] | config))
+
+
+async def connected(kind: str, server: Any, **config: Any) -> Any:
+    """An engine before a server that runs."""
+    (engine,) = await open_servers(settings(kind, server, **config))
     return engine
 
 
-async def beside(server: FakeSglangServer) -> SglangEngine:
+async def beside(kind: str, server: Any) -> Any:
     """Another engine before a stepped server; the probe's requests are let through."""
+    stepped = server.stepped
     server.go_on()
-    engine = await connected(server)
-    server.stepped = True
+    engine = await connected(kind, server)
+    server.stepped = stepped
     return engine
+
+
+def kind_of(server: Any) -> str:
+    """The kind of a fake server."""
+    if isinstance(server, FakeSglangServer):
+        return "sglang"
+    return "openai" if isinstance(server, FakeOpenAIServer) else "vllm"
+
+
+async def probed(server: Any, key: str | None = None, **config: Any) -> Any:
+    """What the probe finds at a server that runs."""
+    client = HttpClient(server.url, name="probed", api_key=key)
+    try:
+        return await probe(client, settings(kind_of(server), server, **config))
+    finally:
+        await client.close()
+
+
+def facts_of(server: Any, **config: Any) -> Any:
+    """What the probe finds at a server that runs for this alone."""
+
+    async def program() -> ServerFacts:
+        async with asyncio.timeout(PATIENCE_S), listening(server):
+            return await probed(server, **config)
+
+    return asyncio.run(program())
 
 
 async def until(true: Callable[[], bool]) -> None:
@@ -126,8 +182,8 @@ class ServerThread:
 
     def __init__(self, *servers: Any) -> None:
         self.servers = servers
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="fake servers")
+        self.loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self.loop.run_forever, name="fake servers")
 
     def __enter__(self) -> ServerThread:
         self._thread.start()
@@ -139,10 +195,10 @@ class ServerThread:
     def __exit__(self, *_: object) -> None:
         for server in self.servers:
             self.call(server.close())
-        self._loop.call_soon_threadsafe(self._loop.stop)
+        self.loop.call_soon_threadsafe(self.loop.stop)
         self._thread.join()
-        self._loop.close()
+        self.loop.close()
 
     def call(self, work: Coroutine[Any, Any, Any]) -> Any:
         """Run a coroutine beside the servers."""
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result(PATIENCE_S)
+        return asyncio.run_coroutine_threadsafe(work, self.loop).result(PATIENCE_S)

@@ -1,0 +1,402 @@
+"""What april finds out about a server before it is used, without disturbing it, and what it says of what is missing."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fake_servers.base import ControlFault, PlannedControlFault
+from fake_servers.openai import MODEL, FakeOpenAIServer
+from fake_servers.sglang import FakeSglangServer
+from fake_servers.vllm import FakeVllmServer
+from raw_servers import http, raw_server
+from server_fixtures import KINDS, connected, facts_of, listening, probed, read, request, served, until
+
+from april.core.engine_table import EngineTable
+from april.core.sampling import LogprobKind
+from april.core.versions import PolicyVersion
+from april.driver.local_host import limits_of
+from april.engines.http.server_probe import eos_of, model_files
+from april.engines.openai.wire import TokenShape
+from april.engines.protocol import AbortMeans
+from april.engines.sglang import probe as sglang_probe
+from april.engines.vllm.wire import TOKEN_ROUTE
+from april.errors import ConfigError, EngineError, EngineUnreachable
+
+V1 = PolicyVersion(0, 1)
+
+# ---------------------------------------------------------------- what each kind offers
+
+
+@pytest.mark.parametrize(
+    ("options", "means", "spans", "disk", "words"),
+    [
+        ({}, AbortMeans.BY_ID, True, True, None),
+        ({"developer": False}, AbortMeans.BY_ID, False, False, "VLLM_SERVER_DEV_MODE=1"),
+        ({"scale_out": False}, AbortMeans.BY_ID, False, True, "--enable-scale-out"),
+        ({"scale_out": False, "release": 33}, AbortMeans.BY_ID, True, True, None),
+        ({"scale_out": False, "release": 33, "developer": False}, AbortMeans.CLOSE, False, False, "VLLM_SERVER_DEV"),
+        ({"developer": False, "scale_out": False}, AbortMeans.CLOSE, False, False, "cannot be aborted by id"),
+        ({"processes": 2}, AbortMeans.PAUSE, True, True, "--api-server-count 1"),
+        ({"processes": 2, "developer": False}, AbortMeans.CLOSE, False, False, "--api-server-count 1"),
+        ({"logprobs": "raw"}, AbortMeans.BY_ID, True, True, "--logprobs-mode processed_logprobs"),
+    ],
+)
+def test_vllm(options: dict[str, Any], means: AbortMeans, spans: bool, disk: bool, words: str | None) -> None:
+    """Means, spans and routes as they are; whatever is missing is a sentence with the flag that helps."""
+    facts = facts_of(FakeVllmServer(**options), vocab_size=None)
+    can = facts.capabilities
+    assert (can.abort_means, can.version_spans, can.updates_from_disk) == (means, spans, disk)
+    assert (facts.software, facts.model) == (f"0.{options.get('release', 32)}.0", "fake")
+    assert (can.max_context, can.vocab_size) == (4096, 512)
+    assert (words is None) == (not can.limits), can.notes
+    assert words is None or any(words in note for note in can.notes)
+
+
+def offered(config: dict[str, Any] | None = None, **options: Any) -> Any:
+    """Of an SGLang server with these options; nothing of it may change by being asked."""
+    server = FakeSglangServer(**options)
+    found = facts_of(server, **(config or {}))
+    assert (server.label, server.pause_mode, server.aborts, server.updates) == ("default", None, [], [])
+    assert sum(len(r.ids) for r in server.runs) <= 6
+    assert not server.violations
+    return found
+
+
+def test_sglang() -> None:
+    """A recent server offers everything, but that the fake has no model files, and seeds do nothing."""
+    said = offered()
+    can = said.capabilities
+    assert (said.software, said.model) == ("0.5.23", "fake/model")
+    assert (can.vocab_size, can.max_context, can.max_in_flight, can.streams) == (512, 4090, 64, True)
+    assert (can.version_spans, said.incremental, said.stream_interval, said.loads) == (True, True, True, True)
+    assert said.pause_modes == ("abort", "retract", "in_place")
+    assert can.logprob_kind is LogprobKind.TEMPERATURE
+    assert [sentence.split(":")[0] for sentence in can.notes] == [
+        "Seeds do nothing",
+        "The ids that end a response are not known, as the model's files are not on this machine or name none",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"incremental": False}, "--incremental-streaming-output"),
+        ({"spans": False}, "0.5.20"),
+        ({"labels": False}, "/update_weight_version is missing"),
+        ({"intervals": False}, "--stream-interval"),
+        ({"loads": False}, "/v1/loads is missing"),
+        ({"logprobs": "raw"}, "SGLANG_RETURN_ORIGINAL_LOGPROB"),
+    ],
+    ids=str,
+)
+def test_sglang_says_what_is_missing_with_the_remedy(options: dict[str, Any], words: str) -> None:
+    """One feature less each."""
+    assert any(words in sentence for sentence in offered(**options).capabilities.notes)
+
+
+def test_the_configuration_of_sglang_is_believed() -> None:
+    """Without incremental streams one answer at the end is cheaper, unless the user wants to lose less."""
+    can = offered({"vocab_size": 500, "max_len": 100, "eos_token_ids": (7,), "logprobs": "processed"}).capabilities
+    assert (can.vocab_size, can.max_context, can.eos_token_ids) == (500, 100, (7,))
+    assert can.logprob_kind is LogprobKind.PROCESSED
+    assert not offered(incremental=False).capabilities.streams
+    assert offered({"max_token_loss": 50}, incremental=False).capabilities.streams
+    assert offered({"max_in_flight": 5}, incremental=False).capabilities.max_in_flight == 5
+
+
+@pytest.mark.parametrize("shape", list(TokenShape))
+def test_openai(shape: TokenShape) -> None:
+    """Each server is asked in its own way from then on; one that refuses unknown keys included."""
+    facts = facts_of(FakeOpenAIServer(shape))
+    assert (facts.token_shape, facts.model, facts.keeps_eos) == (shape, MODEL, True)
+    can = facts.capabilities
+    assert (can.max_context, can.vocab_size, can.eos_token_ids) == (4096, 512, (2,))
+    assert (can.abort_means, can.streams, can.honours_seeds) == (AbortMeans.CLOSE, True, True)
+    assert (can.version_spans, can.updates_from_disk) == (False, False)
+    assert any("had made and not sent" in note for note in can.notes)
+
+
+@pytest.mark.parametrize("said", [True, False], ids=["said", "seen"])
+@pytest.mark.parametrize("logprobs", ["raw", "processed", "temperature"])
+@pytest.mark.parametrize("kind", ["vllm", "openai"])
+def test_the_kind_of_log_probabilities(kind: str, logprobs: str, said: bool) -> None:
+    """Out of the server's settings, or seen from requests of one token each; the configuration's word goes first."""
+    tells = kind == "vllm" and said and logprobs != "temperature"  # no server says that of itself
+    options = {"kind": LogprobKind(logprobs)} if kind == "openai" else {"logprobs": logprobs, "says_logprobs": tells}
+    server = KINDS[kind][0](**options)
+    can = facts_of(server).capabilities
+    assert can.logprob_kind is LogprobKind(logprobs)
+    if kind == "vllm":
+        assert [len(r.ids) for r in server.runs] == ([] if tells else [1, 1])
+    else:
+        assert any("raw logits" in note for note in can.notes) == (logprobs == "raw")
+    assert facts_of(server, logprobs="temperature").capabilities.logprob_kind is LogprobKind.TEMPERATURE
+
+
+@pytest.mark.parametrize(
+    ("options", "config", "seen", "words"),
+    [
+        ({"honours_seeds": False}, {}, {"honours_seeds": False}, "does not repeat a response for the same seed"),
+        ({}, {"eos_token_ids": None}, {"eos_token_ids": ()}, "engine.eos_token_ids is not set"),
+        ({}, {"eos_token_ids": (5,)}, {}, "one without it fails"),
+        ({"context": 2048}, {"max_len": None}, {"max_context": 2048}, ""),
+        ({"context": 2048}, {"max_len": 1000}, {"max_context": 1000}, ""),
+    ],
+    ids=["seeds", "EOS is not known", "an id that ends nothing", "its context", "less than its context"],
+)
+def test_openai_says_what_is_missing(
+    options: dict[str, Any], config: dict[str, Any], seen: dict[str, Any], words: str
+) -> None:
+    """Not refused: exact repetition is lost, or EOS is looked for in every response."""
+    facts = facts_of(FakeOpenAIServer(**options), **config)
+    assert {name: getattr(facts.capabilities, name) for name in seen} == seen
+    assert any(words in note for note in facts.capabilities.notes)
+    assert (facts.keeps_eos is None) == ("eos_token_ids" in config)
+
+
+# ---------------------------------------------------------------- what is refused
+
+
+class Cumulative(FakeOpenAIServer):
+    """Its events repeat the tokens before them, and it may not count them."""
+
+    counted = True
+
+    def _shaped(self, run: Any, said: dict[str, Any]) -> dict[str, Any]:
+        (choice,) = super()._shaped(run, said)["choices"]
+        choice["token_ids"] = run.ids[: run.flushed]
+        choice["logprobs"]["token_logprobs"] = [-1.0] * run.flushed
+        return said
+
+    def _usage(self, run: Any) -> list[str]:
+        return super()._usage(run) if self.counted else []
+
+
+class Uncounted(Cumulative):
+    """Nobody would notice if april closed such a stream."""
+
+    counted = False
+
+
+REPEATS = "do its events repeat the tokens before them"
+
+
+@pytest.mark.parametrize(
+    ("server", "config", "message"),
+    [
+        (FakeOpenAIServer(None), {}, "gives no token ids with log-probabilities, which april cannot do without"),
+        (FakeOpenAIServer(strips=frozenset({2})), {}, r"keeps EOS \(2\) back"),
+        (FakeOpenAIServer(strips=frozenset(range(512))), {}, "keeps the stop token back"),
+        (FakeOpenAIServer(), {"vocab_size": None}, r"engine.vocab_size: .* vocab_size of the model's config.json"),
+        (FakeOpenAIServer(TokenShape.DETOKENIZE), {"max_len": None}, r"engine.max_len: .* does not tell its context"),
+        (FakeOpenAIServer(context=2048), {}, "engine.max_len=4096 is more than the context .* 2048 tokens"),
+        (FakeOpenAIServer(), {"model": "other"}, "has no model 'other'; it serves: fake"),
+        (FakeVllmServer(), {"model": "other"}, "it serves: fake"),
+        (Cumulative(mean_length=10**6), {}, REPEATS),
+        (Uncounted(mean_length=10**6), {}, REPEATS),
+    ],
+)
+def test_what_cannot_be_used_is_refused(server: Any, config: dict[str, Any], message: str) -> None:
+    """One sentence that says what is wrong and what to do."""
+    with pytest.raises(ConfigError, match=message):
+        facts_of(server, **config)
+
+
+@pytest.mark.parametrize(("kind", "mode", "words"), [("vllm", "keep", "/resume"), ("sglang", "retract", "/continue")])
+async def test_a_paused_server_is_described_and_not_connected_to(kind: str, mode: str, words: str) -> None:
+    """It would answer no request: an error that says how to resume it."""
+    server = KINDS[kind][0]()
+    async with listening(server):
+        server.pause_mode = mode
+        said = await probed(server)
+        assert said.paused
+        assert kind == "vllm" or f"POST {words}" in said.capabilities.notes[0]
+        with pytest.raises(EngineError, match=f"is paused; .* .POST {words}"):
+            await connected(kind, server)
+
+
+async def test_what_is_no_sglang_server_is_said() -> None:
+    """A closed port, a page that is not there, and a server that never answers: an error each, in time."""
+    server = FakeSglangServer()
+    async with listening(server):
+        pass
+    with pytest.raises(EngineUnreachable):
+        await connected("sglang", server)
+    for answer, patience, error, words in (
+        (http(404), 30.0, ConfigError, "no SGLang server"), (None, 0.3, EngineError, "has not said"),
+    ):  # fmt: skip
+        with raw_server(lambda path, answer=answer: answer) as raw, pytest.raises(error, match=words):
+            await connected("sglang", raw, probe_timeout_s=patience)
+
+
+async def test_key() -> None:
+    """Without the key a sentence with the status; the key is in no message and no repr."""
+    server = FakeVllmServer(api_key="secret-key")
+    async with listening(server):
+        with pytest.raises((ConfigError, EngineError), match="401") as caught:
+            await probed(server, "wrong-secret")
+        assert "wrong-secret" not in str(caught.value)
+        assert (await probed(server, "secret-key")).route == TOKEN_ROUTE
+        engine = await connected("vllm", server, api_key="secret-key")
+        assert "secret-key" not in repr(engine) + repr(engine.facts) + repr(vars(engine)["_client"])
+        assert (await read(engine, request())).error is None
+        await engine.close()
+
+
+# ---------------------------------------------------------------- nothing is disturbed
+
+
+async def test_a_server_in_use_is_not_disturbed() -> None:
+    """No abort, no pause, no cache reset, no label: requests of others go on through a probe."""
+    async with served("vllm", mean_length=10**6) as (server, engine):
+        before = server.label
+        reading = asyncio.create_task(read(engine, request(max_tokens=500)))
+        await until(lambda: server.open_requests == 1)
+        server.stale_cache = False
+        await probed(server)
+        assert (server.aborts, server.pauses, server.label) == ([], [], before)
+        assert (await reading).error is None
+
+
+@pytest.mark.parametrize("how", ["answers", "is cut off", "is silent", "says nothing"])
+async def test_asking_for_the_pause_modes_leaves_no_server_paused(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server that takes any mode is continued, whatever happens to the question; one paused by others is not."""
+    monkeypatch.setattr(sglang_probe, "PAUSE_S", 0.05)
+    server = FakeSglangServer()
+    async with listening(server):
+        server.any_mode = True
+        if how != "answers":
+            kind = ControlFault.FAILS if how == "says nothing" else ControlFault.SILENT
+            fault = PlannedControlFault(kind=kind, route="/pause_generation", later=1, obeyed=True)
+            server.control_faults.append(fault)
+        probing = asyncio.create_task(probed(server))
+        if how == "is cut off":
+            await until(lambda: server.pause_mode is not None)
+            probing.cancel()
+        (result,) = await asyncio.gather(probing, return_exceptions=True)
+        assert server.pause_mode is None
+        assert isinstance(result, BaseException) == (how in ("is cut off", "is silent"))
+        server.pause_mode, server.any_mode = "retract", False
+        assert (await probed(server)).pause_modes == ("abort", "retract", "in_place")
+        assert server.pause_mode == "retract"
+
+
+# ---------------------------------------------------------------- what follows from a server's settings and files
+
+
+async def test_disk_updates_need_all_developer_routes() -> None:
+    """A server that lacks one of them would be told of new weights and keep its old ones."""
+    async with served("vllm", without=("/abort_requests",)) as (_, engine):
+        assert (engine.facts.developer_routes, engine.capabilities.updates_from_disk) == (False, False)
+        await engine.pause()
+        with pytest.raises(EngineError, match="cannot load weights"):
+            await engine.update_weights(V1, "/weights/w1")
+
+
+@pytest.mark.parametrize(
+    ("tied", "device", "developer", "words"),
+    [
+        (True, "cpu", True, "The server runs on a CPU"),
+        (True, "cuda", True, None),
+        (False, "cpu", True, None),
+        (None, "cpu", True, None),
+        (True, None, True, "If the server runs on a CPU"),
+        (True, "cpu", False, None),
+    ],
+)
+async def test_tied_embeddings_on_a_cpu(
+    tied: bool | None, device: str | None, developer: bool, words: str | None, tmp_path: Path
+) -> None:
+    """vLLM reloads such a model wrongly there: said before it happens, where weights are updated from disk at all; the
+    server is not asked to load a directory then."""
+    (tmp_path / "config.json").write_text(json.dumps({} if tied is None else {"tie_word_embeddings": tied}))
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    without = ("/server_info",) if device is None else ()
+    options = {"root": str(tmp_path), "device": device or "cpu", "developer": developer, "without": without}
+    async with served("vllm", **options) as (server, engine):
+        for notes in ((await probed(server)).capabilities.notes, engine.capabilities.notes):
+            said = [note for note in notes if "tied embeddings" in note]
+            assert len(said) == (words is not None)
+            assert words is None or said[0].startswith(words)
+        if words and device:
+            assert not engine.capabilities.updates_from_disk
+            await engine.pause()
+            with pytest.raises(EngineError, match="tied embeddings"):
+                await engine.update_weights(V1, str(tmp_path))
+            assert server.weights == "w0"
+
+
+async def test_a_cpu_that_reads_prompts_in_chunks_gets_no_seeds() -> None:
+    """It would die of them; its limit of requests is that of all its copies together."""
+    options = {"chunked_prefill": True, "copies": 2, "max_running": 8}
+    for more, honours, most, seed in ((options, False, 16, None), ({}, True, 64, 7)):
+        async with served("vllm", device="cpu", **more) as (server, engine):
+            can = engine.capabilities
+            assert (can.honours_seeds, can.max_in_flight) == (honours, most)
+            assert (await read(engine, request(seed=7))).error is None
+            assert server.alive
+            assert server.runs[-1].params.get("seed") == seed
+
+
+@pytest.mark.parametrize("developer", [True, False])
+async def test_weights_that_no_label_shows_are_unverified(developer: bool) -> None:
+    """Said by the engine, and so by every batch."""
+    async with served("vllm", developer=developer, scale_out=False) as (_, engine):
+        assert engine.capabilities.verifies_weights is developer
+        metrics = EngineTable([limits_of(engine)], PolicyVersion(0, 0)).metrics({}, PolicyVersion(0, 0))
+        assert metrics.get(f"engine/{engine.name}/unverified_weights", 0.0) == float(not developer)
+
+
+@pytest.mark.parametrize(
+    ("memory", "page", "room"), [(65536, 64, 4090), (4096, 1, 4090), (4096, 64, 4096 - 128), (1000, 16, 968)]
+)
+def test_the_context_is_what_its_memory_has_room_for(memory: int, page: int, room: int) -> None:
+    """A response that needs more than whole pages leave is cut short by SGLang without a word."""
+    server = FakeSglangServer()
+    server.memory, server.page_size = memory, page
+    assert facts_of(server).capabilities.max_context == room
+
+
+def test_all_ids_at_which_sglang_stops(tmp_path: Path) -> None:
+    """The model's, its tokenizer's EOS, and the ends of turns that SGLang finds among the tokenizer's added tokens.
+
+    Without files of the model nothing is known: its generation configuration may have more.
+    """
+    model, tokenizer = tmp_path / "step-5", tmp_path / "start"
+    model.mkdir(), tokenizer.mkdir()
+    added = {str(i): {"content": text} for i, text in ((7, "<|end|>"), (8, "<|other|>"), (9, "<|eom_id|>"))}
+    files = {"eos_token": "<|end|>", "added_tokens_decoder": added}
+    (tokenizer / "tokenizer_config.json").write_text(json.dumps(files), "utf-8")
+    server = FakeSglangServer()
+    server.model_path, server.tokenizer_path = str(model), str(tokenizer)
+
+    assert facts_of(server).capabilities.eos_token_ids == ()
+    (model / "config.json").write_text(json.dumps({"eos_token_id": 2}), "utf-8")
+    assert facts_of(server).capabilities.eos_token_ids == (2, 7, 9)
+    assert facts_of(server, eos_token_ids=(3,)).capabilities.eos_token_ids == (3,)
+
+
+@pytest.mark.parametrize("where", ["tokenizer_config.json", "tokenizer.json", "nowhere"])
+def test_all_ids_that_end_a_response(where: str, tmp_path: Path) -> None:
+    """The model's, those of its generation configuration, and the tokenizer's: servers stop at each of them."""
+    token = {"content": "<|im_end|>", "special": True}
+    files: dict[str, Any] = {
+        "config.json": {"eos_token_id": 2, "text_config": {"eos_token_id": 5}},
+        "generation_config.json": {"eos_token_id": [2, 3]},
+        "tokenizer_config.json": {"eos_token": "<|im_end|>" if where != "tokenizer.json" else token},
+        "tokenizer.json": {"added_tokens": [{"id": 8, "content": "<|other|>"}]},
+    }
+    if where == "tokenizer_config.json":
+        files[where]["added_tokens_decoder"] = {"8": {"content": "<|other|>"}, "9": token}
+    if where == "tokenizer.json":
+        files[where]["added_tokens"].append(token | {"id": 9})
+    for name, content in files.items():
+        (tmp_path / name).write_text(json.dumps(content), "utf-8")
+    assert eos_of(model_files(tmp_path)) == ((2, 3, 5) if where == "nowhere" else (2, 3, 5, 9))
+    assert eos_of(model_files(tmp_path / "elsewhere")) is None
+    (tmp_path / "tokenizer_config.json").write_text("[]", "utf-8")
+    assert eos_of(model_files(tmp_path)) == (2, 3, 5)
