@@ -14,7 +14,7 @@ from april.core.batch import Batch
 from april.core.sealed import seal
 from april.core.tape import versions_of
 from april.core.types import SampleId
-from april.driver.restarts import KIND
+from april.driver.rollout_driver import KIND
 from april.engines.simulated.engine import synthetic_response
 from april.engines.simulated.response_lengths import LognormalLengths
 from april.errors import DataExhausted

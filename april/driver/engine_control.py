@@ -9,6 +9,7 @@ import asyncio
 import hashlib
 import logging
 from collections.abc import Callable, Coroutine, Mapping
+from dataclasses import asdict
 from typing import Any
 
 from msgspec.structs import replace
@@ -102,7 +103,7 @@ class EngineControl:
         method: Callable[[], Coroutine[Any, Any, str | None]],
     ) -> None:
         name, before = command.engine, self._running.get(command.engine)
-        errors: list[Exception] = []
+        error: Exception | None = None
         content = ""
 
         async def made() -> None:
@@ -110,14 +111,14 @@ class EngineControl:
             content = await method() or ""
 
         async def call() -> None:
+            nonlocal error
             if before is not None and not before.done():
                 before.cancel()
                 await asyncio.wait([before])
-            errors.extend(await self._in_time(name, what, made, command.within_s))
+            error = await self._in_time(name, what, made, command.within_s)
 
         def report(task: asyncio.Task[None]) -> None:
             if not task.cancelled():
-                error = errors[0] if errors else None
                 if error is not None:
                     self._failed(command.call, error)
                 why = "" if error is None else describe(error)
@@ -129,7 +130,7 @@ class EngineControl:
 
     async def _in_time(
         self, name: str, what: str, method: Callable[[], Coroutine[Any, Any, None]], seconds: float
-    ) -> list[Exception]:
+    ) -> Exception | None:
         """Await a method; returns its error, if any, and EngineUnreachable if it took longer."""
         limit = asyncio.timeout(seconds)
         try:
@@ -137,12 +138,12 @@ class EngineControl:
                 await method()
         except TimeoutError as error:
             late = EngineUnreachable(f"engine {name} has not answered {what} in {seconds:g} s")
-            return [late if limit.expired() else error]
+            return late if limit.expired() else error
         except Exception as error:
-            return [error]
+            return error
         except asyncio.CancelledError as error:
-            return [own_cancellation(error)]
-        return []
+            return own_cancellation(error)
+        return None
 
     def probe(self, command: do.ProbeEngine) -> None:
         """Ask an engine for its health."""
@@ -161,18 +162,9 @@ class EngineControl:
         except asyncio.CancelledError as error:
             answer = replace(answer, detail=str(own_cancellation(error)))
         else:
-            load = health.load
-            said = None
-            if load is not None:
-                said = ev.LoadReported(
-                    engine=name,
-                    running=load.running,
-                    waiting=load.waiting,
-                    kv_usage=load.kv_usage,
-                    preemptions=load.preemptions,
-                )
+            load = None if health.load is None else ev.LoadReported(engine=name, **asdict(health.load))
             answer = replace(
-                answer, answered=True, ok=health.ok, current=health.current, detail=health.detail, load=said
+                answer, answered=True, ok=health.ok, current=health.current, detail=health.detail, load=load
             )
         self._post(answer)
 
@@ -186,8 +178,8 @@ class EngineControl:
         """Close all engines at once; one that hangs is named and left."""
         engines = self._engines
         closing = (self._in_time(name, "close", engine.close, within_s) for name, engine in engines.items())
-        for name, errors in zip(engines, await asyncio.gather(*closing), strict=True):
-            for error in errors:
+        for name, error in zip(engines, await asyncio.gather(*closing), strict=True):
+            if error is not None:
                 log.error("engine %s could not be closed", name, exc_info=error)
 
 

@@ -334,10 +334,9 @@ class Reply(Generic[T]):
         self._open()  # for the next one who waits
         return True
 
-    def result(self, timeout: float | None = None) -> T:
-        """Wait for it. Raises its error; CancelledError of concurrent.futures if it was cancelled; TimeoutError."""
-        if not self.wait(timeout):
-            raise TimeoutError
+    def result(self) -> T:
+        """Wait for it. Raises its error; CancelledError of concurrent.futures if it was cancelled."""
+        self.wait()
         value, error = self._given[OUTCOME]
         if error is not None:
             raise error

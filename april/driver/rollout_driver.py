@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import wait
 from contextlib import asynccontextmanager
 from contextvars import copy_context
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any, TypeVar
 
 import numpy as np
@@ -26,6 +26,7 @@ from april.core.batch import Batch
 from april.core.event_pump import EventPump, Observer, RequestLog
 from april.core.run_times import Fits, RunTimes, bottleneck
 from april.core.sampling import LogprobKind, SamplingParams
+from april.core.sealed import State, require_sealed, seal
 from april.core.settings import CoreSettings, EngineLimits
 from april.core.state import RolloutCore
 from april.core.types import AttemptFailure, DropReason, Prompt
@@ -34,8 +35,7 @@ from april.driver.host_view import CoreView
 from april.driver.limit import StepLimit
 from april.driver.local_host import LocalHost, OtherHosts, limits_of
 from april.driver.long_waits import LongWaits
-from april.driver.prompt_source import DrawPatience, PromptSource, RestOfPrompts, warn_of_equal_rollouts
-from april.driver.restarts import log_changes, parts_of, refuse_sampling, refuse_undrawn, state_of
+from april.driver.prompt_source import DrawPatience, Position, PromptSource, RestOfPrompts, warn_of_equal_rollouts
 from april.driver.rewards import EvaluationResult
 from april.driver.sample_functions import RolloutSettings, UserFunctions
 from april.driver.user_calls import marked
@@ -66,15 +66,6 @@ EVALUATION_ERRORS = {
     AttemptFailure.NO_TEXT: RolloutError,
 }  # fmt: skip
 """The error that a failed evaluation raises, by the kind of failure; EngineError for all others."""
-
-
-@dataclass(slots=True)
-class _Pending:
-    """Futures that the outside waits on."""
-
-    batch: asyncio.Future[Batch] | None = None
-    paused: list[asyncio.Future[None]] = field(default_factory=list)
-    evaluations: dict[int, asyncio.Future[EvaluationEnd]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,7 +126,11 @@ class RolloutDriver:
         self.handed_out: int | None = None
         """Number of the batch that the trainer was handed last. Its thread sets this, in the one step that no signal
         can interrupt, and nobody is told: whoever wants to know what the trainer has looks here."""
-        self._pending = _Pending()
+        self._batch: asyncio.Future[Batch] | None = None
+        """The batch that was asked for and is not handed out."""
+        self._pauses: list[asyncio.Future[None]] = []
+        """The futures of those who wait until nothing generates."""
+        self._evaluations: dict[int, asyncio.Future[EvaluationEnd]] = {}
         self._full: asyncio.Future[None] | None = None
         """Ends the wait of a trainer that cannot train meanwhile: so many batches are out now that none can come."""
         self._context = copy_context()
@@ -197,24 +192,23 @@ class RolloutDriver:
         """
         self._raise_if_broken()
         self._note_handed_out()
-        there = self._pending.batch is not None and self._pending.batch.done()
+        there = self._batch is not None and self._batch.done()
         if blocks and self.core.train_first and not there:
             raise RolloutError(self.core.leases.why_full())
-        if self._pending.batch is None:
+        if self._batch is None:
             if self._loading:
                 raise CheckpointError("a state is being loaded; ask for the batch when load_state_dict has returned")
-            loop = asyncio.get_running_loop()
-            self._pending.batch = loop.create_future()
+            self._batch = asyncio.get_running_loop().create_future()
             self.post(ev.StepRequested())
-        future = self._pending.batch
+        future = self._batch
         self._full = asyncio.get_running_loop().create_future()
         ends: list[asyncio.Future[Any]] = [future, self._full] if blocks else [future]
         # cancelled here, the result, there or not yet, is for the next call
         await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
         if not future.done():
             raise RolloutError(self.core.leases.why_full())
-        if future.exception() is not None and self._pending.batch is future:
-            self._pending.batch = None
+        if future.exception() is not None and self._batch is future:
+            self._batch = None
         batch = future.result()
         with self.long_waits.on("next_batch", "engines to end what they still compute on the trainer's model"):
             await self.quiet()
@@ -222,12 +216,12 @@ class RolloutDriver:
 
     def _note_handed_out(self) -> None:
         """Forget a batch that the trainer has, and an error of weights, which may not hold any more."""
-        future = self._pending.batch
+        future = self._batch
         if future is None or not future.done():
             return
         error = future.exception()
         if isinstance(error, EngineError) or (error is None and future.result().id == self.handed_out):
-            self._pending.batch = None
+            self._batch = None
 
     @asynccontextmanager
     async def paused(self) -> AsyncIterator[None]:
@@ -235,7 +229,7 @@ class RolloutDriver:
         async with self._exclusive:
             self._raise_if_broken()
             future = asyncio.get_running_loop().create_future()
-            self._pending.paused.append(future)
+            self._pauses.append(future)
             self.post(ev.PauseRequested())
             try:
                 await future
@@ -260,7 +254,7 @@ class RolloutDriver:
         await self.ask_engines()
         self._raise_if_broken()
         number = next(self._evaluation_numbers)
-        end = self._pending.evaluations[number] = asyncio.get_running_loop().create_future()
+        end = self._evaluations[number] = asyncio.get_running_loop().create_future()
         plain = local.plain_rollout  # a thread each is dear: no more than can generate
         self.post(
             ev.EvaluationRequested(
@@ -284,7 +278,7 @@ class RolloutDriver:
             await samples.cleaned_up()
             error = EVALUATION_ERRORS.get(ended.kind, EngineError)
             raise error(ended.error) from (raised if error is RolloutError else None)
-        if self._pending.batch is None:  # no batch is being made: the trainer has its model again
+        if self._batch is None:  # no batch is being made: the trainer has its model again
             await self.quiet()
         return EvaluationResult(responses, np.array([[s.reward for s in g.samples] for g in ended.groups], np.float64))
 
@@ -391,7 +385,7 @@ class RolloutDriver:
             raise CheckpointError("a state is being loaded; take one when load_state_dict has returned")
         self.local.streams.catch_up()
         core, prompts = snapshot.take(self.core, trained_through), self._source.state_dict()
-        return state_of(core, prompts, self.sampling)
+        return seal(KIND, {"core": core, "prompts": prompts, "sampling": sampling_out(self.sampling)})
 
     async def load_state_dict(
         self, state: dict[str, Any], path: str | None = None, transfer: Transfer | None = None, *,
@@ -567,8 +561,8 @@ class RolloutDriver:
         if self._source.first is not None and not self._ranks_told:
             self._ranks_told = True
             warn_of_equal_rollouts(self.core.settings.run_seed, self._source.first)
-        if self._pending.batch is not None:
-            self._pending.batch.set_result(batch)
+        if self._batch is not None:
+            self._batch.set_result(batch)
 
     def _end_of_data(self, command: do.EndOfData) -> None:
         what = "complete groups" if self.core.settings.whole_groups else "finished responses"
@@ -589,7 +583,7 @@ class RolloutDriver:
         self._fail_batch(error)
 
     def _paused(self, command: do.Paused) -> None:
-        waiting, self._pending.paused = self._pending.paused, []
+        waiting, self._pauses = self._pauses, []
         for future in waiting:
             if not future.done():
                 future.set_result(None)
@@ -597,12 +591,12 @@ class RolloutDriver:
     def _evaluation_ended(self, command: EvaluationEnd) -> None:
         if self.hosts is not None:
             self.hosts.evaluated(command.evaluation)
-        future = self._pending.evaluations.pop(command.evaluation)
+        future = self._evaluations.pop(command.evaluation)
         if not future.done():
             future.set_result(command)
 
     def _fail_batch(self, error: BaseException) -> None:
-        future = self._pending.batch
+        future = self._batch
         if future is not None and not future.done():
             future.set_exception(error)
             future.exception()  # a waiter may have gone; its error is not asyncio's business
@@ -610,7 +604,7 @@ class RolloutDriver:
     def _fail_waiting(self, error: BaseException) -> None:
         self._fail_batch(error)
         self.updates.fail(error)
-        futures: list[asyncio.Future[Any]] = [*self._pending.paused, *self._pending.evaluations.values()]
+        futures: list[asyncio.Future[Any]] = [*self._pauses, *self._evaluations.values()]
         for future in futures:
             if not future.done():
                 future.set_exception(error)
@@ -619,3 +613,63 @@ class RolloutDriver:
     def _raise_if_broken(self) -> None:
         if self._broken is not None:
             raise SchedulerClosed(f"the scheduler has stopped: {self._broken}") from self._broken
+
+
+# ---------------------------------------------------------------- what a state must be, beside the checks of the core
+
+KIND = "rollouts"
+"""The kind of state that a scheduler saves."""
+ALWAYS_REFUSED = {"stop", "stop_token_ids"}
+"""Settings that must not change, as held tokens may contain such stops in their middle."""
+
+
+def parts_of(state: Any) -> tuple[State, State, State]:
+    """The snapshot of the core, the position in the prompts and the sampling of a state; raises CheckpointError."""
+    require_sealed(KIND, state)
+    parts = [state.get(name) for name in ("core", "prompts", "sampling")]
+    if not all(isinstance(part, dict) for part in parts):
+        raise CheckpointError("the state is damaged: a part of it is missing")
+    return parts[0], parts[1], parts[2]
+
+
+def sampling_out(sampling: SamplingParams) -> dict[str, Any]:
+    """The configured sampling for a state."""
+    values = {name: value for name, value in asdict(sampling).items() if name not in ("max_tokens", "seed")}
+    return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
+
+
+def refuse_sampling(core: RolloutCore, saved: Any, sampling: SamplingParams, *, allow_mismatch: bool) -> None:
+    """Other sampling than before cannot go on from tokens that were sampled by it: one batch has one way of sampling.
+
+    Raises:
+        CheckpointError: they differ and ``core``, which was restored, holds tokens; ``allow_mismatch`` allows for
+            temperature, top_p and min_tokens.
+    """
+    now = sampling_out(sampling)
+    if not isinstance(saved, dict) or saved.keys() != now.keys():
+        raise CheckpointError("the state is damaged: it does not say how it was sampled")
+    held = core.tokens.held
+    for name, value in now.items():
+        if saved[name] != value and held and not (allow_mismatch and name not in ALWAYS_REFUSED):
+            raise CheckpointError(
+                f"the state holds {held} tokens that were sampled with {name}={saved[name]}, the configuration has "
+                f"{value}; set sampling.{name} as it was"
+                + ("" if name in ALWAYS_REFUSED else ", or allow_mismatch: true if your trainer accounts for it")
+            )
+
+
+def refuse_undrawn(core: RolloutCore, stand: Position) -> None:
+    """Raise CheckpointError if ``core`` holds a prompt twice, or one that was not drawn."""
+    names = [(group.prompt.epoch, group.prompt.position) for group in core.buffer]
+    if len(set(names)) < len(names) or any(name >= (stand.epoch, stand.position) for name in names):
+        raise CheckpointError(
+            f"the state is damaged: it holds prompts that were not drawn before prompt {stand.position} of epoch "
+            f"{stand.epoch}, or one of them twice"
+        )
+
+
+def log_changes(core: RolloutCore, state: dict[str, Any]) -> None:
+    """Log the settings that differ from those of the state."""
+    if changes := snapshot.changed_settings(core, state):
+        said = "; ".join(f"{name} was {saved}, now {now}" for name, (saved, now) in changes.items())
+        log.info("the state goes on under other settings: %s", said)

@@ -11,6 +11,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
+from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -133,7 +134,7 @@ class Recorder:
         """Record the state of the run, if that was not done lately; it has waited ``waited_s`` for the same thing."""
         if (now := self._now()) >= self._stand_at:
             self._stand_at = now + STAND_EVERY_S
-            self._lines.add(STANDING, lambda: standing_of(self._core, waited_s).parts())
+            self._lines.add(STANDING, lambda: asdict(standing_of(self._core, waited_s)))
 
     def restored(self, state: Any) -> None:
         """Record that the core goes on from this snapshot."""

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any
-
-import msgspec
 
 from april.core.partial_buffer import Idle
 from april.core.run_times import why_idle
@@ -73,10 +70,6 @@ class Standing:
     engines: dict[str, int]
     waited_s: float = 0.0
 
-    def parts(self) -> dict[str, Any]:
-        """Return the fields for JSON."""
-        return asdict(self)
-
 
 def standing_of(core: RolloutCore, waited_s: float = 0.0) -> Standing:
     """Return the state between two events; takes time in proportion to the responses that are held.
@@ -118,8 +111,3 @@ def waits_of(core: RolloutCore) -> Waits:
     if core.step is not None and core.attempts:
         return ENDS if core.step.stopping else RESPONSES
     return _INSTEAD.get(why_idle(core), RESPONSES)
-
-
-def standing_from(parts: dict[str, Any]) -> Standing:
-    """Return the state out of a line of a record; raises ValueError if it is none."""
-    return msgspec.convert(parts, Standing)

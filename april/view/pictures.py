@@ -71,10 +71,7 @@ class Ink(Enum):
 
 
 AGES = (Ink.AGE0, Ink.AGE1, Ink.AGE2, Ink.AGE3, Ink.AGE4)
-CAUSES = (
-    Ink.CAUSE0, Ink.CAUSE1, Ink.CAUSE2, Ink.CAUSE3, Ink.CAUSE4, Ink.CAUSE5, Ink.CAUSE6, Ink.CAUSE7,
-    Ink.CAUSE8, Ink.CAUSE9,
-)  # fmt: skip
+CAUSES = tuple(ink for ink in Ink if ink.name.startswith("CAUSE"))
 BELOW_AXES = -0.42
 """Height of the numbers and words of an axis, in inches."""
 _HEX = re.compile("|".join(ink.hex for ink in Ink))

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
 
+import msgspec
 from rich.box import SIMPLE_HEAD
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -21,7 +22,7 @@ from rich.text import Text
 
 from april.errors import RecordError
 from april.record.file import BATCH, CLOSED, OVER, STANDING, Line, LineReader, end_of, refuse_other_formats
-from april.record.standing import Standing, standing_from
+from april.record.standing import Standing
 from april.server_text import clean
 from april.view.progress import Line as ProgressLine
 from april.view.progress import short
@@ -148,7 +149,7 @@ class Follower:
             if line.number == 1:
                 refuse_other_formats(self._path, parts)
             elif line.what == STANDING:
-                seen.standing = standing_from(parts)
+                seen.standing = msgspec.convert(parts, Standing)
                 seen.standings.append((line.time_s, seen.standing))
             elif line.what == BATCH:
                 metrics = {str(name): float(value) for name, value in parts["metrics"].items()}
