@@ -1,4 +1,4 @@
-"""Conversations in random lives: an environment's tokens, stop strings, functions that ask otherwise, late events.
+"""Conversations in random lives: an environment's tokens, stop strings, functions that are lost, late events.
 
 Requests, weights, restarts and everything else are those of :class:`trainer_lives.Life`.
 """
@@ -36,6 +36,8 @@ class Talks(Life):
         self.known: dict[Key, list[int]] = {}
         """Response tokens that each function knows of, its own and those of its environment."""
         self.strayed: set[Key] = set()
+        self.relived: set[Key] = set()
+        """Those whose function was lost once: it may be answered from the tape, or from nothing."""
         self.gone: list[str] = getattr(self, "gone", [])
         """Requests that are accounted for, those of older processes too."""
         self.untold_stops: list[str] = []
@@ -46,7 +48,9 @@ class Talks(Life):
 
     def on_StartSample(self, command: do.StartSample) -> None:
         """It begins with the prompt."""
-        self.known[tuple(command.sample.id)] = []
+        key = tuple(command.sample.id)
+        self.known[key] = []
+        assert self.functions.get(key) != "lost", "begins again while its request runs"
         super().on_StartSample(command)
 
     def call(self, key: Key) -> None:
@@ -56,7 +60,8 @@ class Talks(Life):
             return
         tape, known = self.books.tapes[key], self.known[key]
         replays = len(tape) > len(known)
-        may_stray = self.settings.on_stale is not OnStale.RESTART and (replays or self.processes == 1)
+        first = self.processes == 1 and key not in self.relived
+        may_stray = self.settings.on_stale is not OnStale.RESTART and (replays or first)
         prompt = [5, 10 + self.books.held[key[0]]]
         if may_stray and self.rng.random() < self.strays:
             self.seen["diverged" if replays else "rewrote its past"] += 1
@@ -101,6 +106,30 @@ class Talks(Life):
         else:
             super().on_CancelSample(command)
         self.strayed.discard(key)
+
+    # ---------------------------------------------------------------- functions that are lost
+
+    def lose(self) -> None:
+        """The functions of a group die with their host: they begin again, and nothing else hears of it."""
+        group = self.rng.choice(sorted({group for group, _ in self.functions} or {0}))
+        keys = [key for key in self.functions if key[0] == group]
+        for key in keys:
+            self.functions.pop(key)
+            self.runs[key] += 1
+            self.evaluated.pop(key, None)
+            self.relived.add(key)
+        for request in self.running.values():
+            if request.key in keys and request.lost is None:
+                request.stalled = True  # it is asked to end
+                if group < 0:
+                    request.lost = "failed"
+                else:
+                    self.functions[request.key] = "lost"
+        if (self.settings.has_filter or self.settings.group_reward) and group not in self.books.accepted:
+            for key in [key for key in self.books.finished if key[0] == group]:
+                self.books.unfinish(key)  # what it returned is to be seen
+        self.seen[f"lost: evaluation={group < 0}"] += bool(keys)
+        self.post(ev.FunctionsLost([group]))
 
     # ---------------------------------------------------------------- stop strings
 
@@ -150,6 +179,8 @@ class Talks(Life):
         request = super()._over(attempt_id, corrupt=corrupt)
         self.books.lose(request.attempt.tape.after_stop, "after_stop")
         self.gone.append(attempt_id)
+        if self.functions.get(request.key) == "lost" and request.lost is None:
+            del self.functions[request.key]
         return request
 
     def save(self, trained_through: int | None) -> Saved:
@@ -191,6 +222,8 @@ class Talks(Life):
             self.tell_stop(self.untold_stops.pop(self.rng.randrange(len(self.untold_stops))))
         elif what < 0.1:
             self.late()
+        elif what < 0.13:
+            self.lose()
         else:
             super().one_event()
 
@@ -225,5 +258,7 @@ def test_lives_are_full_of_conversations() -> None:
     for number in range(LIVES // 3):
         seen += live(LIVES + number, GenerationMode.STEPWISE)
     stops = [f"stop string: {how}" for how in ("now", "saved", "later", "ends", "breaks off")]
-    for what in ("environment", "diverged", "rewrote its past", "restarted", "began again: replay_diverged", *stops):
+    lost = [f"lost: evaluation={evaluation}" for evaluation in (False, True)]
+    replays = ["diverged", "rewrote its past", "restarted", "began again: replay_diverged"]
+    for what in ("environment", *replays, *stops, *lost):
         assert seen[what], f"no life had: {what}"

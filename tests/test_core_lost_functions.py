@@ -1,20 +1,17 @@
-"""Functions that die with their host: they begin again elsewhere, are answered from the tape, and nothing is lost."""
+"""Functions that die with their host begin again elsewhere, answered from the tape; test_core_lives loses some, too."""
 
 from __future__ import annotations
 
 from collections import Counter
 from typing import Any
 
-import numpy as np
 import pytest
 from core_machine import EOS, A, B, CoreMachine, asked, settings, timers
 
 from april.core import commands as do
 from april.core import events as ev
-from april.core import snapshot
 from april.core.sampling import SamplingParams
 from april.core.types import (
-    AttemptFailure,
     EngineFinish,
     FinishReason,
     GroupState,
@@ -131,27 +128,6 @@ def test_a_request_at_a_living_engine_is_ended_and_its_tokens_are_kept() -> None
     assert m.batches[0].metrics["resumed_attempts"] == 1.0
 
 
-@pytest.mark.parametrize("order", ["engine first", "function first"])
-def test_a_function_whose_engine_died_with_its_host_begins_again(order: str) -> None:
-    """In whatever order the core hears of it; what had been streamed and not reported is what the engine has cost."""
-    m = machine(max_attempt_failures=2)
-    attempt = m.in_flight.pop(m.attempt(0).id)
-    lost = ev.AttemptFailed.of(attempt, "host h1 is gone")
-    if order == "engine first":
-        m.post(lost)
-        assert len(m.in_flight) == 1  # it was sent elsewhere at once
-        m.lose(0)
-        m.end(min(m.abort_asked), 3)
-    else:
-        m.lose(0)
-        m.post(lost)
-    assert m.started[0, 0] == 2
-    (again,) = m.in_flight.values()
-    assert again.engine == "b"
-    m.end(again.id)
-    assert only_batch(m) == [expected()]
-
-
 def test_a_function_that_has_asked_for_nothing_gives_its_place_back() -> None:
     """And takes it again when it is started anew."""
     m = machine(auto_call=False, max_in_flight=1)
@@ -162,23 +138,6 @@ def test_a_function_that_has_asked_for_nothing_gives_its_place_back() -> None:
     m.call(m.sample(0).id)
     m.finish(0)
     assert only_batch(m) == [expected()]
-
-
-def test_a_call_that_waits_for_a_place_waits_no_longer() -> None:
-    """Its function is queued in its stead."""
-    m = machine(n=2, max_in_flight=2, over=2)
-    m.tokens(m.attempt(1).id, 4)
-    m.post(ev.PauseRequested())
-    m.finish_aborts()
-    waiting = m.core.over_sampler.waiting
-    assert m.lose(0, 1) == []
-    assert m.core.over_sampler.waiting == waiting
-    assert [m.sample(g).state for g in (0, 1)] == [SampleState.NEW] * 2
-    m.post(ev.Resumed())
-    assert [len(a.token_ids) for a in m.in_flight.values()] == [2, 6]
-    for _ in range(2):
-        m.end(min(m.in_flight))
-    assert only_batch(m) == [expected()] * 2
 
 
 @pytest.mark.parametrize("end", ["eos", "stop string", "length", "eos of an engine that breaks off"])
@@ -202,24 +161,6 @@ def test_a_call_that_is_complete_when_its_attempt_ends_is_answered_from_the_tape
     (sample,) = m.batches[0].samples
     assert sample.finish == (FinishReason.LENGTH if end == "length" else FinishReason.STOP)
     assert len(sample.tokens) == {"stop string": 7, "length": 1000}.get(end, 20)
-
-
-def test_calls_that_were_answered_are_answered_from_the_tape() -> None:
-    """By call index, with what the open call had; and once more, if the new host dies in the middle of that."""
-    m = machine(turns=2)
-    m.finish(0)  # the first call, of 6 tokens
-    attempt = m.attempt(0).id
-    m.lose(0)
-    m.end(attempt, 4)
-    for more in range(3):
-        assert m.started[0, 0] == 2 + more
-        attempt = m.attempt(0).id
-        assert len(m.in_flight[attempt].token_ids) == 2 + 6 + 4 + more
-        assert [c.result for c in m.sample(0).calls] == [RecordedCall(0, 6, FinishReason.LENGTH), None]
-        m.lose(0)
-        m.end(attempt, 1)
-    m.finish(0)
-    assert only_batch(m) == [expected()]
 
 
 def test_a_replay_that_is_lost_in_the_middle_is_remembered_whole() -> None:
@@ -247,32 +188,6 @@ def test_a_replay_that_is_lost_in_the_middle_is_remembered_whole() -> None:
     assert only_batch(m) == [expected()]
 
 
-def test_a_function_that_asks_something_else_drops_what_it_had() -> None:
-    """By name, as after a restart."""
-    m = machine(auto_call=False)
-    sample = m.sample(0)
-    m.call(sample.id)
-    attempt = m.attempt(0).id
-    m.lose(0)
-    m.end(attempt, 3)
-    m.post(ev.CallMade(sample.id, SamplingParams(max_tokens=9), np.array([5, 6, 99], np.int32)))
-    assert m.core.counters["replays_diverged"] == 1
-    assert m.dropped == {"replay_diverged": 3}
-
-
-def test_a_sample_may_be_given_up_while_its_request_ends() -> None:
-    """It does not begin again; its tokens leave for the reason of that."""
-    m = machine(n=1, samples=2, max_attempt_failures=1)
-    lost, refused = m.attempt(0, 0).id, m.in_flight.pop(m.attempt(0, 1).id)
-    m.tokens(lost, 5)
-    m.lose(0)
-    m.post(ev.AttemptFailed.of(refused, "too long", AttemptFailure.REFUSED))
-    m.end(lost, 2)
-    assert m.started[0, 0] == 1
-    assert m.dropped == {"failed": 7}
-    m.check_ledger()
-
-
 def test_the_same_loss_told_twice_is_one_loss() -> None:
     """Nothing is started twice and nothing counted twice; groups that are settled are missed by nobody."""
     m = machine()
@@ -287,32 +202,7 @@ def test_the_same_loss_told_twice_is_one_loss() -> None:
     assert m.lose(0) == []
 
 
-def test_a_state_that_is_taken_while_a_request_ends_holds_all_of_it() -> None:
-    """The call is open in it, with the tokens that have come."""
-    m = machine(turns=2)
-    m.finish(0)
-    m.tokens(m.attempt(0).id, 5)
-    m.lose(0)
-    (group,) = snapshot.take(m.core, None)["waiting"]
-    (sample,) = group["samples"]
-    assert (sample["calls"], sample["open_call"]) == ([[0, 6, "length"]], 6)
-    assert np.frombuffer(sample["tokens"], "<i4").tolist() == list(range(10, 21))
-
-
 # ---------------------------------------------------------------- functions that have returned
-
-
-def test_a_reward_that_died_with_its_function_is_asked_for_again() -> None:
-    """The function runs again for what it returns; not a token is generated for that."""
-    m = machine(turns=2, auto_score=False)
-    for _ in range(2):
-        m.finish(0)
-    assert m.sample(0).state is SampleState.SCORING
-    m.lose(0)
-    assert (m.started[0, 0], len(m.wants_score), m.core.counters["attempts"]) == (2, 2, 2)
-    m.score(m.sample(0).id)
-    assert only_batch(m) == [expected()]
-    assert m.core.context.lengths.generated.samples == 1
 
 
 def test_a_pause_before_the_next_try_of_a_reward_is_void() -> None:
@@ -327,19 +217,6 @@ def test_a_pause_before_the_next_try_of_a_reward_is_void() -> None:
     assert len(m.wants_score) == 2
     m.score(m.sample(0).id)
     assert only_batch(m) == [expected()]
-
-
-def test_finished_samples_keep_their_rewards() -> None:
-    """Only what is not finished runs again."""
-    m = machine(samples=2)
-    m.finish((0, 0))
-    attempt = m.attempt(0, 1).id
-    m.lose(0)
-    m.end(attempt, 3)
-    m.finish((0, 1))
-    assert m.started == {(0, 0): 1, (0, 1): 2}
-    assert [s.reward for s in m.batches[0].samples] == [0.0, 0.125]
-    assert only_batch(m) == [expected()] * 2
 
 
 def test_with_group_rewards_finished_samples_run_again_for_what_they_return() -> None:

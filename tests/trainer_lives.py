@@ -192,6 +192,7 @@ class UpdatingPlayer(TrainerPlayer):
                 server.weights = "half" if broken else self.updates[number].weights
                 server.lost = broken
         self.seen[f"handed over, broken={broken}"] += 1
+        self.causes["weights", 0] += broken
         self.post(ev.HandedOver(number, "no route" if broken else None))
 
     def on_UpdateEnded(self, command: do.UpdateEnded) -> None:
