@@ -6,44 +6,12 @@ import random
 
 import pytest
 from core_machine import PROMPT, CoreMachine, asked, settings
-from hypothesis import given
-from hypothesis import settings as hypothesis_settings
-from hypothesis import strategies as st
 
 from april.core import commands as do
 from april.core import events as ev
 from april.core.types import OnStale, Refill, SampleState
 from april.core.versions import PolicyVersion, VersionClock
 from april.errors import InvariantError
-
-
-@hypothesis_settings(deadline=None, max_examples=60)
-@given(
-    seed=st.integers(0, 10**6),
-    n=st.integers(1, 4),
-    samples=st.integers(1, 3),
-    factor=st.integers(1, 3),
-    bound=st.integers(1, 4),
-    refill=st.sampled_from(list(Refill)),
-)
-def test_finish_keeps_the_bound_whatever_the_lengths(
-    seed: int, n: int, samples: int, factor: int, bound: int, refill: Refill
-) -> None:
-    """on_stale: finish delivers every token within max_staleness updates, masks nothing and drops nothing."""
-    rng = random.Random(seed)
-    table: dict[tuple[int, int], int] = {}
-    over = min(n * factor, (bound + 1) * n)
-    m = CoreMachine(
-        settings(n=n, samples=samples, over=over, refill=refill, max_staleness=bound, on_stale=OnStale.FINISH),
-        lambda g, i: table.setdefault((g, i), rng.choice([1, 2, 5, 30, 300])),
-    )
-    for _ in range(12):
-        if m.step(rng) is not None:
-            m.update()
-            m.check_ledger()
-    assert max(s.staleness for b in m.batches for s in b.samples) <= bound
-    assert all(s.loss_mask.all() for b in m.batches for s in b.samples)
-    assert sum(m.core.tokens.dropped.values()) == 0
 
 
 def one_long_group(on_stale: OnStale, bound: int = 1) -> CoreMachine:

@@ -96,14 +96,10 @@ class Evaluations:
                 del context.evaluations[number]
                 context.out.append(EvaluationDone(number, evaluation.groups))
             else:
-                self._let_start(evaluation)
-
-    def _let_start(self, evaluation: Evaluation) -> None:
-        """Functions of which it may run more now."""
-        most = evaluation.request.functions_at_once
-        while evaluation.to_start and (most is None or evaluation.functions < most):
-            evaluation.functions += 1
-            self._context.over_sampler.push(evaluation.to_start.popleft())
+                most = evaluation.request.functions_at_once
+                while evaluation.to_start and (most is None or evaluation.functions < most):
+                    evaluation.functions += 1
+                    context.over_sampler.push(evaluation.to_start.popleft())
 
     def _begin(self, evaluation: Evaluation) -> None:
         context, asked = self._context, evaluation.request

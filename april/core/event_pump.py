@@ -173,7 +173,11 @@ class RequestLog:
         """Note requests that are sent."""
         for command in commands:
             if type(command) is Submit:
-                self._submitted(command.attempt)
+                attempts, oldest = self._core.context.attempts, command.attempt.sample.tape.oldest_version
+                age = 0 if oldest is None else self._core.clock.staleness(oldest)
+                self._sent[command.attempt.id] = (self._now(), age)
+                if len(self._sent) > 2 * len(attempts) + KEPT:  # some were given up: nobody told how they ended
+                    self._sent = {name: sent for name, sent in self._sent.items() if attempts.get(name) is not None}
 
     def ran(self, attempt: Attempt, generated: int) -> EndedRequest | None:
         """The entry of an attempt if it ended now; None if nobody saw it being sent."""
@@ -218,12 +222,3 @@ class RequestLog:
             if brought is None:
                 brought = self._brought[name] = RequestSums()
             brought.add(ran)
-
-    def _submitted(self, attempt: Attempt) -> None:
-        oldest = attempt.sample.tape.oldest_version
-        age = 0 if oldest is None else self._core.clock.staleness(oldest)
-        self._sent[attempt.id] = (self._now(), age)
-        in_flight = len(self._core.context.attempts)
-        if len(self._sent) > 2 * in_flight + KEPT:  # some were given up: nobody told how they ended
-            attempts = self._core.context.attempts
-            self._sent = {name: sent for name, sent in self._sent.items() if attempts.get(name) is not None}

@@ -110,11 +110,6 @@ class Lengths:
         self.buckets[bucket_of(length)] += count
         self.tokens += count * length
 
-    def add_all(self, others: Lengths) -> None:
-        """The responses of both."""
-        self.buckets.update(others.buckets)
-        self.tokens += others.tokens
-
     @property
     def samples(self) -> int:
         """Responses."""
@@ -189,7 +184,8 @@ class LengthLedger:
     def _accounted(self, finished: Iterable[int]) -> Lengths:
         lengths = deepcopy(self.trained)
         for dropped in self.dropped.values():
-            lengths.add_all(dropped)
+            lengths.buckets.update(dropped.buckets)
+            lengths.tokens += dropped.tokens
         for length in finished:
             lengths.add(length)
         return lengths

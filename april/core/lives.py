@@ -234,17 +234,19 @@ class SampleLives:
 
     def stop_found(self, event: ev.StopFound) -> None:
         """The text of an attempt has a stop string: its response is complete, the engine may rest."""
-        attempt = self._context.attempts.get(event.attempt_id)
-        if attempt is None:
-            self._context.counters["late_events"] += 1
-        else:
+        if attempt := self._running(event.attempt_id):
             self._context.stop([attempt])
+
+    def _running(self, attempt_id: str) -> Attempt | None:
+        """The attempt; None, and a late event, for one that is accounted for."""
+        attempt = self._context.attempts.get(attempt_id)
+        self._context.counters["late_events"] += attempt is None
+        return attempt
 
     def attempt_stalled(self, event: ev.AttemptStalled) -> None:
         """An engine is silent about an attempt: it is asked to end it, and another engine may go on."""
-        attempt = self._context.attempts.get(event.attempt_id)
+        attempt = self._running(event.attempt_id)
         if attempt is None:
-            self._context.counters["late_events"] += 1
             return
         if attempt.state is AttemptState.WANTED:
             attempt.silent_s = event.seconds
@@ -808,8 +810,13 @@ class SampleLives:
                     self._fail_for_deaths(sample)
                 else:
                     self._lose_function(sample)
-            if group.held:
-                self._forget_returns(group)
+            if not group.held:
+                continue
+            for sample in group.members:  # the returns of finished samples are lost, and what was to be judged
+                if sample.state is FINISHED:
+                    sample.replay = sample.asked
+                    sample.calls.clear()
+            self.run_again_for_returns(group)
 
     def _has_died_too_often(self, sample: Sample) -> bool:
         """Count the deaths of hosts while a function of the sample ran there and got no further; too many in a row?"""
@@ -853,14 +860,6 @@ class SampleLives:
         sample.calls.clear()
         context.to(sample, NEW, "begins again, as its function was lost")
         context.over_sampler.push(sample)
-
-    def _forget_returns(self, group: Group) -> None:
-        """The returns of finished samples are lost; a verdict that was awaited is asked for anew."""
-        for sample in group.members:
-            if sample.state is FINISHED:
-                sample.replay = sample.asked
-                sample.calls.clear()
-        self.run_again_for_returns(group)
 
     def _evaluate_anew(self, group: Group, evaluation: Evaluation) -> None:
         """Begin every sample from nothing, finished ones too, as an evaluation is what its functions return.

@@ -36,7 +36,6 @@ from april.core.types import (
     MOST_SAMPLES,
     NO_DEADLINE,
     SETTLED,
-    Attempt,
     DropReason,
     FinishReason,
     Group,
@@ -71,7 +70,8 @@ def take(core: RolloutCore, trained_through: int | None) -> State:
         CheckpointError: no such batch, or a later one is already committed.
     """
     context = core.context
-    newest_committed = _newest_committed(core)
+    # batches are committed in any order
+    newest_committed = next((b for b in range(context.batches - 1, -1, -1) if b not in core.leased), -1)
     last = newest_committed if trained_through is None else trained_through
     if isinstance(last, bool) or not isinstance(last, int) or not -1 <= last < context.batches:
         newest = context.batches - 1
@@ -120,11 +120,6 @@ def take(core: RolloutCore, trained_through: int | None) -> State:
     }
 
 
-def _newest_committed(core: RolloutCore) -> int:
-    """Number of the newest batch that no longer is held; batches are committed in any order."""
-    return next((b for b in range(core.context.batches - 1, -1, -1) if b not in core.leased), -1)
-
-
 def _group_out(group: Group, back: Collection[Sample]) -> State:
     """``back``: samples that were delivered and are to be delivered once more."""
     prompt = group.prompt
@@ -152,7 +147,8 @@ def _sample_out(sample: Sample) -> State:
     calls, open_start = ([], None) if asked is None else (list(asked.calls), asked.open_start)
     attempt = call.attempt if call is not None else None
     if attempt is not None and attempt.lost_for is None:
-        tape = _with_attempt(tape, attempt)
+        tape = TokenTape(tape.tokens, tape.logprobs, list(tape.segments))
+        tape.add_attempt(attempt.tape, attempt.id, attempt.engine, attempt.sampling.temperature)
         if attempt.tape.stopped and open_start is not None:
             # complete, and only the engine does not know yet
             calls.append(RecordedCall(open_start, len(tape), FinishReason.STOP))
@@ -174,13 +170,6 @@ def _sample_out(sample: Sample) -> State:
         "failures": sample.failures,
         "restarts": sample.restarts,
     }
-
-
-def _with_attempt(tape: TokenTape, attempt: Attempt) -> TokenTape:
-    """A copy of the sample's tape, with what its running attempt has brought so far."""
-    copy = TokenTape(tape.tokens, tape.logprobs, list(tape.segments))
-    copy.add_attempt(attempt.tape, attempt.id, attempt.engine, attempt.sampling.temperature)
-    return copy
 
 
 def _packed(array: Any, dtype: str) -> bytes | None:
@@ -227,7 +216,11 @@ def restore(core: RolloutCore, state: State) -> None:
     """
     require_fresh(core)
     try:
-        _refuse_settings(core, state)
+        if not isinstance(state, dict) or not isinstance(state.get("settings"), Mapping):
+            raise CheckpointError("this is not a state that april's state_dict() gave")
+        for name, (saved, now) in changed_settings(core, state).items():
+            if name in REFUSED:
+                raise CheckpointError(f"the state was saved with {REFUSED[name]}={saved}, the configuration has {now}")
         _take_over_work(core, state["settings"])
         _restore(core, state)
     except CheckpointError:
@@ -242,14 +235,6 @@ def require_fresh(core: RolloutCore) -> None:
     context = core.context
     if context.groups_drawn or context.batches or core.step is not None or core.clock.current != FIRST_VERSION:
         raise CheckpointError("a state is loaded before the first batch and weight update; make a new scheduler")
-
-
-def _refuse_settings(core: RolloutCore, state: State) -> None:
-    if not isinstance(state, dict) or not isinstance(state.get("settings"), Mapping):
-        raise CheckpointError("this is not a state that april's state_dict() gave")
-    for name, (saved, now) in changed_settings(core, state).items():
-        if name in REFUSED:
-            raise CheckpointError(f"the state was saved with {REFUSED[name]}={saved}, the configuration has {now}")
 
 
 def _take_over_work(core: RolloutCore, saved: State) -> None:
