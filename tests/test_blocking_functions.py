@@ -236,31 +236,17 @@ def test_misuse_in_a_thread_is_a_named_failure() -> None:
 
 
 def test_a_call_after_the_function_has_returned_is_refused() -> None:
-    """Threads that the user's function leaves behind get an error of their own."""
-    errors: list[BaseException] = []
-    returned = threading.Event()
-    late: list[threading.Thread] = []
+    """Whoever has kept its ``llm``, in any thread, gets an error of its own."""
+    kept: list[april.BlockingLLM] = []
 
     def rollout(prompt: april.Prompt, llm: april.BlockingLLM) -> None:
-        def call_late() -> None:
-            returned.wait()
-            try:
-                llm.generate()
-            except RolloutError as error:
-                errors.append(error)
-
         llm.generate()
-        late.append(threading.Thread(target=call_late))
-        late[-1].start()
+        kept.append(llm)
 
     with one_group(GateEngine(), rollout) as rollouts:
         rollouts.next_batch()
-        returned.set()
-        for thread in late:
-            thread.join()
-    returned.set()
-    assert errors
-    assert all("after its rollout function had ended" in str(e) for e in errors)
+        with pytest.raises(RolloutError, match="after its rollout function had ended"):
+            kept[0].generate()
 
 
 @pytest.mark.parametrize(

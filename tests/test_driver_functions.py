@@ -193,30 +193,20 @@ async def test_the_error_is_raised_where_the_mistake_is(caplog: pytest.LogCaptur
 
 async def test_generate_after_the_function_has_returned() -> None:
     """A task that outlives its function gets an error of its own, and the finished sample stays as it is."""
-    errors: list[BaseException] = []
-
-    async def late(llm: LLM) -> None:
-        await asyncio.sleep(0.5)
-        try:
-            await llm.generate()
-        except RolloutError as error:
-            errors.append(error)
-
-    tasks: list[asyncio.Task[None]] = []
+    kept: list[LLM] = []
 
     async def rollout(prompt: Prompt, llm: LLM) -> None:
         await llm.generate()
-        tasks.append(asyncio.ensure_future(late(llm)))
+        kept.append(llm)
 
     async def reward(prompt: Prompt, response: Response) -> float:
-        await asyncio.sleep(1)
+        with pytest.raises(RolloutError, match="after its rollout function had ended"):
+            await kept[0].generate()
         return 1.0
 
-    rollouts = Rollouts(table({}), n=2, rollout=rollout, reward=reward)
+    rollouts = Rollouts(table({}), rollout=rollout, reward=reward)
     await rollouts.step()
-    await asyncio.gather(*tasks)
-    assert len(errors) == 2
-    assert all("after its rollout function had ended" in str(e) for e in errors)
+    assert kept
 
 
 async def test_what_the_function_waits_for_is_ended_with_its_group() -> None:

@@ -41,7 +41,7 @@ from april.processes.host import Host
 from april.processes.link import Link, memory_links
 from april.processes.messages import ProtocolError
 from april.processes.remote_hosts import HostDoor
-from april.testing import FakeEngine, rollouts, run_virtual
+from april.testing import FakeEngine, rollouts
 
 pytestmark = on_virtual_time
 
@@ -184,43 +184,40 @@ def _old(message: Any) -> None:
 
 
 @pytest.mark.parametrize("lie", [_early, _half, _old], ids=["length", "half", "old version"])
-def test_work_goes_on_without_a_host_that_lies(
+async def test_work_goes_on_without_a_host_that_lies(
     lie: Callable[[Any], None], caplog: pytest.LogCaptureFixture
 ) -> None:
     """A host is cut off twice and then refused; every batch comes, whole, from the engine that is left."""
 
-    async def main() -> None:
-        door = HostDoor()
-        config = april.Config(
-            rollout_batch_size=2, n_samples_per_prompt=2, max_response_len=30, engine={"kind": "simulated"}
-        )
-        own = FakeEngine("own", max_running=1, seconds_per_token=10)
-        async with rollouts(
-            config, engines=[own], prompts=[[1, 2 + i] for i in range(50)], reward=None, hosts=door, check=True
-        ) as run:
+    door = HostDoor()
+    config = april.Config(
+        rollout_batch_size=2, n_samples_per_prompt=2, max_response_len=30, engine={"kind": "simulated"}
+    )
+    own = FakeEngine("own", max_running=1, seconds_per_token=10)
+    async with rollouts(
+        config, engines=[own], prompts=[[1, 2 + i] for i in range(50)], reward=None, hosts=door, check=True
+    ) as run:
+        await run.weight_update(path="/weights")
+
+        async def join() -> Any:
+            here, there = memory_links()
+            door.accept(here)
+            return _Lying(there, lie)
+
+        host = Host("h", engines=[FakeEngine("x", lengths=9)], join=join)
+        await host.astart()
+        for _ in range(3):
+            batch = await run.next_batch()
+            for sample in batch.samples:
+                assert sample.tokens[-1] == 0 or len(sample.tokens) == 30
+                assert {s.engine for s in sample.segments} == {"own"}
             await run.weight_update(path="/weights")
-
-            async def join() -> Any:
-                here, there = memory_links()
-                door.accept(here)
-                return _Lying(there, lie)
-
-            host = Host("h", engines=[FakeEngine("x", lengths=9)], join=join)
-            await host.astart()
-            for _ in range(3):
-                batch = await run.next_batch()
-                for sample in batch.samples:
-                    assert sample.tokens[-1] == 0 or len(sample.tokens) == 30
-                    assert {s.engine for s in sample.segments} == {"own"}
-                await run.weight_update(path="/weights")
-            with pytest.raises(LinkError, match="was cut off 2 times for what cannot be true"):
-                await host.aend()
-            await host.aclose()
-            ledger = run.ledger()
-            assert set(ledger["tokens"].dropped) <= {DropReason.CORRUPT}
-            assert not ledger["prompts"].dropped
-
-    run_virtual(main())
+        with pytest.raises(LinkError, match="was cut off 2 times for what cannot be true"):
+            await host.aend()
+        await host.aclose()
+        ledger = run.ledger()
+        assert set(ledger["tokens"].dropped) <= {DropReason.CORRUPT}
+        assert not ledger["prompts"].dropped
     lost = [r.getMessage() for r in caplog.records if "host h is lost: " in r.getMessage()]
     assert len(lost) == 2
     assert all(" on engine h/x: " in line and ": attempt " in line for line in lost)
@@ -292,17 +289,14 @@ class _GoesOn(FakeEngine):
                 yield piece
 
 
-def test_an_engine_object_that_goes_on_after_eos_is_not_believed(caplog: pytest.LogCaptureFixture) -> None:
+async def test_an_engine_object_that_goes_on_after_eos_is_not_believed(caplog: pytest.LogCaptureFixture) -> None:
     """A user-written engine is held to the same: its answer is corrupt, whole, and begins again."""
 
-    async def main() -> None:
-        config = april.Config(rollout_batch_size=2, max_response_len=30, engine={"kind": "simulated"})
-        async with rollouts(config, engines=[_GoesOn("e", lengths=9)], prompts=[[1, 2], [3, 4]], reward=None) as run:
-            batch = await run.next_batch()
-            assert all(s.tokens[-1] == 0 and np.count_nonzero(s.tokens == 0) == 1 for s in batch.samples)
-            assert set(run.ledger()["tokens"].dropped) == {DropReason.CORRUPT}
-
-    run_virtual(main())
+    config = april.Config(rollout_batch_size=2, max_response_len=30, engine={"kind": "simulated"})
+    async with rollouts(config, engines=[_GoesOn("e", lengths=9)], prompts=[[1, 2], [3, 4]], reward=None) as run:
+        batch = await run.next_batch()
+        assert all(s.tokens[-1] == 0 and np.count_nonzero(s.tokens == 0) == 1 for s in batch.samples)
+        assert set(run.ledger()["tokens"].dropped) == {DropReason.CORRUPT}
     assert caplog.text.count("tokens came after token 0, which ends responses") == 2
 
 

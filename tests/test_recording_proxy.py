@@ -83,7 +83,7 @@ async def streamed(request: web.Request) -> web.StreamResponse:
     return response
 
 
-def test_bytes_pass_unchanged_and_as_they_come() -> None:
+async def test_bytes_pass_unchanged_and_as_they_come() -> None:
     """Each event arrives before the next one is made; headers, query and body pass; nothing is kept back."""
     turn: asyncio.Queue[None] = asyncio.Queue()
 
@@ -97,24 +97,21 @@ def test_bytes_pass_unchanged_and_as_they_come() -> None:
             await response.write(piece)
         return response
 
-    async def program() -> None:
-        async with behind_a_proxy(handler) as (proxy, session):
-            body = {"rid": "a", "input_ids": [1]}
-            headers = {"Authorization": "Bearer k"}
-            async with session.post(f"{proxy.url}/generate?x=%20y", json=body, headers=headers) as response:
-                assert response.headers["X-Kept"] == "yes"
-                for count, piece in enumerate([*CUMULATIVE, DONE], 1):
-                    turn.put_nowait(None)
-                    assert await response.content.readexactly(len(piece)) == piece
-                    assert proxy.tokens("a") == [4, 5, 6][:count]
-                assert await response.content.read() == b""
-            assert "1 requests" in repr(proxy)
-            assert not proxy.exchanges[0].closed_early
-
-    asyncio.run(program())
+    async with behind_a_proxy(handler) as (proxy, session):
+        body = {"rid": "a", "input_ids": [1]}
+        headers = {"Authorization": "Bearer k"}
+        async with session.post(f"{proxy.url}/generate?x=%20y", json=body, headers=headers) as response:
+            assert response.headers["X-Kept"] == "yes"
+            for count, piece in enumerate([*CUMULATIVE, DONE], 1):
+                turn.put_nowait(None)
+                assert await response.content.readexactly(len(piece)) == piece
+                assert proxy.tokens("a") == [4, 5, 6][:count]
+            assert await response.content.read() == b""
+        assert "1 requests" in repr(proxy)
+        assert not proxy.exchanges[0].closed_early
 
 
-def test_a_client_that_hangs_up_is_seen_by_the_server_and_noted() -> None:
+async def test_a_client_that_hangs_up_is_seen_by_the_server_and_noted() -> None:
     """The server's request ends at once; the tokens before the hang-up stay on record as sent."""
     gone = asyncio.Event()
 
@@ -127,22 +124,19 @@ def test_a_client_that_hangs_up_is_seen_by_the_server_and_noted() -> None:
             gone.set()
         return response
 
-    async def program() -> None:
-        async with behind_a_proxy(handler) as (proxy, session):
-            url = f"{proxy.url}/inference/v1/generate"
-            async with session.post(url, json={"request_id": "a", "token_ids": [1]}) as response:
-                await response.content.readexactly(len(VLLM[0]))
-            response.close()
-            await asyncio.wait_for(gone.wait(), 30)
-            (exchange,) = proxy.exchanges
-            await proxy.quiet()
-            assert exchange.closed_early
-            assert exchange.tokens == [4, 5]
-
-    asyncio.run(program())
+    async with behind_a_proxy(handler) as (proxy, session):
+        url = f"{proxy.url}/inference/v1/generate"
+        async with session.post(url, json={"request_id": "a", "token_ids": [1]}) as response:
+            await response.content.readexactly(len(VLLM[0]))
+        response.close()
+        await asyncio.wait_for(gone.wait(), 30)
+        (exchange,) = proxy.exchanges
+        await proxy.quiet()
+        assert exchange.closed_early
+        assert exchange.tokens == [4, 5]
 
 
-def test_a_server_that_dies_breaks_the_client_too() -> None:
+async def test_a_server_that_dies_breaks_the_client_too() -> None:
     """No clean end is made up: the client sees a broken connection, the record says who broke it."""
 
     async def handler(request: web.Request) -> web.StreamResponse:
@@ -152,18 +146,15 @@ def test_a_server_that_dies_breaks_the_client_too() -> None:
         request.transport.abort()
         return response
 
-    async def program() -> None:
-        async with behind_a_proxy(handler) as (proxy, session):
-            with pytest.raises(aiohttp.ClientError):
-                async with session.post(f"{proxy.url}/v1/completions", json={"prompt": [1], "seed": 3}) as response:
-                    await response.content.read()
-            assert proxy.exchanges[0].broken
-            assert not proxy.exchanges[0].closed_early
-
-    asyncio.run(program())
+    async with behind_a_proxy(handler) as (proxy, session):
+        with pytest.raises(aiohttp.ClientError):
+            async with session.post(f"{proxy.url}/v1/completions", json={"prompt": [1], "seed": 3}) as response:
+                await response.content.read()
+        assert proxy.exchanges[0].broken
+        assert not proxy.exchanges[0].closed_early
 
 
-def test_requests_without_a_name_are_known_by_prompt_and_seed() -> None:
+async def test_requests_without_a_name_are_known_by_prompt_and_seed() -> None:
     """The OpenAI wire has no request id that every server takes."""
 
     async def handler(request: web.Request) -> web.StreamResponse:
@@ -175,18 +166,15 @@ def test_requests_without_a_name_are_known_by_prompt_and_seed() -> None:
             attempt_id=attempt_id, token_ids=np.array([1, 2], np.int32), sampling=SamplingParams(4, seed=seed)
         )
 
-    async def program() -> None:
-        async with behind_a_proxy(handler) as (proxy, session):
-            url = f"{proxy.url}/v1/completions"
-            for seed in (3, 4, 4, 9):
-                async with session.post(url, json={"prompt": [1, 2], "seed": seed}) as response:
-                    await response.read()
-            assert [a.tokens for a in proxy.answers(asked("a", 3))] == [[3]]
-            assert [a.tokens for a in proxy.answers(asked("b", 4))] == [[4], [4]]
-            assert [a.tokens for a in proxy.answers(asked("c", 9))] == [[]]  # an error has no token
-            assert not proxy.answers(asked("d", 5))
-            async with session.get(f"{proxy.url}/metrics") as response:
-                assert response.status == 500  # of the handler, which reads a body: passed on, not recorded
-            assert len(proxy.exchanges) == 4
-
-    asyncio.run(program())
+    async with behind_a_proxy(handler) as (proxy, session):
+        url = f"{proxy.url}/v1/completions"
+        for seed in (3, 4, 4, 9):
+            async with session.post(url, json={"prompt": [1, 2], "seed": seed}) as response:
+                await response.read()
+        assert [a.tokens for a in proxy.answers(asked("a", 3))] == [[3]]
+        assert [a.tokens for a in proxy.answers(asked("b", 4))] == [[4], [4]]
+        assert [a.tokens for a in proxy.answers(asked("c", 9))] == [[]]  # an error has no token
+        assert not proxy.answers(asked("d", 5))
+        async with session.get(f"{proxy.url}/metrics") as response:
+            assert response.status == 500  # of the handler, which reads a body: passed on, not recorded
+        assert len(proxy.exchanges) == 4
