@@ -12,10 +12,10 @@ import functools
 import inspect
 import threading
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from concurrent.futures import CancelledError, Future
 from contextvars import copy_context
 from dataclasses import dataclass, replace
 from numbers import Integral, Real
-from queue import SimpleQueue
 from typing import Any, Concatenate, Never, ParamSpec
 
 import numpy as np
@@ -24,7 +24,7 @@ from april.config.mistakes import UNSUPPORTED
 from april.core.sampling import SamplingParams, stop_id_of, wrong_stop_strings
 from april.core.tape import Float32, Int32, versions_of
 from april.core.types import FinishReason, Prompt, RecordedCall, Sample, SampleId
-from april.driver.user_calls import WorkerThreads, call_on
+from april.driver.user_calls import WorkerThreads
 from april.driver.user_code import Outcome, is_async, name_of
 from april.errors import RolloutError, UsageError
 from april.model_turns import refuse_while_held
@@ -294,13 +294,12 @@ class BlockingLLM:
         self._loop = asyncio.get_running_loop()
         self._loop_thread = threading.get_ident()
         self._lock = threading.Lock()
-        self._box: SimpleQueue[Outcome] | None = None
-        """The place where a call of generate waits for its outcome."""
+        self._call: Future[Completion] | None = None
+        """The latest call of generate."""
         self._over = False
         """True if no further call may generate."""
         self._cancels_next = False
         """True if the next call is told that the sample was given up."""
-        self._task: asyncio.Task[None] | None = None
 
     @property
     def sample_id(self) -> SampleId:
@@ -312,57 +311,28 @@ class BlockingLLM:
             # a plain function that only made a coroutine, which is awaited where coroutines are
             return self._llm.generate(*args, **kwargs)  # type: ignore[return-value]
         refuse_while_held("llm.generate")
-        box: SimpleQueue[Outcome] = SimpleQueue()
         with self._lock:
             if self._cancels_next:
                 self._cancels_next = False
                 raise asyncio.CancelledError(_GIVEN_UP)
             if self._over:
                 raise RolloutError(AFTER_ITS_END)
-            if self._box is not None:
+            if self._call is not None and not self._call.done():
                 raise RolloutError(ONE_CALL_AT_A_TIME)
-            self._box = box
-        call_on(self._loop, self._begin, args, kwargs)
-        outcome = box.get()
-        if outcome.error is not None:
-            raise outcome.error
-        completion: Completion = outcome.take()
-        return completion
+            call = self._call = asyncio.run_coroutine_threadsafe(self._llm.generate(*args, **kwargs), self._loop)
+        try:
+            return call.result()
+        except CancelledError:
+            raise asyncio.CancelledError(_GIVEN_UP) from None
 
     generate = _blocking(LLM.generate)  # type: ignore[arg-type]  # a method, with self first
-
-    # ---------------------------------------------------------------- on the loop
-
-    def _begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if self._over:
-            self._answer(Outcome(None, RolloutError(AFTER_ITS_END)))
-        else:
-            self._task = self._loop.create_task(self._generate(args, kwargs))
-
-    async def _generate(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        try:
-            outcome = Outcome(await self._llm.generate(*args, **kwargs), None)
-        except Exception as error:
-            outcome = Outcome(None, error)
-        except asyncio.CancelledError:
-            outcome = Outcome(None, asyncio.CancelledError(_GIVEN_UP))
-        self._answer(outcome)
-
-    def _answer(self, outcome: Outcome) -> None:
-        with self._lock:
-            box, self._box = self._box, None
-        if box is not None:
-            box.put(outcome)
 
     def _end(self, *, cancelled: bool) -> None:
         """Let no further call generate; a cancellation ends the call that waits, or else the next one."""
         with self._lock:
             self._over = True
-            self._cancels_next = cancelled and self._box is None
-        if cancelled:
-            self._answer(Outcome(None, asyncio.CancelledError(_GIVEN_UP)))
-            if self._task is not None:
-                self._task.cancel()
+            waits = self._call is not None and not self._call.done()
+            self._cancels_next = cancelled and not (waits and self._call.cancel())  # type: ignore[union-attr]
 
 
 BlockingRolloutFunction = Callable[[Prompt, BlockingLLM], Any]
