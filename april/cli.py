@@ -261,8 +261,9 @@ def simulate(
     """
     given = {name: value for name, value in locals().items() if name != "out"}
     from april.simulate.run import simulate as run
-    from april.simulate.show import LiveProgress, headline, loop_table, mode_table, sweep_table, verdict
+    from april.simulate.show import headline, loop_table, mode_table, sweep_table, verdict
     from april.simulate.workload import Workload
+    from april.view.bars import bars
 
     try:
         workload = Workload(**given)
@@ -273,8 +274,8 @@ def simulate(
         raise typer.BadParameter(f"cannot make the directory {out}: {error.strerror}; choose another --out") from None
     console = Console(markup=False)
     try:
-        with LiveProgress(console) as watcher:
-            report, runs = run(workload, bounds, watcher)
+        with bars(console) as begin:
+            report, runs = run(workload, bounds, begin)
     except RolloutError as error:
         console.print(f"the simulation failed: {error}", highlight=False)
         raise typer.Exit(1) from None

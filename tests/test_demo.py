@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -34,28 +33,21 @@ REQUIRED = {
 }  # fmt: skip
 
 
-class Silent:
-    """Progress for nobody; notes what it was told."""
-
-    def __init__(self) -> None:
-        self.seen: list[tuple[str, int]] = []
-
-    def begin(self, what: str, total: int) -> Callable[[int, dict[str, float]], None]:
-        """A phase."""
-        return lambda done, figures: self.seen.append((what, done))
+Seen = list[tuple[str, int]]
+"""What progress was told: (phase, steps done)."""
 
 
 @pytest.fixture(scope="module")
-def summary(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Path, Silent]:
+def summary(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Path, Seen]:
     """One small demo, warmed up for a few steps only: its rewards mean nothing, its books must balance."""
     out = tmp_path_factory.mktemp("demo")
-    watcher = Silent()
+    seen: Seen = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(demo_run, "warm_up", lambda seed, progress, for_servers: build_model(seed))
-        return run_demo(SMALL, out, watcher), out, watcher
+        return run_demo(SMALL, out, lambda what, total: lambda done, figures: seen.append((what, done))), out, seen
 
 
-def test_summary_has_every_figure_of_every_mode(summary: tuple[dict[str, Any], Path, Silent]) -> None:
+def test_summary_has_every_figure_of_every_mode(summary: tuple[dict[str, Any], Path, Seen]) -> None:
     """summary.json is what the run returned, with all figures under modes."""
     found, out, _ = summary
     written = json.loads((out / "summary.json").read_text("utf-8"))
@@ -69,7 +61,7 @@ def test_summary_has_every_figure_of_every_mode(summary: tuple[dict[str, Any], P
     assert (out / "demo.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
 
 
-def test_every_check_holds(summary: tuple[dict[str, Any], Path, Silent]) -> None:
+def test_every_check_holds(summary: tuple[dict[str, Any], Path, Seen]) -> None:
     """Books balance against counts at the engine and the source, log-probabilities against recomputation."""
     found = summary[0]
     broken = [(m, n, c) for m, group in found["checks"].items() for n, c in group.items() if not c["holds"]]
@@ -84,10 +76,10 @@ def test_every_check_holds(summary: tuple[dict[str, Any], Path, Silent]) -> None
     assert found["modes"]["refill"]["bubble"] < found["modes"]["sync"]["bubble"]
 
 
-def test_progress_and_words_for_people(summary: tuple[dict[str, Any], Path, Silent]) -> None:
+def test_progress_and_words_for_people(summary: tuple[dict[str, Any], Path, Seen]) -> None:
     """Every step of every arm is reported; the table has a column per mode; a broken check is shouted."""
-    found, _, watcher = summary
-    assert [done for what, done in watcher.seen if what == "seed 1: refill"] == [1, 2, 3]
+    found, _, seen = summary
+    assert [done for what, done in seen if what == "seed 1: refill"] == [1, 2, 3]
     assert [c.header for c in table(found).columns] == ["", *MODES]
     assert not any("BROKEN" in line for line in verdict(found))
     assert any("over 2 seeds" in line and "per training step; per trained token" in line for line in verdict(found))
@@ -99,7 +91,7 @@ def test_progress_and_words_for_people(summary: tuple[dict[str, Any], Path, Sile
     assert any("BROKEN: april: tokens_balance" in line for line in verdict(broken))
 
 
-def test_cpu_time_is_a_gain_only_if_every_seed_has_one(summary: tuple[dict[str, Any], Path, Silent]) -> None:
+def test_cpu_time_is_a_gain_only_if_every_seed_has_one(summary: tuple[dict[str, Any], Path, Seen]) -> None:
     """On a loaded machine one lucky seed is none; the price is named in the same sentence."""
     found = json.loads(json.dumps(summary[0]))
     for by_seed, gain in (([0.7, 0.8], True), ([0.7, 1.01], False), ([0.97, 0.99], False)):

@@ -35,15 +35,9 @@ def few_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(workload, "LENGTH_SAMPLES", 8000)
 
 
-class Silent:
-    """Progress for nobody; notes what it was told."""
-
-    def __init__(self) -> None:
-        self.seen: list[tuple[str, int]] = []
-
-    def begin(self, what: str, total: int) -> Callable[[int], None]:
-        """A schedule."""
-        return lambda done: self.seen.append((what, done))
+def silent(what: str, total: int) -> Callable[..., None]:
+    """Progress for nobody."""
+    return lambda done: None
 
 
 def trace(path: Path, *lines: object) -> Path:
@@ -110,8 +104,8 @@ def test_the_limit_of_a_window_is_that_of_the_distribution_in_the_long_run() -> 
 
 def test_report_of_all_modes_and_the_sweep() -> None:
     """One row per N'/N; the row of 1 is sync, that of 2 is april; shares of token ages add up to one."""
-    watcher = Silent()
-    report, runs = simulate(SMALL, sweep=True, watcher=watcher)
+    seen: list[tuple[str, int]] = []
+    report, runs = simulate(SMALL, sweep=True, begin=lambda what, total: lambda done: seen.append((what, done)))
 
     assert [row["ratio"] for row in report["sweep"]] == list(RATIOS)
     modes = report["modes"]
@@ -126,7 +120,7 @@ def test_report_of_all_modes_and_the_sweep() -> None:
         assert 1.0 - ages[0] == pytest.approx(m["off_policy_share"])
     off_policy = [row["off_policy_share"] for row in report["sweep"]]
     assert off_policy == sorted(off_policy)
-    assert watcher.seen.count(("refill", SMALL.steps)) == 1
+    assert seen.count(("refill", SMALL.steps)) == 1
     assert set(report["cpu_s"]) == {"sync", "april", "refill", "N'/N = 1.25", "N'/N = 1.5", "N'/N = 3", "total"}
     assert runs["refill"].step_ends[-1] == pytest.approx(modes["refill"]["rollout_s"])
 
@@ -144,7 +138,7 @@ def test_busy_slots_of_the_picture_integrate_to_the_bubble() -> None:
 
 def test_ratios_that_the_staleness_bound_forbids_are_left_out_and_named() -> None:
     """3 N groups cannot all be delivered within one update: the sweep says so and goes on."""
-    report, _ = simulate(replace(SMALL, max_staleness=1, steps=8, ramp=2), sweep=True, watcher=Silent())
+    report, _ = simulate(replace(SMALL, max_staleness=1, steps=8, ramp=2), sweep=True, begin=silent)
 
     assert [row["ratio"] for row in report["sweep"]] == [1.0, 1.25, 1.5, 2.0]
     assert any(note.startswith("N'/N = 3 is left out: over_sampling_batch_size=12") for note in report["notes"])
@@ -162,7 +156,7 @@ def test_ratios_that_the_staleness_bound_forbids_are_left_out_and_named() -> Non
 def test_what_binds_is_said(max_staleness: int, on_stale: OnStale, words: list[str]) -> None:
     """Empty slots under a tight staleness bound and dropped tokens have a note; otherwise there is none."""
     w = replace(SMALL, max_staleness=max_staleness, on_stale=on_stale, steps=14)
-    report, _ = simulate(w, sweep=False, watcher=Silent())
+    report, _ = simulate(w, sweep=False, begin=silent)
 
     assert bool(report["notes"]) is bool(words)
     for part in words:
@@ -172,7 +166,7 @@ def test_what_binds_is_said(max_staleness: int, on_stale: OnStale, words: list[s
 def test_samples_that_do_not_fit_into_the_kv_cache_are_named() -> None:
     """More in flight than the KV cache holds: the limit is out of reach, and the engine's evictions are counted."""
     w = replace(SMALL, engines=1, tensor_parallel=1, memory_share=0.1025, steps=6, ramp=1)
-    report, _ = simulate(w, sweep=False, watcher=Silent())
+    report, _ = simulate(w, sweep=False, begin=silent)
 
     assert w.fits < 16
     assert any(note.startswith("sync: the KV cache holds about") for note in report["notes"])

@@ -34,12 +34,9 @@ def few_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(workload, "LENGTH_SAMPLES", 8000)
 
 
-class Silent:
+def silent(what: str, total: int) -> Callable[..., None]:
     """Progress for nobody."""
-
-    def begin(self, what: str, total: int) -> Callable[[int], None]:
-        """A schedule."""
-        return lambda done: None
+    return lambda done: None
 
 
 def continuous(w: Workload, bound: int) -> Schedule:
@@ -150,7 +147,7 @@ def test_batches_that_wait_for_the_trainer_are_no_throughput(train_time: str) ->
 
 def test_report_and_picture_of_the_loop(tmp_path: Path) -> None:
     """No sweep of N'/N; what is drawn of the trainer is what was measured; one sentence says which bound is enough."""
-    report, runs = simulate(SMALL, sweep=True, watcher=Silent())
+    report, runs = simulate(SMALL, sweep=True, begin=silent)
     draw_loop(report, runs, tmp_path / "loop.png")
 
     assert (tmp_path / "loop.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
@@ -169,7 +166,7 @@ def test_report_and_picture_of_the_loop(tmp_path: Path) -> None:
 
 def test_report_of_a_colocated_loop() -> None:
     """There is no continuous generation, and N'/N is swept as ever."""
-    report, _ = simulate(replace(SMALL, placement=Placement.COLOCATED, steps=12, ramp=2), sweep=True, watcher=Silent())
+    report, _ = simulate(replace(SMALL, placement=Placement.COLOCATED, steps=12, ramp=2), sweep=True, begin=silent)
 
     assert report["loop"]["placement"] == "colocated"
     assert len(report["sweep"]) == 5

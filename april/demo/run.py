@@ -6,7 +6,7 @@ import json
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -31,17 +31,12 @@ from april.demo.warmup import warm_up
 from april.scheduler import RolloutScheduler
 from april.state_file import write_atomic
 
-
-class Watcher(Protocol):
-    """Hears of the demo's progress."""
-
-    def begin(self, what: str, total: int) -> Callable[[int, dict[str, float]], None]:
-        """Begin a phase of ``total`` steps; the result is called with (steps done, figures)."""
-        ...
+Begin = Callable[[str, int], Callable[[int, dict[str, float]], None]]
+"""Begin a phase of so many steps; the result is called with (steps done, figures)."""
 
 
 def run_demo(
-    settings: DemoSettings, out: Path, watcher: Watcher, make_stage: MakeStage = Stage
+    settings: DemoSettings, out: Path, begin: Begin, make_stage: MakeStage = Stage
 ) -> dict[str, Any]:
     """Warm up, train in every mode with every seed, check and draw; return the content of ``summary.json``.
 
@@ -56,11 +51,11 @@ def run_demo(
         warm_up_cpu_s = 0.0
         for seed in range(settings.seeds):
             cpu = time.process_time()
-            model = _warm_up(settings, seed, watcher)
+            model = _warm_up(settings, seed, begin)
             warm_up_cpu_s += time.process_time() - cpu
             starts.append(_start_rewards(settings, model, seed, make_stage))
             for mode in MODES:
-                on_step = watcher.begin(f"seed {seed}: {mode}", settings.steps)
+                on_step = begin(f"seed {seed}: {mode}", settings.steps)
                 arms[mode].append(Arm(settings, mode, seed, model, make_stage).run(starts[-1], on_step))
     finally:
         torch.set_num_threads(threads)
@@ -71,12 +66,12 @@ def run_demo(
     return summary
 
 
-def _warm_up(settings: DemoSettings, seed: int, watcher: Watcher) -> PreTrainedModel:
+def _warm_up(settings: DemoSettings, seed: int, begin: Begin) -> PreTrainedModel:
     report: list[Callable[[int, dict[str, float]], None]] = []
 
     def progress(done: int, total: int, loss: float) -> None:
         if not report:
-            report.append(watcher.begin(f"seed {seed}: supervised warm-up", total))
+            report.append(begin(f"seed {seed}: supervised warm-up", total))
         report[0](done, {"loss": loss})
 
     return warm_up(seed, progress, for_servers=not settings.embedded)

@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from april.demo.arm import MODES, DemoSettings, MakeStage, Stage
 from april.demo.run import run_demo
+from april.view.bars import bars
 
 GAIN = 0.98
 """Ratio to sync's CPU time that every seed must be below for a gain."""
@@ -40,8 +40,13 @@ ROWS: tuple[tuple[str, Callable[[dict[str, Any]], str]], ...] = (
 def run_and_show(settings: DemoSettings, out: Path, make_stage: MakeStage = Stage) -> bool:
     """Run the demo and print its figures; return whether all checks hold. Raises AprilError."""
     console = Console()
-    with LiveProgress(console) as watcher:
-        summary = run_demo(settings, out, watcher, make_stage)
+    with bars(console, 30, transient=False) as begin_bar:
+
+        def begin(what: str, total: int) -> Callable[[int, dict[str, float]], None]:
+            update = begin_bar(what, total)
+            return lambda done, figures: update(done, note=_in_words(figures))
+
+        summary = run_demo(settings, out, begin, make_stage)
     console.print(table(summary))
     for line in verdict(summary):
         console.print(line, highlight=False)
@@ -49,42 +54,15 @@ def run_and_show(settings: DemoSettings, out: Path, make_stage: MakeStage = Stag
     return bool(summary["all_checks_hold"])
 
 
-class LiveProgress:
-    """A :class:`april.demo.run.Watcher` that draws one bar per phase."""
-
-    def __init__(self, console: Console) -> None:
-        self._progress = Progress(
-            TextColumn("{task.description:<30}"),
-            BarColumn(bar_width=28),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            TextColumn("{task.fields[note]}"),
-            console=console,
-        )
-
-    def __enter__(self) -> LiveProgress:
-        self._progress.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._progress.stop()
-
-    def begin(self, what: str, total: int) -> Callable[[int, dict[str, float]], None]:
-        """Begin a bar."""
-        bar = self._progress.add_task(what, total=total, note="")
-
-        def update(done: int, figures: dict[str, float]) -> None:
-            if "loss" in figures and "reward_mean" not in figures:
-                note = f"loss {figures['loss']:.2f}"
-            else:
-                note = (
-                    f"reward {figures['reward_mean']:.2f}  longest/median "
-                    f"{figures['response_len_max'] / figures['response_len_median']:.0f}  "
-                    f"old tokens {figures['off_policy_share']:.0%}"
-                )
-            self._progress.update(bar, completed=done, note=note)
-
-        return update
+def _in_words(figures: dict[str, float]) -> str:
+    """Word the figures of a step, of the warm-up or of an arm."""
+    if "reward_mean" not in figures:
+        return f"loss {figures['loss']:.2f}"
+    return (
+        f"reward {figures['reward_mean']:.2f}  longest/median "
+        f"{figures['response_len_max'] / figures['response_len_median']:.0f}  "
+        f"old tokens {figures['off_policy_share']:.0%}"
+    )
 
 
 def table(summary: dict[str, Any]) -> Table:

@@ -12,7 +12,6 @@ from typing import Any
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from april.core.types import OnStale, Refill
@@ -23,6 +22,7 @@ from april.simulate.observed import workload_of
 from april.simulate.plan import Plan, Row, front, plan
 from april.simulate.workload import Placement, Workload
 from april.state_file import write_atomic
+from april.view.bars import bars
 
 SHOWN_ALWAYS = (
     "rollout_batch_size", "n_samples_per_prompt", "max_response_len", "max_staleness", "on_stale", "refill",
@@ -187,13 +187,9 @@ def plan_file(
         f"+ {cost.per_kv_token_s * 1e9:.2f} ns per token in memory; lengths: mean {lengths.mean():,.0f}, "
         f"longest {lengths.max():,}; training {workload.train_s:.1f} s per batch", soft_wrap=True,
     )  # fmt: skip
-    columns = (TextColumn("simulating"), BarColumn(bar_width=28), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True) as shown:
-        bar = shown.add_task("")
-        found = plan(
-            workload, max_off_policy_share=max_off_policy_share, processes=processes,
-            progress=lambda done, total: shown.update(bar, completed=done, total=total),
-        )  # fmt: skip
+    with bars(console) as begin:
+        shown = begin("simulating", 0)
+        found = plan(workload, max_off_policy_share=max_off_policy_share, processes=processes, progress=shown)
     console.print(plan_table(found))
     best, base = found.best, found.base
     console.print(

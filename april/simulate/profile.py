@@ -19,7 +19,6 @@ from typing import Any
 
 import numpy as np
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from april.config.settings import Config
@@ -32,6 +31,7 @@ from april.engines.simulated.decode_cost import DecodeCost
 from april.engines.simulated.fitted_cost import FEWEST, Requests, fit, predicted_s
 from april.errors import ConfigError, EngineError
 from april.state_file import write_atomic
+from april.view.bars import bars
 
 FORMAT = 1
 ROUNDS = 4
@@ -169,18 +169,14 @@ def profile_server(
     engine = {name: value for name, value in engine.items() if value is not None}
     config = Config(rollout_batch_size=1, n_samples_per_prompt=1, max_response_len=tokens, engine=engine)
     _require_writable(out)
-    columns = (TextColumn("measuring"), BarColumn(bar_width=28), MofNCompleteColumn(), TimeElapsedColumn())
 
     async def measured() -> Profile:
         (opened,) = await open_servers(config.engine)  # type: ignore[arg-type]  # a kind of server, by then
         try:
-            with Progress(*columns, console=console, transient=True) as shown:
-                bar = shown.add_task("")
-                return await profile(
-                    opened, min(most, opened.capabilities.max_in_flight or most), tokens,
-                    asyncio.get_running_loop().time,
-                    lambda done, total: shown.update(bar, completed=done, total=total),
-                )  # fmt: skip
+            with bars(console) as begin:
+                most_here = min(most, opened.capabilities.max_in_flight or most)
+                now = asyncio.get_running_loop().time
+                return await profile(opened, most_here, tokens, now, begin("measuring", 0))
         finally:
             await opened.close()
 

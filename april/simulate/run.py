@@ -8,14 +8,15 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import asdict, replace
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 from april.core.partial_buffer import Idle
 from april.core.types import OnStale
-from april.simulate.measure import Measured, Progress, measure
+from april.simulate.measure import Measured, measure
 from april.simulate.workload import Placement, Schedule, Workload
+from april.view.bars import Begin
 
 BINS = 64
 PERCENTILES = (10, 25, 50, 75, 90, 95, 99, 99.9)
@@ -76,14 +77,7 @@ DEFINITIONS = {
 }
 
 
-class Watcher(Protocol):
-    """Shows what is going on."""
-
-    def begin(self, what: str, total: int) -> Progress:
-        """A schedule of ``total`` steps begins; returns what to call with the steps done."""
-
-
-def simulate(workload: Workload, sweep: bool, watcher: Watcher) -> tuple[dict[str, Any], dict[str, Measured]]:
+def simulate(workload: Workload, sweep: bool, begin: Begin) -> tuple[dict[str, Any], dict[str, Measured]]:
     """Run all modes (and, unless engines go on while a trainer trains, the sweep of N'/N); the report, and each run.
 
     Raises:
@@ -96,7 +90,7 @@ def simulate(workload: Workload, sweep: bool, watcher: Watcher) -> tuple[dict[st
     def run(name: str, schedule: Schedule) -> Measured:
         if schedule not in done:
             started = time.process_time()
-            done[schedule] = measure(workload, schedule, watcher.begin(name, workload.steps))
+            done[schedule] = measure(workload, schedule, begin(name, workload.steps))
             cpu_s[name] = time.process_time() - started
         return done[schedule]
 

@@ -1,4 +1,4 @@
-"""The report on a terminal: bars while it runs, then tables and sentences (rich)."""
+"""The report on a terminal: tables and sentences (rich)."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ from collections.abc import Callable
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from april.simulate.workload import with_quorum
@@ -32,32 +30,6 @@ AS_FAST = 0.98
 """Speed of a smaller N' that counts as the same."""
 WORTH_MORE_STALENESS = 0.01
 """Share of the limit that a larger bound must add to be named."""
-
-
-class LiveProgress:
-    """A :class:`april.simulate.run.Watcher` that draws one bar per schedule."""
-
-    def __init__(self, console: Console) -> None:
-        self._progress = Progress(
-            TextColumn("{task.description:<14}"),
-            BarColumn(bar_width=28),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            console=console,
-            transient=True,
-        )
-
-    def __enter__(self) -> LiveProgress:
-        self._progress.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._progress.stop()
-
-    def begin(self, what: str, total: int) -> Callable[[int], None]:
-        """A new bar."""
-        bar = self._progress.add_task(what, total=total)
-        return lambda done: self._progress.update(bar, completed=done)
 
 
 def headline(report: dict[str, Any]) -> list[str]:
