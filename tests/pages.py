@@ -21,7 +21,6 @@ from april.config.engines import (
     SglangEngineConfig,
     SimulatedEngineConfig,
     TransformersEngineConfig,
-    VllmEngineConfig,
 )
 from april.config.flags import Setting, choices, settings_of
 from april.config.settings import Config, SamplingConfig
@@ -107,9 +106,8 @@ def settings_page() -> str:
         "`kind` is `transformers` (default), `simulated`, `vllm`, `sglang` or `openai`, and decides on the others.",
         "### transformers: [the embedded engine](embedded.md)", _table(_without_kind(TransformersEngineConfig)),
         "### vllm, sglang, openai: [servers](servers.md)", _table(settings_of(ServerEngineConfig)),
-        "`api_key` is the key itself, and no flag. On `vllm` and `openai` also:",
-        _table(s for s in _without_kind(VllmEngineConfig) if s.path not in shared),
-        "On `sglang` also:", _table(s for s in _without_kind(SglangEngineConfig) if s.path not in shared),
+        "`api_key` is the key itself, and no flag. On `sglang` also:",
+        _table(s for s in _without_kind(SglangEngineConfig) if s.path not in shared),
         "### simulated: [for planning and tests](simulate.md)", _table(_without_kind(SimulatedEngineConfig)),
     ])  # fmt: skip
     text = text_of("settings.md")

@@ -160,6 +160,8 @@ class ServerEngineConfig(Model):
     """Longest wait for a connection."""
     probe_timeout_s: Seconds = 60.0
     """Longest wait at the start for a server to say what it can do."""
+    model: str | None = None
+    """Name under which the servers list the model, or the adapter (LoRA), that is trained. None means the only one."""
 
     @field_validator("api_key")
     @classmethod
@@ -182,16 +184,12 @@ class VllmEngineConfig(ServerEngineConfig):
     """vLLM servers (`vllm serve`)."""
 
     kind: Literal["vllm"] = "vllm"
-    model: str | None = None
-    """Name under which the servers list the model, or the adapter (LoRA), that is trained. None means the only one."""
 
 
 class SglangEngineConfig(ServerEngineConfig):
     """SGLang servers (`python -m sglang.launch_server`)."""
 
     kind: Literal["sglang"] = "sglang"
-    model: str | None = None
-    """Name under which the servers list the model, or the adapter (LoRA), that is trained. None means the only one."""
     router: Url | None = None
     """Address of an sglang-router: requests go through it; urls are its workers, which take the control calls."""
 
@@ -200,8 +198,6 @@ class OpenAIEngineConfig(ServerEngineConfig):
     """Servers with the OpenAI completions route that take and give token ids, such as TensorRT-LLM's."""
 
     kind: Literal["openai"] = "openai"
-    model: str | None = None
-    """Name under which the servers list the model, or the adapter (LoRA), that is trained. None means the only one."""
 
 
 EngineConfig = Annotated[
