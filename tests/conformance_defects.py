@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +15,7 @@ from april.engines.protocol import Capabilities, Chunk, EngineFinish, Request
 from april.errors import EngineError
 from april.testing import FakeEngine
 from april.testing.recording_engine import RecordingEngine
-from april.testing.records import AttemptRecord
+from april.testing.records import AttemptRecord, conversation
 
 
 class Sound(RecordingEngine):
@@ -30,77 +30,108 @@ def without_last(chunk: Chunk) -> Chunk:
     return replace(chunk, tokens=chunk.tokens[:-1], logprobs=chunk.logprobs[:-1])
 
 
-class OneTokenTooMany(Sound):
-    """Counts the budget from zero."""
-
-    def alter_request(self, request: Request) -> Request:
-        sampling = request.sampling
-        most = sampling.max_tokens + 1
-        least = min(most, sampling.min_tokens + 1)
-        return replace(request, sampling=replace(sampling, max_tokens=most, min_tokens=least))
+def with_last_twice(chunk: Chunk) -> Chunk:
+    tokens, logprobs = (np.append(a, a[-1:]) for a in (chunk.tokens, chunk.logprobs))
+    return replace(chunk, tokens=tokens, logprobs=logprobs)
 
 
-class OneTokenTooFew(Sound):
-    """Counts the budget from one; says so, as LENGTH."""
-
-    def alter_request(self, request: Request) -> Request:
-        return replace(request, sampling=request.sampling.capped(max(1, request.sampling.max_tokens - 1)))
+def at(finish: EngineFinish, change: Callable[[Chunk], Chunk]) -> Callable[[Any, Chunk], Chunk]:
+    """Changes chunks that end a response so."""
+    return lambda engine, chunk: change(chunk) if chunk.finish is finish else chunk
 
 
-class ForgetsMinTokens(Sound):
-    """A stop token ends the response whatever the minimum is."""
-
-    def alter_request(self, request: Request) -> Request:
-        if not request.sampling.stop_token_ids:
-            return request
-        return replace(request, sampling=replace(request.sampling, min_tokens=0))
+def sampled(request: Request, **changes: Any) -> Request:
+    """The request with another sampling."""
+    return replace(request, sampling=replace(request.sampling, **changes))
 
 
-class CutsStopOff(Sound):
-    """The token that ends a response is not among its tokens."""
+def altered(
+    name: str, *, request: Callable[[Any, Request], Request] | None = None,
+    chunk: Callable[[Any, Chunk], Chunk] | None = None, abort: Callable[[Any, Any], Any] | None = None,
+    **more: Callable[..., Any],
+) -> type[Sound]:  # fmt: skip
+    """An engine that asks or hands over something else; ``abort`` gives the ids that are aborted, and may give none."""
+    body: dict[str, Any] = dict(more)
+    if request is not None:
+        body["alter_request"] = request
+    if chunk is not None:
+        body["alter"] = lambda self, _, came: chunk(self, came)
+    if abort is not None:
 
-    def alter(self, request: Request, chunk: Chunk) -> Chunk:
-        return without_last(chunk) if chunk.finish is EngineFinish.STOP else chunk
+        async def aborts(self: Any, attempt_ids: Sequence[str] | None = None) -> None:
+            ids = abort(self, attempt_ids)
+            if ids != []:
+                await self.engine.abort(ids)
 
-
-class IgnoresStopIds(Sound):
-    """Ends at EOS only."""
-
-    def alter_request(self, request: Request) -> Request:
-        return replace(request, sampling=replace(request.sampling, stop_token_ids=()))
-
-
-class Unseeded(Sound):
-    """Every request draws from another stream."""
-
-    draws = 0
-
-    def alter_request(self, request: Request) -> Request:
-        if not request.sampling.temperature:
-            return request
-        self.draws += 1
-        return replace(request, sample_key=(10_000 + self.draws, 0))
+        body["abort"] = aborts
+    return type(name, (Sound,), body)
 
 
-class OneSeedForAll(Sound):
-    """All samples of a prompt are the same."""
-
-    def alter_request(self, request: Request) -> Request:
-        return replace(request, sample_key=(0, 0))
+def one_token_too_many(_: Any, request: Request) -> Request:
+    most = request.sampling.max_tokens + 1
+    return sampled(request, max_tokens=most, min_tokens=min(most, request.sampling.min_tokens + 1))
 
 
-class CutsPrompts(Sound):
-    """A prompt that is too long loses its beginning, without a word."""
-
-    def alter_request(self, request: Request) -> Request:
-        return replace(request, token_ids=request.token_ids[-(self.capabilities.max_context - 4) :])
+def another_stream(self: Any, request: Request) -> Request:
+    self.draws = getattr(self, "draws", 0) + 1
+    return replace(request, sample_key=(10_000 + self.draws, 0)) if request.sampling.temperature else request
 
 
-class WrapsIds(Sound):
-    """Token ids are taken modulo the vocabulary."""
+def every_other_is_first(self: Any, chunk: Chunk) -> Chunk:
+    self.came = getattr(self, "came", 0) + 1
+    return replace(chunk, version=PolicyVersion(0, 0)) if self.came % 2 else chunk
 
-    def alter_request(self, request: Request) -> Request:
-        return replace(request, token_ids=request.token_ids % np.int32(self.capabilities.vocab_size))
+
+async def nothing(self: Any, *_: Any) -> None:
+    """It takes the call, and does nothing."""
+
+
+STOP, ABORT = EngineFinish.STOP, EngineFinish.ABORT
+OneTokenTooMany = altered("counts the budget from zero", request=one_token_too_many)
+OneTokenTooFew = altered(
+    "counts the budget from one",
+    request=lambda _, r: replace(r, sampling=r.sampling.capped(max(1, r.sampling.max_tokens - 1))),
+)
+ForgetsMinTokens = altered(
+    "a stop token ends the response whatever the minimum is",
+    request=lambda _, r: sampled(r, min_tokens=0) if r.sampling.stop_token_ids else r,
+)
+CutsStopOff = altered("the token that ends a response is not in it", chunk=at(STOP, without_last))
+IgnoresStopIds = altered("ends at EOS only", request=lambda _, r: sampled(r, stop_token_ids=()))
+Unseeded = altered("every request draws from another stream", request=another_stream)
+OneSeedForAll = altered("all samples of a prompt are the same", request=lambda _, r: replace(r, sample_key=(0, 0)))
+CutsPrompts = altered(
+    "a prompt that is too long loses its beginning, without a word",
+    request=lambda self, r: replace(r, token_ids=r.token_ids[-(self.capabilities.max_context - 4) :]),
+)
+WrapsIds = altered(
+    "token ids are taken modulo the vocabulary",
+    request=lambda self, r: replace(r, token_ids=r.token_ids % np.int32(self.capabilities.vocab_size)),
+)
+ShiftsLogprobs = altered(
+    "log-probabilities are off by a thousandth",
+    chunk=lambda _, c: replace(c, logprobs=c.logprobs - np.float32(1e-3)),
+)
+LosesATokenAtAborts = altered("the last token of an aborted request is not handed over", chunk=at(ABORT, without_last))
+RepeatsATokenAtAborts = altered("the last token of an aborted request comes twice", chunk=at(ABORT, with_last_twice))
+IgnoresAborts = altered("an abort by id does nothing", abort=lambda _, ids: None if ids is None else [])
+IgnoresSweeps = altered("an abort of everything does nothing", abort=lambda _, ids: [] if ids is None else ids)
+AbortsEverything = altered("an abort by id ends all there is", abort=lambda _, ids: None)
+NoEndAtAborts = altered("an aborted stream simply ends", chunk=at(ABORT, lambda c: replace(c, finish=None)))
+ForgetsTheResponse = altered(
+    "a resumed request begins from its prompt again",
+    request=lambda _, r: replace(r, token_ids=conversation(r), response_offset=0),
+)
+KeepsTheOldLabel = altered(
+    "stamps the version of before on what new weights generate",
+    chunk=lambda _, c: replace(c, version=PolicyVersion(0, 0)),
+)
+LoadsNothing = altered(
+    "takes the new version, and keeps the weights",
+    update_weights=lambda self, version, path=None: self.engine.update_weights(version),
+)
+VersionsGoBack = altered("every other chunk has the first version", chunk=every_other_is_first)
+PausesNothing = altered("generates on while it is paused", pause=nothing, resume=nothing)
 
 
 class RenamesIds(Sound):
@@ -119,13 +150,6 @@ class RenamesIds(Sound):
         await self.engine.abort(attempt_ids and [name for i in attempt_ids for name in self.names.get(i, ())])
 
 
-class ShiftsLogprobs(Sound):
-    """Log-probabilities are off by a thousandth."""
-
-    def alter(self, request: Request, chunk: Chunk) -> Chunk:
-        return replace(chunk, logprobs=chunk.logprobs - np.float32(1e-3))
-
-
 class Declares(Sound):
     """Declares another kind of log-probabilities than it has."""
 
@@ -140,53 +164,6 @@ class DeclaresProcessed(Declares):
     """The same, and only top-p shows it."""
 
     kind = LogprobKind.PROCESSED
-
-
-class LosesATokenAtAborts(Sound):
-    """The last token of an aborted request is not handed over."""
-
-    def alter(self, request: Request, chunk: Chunk) -> Chunk:
-        return without_last(chunk) if chunk.finish is EngineFinish.ABORT else chunk
-
-
-class RepeatsATokenAtAborts(Sound):
-    """The last token of an aborted request comes twice."""
-
-    def alter(self, request: Request, chunk: Chunk) -> Chunk:
-        if chunk.finish is not EngineFinish.ABORT or not len(chunk.tokens):
-            return chunk
-        tokens, logprobs = (np.append(a, a[-1:]) for a in (chunk.tokens, chunk.logprobs))
-        return replace(chunk, tokens=tokens, logprobs=logprobs)
-
-
-class IgnoresAborts(Sound):
-    """An abort by id does nothing."""
-
-    async def abort(self, attempt_ids: Sequence[str] | None = None) -> None:
-        if attempt_ids is None:
-            await self.engine.abort()
-
-
-class IgnoresSweeps(Sound):
-    """An abort of everything does nothing."""
-
-    async def abort(self, attempt_ids: Sequence[str] | None = None) -> None:
-        if attempt_ids is not None:
-            await self.engine.abort(attempt_ids)
-
-
-class AbortsEverything(Sound):
-    """An abort by id ends all there is."""
-
-    async def abort(self, attempt_ids: Sequence[str] | None = None) -> None:
-        await self.engine.abort()
-
-
-class NoEndAtAborts(Sound):
-    """An aborted stream simply ends."""
-
-    def alter(self, request: Request, chunk: Chunk) -> Chunk:
-        return replace(chunk, finish=None) if chunk.finish is EngineFinish.ABORT else chunk
 
 
 class RemembersAborts(Sound):
@@ -233,46 +210,6 @@ class AbortsByPrefix(Sound):
 
     async def abort(self, attempt_ids: Sequence[str] | None = None) -> None:
         await self.engine.abort(attempt_ids and [s for s in self.seen if any(s.startswith(i) for i in attempt_ids)])
-
-
-class ForgetsTheResponse(Sound):
-    """A resumed request begins from its prompt again."""
-
-    def alter_request(self, request: Request) -> Request:
-        prompt = request.token_ids[: len(request.token_ids) - request.response_offset]
-        return replace(request, token_ids=prompt, response_offset=0)
-
-
-class KeepsTheOldLabel(Sound):
-    """Loads weights, and stamps the version of before on what they generate."""
-
-    def alter(self, request: Request, chunk: Chunk) -> Chunk:
-        return replace(chunk, version=PolicyVersion(0, 0))
-
-
-class LoadsNothing(Sound):
-    """Takes the new version, and keeps the weights."""
-
-    async def update_weights(self, version: PolicyVersion, path: str | None = None) -> None:
-        await self.engine.update_weights(version)
-
-
-class VersionsGoBack(Sound):
-    """Every other chunk has the first version."""
-
-    chunks = 0
-
-    def alter(self, request: Request, chunk: Chunk) -> Chunk:
-        self.chunks += 1
-        return replace(chunk, version=PolicyVersion(0, 0)) if self.chunks % 2 else chunk
-
-
-class PausesNothing(Sound):
-    """Generates on while it is paused."""
-
-    async def pause(self) -> None: ...
-
-    async def resume(self) -> None: ...
 
 
 class KeepsOrphans(Sound):

@@ -174,6 +174,22 @@ async def until(true: Callable[[], bool]) -> None:
         await asyncio.sleep(0)
 
 
+async def begun(server: Any, work: Coroutine[Any, Any, Got]) -> asyncio.Task[Got]:
+    """A request that is the only one at the server."""
+    task = asyncio.create_task(work)
+    await until(lambda: server.open_requests == 1)
+    return task
+
+
+async def update(engine: Any, version: PolicyVersion, path: str | None = None) -> None:
+    """A whole update; the engine goes on if it fails."""
+    await engine.pause()
+    try:
+        await engine.update_weights(version, path)
+    finally:
+        await engine.resume()
+
+
 class ServerThread:
     """Fake servers on a loop of their own, as a scheduler's background loop sees them; also a context manager.
 

@@ -9,7 +9,7 @@ import pytest
 from fake_async_llm import FakeAsyncLLM, install_vllm
 from fake_servers.sglang import FakeSglangServer
 from fake_servers.vllm import FakeVllmServer
-from server_fixtures import BOTH, ServerThread, read, request, served
+from server_fixtures import BOTH, ServerThread, read, request, served, update
 
 import april
 from april.core.versions import PolicyVersion
@@ -53,10 +53,8 @@ def test_a_weight_update_with_an_adapter_is_refused(kind: str, tmp_path: Path) -
 async def test_an_engine_that_came_back_is_not_given_an_adapter(kind: str, tmp_path: Path) -> None:
     """The directory of the last update may have become one since: the server keeps what it has."""
     async with served(kind) as (server, engine):
-        await engine.pause()
         with pytest.raises(EngineError, match=r"was not asked to load .*adapter_config\.json"):
-            await engine.update_weights(SECOND, adapter(tmp_path))
-        await engine.resume()
+            await update(engine, SECOND, adapter(tmp_path))
         assert server.weights == "w0"
         assert set((await read(engine, request())).versions) == {PolicyVersion(0, 0)}
 
@@ -67,10 +65,8 @@ async def test_vllm_in_process_is_not_given_an_adapter(tmp_path: Path, monkeypat
 
     llm = FakeAsyncLLM()
     engine = VllmInProcessEngine(llm)
-    await engine.pause()
     with pytest.raises(EngineError, match=r"was not asked to load .*adapter_config\.json"):
-        await engine.update_weights(SECOND, adapter(tmp_path))
-    await engine.resume()
+        await update(engine, SECOND, adapter(tmp_path))
     assert llm.weights == "tiny0"
     assert (await engine.health()).ok
     await engine.close()

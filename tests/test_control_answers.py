@@ -5,13 +5,12 @@ A status of 200 comes with a proxy's page, with ``null``, with nothing and with 
 
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
 from typing import Any
 
 import pytest
 from fake_servers.base import SAYS_NOTHING, ControlFault, PlannedControlFault
-from server_fixtures import BOTH, beside, read, request, served, until
+from server_fixtures import BOTH, begun, beside, read, request, served, update
 
 from april.core.versions import PolicyVersion
 from april.engines.protocol import EngineFinish
@@ -40,19 +39,15 @@ def _no_waits(monkeypatch: pytest.MonkeyPatch) -> None:
 async def test_a_load_without_a_word_of_success_is_none(kind: str, fault: ControlFault, tmp_path: Path) -> None:
     """The update is refused with the server's words, the weights are not named, and no token is of the new version."""
     async with served(kind) as (server, engine):
-        await engine.pause()
         server.control_faults.append(PlannedControlFault(kind=fault, route=LOADS[kind]))
         with pytest.raises(EngineError, match="could not load"):
-            await engine.update_weights(SECOND, saved(tmp_path, "w1_flush"))
-        await engine.resume()
+            await update(engine, SECOND, saved(tmp_path, "w1_flush"))
         assert server.weights == "w0"
         assert not server.label.startswith("v0.1-")
         got = await read(engine, request())
         assert set(got.versions) <= {FIRST}
         assert (got.error is None) == (kind == "sglang" and fault is ControlFault.ECHOED)
-        await engine.pause()
-        await engine.update_weights(SECOND, saved(tmp_path, "w1"))
-        await engine.resume()
+        await update(engine, SECOND, saved(tmp_path, "w1"))
         assert set((await read(engine, request())).versions) == {SECOND}
 
 
@@ -65,17 +60,13 @@ async def test_a_load_without_a_word_of_success_is_none(kind: str, fault: Contro
 async def test_what_follows_a_transfer_counts_when_it_is_said(kind: str, route: str, fault: ControlFault) -> None:
     """Cache and label: without them the weights are those of no version, and no request goes there."""
     async with served(kind) as (server, engine):
-        await engine.pause()
         server.weights, server.stale_cache = "w1", True
         server.control_faults.append(PlannedControlFault(kind=fault, route=route, times=100))
         with pytest.raises(EngineError):
-            await engine.update_weights(SECOND)
-        await engine.resume()
+            await update(engine, SECOND)
         assert (await read(engine, request())).error is not None
         server.control_faults.clear()
-        await engine.pause()
-        await engine.update_weights(SECOND)
-        await engine.resume()
+        await update(engine, SECOND)
         assert set((await read(engine, request())).versions) == {SECOND}
 
 
@@ -110,9 +101,7 @@ async def test_a_restart_in_the_middle_of_an_update(
             assert server.weights == "w1"
         # and the next update is a whole one
         server.control_faults.clear()
-        await engine.pause()
-        await engine.update_weights(SECOND, saved(tmp_path, "w1"))
-        await engine.resume()
+        await update(engine, SECOND, saved(tmp_path, "w1"))
         assert server.weights == "w1"
         assert set((await read(engine, request())).versions) == {SECOND}
 
@@ -130,10 +119,8 @@ async def test_a_restart_during_the_transfer(kind: str) -> None:
         assert server.weights == "w0"
         assert server.label == "default"
         assert (await read(engine, request())).error is not None
-        await engine.pause()
         server.weights = "w1"
-        await engine.update_weights(SECOND)
-        await engine.resume()
+        await update(engine, SECOND)
         assert set((await read(engine, request())).versions) == {SECOND}
 
 
@@ -141,10 +128,8 @@ async def test_a_restart_during_the_transfer(kind: str) -> None:
 async def test_a_trainer_may_name_what_it_hands_over(kind: str) -> None:
     """A label that has moved in the transfer is that of a server which lives; april gives it its own."""
     async with served(kind) as (server, engine):
-        await engine.pause()
         server.weights, server.label = "w1", "step-7"
-        await engine.update_weights(SECOND)
-        await engine.resume()
+        await update(engine, SECOND)
         assert server.label.startswith("v0.1-")
         assert set((await read(engine, request())).versions) == {SECOND}
 
@@ -175,8 +160,7 @@ async def test_a_pause_that_nobody_confirms(
     """Neither a pause nor its end is believed without a word; the requests of others go on when it is over."""
     async with served(kind, stepped=True, mean_length=LONG, **options) as (server, engine):
         other = await beside(kind, server)
-        reading = asyncio.create_task(read(other, request()))
-        await until(lambda: server.open_requests == 1)
+        reading = await begun(server, read(other, request()))
         server.step()
         await engine.pause()
         server.control_faults.append(PlannedControlFault(kind=fault, route=route))
@@ -201,8 +185,7 @@ async def test_an_abort_that_nobody_confirms_is_asked_again(
     """The call fails unless an empty answer is the server's own; a pause asks again, and loses nothing."""
     async with served(kind, stepped=True, mean_length=LONG, **options) as (server, engine):
         engine._abort_again_s = 0.01
-        reading = asyncio.create_task(read(engine, request()))
-        await until(lambda: server.open_requests == 1)
+        reading = await begun(server, read(engine, request()))
         server.step(3)
         server.control_faults.append(PlannedControlFault(kind=fault, route=route, times=2))
         if fault not in (ControlFault.EMPTY, ControlFault.NULL) or "abort" not in route:

@@ -13,7 +13,7 @@ import server_fixtures
 from fake_async_llm import FakeAsyncLLM, install_vllm
 from fake_servers.openai import MODEL, FakeOpenAIServer
 from fake_servers.sglang import FakeSglangRouter, FakeSglangServer
-from server_fixtures import listening, read, request
+from server_fixtures import listening, read, request, update
 
 import april
 from april.core.versions import FIRST_VERSION
@@ -110,9 +110,7 @@ async def test_a_base_that_is_named_is_trained(kind: str) -> None:
         assert [n for n in engine.capabilities.notes if "policy" in n] == [
             f"Requests name the model {base} itself, as engine.model says, and no adapter of it (policy)."
         ]
-        await engine.pause()
-        await engine.update_weights(NEXT)
-        await engine.resume()
+        await update(engine, NEXT)
         assert (await engine.health()).ok
 
 

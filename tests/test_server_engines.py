@@ -11,7 +11,7 @@ import pytest
 from aiohttp import web
 from fake_servers.base import PlannedFault, RequestFault, uncut
 from fake_servers.vllm import COMPLETIONS, HARMLESS, TOKENS, FakeVllmRun, FakeVllmServer
-from server_fixtures import BOTH, KINDS, PROMPT, Got, beside, connected, read, request, served, until
+from server_fixtures import BOTH, KINDS, PROMPT, Got, begun, beside, connected, read, request, served, until
 
 from april.core.versions import PolicyVersion
 from april.engines.http import response_stream
@@ -241,8 +241,7 @@ async def test_closing_breaks_requests_off(kind: str) -> None:
     fault = (RequestFault.ABORT_NEVER_ENDS,) if kind == "vllm" else ()
     async with served(kind, *fault, stepped=True, mean_length=LONG) as (server, engine):
         asked, got = request(stream=True), Got()
-        reading = asyncio.create_task(read(engine, asked, got))
-        await until(lambda: server.open_requests == 1)
+        reading = await begun(server, read(engine, asked, got))
         server.step(20)
         await until(lambda: len(got.tokens) > 0)
         if fault:
@@ -262,8 +261,7 @@ async def test_closed_and_continued_equals_uncut(kind: str, mode: dict[str, Any]
         held: list[int] = []
         for steps in (1, 5, 2, 4, 3):
             asked = request(PROMPT + held, 64 - len(held))
-            reading = asyncio.create_task(read(engine, asked))
-            await until(lambda: server.open_requests == 1)
+            reading = await begun(server, read(engine, asked))
             server.step(steps)
             await until(lambda steps=steps: server.runs[-1].sent == steps)
             await engine.abort([asked.attempt_id])
@@ -421,8 +419,7 @@ async def test_completions_say_which_weights_made_which_token() -> None:
         release=33, scale_out=False, stepped=True, mean_length=LONG
     ) as (server, engine):
         assert engine.capabilities.version_spans
-        reading = asyncio.create_task(read(engine, request()))
-        await until(lambda: server.open_requests == 1)
+        reading = await begun(server, read(engine, request()))
         server.step(3)
         server.label = "somebody's"
         server.go_on()
@@ -436,8 +433,7 @@ async def test_as_an_openai_server_one_response_has_one_label() -> None:
         server.stepped = False
         engine = await connected("openai", server, logprobs="processed")
         server.stepped = True
-        reading = asyncio.create_task(read(engine, request()))
-        await until(lambda: server.open_requests == 1)
+        reading = await begun(server, read(engine, request()))
         server.step(3)
         server.label = "somebody's"
         server.go_on()
@@ -457,8 +453,7 @@ async def test_aborts_that_go_wrong(fault: RequestFault, stream: bool, scale_out
         planned, scale_out=scale_out, mean_length=LONG, stepped=True
     ) as (server, engine):
         asked = request(stream=stream)
-        reading = asyncio.create_task(read(engine, asked))
-        await until(lambda: server.open_requests == 1)
+        reading = await begun(server, read(engine, asked))
         server.step(6)
         while server.open_requests:
             server.step() if fault is RequestFault.UNASKED_ABORT else await engine.abort([asked.attempt_id])
@@ -552,8 +547,7 @@ async def test_harmless_quirks_change_nothing(fault: RequestFault, incremental: 
         planned, incremental=incremental, stepped=True, mean_length=LONG
     ) as (server, engine):
         asked = request()
-        reading = asyncio.create_task(read(engine, asked))
-        await until(lambda: server.waiting == 1)
+        reading = await begun(server, read(engine, asked))
         server.step(20)
         if fault is RequestFault.UNASKED_ABORT:
             server.step()
@@ -571,8 +565,7 @@ async def test_harmless_quirks_change_nothing(fault: RequestFault, incremental: 
 async def test_an_abort_that_was_not_seen_works_when_asked_again() -> None:
     async with served("sglang", RequestFault.ABORT_UNSEEN, stepped=True) as (server, engine):
         asked = request()
-        reading = asyncio.create_task(read(engine, asked))
-        await until(lambda: server.waiting == 1)
+        reading = await begun(server, read(engine, asked))
         await engine.abort([asked.attempt_id])
         assert server.open_requests == 1
         await engine.abort([asked.attempt_id])

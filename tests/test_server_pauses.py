@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from server_fixtures import beside, read, request, served, until
+from server_fixtures import begun, beside, read, request, served, until
 from virtual_rollouts import on_virtual_time
 
 from april.core.sampling import LogprobKind
@@ -56,8 +56,7 @@ async def test_a_pause_survives_one_abort_that_fails() -> None:
     """vLLM's abort call breaks with its connection, twice; the pause is made all the same, and nothing is lost."""
     async with served("vllm", stepped=True, mean_length=LONG) as (server, engine):
         engine._abort_again_s = 0.01
-        reading = asyncio.create_task(read(engine, request()))
-        await until(lambda: server.open_requests == 1)
+        reading = await begun(server, read(engine, request()))
         server.step(3)
         server.without = ("/abort_requests",)
         pausing = asyncio.create_task(engine.pause())
@@ -73,8 +72,7 @@ async def test_a_pause_survives_one_abort_that_fails() -> None:
 async def test_a_sweep_that_breaks_off_leaves_no_server_paused(cancelled: bool) -> None:
     """The server took the pause; april did not hear of it, or was told to stop: it is resumed."""
     async with served("vllm", processes=2, stepped=True, mean_length=LONG) as (server, engine):
-        reading = asyncio.create_task(read(engine, request()))
-        await until(lambda: server.open_requests == 1)
+        reading = await begun(server, read(engine, request()))
         if cancelled:
             aborting = asyncio.create_task(engine.abort())
             await until(lambda: server.pause_mode is not None)
@@ -98,8 +96,7 @@ async def test_an_update_that_breaks_off_at_its_pause_leaves_no_server_paused(
     (tmp_path / "model.safetensors").write_bytes(b"")
     async with served(kind, stepped=True, mean_length=LONG) as (server, engine):
         other = await beside(kind, server)
-        reading = asyncio.create_task(read(other, request()))
-        await until(lambda: server.open_requests == 1)
+        reading = await begun(server, read(other, request()))
         server.step()
         await engine.pause()
         if cancelled:
@@ -122,8 +119,7 @@ async def test_a_sweep_waits_for_an_update() -> None:
     """Its resumption would let the requests of others go on in the middle of the load."""
     async with served("vllm", processes=2, stepped=True, mean_length=LONG) as (server, engine):
         other = await beside("vllm", server)
-        reading = asyncio.create_task(read(other, request()))
-        await until(lambda: server.open_requests == 1)
+        reading = await begun(server, read(other, request()))
         server.step()
         async with engine._frozen():
             assert server.pause_mode == "keep"

@@ -13,7 +13,7 @@ from fake_servers.openai import MODEL, FakeOpenAIServer
 from fake_servers.sglang import FakeSglangServer
 from fake_servers.vllm import FakeVllmServer
 from raw_servers import http, raw_server
-from server_fixtures import KINDS, connected, facts_of, listening, probed, read, request, served, until
+from server_fixtures import KINDS, begun, connected, facts_of, listening, probed, read, request, served, until
 
 from april.core.engine_table import EngineTable
 from april.core.sampling import LogprobKind
@@ -254,8 +254,7 @@ async def test_a_server_in_use_is_not_disturbed() -> None:
     """No abort, no pause, no cache reset, no label: requests of others go on through a probe."""
     async with served("vllm", mean_length=10**6) as (server, engine):
         before = server.label
-        reading = asyncio.create_task(read(engine, request(max_tokens=500)))
-        await until(lambda: server.open_requests == 1)
+        reading = await begun(server, read(engine, request(max_tokens=500)))
         server.stale_cache = False
         await probed(server)
         assert (server.aborts, server.pauses, server.label) == ([], [], before)

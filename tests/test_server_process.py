@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from fake_servers.base import ControlFault, PlannedControlFault
-from server_fixtures import read, request, served, until
+from server_fixtures import read, request, served, until, update
 
 from april.core.versions import PolicyVersion
 from april.engines.http import server_process
@@ -32,14 +32,10 @@ def metrics(server: Any, fault: ControlFault | None) -> None:
     server.control_faults = [PlannedControlFault(kind=fault, route="/metrics", times=10**6)] if fault else []
 
 
-async def update(server: Any, engine: Any, version: PolicyVersion) -> None:
+async def hand_over(server: Any, engine: Any, version: PolicyVersion) -> None:
     """A whole update by a transfer."""
-    await engine.pause()
-    try:
-        server.weights, server.stale_cache = f"w{version.n}", server.developer
-        await engine.update_weights(version)
-    finally:
-        await engine.resume()
+    server.weights, server.stale_cache = f"w{version.n}", server.developer
+    await update(engine, version)
 
 
 def world(kind: str) -> Any:
@@ -54,7 +50,7 @@ async def test_a_restart_whose_metrics_fail(kind: str, fault: ControlFault, monk
     monkeypatch.setattr(server_process, "PATIENCE_S", 0.01)
 
     async with world(kind) as (server, engine):
-        await update(server, engine, SECOND)
+        await hand_over(server, engine, SECOND)
         assert set((await read(engine, request())).versions) == {SECOND}
         server._restart_at_once()
         metrics(server, fault)
@@ -69,7 +65,7 @@ async def test_a_restart_whose_metrics_fail(kind: str, fault: ControlFault, monk
         got = await read(engine, request())
         assert not got.tokens
         assert "started anew" in str(got.error)
-        await update(server, engine, THIRD)
+        await hand_over(server, engine, THIRD)
         assert (await engine.health()).current
         assert set((await read(engine, request())).versions) == {THIRD}
 
@@ -78,7 +74,7 @@ async def test_a_restart_whose_metrics_fail(kind: str, fault: ControlFault, monk
 async def test_answers_wait_for_metrics_that_fail_for_a_while(kind: str) -> None:
     """The same process all the time: nothing is lost, and nothing is handed over before it is known."""
     async with world(kind) as (server, engine):
-        await update(server, engine, SECOND)
+        await hand_over(server, engine, SECOND)
         metrics(server, ControlFault.HTML)
         reading = asyncio.create_task(read(engine, request()))
         looks = 0
@@ -117,7 +113,7 @@ async def test_a_restart_during_the_transfer_is_no_update(kind: str, fault: Cont
             engine._labels.present, engine._process.keeps_weights = SECOND, False
         assert not (await engine.health()).current
         assert not (await read(engine, request())).tokens
-        await update(server, engine, THIRD)
+        await hand_over(server, engine, THIRD)
         assert set((await read(engine, request())).versions) == {THIRD}
 
 
@@ -137,14 +133,14 @@ async def test_a_server_that_says_nothing_of_its_process() -> None:
         assert not (await engine.health()).ok
         await server.restart()
         assert (await engine.health()).current
-        await update(server, engine, SECOND)
+        await hand_over(server, engine, SECOND)
         assert set((await read(engine, request())).versions) == {SECOND}
         server.die()
         assert not (await engine.health()).ok
         await server.restart()
         assert not (await engine.health()).current
         assert not (await read(engine, request())).tokens
-        await update(server, engine, THIRD)
+        await hand_over(server, engine, THIRD)
         assert set((await read(engine, request())).versions) == {THIRD}
 
 
@@ -152,7 +148,7 @@ async def test_a_server_that_says_nothing_of_its_process() -> None:
 async def test_a_restart_that_nobody_has_noticed_gives_no_token(scale_out: bool) -> None:
     """With labels too: what a stream brings is handed over once the label was seen, not when the response has ended."""
     async with served("vllm", scale_out=scale_out, config={"max_token_loss": 0}) as (server, engine):
-        await update(server, engine, SECOND)
+        await hand_over(server, engine, SECOND)
         assert set((await read(engine, request())).versions) == {SECOND}
         server._restart_at_once()
         got = await read(engine, request())

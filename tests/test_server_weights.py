@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from fake_servers.base import uncut
-from server_fixtures import KINDS, PROMPT, Got, beside, connected, read, request, served, until
+from server_fixtures import KINDS, PROMPT, Got, begun, beside, connected, read, request, served, until, update
 
 from april.core.versions import PolicyVersion
 from april.engines.protocol import EngineFinish
@@ -38,8 +38,7 @@ async def test_an_update(tmp_path: Path, kind: str, options: dict[str, Any], fro
     """
     async with served(kind, **options, stepped=True, mean_length=LONG) as (server, engine):
         cut = Got()
-        reading = asyncio.create_task(read(engine, request(), cut))
-        await until(lambda: server.open_requests == 1)
+        reading = await begun(server, read(engine, request(), cut))
         server.step(4)
         if kind == "openai":
             await until(lambda: len(cut.tokens) == 4)
@@ -97,9 +96,7 @@ async def test_a_restart_is_seen(kind: str, options: dict[str, Any]) -> None:
         assert (health.ok, health.current) == (True, False)
         if not options and kind != "openai":  # where nothing names weights, those of the start are version 0 again
             assert isinstance((await read(engine, request())).error, EngineError)
-        await engine.pause()
-        await engine.update_weights(V1)
-        await engine.resume()
+        await update(engine, V1)
         assert (await engine.health()).current
         assert (await read(engine, request())).error is None
 
@@ -127,10 +124,8 @@ async def test_a_directory_without_weights(tmp_path: Path) -> None:
     """The server is not asked to load it, keeps its weights and version, and serves on."""
     async with served("vllm") as (server, engine):
         for path in (tmp_path, tmp_path / "nowhere"):
-            await engine.pause()
             with pytest.raises(EngineError, match="no weights in it"):
-                await engine.update_weights(V1, str(path))
-            await engine.resume()
+                await update(engine, V1, str(path))
         assert server.weights == "w0"
         assert server.label.startswith("v0.0-")
         got = await read(engine, request())
@@ -141,10 +136,8 @@ async def test_a_directory_without_weights(tmp_path: Path) -> None:
 async def test_a_load_that_fails(tmp_path: Path) -> None:
     """The server may be without weights: it gets no request before an update has succeeded."""
     async with served("vllm") as (server, engine):
-        await engine.pause()
         with pytest.raises(EngineError, match="could not load"):
-            await engine.update_weights(V1, saved(tmp_path, "missing"))
-        await engine.resume()
+            await update(engine, V1, saved(tmp_path, "missing"))
         assert "without weights" in str((await read(engine, request())).error)
         health = await engine.health()
         assert not health.ok
@@ -157,10 +150,8 @@ async def test_a_load_that_fails(tmp_path: Path) -> None:
 async def test_a_path_where_the_server_has_no_route(tmp_path: Path) -> None:
     """A sentence, and nothing is changed."""
     async with served("vllm", developer=False) as (server, engine):
-        await engine.pause()
         with pytest.raises(EngineError, match="VLLM_SERVER_DEV_MODE=1"):
-            await engine.update_weights(V1, saved(tmp_path, "w1"))
-        await engine.resume()
+            await update(engine, V1, saved(tmp_path, "w1"))
         assert server.weights == "w0"
 
 
@@ -208,10 +199,8 @@ async def test_a_probe_that_sees_the_trainers_weights_first_takes_them_for_an_up
 @pytest.mark.parametrize("labels", [True, False])
 async def test_a_server_that_cannot_load_keeps_weights_and_version(labels: bool) -> None:
     async with served("sglang", labels=labels) as (_, engine):
-        await engine.pause()
         with pytest.raises(EngineError, match=r"could not load /weights/missing as v0.1-.* it keeps the weights"):
-            await engine.update_weights(V1, "/weights/missing")
-        await engine.resume()
+            await update(engine, V1, "/weights/missing")
         got = await read(engine, request())
         assert got.tokens == uncut(PROMPT)[0]
         assert set(got.versions) == {PolicyVersion(0, 0)}
@@ -228,8 +217,7 @@ async def test_requests_of_others_live_through_an_update() -> None:
         server.go_on()
         other = await connected("sglang", server, **config)
         server.stepped = True
-        reading = asyncio.create_task(read(other, request()))
-        await until(lambda: server.waiting == 1)
+        reading = await begun(server, read(other, request()))
         server.step(10)
         await engine.pause()
         await engine.update_weights(V1, "/weights/w1")
@@ -254,8 +242,7 @@ async def test_tokens_of_weights_that_april_did_not_name_are_refused() -> None:
     """Behind april's back: what came under the known label stays, what follows is never handed over."""
     async with served("sglang", stepped=True, mean_length=LONG) as (server, engine):
         got = Got()
-        reading = asyncio.create_task(read(engine, request(), got))
-        await until(lambda: server.waiting == 1)
+        reading = await begun(server, read(engine, request(), got))
         server.step(20)
         await until(lambda: len(got.tokens) > 0)
         server.weights, server.label = "theirs", "step-7"
@@ -276,8 +263,7 @@ async def test_what_fails_behind_new_weights_leaves_a_half_update(path: str | No
     """The server has new weights, and april does not know all that belongs to them: no request before an update."""
     async with served("sglang", stepped=True, mean_length=LONG) as (server, engine):
         other = await beside("sglang", server)
-        reading = asyncio.create_task(read(other, request()))
-        await until(lambda: server.waiting == 1)
+        reading = await begun(server, read(other, request()))
         await engine.pause()
         server.weights, server.stale_cache = "w1", True
         server.unanswered = {route: 4}

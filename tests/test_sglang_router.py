@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
 from fake_servers.base import uncut
 from fake_servers.sglang import FakeSglangRouter, FakeSglangServer
-from server_fixtures import PROMPT, read, request, run, until
+from server_fixtures import PROMPT, read, request, until
 
 from april.config.engines import SglangEngineConfig
 from april.core.versions import PolicyVersion
@@ -43,20 +43,19 @@ async def connect(servers: list[FakeSglangServer], router: FakeSglangRouter) -> 
     return engine
 
 
-def fleet_test(test: Callable[[list[FakeSglangServer], FakeSglangRouter, SglangEngine], Any], **options: Any) -> None:
-    async def program() -> None:
-        async with fleet(**options) as (servers, router):
-            engine = await connect(servers, router)
-            try:
-                await test(servers, router, engine)
-            finally:
-                await engine.close()
+@asynccontextmanager
+async def routed(**options: Any) -> AsyncIterator[tuple[list[FakeSglangServer], FakeSglangRouter, Any]]:
+    """Two workers, a router and the engine before them."""
+    async with fleet(**options) as (servers, router):
+        engine = await connect(servers, router)
+        try:
+            yield servers, router, engine
+        finally:
+            await engine.close()
 
-    run(program)
 
-
-def test_requests_go_through_the_router_and_aborts_to_every_worker() -> None:
-    async def test(servers: list[FakeSglangServer], router: FakeSglangRouter, engine: SglangEngine) -> None:
+async def test_requests_go_through_the_router_and_aborts_to_every_worker() -> None:
+    async with routed(mean_length=10**6) as (servers, _router, engine):
         assert engine.capabilities.max_in_flight == 128
         for server in servers:
             server.stepped = True
@@ -77,11 +76,9 @@ def test_requests_go_through_the_router_and_aborts_to_every_worker() -> None:
             rest = await read(engine, request(prompt + g.tokens, 58))
             assert g.tokens + rest.tokens == uncut(prompt, mean_length=10**6)[0]
 
-    fleet_test(test, mean_length=10**6)
 
-
-def test_weights_reach_every_worker() -> None:
-    async def test(servers: list[FakeSglangServer], router: FakeSglangRouter, engine: SglangEngine) -> None:
+async def test_weights_reach_every_worker() -> None:
+    async with routed() as (servers, router, engine):
         await engine.pause()
         await engine.update_weights(V1, "/weights/w1")
         await engine.resume()
@@ -93,13 +90,10 @@ def test_weights_reach_every_worker() -> None:
         assert len(set(router.passed[-2:])) == 2
         assert (await engine.health()).current
 
-    fleet_test(test)
 
-
-def test_half_an_update_is_no_update() -> None:
+async def test_half_an_update_is_no_update() -> None:
     """One worker has new weights and the other has died: nothing is generated until an update has reached both."""
-
-    async def test(servers: list[FakeSglangServer], router: FakeSglangRouter, engine: SglangEngine) -> None:
+    async with routed() as (servers, _router, engine):
         servers[1].die()
         with pytest.raises(EngineUnreachable):
             await engine.update_weights(V1, "/weights/w1")
@@ -114,13 +108,10 @@ def test_half_an_update_is_no_update() -> None:
         assert (await engine.health()).ok
         assert set((await read(engine, request())).versions) == {V1}
 
-    fleet_test(test)
 
-
-def test_a_killed_worker_breaks_its_requests_and_the_others_serve_on() -> None:
+async def test_a_killed_worker_breaks_its_requests_and_the_others_serve_on() -> None:
     """No token that came is wrong; new requests are passed to the worker that lives; health names the dead."""
-
-    async def test(servers: list[FakeSglangServer], router: FakeSglangRouter, engine: SglangEngine) -> None:
+    async with routed(mean_length=10**6) as (servers, _router, engine):
         for server in servers:
             server.stepped = True
         reading = [asyncio.create_task(read(engine, request([*PROMPT, i]))) for i in range(4)]
@@ -139,13 +130,10 @@ def test_a_killed_worker_breaks_its_requests_and_the_others_serve_on() -> None:
         assert health.ok
         assert servers[0].url in health.detail
 
-    fleet_test(test, mean_length=10**6)
 
-
-def test_pausing_needs_no_dead_worker() -> None:
+async def test_pausing_needs_no_dead_worker() -> None:
     """Requests of the worker that lives are aborted, those of the dead one have broken; then it is paused."""
-
-    async def test(servers: list[FakeSglangServer], router: FakeSglangRouter, engine: SglangEngine) -> None:
+    async with routed(mean_length=10**6) as (servers, _router, engine):
         for server in servers:
             server.stepped = True
         reading = [asyncio.create_task(read(engine, request([*PROMPT, i]))) for i in range(4)]
@@ -154,13 +142,10 @@ def test_pausing_needs_no_dead_worker() -> None:
         await engine.pause()
         assert sorted(str(g.finish) for g in await asyncio.gather(*reading)) == ["None", "None", "abort", "abort"]
 
-    fleet_test(test, mean_length=10**6)
 
-
-def test_a_dead_router_is_noticed() -> None:
+async def test_a_dead_router_is_noticed() -> None:
     """Its workers live, and no request reaches them."""
-
-    async def test(servers: list[FakeSglangServer], router: FakeSglangRouter, engine: SglangEngine) -> None:
+    async with routed() as (_servers, router, engine):
         router.ready = False
         health = await engine.health()
         assert not health.ok
@@ -172,21 +157,16 @@ def test_a_dead_router_is_noticed() -> None:
         assert not health.ok
         assert router.url in health.detail
 
-    fleet_test(test)
 
-
-def test_a_restarted_worker_behind_the_router_is_noticed() -> None:
+async def test_a_restarted_worker_behind_the_router_is_noticed() -> None:
     """Its answers name weights that april did not give: none of its tokens is taken for the current version's."""
-
-    async def test(servers: list[FakeSglangServer], router: FakeSglangRouter, engine: SglangEngine) -> None:
+    async with routed() as (servers, _router, engine):
         await engine.update_weights(V1, "/weights/w1")
         await servers[0].restart("w0")
         got = [await read(engine, request()) for _ in range(4)]
         assert sum(g.error is None for g in got) == 2
         assert {v for g in got for v in g.versions} == {V1}
         assert not (await engine.health()).current
-
-    fleet_test(test)
 
 
 async def test_workers_of_the_router_are_those_of_the_configuration() -> None:

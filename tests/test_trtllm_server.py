@@ -12,7 +12,7 @@ from fake_servers.base import PlannedFault, RequestFault, uncut
 from fake_servers.openai import PAUSED, VERSION, FakeTrtllmServer
 from real_schedulers import assert_nothing_is_left
 from responses import chunks_of, openai_reader
-from server_fixtures import PROMPT, ServerThread, listening, read, request, served, settings, until
+from server_fixtures import PROMPT, ServerThread, listening, read, request, served, settings, until, update
 from test_server_schedulers import check, hand_over, scheduler_over
 
 from april.config.settings import Config
@@ -67,9 +67,7 @@ async def test_it_is_recognised_and_asked_nothing_that_it_refuses() -> None:
         assert engine.capabilities.logprob_kind is LogprobKind.RAW
         got = await read(engine, request())
         assert (got.tokens, got.logprobs) == uncut(PROMPT)
-        await engine.pause()
-        await engine.update_weights(PolicyVersion(0, 1))
-        await engine.resume()
+        await update(engine, PolicyVersion(0, 1))
         health = await engine.health()
         assert (health.ok, health.load) == (True, None)
         assert server.refused == []
