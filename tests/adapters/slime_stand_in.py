@@ -20,6 +20,12 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
+from real_schedulers import LENGTHS, VOCAB
+
+from april.adapters.slime import make_generate_rollout
+from april.engines.simulated.decode_cost import DecodeCost
+from april.engines.simulated.engine import SimulatedEngine, by_sample_key
+
 
 class Status(Enum):
     """As slime names them."""
@@ -272,3 +278,55 @@ def namespace(**changes: Any) -> Namespace:
 async def length_reward(args: Namespace, sample: Sample, **kwargs: Any) -> float:
     """The number of response tokens."""
     return float(sample.response_length)
+
+
+def simulated(name: str, **options: Any) -> SimulatedEngine:
+    """0.5 ms a token, so that rollouts end in the middle of responses."""
+    lengths = by_sample_key(LENGTHS)
+    return SimulatedEngine(name, DecodeCost(5e-4, 0.0, 0.0), lengths, max_running=64, vocab_size=VOCAB, **options)
+
+
+class Run:
+    """A process of slime, with april's function on two simulated engines; a context manager.
+
+    Args:
+        directory: of its checkpoints.
+        start: goes on with this rollout, from the checkpoint before it if there is one.
+    """
+
+    def __init__(self, directory: Path | None = None, start: int = 0, **flags: Any) -> None:
+        where = None if directory is None else str(directory)
+        self.args = namespace(save=where, load=where, **flags)
+        self.data = DataSource(self.args)
+        if start:
+            self.data.load(start - 1)
+        engines = [simulated("e0"), simulated("e1", stream_interval_s=1e-3)]
+        self.function = make_generate_rollout(engines, check=True)
+
+    def __enter__(self) -> Run:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """As a crash: what was not saved is gone."""
+        self.function.function.close()
+
+    def __call__(self, rollout_id: int) -> list[list[Sample]]:
+        self.output = self.function(self.args, rollout_id, self.data)
+        groups: list[list[Sample]] = self.output.samples
+        return groups
+
+    def samples(self, rollout_id: int) -> list[Sample]:
+        """Of all groups."""
+        return [sample for group in self(rollout_id) for sample in group]
+
+    @property
+    def session(self) -> Any:
+        return self.function.function.sessions[id(self.data)]
+
+    @property
+    def scheduler(self) -> Any:
+        return self.session.scheduler
+
+    @property
+    def hooks(self) -> Any:
+        return self.session._hooks

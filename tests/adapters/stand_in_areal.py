@@ -320,6 +320,7 @@ class Workflow:
     def __init__(self, config: Any) -> None:
         self._config = config
         self.fails: dict[int, list[Any]] = {}
+        self.reward: Callable[[int], float] = float
 
     async def arun_episode(self, engine: Any, data: Any) -> Any:
         row = data["row"]
@@ -337,7 +338,7 @@ class Workflow:
             "versions": [-1] * prompt + made.output_versions,
             "attention_mask": [True] * (prompt + len(made.output_tokens)),
         }
-        return {k: torch.tensor([v]) for k, v in parts.items()} | {"rewards": torch.tensor([float(row)])}
+        return {k: torch.tensor([v]) for k, v in parts.items()} | {"rewards": torch.tensor([self.reward(row)])}
 
 
 def request(input_ids: list[int], gconfig: Any) -> Any:

@@ -171,6 +171,7 @@ class Trainer:
         self.rejects = rejects
         self.reward_of = reward_of or (lambda row, sample, response: float(sample))
         self.agent_loop: Callable[[Session, list[int], Callable[..., Any]], Any] = single_turn
+        self.n = self.settings.config.n_samples_per_prompt
         self.rows, self.drawn, self.step_number = rows, 0, 1
         self.queue: dict[str, int] = {}
         """Prompts in verl's queue: row by uid."""
@@ -239,8 +240,7 @@ class Trainer:
             for key in keys:
                 del self.stored[key]
 
-        n = self.settings.config.n_samples_per_prompt
-        await asyncio.gather(*(run_sample(self.coordinator, uid, i, agent_loop, forget) for i in range(n)))
+        await asyncio.gather(*(run_sample(self.coordinator, uid, i, agent_loop, forget) for i in range(self.n)))
         if await self.coordinator.closed(uid):
             del self.queue[uid]
             await forget([key for key in self.stored if key.split("_")[0] == uid])
@@ -269,6 +269,15 @@ class Trainer:
         self.server.label = self.step_number
         self.step_number += 1
         self._in_loop(self.server.resume)
+
+    def steps(self, count: int) -> dict[str, dict[str, Any]]:
+        """So many steps, each with its update; what was trained in them, by key."""
+        seen: dict[str, dict[str, Any]] = {}
+        for _ in range(count):
+            self.step()
+            seen |= self.last
+            self.update()
+        return seen
 
     def validate(self, seconds: float) -> None:
         """Between two steps: agent loops and servers may do what they can."""

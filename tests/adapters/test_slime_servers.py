@@ -1,15 +1,24 @@
-"""The adapter before SGLang servers behind a router: whose weights they are is read off the trainer's own labels."""
+"""The adapter before SGLang servers behind a router, whose weights are read off the trainer's own labels.
+
+Stepwise, and with ``generation: continuous``, where engines go on and only slime's own update cuts requests: it pauses
+its servers, empties caches, loads, names the weights and continues, and tells nobody.
+"""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
+import aiohttp
 import pytest
+from fake_servers.base import uncut
 from fake_servers.sglang import FakeSglangRouter, FakeSglangServer
 from real_schedulers import assert_nothing_is_left
-from server_fixtures import ServerThread
+from server_fixtures import PATIENCE_S, ServerThread
 
 from adapters.slime_stand_in import DataSource, Sample, Status, installed, namespace
 from april.adapters.slime import make_generate_rollout
@@ -17,6 +26,7 @@ from april.errors import ConfigError, EngineError
 
 USER = "adapters.slime_functions_of_a_user"
 EOS = 2
+CAP = 100
 
 
 @pytest.fixture(autouse=True)
@@ -27,23 +37,27 @@ def framework() -> Iterator[None]:
 
 
 class Fleet(ServerThread):
-    """Two servers behind a router, and a rollout function before them; the trainer updates by :meth:`update`."""
+    """Two servers behind a router, and a rollout function before them."""
 
-    def __init__(self, **flags: Any) -> None:
-        self.engines = [FakeSglangServer(turns=flags.pop("turns", 1)) for _ in range(2)]
+    def __init__(self, servers: dict[str, Any] | None = None, *, cap: int = 200, **flags: Any) -> None:
+        self.engines = [FakeSglangServer(**(servers or {})) for _ in range(2)]
         super().__init__(*self.engines)
-        self.flags = flags
-        self.function = make_generate_rollout(check=True)
+        self.cap, self.flags = cap, flags
 
     def __enter__(self) -> Fleet:
         super().__enter__()
         self.router = FakeSglangRouter([server.url for server in self.engines])
         self.call(self.router.start())
-        host, _, port = self.router.url.removeprefix("http://").partition(":")
-        self.args = namespace(sglang_router_ip=host, sglang_router_port=int(port), rollout_max_response_len=200,
-                              **self.flags)  # fmt: skip
-        self.data = DataSource(self.args)
+        self.restart()
         return self
+
+    def restart(self) -> None:
+        """A process of slime."""
+        host, _, port = self.router.url.removeprefix("http://").partition(":")
+        self.args = namespace(sglang_router_ip=host, sglang_router_port=int(port), rollout_max_response_len=self.cap)
+        vars(self.args).update(self.flags)  # some of them the stand-in does not know
+        self.data = DataSource(self.args)
+        self.function = make_generate_rollout(check=True)
 
     def __exit__(self, *stuff: object) -> None:
         self.function.function.close()
@@ -51,15 +65,23 @@ class Fleet(ServerThread):
         super().__exit__(*stuff)
         assert not [v for server in self.engines for v in server.violations]
 
+    @property
+    def scheduler(self) -> Any:
+        (session,) = self.function.function.sessions.values()
+        return session.scheduler
+
+    def rollout(self, rollout_id: int) -> list[list[Sample]]:
+        groups: list[list[Sample]] = self.function(self.args, rollout_id, self.data).samples
+        assert [len(group) for group in groups] == [2, 2, 2]
+        return groups
+
+    def __call__(self, rollout_id: int) -> list[Sample]:
+        return [s for g in self.rollout(rollout_id) for s in g]
+
     def update(self, label: str, *, flushed: bool = True) -> None:
         """The trainer has new weights, and names them; slime has caches emptied, others may not."""
         for server in self.engines:
             server.weights, server.label, server.stale_cache = f"w{label}", label, not flushed
-
-    def __call__(self, rollout_id: int) -> list[Sample]:
-        groups = self.function(self.args, rollout_id, self.data).samples
-        assert len(groups) == 3
-        return [s for g in groups for s in g]
 
 
 def versions(samples: list[Sample]) -> set[str]:
@@ -119,7 +141,7 @@ def test_batches_of_the_asynchronous_loop(interval: int, first: int, always: boo
 def test_a_function_that_talks_to_the_servers_itself() -> None:
     """Its requests are ended all at once, its samples go on where they stood; the trainer's labels stay."""
     # so slow that requests are on their way when a rollout ends; which ones, two threads and sockets decide
-    with Fleet(custom_generate_function_path=f"{USER}.over_http", turns=20) as fleet:
+    with Fleet({"turns": 20}, custom_generate_function_path=f"{USER}.over_http") as fleet:
         continued = rollout_id = 0
         while rollout_id < 8 or not (continued and any(b.get("abort_all") for s in fleet.engines for b in s.aborts)):
             assert rollout_id < 64
@@ -148,8 +170,7 @@ def test_a_limit_of_the_function_s_own_ends_a_response() -> None:
                 cut += s.status is Status.TRUNCATED
                 assert s.response_length == s.metadata["april"]["spans"][-1][1] <= 12
         assert cut
-        (session,) = fleet.function.function.sessions.values()
-        assert not sum(session.scheduler.ledger()["tokens"].dropped.values())
+        assert not sum(fleet.scheduler.ledger()["tokens"].dropped.values())
 
 
 def test_servers_that_nobody_labels_have_new_weights_every_time() -> None:
@@ -169,21 +190,221 @@ def test_a_server_at_another_address_takes_over(caplog: pytest.LogCaptureFixture
             trained += [s.group_index for s in samples]
         assert "the servers have changed" in caplog.text
         assert len(trained) == 2 * len(set(trained)) == 24
-        books = next(iter(fleet.function.function.sessions.values())).scheduler.ledger()["prompts"]
+        books = fleet.scheduler.ledger()["prompts"]
         assert books.observed == len(fleet.data.drawn) == 12 + books.held
 
 
-def test_a_router_without_servers_is_told() -> None:
-    """Before anything starts, with its address."""
+def test_what_is_no_router_with_servers_is_told() -> None:
+    """Before anything starts: a router without servers, and a server in place of the router."""
     with Fleet() as fleet:
         fleet.router.workers = []
         with pytest.raises(EngineError, match="has no workers yet"):
             fleet(0)
-
-
-def test_what_is_no_router_is_told() -> None:
-    """A server in place of the router."""
-    with Fleet() as fleet:
         fleet.args.sglang_router_port = int(fleet.engines[0].url.rpartition(":")[2])
         with pytest.raises(ConfigError, match="must be an sglang-router"):
             fleet(0)
+
+
+# ---------------------------------------------------------------- continuous generation
+
+
+class Loop(Fleet):
+    """slime's asynchronous loop: the rollout after next is asked for while one is trained on."""
+
+    def __init__(
+        self, directory: Path | None = None, labels: bool = True, max_staleness: int = 3, **flags: Any
+    ) -> None:  # fmt: skip
+        # a few at a time: the bound is not reached before an update comes
+        april = {"generation": "continuous", "max_staleness": max_staleness, "max_in_flight": 4}
+        where = None if directory is None else str(directory)
+        servers = {"turns": 40, "labels": labels, "mean_length": 40}
+        super().__init__(servers, cap=CAP, **{"april": april, "save": where, "load": where, **flags})
+        self.trained: Counter[int] = Counter()
+        self.updates = 0
+        self.cut = 0
+        """Requests that updates have met."""
+        self.resumed = self.oldest = 0
+        """Samples that several weights wrote; most updates between a token's weights and those it was trained on."""
+
+    def __enter__(self) -> Loop:
+        super().__enter__()
+        return self
+
+    @property
+    def aborts(self) -> list[Any]:
+        """What april has asked the servers to end."""
+        return [body for server in self.engines for body in server.aborts]
+
+    def balance(self) -> None:
+        """All that was drawn is trained once, out, or held."""
+        self.scheduler.validate()
+        books = self.scheduler.ledger()
+        assert set(self.trained.values()) == {1}
+        assert books["prompts"].observed == len(self.data.drawn)
+        assert set(self.trained) <= set(self.data.drawn)
+        assert not sum(books["prompts"].dropped.values())
+        assert not sum(books["tokens"].dropped.values())
+
+    def update(self) -> None:  # type: ignore[override]
+        """As slime's actors do it: pause, empty the cache, new weights and their name, continue."""
+        self.call(self._update())
+        self.updates += 1
+
+    async def _update(self) -> None:
+        self.cut += sum(run.running for server in self.engines for run in server.running)
+        async with aiohttp.ClientSession() as session:
+            for step in ("pause_generation", "flush_cache", None, "continue_generation"):
+                for server in self.engines:
+                    if step is None:
+                        server.weights, server.label = f"w{self.updates + 1}", str(self.updates + 1)
+                        continue
+                    async with session.post(f"{server.url}/{step}", json={}) as reply:
+                        assert reply.status == 200, (step, await reply.text())
+
+    def train(self, groups: list[list[Sample]]) -> None:
+        """Under the weights of now: every token is one that its own version makes, and none is too old."""
+        for group in groups:
+            self.trained[group[0].group_index] += 1
+            for sample in group:
+                spans = sample.metadata["april"]["spans"]
+                self.resumed += len(spans) > 1
+                self.oldest = max(self.oldest, self.updates - int(sample.weight_versions[0]))
+                is_what_its_weights_make(sample)
+
+    def run(self, rounds: range, interval: int = 1) -> None:
+        """The rollouts of ``rounds`` as train_async.py takes them."""
+        ahead: list[list[Sample]] | None = self.rollout(rounds[0])
+        for rollout_id in rounds:
+            groups = ahead
+            assert groups is not None
+            ahead = self.rollout(rollout_id + 1) if rollout_id + 1 in rounds else None
+            self.train(groups)
+            if (rollout_id + 1) % interval == 0:
+                self.update()
+
+
+def is_what_its_weights_make(sample: Sample) -> None:
+    """Each span is what the fake server makes under the weights of its name, from what stood before it."""
+    prompt = sample.tokens[: -sample.response_length]
+    for (start, end, _), name in zip(sample.metadata["april"]["spans"], sample.weight_versions, strict=True):
+        before = sample.tokens[: len(prompt) + start]
+        made, logprobs = uncut(before, weights=f"w{name}", max_tokens=CAP - start, mean_length=40)
+        assert made[: end - start] == sample.tokens[len(before) :][: end - start]
+        assert sample.rollout_log_probs[start:end] == pytest.approx(logprobs[: end - start])
+
+
+def until(true: Callable[[], bool]) -> None:
+    """Another thread does it; a test that hangs ends."""
+    deadline = time.monotonic() + PATIENCE_S
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(1e-3)
+
+
+def test_a_delivery_cuts_nothing_and_an_update_does() -> None:
+    """Requests go on after the batch; slime's update ends them, and they go on under its weights."""
+    with Loop() as loop:
+        loop.rollout(0)
+        until(lambda: any(len(run.ids) > 5 for server in loop.engines for run in server.running))
+        assert not loop.aborts
+        loop.update()
+        assert loop.cut
+        # nobody has asked for a rollout: april has seen it at the servers, and goes on by itself
+        until(lambda: str(loop.scheduler.version) == "0.1" and any(server.running for server in loop.engines))
+        assert all(server.label.startswith("v0.1-") for server in loop.engines)
+        loop.run(range(1, 8))
+        assert loop.resumed
+        loop.balance()
+
+
+@pytest.mark.parametrize(("bound", "rounds", "interval"), [(2, 20, 1), (3, 9, 2)], ids=str)
+def test_updates_lose_nothing_and_hold_the_bound(bound: int, rounds: int, interval: int) -> None:
+    """Updates in the middle of requests, after each rollout or after two: each prompt once, tokens under their weights.
+
+    Deliveries between two updates cut nothing.
+    """
+    with Loop(max_staleness=bound, update_weights_interval=interval) as loop:
+        loop.run(range(rounds), interval)
+        assert loop.updates == rounds // interval
+        assert loop.cut
+        assert loop.resumed
+        assert loop.oldest <= bound
+        # nobody has asked after the last one
+        assert interval == 1 or int(str(loop.scheduler.version)[2:]) in (loop.updates - 1, loop.updates)
+        loop.balance()
+
+
+def test_the_synchronous_loop_with_engines_of_their_own() -> None:
+    """train.py asks when it has trained and updated: the same, a batch less ahead."""
+    with Loop() as loop:
+        for rollout_id in range(8):
+            loop.train(loop.rollout(rollout_id))
+            loop.update()
+        assert loop.cut
+        assert loop.oldest <= 3
+        loop.balance()
+
+
+def test_a_restart_keeps_what_was_going_on(tmp_path: Path) -> None:
+    """Saved while requests run, ended later: what came after the save is made again, nothing twice, nothing never."""
+    with Loop(tmp_path) as loop:
+        kept: Counter[int] = Counter()
+        for start in (0, 4, 8):
+            if start:
+                loop.restart()
+                loop.data.load(start - 1)
+                loop.update()  # slime brings the servers the weights of its checkpoint
+            ahead = loop.rollout(start)
+            for rollout_id in range(start, start + 6):
+                groups, ahead = ahead, loop.rollout(rollout_id + 1)
+                loop.train(groups)
+                if rollout_id < start + 4:
+                    kept.update(group[0].group_index for group in groups)
+                if rollout_id == start + 3:
+                    loop.data.save(rollout_id)
+                loop.update()
+            loop.function.function.close()
+        assert set(kept.values()) == {1}
+        assert len(kept) == 36
+        # whatever was begun before a trained group is trained, or still held
+        assert sorted(kept)[-1] < 36 + 3 * 4
+
+
+def test_evaluation_is_slimes_own_and_cuts_nothing() -> None:
+    """Requests of april's go on beside it."""
+    with Loop() as loop:
+        loop.rollout(0)
+        until(lambda: any(server.running for server in loop.engines))
+        assert loop.function(loop.args, 0, loop.data, evaluation=True) == ("evaluated", 0)
+        assert not loop.aborts
+        loop.run(range(1, 4))
+        loop.balance()
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ({"colocate": True}, "--colocate: the engines sleep while the trainer trains"),
+        ({"offload_rollout": True}, "--offload-rollout: the engines sleep while the trainer trains"),
+        ({"custom_generate_function_path": f"{USER}.over_http"}, "--custom-generate-function-path sends its requests"),
+        ({"partial_rollout": False, "over_sampling_batch_size": 3}, "would throw them away"),
+    ],
+)
+def test_what_cannot_go_on_is_refused(flags: dict[str, Any], said: str) -> None:
+    """In a sentence with slime's names, before anything is generated."""
+    with Loop(**flags) as loop, pytest.raises(ConfigError, match=said):
+        loop.rollout(0)
+
+
+def test_servers_that_do_not_name_their_weights_are_refused() -> None:
+    """Nobody could say which weights made a token."""
+    with Loop(labels=False) as loop, pytest.raises(ConfigError, match="says which weights made a token"):
+        loop.rollout(0)
+
+
+def test_miles_is_refused() -> None:
+    """It was not tried there."""
+    with installed("miles"), Loop() as loop:
+        loop.data = type("DataSource", (DataSource,), {"__module__": "miles.rollout.data_source"})(loop.args)
+        with pytest.raises(ConfigError, match="was not tried with miles"):
+            loop.rollout(0)

@@ -99,19 +99,6 @@ def test_weights_get_a_new_version_when_the_optimizer_has_stepped() -> None:
     assert versions == [0, 0, 1, 1, 2, 2]
 
 
-def test_a_trainer_resumed_from_its_checkpoint_goes_on_with_the_partials(tmp_path: Path) -> None:
-    """Nothing is lost and nothing is delivered twice; the state is in the checkpoint's own directory."""
-    before = trainer()
-    before.folder = tmp_path
-    before.train(steps=3)
-    after = trainer()
-    after.train(steps=6, resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
-
-    assert delivered(before) + delivered(after) == dict.fromkeys(range(12), 1)
-    assert sum(after._metrics["train"]["april/resumed_samples"]) > 0
-    assert [path.name for path in (tmp_path / "checkpoint-3").iterdir()] == [STATE_FILE]
-
-
 def test_a_trainer_that_was_stopped_in_a_batch_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
     """The same object: what is left of the batch in which it ended belongs to no checkpoint, and is not trained."""
     made = trainer()
@@ -153,7 +140,7 @@ def test_a_half_trained_generation_batch_is_in_the_checkpoint(tmp_path: Path) ->
 
 
 def test_checkpoints_that_do_not_fit_are_refused(tmp_path: Path) -> None:
-    """One of other prompts, one whose prompts have changed, one that is damaged, one without april's state."""
+    """One of other prompts, one whose prompts have changed, one without april's state."""
     before = trainer()
     before.folder = tmp_path
     before.train(steps=1)
@@ -167,12 +154,7 @@ def test_checkpoints_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     changed.train_dataset = trl.Rows(row | {"prompt": "5 6"} for row in trl.prompts(12))
     with pytest.raises(april.CheckpointError, match="the first 4 prompts of epoch 0 are not those that were drawn"):
         changed.train(6, checkpoint)
-    file = tmp_path / "checkpoint-1" / STATE_FILE
-    for content, said in ((b"\xc1", "cannot be read"), (b"\x80", "another version of april, or is none")):
-        file.write_bytes(content)
-        with pytest.raises(april.CheckpointError, match=said):
-            trainer().train(2, checkpoint)
-    file.unlink()
+    (tmp_path / "checkpoint-1" / STATE_FILE).unlink()
     with pytest.raises(april.CheckpointError, match="was not saved by AprilGRPOTrainer"):
         trainer().train(2, checkpoint)
 
@@ -305,6 +287,22 @@ def with_quorum(reward_funcs: Any = (values,), **changes: Any) -> tuple[Any, lis
     return made, batches
 
 
+def compared_with(sample: Any) -> list[float]:
+    """Its own reward, and those of the first others of its group."""
+    others = [reward for index, reward in sample.cohort if index != sample.id.index]
+    return [value(sample.tokens.tolist()), *others[: len(sample.cohort) - 1]]
+
+
+def advantages_of(batch: Any, scale: str = "group") -> list[float]:
+    """A slow reference."""
+    of_batch = float(np.std([value(s.tokens.tolist()) for s in batch.samples], ddof=1))
+    found = []
+    for compared in map(compared_with, batch.samples):
+        scales = {"group": float(np.std(compared, ddof=1)) + 1e-4, "batch": of_batch + 1e-4, "none": 1.0}
+        found.append((compared[0] - float(np.mean(compared))) / scales[scale])
+    return found
+
+
 @pytest.mark.parametrize("scale", ["group", "batch", "none"])
 def test_with_a_quorum_each_response_is_compared_with_the_first_others(scale: str) -> None:
     """As a slow reference says, whatever its place; TRL's table and its share without a difference say the same."""
@@ -314,39 +312,17 @@ def test_with_a_quorum_each_response_is_compared_with_the_first_others(scale: st
     samples = {(s.id.group, s.id.index): s for batch in batches for s in batch.samples}
     assert len(samples) == 8 * 4  # each response once
     for batch, output, alike in zip(batches, made.outputs, made._metrics["train"]["frac_reward_zero_std"], strict=True):
-        of_batch = np.std([value(s.tokens.tolist()) for s in batch.samples], ddof=1)
-        expected, same = [], 0
         for s in batch.samples:
-            order = [index for index, _ in s.cohort if index != s.id.index][:2]
-            compared = [value(samples[s.id.group, index].tokens.tolist()) for index in (s.id.index, *order)]
-            scales = {"group": np.std(compared, ddof=1) + 1e-4, "batch": of_batch + 1e-4, "none": 1.0}
-            expected.append((compared[0] - np.mean(compared)) / scales[scale])
-            same += len(set(compared)) == 1
+            assert all(said == value(samples[s.id.group, i].tokens.tolist()) for i, said in s.cohort)
         assert len(batch) == 8
         assert output["advantages"].dtype == torch.float32
-        assert output["advantages"].tolist() == pytest.approx(expected, rel=1e-4, abs=1e-5)
+        assert output["advantages"].tolist() == pytest.approx(advantages_of(batch, scale), rel=1e-4, abs=1e-5)
+        same = sum(len(set(compared_with(s))) == 1 for s in batch.samples)
         assert scale == "batch" or alike == same / 8  # else TRL's own: whether the whole batch has one reward
     assert list(made._logs["advantages"]) == made.outputs[-1]["advantages"].tolist()
     assert any(s.id.index not in dict(s.cohort) for s in samples.values())
     assert any(size < 4 for batch in batches for size in batch.group_sizes)
     assert made.rollout_func.ledger["prompts"].delivered == 8
-
-
-def test_with_a_quorum_stragglers_keep_their_baseline_over_a_restart(tmp_path: Path) -> None:
-    """The first k were trained before the checkpoint, their sibling after it; each response once."""
-    before, first = with_quorum()
-    before.folder = tmp_path
-    before.train(steps=3)
-    after, later = with_quorum()
-    after.train(steps=4, resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
-
-    kept = {(s.id.group, s.id.index): s for s in first[0].samples}
-    late = {(s.id.group, s.id.index): s for batch in later for s in batch.samples}
-    assert len(kept) + len(late) == len(kept | late) == 8 * 4
-    split = [s for s in late.values() if any((s.id.group, index) in kept for index, _ in s.cohort)]
-    assert split
-    for s in split:
-        assert dict(s.cohort) == {i: value((kept | late)[s.id.group, i].tokens.tolist()) for i, _ in s.cohort}
 
 
 def test_with_a_quorum_rewards_are_of_single_responses(caplog: pytest.LogCaptureFixture) -> None:
@@ -397,11 +373,7 @@ def test_with_a_quorum_a_response_that_fails_costs_what_was_said(policy: str, on
     assert any(index >= 4 for _, index in samples) == (policy == "replace")
     assert {len(s.cohort) for s in samples.values()} == ({2, 3} if policy == "shrink" else {3})
     for batch, output in zip(batches, made.outputs, strict=True):
-        for s, advantage in zip(batch.samples, output["advantages"].tolist(), strict=True):
-            others = [reward for index, reward in s.cohort if index != s.id.index][: len(s.cohort) - 1]
-            compared = [value(s.tokens.tolist()), *others]
-            expected = (compared[0] - np.mean(compared)) / (np.std(compared, ddof=1) + 1e-4)
-            assert advantage == pytest.approx(expected, rel=1e-4, abs=1e-5)
+        assert output["advantages"].tolist() == pytest.approx(advantages_of(batch), rel=1e-4, abs=1e-5)
 
 
 def test_other_calls_and_ends_of_the_data_are_refused() -> None:

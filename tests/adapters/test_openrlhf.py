@@ -1,0 +1,570 @@
+"""april in OpenRLHF: the rollouts before its contract, and both of its trainers with april's classes in their places.
+
+Every prompt is settled once and every token stamped; engines go on while it trains, and only its broadcasts cut.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import runpy
+import sys
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from fake_async_llm import FakeAsyncLLM, install_vllm
+from real_schedulers import LENGTHS, VOCAB, assert_nothing_is_left
+
+from adapters.openrlhf_stand_in import (
+    GROUPS,
+    ROWS,
+    SAMPLES,
+    Engine,
+    Loader,
+    LoaderWithWorkers,
+    Run,
+    installed,
+    namespace,
+    row,
+)
+from april.adapters import openrlhf as launcher
+from april.adapters.openrlhf.rollouts import Rollouts, TransferElsewhere
+from april.core.types import Prompt
+from april.driver.rewards import Response
+from april.engines.simulated.engine import synthetic_response
+from april.errors import CheckpointError, RolloutError
+
+ALL = Counter(row(i)[1] for i in range(ROWS))
+STEPWISE: dict[str, Any] = {"over_sampling_batch_size": 2 * GROUPS, "max_staleness": 2}
+CONTINUOUS: dict[str, Any] = {**STEPWISE, "generation": "continuous"}
+BOTH = pytest.mark.parametrize("settings", [STEPWISE, CONTINUOUS], ids=["stepwise", "continuous"])
+
+
+@pytest.fixture(autouse=True)
+def modules() -> Iterator[Any]:
+    with installed() as made:
+        yield made
+    assert_nothing_is_left()
+
+
+@pytest.mark.parametrize("loader", [Loader, LoaderWithWorkers])
+def test_every_prompt_is_delivered_once_per_episode(loader: type[Loader]) -> None:
+    """Two episodes; aborted and resumed responses among them; the books balance."""
+    with Run(loader=loader) as run:
+        run.episode()
+        assert Counter(run.labels) == ALL
+        run.episode()
+        assert Counter(run.labels) == Counter(dict.fromkeys(ALL, 2))
+        assert sum(r["extra_logs"]["april/resumes"] > 0 for r in run.responses) > 0
+        assert max(r["extra_logs"]["april/staleness"] for r in run.responses) > 0
+    ledger = run.rollouts.ledger
+    assert (ledger["prompts"].delivered, ledger["prompts"].held) == (2 * ROWS, 0)
+    assert ledger["tokens"].delivered == ledger["tokens"].observed
+    assert run.rollouts._scored == {}
+
+
+@pytest.mark.parametrize("rows", [1, 3, 4, 5, 9, 23])
+def test_the_end_of_the_data(rows: int) -> None:
+    """Whatever N does to the number of prompts: the last batch may be short, and the episode ends after it."""
+    with Run(rows=rows) as run:
+        run.episode()
+        assert sorted(run.labels, key=int) == [row(i)[1] for i in range(rows)]
+        assert len(run.responses) == rows * SAMPLES
+
+
+def test_a_response_is_what_the_executor_would_have_returned() -> None:
+    """Tokens, log-probabilities and masks of one length; the cut ones are as if they had not been cut."""
+    with Run() as run:
+        numbers: dict[int, Any] = {}
+        while run.step():
+            assert run.rollouts.batch is not None
+            samples = run.rollouts.batch.samples
+            numbers |= {id(r): s for r, s in zip(run.responses[-len(samples) :], samples, strict=True)}
+    for response in run.responses:
+        sample = numbers[id(response)]
+        ids, (start, end) = response["observation_tokens"], response["action_ranges"][0]
+        assert (start, end, len(response["action_ranges"])) == (2, len(ids), 1)
+        assert " ".join(map(str, ids[:start])) == response["prompt"]
+        count = min(LENGTHS.sample(*sample.id), 100)
+        tokens, logprobs = synthetic_response(np.array(ids[:start], np.int32), sample.id, 0, count, VOCAB, (0,))
+        assert response["truncated"] == (count == 100 and ids[-1] != 0)
+        assert ids[start:-1] == tokens.tolist()[:-1]
+        assert response["rollout_log_probs"] == [0.0, 0.0, *logprobs.tolist()]
+        assert response["reward"] == len(ids)
+        assert response["scores"] == 0.5
+        assert response["images"] is response["mm_train_inputs"] is None
+    assert len({tuple(sorted(r["extra_logs"])) for r in run.responses}) == 1
+    assert {"words", "april/off_policy_share", "april/version_first"} <= set(run.responses[0]["extra_logs"])
+
+
+def test_rewards_see_the_whole_conversation() -> None:
+    """The function is asked once per response, with prompt and label of its row."""
+    with Run() as run:
+        run.episode()
+    asked = [call for engine in run.engines for call in engine.judged]
+    assert len(asked) == ROWS * SAMPLES
+    assert all(call[0].startswith(call[1]) and call[1:] == row(int(call[2])) for call in asked)
+    assert all(engine.judged for engine in run.engines)
+
+
+def test_without_a_reward_function_the_reward_model_is_left_to_openrlhf() -> None:
+    """``reward`` is None, and nobody is asked."""
+    with Run(reward__remote_url=None) as run:
+        run.step()
+    assert {r["reward"] for r in run.responses} == {r["scores"] for r in run.responses} == {None}
+    assert not any(engine.judged for engine in run.engines)
+
+
+def test_versions_follow_the_transfers() -> None:
+    """One per transfer, two between steps are two, none is none; a batch says under which it was delivered."""
+    with Run() as run:
+        seen = []
+        for pushes in (1, 0, 2, 1):
+            run.step(pushes)
+            assert run.rollouts.batch is not None
+            seen.append(run.rollouts.batch.version.n)
+        assert seen == [0, 1, 1, 3]
+
+
+def test_engines_that_differ_are_named() -> None:
+    """One that was started anew has old weights, and nobody may train on its tokens."""
+    with Run() as run:
+        run.step()
+        run.engines[0].counted += 1
+        with pytest.raises(RolloutError, match=r"the engines have got weights \[2, 1\] times"):
+            run.step()
+
+
+def resumed(before: Run, saved: Any, **changes: Any) -> Run:
+    """A new process that goes on from a checkpoint: the trainer puts its weights into new engines first."""
+    after = Run(changes.pop("settings", None), **changes)
+    after.loader.load_state_dict(saved)
+    after.push()
+    return after
+
+
+@BOTH
+@pytest.mark.parametrize("saved_at", range(1, 7))
+def test_a_run_goes_on_from_its_checkpoint(saved_at: int, settings: dict[str, Any]) -> None:
+    """At every step, those after the last prompt was drawn too, and while requests run: nothing lost or made twice."""
+    with Run(settings) as before:
+        for _ in range(saved_at):
+            before.step()
+        saved = before.loader.state_dict()
+        trained = list(before.labels)
+        before.step()  # goes on, and is killed
+    with resumed(before, saved, settings=settings) as after:
+        more = after.step()
+        assert more == (saved_at < 6)
+        assert after.rollouts.scheduler is not None
+        assert after.rollouts.scheduler.version == (1, saved_at + (settings is CONTINUOUS and more))
+        if more:
+            assert after.rollouts.batch is not None
+            assert after.rollouts.batch.version == (1, saved_at)
+            after.episode()
+        assert Counter(trained + after.labels) == ALL
+        after.episode()  # the next one begins with its first prompt
+        assert Counter(trained + after.labels) == Counter(dict.fromkeys(ALL, 2))
+    assert after.rollouts.ledger["tokens"].balanced
+
+
+def test_an_asynchronous_trainer_is_behind() -> None:
+    """Its checkpoint has the weights of the batch, though the engines have had fewer transfers: versions are right."""
+    with Run() as before:
+        before.step(0)
+        before.step(0)
+        before.step(1)
+        saved = before.loader.state_dict()  # all three are trained on when it is written
+    with resumed(before, saved) as after:
+        after.step()
+        assert after.rollouts.batch is not None
+        assert after.rollouts.batch.version == (1, 3)
+
+
+def test_prompts_that_were_drawn_too_early_are_saved() -> None:
+    """What april's books do not hold yet is kept beside them."""
+    with Run() as before:
+        before.step()
+        ahead = next(before.rollouts._prompts)
+        saved = before.loader.state_dict()
+        trained = list(before.labels)
+    with resumed(before, saved) as after:
+        after.episode()
+    assert ahead["label"] in after.labels
+    assert Counter(trained + after.labels) == ALL
+
+
+def test_checkpoints_without_april() -> None:
+    """april begins anew with the rest of the episode; its own part is a tensor of bytes, as OpenRLHF logs states."""
+    with Run() as run:
+        run.loader.load_state_dict({"pass": 0, "at": 4})
+        run.episode()
+        assert len(run.labels) == ROWS - 4
+        run.step()
+        assert run.loader.state_dict()["april"].dtype.itemsize == 1
+
+
+def test_what_a_rejected_group_was_given_is_kept_for_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A state that was taken just before the verdict asks for it after it; and nobody does later."""
+    in_range = Rollouts._in_range
+    rejected = 0
+
+    def judged(self: Rollouts, prompt: Prompt, responses: Sequence[Response]) -> bool:
+        nonlocal rejected
+        kept = in_range(self, prompt, responses)
+        rejected += not kept
+        assert {response.sample_id for response in responses} <= set(self._scored)
+        return kept
+
+    def scores(query: str, prompt: str, label: str) -> Any:
+        return {"rewards": 1.0, "scores": [int(label) % 2 / 2]}
+
+    monkeypatch.setattr(Rollouts, "_in_range", judged)
+    with Run(algo__dynamic_filtering_enable=True) as run:
+        for engine in run.engines:
+            engine.answer = scores
+        seen: list[set[int]] = []
+        while run.step():
+            scheduler = run.rollouts.scheduler
+            assert scheduler is not None
+            scored = {sample_id.group for sample_id in list(run.rollouts._scored)}
+            seen.append(scored - scheduler.held_groups())
+    assert rejected
+    assert any(seen)
+    assert not any(first & third for first, third in zip(seen, seen[2:], strict=False))
+
+
+def test_logs_that_differ_are_refused() -> None:
+    """OpenRLHF stacks them by name, and would mix up the samples."""
+    with Run() as run:
+        for engine in run.engines:
+            engine.answer = lambda query, prompt, label: {"rewards": 1.0, "extra_logs": {label: 1.0}}
+        with pytest.raises(RolloutError, match="extra_logs of the reward function are"):
+            run.step()
+
+
+def test_without_over_sampling_it_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    """It runs, and waits for every response."""
+    with caplog.at_level(logging.WARNING, "april"), Run({}) as run:
+        run.step()
+        assert len(run.labels) == GROUPS
+    assert "set --april.over_sampling_batch_size above --rollout.batch_size" in caplog.text
+
+
+# ---------------------------------------------------------------- OpenRLHF's trainers
+
+
+EACH = Counter(dict.fromkeys(ALL, SAMPLES))
+
+
+class Training:
+    """One of OpenRLHF's trainers with april in it, over two simulated engines."""
+
+    def __init__(
+        self, kind: str, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch, *,
+        update: Callable[[Any], None] = lambda samples: None, start: Any = None, **flags: Any,
+    ) -> None:  # fmt: skip
+        actors: Any = importlib.import_module("april.adapters.openrlhf.actors")
+        self.engines = [Engine("e0"), Engine("e1")]
+        self.rollouts: list[Rollouts] = []
+
+        async def opened(handles: Any) -> Any:
+            return handles
+
+        def made(*args: Any) -> Rollouts:
+            self.rollouts.append(Rollouts(*args, open_engines=opened, check=True))
+            return self.rollouts[-1]
+
+        monkeypatch.setattr(actors, "Rollouts", made)
+        args = namespace(train__async_enable=kind == "async", **flags)
+        args.april = settings
+        strategy = SimpleNamespace(args=args, update=update)
+        make = actors.AprilPPOTrainer if kind == "sync" else actors.AprilPPOTrainerAsync
+        trainer = make(strategy, self.engines)
+        trainer.start = start
+        try:
+            trainer.fit()
+        finally:
+            for one in self.rollouts:
+                one.close()
+            if kind == "async":
+                trainer.kill()
+        half = trainer if kind == "sync" else trainer.trainer_actor.object_
+        self.checkpoints: list[Any] = half.checkpoints
+        self.trained: list[list[Any]] = half.trained
+        self.ledger = self.rollouts[0].ledger
+        self.trainer = trainer
+
+    def labels(self, batches: slice = slice(None)) -> Counter[str]:
+        """Of the samples that were trained."""
+        return Counter(sample.label for batch in self.trained[batches] for sample in batch)
+
+
+@BOTH
+@pytest.mark.parametrize("queued", [1, 2])
+@pytest.mark.parametrize("kind", ["sync", "async"])
+def test_every_prompt_is_trained_once(
+    kind: str, queued: int, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In both trainers, also with batches that wait in the queue: books balance, no token is older than the bound.
+
+    Evaluations stay OpenRLHF's own.
+    """
+    run = Training(kind, settings, monkeypatch, train__async_queue_size=queued)
+
+    assert run.labels() == EACH
+    assert (run.ledger["prompts"].delivered, run.ledger["prompts"].held) == (ROWS, 0)
+    assert run.ledger["tokens"].observed == run.ledger["tokens"].delivered
+    logs = [sample.extra_logs for batch in run.trained for sample in batch]
+    assert max(log["april/staleness"] for log in logs) <= 2
+    assert all(log["april/version_first"] <= log["april/version_last"] for log in logs)
+    assert max(log["april/version_last"] for log in logs) > 0
+    assert all(engine.counted == len(run.trained) == ROWS // GROUPS for engine in run.engines)
+    actors: Any = importlib.import_module("april.adapters.openrlhf.actors")
+    if kind == "sync":
+        assert run.trainer.samples_generator.stock_calls == len(run.trained)
+    else:
+        generator = run.trainer.generator_actor.object_
+        assert isinstance(generator, actors.AprilGenerateSamplesActor)
+        assert isinstance(run.trainer.trainer_actor.object_, actors.AprilTrainingActor)
+        assert not generator.samples_generator.stock_calls
+
+
+class SomeAreLong:
+    """Lengths of responses: those of the second batch take the better part of a second."""
+
+    def sample(self, group: int, index: int) -> int:
+        return 1500 if GROUPS <= group < 2 * GROUPS else 20 + 3 * index + group % 5
+
+
+def running_in_updates(kind: str, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Requests at the engines at each optimizer step."""
+    made: list[Engine] = []
+    begin = Engine.__init__
+
+    def remembered(self: Engine, name: str) -> None:
+        begin(self, name)
+        made.append(self)
+
+    running: list[int] = []
+    monkeypatch.setattr(Engine, "__init__", remembered)
+    monkeypatch.setattr("adapters.openrlhf_stand_in.LENGTHS", SomeAreLong())
+    run = Training(
+        kind, settings, monkeypatch, update=lambda samples: running.append(sum(e.running for e in made)),
+        rollout__max_new_tokens=2000, data__max_len=4000,
+    )  # fmt: skip
+    assert run.labels() == EACH
+    return running
+
+
+@pytest.mark.parametrize("kind", ["sync", "async"])
+def test_engines_go_on_while_the_trainer_trains(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever is unfinished when the first batch is delivered runs on during its optimizer step."""
+    assert running_in_updates(kind, {**CONTINUOUS, "max_in_flight": GROUPS * SAMPLES}, monkeypatch)[0] > 0
+
+
+def test_stepwise_engines_stand_still_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other side of the comparison: no request runs while the synchronous trainer trains."""
+    assert set(running_in_updates("sync", STEPWISE, monkeypatch)) == {0}
+
+
+def test_a_broadcast_does_not_wait_for_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The half that generates is asked for the second batch first, and has the new weights long before it is there."""
+    monkeypatch.setattr("adapters.openrlhf_stand_in.LENGTHS", SomeAreLong())
+    happened: list[str] = []
+    asked_again = threading.Event()
+    take, receive = Rollouts.next, Engine.receive
+
+    def taken(self: Rollouts, rows: Any) -> Any:
+        happened.append("asked")
+        if len(happened) > 1:
+            asked_again.set()
+        answer = take(self, rows)
+        happened.append("delivered")
+        return answer
+
+    def received(self: Engine) -> None:
+        happened.append("weights")
+        receive(self)
+
+    monkeypatch.setattr(Rollouts, "next", taken)
+    monkeypatch.setattr(Engine, "receive", received)
+    Training(
+        "async", {**CONTINUOUS, "max_in_flight": GROUPS * SAMPLES}, monkeypatch,
+        update=lambda samples: asked_again.wait(10) and None, rollout__max_new_tokens=2000, data__max_len=4000,
+    )  # fmt: skip
+    assert happened[:6] == ["asked", "delivered", "asked", "weights", "weights", "delivered"]
+
+
+def test_only_a_broadcast_cuts_requests() -> None:
+    """Two batches are delivered before the first transfer and nothing is aborted; then what ran goes on under it."""
+    with Run(CONTINUOUS, train__async_enable=True) as run:
+        for _ in range(2):
+            run.step(0)
+            assert run.rollouts.batch is not None
+            assert run.rollouts.batch.metrics["aborted_attempts"] == 0
+        run.push(2)
+        while run.step(1):
+            pass
+        assert run.rollouts.scheduler is None or run.rollouts.scheduler.version.n >= 2
+    resumed = [r["extra_logs"] for r in run.responses if r["extra_logs"]["april/resumes"]]
+    assert resumed
+    assert all(log["april/versions"] <= log["april/resumes"] + 1 for log in resumed)
+    assert sorted(run.labels, key=int) == [row(i)[1] for i in range(ROWS)]
+
+
+@BOTH
+@pytest.mark.parametrize("kind", ["sync", "async"])
+def test_the_trainers_checkpoint(kind: str, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The one that belongs to the third update, though batches after it were under way when it was taken."""
+    before = Training(kind, settings, monkeypatch)
+    after = Training(kind, settings, monkeypatch, start=before.checkpoints[2])
+    assert before.labels(slice(3)) + after.labels() == EACH
+
+
+@pytest.mark.parametrize("kind", ["sync", "async"])
+def test_a_transfer_that_breaks_off(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The trainer's own error ends the run; nobody goes on to generate under weights that nobody knows."""
+    from openrlhf.trainer.ppo_trainer import BasePPOTrainer  # type: ignore[import-not-found]
+
+    stock = BasePPOTrainer.broadcast_to_vllm
+
+    def breaks(self: Any) -> None:
+        if len(self.trained) == 2:
+            self.vllm_engines[0].receive()
+            raise OSError("a rank is gone")
+        stock(self)
+
+    monkeypatch.setattr(BasePPOTrainer, "broadcast_to_vllm", breaks)
+    seen: list[Rollouts] = []
+    close = Rollouts.close
+    monkeypatch.setattr(Rollouts, "close", lambda self: (seen.append(self), close(self)))
+    with pytest.raises((OSError, RolloutError), match=r"a rank is gone|transfer of weights broke off"):
+        Training(kind, CONTINUOUS, monkeypatch)
+
+
+def test_a_transfer_elsewhere() -> None:
+    """Between its two calls weights may be written, and nothing else happens; what stands against it comes out."""
+    said: list[str] = []
+
+    def hand_over(transfer: Callable[[], None]) -> None:
+        said.append("stopped")
+        transfer()
+        said.append("goes on")
+
+    there = TransferElsewhere(hand_over)
+    for _ in range(2):
+        there.begin()
+        assert said == ["stopped"]
+        there.end(written=True)
+        assert said == ["stopped", "goes on"]
+        said.clear()
+
+    there.begin()
+    with pytest.raises(RolloutError, match="transfer of weights broke off"):
+        there.end(written=False)
+    assert said == ["stopped"]
+
+    def refuses(transfer: Callable[[], None]) -> None:
+        raise CheckpointError("not now")
+
+    with pytest.raises(CheckpointError, match="not now"):
+        TransferElsewhere(refuses).begin()
+
+
+def test_the_end_waits_for_a_transfer() -> None:
+    """The half that generates is done first; the broadcast after the last batches still finds a scheduler."""
+    with Run(CONTINUOUS) as run:
+        run.step(0)
+        there = TransferElsewhere(run.rollouts.hand_over)
+        there.begin()
+        closing = threading.Thread(target=run.rollouts.close)
+        closing.start()
+        closing.join(0.05)
+        assert closing.is_alive()
+        for engine in run.engines:
+            engine.receive()
+        there.end(written=True)
+        closing.join(10)
+        assert not closing.is_alive()
+        run.push()  # there is no scheduler any more, and nothing to stop
+
+
+# ---------------------------------------------------------------- the switch
+
+
+def test_another_number_of_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """N is that of the flags."""
+    trainer = Training("sync", STEPWISE, monkeypatch).trainer
+    trainer.samples_generator._dataloader_iter = rows = iter(())
+    with pytest.raises(RolloutError, match="OpenRLHF asked for 5 prompts"):
+        trainer.samples_generator._generate_vllm(rows, 5, False)
+
+
+@pytest.mark.asyncio
+async def test_the_engine_actor(modules: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Counts whole transfers, refuses those that come while requests run, and asks for rewards as OpenRLHF does."""
+    install_vllm(monkeypatch)
+    actors: Any = importlib.import_module("april.adapters.openrlhf.actors")
+    actor = actors.AprilRolloutRayActor.__new__(actors.AprilRolloutRayActor)
+    llm = FakeAsyncLLM(mode="processed_logprobs")
+    await actor.__init__(llm)
+    assert await actor.update_weight("a", "bf16", (1,)) == "written"
+    assert actor.april_pushes() == 0
+    await actor.update_weight("b", "bf16", (1,), empty_cache=True)
+    await actor.update_weight_cuda_ipc("b", "bf16", (1,), {}, empty_cache=True)
+    assert (actor.april_pushes(), actor.written) == (2, ["a", "b", "b"])
+    assert await actor.april_update_weights([0, 2]) == ("ok", None)
+    assert (await actor.april_health())[0]
+    assert actor.april_capabilities()["max_context"] == 1000
+    await actor.april_abort(["unknown"])
+
+    assert await actor.april_judge("q", "p", "l") == {"rewards": 2.0}
+    actor.executor.reward_func = lambda *lists: {"rewards": lists}
+    assert await actor.april_judge("q", "p", "l") == {"rewards": (["q"], ["p"], ["l"])}
+    assert llm.output_handler is not None
+    llm.output_handler.cancel()
+
+
+def test_the_switch(modules: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """OpenRLHF's own command runs, with its own flags, on april's classes; april's settings travel with them."""
+    ran: dict[str, Any] = {}
+
+    def command(name: str, run_name: str, alter_sys: bool) -> None:
+        args = namespace()
+        ran.update(name=name, argv=sys.argv[1:], strategy=modules["openrlhf.utils"].get_strategy(args))
+
+    monkeypatch.setattr(runpy, "run_module", command)
+    monkeypatch.setattr(sys, "argv", ["x"])
+    launcher.main(["--train.seed", "1", "--april.over_sampling_batch_size", "8", "--help"])
+
+    assert (ran["name"], ran["argv"]) == ("openrlhf.cli.train_ppo_ray", ["--train.seed", "1", "--help"])
+    assert ran["strategy"].args.april == {"over_sampling_batch_size": 8}
+    assert "--april.config FILE" in capsys.readouterr().out
+    actors: Any = importlib.import_module("april.adapters.openrlhf.actors")
+    for path, cls in (
+        ("ppo_trainer.PPOTrainer", actors.AprilPPOTrainer),
+        ("ppo_trainer_async.PPOTrainerAsync", actors.AprilPPOTrainerAsync),
+        ("ray.vllm_engine.RolloutRayActor", actors.AprilRolloutRayActor),
+    ):
+        module, _, name = path.rpartition(".")
+        actor = getattr(modules[f"openrlhf.trainer.{module}"], name)
+        assert actor.__ray_metadata__.modified_class.__ray_actor_class__ is cls
+    assert actor.options_["max_concurrency"] > 10_000  # an abort must never wait for a place
+
+
+def test_a_refusal_ends_the_command(modules: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One sentence, when OpenRLHF has parsed its flags."""
+
+    def command(*args: Any, **kwargs: Any) -> None:
+        modules["openrlhf.utils"].get_strategy(namespace(rollout__top_p=0.5))
+
+    monkeypatch.setattr(runpy, "run_module", command)
+    monkeypatch.setattr(sys, "argv", ["x"])
+    with pytest.raises(SystemExit, match=r"april: --rollout.top_p 0.5"):
+        launcher.main([])
