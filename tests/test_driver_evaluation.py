@@ -6,7 +6,7 @@ import asyncio
 from typing import Any
 
 import pytest
-from test_driver_pool import Server, pool
+from test_driver_pool import Server, pool, servers
 from virtual_rollouts import on_virtual_time
 
 import april
@@ -101,8 +101,7 @@ async def test_an_evaluation_does_not_shorten_the_rest_of_an_engine() -> None:
 
 async def test_an_evaluation_respects_the_cap_of_an_engine() -> None:
     """What its memory holds is no other for an evaluation: four at a time, then two."""
-    a = Busy("a", lengths=20)
-    async with pool([a]) as run:
+    async with servers("a", Busy) as (run, a):
         run.scheduler._driver.core.engines.states["a"].cap.measured = 4
         await run.evaluate(PROMPTS)
         assert a.most_open == 4
@@ -126,8 +125,7 @@ def test_an_evaluation_on_an_engine_that_is_busy_for_ever_ends() -> None:
 
 async def test_servers_are_looked_at_during_an_evaluation() -> None:
     """One that loses its weights in the middle is found out: its requests begin again where they are right."""
-    a, b = Server("a", lengths=20), Server("b", lengths=20)
-    async with pool([a, b]) as run:
+    async with servers() as (run, a, b):
         await run.weight_update("/first")
         evaluation = asyncio.create_task(run.evaluate(PROMPTS))
         await asyncio.sleep(1.0)
@@ -161,8 +159,7 @@ def test_an_evaluation_request_begins_again_when_its_engine_dies() -> None:
 
 async def test_an_evaluation_fails_when_no_engine_is_left() -> None:
     """It waits for one to be well again as long as a step would; then the error is that of the engine."""
-    a = Server("a", lengths=20)
-    async with pool([a]) as run:
+    async with servers("a") as (run, a):
         evaluation = asyncio.create_task(run.evaluate(PROMPTS))
         await asyncio.sleep(5.5)
         a.die()
@@ -173,8 +170,7 @@ async def test_an_evaluation_fails_when_no_engine_is_left() -> None:
 
 async def test_an_evaluation_never_uses_an_engine_without_the_present_weights() -> None:
     """A server that was started anew since its last request is found out before the evaluation begins."""
-    a, b = Server("a", lengths=20), Server("b", lengths=20)
-    async with pool([a, b]) as run:
+    async with servers() as (run, a, b):
         await run.weight_update(transfer=lambda: None)
         a.restart()
         await run.evaluate(PROMPTS)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -81,6 +82,16 @@ def pool(engines: Sequence[FakeEngine], n: int = 4, **config: Any) -> Any:
     return rollouts(settings, engines=engines, prompts=[[i + 1, 2] for i in range(400)], reward=lambda p, r: 1.0)
 
 
+@asynccontextmanager
+async def servers(names: str = "ab", kind: Any = Server, **options: Any) -> AsyncIterator[tuple[Any, ...]]:
+    """A scheduler and its servers, each of a letter; no token is lost without a name, and the books agree."""
+    made = [kind(name, lengths=20, **options) for name in names]
+    async with pool(made) as run:
+        yield run, *made
+        assert run.audit().lost == sum(run.ledger()["tokens"].dropped.values())
+        run.validate()
+
+
 async def write() -> None:
     """A transfer by the trainer."""
 
@@ -107,8 +118,7 @@ def used_after(server: FakeEngine, seconds: float) -> list[str]:
 @pytest.mark.parametrize("path", [None, "/first"])
 async def test_a_server_that_was_restarted_in_the_middle_of_a_step_gets_its_weights_back(path: str | None) -> None:
     """The probe finds it well with other weights: those of the last path, or at version 0 those of the start."""
-    a, b = Server("a", lengths=20), Server("b", lengths=20)
-    async with pool([a, b]) as run:
+    async with servers() as (run, a, _):
         if path is not None:
             await run.weight_update(path)
         await step_with(run, lambda: a.restart(3.0), at=5.5)
@@ -116,27 +126,22 @@ async def test_a_server_that_was_restarted_in_the_middle_of_a_step_gets_its_weig
         assert used_after(a, 8.5)
         assert a.used == {path or START}
         assert a.updates[-1][1:] == (run.version, path)
-        assert run.audit().lost == 0
-        run.validate()
 
 
 async def test_a_server_that_was_restarted_between_two_steps_is_found_out_before_it_serves() -> None:
     """Nothing broke, so nothing was probed: the first look of the step comes before its first token."""
-    a, b = Server("a", lengths=20), Server("b", lengths=20)
-    async with pool([a, b]) as run:
+    async with servers() as (run, a, _):
         await run.weight_update("/first")
         await run.next_batch()
         a.restart()
         await run.next_batch()
         assert a.weights == "/first"
         assert a.used == {"/first"}
-        assert run.audit().lost == 0
 
 
 async def test_tokens_of_a_server_whose_weights_were_changed_by_others_are_dropped() -> None:
     """Found by the next look; its requests go on elsewhere from what was certain."""
-    a, b = Server("a", lengths=20), Server("b", lengths=20)
-    async with pool([a, b]) as run:
+    async with servers() as (run, a, _):
         await run.weight_update("/first")
         batch = await step_with(run, lambda: a.lose_weights("of others"), at=5 * CHECK_INTERVAL_S / 2)
         at_a = [r for r in a.attempts.values() if r.started_s < CHECK_INTERVAL_S]
@@ -146,8 +151,6 @@ async def test_tokens_of_a_server_whose_weights_were_changed_by_others_are_dropp
         certain = {s.attempt_id for x in batch.samples for s in x.segments}
         assert certain.isdisjoint(r.request.attempt_id for r in at_a)
         assert [path for _, _, path in a.updates] == ["/first", "/first"]
-        run.audit()
-        run.validate()
 
 
 async def test_an_answer_that_comes_after_its_step_says_nothing() -> None:
@@ -158,8 +161,7 @@ async def test_an_answer_that_comes_after_its_step_says_nothing() -> None:
             await asyncio.sleep(4.5 * CHECK_INTERVAL_S)
             return await super().health()
 
-    a = Slow("a", lengths=20)
-    async with pool([a]) as run:
+    async with servers("a", Slow) as (run, a):
         await run.next_batch()
         a.lose_weights("of the trainer")
         await asyncio.sleep(3 * CHECK_INTERVAL_S)
@@ -167,7 +169,6 @@ async def test_an_answer_that_comes_after_its_step_says_nothing() -> None:
         await run.next_batch()
         assert run.scheduler._driver.core.counters["stale_engines"] == 0
         assert a.used == {START, "of the trainer"}
-        run.audit()
 
 
 async def test_an_update_that_gives_servers_nothing_is_refused() -> None:
@@ -189,8 +190,7 @@ async def test_a_relative_path_is_made_absolute_for_servers(tmp_path: Path, monk
     """A server has another working directory than the trainer."""
     monkeypatch.chdir(tmp_path)
 
-    a = Server("a", lengths=20)
-    async with pool([a]) as run:
+    async with servers("a") as (run, a):
         await run.weight_update("weights/1")
         assert a.weights == str(tmp_path / "weights" / "1")
 
@@ -217,8 +217,7 @@ async def test_a_server_that_does_not_answer_does_not_hide_what_the_others_say()
 
 async def test_after_a_transfer_a_restarted_server_waits_for_the_next_update() -> None:
     """april does not know where these weights are: no request goes there before it has the next ones."""
-    a, b = Server("a", lengths=20), Server("b", lengths=20)
-    async with pool([a, b]) as run:
+    async with servers() as (run, a, _):
         await run.weight_update(transfer=write)
         await run.next_batch()
         a.restart(2.0)
@@ -231,12 +230,11 @@ async def test_after_a_transfer_a_restarted_server_waits_for_the_next_update() -
         later = asyncio.get_running_loop().time()
         await run.next_batch()
         assert [i for i, r in a.attempts.items() if r.started_s >= later]
-        run.audit()
 
 
 async def test_servers_are_given_the_weights_of_a_checkpoint() -> None:
     """Not believed to have them; and what those weights had generated before the restart is not stale under them."""
-    async with pool([Server("a", lengths=20)]) as run:
+    async with servers("a") as (run, _):
         await run.next_batch()
         await run.weight_update("/first")
         await run.next_batch()
@@ -256,7 +254,7 @@ async def test_servers_are_given_the_weights_of_a_checkpoint() -> None:
 @pytest.mark.parametrize("path", [None, "/checkpoint"])
 async def test_a_server_that_is_started_anew_after_load_state_dict(path: str | None) -> None:
     """It gets the weights of the checkpoint's directory; after a transfer nobody knows where they are, and it waits."""
-    async with pool([Server("a", lengths=20)]) as run:
+    async with servers("a") as (run, _):
         await run.next_batch()
         await run.weight_update("/first")
         state = run.scheduler._driver.state_dict(None)
@@ -277,8 +275,7 @@ async def test_a_server_that_is_started_anew_after_load_state_dict(path: str | N
 
 async def test_a_cancelled_update_that_was_completed_is_what_a_server_gets_back() -> None:
     """The caller left while engines loaded: the version is the new one, and so is the path that heals."""
-    a, b = (Server(name, lengths=20, weight_update_s=2.0) for name in "ab")
-    async with pool([a, b]) as run:
+    async with servers(weight_update_s=2.0) as (run, a, _):
         await run.weight_update("/first")
         update = asyncio.create_task(run.weight_update("/second"))
         await asyncio.sleep(1.0)
@@ -293,8 +290,7 @@ async def test_a_cancelled_update_that_was_completed_is_what_a_server_gets_back(
 
 async def test_a_weight_update_does_not_wait_for_an_engine_that_is_healed() -> None:
     """It is left out; when its load of the old weights is over, it gets the new ones."""
-    a, b = Server("a", lengths=20), Server("b", lengths=20)
-    async with pool([a, b]) as run:
+    async with servers() as (run, a, _):
         await run.weight_update("/first")
         await step_with(run, a.restart, hang(a, "update_weights"))
         before = asyncio.get_running_loop().time()
@@ -306,14 +302,12 @@ async def test_a_weight_update_does_not_wait_for_an_engine_that_is_healed() -> N
         assert [path for _, _, path in a.updates] == ["/first", "/first", "/second"]
         assert {s.engine for x in batch.samples for s in x.segments} == {"a", "b"}
         assert a.used == {"/first", "/second"}
-        run.audit()
 
 
 @pytest.mark.parametrize("what", ["pause", "update_weights"])
 async def test_an_update_that_reaches_no_engine_is_an_error(what: str) -> None:
     """One is being healed, the only other one fails: nobody has the new weights, so there is no new version."""
-    a, b = Server("a", lengths=20), Server("b", lengths=20)
-    async with pool([a, b]) as run:
+    async with servers() as (run, a, b):
         await run.weight_update("/first")
         await step_with(run, a.restart, hang(a, "update_weights"))
         b.hangs = {what}
@@ -323,13 +317,11 @@ async def test_an_update_that_reaches_no_engine_is_an_error(what: str) -> None:
         a.hangs = b.hangs = set()
         assert await run.weight_update("/third") == PolicyVersion(0, 2)
         await run.next_batch()
-        run.audit()
 
 
 async def test_an_update_of_the_only_engine_waits_until_it_is_healed() -> None:
     """There is nobody else to go on with."""
-    a = Server("a", lengths=20, weight_update_s=10.0)
-    async with pool([a]) as run:
+    async with servers("a", weight_update_s=10.0) as (run, a):
         await run.weight_update("/first")
         step = asyncio.create_task(run.next_batch())
         await asyncio.sleep(3.5)
@@ -339,13 +331,11 @@ async def test_an_update_of_the_only_engine_waits_until_it_is_healed() -> None:
         await step
         assert [path for _, _, path in a.updates][:3] == ["/first", "/first", "/second"]
         assert a.weights == "/second"
-        run.audit()
 
 
 async def test_a_quarantined_engine_that_hangs_is_not_waited_for() -> None:
     """A dead machine answers nothing, not even with an error: the others train on after a moment."""
-    a, b = Server("a", lengths=20), Server("b", lengths=20)
-    async with pool([a, b]) as run:
+    async with servers() as (run, a, _):
         await step_with(run, lambda: a.die(1000.0), hang(a, "pause", "update_weights", "resume"))
         before = asyncio.get_running_loop().time()
         await run.weight_update("/first")
@@ -375,9 +365,7 @@ async def test_an_engine_that_was_paused_too_late_is_opened_again() -> None:
         await a.pause()
         raise OSError("no route")
 
-    a, b = Server("a", lengths=20), Server("b", lengths=20)
-
-    async with pool([a, b]) as run:
+    async with servers() as (run, a, _):
         a.hangs = {"pause"}
         with pytest.raises(OSError, match="no route"):
             await run.weight_update(transfer=transfer)
