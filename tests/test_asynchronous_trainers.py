@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import random
 from collections import Counter, deque
 from dataclasses import dataclass, field
@@ -12,9 +11,10 @@ from typing import Any
 import pytest
 from virtual_rollouts import on_virtual_time
 
+import april
 from april import Config
 from april.core.batch import Batch
-from april.errors import CheckpointError, ConfigError, DataExhausted, RolloutError
+from april.errors import CheckpointError, ConfigError, RolloutError
 from april.testing import FakeEngine, Rollouts, rollouts, run_virtual
 
 N, SAMPLES, TRAINING_S = 4, 2, 600.0
@@ -113,85 +113,30 @@ def test_the_bound_holds_when_a_batch_is_trained(refill: str, over: int, bound: 
         assert seconds <= waits_s
 
 
-@pytest.mark.parametrize("out", [1, 2])
-@pytest.mark.parametrize("moment", ["before the update", "after it", "while the next is generated"])
-def test_a_restart_trains_every_prompt_once(moment: str, out: int) -> None:
-    """state_dict(trained_through=batch.id) is the one call: it has batches fetched ahead, and no version too low."""
-    prompts = [[1, 2 + i] for i in range(60)]
-    trained: list[tuple[int, int]] = []
-
-    async def life(state: Any, steps: int) -> Any:
-        engine = FakeEngine("e", lengths=length)
-        async with rollouts(
-            config(2, "sample", 2 * N), engines=[engine], prompts=prompts, reward=slow_reward
-        ) as run:
-            if state is not None:
-                await run.load_state_dict(state)
-            updates = run.version.n
-            waiting: deque[Batch] = deque()
-            saved, fetching = None, None
-            while True:
-                try:
-                    while len(waiting) <= out:
-                        waiting.append(await run.next_batch())
-                except DataExhausted:
-                    if not waiting:
-                        return None
-                batch = waiting.popleft()
-                trained.extend((s.prompt.epoch, s.prompt.position) for s in batch.samples if s.id.index == 0)
-                updates, steps = updates + 1, steps - 1
-                if steps == 0 and moment == "before the update":
-                    saved = run.state_dict(trained_through=batch.id)
-                await run.weight_update()
-                if steps == 0 and moment != "before the update":
-                    if moment != "after it":
-                        fetching = asyncio.create_task(run.next_batch())
-                        await asyncio.sleep(5.0)
-                    saved = run.state_dict(trained_through=batch.id)
-                    assert saved["core"]["version"][1] == run.state_dict()["core"]["version"][1]
-                if saved is not None:
-                    assert saved["core"]["version"][1] == updates
-                    if fetching is not None:
-                        fetching.cancel()
-                    return saved
-
-    saved = run_virtual(life(None, 4), limit_s=1e7)
-    saved = run_virtual(life(saved, 3), limit_s=1e7)
-    run_virtual(life(saved, 10**6), limit_s=1e7)
-    assert Counter(trained) == Counter({(0, i): 1 for i in range(60)})
+def short(bound: int, **engine: Any) -> Any:
+    """A run with short responses before one engine."""
+    engines = [FakeEngine("e", **({"lengths": 9} | engine))]
+    return rollouts(config(bound, "none", N), engines=engines, prompts=[[1, 2]] * 99)
 
 
-def test_who_never_trains_is_told() -> None:
+@on_virtual_time
+async def test_who_never_trains_is_told(caplog: pytest.LogCaptureFixture) -> None:
     """More batches out than the bound: a fetch ahead waits for an update, and says so once it has waited for long."""
-
-    async def main(caplog: list[str]) -> None:
-        async with rollouts(config(1, "none", N), engines=[FakeEngine("e", lengths=9)], prompts=[[1, 2]] * 99) as run:
-            for _ in range(2):
-                await run.next_batch()
-            fetching = asyncio.create_task(run.next_batch())
-            await asyncio.sleep(100.0)
-            assert not fetching.done()
-            assert len(caplog) == 1
-            assert "train first: 2 batches are out" in caplog[0]
-            await run.weight_update()
-            batch = await fetching
-            assert (batch.version.n, batch.trained_at.n, batch.metrics["batches_out"]) == (1, 2, 1.0)
-
-    told: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
-    log = logging.getLogger("april")
-    log.addHandler(handler)
-    try:
-        run_virtual(main(told))
-    finally:
-        log.removeHandler(handler)
+    async with short(1) as run:
+        for _ in range(2):
+            await run.next_batch()
+        fetching = asyncio.create_task(run.next_batch())
+        await asyncio.sleep(100.0)
+        assert not fetching.done()
+        assert len(caplog.messages) == 1
+        assert "train first: 2 batches are out" in caplog.messages[0]
+        await run.weight_update()
+        batch = await fetching
+        assert (batch.version.n, batch.trained_at.n, batch.metrics["batches_out"]) == (1, 2, 1.0)
 
 
 def test_a_blocking_call_says_train_first() -> None:
     """It could wait for ever; nothing is lost by the error."""
-    import april
-
     with april.RolloutScheduler(
         config(1, "none", N), engines=[FakeEngine("e", lengths=9)], prompts=[[1, 2]] * 99, reward=lambda p, r: 0.0
     ) as run:
@@ -206,7 +151,7 @@ def test_a_blocking_call_says_train_first() -> None:
 @on_virtual_time
 async def test_an_update_commits_the_oldest_batch_or_those_up_to_the_one_it_names() -> None:
     """At most one update per batch, in the order of delivery; an unknown batch is refused before anything happens."""
-    async with rollouts(config(5, "none", N), engines=[FakeEngine("e", lengths=9)], prompts=[[1, 2]] * 99) as run:
+    async with short(5) as run:
         core = run.scheduler._driver.core
         with pytest.raises(ConfigError, match="there is no batch 0; there was no batch yet"):
             await run.weight_update(trained=0)
@@ -229,8 +174,7 @@ async def test_an_update_commits_the_oldest_batch_or_those_up_to_the_one_it_name
 @on_virtual_time
 async def test_two_updates_at_once_commit_two_batches() -> None:
     """Each takes the oldest batch that no other one has; where the first comes to nothing, the second has both."""
-    engine = FakeEngine("e", lengths=9, weight_update_s=5.0)
-    async with rollouts(config(5, "none", N), engines=[engine], prompts=[[1, 2]] * 99) as run:
+    async with short(5, weight_update_s=5.0) as run:
         core = run.scheduler._driver.core
         for _ in range(4):
             await run.next_batch()
@@ -284,7 +228,7 @@ async def test_a_bound_that_is_lowered() -> None:
 @on_virtual_time
 async def test_a_bound_that_is_lowered_under_a_trainer_that_waits() -> None:
     """Too many batches are out then: one that cannot train meanwhile is told so, and gets the batch when it has."""
-    async with rollouts(config(3, "none", N), engines=[FakeEngine("e", lengths=9)], prompts=[[1, 2]] * 99) as run:
+    async with short(3) as run:
         driver = run.scheduler._driver
         first, second = await run.next_batch(), await run.next_batch()
         waits = asyncio.create_task(driver.wait_batch(blocks=True))
@@ -302,7 +246,7 @@ async def test_a_bound_that_is_lowered_under_a_trainer_that_waits() -> None:
 @on_virtual_time
 async def test_batches_that_no_update_follows() -> None:
     """Data generation, and gradients over several batches: commit() ends a batch, and the next one is on policy."""
-    async with rollouts(config(0, "none", N), engines=[FakeEngine("e", lengths=9)], prompts=[[1, 2]] * 99) as run:
+    async with short(0) as run:
         for _ in range(8):
             batch = await run.next_batch()
             assert batch.off_policy_share == 0.0
@@ -317,21 +261,9 @@ async def test_batches_that_no_update_follows() -> None:
 @on_virtual_time
 async def test_what_was_planned_is_recorded_at_the_commit() -> None:
     """A trainer that updates less often than once a batch trains younger tokens than planned, and is told so."""
-    async with rollouts(config(5, "none", N), engines=[FakeEngine("e", lengths=9)], prompts=[[1, 2]] * 99) as run:
+    async with short(5) as run:
         batches = [await run.next_batch() for _ in range(3)]
         assert [b.metrics["staleness_max"] for b in batches] == [0, 1, 2]
         await run.weight_update(trained=2)
         after = await run.next_batch()
         assert after.metrics["committed_staleness_max"] == after.metrics["committed_off_policy_share"] == 0.0
-
-
-if __name__ == "__main__":  # the table of docs and reports
-    logging.disable()
-    for bound in (1, 2, 5):
-        for refill in ("none", "group", "sample"):
-            for over in (N, 2 * N):
-                row = []
-                for out in (0, 1, 2)[: bound + 1]:
-                    t, seconds, _ = schedule(bound, refill, over, out)
-                    row.append(f"{out} out: {seconds:.0f} s, masked {t.masked}, oldest {t.oldest}")
-                print(f"bound {bound} {refill:6} N'={over}: ", "; ".join(row), flush=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from core_machine import EOS, CoreMachine, settings, timers
+from core_machine import EOS, CoreMachine, asked, timers
 
 from april.core import commands as do
 from april.core import events as ev
@@ -30,16 +30,10 @@ POLICIES = [DROP_GROUP, REPLACE, SHRINK]
 Key = tuple[int, int]
 
 
-def machine(policy: OnFailedSample, *, samples: int = 4, over: int | None = None, **changes: Any) -> CoreMachine:
-    """N = 1; everything in flight at once; a sample fails for good with its first failure."""
-    values = {"max_in_flight": 64, "max_attempt_failures": 1, "on_failed_sample": policy} | changes
-    return CoreMachine(settings(n=1, samples=samples, over=over, **values), lambda g, i: 9)
-
-
-def end(m: CoreMachine, *samples: Key) -> None:
-    """Responses end, in this order."""
-    for key in samples:
-        m.end(next(a.id for a in m.in_flight.values() if tuple(a.sample.id) == key))
+def machine(policy: OnFailedSample, **changes: Any) -> CoreMachine:
+    """N = 1, asked for a batch; everything in flight at once; a sample fails for good with its first failure."""
+    values = {"samples": 4, "max_in_flight": 64, "max_attempt_failures": 1, "on_failed_sample": policy}
+    return asked(9, **(values | changes))
 
 
 def fail(m: CoreMachine, key: Key) -> list[do.Command]:
@@ -60,8 +54,7 @@ def of(m: CoreMachine, batch: int = 0) -> list[Key]:
 def test_the_rest_of_a_shrunk_group_is_scored_when_the_last_one_that_was_awaited_is_given_up() -> None:
     """All others had returned and waited for it: nobody else would ask for their rewards."""
     m = machine(SHRINK, group_reward=True)
-    m.post(ev.StepRequested())
-    end(m, (0, 0), (0, 1), (0, 2))
+    m.finish((0, 0), (0, 1), (0, 2))
     assert not m.batches
     fail(m, (0, 3))
     assert of(m) == [(0, 0), (0, 1), (0, 2)]
@@ -71,11 +64,10 @@ def test_the_rest_of_a_shrunk_group_is_scored_when_the_last_one_that_was_awaited
 def test_a_fresh_sample_is_scored_with_its_siblings() -> None:
     """One group reward, of the members that there are: the one that failed is not among them."""
     m = machine(REPLACE, group_reward=True)
-    m.post(ev.StepRequested())
-    end(m, (0, 0), (0, 1), (0, 2))
+    m.finish((0, 0), (0, 1), (0, 2))
     fail(m, (0, 3))
     assert not m.batches
-    end(m, (0, 4))
+    m.finish((0, 4))
     assert [c.group.id for c in m.commands if isinstance(c, do.ScoreGroup)] == [0]
     assert of(m) == [(0, 0), (0, 1), (0, 2), (0, 4)]
 
@@ -85,10 +77,9 @@ def test_a_group_reward_that_fails_for_good_costs_the_group(policy: OnFailedSamp
     """No single sample is to blame: others in its place would fail at the same judge, and fewer would too."""
     m = machine(policy, group_reward=True, max_attempt_failures=3)
     nan = [(index, float("nan")) for index in range(4)]
-    m.post(ev.StepRequested())
     for index in range(3):
-        m.end(next(a.id for a in m.in_flight.values() if a.sample.id == (0, index)))
-    attempt = next(iter(m.in_flight.values()))
+        m.finish((0, index))
+    attempt = m.only
     m.tokens(attempt.id, 9)
     m.in_flight.pop(attempt.id)
     m.core.handle(ev.AttemptEnded.of(attempt, EngineFinish.STOP))
@@ -98,15 +89,14 @@ def test_a_group_reward_that_fails_for_good_costs_the_group(policy: OnFailedSamp
         assert 0 in m.core.buffer.groups
         commands = m.core.handle(ev.Scored(0, nan))
     assert 0 not in m.core.buffer.groups
-    assert m.core.prompts.dropped == {DropReason.FAILED: 1}
+    assert m.prompts_dropped == {"failed": 1}
     assert m.core.counters["replaced_samples"] == m.core.counters["samples_dropped_failed"] == 0
 
 
 def test_a_pause_before_the_next_try_is_not_waited_for_twice() -> None:
     """A group that pauses before its reward is asked for again may shrink: it is asked at once, the pause is void."""
     m = machine(SHRINK, group_reward=True, max_attempt_failures=2, retry_pause_s=4.0, min_group_size=1)
-    m.post(ev.StepRequested())
-    end(m, (0, 0), (0, 1), (0, 2))
+    m.finish((0, 0), (0, 1), (0, 2))
     group = m.core.buffer.groups[0]
     assert [s.state for s in group.samples] == [SampleState.SCORING] * 3 + [SampleState.RUNNING]
     m.core.handle(ev.SampleFailed(SampleId(0, 0), "the judge was away"))
@@ -124,11 +114,10 @@ def test_a_pause_before_the_next_try_is_not_waited_for_twice() -> None:
 def test_a_straggler_that_fails_takes_no_sibling_along_that_counts(policy: OnFailedSample) -> None:
     """Its cohort is fixed, and some of it is delivered: whatever the policy says of groups, the others can go."""
     m = machine(policy, over=2, group_quorum=0.75, min_group_size=4 if policy is SHRINK else 1)
-    m.post(ev.StepRequested())
-    end(m, (0, 0), (0, 1), (0, 2))
+    m.finish((0, 0), (0, 1), (0, 2))
     fail(m, (0, 3))
     replaced = [(0, 4)] if policy is REPLACE else []
-    end(m, *replaced, (1, 0), (1, 1), (1, 2))
+    m.finish(*replaced, (1, 0), (1, 1), (1, 2))
     m.finish_aborts()
     assert of(m)[:3] == [(0, 0), (0, 1), (0, 2)]
     assert len(m.batches[0]) == 4
@@ -140,31 +129,27 @@ def test_a_straggler_that_fails_takes_no_sibling_along_that_counts(policy: OnFai
 def test_what_takes_the_place_of_an_urgent_sample_is_urgent() -> None:
     """The step waits for its group; with the next plan that may be over."""
     m = machine(REPLACE, samples=2, over=2, max_staleness=1)
-    m.post(ev.StepRequested())
-    end(m, (1, 0), (0, 0), (0, 1))
+    m.finish((1, 0), (0, 0), (0, 1))
     m.finish_aborts()
     m.update()
-    m.post(ev.StepRequested())
+    m.ask()
     (attempt,) = [c.attempt for c in fail(m, (1, 1)) if isinstance(c, do.Submit)]
     assert (tuple(attempt.sample.id), attempt.urgent) == ((1, 2), True)
-    end(m, (1, 2))
+    m.finish((1, 2))
     m.finish_aborts()
     assert of(m, 1) == [(1, 0), (1, 2)]
     m.update()
-    m.post(ev.StepRequested())
+    m.ask()
     assert not m.core.context.urgent or all(s.id.group != 1 for s in m.core.context.urgent)
 
 
 def test_a_straggler_without_room_after_a_restart_leaves_alone() -> None:
     """The engines' context is smaller now: what counts is delivered without it, what does not goes with it."""
-    m = CoreMachine(
-        settings(n=1, samples=4, over=3, group_quorum=0.75, on_long_prompt=OnLongPrompt.SKIP, max_in_flight=64),
-        lambda g, i: 60 if i == 3 else 9,
-    )
-    m.post(ev.StepRequested())
+    how = {"samples": 4, "over": 3, "group_quorum": 0.75, "on_long_prompt": OnLongPrompt.SKIP, "max_in_flight": 64}
+    m = asked(lambda g, i: 60 if i == 3 else 9, **how)
     for key in [(0, 3), (1, 3)]:
-        m.tokens(next(a.id for a in m.in_flight.values() if tuple(a.sample.id) == key), 40)
-    end(m, (0, 0), (0, 1), (0, 2), (1, 0))
+        m.tokens(m.attempt(*key).id, 40)
+    m.finish((0, 0), (0, 1), (0, 2), (1, 0))
     state = snapshot.take(m.core, None)
     smaller = (EngineLimits("e0", 30, None, (EOS,)),)
     again = CoreMachine(m.core.settings, lambda g, i: 9, engines=smaller, prompts=0)
@@ -174,8 +159,8 @@ def test_a_straggler_without_room_after_a_restart_leaves_alone() -> None:
     assert 1 not in again.core.buffer.groups
     assert again.core.prompts.dropped == {DropReason.TOO_LONG: 1}
     assert again.core.counters["prompts_too_long"] == again.core.counters["groups_dropped_too_long"] == 1
-    again.post(ev.StepRequested())
-    end(again, (2, 0), (2, 1), (2, 2))
+    again.ask()
+    again.finish((2, 0), (2, 1), (2, 2))
     again.finish_aborts()
     assert of(again) == [(0, 0), (0, 1), (0, 2), (2, 0)]
 
@@ -188,7 +173,6 @@ def test_a_straggler_without_room_after_a_restart_leaves_alone() -> None:
 def test_nothing_but_failures_ends_the_step_with_a_sentence(policy: OnFailedSample, quorum: float) -> None:
     """max_failed_groups counts groups, and every group comes to an end: after n replacements, or at min_group_size."""
     m = machine(policy, group_quorum=quorum, max_attempt_failures=2, max_failed_groups=3, min_group_size=2)
-    m.post(ev.StepRequested())
     failures = 0
     while not m.errors:
         running = [s for s in m.core.buffer.samples() if s.state is SampleState.RUNNING]
@@ -200,7 +184,7 @@ def test_nothing_but_failures_ends_the_step_with_a_sentence(policy: OnFailedSamp
     assert m.errors[0].endswith("broken")
     # each of two tries: the first; n replaced and the first beyond; the third, which would leave one
     assert failures == 3 * 2 * {DROP_GROUP: 1, REPLACE: 5, SHRINK: 3}[policy]
-    assert m.core.prompts.dropped == {DropReason.FAILED: 3}
+    assert m.prompts_dropped == {"failed": 3}
     m.check_ledger()
 
 
@@ -208,15 +192,14 @@ def test_nothing_but_failures_ends_the_step_with_a_sentence(policy: OnFailedSamp
 def test_a_request_that_is_refused_ends_too(policy: OnFailedSample) -> None:
     """A prompt that a server does not take is refused for every sample: its group ends, and generates nothing."""
     m = machine(policy, max_failed_groups=100, max_in_flight=4, min_group_size=2)
-    m.post(ev.StepRequested())
     refused = 0
     while 0 in m.core.buffer.groups:
         attempt = next(a for a in m.in_flight.values() if a.sample.id.group == 0)
-        m.post(ev.AttemptFailed.of(m.in_flight.pop(attempt.id), "HTTP 400", AttemptFailure.REFUSED))
+        m.fail(attempt, "HTTP 400", kind=AttemptFailure.REFUSED)
         m.finish_aborts()
         refused += 1
     assert refused == {DROP_GROUP: 1, REPLACE: 5, SHRINK: 3}[policy]
-    end(m, *((1, i) for i in range(4)))
+    m.finish(1)
     assert of(m) == [(1, i) for i in range(4)]
 
 
@@ -224,7 +207,6 @@ def test_a_request_that_is_refused_ends_too(policy: OnFailedSample) -> None:
 def test_people_hear_of_a_sample_that_is_given_up(policy: OnFailedSample) -> None:
     """With what was wrong with it, as of a group that is dropped."""
     m = machine(policy)
-    m.post(ev.StepRequested())
     fail(m, (0, 3))
     (warning,) = [c.message for c in m.commands if isinstance(c, do.Warn)]
     assert warning == (
@@ -235,8 +217,7 @@ def test_people_hear_of_a_sample_that_is_given_up(policy: OnFailedSample) -> Non
 def test_a_straggler_that_fails_while_the_filter_thinks_costs_itself() -> None:
     """How long the filter takes decides nothing: the quorum of the group is finished."""
     m = machine(DROP_GROUP, group_quorum=0.75, has_filter=True)
-    m.post(ev.StepRequested())
-    end(m, (0, 0), (0, 1), (0, 2))
+    m.finish((0, 0), (0, 1), (0, 2))
     assert m.core.buffer.groups[0].state is GroupState.JUDGED
     fail(m, (0, 3))
     assert 0 in m.core.buffer.groups
@@ -245,10 +226,8 @@ def test_a_straggler_that_fails_while_the_filter_thinks_costs_itself() -> None:
 
 def test_a_group_whose_last_sample_is_given_up_is_a_dropped_group() -> None:
     """It is reported and counted as one, whether its samples left together or one by one."""
-    of_two = settings(n=2, samples=4, group_quorum=0.75, max_staleness=1, on_stale=OnStale.DROP, max_in_flight=64)
-    m = CoreMachine(of_two, lambda g, i: 9)
-    m.post(ev.StepRequested())
-    end(m, (0, 0), (0, 1), (0, 2), (0, 3))
+    m = asked(9, n=2, samples=4, group_quorum=0.75, max_staleness=1, on_stale=OnStale.DROP, max_in_flight=64)
+    m.finish((0, 0), (0, 1), (0, 2), (0, 3))
     for version in (1, 2):
         m.core.handle(ev.PauseRequested())
         m.finish_aborts()

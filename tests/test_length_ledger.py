@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from core_machine import CoreMachine, settings
+from core_machine import CoreMachine, asked, settings
 
 from april.core import events as ev
 from april.core import snapshot
@@ -165,8 +165,7 @@ def test_dropping_what_is_too_old_drops_what_is_long(quorum: float, share: float
 
 def test_a_response_that_fails_before_its_end_has_no_length() -> None:
     """It is counted, by the reason; a finished sibling that it takes along has one."""
-    m = CoreMachine(settings(n=1, samples=2, over=2, max_attempt_failures=1), lambda g, i: 5 + 90 * g)
-    m.post(ev.StepRequested())
+    m = asked(lambda g, i: 5 + 90 * g, samples=2, over=2, max_attempt_failures=1)
     m.end(list(m.in_flight)[2])
     m.tokens(list(m.in_flight)[2], 40)
     m.post(ev.SampleFailed(SampleId(1, 1), "too long for the sandbox"))
@@ -180,8 +179,7 @@ def test_a_response_that_fails_before_its_end_has_no_length() -> None:
 
 def test_a_response_whose_reward_fails_has_a_length() -> None:
     """It was complete; what failed was the judge."""
-    m = CoreMachine(settings(n=1, samples=2, over=2, max_attempt_failures=1), lambda g, i: 5 + 90 * g, auto_score=False)
-    m.post(ev.StepRequested())
+    m = asked(lambda g, i: 5 + 90 * g, samples=2, over=2, max_attempt_failures=1, auto_score=False)
     for attempt_id in list(m.in_flight)[2:]:
         m.end(attempt_id)
     m.post(ev.SampleFailed(SampleId(1, 0), "the judge was away"))
@@ -193,8 +191,7 @@ def test_a_response_whose_reward_fails_has_a_length() -> None:
 
 def test_a_filter_is_seen_by_its_name() -> None:
     """Groups that a filter rejects are dropped after they have finished."""
-    m = CoreMachine(settings(n=1, samples=2, over=2, has_filter=True), lambda g, i: 5 + 90 * g)
-    m.post(ev.StepRequested())
+    m = asked(lambda g, i: 5 + 90 * g, samples=2, over=2, has_filter=True)
     for attempt_id in list(m.in_flight):
         m.end(attempt_id)
     for judge in [c for c in m.commands if type(c).__name__ == "JudgeGroup"]:
@@ -218,8 +215,7 @@ def test_evaluations_have_no_part_in_it() -> None:
 
 def test_a_state_of_before_there_were_lengths() -> None:
     """They are counted from then on."""
-    m = CoreMachine(settings(n=1, samples=2, over=2), lambda g, i: 5)
-    m.post(ev.StepRequested())
+    m = asked(lambda g, i: 5, samples=2, over=2)
     for attempt_id in list(m.in_flight):
         m.end(attempt_id)
     m.update()

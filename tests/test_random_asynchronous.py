@@ -182,6 +182,7 @@ class Trainer:
         """A checkpoint, now."""
         self.seen["saved"] += 1
         self.saved = self.run.state_dict(trained_through), copy.deepcopy(self.history)
+        assert self.saved[0]["core"]["version"][1] == self.history.updates
 
     async def disturb(self, asking: asyncio.Lock) -> None:
         """Everybody else."""

@@ -34,27 +34,17 @@ def damage(path: list[Any], value: Any) -> Callable[[Any], Any]:
     return change
 
 
-def cut_tokens(state: Any) -> Any:
-    sample = next(s for g in state["core"]["waiting"] for s in g["samples"] if s["tokens"])
-    sample["tokens"] = sample["tokens"][:-4]
-    return state
+def samples(of: str = "tokens", **changes: Any) -> Callable[[Any], Any]:
+    """Other fields, or functions of them, in all samples that have tokens, or are ``finished``."""
 
+    def change(state: Any) -> Any:
+        for part in ("ready", "waiting"):
+            for sample in (s for g in state["core"][part] for s in g["samples"] if s[of]):
+                for name, made in changes.items():
+                    sample[name] = made(sample[name]) if callable(made) else made
+        return state
 
-def odd_bytes(state: Any) -> Any:
-    sample = next(s for g in state["core"]["waiting"] for s in g["samples"] if s["tokens"])
-    sample["tokens"] = sample["tokens"][:-1]
-    return state
-
-
-def one_sample_missing(state: Any) -> Any:
-    state["core"]["waiting"][0]["samples"].pop()
-    return state
-
-
-def another_token(state: Any) -> Any:
-    sample = next(s for g in state["core"]["waiting"] for s in g["samples"] if s["tokens"])
-    sample["tokens"] = bytes([sample["tokens"][0] ^ 1]) + sample["tokens"][1:]
-    return state
+    return change
 
 
 def sealed(change: Callable[[Any], Any]) -> Callable[[Any], Any]:
@@ -62,64 +52,41 @@ def sealed(change: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return lambda state: resealed(change(state))
 
 
-def damage_finished(**values: Any) -> Callable[[Any], Any]:
-    """Values of the finished samples, in a state whose checksum fits all the same."""
-
-    def change(state: Any) -> Any:
-        for part in ("ready", "waiting"):
-            for sample in (s for g in state["core"][part] for s in g["samples"] if s["finished"]):
-                sample.update(values)
-        return resealed(state)
-
-    return change
-
-
-def numbers(**changes: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """A change of fields of the samples that have tokens, in a state whose checksum fits all the same."""
-
-    def change(state: Any) -> Any:
-        for part in ("ready", "waiting"):
-            for sample in (s for g in state["core"][part] for s in g["samples"] if s["tokens"]):
-                for name, made in changes.items():
-                    sample[name] = made(sample[name])
-        return resealed(state)
-
-    return change
-
-
 def all_of(value: float, dtype: str) -> Callable[[bytes], bytes]:
     """Every number of an array."""
     return lambda data: np.full(len(data) // 4, value, dtype).tobytes()
 
 
-NUMBERS: dict[str, tuple[Callable[[Any], Any], str]] = {
-    "NaN": (numbers(logprobs=all_of(np.nan, "<f4")), "is damaged: .* log-probability nan is not a finite number <= 0"),
-    "positive": (numbers(logprobs=all_of(4.0, "<f4")), "is damaged: .* log-probability 4 is not a finite number"),
-    "infinite": (numbers(logprobs=all_of(-np.inf, "<f4")), "is damaged: .* log-probability -inf is not a finite"),
-    "ids": (numbers(tokens=all_of(2**31 - 1, "<i4")), "does not fit these engines: token id 2147483647 is outside"),
-    "negative ids": (numbers(tokens=all_of(-1, "<i4")), "does not fit these engines: token id -1 is outside"),
-    "calls": (numbers(calls=lambda calls: [], open_call=lambda start: None), "is damaged: .*nobody asked for"),
-    "call": (numbers(open_call=lambda start: 1, calls=lambda calls: []), "is damaged: .*nobody asked for"),
-    "backwards": (numbers(calls=lambda calls: [[5, 2, "stop"]]), "is damaged: .* a call of tokens 5 to 2 after 0"),
-    "attempts": (numbers(attempts=lambda count: 0), "is damaged: .* of 0 attempts"),
-    "finished": (numbers(finished=lambda yes: 1), "is damaged: .* finished is 1"),
-    "segments": (numbers(segments=lambda s: [[*s[0][:4], "me", *s[0][5:]], *s[1:]]), "is damaged: .* of attempt 'me'"),
-    "temperature": (numbers(segments=lambda s: [[*p[:6], -1.0] for p in s]), "is damaged: .* a temperature of -1.0"),
-    "version": (numbers(segments=lambda s: [[p[0], 0, 7, *p[3:]] for p in s]), "is damaged: .* is newer than the"),
-    "huge version": (numbers(segments=lambda s: [[p[0], 0, 2**70, *p[3:]] for p in s]), "is damaged: "),
-    "reward": (
-        damage_finished(reward=1e39), r"is damaged: .* its reward is 1e\+39, which no float32 holds"
+NUMBERS: dict[str, tuple[dict[str, Any], str]] = {
+    "NaN": ({"logprobs": all_of(np.nan, "<f4")}, "is damaged: .* log-probability nan is not a finite number <= 0"),
+    "positive": ({"logprobs": all_of(4.0, "<f4")}, "is damaged: .* log-probability 4 is not a finite number"),
+    "infinite": ({"logprobs": all_of(-np.inf, "<f4")}, "is damaged: .* log-probability -inf is not a finite"),
+    "ids": ({"tokens": all_of(2**31 - 1, "<i4")}, "does not fit these engines: token id 2147483647 is outside"),
+    "negative ids": ({"tokens": all_of(-1, "<i4")}, "does not fit these engines: token id -1 is outside"),
+    "fewer tokens": ({"tokens": lambda data: data[:-4]}, "is damaged"),
+    "bytes": ({"tokens": lambda data: data[:-1]}, "is damaged"),
+    "calls": ({"calls": [], "open_call": None}, "is damaged: .*nobody asked for"),
+    "call": ({"open_call": 1, "calls": []}, "is damaged: .*nobody asked for"),
+    "backwards": ({"calls": [[5, 2, "stop"]]}, "is damaged: .* a call of tokens 5 to 2 after 0"),
+    "attempts": ({"attempts": 0}, "is damaged: .* of 0 attempts"),
+    "finished": ({"finished": 1}, "is damaged: .* finished is 1"),
+    "segments": ({"segments": lambda s: [[*s[0][:4], "me", *s[0][5:]], *s[1:]]}, "is damaged: .* of attempt 'me'"),
+    "temperature": ({"segments": lambda s: [[*p[:6], -1.0] for p in s]}, "is damaged: .* a temperature of -1.0"),
+    "version": ({"segments": lambda s: [[p[0], 0, 7, *p[3:]] for p in s]}, "is damaged: .* is newer than the"),
+    "huge version": ({"segments": lambda s: [[p[0], 0, 2**70, *p[3:]] for p in s]}, "is damaged: "),
+    "reward": ({"of": "finished", "reward": 1e39}, r"is damaged: .* its reward is 1e\+39, which no float32 holds"),
+    "no reward": (
+        {"of": "finished", "reward": float("nan")}, "is damaged: .* its reward is nan; expected a finite number",
     ),
-    "no reward": (damage_finished(reward=float("nan")), "is damaged: .* its reward is nan; expected a finite number"),
-    "open and finished": (damage_finished(open_call=0), "is damaged: "),
-}
+    "open and finished": ({"of": "finished", "open_call": 0}, "is damaged: "),
+}  # fmt: skip
 
 DAMAGED: dict[str, tuple[Callable[[Any], Any], str]] = {
     "none": (lambda s: None, "not a state that april's"),
     "text": (lambda s: "state", "not a state that april's"),
     "empty": (lambda s: {}, "not a state that april's"),
     "changed": (damage(["core", "batches"], 7), "its checksum is '[0-9a-f]{32}', and its content has '[0-9a-f]{32}'"),
-    "one bit": (another_token, "its checksum is "),
+    "one bit": (samples(tokens=lambda data: bytes([data[0] ^ 1]) + data[1:]), "its checksum is "),
     "no checksum": (damage(["checksum"], ...), "its checksum is None"),
     "format": (damage(["format"], 99), "has format 99; this version of april reads format 2"),
     "kind": (damage(["april"], "desk"), "a state of april's 'desk', and 'rollouts' is to go on from one"),
@@ -135,16 +102,12 @@ DAMAGED: dict[str, tuple[Callable[[Any], Any], str]] = {
     "ledger": (sealed(damage(["core", "tokens", "observed"], 1)), "is damaged: .*does not balance"),
     "prompts ledger": (sealed(damage(["core", "prompts", "delivered"], 1)), "is damaged: .*does not balance"),
     "reason": (sealed(damage(["core", "tokens", "dropped"], {"whim": 0})), "is damaged"),
-    "tokens": (sealed(cut_tokens), "is damaged"),
-    "bytes": (sealed(odd_bytes), "is damaged"),
-    "sample": (sealed(one_sample_missing), "is damaged"),
+    "sample": (sealed(damage(["core", "waiting", 0, "samples", -1], ...)), "is damaged"),
     "position": (sealed(damage(["prompts", "position"], None)), "is damaged"),
     "prompts": (sealed(damage(["prompts"], [])), "is damaged"),
     "epoch": (sealed(damage(["prompts", "epoch"], 4)), r"saved in epoch 4, the configuration has epochs=1"),
 }
-
-
-DAMAGED |= NUMBERS
+DAMAGED |= {kind: (sealed(samples(**changes)), words) for kind, (changes, words) in NUMBERS.items()}
 
 
 @pytest.mark.parametrize("kind", list(DAMAGED))
