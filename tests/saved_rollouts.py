@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import io
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
 import msgspec
+import torch
 from virtual_rollouts import EOS, VOCAB, RecordingEngine, Rollouts
 
 from april.core.batch import Batch
@@ -25,6 +27,14 @@ LENGTHS = LognormalLengths(25, 0.6, 0.6, seed=4)
 def plain(state: Any) -> Any:
     """The state as a trainer's checkpoint gives it back."""
     return msgspec.msgpack.decode(msgspec.msgpack.encode(state))
+
+
+def by_torch(state: Any) -> Any:
+    """The state as torch's checkpoint gives it back."""
+    buffer = io.BytesIO()
+    torch.save(state, buffer)
+    buffer.seek(0)
+    return torch.load(buffer, weights_only=True)
 
 
 def resealed(state: Any) -> Any:

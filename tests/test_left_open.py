@@ -10,6 +10,7 @@ import threading
 import weakref
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from real_schedulers import FAST, assert_nothing_is_left, config, endless, scheduler
@@ -41,6 +42,19 @@ def threads_of_april(before: Sequence[threading.Thread] = ()) -> list[threading.
     return [t for t in threading.enumerate() if t.name.startswith("april") and t not in before]
 
 
+def assert_ended(gone: weakref.ref[april.RolloutScheduler], left: Sequence[threading.Thread], before: Any) -> None:
+    """Nobody holds the scheduler; its threads end, and with them those of an exporter."""
+    for _ in range(3000):
+        gc.collect()
+        if gone() is None:
+            break
+        threading.Event().wait(0.01)  # what the loop does at this moment holds it
+    assert gone() is None
+    for thread in (*left, *threads_of_april(before)):
+        thread.join(30)
+    assert not threads_of_april(before)
+
+
 def test_a_scheduler_that_is_dropped_ends_its_threads(caplog: pytest.LogCaptureFixture) -> None:
     """Without close(), as when a cell of a notebook runs again: loop, threads and engines end; a log says so."""
     closed: list[str] = []
@@ -64,15 +78,7 @@ def test_a_scheduler_that_is_dropped_ends_its_threads(caplog: pytest.LogCaptureF
     left = threads_of_april(before)
     assert len(left) > 1
     del trainer
-    for _ in range(3000):
-        gc.collect()
-        if gone() is None:
-            break
-        threading.Event().wait(0.01)  # what the loop does at this moment holds it
-    assert gone() is None
-    for thread in left:
-        thread.join(30)
-    assert not threads_of_april(before)
+    assert_ended(gone, left, before)
     assert sorted(closed) == ["e0", "e1"]
     assert "dropped without close()" in caplog.text
 
@@ -92,11 +98,7 @@ def test_a_scheduler_that_is_dropped_ends_its_requests(caplog: pytest.LogCapture
     left = threads_of_april(before)
     gone = weakref.ref(rollouts)
     del rollouts
-    gc.collect()
-    assert gone() is None
-    for thread in left:
-        thread.join(30)
-    assert not threads_of_april(before)
+    assert_ended(gone, left, before)
     assert "dropped without close()" in caplog.text
 
 
@@ -112,12 +114,7 @@ def test_a_scheduler_that_is_dropped_ends_its_exporters_and_its_record(batches: 
     left = threads_of_april(before)
     gone = weakref.ref(rollouts)
     del rollouts
-    gc.collect()
-    assert gone() is None
-    for thread in left:
-        thread.join(30)
-    for thread in threads_of_april(before):  # of an exporter that had none
-        thread.join(30)
+    assert_ended(gone, left, before)
     assert exporter.rows == [(batch.id, batch.metrics) for batch in delivered]
     assert exporter.closed == 1
     again = replay(path)

@@ -133,7 +133,6 @@ async def test_max_tokens_per_call() -> None:
 async def test_the_budget_is_that_of_the_whole_response() -> None:
     """max_response_len counts all calls and what the tools add; a call without room ends at once with LENGTH."""
     agent = Agent(turns=4)
-
     rollouts = Rollouts(table({}, 12), n=2, rollout=agent, max_response_len=30)
     batch = await rollouts.driver.next_batch()
     for sample in batch.samples:
@@ -144,25 +143,6 @@ async def test_the_budget_is_that_of_the_whole_response() -> None:
         assert len(sample.tokens) <= 30
         rollouts.check_provenance(sample)
     rollouts.check_ledger()
-
-
-@on_virtual_time
-async def test_a_function_that_stops_when_the_budget_is_used_up() -> None:
-    """The usual way: look at finish, and stop asking."""
-
-    async def rollout(prompt: Prompt, llm: LLM) -> int:
-        done = await llm.generate()
-        turns = 1
-        while done.finish is FinishReason.STOP:
-            done = await llm.generate([*done.conversation, 950, 951])
-            turns += 1
-        return turns
-
-    rollouts = Rollouts(table({}, 12), n=1, samples=2, rollout=rollout, max_response_len=40)
-    batch = await rollouts.driver.next_batch()
-    assert [len(s.tokens) for s in batch.samples] == [40, 40]
-    assert batch.samples[0].loss_mask.sum() == 12 + 12 + 12
-    assert batch.samples[0].finish is FinishReason.LENGTH
 
 
 @on_virtual_time

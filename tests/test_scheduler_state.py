@@ -7,17 +7,17 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
-import msgspec
 import pytest
 from gate_engine import GateEngine
 from real_schedulers import LENGTHS, VOCAB, assert_nothing_is_left, check, config, scheduler
+from saved_rollouts import by_torch, plain
 
 import april
 from april.engines.simulated.decode_cost import DecodeCost
 from april.engines.simulated.engine import SimulatedEngine, by_sample_key
 from april.errors import CheckpointError, ConfigError, DataExhausted, SchedulerClosed
 
-PROMPTS: list[Any] = [{"token_ids": [i, 7], "answer": i} for i in range(1, 41)]
+PROMPTS: list[Any] = [{"token_ids": [i, 7], "answer": i, "tags": ["a", None, 0.5, b"x"]} for i in range(1, 41)]
 
 
 @pytest.fixture(autouse=True)
@@ -26,17 +26,13 @@ def nothing_left_behind() -> Iterator[None]:
     assert_nothing_is_left()
 
 
-def plain(state: Any) -> Any:
-    """The state as a trainer's checkpoint gives it back."""
-    return msgspec.msgpack.decode(msgspec.msgpack.encode(state))
-
-
 def answers(batch: april.Batch) -> list[int]:
     return [s.prompt.data["answer"] for s in batch.samples[::2]]
 
 
+@pytest.mark.parametrize("kept", [plain, by_torch])
 @pytest.mark.parametrize("through", ["weight update", "batch"])
-def test_a_run_in_two_processes(through: str) -> None:
+def test_a_run_in_two_processes(through: str, kept: Any) -> None:
     """Saved after the weight update, or before it with the number of the batch: every prompt is trained on once."""
     trained: list[int] = []
     with scheduler(prompts=PROMPTS) as rollouts:
@@ -45,10 +41,10 @@ def test_a_run_in_two_processes(through: str) -> None:
             check(batch)
             trained += answers(batch)
             if through == "batch" and step == 3:
-                state = plain(rollouts.state_dict(trained_through=batch.id))
+                state = kept(rollouts.state_dict(trained_through=batch.id))
             rollouts.weight_update()
         if through == "weight update":
-            state = plain(rollouts.state_dict())
+            state = kept(rollouts.state_dict())
         books = rollouts.ledger()
         check(rollouts.next_batch())  # forgotten: the checkpoint does not have it
     with scheduler(prompts=PROMPTS) as rollouts:
@@ -61,6 +57,7 @@ def test_a_run_in_two_processes(through: str) -> None:
                 check(batch)
                 trained += answers(batch)
                 rollouts.weight_update()
+        assert batch.samples[0].prompt.data["tags"] == ["a", None, 0.5, b"x"]
         prompts = rollouts.ledger()["prompts"]
         assert prompts.as_dict() == {"observed": 40, "delivered": 40, "held": 0, "dropped": {}}
     assert sorted(trained) == list(range(1, 41))

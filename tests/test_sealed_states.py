@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import random
 from datetime import date
@@ -14,7 +13,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from saved_rollouts import new, plain
+from saved_rollouts import by_torch, new, plain
 from virtual_rollouts import prompt_ids, virtual
 
 from april.core.sealed import LARGEST_ARRAY, checksum, data_out, is_plain, require_sealed, seal
@@ -26,13 +25,6 @@ VALUES = st.recursive(
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=3), inner, max_size=4),
     max_leaves=12,
 )
-
-
-def saved_by_torch(state: Any) -> Any:
-    buffer = io.BytesIO()
-    torch.save(state, buffer)
-    buffer.seek(0)
-    return torch.load(buffer, weights_only=True)
 
 
 def empty_bytes(value: Any, path: str = "") -> list[str]:
@@ -156,7 +148,7 @@ def test_torch_reads_a_state_whose_samples_have_no_tokens() -> None:
     assert any(s["tokens"] is None for s in samples)
     assert any(s["tokens"] is not None for s in samples)
     assert empty_bytes(state) == []
-    require_sealed("rollouts", saved_by_torch(state))
+    require_sealed("rollouts", by_torch(state))
     require_sealed("rollouts", plain(state))
 
 

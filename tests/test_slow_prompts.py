@@ -42,19 +42,25 @@ def numbers(batch: april.Batch) -> list[int]:
     return sorted(int(s.prompt.token_ids[0]) - 1 for s in batch.samples)
 
 
-def first_batch_while_a_draw_is_on_its_way(rollouts: april.RolloutScheduler) -> tuple[threading.Thread, list[Any]]:
-    """A thread that waits for the next batch."""
-    out: list[Any] = []
+class Waiting:
+    """A thread that waits for the next batch, once the draw that it needs hangs."""
 
-    def wait() -> None:
+    def __init__(self, rollouts: april.RolloutScheduler, prompts: Gated) -> None:
+        self.out: list[Any] = []
+        self._thread = threading.Thread(target=self._wait, args=(rollouts,))
+        self._thread.start()
+        assert prompts.held.wait(20)
+
+    def _wait(self, rollouts: april.RolloutScheduler) -> None:
         try:
-            out.append(rollouts.next_batch())
+            self.out.append(rollouts.next_batch())
         except april.AprilError as error:
-            out.append(error)
+            self.out.append(error)
 
-    thread = threading.Thread(target=wait)
-    thread.start()
-    return thread, out
+    def end(self) -> Any:
+        """What it got."""
+        self._thread.join()
+        return self.out[0]
 
 
 def test_the_loop_goes_on_and_the_position_is_that_of_what_was_handed_over() -> None:
@@ -63,14 +69,12 @@ def test_the_loop_goes_on_and_the_position_is_that_of_what_was_handed_over() -> 
     with scheduler(prompts) as rollouts:
         assert numbers(rollouts.next_batch()) == [0, 1]
         rollouts.weight_update()
-        thread, out = first_batch_while_a_draw_is_on_its_way(rollouts)
-        assert prompts.held.wait(20)
+        waiting = Waiting(rollouts, prompts)
         state = rollouts.state_dict()
         assert state["prompts"]["position"] == 2
         rollouts.extend([[100, 3]])
         prompts.gate.set()
-        thread.join()
-        assert numbers(out[0]) == [2, 3]
+        assert numbers(waiting.end()) == [2, 3]
         rollouts.validate()
     assert all(name.startswith("april-worker") for name in prompts.threads)
     again = Gated(99)
@@ -93,29 +97,6 @@ def test_the_patience_for_quick_draws_is_used_up() -> None:
     assert patience.left_s == 0.0, "it would wait again"
 
 
-def test_every_draw_beside_the_loop_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whether it was quick or not; one that is not there in time is handed over later."""
-    counted: list[bool] = []
-
-    class Impatient(DrawPatience):
-        def waited(self, seconds: float, *, found: bool) -> None:
-            assert seconds >= 0
-            counted.append(found)
-            super().waited(seconds, found=found)
-
-    monkeypatch.setattr("april.driver.rollout_driver.DrawPatience", Impatient)
-    prompts = Gated(2)
-    with scheduler(prompts) as rollouts:
-        rollouts.next_batch()
-        rollouts.weight_update()
-        thread, out = first_batch_while_a_draw_is_on_its_way(rollouts)
-        assert prompts.held.wait(20)
-        prompts.gate.set()
-        thread.join()
-        assert numbers(out[0]) == [2, 3]
-    assert len(counted) >= 2
-
-
 def test_a_list_is_drawn_without_a_thread() -> None:
     """Nothing of it can take long."""
     threads: set[str] = set()
@@ -135,11 +116,9 @@ def test_close_does_not_wait_for_a_draw() -> None:
     """The caller is told; the thread ends when the prompts let it."""
     prompts = Gated(1)
     rollouts = scheduler(prompts)
-    thread, out = first_batch_while_a_draw_is_on_its_way(rollouts)
-    assert prompts.held.wait(20)
+    waiting = Waiting(rollouts, prompts)
     rollouts.close()
-    thread.join()
-    assert isinstance(out[0], april.SchedulerClosed)
+    assert isinstance(waiting.end(), april.SchedulerClosed)
     prompts.gate.set()
 
 
@@ -154,12 +133,10 @@ def test_more_prompts_that_come_while_the_last_draw_ends() -> None:
 
     prompts = Ending(0)
     with scheduler(prompts) as rollouts:
-        thread, out = first_batch_while_a_draw_is_on_its_way(rollouts)
-        assert prompts.held.wait(20)
+        waiting = Waiting(rollouts, prompts)
         rollouts.extend([[7, 3]])
         prompts.gate.set()
-        thread.join()
-        assert numbers(out[0]) == [0, 6]
+        assert numbers(waiting.end()) == [0, 6]
 
 
 @pytest.mark.parametrize("error", [ValueError("no such file"), SystemExit(3)])
@@ -184,10 +161,8 @@ def test_quick_draws_that_end_late_are_handed_over_once() -> None:
         for _ in range(3):
             seen += numbers(rollouts.next_batch())
             rollouts.weight_update()
-        thread, out = first_batch_while_a_draw_is_on_its_way(rollouts)
-        assert prompts.held.wait(20)
+        waiting = Waiting(rollouts, prompts)
         rollouts.validate()
         prompts.gate.set()
-        thread.join()
-        assert [*seen, *numbers(out[0])] == list(range(8))
+        assert [*seen, *numbers(waiting.end())] == list(range(8))
         rollouts.validate()

@@ -39,23 +39,35 @@ def engine(name: str, slots: int = 32) -> SimulatedEngine:
     return SimulatedEngine(name, COST, lambda r: LENGTHS.sample(*(r.sample_key or (0, 0))), max_running=slots)
 
 
+SIZES = {
+    "rollout_batch_size": 4, "n_samples_per_prompt": 8, "over_sampling_batch_size": 8, "max_response_len": 1000,
+}  # fmt: skip
+
+
+async def train(
+    engines: list[SimulatedEngine], batches: int, path: Path | None, before: Any = None, hosts: Any = None,
+    **config: Any,
+) -> list[dict[str, float]]:  # fmt: skip
+    """Metrics of the batches of a trainer that takes three seconds for each; ``before`` is called before each."""
+    found = []
+    async with rollouts(
+        april.Config(**(SIZES | config)), engines=engines, prompts=[[1, 2]] * 400, reward=lambda p, r: 1.0,
+        record=None if path is None else RunRecord(path), hosts=hosts,
+    ) as scheduler:  # fmt: skip
+        for number in range(batches):
+            if before is not None:
+                await before(number)
+            found.append(dict((await scheduler.next_batch()).metrics))
+            await asyncio.sleep(3.0)
+            await scheduler.weight_update("weights")
+    return found
+
+
 def run(path: Path | None = None, batches: int = 12, **config: Any) -> list[dict[str, float]]:
-    """Metrics of the batches of two simulated engines, whose trainer takes three seconds."""
-    values = {"rollout_batch_size": 4, "n_samples_per_prompt": 8, "max_response_len": 1000}
-    settings = april.Config(**(values | {"over_sampling_batch_size": 8} | config))
+    """The same of two engines."""
 
     async def program() -> list[dict[str, float]]:
-        engines = [engine("e0"), engine("e1")]
-        found = []
-        record = None if path is None else RunRecord(path)
-        async with rollouts(
-            settings, engines=engines, prompts=[[1, 2]] * 400, reward=lambda p, r: 1.0, record=record
-        ) as scheduler:
-            for _ in range(batches):
-                found.append(dict((await scheduler.next_batch()).metrics))
-                await asyncio.sleep(3.0)
-                await scheduler.weight_update(transfer=lambda: None)
-        return found
+        return await train([engine("e0"), engine("e1")], batches, path, **config)
 
     return run_virtual(program())
 
@@ -99,9 +111,6 @@ JOIN, CHANGE = 6, 14
 
 def run_with_hosts(path: Path) -> list[dict[str, float]]:
     """Metrics of 24 batches: one engine, then four with three hosts, of which one is replaced; 8 slots each."""
-    settings = april.Config(
-        rollout_batch_size=4, n_samples_per_prompt=8, over_sampling_batch_size=8, max_response_len=1000
-    )
     door, hosts = HostDoor(deadline_s=20.0), dict[str, Host]()
 
     async def link() -> Link:
@@ -109,26 +118,20 @@ def run_with_hosts(path: Path) -> list[dict[str, float]]:
         door.accept(here)
         return there
 
-    async def joins(name: str) -> None:
-        hosts[name] = Host(name, engines=[engine("e", 8)], join=link)
-        await hosts[name].astart()
+    async def joins(*names: str) -> None:
+        for name in names:
+            hosts[name] = Host(name, engines=[engine("e", 8)], join=link)
+            await hosts[name].astart()
+
+    async def before(number: int) -> None:
+        if number == JOIN:
+            await joins("a", "b", "c")
+        if number == CHANGE:
+            await hosts.pop("a").aclose()
+            await joins("d")
 
     async def program() -> list[dict[str, float]]:
-        found = []
-        async with rollouts(
-            settings, engines=[engine("here", 8)], prompts=[[1, 2]] * 400, reward=lambda p, r: 1.0, hosts=door,
-            record=RunRecord(path),
-        ) as scheduler:  # fmt: skip
-            for number in range(24):
-                if number == JOIN:
-                    for name in "abc":
-                        await joins(name)
-                if number == CHANGE:
-                    await hosts.pop("a").aclose()
-                    await joins("d")
-                found.append(dict((await scheduler.next_batch()).metrics))
-                await asyncio.sleep(3.0)
-                await scheduler.weight_update("weights")
+        found = await train([engine("here", 8)], 24, path, before, door)
         for host in hosts.values():
             await host.aclose()
         return found

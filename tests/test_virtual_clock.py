@@ -1,4 +1,4 @@
-"""The virtual clock: time jumps, order is fixed, and a program that would hang says so."""
+"""The virtual clock: time jumps, order is fixed, and a program that would hang says so; and the tests' real loops."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from typing import Any
 
 import pytest
+from steady_loop import SteadyLoop, turn_of_all
 
 from april.testing.virtual_clock import VirtualClockLoop, VirtualDeadlock, run_virtual
 
@@ -92,44 +94,48 @@ def test_call_soon_threadsafe_from_the_loop_thread() -> None:
     assert run_virtual(main()) == "called"
 
 
-def test_deadlock_is_an_error_that_names_the_waiting_tasks() -> None:
-    """With nothing scheduled a real loop would hang; here the message says who waits and where, and cleans up."""
-    cleaned = []
-
-    async def waits_for_nobody() -> None:
-        try:
-            await asyncio.Event().wait()
-        finally:
-            cleaned.append(True)
-
-    async def main() -> None:
-        await asyncio.sleep(3.0)
-        await asyncio.create_task(waits_for_nobody(), name="the culprit")
-
-    with pytest.raises(VirtualDeadlock, match=r"virtual time 3\.0 s.*2 tasks wait.*the culprit in .*waits_for_nobody"):
-        run_virtual(main())
-    assert cleaned == [True]
+async def polls_for_ever() -> None:
+    while True:  # noqa: ASYNC110  # polling is the point here
+        await asyncio.sleep(1.0)
 
 
-def test_deadlock_with_many_tasks_stays_readable() -> None:
-    """Only the first tasks are named, the rest are counted."""
-
-    async def main() -> None:
-        await asyncio.gather(*(asyncio.Event().wait() for _ in range(50)))
-
-    with pytest.raises(VirtualDeadlock, match=r"51 tasks wait.* and 39 more"):
-        run_virtual(main())
+async def waits_for_many() -> None:
+    await asyncio.gather(*(asyncio.Event().wait() for _ in range(50)))
 
 
-def test_timers_that_never_end_run_into_the_limit() -> None:
-    """A poll that waits for ever keeps a loop alive; the limit of virtual time ends it with an error."""
+cleaned: list[bool] = []
 
-    async def main() -> None:
-        while True:  # noqa: ASYNC110  # polling is the point here
-            await asyncio.sleep(1.0)
 
-    with pytest.raises(VirtualDeadlock, match=r"over at 100\.0 s.*limit_s.*1 tasks wait"):
+async def waits_for_nobody() -> None:
+    try:
+        await asyncio.Event().wait()
+    finally:
+        cleaned.append(True)
+
+
+async def waits_for_a_culprit() -> None:
+    await asyncio.sleep(3.0)
+    await asyncio.create_task(waits_for_nobody(), name="the culprit")
+
+
+@pytest.mark.parametrize(
+    ("main", "words"),
+    [
+        pytest.param(
+            waits_for_a_culprit,
+            r"virtual time 3\.0 s.*2 tasks wait.*the culprit in .*waits_for_nobody",
+            id="who, where",
+        ),
+        pytest.param(waits_for_many, r"51 tasks wait.* and 39 more", id="only the first of many tasks are named"),
+        pytest.param(polls_for_ever, r"over at 100\.0 s.*limit_s.*1 tasks wait", id="a poll runs into the limit"),
+    ],
+)
+def test_a_program_that_would_hang_is_an_error(main: Callable[[], Any], words: str) -> None:
+    """The message says who waits and where; what waited is cleaned up."""
+    cleaned.clear()
+    with pytest.raises(VirtualDeadlock, match=words):
         run_virtual(main(), limit_s=100.0)
+    assert cleaned == [True] * (main is waits_for_a_culprit)
 
 
 def test_threads_cannot_hide_a_deadlock() -> None:
@@ -191,3 +197,57 @@ def test_debug_mode_and_exceptions() -> None:
     finally:
         loop.close()
     assert loop.is_closed()
+
+
+# ---------------------------------------------------------------- the real loops of the tests
+
+
+def test_every_loop_is_steady() -> None:
+    """Those that april makes for itself, and those of asyncio.run."""
+    loop = asyncio.new_event_loop()
+    loop.close()
+    assert isinstance(loop, SteadyLoop)
+
+
+def test_a_stall_makes_nothing_due() -> None:
+    """What was held up for 50 ms finds its timers one after the other, as they were set."""
+    order: list[str] = []
+
+    async def program() -> None:
+        loop = asyncio.get_running_loop()
+        loop.call_later(0.002, order.append, "first")
+        loop.call_later(0.002, lambda: loop.call_soon(order.append, "after first"))
+        loop.call_later(0.004, order.append, "second")
+        before = loop.time()
+        end = time.monotonic() + 0.05
+        while time.monotonic() < end:
+            pass
+        assert loop.time() == before
+        await asyncio.sleep(0.006)
+
+    asyncio.run(program())
+    assert order == ["first", "after first", "second"]
+
+
+def test_a_turn_of_all_is_one_of_every_loop() -> None:
+    """A loop on another thread has had its turn; one that has ended is not waited for."""
+    there = asyncio.new_event_loop()
+    thread = threading.Thread(target=there.run_forever)
+    thread.start()
+    runs = threading.Event()
+    there.call_soon_threadsafe(runs.set)
+    runs.wait()
+    turns: list[int] = []
+
+    async def program() -> None:
+        for number in range(20):
+            there.call_soon_threadsafe(turns.append, number)
+            await turn_of_all()
+            assert turns[-1] == number
+        there.call_soon_threadsafe(there.stop)
+        thread.join()
+        await turn_of_all()
+        there.close()
+        await turn_of_all()
+
+    asyncio.run(program())
