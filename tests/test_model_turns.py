@@ -8,11 +8,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from test_shared_weights import _at_call, _broken_stream, _config, _engine, _recomputed, _request
-from tiny_models import tiny_model
+from test_shared_weights import _broken_stream, _config
+from tiny_models import apart, at_call, collect, joined, off, tiny_engine, tiny_model, tiny_request
 
 import april
 from april.errors import ConfigError, RolloutError, UsageError, WeightsInUse
@@ -96,14 +95,14 @@ def _model() -> Any:
 async def test_a_model_that_is_switched_for_one_call_is_found_out(switch: str) -> None:
     """Back before the decoder's next step, and still the tokens of the tick are dropped, by a sentence that helps."""
     model = _model()
-    engine = _engine(model, stream_interval=8)
+    engine = tiny_engine(model, stream_interval=8)
 
     def reference() -> None:
         with SWITCHES[switch](model):
             model.model.embed_tokens(IDS)
 
-    _at_call(model, 21, lambda: _in_a_thread(reference))
-    chunks, error = await _broken_stream(engine, _request())
+    at_call(model, 21, lambda: _in_a_thread(reference))
+    chunks, error = await _broken_stream(engine, tiny_request(new=100))
     assert sum(len(chunk.tokens) for chunk in chunks) == 17
     assert error.unsound == 8
     if switch not in ("data", "values", "buffer"):
@@ -117,14 +116,14 @@ async def test_a_model_that_is_switched_for_one_call_is_found_out(switch: str) -
 async def test_a_model_that_stays_switched_is_found_out(switch: str) -> None:
     """By the end of the tick, whoever did it, and also where nobody calls the model."""
     model = _model()
-    engine = _engine(model)
+    engine = tiny_engine(model)
     switched = SWITCHES[switch](model)
     if switch == "forward":  # which could not be decoded with
         switched = _set(model.lm_head, "forward", model.lm_head.forward)
     if switch == "module":
         switched = _set(model.model.layers[0], "mlp", model.model.layers[1].mlp)
-    _at_call(model, 5, switched.__enter__)
-    _, error = await _broken_stream(engine, _request())
+    at_call(model, 5, switched.__enter__)
+    _, error = await _broken_stream(engine, tiny_request(new=100))
     assert error.unsound > 0
     switched.__exit__(None, None, None)
     await engine.close()
@@ -134,11 +133,11 @@ async def test_a_model_that_stays_switched_is_found_out(switch: str) -> None:
 async def test_a_switch_without_a_call_is_found_by_looking_before_each_step() -> None:
     """A part of the switches at a time, all of them within a tick."""
     model = _model()
-    engine = _engine(model)
+    engine = tiny_engine(model)
     engine._steps_per_tick = 100
-    _at_call(model, 5, lambda: setattr(model.model.layers[1].mlp, "adapter_off", True))
-    _at_call(model, 55, lambda: setattr(model.model.layers[1].mlp, "adapter_off", False))
-    _, error = await _broken_stream(engine, _request())
+    at_call(model, 5, lambda: setattr(model.model.layers[1].mlp, "adapter_off", True))
+    at_call(model, 55, lambda: setattr(model.model.layers[1].mlp, "adapter_off", False))
+    _, error = await _broken_stream(engine, tiny_request(new=100))
     assert "the model was switched (" in str(error)
     await engine.close()
 
@@ -147,10 +146,9 @@ async def test_a_switch_without_a_call_is_found_by_looking_before_each_step() ->
 async def test_who_only_calls_the_model_does_no_harm() -> None:
     """From another thread, in the middle of a tick."""
     model = _model()
-    engine = _engine(model)
-    _at_call(model, 9, lambda: _in_a_thread(lambda: model(input_ids=IDS)))
-    (chunk,) = [c async for c in engine.generate(_request())]
-    np.testing.assert_allclose(_recomputed(model, chunk.tokens), chunk.logprobs, rtol=0, atol=1e-5)
+    engine = tiny_engine(model)
+    at_call(model, 9, lambda: _in_a_thread(lambda: model(input_ids=IDS)))
+    assert off(model, tiny_request(), joined(await collect(engine, tiny_request(new=100)))) <= 1e-5
     await engine.close()
 
 
@@ -158,9 +156,9 @@ async def test_who_only_calls_the_model_does_no_harm() -> None:
 async def test_nothing_is_generated_while_the_model_is_held() -> None:
     """Nested, from a thread and from a coroutine; the first who asks is the next; afterwards generation goes on."""
     model = _model()
-    engine = _engine(model, stream_interval=8)
+    engine = tiny_engine(model, stream_interval=8)
     async with april.hold_model(model):
-        request = asyncio.create_task(anext(engine.generate(_request())))
+        request = asyncio.create_task(anext(engine.generate(tiny_request(new=100))))
         with april.hold_model(model.model):  # inside of it, and in the same context
             for _ in range(50):
                 await asyncio.sleep(0)
@@ -209,7 +207,7 @@ async def test_nothing_is_generated_while_the_model_is_held() -> None:
 async def test_what_would_wait_for_itself_is_refused() -> None:
     """Holding on the loop without ``await``, generating inside of it, what is no model; closing goes on."""
     model = _model()
-    engine = _engine(model)
+    engine = tiny_engine(model)
     with pytest.raises(ConfigError, match="must be a torch module, got str"):
         april.hold_model("model")
     with pytest.raises(UsageError, match="use `async with` in a coroutine"), april.hold_model(model):
@@ -220,7 +218,7 @@ async def test_what_would_wait_for_itself_is_refused() -> None:
             with pytest.raises(RolloutError, match="would wait for generation"):
                 await rollouts.anext_batch()
     async with april.hold_model(model):
-        request = asyncio.create_task(anext(engine.generate(_request())))
+        request = asyncio.create_task(anext(engine.generate(tiny_request(new=100))))
         for _ in range(20):
             await asyncio.sleep(0)
         await engine.close()
@@ -255,12 +253,7 @@ def test_a_batch_comes_when_the_model_is_as_the_trainer_left_it(held: bool) -> N
         assert flag.adapter_off is False
         assert late.is_set() is not held
         rollouts.validate()
-    for sample in batch.samples:
-        ids = torch.tensor(np.concatenate([sample.prompt.token_ids, sample.tokens]).astype(np.int64))[None]
-        with torch.no_grad():
-            rows = model.eval()(input_ids=ids).logits[0, len(sample.prompt.token_ids) - 1 : -1].log_softmax(-1)
-        expected = rows.gather(1, ids[0, len(sample.prompt.token_ids) :, None])[:, 0].numpy()
-        np.testing.assert_allclose(expected, sample.logprobs, rtol=0, atol=1e-5)
+    assert all(apart(model, s.prompt.token_ids, s).max() <= 1e-5 for s in batch.samples)
 
 
 @pytest.mark.asyncio
@@ -268,14 +261,14 @@ async def test_a_model_that_is_never_switched_back_ends_the_wait(monkeypatch: py
     """By a sentence that names the switch; the trainer may switch it between two batches as it likes."""
     monkeypatch.setattr("april.engines.transformers.model_state.PATIENCE_S", 0.0)
     model = _model()
-    engine = _engine(model)
+    engine = tiny_engine(model)
     flag = model.model.layers[0].mlp
-    [c async for c in engine.generate(_request())]
+    [c async for c in engine.generate(tiny_request(new=100))]
     flag.adapter_off = True
     with pytest.raises(WeightsInUse, match=r"is not as it was \(adapter_off of model.layers.0.mlp is True,"):
         await engine.quiet()
     flag.adapter_off = False
     await engine.quiet()
     flag.adapter_off = True
-    assert [c async for c in engine.generate(_request("b"))]
+    assert [c async for c in engine.generate(tiny_request("b", 100))]
     await engine.close()

@@ -417,5 +417,5 @@ async def test_epochs_of_many_prompts(mode: str) -> None:
     world = await a_life(1000 + MODES.index(mode), 24, 250)
     assert world.seen["resumed samples"] > 25
     assert world.seen["samples of two lives"] > 10
-    assert world.seen["forgotten batches"] >= 2
+    assert world.seen["forgotten batches"]
     assert world.seen["tokens kept over a restart"] > 0
