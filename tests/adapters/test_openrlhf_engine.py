@@ -20,6 +20,7 @@ from april.engines.vllm.actor import ActorSide
 from april.errors import EngineBusy, EngineError, RequestRefused
 
 PROMPT = [10, 20, 30]
+pytestmark = pytest.mark.asyncio
 
 
 class Actor:
@@ -50,11 +51,13 @@ class Actor:
         return copy.deepcopy(await value if asyncio.iscoroutine(value) else value)
 
 
-@asynccontextmanager
-async def world(
-    monkeypatch: pytest.MonkeyPatch, **options: Any
-) -> AsyncIterator[tuple[FakeAsyncLLM, Actor, OpenRLHFEngine]]:
+@pytest.fixture(autouse=True)
+def _vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     install_vllm(monkeypatch)
+
+
+@asynccontextmanager
+async def world(**options: Any) -> AsyncIterator[tuple[FakeAsyncLLM, Actor, OpenRLHFEngine]]:
     llm = FakeAsyncLLM(mode="processed_logprobs", **options)
     actor = Actor(llm)
     (engine,) = await connect([actor])
@@ -67,11 +70,8 @@ async def world(
 
 
 def request(attempt: str = "a1", tokens: list[int] | None = None, most: int = 200) -> Request:
-    return Request(
-        attempt_id=attempt,
-        token_ids=np.array(tokens or PROMPT, np.int32),
-        sampling=SamplingParams(most, temperature=0.8, seed=3),
-    )
+    sampling = SamplingParams(most, temperature=0.8, seed=3)
+    return Request(attempt_id=attempt, token_ids=np.array(tokens or PROMPT, np.int32), sampling=sampling)
 
 
 async def collect(engine: OpenRLHFEngine, asked: Request) -> list[Chunk]:
@@ -95,10 +95,9 @@ def text(count: int, weights: str = "tiny0", prompt: list[int] | None = None) ->
     return tokens
 
 
-@pytest.mark.asyncio
-async def test_a_response_in_one_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_response_in_one_chunk() -> None:
     """Tokens with their log-probabilities, EOS included, under the version of the weights."""
-    async with world(monkeypatch) as (_, _, engine):
+    async with world() as (_, _, engine):
         (chunk,) = await collect(engine, request())
     assert chunk.finish is EngineFinish.STOP
     assert chunk.tokens[-1] == EOS
@@ -107,10 +106,9 @@ async def test_a_response_in_one_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
     assert chunk.version == PolicyVersion(0, 0)
 
 
-@pytest.mark.asyncio
-async def test_what_the_engine_is(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_what_the_engine_is() -> None:
     """As vLLM in the actor says, apart from what the wire takes away."""
-    async with world(monkeypatch) as (_, _, engine):
+    async with world() as (_, _, engine):
         found = engine.capabilities
         assert (await engine.health()).ok
     assert (found.vocab_size, found.max_context, found.max_in_flight) == (VOCAB, 1000, 128)
@@ -121,10 +119,9 @@ async def test_what_the_engine_is(monkeypatch: pytest.MonkeyPatch) -> None:
     assert EOS in found.eos_token_ids
 
 
-@pytest.mark.asyncio
-async def test_an_abort_hands_over_what_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_abort_hands_over_what_there_is() -> None:
     """The other request goes on; the aborted one continues under another id where it stood."""
-    async with world(monkeypatch, mean_len=10**9) as (llm, _, engine):
+    async with world(mean_len=10**9) as (llm, _, engine):
         llm.limit(20)
         first = asyncio.create_task(collect(engine, request("a1")))
         second = asyncio.create_task(collect(engine, request("a2", [40])))
@@ -143,10 +140,9 @@ async def test_an_abort_hands_over_what_there_is(monkeypatch: pytest.MonkeyPatch
     assert rest.tokens.tolist() == expected
 
 
-@pytest.mark.asyncio
-async def test_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_weights() -> None:
     """After a transfer and its announcement, tokens are of the new weights and carry the new version."""
-    async with world(monkeypatch) as (llm, actor, engine):
+    async with world() as (llm, actor, engine):
         await engine.pause()
         waits = asyncio.create_task(collect(engine, request()))
         llm.weights = "tiny1"
@@ -159,10 +155,9 @@ async def test_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     assert chunk.tokens.tolist() == text(len(chunk.tokens), "tiny1")
 
 
-@pytest.mark.asyncio
-async def test_weights_wait_for_no_request(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_weights_wait_for_no_request() -> None:
     """Those that arrive, or are announced, while requests run are refused: tokens would be of no version."""
-    async with world(monkeypatch, mean_len=10**9) as (llm, actor, engine):
+    async with world(mean_len=10**9) as (llm, actor, engine):
         llm.limit(5)
         running = asyncio.create_task(collect(engine, request()))
         await until_stopped(llm)
@@ -176,10 +171,9 @@ async def test_weights_wait_for_no_request(monkeypatch: pytest.MonkeyPatch) -> N
             await engine.update_weights(PolicyVersion(0, 1), "somewhere")
 
 
-@pytest.mark.asyncio
-async def test_a_cache_that_cannot_be_emptied(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_cache_that_cannot_be_emptied() -> None:
     """It holds keys of the old weights: the engine says so and takes no requests."""
-    async with world(monkeypatch) as (llm, _, engine):
+    async with world() as (llm, _, engine):
         llm.cache_resets = False
         with pytest.raises(EngineError, match="could not reset its prefix cache"):
             await engine.update_weights(PolicyVersion(0, 1))
@@ -187,10 +181,9 @@ async def test_a_cache_that_cannot_be_emptied(monkeypatch: pytest.MonkeyPatch) -
             await collect(engine, request())
 
 
-@pytest.mark.asyncio
-async def test_an_actor_that_was_started_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_actor_that_was_started_anew() -> None:
     """Its weights are those of its start: no token of it is believed."""
-    async with world(monkeypatch) as (llm, actor, engine):
+    async with world() as (llm, actor, engine):
         await engine.update_weights(PolicyVersion(0, 1))
         assert (await engine.health()).current
         actor.side = ActorSide(llm)
@@ -201,10 +194,9 @@ async def test_an_actor_that_was_started_anew(monkeypatch: pytest.MonkeyPatch) -
         assert "started anew" in health.detail
 
 
-@pytest.mark.asyncio
-async def test_an_actor_that_was_started_anew_during_a_transfer(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_actor_that_was_started_anew_during_a_transfer() -> None:
     """The trainer has written into one that is gone: the update is refused, and the next one is whole."""
-    async with world(monkeypatch) as (llm, actor, engine):
+    async with world() as (llm, actor, engine):
         await engine.pause()
         actor.side = ActorSide(llm)
         with pytest.raises(EngineError, match="started anew while weights were handed over"):
@@ -217,10 +209,9 @@ async def test_an_actor_that_was_started_anew_during_a_transfer(monkeypatch: pyt
         assert chunk.version == PolicyVersion(0, 1)
 
 
-@pytest.mark.asyncio
-async def test_a_dead_actor(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_dead_actor() -> None:
     """What Ray says of it comes as an error of the engine; it is not healthy."""
-    async with world(monkeypatch) as (_, actor, engine):
+    async with world() as (_, actor, engine):
         actor.dead = True
         with pytest.raises(EngineError, match="RuntimeError: the actor died"):
             await collect(engine, request())
@@ -229,10 +220,9 @@ async def test_a_dead_actor(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "the actor died" in health.detail
 
 
-@pytest.mark.asyncio
-async def test_what_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_what_is_refused() -> None:
     """Here what cannot fit, and there what vLLM will not take, each as a refusal."""
-    async with world(monkeypatch) as (llm, actor, engine):
+    async with world() as (llm, actor, engine):
         with pytest.raises(RequestRefused, match="has room for 1000"):
             await collect(engine, request(most=998))
         with pytest.raises(RequestRefused, match="outside the vocabulary"):
@@ -246,19 +236,17 @@ async def test_what_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         assert not llm.requests
 
 
-@pytest.mark.asyncio
-async def test_a_vllm_that_the_trainer_has_paused_is_busy(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_vllm_that_the_trainer_has_paused_is_busy() -> None:
     """Which is no failure here either: the request goes elsewhere, or waits."""
-    async with world(monkeypatch, release=33) as (llm, _, engine):
+    async with world(release=33) as (llm, _, engine):
         await llm.pause_generation(mode="abort", clear_cache=False)
         with pytest.raises(EngineBusy, match="Generation is paused"):
             await collect(engine, request())
 
 
-@pytest.mark.asyncio
-async def test_a_request_that_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_request_that_is_given_up() -> None:
     """Nobody will read it: it is ended at vLLM too."""
-    async with world(monkeypatch, mean_len=10**9) as (llm, _, engine):
+    async with world(mean_len=10**9) as (llm, _, engine):
         llm.limit(5)
         running = asyncio.create_task(collect(engine, request()))
         await until_stopped(llm)

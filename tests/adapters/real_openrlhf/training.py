@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import re
+import subprocess
+import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import openrlhf
 import pytest
 import short_runs
 
@@ -159,3 +164,68 @@ def test_dynamic_filtering_and_evaluation(tmp_path: Path) -> None:
             scores.setdefault(row["label"], []).append(row["info"]["score"])
     assert scores
     assert all(0.15 < sum(group) / len(group) < 0.9 for group in scores.values())
+
+
+# ---------------------------------------------------------------- checkpoints
+
+
+SAVED, KILLED = 3, 4
+
+
+MODES: dict[str, dict[str, Any]] = {
+    "sync": {}, "async": {"train__async_enable": True},
+    "continuous": {"train__async_enable": True, "april__generation": "continuous"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_resumed_training(mode: str, tmp_path: Path) -> None:
+    """Killed one step after the checkpoint; partials cross the restart, and log-probabilities still agree."""
+    files = short_runs.prepare(tmp_path)
+    words = short_runs.flags(files, tmp_path, ckpt__save_steps=SAVED, **MODES[mode])
+    before = short_runs.run(tmp_path / "before", words, killed_after=KILLED)
+    assert before.status != 0
+    assert len(before.trained) >= KILLED
+
+    after = short_runs.run(tmp_path / "after", [*words, "--ckpt.load_enable"])
+
+    assert after.status == 0, after.output[-4000:]
+    kept = before.trained[:SAVED]
+    trained = Counter(row["label"] for rows in kept + after.trained for row in rows)
+    assert trained == ALL
+    # tokens of the first process in responses that the second one finished; continuous, or that it only delivered, for
+    # running requests hand theirs over when they end, so the state has what was cut by a broadcast or had ended
+    carried = [s for b in after.batches for s in b["samples"] if s["versions"][0][0] == 0]
+    if mode != "continuous":
+        carried = [s for s in carried if s["versions"][-1][0] == 1]
+    assert carried
+    assert after.ledger["prompts"]["delivered"] == short_runs.ROWS
+    assert after.ledger["prompts"]["held"] == 0
+    assert after.batches[0]["version"] == [1, SAVED]
+    present, older = differences(after, (1, SAVED))
+    report(f"{mode}, resumed, {len(carried)} responses continued over the restart", after, present, older)
+    assert max(present, default=0.0) <= 1e-3
+
+
+# ---------------------------------------------------------------- OpenRLHF's own tests
+
+
+FILES = (
+    "test_samples_generator.py", "test_ppo_trainer.py", "test_agent.py", "test_experience.py", "test_reward_shaping.py",
+    "test_loss_aggregation.py",
+)  # fmt: skip
+
+
+def test_openrlhfs_own_tests() -> None:
+    """Those of the generator and of the trainer with april's subclasses, the others as they are."""
+    tests = Path(str(openrlhf.__file__)).parents[1] / "tests"
+    path = os.pathsep.join([str(short_runs.HERE), str(short_runs.HERE / "on_cpu"), str(short_runs.ROOT)])
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "substituted", "-p", "no:cacheprovider", "--import-mode=importlib",
+         "-c", os.devnull, "--rootdir", str(tests), *(str(tests / name) for name in FILES)],
+        cwd=tests, env=os.environ | {"PYTHONPATH": path}, text=True, capture_output=True, check=False,
+    )  # fmt: skip
+    print(done.stdout[-1500:])
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-2000:]
+    assert int(re.search(r"substituted SamplesGenerator (\d+) times", done.stdout)[1]) >= 2  # type: ignore[index]
+    assert int(re.search(r"substituted PPOTrainer (\d+) times", done.stdout)[1]) >= 2  # type: ignore[index]
