@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -34,24 +34,30 @@ def said(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [text for text in texts if " has waited " in text or " at work on " in text]
 
 
-async def test_a_transfer_that_does_not_return_is_named(caplog: pytest.LogCaptureFixture) -> None:
-    """Once, after the time; what the driver says of itself has it before, with how long it has lasted."""
+@pytest.mark.parametrize("call", ["weight_update", "load_state_dict"])
+async def test_a_transfer_that_does_not_return_is_named(call: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Once, after the time, by the call that waits; what the driver says of itself has it before, with how long it has
+    lasted."""
     run = Rollouts(table({}, 20), n=4, engines=[RecordingEngine(table({}, 20), remote=True)])
-    await run.driver.next_batch()
+    hangs: Any = asyncio.Event().wait
+    if call == "weight_update":
+        await run.driver.next_batch()
+        waiting = asyncio.create_task(run.driver.update_weights(transfer=hangs))
+    else:
+        waiting = asyncio.create_task(run.driver.load_state_dict(run.driver.state_dict(None), transfer=hangs))
     assert "waits for" not in repr(run.driver)
-    update = asyncio.create_task(run.driver.update_weights(transfer=asyncio.Event().wait))  # type: ignore[arg-type]
     await asyncio.sleep(7)
     assert repr(run.driver).endswith("waits for a weight update: its transfer function to return, for 7 s")
     await asyncio.sleep(WARN_AFTER_S - 7.001)
     assert not said(caplog)
-    await asyncio.sleep(1)
-    sentence = "weight_update has waited 60 s for its transfer function to return; meanwhile nothing is generated"
-    assert said(caplog) == [sentence]
-    await asyncio.sleep(10_000)
-    assert said(caplog) == [sentence]
-    update.cancel()
+    for seconds in (1, 10_000):
+        await asyncio.sleep(seconds)
+        assert said(caplog) == [
+            f"{call} has waited 60 s for its transfer function to return; meanwhile nothing is generated"
+        ]
+    waiting.cancel()
     with pytest.raises(asyncio.CancelledError):
-        await update
+        await waiting
 
 
 @pytest.mark.parametrize("call", ["pause", "load", "resume"])
@@ -65,21 +71,6 @@ async def test_an_engine_that_an_update_waits_for_is_named(call: str, caplog: py
     assert said(caplog) == [f"weight_update has waited 20 s for engine e0 to {call}; meanwhile nothing is generated"]
     await run.driver.update_weights("weights")
     assert len(said(caplog)) == 1  # no longer than the one that was named
-
-
-async def test_a_state_whose_weights_are_not_handed_over(caplog: pytest.LogCaptureFixture) -> None:
-    """The call that waits is named as it is called."""
-    lengths = table({}, 20)
-    run = Rollouts(lengths, n=4, engines=[RecordingEngine(lengths, remote=True)])
-    state = run.driver.state_dict(None)
-    load = asyncio.create_task(run.driver.load_state_dict(state, transfer=asyncio.Event().wait))  # type: ignore[arg-type]
-    await asyncio.sleep(61)
-    assert said(caplog) == [
-        "load_state_dict has waited 60 s for its transfer function to return; meanwhile nothing is generated"
-    ]
-    load.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await load
 
 
 @pytest.mark.parametrize("timeout_s", [None, 600.0])
@@ -145,66 +136,44 @@ async def test_too_many_batches_out_are_named_every_time_that_they_last(caplog: 
     assert sentence.startswith("next_batch has waited 60 s for training: max_staleness. train first: 1 batch")
 
 
-Happens = Callable[[RolloutCore], None]
-
-
-def draws(core: RolloutCore) -> None:
-    """A batch is asked for, and no prompt comes."""
-    core.handle(ev.StepRequested())
-
-
-def has_no_engine(core: RolloutCore) -> None:
-    """Prompts come, and the only engine is ill."""
-    core.handle(ev.StepRequested())
-    core.handle(ev.EngineFailed("e0"))
-    core.handle(ev.PromptsDrawn([Prompt(prompt_ids(0))], exhausted=True))
-
-
-def is_paused(core: RolloutCore) -> None:
-    """Somebody has asked for a pause, and does not end it."""
-    core.handle(ev.StepRequested())
-    core.handle(ev.PauseRequested())
-
-
-def evaluates_in_a_pause(core: RolloutCore) -> None:
-    """An evaluation waits for that."""
-    core.handle(ev.PauseRequested())
-    core.handle(
-        ev.EvaluationRequested(
-            evaluation=0, prompts=[Prompt(prompt_ids(0))], n_samples=1, sampling=SamplingParams(5), seed=0,
-            functions_at_once=None,
-        )
-    )  # fmt: skip
-
-
-def updates_behind_a_pause(core: RolloutCore) -> None:
-    """So does an update."""
-    core.handle(ev.PauseRequested())
-    core.handle(ev.UpdateRequested(update=1, path="weights"))
+ASKED, PAUSE = ev.StepRequested(), ev.PauseRequested()
+DRAWN = ev.PromptsDrawn([Prompt(prompt_ids(0))], exhausted=True)
+EVALUATION = ev.EvaluationRequested(
+    evaluation=0, prompts=[Prompt(prompt_ids(0))], n_samples=1, sampling=SamplingParams(5), seed=0,
+    functions_at_once=None,
+)  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    ("happens", "call", "what"),
+    ("events", "sentence"),
     [
-        (draws, "next_batch", "prompts: their source has not returned any"),
-        (has_no_engine, "next_batch", "an engine: mend one of e0; after outage_deadline_s the step fails"),
-        (is_paused, "next_batch", "the end of a pause"),
-        (evaluates_in_a_pause, "evaluate", "the end of a pause"),
-        (updates_behind_a_pause, "weight_update", "the end of an evaluation or of a pause"),
+        ([ASKED], "next_batch has waited 60 s for prompts: their source has not returned any"),
+        (
+            [ASKED, ev.EngineFailed("e0"), DRAWN],
+            "next_batch has waited 60 s for an engine: mend one of e0; after outage_deadline_s the step fails",
+        ),
+        ([ASKED, PAUSE], "next_batch has waited 60 s for the end of a pause"),
+        ([PAUSE, EVALUATION], "evaluate has waited 60 s for the end of a pause"),
+        (
+            [PAUSE, ev.UpdateRequested(update=1, path="weights")],
+            "weight_update has waited 60 s for the end of an evaluation or of a pause",
+        ),
     ],
+    ids=["no prompt comes", "no engine", "a pause", "an evaluation in a pause", "an update behind a pause"],
 )
 async def test_whatever_is_waited_for_is_named_once_and_no_timer_is_left(
-    happens: Happens, call: str, what: str, caplog: pytest.LogCaptureFixture
+    events: list[ev.Event], sentence: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Nothing happens any more, and the loop has nothing to do for it."""
     core = RolloutCore(settings(n=1, samples=1), [EngineLimits("e0", 4096, None, (2,))])
     told: list[float] = []
     waits = LongWaits(core, now, 60.0, {}, told.append)
-    happens(core)
+    for event in events:
+        core.handle(event)
     waits.look()
     await asyncio.sleep(3600)
-    (sentence,) = said(caplog)
-    assert sentence.startswith(f"{call} has waited 60 s for {what}")
+    (text,) = said(caplog)
+    assert text.startswith(sentence)
     assert told == [6.0]
     assert waits.standing == f"waits for {waits_for(core)}, for 3600 s"
     assert not asyncio.get_running_loop()._scheduled  # type: ignore[attr-defined]
