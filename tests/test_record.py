@@ -29,6 +29,7 @@ from virtual_rollouts import EOS, RecordingEngine, Rollouts, on_virtual_time, ta
 import april
 from april.cli import app
 from april.core import events as ev
+from april.core.state import RolloutCore
 from april.core.types import Prompt, SampleId
 from april.driver.llm import LLM
 from april.engines.protocol import Chunk, Request
@@ -39,6 +40,12 @@ from april.record.plain import NAMES, back, plain, what_raised
 from april.record.replay import replay
 
 pytestmark = on_virtual_time
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    """Of a record that is not there yet."""
+    return tmp_path / "run.jsonl"
+
 
 SECRET = "sk-the prompt of a customer"  # noqa: S105
 
@@ -116,9 +123,8 @@ def record(path: Path, **options: Any) -> Rollouts:
 
 
 @pytest.mark.parametrize("seed", [0, 1, 3])
-def test_an_eventful_run_is_decided_again_from_its_events(tmp_path: Path, seed: int) -> None:
+def test_an_eventful_run_is_decided_again_from_its_events(path: Path, seed: int) -> None:
     """Same commands, ledgers, counters and stories, with breaks, fences, filters, tools, an evaluation and updates."""
-    path = tmp_path / "run.jsonl"
     rollouts = record(path, seed=seed)
     times: list[float] = []
     run = replay(path, watch=lambda at, event, commands: times.append(at))
@@ -135,37 +141,47 @@ def test_an_eventful_run_is_decided_again_from_its_events(tmp_path: Path, seed: 
     assert run.events["AttemptEnded"] > 20 < run.events["CallMade"]
 
 
+async def over_a_restart(path: Path, at: float, steps: int = 1, before: int = 0, **options: Any) -> RolloutCore:
+    """The core of a recorded run that goes on from the state of another one, in the middle of a step; it is decided
+    again with the same tokens."""
+    old = new(**options)
+    for _ in range(before):
+        await old.driver.next_batch()
+        await old.driver.update_weights()
+    async with in_a_step(old, at):
+        state = saved(old.driver.state_dict(None))
+    again = new(**options | {"engines": None}, record=RunRecord(path))
+    await again.driver.load_state_dict(state)
+    for _ in range(steps):
+        await again.driver.next_batch()
+        await again.driver.update_weights()
+    await again.close()
+    core = replay(path).core
+    assert core.tokens == again.core.tokens
+    assert core.clock.current == again.core.clock.current == (1, before + steps)
+    return core
+
+
+def calls_of(path: Path) -> list[dict[str, Any]]:
+    return [line[2] for line in raw_lines(path) if line[1] == "CallMade"]
+
+
 @pytest.mark.parametrize("at", [0.0, 9.5, 20.0])
 @pytest.mark.parametrize("stops", [(), (11,)])
-async def test_a_run_that_goes_on_from_a_state_is_decided_again(tmp_path: Path, at: float, stops: Any) -> None:
+async def test_a_run_that_goes_on_from_a_state_is_decided_again(path: Path, at: float, stops: Any) -> None:
     """The record has the state without its texts; calls are answered from it, and one may stand at its last token."""
-    path = tmp_path / "run.jsonl"
 
     async def rollout(prompt: Prompt, llm: LLM) -> None:
         done = await llm.generate(max_tokens=9, stop_token_ids=stops)
         await llm.generate([*done.conversation.tolist(), 950], stop_token_ids=stops)
 
-    old = new(rollout=rollout, prompts=prompts())
-    await old.driver.next_batch()
-    await old.driver.update_weights()
-    async with in_a_step(old, at):
-        state = saved(old.driver.state_dict(None))
-    again = new(rollout=rollout, prompts=prompts(), record=RunRecord(path))
-    await again.driver.load_state_dict(state)
-    for _ in range(3):
-        await again.driver.next_batch()
-        await again.driver.update_weights()
-    await again.close()
-    run = replay(path)
-    assert run.core.tokens == again.core.tokens
-    assert run.core.clock.current == again.core.clock.current == (1, 4)
+    await over_a_restart(path, at, steps=3, before=1, rollout=rollout, prompts=prompts())
     assert [line[1] for line in raw_lines(path)].count("State") == 1
-    assert SECRET not in path.read_text()
+    assert SECRET not in str(raw_lines(path))
 
 
-async def test_a_partial_at_its_end_in_a_state_is_complete_in_the_replay(tmp_path: Path) -> None:
+async def test_a_partial_at_its_end_in_a_state_is_complete_in_the_replay(path: Path) -> None:
     """Saved between its last token and the end of its attempt: the record says that it ends, not with which token."""
-    path = tmp_path / "run.jsonl"
 
     class Holds(RecordingEngine):
         """Its last chunk comes long before its end."""
@@ -181,21 +197,14 @@ async def test_a_partial_at_its_end_in_a_state_is_complete_in_the_replay(tmp_pat
         await llm.generate(stop_token_ids=(EOS,))
 
     lengths = table({}, 7)
-    old = Rollouts(lengths, n=1, engines=[Holds(lengths)], rollout=rollout)
-    async with in_a_step(old, 20):
-        state = saved(old.driver.state_dict(None))
-    again = Rollouts(lengths, n=1, rollout=rollout, record=RunRecord(path))
-    await again.driver.load_state_dict(state)
-    batch = await again.driver.next_batch()
-    assert [s.attempts for s in batch.samples] == [1]
-    await again.close()
-    assert replay(path).core.context.batches == 1
-    assert [line[2]["ends"] for line in raw_lines(path) if line[1] == "CallMade"] == [True]
+    options: dict[str, Any] = {"lengths": lengths, "rollout": rollout, "n": 1, "samples": 1, "over": 1}
+    core = await over_a_restart(path, 20, engines=[Holds(lengths)], **options)
+    assert core.context.batches == 1
+    assert [call["ends"] for call in calls_of(path)] == [True]
 
 
-async def test_a_state_of_between_two_calls_goes_on_in_the_replay(tmp_path: Path) -> None:
+async def test_a_state_of_between_two_calls_goes_on_in_the_replay(path: Path) -> None:
     """The first call has ended in EOS, whose number a record does not have; the second quotes it."""
-    path = tmp_path / "run.jsonl"
 
     async def rollout(prompt: Prompt, llm: LLM) -> None:
         done = await llm.generate(stop_token_ids=(EOS,))
@@ -203,21 +212,13 @@ async def test_a_state_of_between_two_calls_goes_on_in_the_replay(tmp_path: Path
         done = await llm.generate([*done.conversation.tolist(), 950], stop_token_ids=(EOS,))
         await llm.generate([*done.conversation.tolist(), 950], max_tokens=1)
 
-    run = new(rollout=rollout, lengths=table({}, 5))
-    async with in_a_step(run, 10.0):
-        state = saved(run.driver.state_dict(None))
-    run = new(rollout=rollout, lengths=table({}, 5), record=RunRecord(path))
-    await run.driver.load_state_dict(state)
-    await run.driver.next_batch()
-    await run.close()
-    assert replay(path).core.tokens == run.core.tokens
-    calls = [line[2] for line in raw_lines(path) if line[1] == "CallMade"]
-    assert any(call.get("ends") and "token_ids" in call for call in calls)
+    await over_a_restart(path, 10.0, rollout=rollout, lengths=table({}, 5))
+    assert any(call.get("ends") and "token_ids" in call for call in calls_of(path))
 
 
-async def test_a_function_that_asks_otherwise_after_a_restart_does_so_in_the_replay(tmp_path: Path) -> None:
+async def test_a_function_that_asks_otherwise_after_a_restart_does_so_in_the_replay(path: Path) -> None:
     """The record has where its conversation differs, not how; its sample begins again in both."""
-    path, begun = tmp_path / "run.jsonl", 0
+    begun = 0
 
     async def rollout(prompt: Prompt, llm: LLM) -> None:
         nonlocal begun
@@ -226,24 +227,14 @@ async def test_a_function_that_asks_otherwise_after_a_restart_does_so_in_the_rep
         done = await llm.generate(max_tokens=6)
         await llm.generate([*done.conversation.tolist(), 951 if other else 950])
 
-    run = new(rollout=rollout, lengths=table({}, 30))
-    async with in_a_step(run, 20.0):
-        state = saved(run.driver.state_dict(None))
-    run = new(rollout=rollout, lengths=table({}, 30), record=RunRecord(path))
-    await run.driver.load_state_dict(state)
-    await run.driver.next_batch()
-    await run.close()
-    again = replay(path).core
-    assert again.tokens == run.core.tokens
-    assert again.tokens.dropped[april.DropReason.REPLAY_DIVERGED] > 0
-    differing = [line[2]["token_ids"] for line in raw_lines(path) if "differs_at" in (line[2].get("token_ids") or {})]
+    core = await over_a_restart(path, 20.0, rollout=rollout, lengths=table({}, 30))
+    assert core.tokens.dropped[april.DropReason.REPLAY_DIVERGED] > 0
+    differing = [ids for call in calls_of(path) if "differs_at" in (ids := call.get("token_ids") or {})]
     assert differing == [{"length": 10, "differs_at": 9}]
 
 
-async def test_what_breaks_the_core_is_in_the_record(tmp_path: Path) -> None:
+async def test_what_breaks_the_core_is_in_the_record(path: Path) -> None:
     """The event that cannot be is the last line, and breaks the replay in the same way."""
-    path = tmp_path / "run.jsonl"
-
     rollouts = Rollouts(table({}, 5), n=1, record=RunRecord(path))
     await rollouts.driver.next_batch()
     rollouts.driver.post(ev.BatchCommitted(7))
@@ -258,9 +249,8 @@ async def test_what_breaks_the_core_is_in_the_record(tmp_path: Path) -> None:
 # ---------------------------------------------------------------- files that are not what was written
 
 
-def test_a_torn_last_line_is_no_error(tmp_path: Path) -> None:
+def test_a_torn_last_line_is_no_error(path: Path) -> None:
     """A process that is killed while it writes leaves half a line; all before it counts."""
-    path = tmp_path / "run.jsonl"
     record(path)
     data = path.read_bytes()
     for cut in (1, 40, len(data) // 2, len(data) - data.index(b"\n") - 1):
@@ -268,9 +258,8 @@ def test_a_torn_last_line_is_no_error(tmp_path: Path) -> None:
         assert replay(path).end.startswith("in the middle: ")
 
 
-def test_a_change_is_found_in_its_line(tmp_path: Path) -> None:
+def test_a_change_is_found_in_its_line(path: Path) -> None:
     """One that was made to the text, one to a decision with checks that fit, and a line that cannot be."""
-    path = tmp_path / "run.jsonl"
     record(path)
     data, lines = path.read_bytes(), raw_lines(path)
     number = next(i for i, line in enumerate(lines, 1) if line[1] == "CallMade")
@@ -295,9 +284,8 @@ def test_a_change_is_found_in_its_line(tmp_path: Path) -> None:
         replay(written(path, lines))
 
 
-def test_a_record_without_its_settings_is_refused(tmp_path: Path) -> None:
+def test_a_record_without_its_settings_is_refused(path: Path) -> None:
     """With the first that is missing; so is an empty file. ``test_records_of_others.py`` has the rest."""
-    path = tmp_path / "run.jsonl"
     record(path, steps=1)
     lines = raw_lines(path)
     lines[0][2] |= {"settings": {}}
@@ -311,9 +299,8 @@ def test_a_record_without_its_settings_is_refused(tmp_path: Path) -> None:
 # ---------------------------------------------------------------- the file
 
 
-def test_nothing_that_is_secret_is_in_the_file(tmp_path: Path) -> None:
+def test_nothing_that_is_secret_is_in_the_file(tmp_path: Path, path: Path) -> None:
     """Neither prompts nor tokens nor what errors quote; readable by its owner only; an older record is kept."""
-    path = tmp_path / "run.jsonl"
     path.write_text("an older one")
     rollouts = record(path)
     data = path.read_text()
@@ -327,69 +314,62 @@ def test_nothing_that_is_secret_is_in_the_file(tmp_path: Path) -> None:
     assert not {part for line in raw_lines(path) for part in line[2]} & {"tokens", "logprobs", "data"}
 
 
-async def test_messages_of_errors_are_recorded_where_that_is_wanted(tmp_path: Path) -> None:
+async def test_messages_of_errors_are_recorded_where_that_is_wanted(path: Path) -> None:
     """They may quote prompts, so it is said explicitly; decisions do not depend on it."""
-    path = tmp_path / "run.jsonl"
-
     rollouts = Rollouts(table({}, 5), n=1, record=RunRecord(path, messages=True))
     await rollouts.driver.next_batch()
     rollouts.driver.post(ev.TokensUnused(0, april.DropReason.LATE))
     rollouts.driver.post(ev.AttemptFailed(attempt_id="unknown", error=f"what {SECRET} said"))
     await rollouts.close()
-    assert SECRET in path.read_text()
+    assert SECRET in str(raw_lines(path))
     assert replay(path).events["AttemptFailed"] == 1
 
 
-def test_a_record_at_its_limit_ends_and_the_run_goes_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(
+    ("how", "why"),
+    [
+        ("limit", "it has reached its limit of 0 MiB"),
+        ("full", "No space left on device"),
+        ("slow", "the disk does not keep up"),
+    ],
+)
+def test_a_record_that_cannot_go_on_ends_and_the_run_goes_on(
+    path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, how: str, why: str
 ) -> None:
-    """It says so once, in the log and in the file, which is no larger than the limit and can be replayed."""
-    path, limit = tmp_path / "run.jsonl", 20_000
-    monkeypatch.setattr("april.record.recorder.RecordFile", lambda path, _: RecordFile(path, limit))
-    with caplog.at_level(logging.WARNING, "april"):
-        rollouts = record(path, steps=6)
-    assert rollouts.core.context.batches == 6
-    assert limit - 1000 < path.stat().st_size <= limit
-    assert [r.message for r in caplog.records if r.message.startswith("the record")] == [
-        f"the record {path} ends here, the run goes on: it has reached its limit of 0 MiB"
-    ]
-    assert replay(path).end == "the run went on, its record did not: it has reached its limit of 0 MiB"
-
-
-@pytest.mark.parametrize("how", ["full", "slow"])
-def test_a_disk_that_is_full_or_slow_ends_the_record_and_not_the_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, how: str
-) -> None:
-    """One warning; what was written before can be replayed."""
-    path, real = tmp_path / "run.jsonl", os.write
+    """At its limit, on a disk that is full or slow: it says so once, and what was written before can be replayed. At
+    the limit the file says so too, and is no larger."""
+    real, limit = os.write, 20_000
 
     def write(file: int, data: bytes) -> int:
         if os.fstat(file).st_size:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return real(file, data[:5000])
 
-    if how == "full":
+    if how == "limit":
+        monkeypatch.setattr("april.record.recorder.RecordFile", lambda path, _: RecordFile(path, limit))
+    elif how == "full":
         monkeypatch.setattr(record_file.os, "write", write)
     else:
         monkeypatch.setattr(record_file, "MOST_WAITING", 5000)
         monkeypatch.setattr(record_file, "WRITE_EVERY_S", 60.0)
     with caplog.at_level(logging.WARNING, "april"):
-        rollouts = record(path)
-    assert rollouts.core.context.batches == 4
-    why = {"full": "No space left on device", "slow": "the disk does not keep up"}[how]
+        rollouts = record(path, steps=6)
+    assert rollouts.core.context.batches == 6
     assert [r.message for r in caplog.records if r.message.startswith("the record")] == [
         f"the record {path} ends here, the run goes on: {why}"
     ]
-    assert sum(replay(path).events.values()) > 10
+    run = replay(path)
+    assert sum(run.events.values()) > 10
+    if how == "limit":
+        assert limit - 1000 < path.stat().st_size <= limit
+        assert run.end == f"the run went on, its record did not: {why}"
 
 
 @pytest.mark.parametrize(("number", "error"), [(1j, "TypeError"), (float("nan"), "ValueError")])
 async def test_what_cannot_be_written_down_ends_the_record_and_not_the_run(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, number: Any, error: str
+    path: Path, caplog: pytest.LogCaptureFixture, number: Any, error: str
 ) -> None:
     """A number that JSON does not have, out of a user's hands: it would hide all that comes after it."""
-    path = tmp_path / "run.jsonl"
-
     rollouts = Rollouts(table({}, 5), n=1, record=RunRecord(path))
     await rollouts.driver.next_batch()
     rollouts.driver.post(ev.Scored(99, [(0, number)]))
@@ -436,9 +416,8 @@ virtual(program)
 """
 
 
-def test_a_process_that_is_killed_leaves_a_record_up_to_there(tmp_path: Path) -> None:
+def test_a_process_that_is_killed_leaves_a_record_up_to_there(tmp_path: Path, path: Path) -> None:
     """And the record of the process before it."""
-    path = tmp_path / "run.jsonl"
     done = subprocess.run([sys.executable, "-c", KILLED, str(path)], capture_output=True, text=True, check=False)
     assert done.returncode == -signal.SIGKILL, done.stderr
     run = replay(path)
@@ -559,9 +538,8 @@ def april_replay(*arguments: str) -> Any:
     return CliRunner().invoke(app, ["replay", *arguments], env={"COLUMNS": "160", "NO_COLOR": "1"})
 
 
-def test_the_command_prints_the_run_and_a_sample(tmp_path: Path) -> None:
+def test_the_command_prints_the_run_and_a_sample(path: Path) -> None:
     """Steps, versions, ledgers, digest; with --story what happened to one sample."""
-    path = tmp_path / "run.jsonl"
     rollouts = record(path)
     result = april_replay(str(path), "--story", "g1.s0")
     assert result.exit_code == 0, result.output
@@ -571,9 +549,8 @@ def test_the_command_prints_the_run_and_a_sample(tmp_path: Path) -> None:
     assert "the run was closed" in result.output
 
 
-def test_a_sample_that_cannot_be_is_named(tmp_path: Path) -> None:
+def test_a_sample_that_cannot_be_is_named(path: Path) -> None:
     """In one sentence, exit code 2."""
-    path = tmp_path / "run.jsonl"
     record(path, steps=1)
     result = april_replay(str(path), "--story", "three")
     assert result.exit_code == 2
@@ -585,9 +562,8 @@ def test_a_sample_that_cannot_be_is_named(tmp_path: Path) -> None:
 
 
 @on_virtual_time
-async def test_starts_that_fail_remove_no_record(tmp_path: Path) -> None:
+async def test_starts_that_fail_remove_no_record(tmp_path: Path, path: Path) -> None:
     """However many there are; each run that has ended a response is kept, the oldest first, and nothing else is."""
-    path = tmp_path / "run.jsonl"
 
     async def start(steps: int) -> None:
         run = Rollouts(table({}, 5), n=1, record=RunRecord(path))
@@ -627,9 +603,8 @@ def held_by(path: Path, name: str) -> bytes:
     ["an evaluation alone", "a function without requests", "a batch of a state", "cut in its last line",
      "of somebody else", "of another april"],
 )  # fmt: skip
-def test_a_file_with_anything_in_it_is_put_aside(tmp_path: Path, name: str) -> None:
+def test_a_file_with_anything_in_it_is_put_aside(tmp_path: Path, path: Path, name: str) -> None:
     """Byte by byte, beside what was put aside before; a number that is taken by something else is left alone."""
-    path = tmp_path / "run.jsonl"
     content = held_by(path, name)
     path.write_bytes(content)
     (tmp_path / "run.jsonl.1").write_text("mine")
@@ -640,9 +615,8 @@ def test_a_file_with_anything_in_it_is_put_aside(tmp_path: Path, name: str) -> N
     assert path.read_bytes() == b""
 
 
-def test_two_that_write_the_same_path_lose_nothing(tmp_path: Path) -> None:
+def test_two_that_write_the_same_path_lose_nothing(tmp_path: Path, path: Path) -> None:
     """The first has ended no response yet, and goes on in the file that was put aside; nothing of either is gone."""
-    path = tmp_path / "run.jsonl"
     files = [RecordFile(path, 1 << 20) for _ in range(3)]
     for number, file in enumerate(files):
         file.add(b'[0.0,"Record",{"n":%d}' % number)
@@ -651,9 +625,10 @@ def test_two_that_write_the_same_path_lose_nothing(tmp_path: Path) -> None:
     assert [json.loads((tmp_path / name).read_text())[2]["n"] for name in names] == [0, 1, 2]
 
 
-def test_a_record_that_cannot_be_put_aside_is_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_record_that_cannot_be_put_aside_is_as_it_was(
+    tmp_path: Path, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A directory that is read-only, or a disk that is full: refused before anything starts, by name."""
-    path = tmp_path / "run.jsonl"
     path.write_text("notes")
     real = os.open
 
@@ -675,9 +650,8 @@ def test_a_record_that_cannot_be_put_aside_is_as_it_was(tmp_path: Path, monkeypa
 
 
 @pytest.mark.parametrize("command", [["report", "RECORD"], ["profile", "http://127.0.0.1:9", "--kind", "vllm"]])
-def test_no_command_writes_over_a_record(tmp_path: Path, command: list[str]) -> None:
+def test_no_command_writes_over_a_record(path: Path, command: list[str]) -> None:
     """Given as the file to write, it is refused by name."""
-    path = tmp_path / "run.jsonl"
     file = RecordFile(path, 1 << 20)
     file.add(b'[0.0,"Record",{}')
     file.close()
