@@ -107,33 +107,36 @@ class AdmissionCap:
 
 
 SPARE = 64
-"""Entries of the heap, beside four for each that counts, from which on void ones are thrown out."""
+"""Entries of the heap, beside eight for each engine, from which on void ones are thrown out."""
+PLACES = 32
+"""Bits of an engine's place in an entry of the heap."""
 
 
 class LeastLoaded:
     """Engines that take a request: those with the fewest first, and of equals the one that has been here longest.
 
-    A heap of (load, place, engine); an entry whose engine has another load by now is void.
+    A heap of entries (load, place), each in one number; one whose engine has left, or has another load by now, is void.
     """
 
     def __init__(self) -> None:
-        self._heap: list[tuple[int, int, EngineState]] = []
-        self._most = SPARE
+        self._heap: list[int] = []
+        self._engines: dict[int, EngineState] = {}
+        """By place."""
         self._joined = 0
 
     def __iter__(self) -> Iterator[EngineState]:
-        return (engine for *_, engine in self._valid())
+        return (engine for entry in sorted(set(self._heap)) if (engine := self._engine(entry)) is not None)
 
-    def _valid(self) -> list[tuple[int, int, EngineState]]:
-        return sorted({entry[1]: entry for entry in self._heap if entry[2].load == entry[0]}.values())
+    def _engine(self, entry: int) -> EngineState | None:
+        engine = self._engines.get(entry & (1 << PLACES) - 1)
+        return engine if engine is not None and engine.load == entry >> PLACES else None
 
     @property
     def first(self) -> EngineState | None:
         """The first of them; None when no engine takes a request."""
         heap = self._heap
         while heap:
-            load, _, engine = heap[0]
-            if engine.load == load:
+            if (engine := self._engine(heap[0])) is not None:
                 return engine
             heapq.heappop(heap)
         return None
@@ -142,14 +145,19 @@ class LeastLoaded:
         """Add an engine behind the present ones; it enters itself whenever its load changes."""
         self._joined += 1
         engine.order, engine.place = self, self._joined
+        self._engines[engine.place] = engine
         engine.moved()
 
-    def enter(self, load: int, engine: EngineState) -> None:
-        """An engine has this load from now on."""
-        heapq.heappush(self._heap, (load, engine.place, engine))
-        if len(self._heap) > self._most:
-            self._heap = self._valid()
-            self._most = 4 * len(self._heap) + SPARE
+    def leave(self, engine: EngineState) -> None:
+        """Take an engine out."""
+        del self._engines[engine.place]
+        engine.order = engine.load = None
+
+    def enter(self, load: int, place: int) -> None:
+        """The engine at this place has this load from now on."""
+        heapq.heappush(self._heap, load << PLACES | place)
+        if len(self._heap) > 8 * len(self._engines) + SPARE:
+            self._heap = sorted(entry for entry in set(self._heap) if self._engine(entry) is not None)
 
 
 FAILURES_BEFORE_QUARANTINE = 3
@@ -265,7 +273,7 @@ class EngineState:
         if load != self.load and self.order is not None:
             _set(self, "load", load)
             if load is not None:
-                self.order.enter(load, self)
+                self.order.enter(load, self.place)
 
     def add(self, requests: int) -> None:
         """Change the number of requests in flight."""
@@ -405,7 +413,7 @@ class EngineTable:
         if state.in_flight:
             raise InvariantError(f"engine {name} has left with {state.in_flight} requests in flight")
         self.left[name] = self.states.pop(name)
-        state.order = state.load = None
+        self._by_load.leave(state)
         state.call = state.probe = state.rest = state.probe_timer = 0
         state.taken_back = False
         self.turnover += 1
