@@ -9,6 +9,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -221,21 +222,12 @@ def test_close_beside_a_reward_that_blocks_the_loop(
     begun, release = threading.Event(), threading.Event()
     before = threads_of_april()
     rollouts = blocked_scheduler(begun, release)
-    told: list[BaseException] = []
-
-    def train() -> None:
-        try:
-            rollouts.next_batch()
-        except SchedulerClosed as error:
-            told.append(error)
-
-    trainer = threading.Thread(target=train)
-    trainer.start()
-    begun.wait()
-    left = threads_of_april(before)
-    rollouts.close()
-    trainer.join()
-    assert len(told) == 1
+    with ThreadPoolExecutor() as pool:
+        trainer = pool.submit(rollouts.next_batch)
+        begun.wait()
+        left = threads_of_april(before)
+        rollouts.close()
+        assert isinstance(trainer.exception(), SchedulerClosed)
     assert "blocking_reward" in caplog.text
     assert "must not block" in caplog.text
     for call in (rollouts.next_batch, rollouts.ledger, rollouts.close):

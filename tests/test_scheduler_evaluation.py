@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -64,17 +65,13 @@ def test_evaluation_while_a_step_waits() -> None:
             go.wait()
         return float(len(response.tokens))
 
-    with scheduler(reward=judge) as rollouts:
-        batches: list[april.Batch] = []
-        trainer = threading.Thread(target=lambda: batches.append(rollouts.next_batch()))
-        trainer.start()
+    with scheduler(reward=judge) as rollouts, ThreadPoolExecutor() as pool:
+        batch = pool.submit(rollouts.next_batch)
         holding.wait()
-        evaluation = threading.Thread(target=lambda: batches.append(rollouts.evaluate([[1, 2]])))  # type: ignore[arg-type]
-        evaluation.start()
+        evaluation = pool.submit(rollouts.evaluate, [[1, 2]])
         go.set()
-        trainer.join()
-        evaluation.join()
-        check(next(b for b in batches if isinstance(b, april.Batch)))
+        check(batch.result())
+        evaluation.result()
 
 
 def test_evaluation_has_its_own_sampling() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -42,25 +43,14 @@ def numbers(batch: april.Batch) -> list[int]:
     return sorted(int(s.prompt.token_ids[0]) - 1 for s in batch.samples)
 
 
-class Waiting:
-    """A thread that waits for the next batch, once the draw that it needs hangs."""
+WAITS = ThreadPoolExecutor(1, "waits")
 
-    def __init__(self, rollouts: april.RolloutScheduler, prompts: Gated) -> None:
-        self.out: list[Any] = []
-        self._thread = threading.Thread(target=self._wait, args=(rollouts,))
-        self._thread.start()
-        assert prompts.held.wait(20)
 
-    def _wait(self, rollouts: april.RolloutScheduler) -> None:
-        try:
-            self.out.append(rollouts.next_batch())
-        except april.AprilError as error:
-            self.out.append(error)
-
-    def end(self) -> Any:
-        """What it got."""
-        self._thread.join()
-        return self.out[0]
+def hanging(rollouts: april.RolloutScheduler, prompts: Gated) -> Future[april.Batch]:
+    """A call for the next batch in another thread, once the draw that it needs hangs."""
+    batch = WAITS.submit(rollouts.next_batch)
+    assert prompts.held.wait(20)
+    return batch
 
 
 def test_the_loop_goes_on_and_the_position_is_that_of_what_was_handed_over() -> None:
@@ -69,12 +59,12 @@ def test_the_loop_goes_on_and_the_position_is_that_of_what_was_handed_over() -> 
     with scheduler(prompts) as rollouts:
         assert numbers(rollouts.next_batch()) == [0, 1]
         rollouts.weight_update()
-        waiting = Waiting(rollouts, prompts)
+        waiting = hanging(rollouts, prompts)
         state = rollouts.state_dict()
         assert state["prompts"]["position"] == 2
         rollouts.extend([[100, 3]])
         prompts.gate.set()
-        assert numbers(waiting.end()) == [2, 3]
+        assert numbers(waiting.result()) == [2, 3]
         rollouts.validate()
     assert all(name.startswith("april-worker") for name in prompts.threads)
     again = Gated(99)
@@ -116,9 +106,9 @@ def test_close_does_not_wait_for_a_draw() -> None:
     """The caller is told; the thread ends when the prompts let it."""
     prompts = Gated(1)
     rollouts = scheduler(prompts)
-    waiting = Waiting(rollouts, prompts)
+    waiting = hanging(rollouts, prompts)
     rollouts.close()
-    assert isinstance(waiting.end(), april.SchedulerClosed)
+    assert isinstance(waiting.exception(), april.SchedulerClosed)
     prompts.gate.set()
 
 
@@ -133,10 +123,10 @@ def test_more_prompts_that_come_while_the_last_draw_ends() -> None:
 
     prompts = Ending(0)
     with scheduler(prompts) as rollouts:
-        waiting = Waiting(rollouts, prompts)
+        waiting = hanging(rollouts, prompts)
         rollouts.extend([[7, 3]])
         prompts.gate.set()
-        assert numbers(waiting.end()) == [0, 6]
+        assert numbers(waiting.result()) == [0, 6]
 
 
 @pytest.mark.parametrize("error", [ValueError("no such file"), SystemExit(3)])
@@ -161,8 +151,8 @@ def test_quick_draws_that_end_late_are_handed_over_once() -> None:
         for _ in range(3):
             seen += numbers(rollouts.next_batch())
             rollouts.weight_update()
-        waiting = Waiting(rollouts, prompts)
+        waiting = hanging(rollouts, prompts)
         rollouts.validate()
         prompts.gate.set()
-        assert [*seen, *numbers(waiting.end())] == list(range(8))
+        assert [*seen, *numbers(waiting.result())] == list(range(8))
         rollouts.validate()
