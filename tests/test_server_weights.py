@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from fake_servers.base import uncut
-from server_fixtures import KINDS, PROMPT, Got, begun, beside, connected, read, request, served, until, update
+from server_fixtures import BOTH, KINDS, PROMPT, Got, begun, beside, connected, read, request, served, until, update
 
 from april.core.versions import PolicyVersion
 from april.engines.protocol import EngineFinish
@@ -117,65 +117,56 @@ async def test_health_says_the_load(kind: str) -> None:
         await asyncio.gather(*readings)
 
 
-# ---------------------------------------------------------------- vLLM alone
-
-
-async def test_a_directory_without_weights(tmp_path: Path) -> None:
-    """The server is not asked to load it, keeps its weights and version, and serves on."""
-    async with served("vllm") as (server, engine):
-        for path in (tmp_path, tmp_path / "nowhere"):
-            with pytest.raises(EngineError, match="no weights in it"):
-                await update(engine, V1, str(path))
-        assert server.weights == "w0"
-        assert server.label.startswith("v0.0-")
-        got = await read(engine, request())
+@pytest.mark.parametrize(
+    ("kind", "options", "name", "words"),
+    [
+        pytest.param("vllm", {}, "empty", "no weights in it", id="vLLM would die of an empty directory"),
+        pytest.param("vllm", {}, "nowhere", "no weights in it", id="vLLM would die of no directory"),
+        pytest.param("vllm", {"developer": False}, "w1", "VLLM_SERVER_DEV_MODE=1", id="vLLM without the route"),
+        pytest.param("vllm", {}, "missing", "could not load", id="vLLM may be without weights"),
+        *(
+            pytest.param("sglang", {"labels": labels}, "missing", r"could not load \S+ as v0.1-.* it keeps the weights",
+                         id=f"SGLang with{'' if labels else 'out'} labels keeps what it has")
+            for labels in (True, False)
+        ),
+    ],
+)  # fmt: skip
+async def test_a_load_that_fails(tmp_path: Path, kind: str, options: dict[str, Any], name: str, words: str) -> None:
+    """A server that is not asked, or keeps what it had, serves on; another gets no request before an update."""
+    (tmp_path / "empty").mkdir()
+    path = saved(tmp_path, name) if name in ("w1", "missing") else str(tmp_path / name)
+    async with served(kind, **options) as (server, engine):
+        with pytest.raises(EngineError, match=words):
+            await update(engine, V1, path)
+        got, health = await read(engine, request()), await engine.health()
+        if (kind, name) == ("vllm", "missing"):
+            assert "without weights" in str(got.error)
+            assert (health.ok, health.current, server.runs) == (False, False, [])
+            await engine.update_weights(V1, saved(tmp_path, "w1"))
+            assert (await read(engine, request())).error is None
+            return
+        assert (server.weights, server.label[:5]) in (("w0", "v0.0-"), ("w0", "defau"))
         assert got.tokens == uncut(PROMPT)[0]
         assert set(got.versions) == {PolicyVersion(0, 0)}
+        assert health.ok
 
 
-async def test_a_load_that_fails(tmp_path: Path) -> None:
-    """The server may be without weights: it gets no request before an update has succeeded."""
-    async with served("vllm") as (server, engine):
-        with pytest.raises(EngineError, match="could not load"):
-            await update(engine, V1, saved(tmp_path, "missing"))
-        assert "without weights" in str((await read(engine, request())).error)
-        health = await engine.health()
-        assert not health.ok
-        assert not health.current
-        assert not server.runs
-        await engine.update_weights(V1, saved(tmp_path, "w1"))
-        assert (await read(engine, request())).error is None
-
-
-async def test_a_path_where_the_server_has_no_route(tmp_path: Path) -> None:
-    """A sentence, and nothing is changed."""
-    async with served("vllm", developer=False) as (server, engine):
-        with pytest.raises(EngineError, match="VLLM_SERVER_DEV_MODE=1"):
-            await update(engine, V1, saved(tmp_path, "w1"))
-        assert server.weights == "w0"
-
-
-async def test_two_aprils_on_one_server_do_not_take_each_other_for_themselves() -> None:
-    """Both call their weights version 0; the one that came first notices, and claims no version for their tokens."""
-    async with served("vllm") as (server, engine):
-        other = await beside("vllm", server)
+@pytest.mark.parametrize("by", ["another april", "somebody"])
+@pytest.mark.parametrize("kind", BOTH)
+async def test_weights_that_others_have_named(kind: str, by: str) -> None:
+    """Two aprils call theirs version 0: the one that came first notices, and claims no version for such tokens."""
+    async with served(kind) as (server, engine):
+        other = await beside(kind, server) if by == "another april" else None
+        if other is None:
+            server.label = "step-9"
         assert not (await engine.health()).current
-        assert (await other.health()).current
         got = await read(engine, request())
         assert server.label in str(got.error)
         assert not got.tokens
-        assert (await read(other, request())).error is None
-        await other.close()
-
-
-async def test_tokens_of_foreign_weights_are_refused() -> None:
-    """Somebody else has named the weights: no version is claimed for their tokens."""
-    async with served("vllm") as (server, engine):
-        server.label = "step-9"
-        got = await read(engine, request())
-        assert "step-9" in str(got.error)
-        assert not got.tokens
-        assert not (await engine.health()).current
+        if other is not None:
+            assert (await other.health()).current
+            assert (await read(other, request())).error is None
+            await other.close()
 
 
 # ---------------------------------------------------------------- SGLang alone
@@ -194,17 +185,6 @@ async def test_a_probe_that_sees_the_trainers_weights_first_takes_them_for_an_up
         await engine.resume()
         server.label = "default"
         assert not (await engine.health()).current
-
-
-@pytest.mark.parametrize("labels", [True, False])
-async def test_a_server_that_cannot_load_keeps_weights_and_version(labels: bool) -> None:
-    async with served("sglang", labels=labels) as (_, engine):
-        with pytest.raises(EngineError, match=r"could not load /weights/missing as v0.1-.* it keeps the weights"):
-            await update(engine, V1, "/weights/missing")
-        got = await read(engine, request())
-        assert got.tokens == uncut(PROMPT)[0]
-        assert set(got.versions) == {PolicyVersion(0, 0)}
-        assert (await engine.health()).ok
 
 
 async def test_requests_of_others_live_through_an_update() -> None:
