@@ -106,15 +106,31 @@ def test_cuts_change_nothing(case: dict[str, Any], attempts: list[list[int]]) ->
     assert matched(decode, stops, prompt, call, [[len(call)]], least) == expected
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("stop", ["</answer>", " is 42", "日本語", "🐍", "🙂🚀", END, "\n\nObservation:", "world! "])
-def test_every_cut_inside_a_stop_string(kind: str, stop: str) -> None:
+IN_BYTES = "龍🐢🦊龍龍🐎語🦊"
+"""Characters that the vocabulary lacks, four tokens each."""
+SAID = {stop: ["Question", "Grüße and then ", f"so{stop}more of it, and {stop} again"] for stop in (
+    "</answer>", " is 42", "日本語", "🐍", "🙂🚀", END, "\n\nObservation:", "world! ",
+)} | {IN_BYTES: ["Hello", f"龍🦊🐢龍🐎 {IN_BYTES}🦊🦊 {IN_BYTES}"]}  # fmt: skip
+"""Stop string -> a prompt, and the texts of the call after it."""
+
+
+@pytest.mark.parametrize(
+    ("kind", "stop", "texts"),
+    [
+        *((kind, stop, texts) for kind in KINDS for stop, texts in SAID.items()),
+        # tokenizers that strip the space at the beginning of a text do not hide it at the beginning of a window
+        ("sentencepiece", " again", ["Hello", " world world again"]),
+        ("sentencepiece", " world", ["Hello", " world world again"]),
+    ],
+)
+def test_every_cut_inside_a_stop_string(kind: str, stop: str, texts: list[str]) -> None:
     """Cut at every token, chunk by chunk and attempt by attempt, the string is found at its last token."""
     decode = decoder(kind)
-    prompt, head = ids_of(kind, "Question"), ids_of(kind, "Grüße and then ")
-    call = head + ids_of(kind, f"so{stop}more of it, and {stop} again")
+    prompt, *parts = (ids_of(kind, text) for text in texts)
+    call = [token for part in parts for token in part]
     expected = reference(decode, [stop], prompt, call, 0)
     assert expected is not None
+    assert stop != IN_BYTES or expected > 3 * len(stop)
 
     for cut in range(1, len(call)):
         assert matched(decode, [stop], prompt, call, [[cut], [1000]]) == expected
@@ -140,32 +156,6 @@ def test_a_character_that_began_in_the_prompt_is_the_prompts() -> None:
     assert matched(decode, ["🐍"], snake[:-1], tail, [[1]]) is None
     assert matched(decode, ["🐍x"], snake[:-1], tail, [[100]]) is None
     assert matched(decode, ["x"], snake[:-1], tail, [[1]]) == 2
-
-
-def test_a_leading_space_is_seen_at_any_cut() -> None:
-    """Tokenizers that strip the space at the beginning of a text do not hide it at the beginning of a window."""
-    kind = "sentencepiece"
-    decode, prompt, call = decoder(kind), ids_of(kind, "Hello"), ids_of(kind, " world world again")
-    for cut in range(1, len(call)):
-        assert matched(decode, [" again"], prompt, call, [[cut], [100]]) == reference(
-            decode, [" again"], prompt, call, 0
-        )
-    assert matched(decode, [" world"], prompt, call, [[1]]) is not None
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_stop_strings_spelled_in_bytes(kind: str) -> None:
-    """A string of characters that the vocabulary lacks, four tokens each, is found at every cut, windows included."""
-    decode, stop = decoder(kind), "龍🐢🦊龍龍🐎語🦊"
-    prompt = ids_of(kind, "Hello")
-    call = ids_of(kind, f"龍🦊🐢龍🐎 {stop}🦊🦊 {stop}")
-    expected = reference(decode, [stop], prompt, call, 0)
-    assert expected is not None
-    assert expected > 3 * len(stop)
-
-    for cut in range(1, len(call)):
-        assert matched(decode, [stop], prompt, call, [[cut], [100]]) == expected
-        assert matched(decode, [stop], prompt, call, [[cut, 100]]) == expected
 
 
 @pytest.mark.parametrize("kind", ["metaspace", "sentencepiece"])

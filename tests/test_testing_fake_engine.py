@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from contextlib import aclosing
 from dataclasses import replace
 from functools import partial
@@ -18,7 +18,7 @@ from april.core.sampling import SamplingParams
 from april.core.versions import PolicyVersion
 from april.engines.protocol import Chunk, Engine, EngineFinish, Request
 from april.errors import EngineError
-from april.testing import FakeEngine, Fault, FaultScript, conversation, fake_logprobs, fake_response, run_virtual
+from april.testing import FakeEngine, Fault, FaultScript, conversation, fake_logprobs, fake_response
 
 V0, V1 = PolicyVersion(0, 0), PolicyVersion(0, 1)
 PROMPT = [7, 8, 9]
@@ -47,13 +47,6 @@ async def read(engine: FakeEngine, request: Request) -> tuple[list[Chunk], float
 
 def tokens_of(chunks: list[Chunk]) -> list[int]:
     return [int(t) for chunk in chunks for t in chunk.tokens]
-
-
-def virtual(program: Callable[[], Awaitable[None]]) -> None:
-    async def main() -> None:
-        await program()
-
-    run_virtual(main(), limit_s=10_000)
 
 
 @on_virtual_time
@@ -111,25 +104,22 @@ async def test_chunks_places_and_the_context() -> None:
     assert (ended, later) == (4.0, 9.0)
 
 
-def test_an_abort_ends_with_what_was_generated() -> None:
+@pytest.mark.parametrize("prefix", [False, True])
+@on_virtual_time
+async def test_an_abort_ends_with_what_was_generated(prefix: bool) -> None:
     """One, all, by prefix where asked for; running and waiting requests end; unknown ids are ignored."""
-
-    async def program(prefix: bool) -> None:
-        engine = FakeEngine(lengths=20, max_running=2, prefix_abort=prefix)
-        tasks = [asyncio.create_task(read(engine, ask(i, key=(i, 0)))) for i in range(3)]
-        await asyncio.sleep(5)
-        await engine.abort(["00000000", "unknown", "0000000"])
-        if not prefix:
-            await asyncio.sleep(1)
-            await engine.abort()
-        ends = [await task for task in tasks]
-        assert [len(tokens_of(chunks)) for chunks, _ in ends] == ([5, 5, 0] if prefix else [5, 6, 1])
-        assert {chunks[-1].finish for chunks, _ in ends} == {EngineFinish.ABORT}
-        assert [a.attempt_ids for a in engine.aborts][1:] == ([] if prefix else [None])
-        assert engine.open_streams == 0
-
-    virtual(lambda: program(False))
-    virtual(lambda: program(True))
+    engine = FakeEngine(lengths=20, max_running=2, prefix_abort=prefix)
+    tasks = [asyncio.create_task(read(engine, ask(i, key=(i, 0)))) for i in range(3)]
+    await asyncio.sleep(5)
+    await engine.abort(["00000000", "unknown", "0000000"])
+    if not prefix:
+        await asyncio.sleep(1)
+        await engine.abort()
+    ends = [await task for task in tasks]
+    assert [len(tokens_of(chunks)) for chunks, _ in ends] == ([5, 5, 0] if prefix else [5, 6, 1])
+    assert {chunks[-1].finish for chunks, _ in ends} == {EngineFinish.ABORT}
+    assert [a.attempt_ids for a in engine.aborts][1:] == ([] if prefix else [None])
+    assert engine.open_streams == 0
 
 
 @on_virtual_time

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from virtual_rollouts import on_virtual_time
 
 import april
 from april.core.types import DropReason
@@ -116,55 +117,46 @@ def test_every_kind_has_a_case() -> None:
 
 
 @pytest.mark.parametrize("case", list(EACH))
-def test_each_fault_loses_nothing(case: str) -> None:
+@on_virtual_time
+async def test_each_fault_loses_nothing(case: str) -> None:
     """Six steps: the fault hits, every batch comes, audit and ledger are exact, only wrong chunks cost tokens."""
-
-    async def program() -> None:
-        script = FaultScript(*EACH[case])
-        async with make(script) as run:
-            failures = await steps(run)
-            assert not script.unfired, script.unfired
-            found = run.audit()
-            dropped = {reason for reason, count in run.ledger()["tokens"].dropped.items() if count}
-        assert found.samples == STEPS * 4
-        assert found.delivered > 0
-        assert found.lost == found.duplicated == 0
-        wrong = sum(r.count for e in run.engines for r in e.attempts.values() if r.wrong)  # type: ignore[attr-defined]
-        assert found.rejected == wrong
-        assert dropped == ({DropReason.CORRUPT} if wrong else set())
-        assert found.repeated == (3 if case == "abort_repeats" else 0)
-        assert failures == {"failed_update": 3}.get(case, failures)
-
-    run_virtual(program(), limit_s=10_000)
+    script = FaultScript(*EACH[case])
+    async with make(script) as run:
+        failures = await steps(run)
+        assert not script.unfired, script.unfired
+        found = run.audit()
+        dropped = {reason for reason, count in run.ledger()["tokens"].dropped.items() if count}
+    assert found.samples == STEPS * 4
+    assert found.delivered > 0
+    assert found.lost == found.duplicated == 0
+    wrong = sum(r.count for e in run.engines for r in e.attempts.values() if r.wrong)  # type: ignore[attr-defined]
+    assert found.rejected == wrong
+    assert dropped == ({DropReason.CORRUPT} if wrong else set())
+    assert found.repeated == (3 if case == "abort_repeats" else 0)
+    assert failures == {"failed_update": 3}.get(case, failures)
 
 
-def test_an_outage_of_all_engines_ends() -> None:
+@on_virtual_time
+async def test_an_outage_of_all_engines_ends() -> None:
     """Both engines are gone for 30 s: groups may be given up by name, batches come again, the books are exact."""
-
-    async def program() -> None:
-        script = FaultScript(*(Fault("engine_dies", engine=f"e{i}", from_s=9.0, seconds=30.0) for i in range(2)))
-        async with make(script) as run:
-            await steps(run)
-            assert script.count("engine_dies") == 2
-            assert set(+run.ledger()["tokens"].dropped) <= {DropReason.FAILED}
-            assert run.audit().lost == 0
-
-    run_virtual(program(), limit_s=10_000)
+    script = FaultScript(*(Fault("engine_dies", engine=f"e{i}", from_s=9.0, seconds=30.0) for i in range(2)))
+    async with make(script) as run:
+        await steps(run)
+        assert script.count("engine_dies") == 2
+        assert set(+run.ledger()["tokens"].dropped) <= {DropReason.FAILED}
+        assert run.audit().lost == 0
 
 
-def test_what_was_withheld_is_what_an_engine_did_not_send() -> None:
+@on_virtual_time
+async def test_what_was_withheld_is_what_an_engine_did_not_send() -> None:
     """abort_empty: the tokens since the last chunk are made again, those of earlier chunks are not."""
-
-    async def program() -> None:
-        script = FaultScript(Fault("abort_empty", sample=(2, 0)))
-        async with make(script, engines=1) as run:
-            await steps(run)
-            first, *rest = run.engines[0].attempts_of((2, 0))  # type: ignore[attr-defined]
-            assert first.withheld == 3
-            assert first.count % 4 == 0
-            assert rest[0].request.response_offset == first.count
-
-    run_virtual(program(), limit_s=10_000)
+    script = FaultScript(Fault("abort_empty", sample=(2, 0)))
+    async with make(script, engines=1) as run:
+        await steps(run)
+        first, *rest = run.engines[0].attempts_of((2, 0))  # type: ignore[attr-defined]
+        assert first.withheld == 3
+        assert first.count % 4 == 0
+        assert rest[0].request.response_offset == first.count
 
 
 def test_a_break_behind_the_last_token_finishes_the_sample() -> None:
@@ -208,7 +200,8 @@ def test_a_stream_that_falls_silent_is_ended_and_continued() -> None:
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_random_scripts_lose_nothing(seed: int) -> None:
+@on_virtual_time
+async def test_random_scripts_lose_nothing(seed: int) -> None:
     """60 mixes over modes, engines and chunk sizes: every batch comes, the audit and the ledger are exact."""
     rng = np.random.default_rng(seed)
     kinds = (STREAM_FAULTS, ALL_FAULTS)[seed % 2]
@@ -223,26 +216,23 @@ def test_random_scripts_lose_nothing(seed: int) -> None:
         abort_deadline_s=float(rng.choice([3.0, 6.0])),
     )
 
-    async def program() -> None:
-        script = FaultScript.random(seed, float(rng.choice([0.2, 0.4])), kinds)
-        options = {
-            "chunk_tokens": [None, 1, 4][seed % 3],
-            "max_running": int(rng.choice([3, 64])),
-            "prefix_abort": bool(rng.integers(2)),
-            "weight_update_s": float(rng.choice([0.0, 1.5])),
-        }
-        async with make(script, config, engines=1 + seed % 3, **options) as run:
-            await steps(run)
-            found = run.audit()
-        assert script.fired
-        assert found.handed_over == found.delivered + found.waiting + found.rejected + found.lost
-        assert found.duplicated == 0
-        assert found.samples == STEPS * 2 * config.n_samples_per_prompt
-        assert all(e.open_streams == 0 for e in run.engines)  # type: ignore[attr-defined]
-        left = asyncio.all_tasks() - {asyncio.current_task()}
-        assert not left
-
-    run_virtual(program(), limit_s=100_000)
+    script = FaultScript.random(seed, float(rng.choice([0.2, 0.4])), kinds)
+    options = {
+        "chunk_tokens": [None, 1, 4][seed % 3],
+        "max_running": int(rng.choice([3, 64])),
+        "prefix_abort": bool(rng.integers(2)),
+        "weight_update_s": float(rng.choice([0.0, 1.5])),
+    }
+    async with make(script, config, engines=1 + seed % 3, **options) as run:
+        await steps(run)
+        found = run.audit()
+    assert script.fired
+    assert found.handed_over == found.delivered + found.waiting + found.rejected + found.lost
+    assert found.duplicated == 0
+    assert found.samples == STEPS * 2 * config.n_samples_per_prompt
+    assert all(e.open_streams == 0 for e in run.engines)  # type: ignore[attr-defined]
+    left = asyncio.all_tasks() - {asyncio.current_task()}
+    assert not left
 
 
 def test_a_random_script_repeats_itself_and_prints_its_seed(capsys: pytest.CaptureFixture[str]) -> None:
@@ -287,45 +277,39 @@ def test_random_scripts_draw_every_kind_equally_often() -> None:
     assert {kind: kinds.count(kind) for kind in STREAM_FAULTS if abs(kinds.count(kind) - share) > 0.3 * share} == {}
 
 
-def test_selectors_choose_engine_sample_attempt_and_time() -> None:
+@on_virtual_time
+async def test_selectors_choose_engine_sample_attempt_and_time() -> None:
     """A fault hits what it names and nothing else."""
-
-    async def program() -> None:
-        script = FaultScript(
-            Fault("break_off", engine="e1", after_tokens=1),
-            Fault("break_off", sample=(3, 0), attempt=2, after_tokens=1),
-            Fault("stall", from_s=20.0, until_s=40.0, seconds=1.5, times=3),
-            Fault("stall", sample=(999, 0)),
-        )
-        async with make(script) as run:
-            await steps(run)
-        by = {fault: [f for f in script.fired if f.fault is fault] for fault in script.faults}
-        first, second, third, never = (by[fault] for fault in script.faults)
-        assert [f.engine for f in first] == ["e1"]
-        assert [(f.sample, f.attempt) for f in second] == [((3, 0), 2)]
-        assert len(third) == 3
-        assert all(20 <= f.at_s < 40 for f in third)
-        assert not never
-        assert script.unfired == [script.faults[3]]
-
-    run_virtual(program(), limit_s=10_000)
+    script = FaultScript(
+        Fault("break_off", engine="e1", after_tokens=1),
+        Fault("break_off", sample=(3, 0), attempt=2, after_tokens=1),
+        Fault("stall", from_s=20.0, until_s=40.0, seconds=1.5, times=3),
+        Fault("stall", sample=(999, 0)),
+    )
+    async with make(script) as run:
+        await steps(run)
+    by = {fault: [f for f in script.fired if f.fault is fault] for fault in script.faults}
+    first, second, third, never = (by[fault] for fault in script.faults)
+    assert [f.engine for f in first] == ["e1"]
+    assert [(f.sample, f.attempt) for f in second] == [((3, 0), 2)]
+    assert len(third) == 3
+    assert all(20 <= f.at_s < 40 for f in third)
+    assert not never
+    assert script.unfired == [script.faults[3]]
 
 
-def test_evaluations_are_not_hit_and_not_audited() -> None:
+@on_virtual_time
+async def test_evaluations_are_not_hit_and_not_audited() -> None:
     """A script is about training; an evaluation between two steps changes neither attempt numbers nor counts."""
-
-    async def program() -> None:
-        script = FaultScript(Fault("break_off", sample=(0, 0), times=2))
-        config = april.Config(rollout_batch_size=1, n_samples_per_prompt=1, max_response_len=60)
-        async with make(script, config) as run:
-            result = await run.evaluate([[5], [6]], n_samples=2)
-            assert result.rewards.shape == (2, 2)
-            assert not script.fired
-            await run.next_batch()
-            assert [f.attempt for f in script.fired] == [1, 2]
-            assert run.audit().samples == 1
-
-    run_virtual(program(), limit_s=1000)
+    script = FaultScript(Fault("break_off", sample=(0, 0), times=2))
+    config = april.Config(rollout_batch_size=1, n_samples_per_prompt=1, max_response_len=60)
+    async with make(script, config) as run:
+        result = await run.evaluate([[5], [6]], n_samples=2)
+        assert result.rewards.shape == (2, 2)
+        assert not script.fired
+        await run.next_batch()
+        assert [f.attempt for f in script.fired] == [1, 2]
+        assert run.audit().samples == 1
 
 
 @pytest.mark.parametrize(

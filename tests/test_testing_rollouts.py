@@ -110,7 +110,8 @@ async def test_a_cancelled_call_loses_nothing_and_close_is_final() -> None:
 
 
 @pytest.mark.parametrize("after", [0, 3])
-def test_an_evaluation_does_not_wait_for_a_silent_engine_for_ever(after: int) -> None:
+@on_virtual_time
+async def test_an_evaluation_does_not_wait_for_a_silent_engine_for_ever(after: int) -> None:
     """Silent for stall_timeout_s, it is asked to end the request, which is tried again; after max_attempt_failures the
     engine is named, and training goes on."""
 
@@ -121,21 +122,18 @@ def test_an_evaluation_does_not_wait_for_a_silent_engine_for_ever(after: int) ->
                 if request.attempt_id[16:20] == "ffff" and self.handed_over_tokens >= after:
                     await asyncio.Event().wait()
 
-    async def program() -> None:
-        engine = Silent(lengths=9, chunk_tokens=1)
-        config = CONFIG.model_copy(update={"stall_timeout_s": 100.0})
-        async with rollouts(config, engines=[engine], prompts=prompts(), reward=by_length) as run:
-            with pytest.raises(april.EngineError, match="engine fake was silent for 100 s"):
-                await run.evaluate([[1, 2]])
-            # the first try has ``after`` tokens, the others one; each ends when the engine has not heard of its end for
-            # abort_deadline_s, and before the next one a probe finds the engine well
-            assert asyncio.get_running_loop().time() == (100 + max(after, 1) + 30) + 2 * (1 + 100 + 1 + 30)
-            await asyncio.sleep(0)  # the last stream is being closed
-            assert engine.open_streams == 0
-            assert engine.aborts
-            assert (await run.next_batch()).id == 0
-
-    run_virtual(program())
+    engine = Silent(lengths=9, chunk_tokens=1)
+    config = CONFIG.model_copy(update={"stall_timeout_s": 100.0})
+    async with rollouts(config, engines=[engine], prompts=prompts(), reward=by_length) as run:
+        with pytest.raises(april.EngineError, match="engine fake was silent for 100 s"):
+            await run.evaluate([[1, 2]])
+        # the first try has ``after`` tokens, the others one; each ends when the engine has not heard of its end for
+        # abort_deadline_s, and before the next one a probe finds the engine well
+        assert asyncio.get_running_loop().time() == (100 + max(after, 1) + 30) + 2 * (1 + 100 + 1 + 30)
+        await asyncio.sleep(0)  # the last stream is being closed
+        assert engine.open_streams == 0
+        assert engine.aborts
+        assert (await run.next_batch()).id == 0
 
 
 @pytest.mark.parametrize("what", ["evaluate", "weight_update"])
