@@ -6,7 +6,7 @@ import pytest
 
 from april.errors import LinkError
 from april.processes import rank_messages as say
-from april.processes.heartbeats import Heartbeats
+from april.processes.link import Heartbeats
 from april.processes.meeting import Meeting
 
 

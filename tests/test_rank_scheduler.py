@@ -27,7 +27,7 @@ def test_it_has_the_face_of_the_rollout_scheduler() -> None:
     for name, theirs in vars(april.RolloutScheduler).items():
         if name.startswith("_") and name not in ("__enter__", "__exit__", "__aenter__", "__aexit__"):
             continue
-        ours = vars(RankScheduler)[name]
+        ours = inspect.getattr_static(RankScheduler, name)
         assert type(ours) is type(theirs), name
         if isinstance(theirs, property):
             continue
@@ -36,7 +36,7 @@ def test_it_has_the_face_of_the_rollout_scheduler() -> None:
             [(p.name, p.kind, p.default) for p in inspect.signature(f).parameters.values()] for f in (ours, theirs)
         ]
         assert shapes[0] == shapes[1], name
-    assert {n for n in vars(RankScheduler) if n[0] != "_"} == {n for n in vars(april.RolloutScheduler) if n[0] != "_"}
+    assert {n for n in dir(RankScheduler) if n[0] != "_"} == {n for n in dir(april.RolloutScheduler) if n[0] != "_"}
 
 
 class Shown(SimulatedEngine):

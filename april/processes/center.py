@@ -19,8 +19,7 @@ from april.driver.loop_thread import LoopThread, Reply
 from april.driver.user_code import describe
 from april.errors import LinkError, RankError, SchedulerClosed
 from april.processes import rank_messages as say
-from april.processes.heartbeats import Heartbeats
-from april.processes.link import RANK, STRANGERS, Link, Listener, SocketLink, close_all
+from april.processes.link import RANK, STRANGERS, Heartbeats, Link, Listener, SocketLink, close_all
 from april.processes.meeting import EndedCall, Journal, Meeting
 from april.processes.ranks import Ranks
 

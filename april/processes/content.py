@@ -249,6 +249,15 @@ def unpack_update(content: bytes) -> tuple[PolicyVersion, bytes]:
 unpack_plain: Callable[[bytes], Any] = msgspec.msgpack.decode
 
 
+LOOKS: dict[str, tuple[Callable[[Any], bytes], Callable[[bytes], Any]]] = {
+    "state_dict": (pack_plain, unpack_plain),
+    "version": (pack_plain, unpack_version),
+    "ledger": (pack_ledgers, unpack_ledgers),
+    "held_groups": (lambda groups: pack_plain(sorted(groups)), lambda packed: frozenset(unpack_plain(packed))),
+    "validate": (pack_plain, unpack_plain),
+    "story": (pack_plain, unpack_plain),
+}
+"""What whoever wants to may look at, of the scheduler: how its result is packed, and unpacked."""
 METHODS = frozenset(
     {"next_batch", "weight_update", "commit", "lower_staleness", "evaluate", "extend", "load_state_dict"}
 )

@@ -24,8 +24,7 @@ from april.driver.sample_functions import RolloutSettings, UserFunctions
 from april.driver.user_code import check_signatures
 from april.engines.protocol import Capabilities, Engine
 from april.errors import ConfigError, LinkError
-from april.processes.heartbeats import Heartbeats
-from april.processes.link import HOST, Hello, Link, close_all, connect
+from april.processes.link import HOST, Heartbeats, Hello, Link, close_all, connect
 from april.processes.messages import (
     PROTOCOL,
     AskQuiet,

@@ -12,8 +12,7 @@ from april.driver.user_code import describe
 from april.errors import LinkError, RankError
 from april.processes import rank_messages as say
 from april.processes.center import Center
-from april.processes.heartbeats import Heartbeats
-from april.processes.link import RANK, Hello, Link, close_all, connect, memory_links
+from april.processes.link import RANK, Heartbeats, Hello, Link, close_all, connect, memory_links
 from april.processes.ranks import MeetingPoint, Ranks
 
 TRY_AGAIN_S = 0.2

@@ -220,24 +220,51 @@ class OwnScheduler(RolloutScheduler):
 
     def look(self, method: str, arguments: list[Any]) -> bytes:
         """Answer what a rank that has no scheduler itself wants to know."""
-        match method:
-            case "state_dict":
-                return content.pack_plain(self.state_dict(*arguments))
-            case "version":
-                return content.pack_plain(self.version)
-            case "ledger":
-                return content.pack_ledgers(self.ledger())
-            case "held_groups":
-                return content.pack_plain(sorted(self.held_groups()))
-            case "validate":
-                self.validate()
-                return b""
-            case "story":
-                return content.pack_plain(self.story(*arguments))
-        raise RolloutError(f"a rank cannot ask for {method}")
+        if method not in content.LOOKS:
+            raise RolloutError(f"a rank cannot ask for {method}")
+        return content.LOOKS[method][0](self.found(method, *arguments))
+
+    def found(self, method: str, *arguments: Any) -> Any:
+        """Return a property, or what a method returns."""
+        value = getattr(self, method)
+        return value(*arguments) if callable(value) else value
 
 
-class RankScheduler:
+class Looks:
+    """What a scheduler in another process may be asked by anybody, as :class:`april.RolloutScheduler` has it."""
+
+    def _look(self, method: str, *arguments: Any) -> Any:
+        raise NotImplementedError
+
+    def state_dict(self, trained_through: int | None = None) -> dict[str, Any]:
+        """Return the whole state, for one rank to save, also after a RankError; see
+        :meth:`april.RolloutScheduler.state_dict`.
+        """
+        return self._look("state_dict", trained_through)  # type: ignore[no-any-return]
+
+    @property
+    def version(self) -> PolicyVersion:
+        """The current policy version."""
+        return self._look("version")  # type: ignore[no-any-return]
+
+    def ledger(self) -> dict[str, Ledger]:
+        """Return the books; see :meth:`april.RolloutScheduler.ledger`."""
+        return self._look("ledger")  # type: ignore[no-any-return]
+
+    def held_groups(self) -> frozenset[int]:
+        """Return the groups that are held; see :meth:`april.RolloutScheduler.held_groups`."""
+        return self._look("held_groups")  # type: ignore[no-any-return]
+
+    def validate(self) -> None:
+        """Cross-check the books; see :meth:`april.RolloutScheduler.validate`."""
+        self._look("validate")
+
+    def story(self, group: int, index: int) -> str:
+        """Tell a sample's history; see :meth:`april.RolloutScheduler.story`."""
+        return self._look("story", group, index)  # type: ignore[no-any-return]
+
+
+class RankScheduler(Looks):
     """The scheduler for all ranks of a trainer; every rank makes one, with the same configuration.
 
     Args:
@@ -453,19 +480,6 @@ class RankScheduler:
 
     # ---------------------------------------------------------------- made by whoever wants to know
 
-    def state_dict(self, trained_through: int | None = None) -> dict[str, Any]:
-        """Return the whole state, for one rank to save, also after a RankError; see
-        :meth:`april.RolloutScheduler.state_dict`.
-        """
-        if self._own is not None:
-            return self._own.state_dict(trained_through)
-        return content.unpack_plain(self._ask("state_dict", trained_through))  # type: ignore[no-any-return]
-
-    @property
-    def version(self) -> PolicyVersion:
-        """The current policy version."""
-        return self._own.version if self._own is not None else content.unpack_version(self._ask("version"))
-
     @property
     def engines(self) -> list[Engine]:
         """The engine objects of this process."""
@@ -473,31 +487,10 @@ class RankScheduler:
             return self._own.engines
         return [] if self._host is None else list(self._host.engines)
 
-    def ledger(self) -> dict[str, Ledger]:
-        """Return the books; see :meth:`april.RolloutScheduler.ledger`."""
-        return self._own.ledger() if self._own is not None else content.unpack_ledgers(self._ask("ledger"))
-
-    def held_groups(self) -> frozenset[int]:
-        """Return the groups that are held; see :meth:`april.RolloutScheduler.held_groups`."""
+    def _look(self, method: str, *arguments: Any) -> Any:
         if self._own is not None:
-            return self._own.held_groups()
-        return frozenset(content.unpack_plain(self._ask("held_groups")))
-
-    def validate(self) -> None:
-        """Cross-check the books; see :meth:`april.RolloutScheduler.validate`."""
-        if self._own is not None:
-            self._own.validate()
-        else:
-            self._ask("validate")
-
-    def story(self, group: int, index: int) -> str:
-        """Tell a sample's history; see :meth:`april.RolloutScheduler.story`."""
-        if self._own is not None:
-            return self._own.story(group, index)
-        return content.unpack_plain(self._ask("story", group, index))  # type: ignore[no-any-return]
-
-    def _ask(self, method: str, *arguments: Any) -> bytes:
-        return self._seat.ask(method, *arguments)
+            return self._own.found(method, *arguments)
+        return content.LOOKS[method][1](self._seat.ask(method, *arguments))
 
     # ---------------------------------------------------------------- what the calls are
 

@@ -16,8 +16,6 @@ from typing import Any, Self
 from april.config.engines import EngineConfig
 from april.config.settings import Config
 from april.core.batch import SplitBy
-from april.core.ledger import Ledger
-from april.core.versions import PolicyVersion
 from april.daemon_pool import DaemonPool
 from april.driver.loop_thread import LoopThread
 from april.engines.kinds.factory import create_engines
@@ -30,7 +28,7 @@ from april.processes.host import Host
 from april.processes.link import new_token
 from april.processes.member import Member
 from april.processes.rank_host import FUNCTIONS
-from april.processes.rank_scheduler import OpenCall, OwnScheduler, RankScheduler
+from april.processes.rank_scheduler import Looks, OpenCall, OwnScheduler, RankScheduler
 from april.processes.ranks import Ranks
 from april.processes.remote_hosts import HostListener
 
@@ -235,7 +233,7 @@ class ActorScheduler(RankScheduler):
         return f"<ActorScheduler rank {self.ranks.rank} of {self.ranks.world_size}>"
 
 
-class Run:
+class Run(Looks):
     """A run that :func:`scheduler` has started; ``with`` closes it."""
 
     def __init__(self, name: str, core: Any, hosts: list[Any]) -> None:
@@ -250,34 +248,13 @@ class Run:
     def __repr__(self) -> str:
         return f"<april.ray.Run {self.name!r}>"
 
-    def state_dict(self, trained_through: int | None = None) -> dict[str, Any]:
-        """Return the state; see :meth:`april.RolloutScheduler.state_dict`."""
-        return content.unpack_plain(self._look("state_dict", trained_through))  # type: ignore[no-any-return]
-
-    @property
-    def version(self) -> PolicyVersion:
-        """The current policy version."""
-        return content.unpack_version(self._look("version"))
-
-    def ledger(self) -> dict[str, Ledger]:
-        """Return the books; see :meth:`april.RolloutScheduler.ledger`."""
-        return content.unpack_ledgers(self._look("ledger"))
-
-    def validate(self) -> None:
-        """Cross-check the books; see :meth:`april.RolloutScheduler.validate`."""
-        self._look("validate")
-
-    def story(self, group: int, index: int) -> str:
-        """Tell a sample's history; see :meth:`april.RolloutScheduler.story`."""
-        return content.unpack_plain(self._look("story", group, index))  # type: ignore[no-any-return]
-
-    def _look(self, method: str, *arguments: Any) -> bytes:
+    def _look(self, method: str, *arguments: Any) -> Any:
         import ray
 
         found = ray.get(self.core.look.remote(method, list(arguments)))
         if isinstance(found, Exception):
             raise found
-        return found  # type: ignore[no-any-return]
+        return content.LOOKS[method][1](found)
 
     def close(self) -> None:
         """End the scheduler, its engines and the actor; idempotent."""

@@ -10,7 +10,7 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import msgspec
@@ -28,8 +28,7 @@ from april.driver.local_host import LocalHost, limits_from
 from april.engines.protocol import Capabilities
 from april.errors import ConfigError, EngineUnreachable, LinkError
 from april.processes.desk import HostDesk
-from april.processes.heartbeats import BEATS, Heartbeats
-from april.processes.link import HOST, Link, Listener, SocketLink, bound, close_all, told_address
+from april.processes.link import BEATS, HOST, Heartbeats, Link, Listener, SocketLink, bound, close_all, told_address
 from april.processes.messages import (
     PROTOCOL,
     AskQuiet,
@@ -47,14 +46,16 @@ from april.processes.messages import (
 from april.server_text import clean
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Guest:
-    """A host that wants to join, or has joined."""
+    """A connection of a host that wants to join, or has joined."""
 
     link: Link
     joined: Joined
     engines: Mapping[str, Capabilities]
     """Capabilities of its engines, by their names in the core."""
+    desk: HostDesk = field(init=False)
+    """The core's half of it, once it has joined."""
 
     @property
     def name(self) -> str:
@@ -505,8 +506,8 @@ class RemoteHosts:
         self._config = config
         self._door = door
         self._tokenizer = tokenizer
-        self._guests: dict[HostDesk, Guest] = {}
-        """The hosts that have joined."""
+        self._guests: dict[str, Guest] = {}
+        """The hosts that have joined, by name."""
         self._waiting: list[Guest] = []
         """Before there is a core."""
         self._first: list[Guest] = []
@@ -527,12 +528,12 @@ class RemoteHosts:
         door.open(self._came_in)
 
     def __repr__(self) -> str:
-        return f"<RemoteHosts {sorted(guest.name for guest in self._guests.values())}>"
+        return f"<RemoteHosts {sorted(self._guests)}>"
 
     @property
     def desks(self) -> list[HostDesk]:
         """The connections of hosts that have joined; they count frames, messages and bytes."""
-        return list(self._guests)
+        return [guest.desk for guest in self._guests.values()]
 
     # ---------------------------------------------------------------- for the driver
 
@@ -601,28 +602,34 @@ class RemoteHosts:
         self._roster.evaluated(evaluation)
 
     async def quiet(self) -> None:
-        sharing = [d for d, g in self._guests.items() if any(c.shares_weights for c in g.engines.values())]
-        self._asked += 1
-        number = self._asked
-        for desk in sharing:
-            desk.say(AskQuiet(number))
-            self._collect(desk)
-        await self._until(lambda: all(d.quieted >= number or d not in self._guests for d in sharing))
+        sharing = [g for g in self._guests.values() if any(c.shares_weights for c in g.engines.values())]
+        number = self._ask(sharing, AskQuiet)
+        await self._until(lambda: all(g.desk.quieted >= number or not self._is_here(g) for g in sharing))
 
     async def catch_up(self) -> None:
         """What a host does not tell in time is told with the ends of its requests."""
-        desks = list(self._guests)
-        self._asked += 1
-        number = self._asked
-        for desk in desks:
-            desk.say(AskTapes(number))
-            self._collect(desk)
+        guests = list(self._guests.values())
+        number = self._ask(guests, AskTapes)
+
+        def late() -> list[str]:
+            return sorted(g.name for g in guests if g.desk.tapes_sent < number and self._is_here(g))
+
         try:
             async with asyncio.timeout(TAPES_S):
-                await self._until(lambda: all(d.tapes_sent >= number or d not in self._guests for d in desks))
+                await self._until(lambda: not late())
         except TimeoutError:
-            late = sorted(d.name for d in desks if d.tapes_sent < number and d in self._guests)
-            log.warning("hosts %s have not told what runs there; the state is without it", ", ".join(late))
+            log.warning("hosts %s have not told what runs there; the state is without it", ", ".join(late()))
+
+    def _ask(self, guests: Iterable[Guest], question: type[AskQuiet | AskTapes]) -> int:
+        """Ask hosts something; return the number of the question."""
+        self._asked += 1
+        for guest in guests:
+            guest.desk.say(question(self._asked))
+            self._collect(guest.desk)
+        return self._asked
+
+    def _is_here(self, guest: Guest) -> bool:
+        return self._guests.get(guest.name) is guest
 
     async def probed(self) -> None:
         core = self._core
@@ -634,9 +641,9 @@ class RemoteHosts:
         self._closed = True
         if self._timer is not None:
             self._timer.cancel()
-        for desk, guest in list(self._guests.items()):
-            desk.say(Goodbye("the scheduler is closed"))
-            self._send(desk, guest)
+        for guest in list(self._guests.values()):
+            guest.desk.say(Goodbye("the scheduler is closed"))
+            self._send(guest)
         rivals = (guest for guest, _ in self._rivals.values())
         links = [guest.link for guest in (*self._guests.values(), *self._waiting, *self._first, *rivals)]
         self._guests.clear()
@@ -699,25 +706,24 @@ class RemoteHosts:
         if not known and (why := self._why_not(guest)) is not None:
             self._refuse(guest.link, why)
             return
-        before = next((g for g in self._guests.values() if g.name == guest.name), None)
+        before = self._guests.get(guest.name)
         if before is not None and before.joined.life != guest.joined.life:
             self._doubt(before, guest)
             return
         welcome = welcome_of(guest.name, core, self._config, self._door.deadline_s)
-        for old, earlier in list(self._guests.items()):
-            if earlier is before:  # it has given that connection up
-                before.link.close()
-                del self._guests[old]
+        if before is not None:  # it has given that connection up
+            before.link.close()
         desk = HostDesk(
             core, guest.name, guest.limits, functions=guest.joined.functions, failed=self._failed,
             returned=self._returned, detokenizer=self._detokenizer,
         )  # fmt: skip
-        self._guests[desk] = guest
+        guest.desk = desk
+        self._guests[guest.name] = guest
         guest.link.send(encode([welcome]))
         log.info("host %s has joined with %d engines", guest.name, len(guest.engines))
         for event in roster.join(desk, self._now(), known=known):
             self._post(event)
-        guest.link.open(lambda frame: self._heard(desk, frame), lambda why: self._lost(desk, why))
+        guest.link.open(lambda frame: self._heard(guest, frame), lambda why: self._lost(guest, why))
 
     # ---------------------------------------------------------------- two of one name
 
@@ -747,22 +753,21 @@ class RemoteHosts:
         for name, (guest, since) in list(self._rivals.items()):
             if self._now() - since < SILENT_BEATS * self._door.deadline_s / BEATS:
                 continue
-            for desk, before in list(self._guests.items()):
-                if before.name == name:
-                    desk.say(Goodbye(f"another host has joined as {name}, from {guest.link.peer}"))
-                    self._send(desk, before)
-                    before.link.close()
-                    self._lost(desk, f"it is silent, and another host has joined as {name}")
+            if (before := self._guests.get(name)) is not None:
+                before.desk.say(Goodbye(f"another host has joined as {name}, from {guest.link.peer}"))
+                self._send(before)
+                before.link.close()
+                self._lost(before, f"it is silent, and another host has joined as {name}")
 
     # ---------------------------------------------------------------- what they say, and are told
 
     def _now(self) -> float:
         return asyncio.get_running_loop().time()
 
-    def _heard(self, desk: HostDesk, frame: bytes) -> None:
-        guest = self._guests.get(desk)
-        if guest is None:
+    def _heard(self, guest: Guest, frame: bytes) -> None:
+        if not self._is_here(guest):
             return
+        desk = guest.desk
         assert self._roster is not None
         self._roster.heard(desk, self._now())
         if guest.name in self._rivals:
@@ -773,21 +778,23 @@ class RemoteHosts:
         except ProtocolError as error:
             self._cut_off[guest.joined.life] += 1
             guest.link.close()
-            self._lost(desk, str(error))
+            self._lost(guest, str(error))
             return
         if desk.leaves is not None:
             guest.link.close()
-            self._lost(desk, desk.leaves, for_good=True)
+            self._lost(guest, desk.leaves, for_good=True)
         self._tell_watchers()
 
-    def _lost(self, desk: HostDesk, why: str, *, for_good: bool = False) -> None:
-        guest = self._guests.pop(desk, None)
-        if guest is None or self._closed:
+    def _lost(self, guest: Guest, why: str, *, for_good: bool = False) -> None:
+        if not self._is_here(guest):
+            return
+        del self._guests[guest.name]
+        if self._closed:
             return
         assert self._roster is not None
-        level = logging.INFO if for_good and desk.idle else logging.WARNING
+        level = logging.INFO if for_good and guest.desk.idle else logging.WARNING
         log.log(level, "host %s is %s: %s", guest.name, "gone" if for_good else "lost", clean(why))
-        for event in self._roster.lost(desk, why, for_good=for_good):
+        for event in self._roster.lost(guest.desk, why, for_good=for_good):
             self._post(event)
         self._tell_watchers()
         if guest.name in self._rivals:
@@ -801,17 +808,16 @@ class RemoteHosts:
 
     def _flush(self) -> None:
         collected, self._collected = self._collected, set()
-        for desk in collected:
-            if (guest := self._guests.get(desk)) is not None:
-                self._send(desk, guest)
+        for guest in [g for g in self._guests.values() if g.desk in collected]:
+            self._send(guest)
 
-    def _send(self, desk: HostDesk, guest: Guest) -> None:
+    def _send(self, guest: Guest) -> None:
         try:
-            if (frame := desk.take()) is not None:
+            if (frame := guest.desk.take()) is not None:
                 guest.link.send(frame)
         except LinkError as error:
             guest.link.close()
-            self._lost(desk, str(error))
+            self._lost(guest, str(error))
 
     def _look_around(self) -> None:
         """Give up hosts that are silent for too long, and tell all others that this side lives."""
@@ -822,11 +828,11 @@ class RemoteHosts:
         if beats.paused:
             self._rivals = {name: (guest, now) for name, (guest, _) in self._rivals.items()}
         for desk, why in late.items():
-            if desk in self._guests:
-                self._guests[desk].link.close()
-                self._lost(desk, why)
+            if (guest := self._guests.get(desk.name)) is not None and guest.desk is desk:
+                guest.link.close()
+                self._lost(guest, why)
         self._make_room()
-        for desk in self._guests:
+        for desk in self.desks:
             desk.say(Now(self._core.clock.current))
             self._collect(desk)
         self._timer = asyncio.get_running_loop().call_later(beats.interval_s, self._look_around)
