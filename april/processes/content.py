@@ -5,11 +5,10 @@ Tokens travel once, as 9 bytes each: int32 id, float32 log-probability, uint8 lo
 
 from __future__ import annotations
 
-import itertools
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -29,11 +28,9 @@ from april.errors import ConfigError, RankError, RolloutError
 from april.processes import rank_messages as say
 from april.processes.messages import plain_bytes
 
-T = TypeVar("T")
-
 
 class _Prompt(msgspec.Struct, array_like=True):
-    tokens: int
+    tokens: bytes
     data: dict[Any, Any]
     epoch: int
     position: int
@@ -43,7 +40,9 @@ class _Sample(msgspec.Struct, array_like=True):
     id: tuple[int, int]
     prompt: int
     """its place among the prompts"""
-    tokens: int
+    tokens: bytes
+    logprobs: bytes
+    loss_mask: bytes
     segments: list[Segment]
     staleness: int
     reward: float
@@ -64,10 +63,6 @@ class _Batch(msgspec.Struct, array_like=True):
     share: BatchShare
     prompts: list[_Prompt]
     samples: list[_Sample]
-    prompt_ids: bytes
-    tokens: bytes
-    logprobs: bytes
-    loss_mask: bytes
 
 
 class _Response(msgspec.Struct, array_like=True):
@@ -86,7 +81,7 @@ class _Response(msgspec.Struct, array_like=True):
 def refuse_not_plain(prompt: Prompt) -> None:
     """Raise RolloutError for a prompt whose data cannot go to another process."""
     try:
-        plain_bytes(_as_dict(prompt.data), "data")
+        plain_bytes(dict(prompt.data), "data")
     except TypeError as why:
         raise RolloutError(
             f"the data of prompt {prompt.position} cannot go to another rank: {why}; use numbers, text, bytes, lists "
@@ -100,10 +95,6 @@ def _plain_or_none(output: Any) -> Any:
     except TypeError:
         return None
     return output
-
-
-def _as_dict(data: Mapping[str, Any]) -> Any:
-    return data if type(data) is dict else dict(data)
 
 
 # ---------------------------------------------------------------- batches
@@ -122,19 +113,14 @@ def pack_batch(batch: Batch) -> bytes:
             id=batch.id, version=batch.version, group_sizes=batch.group_sizes, metrics=dict(batch.metrics),
             logprob_kind=batch.logprob_kind, bottleneck=batch.bottleneck, branches=dict(batch.branches),
             share=batch.share,
-            prompts=[_Prompt(len(p.token_ids), _as_dict(p.data), p.epoch, p.position) for p in prompts],
+            prompts=[_Prompt(_bytes(p.token_ids), dict(p.data), p.epoch, p.position) for p in prompts],
             samples=[
                 _Sample(
-                    id=s.id, prompt=place[s.id.group], tokens=len(s.tokens), segments=list(s.segments),
-                    staleness=s.staleness, reward=s.reward, cohort=s.cohort, finish=s.finish, attempts=s.attempts,
-                    resumes=s.resumes,
+                    id=s.id, prompt=place[s.id.group], **_packed(s), segments=list(s.segments), staleness=s.staleness,
+                    reward=s.reward, cohort=s.cohort, finish=s.finish, attempts=s.attempts, resumes=s.resumes,
                 )
                 for s in batch.samples
             ],
-            prompt_ids=_joined((p.token_ids for p in prompts), np.int32),
-            tokens=_joined((s.tokens for s in batch.samples), np.int32),
-            logprobs=_joined((s.logprobs for s in batch.samples), np.float32),
-            loss_mask=_joined((s.loss_mask for s in batch.samples), np.uint8),
         )
     )  # fmt: skip
 
@@ -145,35 +131,38 @@ _BATCHES = msgspec.msgpack.Decoder(_Batch)
 def unpack_batch(content: bytes) -> Batch:
     """Unpack a batch; its arrays are its own and may be written into."""
     b = _BATCHES.decode(content)
-    ids = _parts(b.prompt_ids, np.int32, [p.tokens for p in b.prompts])
-    prompts = [Prompt(i, p.data, p.epoch, p.position) for i, p in zip(ids, b.prompts, strict=True)]
-    lengths = [s.tokens for s in b.samples]
-    columns = (
-        _parts(b.tokens, np.int32, lengths), _parts(b.logprobs, np.float32, lengths),
-        _parts(b.loss_mask, np.uint8, lengths),
-    )  # fmt: skip
+    prompts = [Prompt(_array(p.tokens, np.int32), p.data, p.epoch, p.position) for p in b.prompts]
     return Batch(
         id=b.id, version=PolicyVersion(*b.version), group_sizes=b.group_sizes, metrics=b.metrics,
         logprob_kind=b.logprob_kind, bottleneck=b.bottleneck, branches=b.branches, _part=b.share,
         samples=tuple(
             DeliveredSample(
-                id=SampleId(*s.id), prompt=prompts[s.prompt].copy(), tokens=tokens, logprobs=logprobs, loss_mask=mask,
-                segments=tuple(s.segments), staleness=s.staleness, reward=s.reward, cohort=s.cohort, finish=s.finish,
-                attempts=s.attempts, resumes=s.resumes,
+                id=SampleId(*s.id), prompt=prompts[s.prompt].copy(), **_unpacked(s), segments=tuple(s.segments),
+                staleness=s.staleness, reward=s.reward, cohort=s.cohort, finish=s.finish, attempts=s.attempts,
+                resumes=s.resumes,
             )
-            for s, tokens, logprobs, mask in zip(b.samples, *columns, strict=True)
+            for s in b.samples
         ),
     )  # fmt: skip
 
 
-def _joined(rows: Iterable[NDArray[Any]], dtype: type[np.generic]) -> bytes:
-    return b"".join(np.ascontiguousarray(row, dtype).tobytes() for row in rows)
+def _bytes(array: NDArray[Any], dtype: type[np.generic] = np.int32) -> bytes:
+    return np.ascontiguousarray(array, dtype).tobytes()
 
 
-def _parts(data: bytes, dtype: type[np.generic], lengths: Sequence[int]) -> list[NDArray[Any]]:
-    whole = np.frombuffer(data, dtype)
-    ends = list(itertools.accumulate(lengths))
-    return [whole[end - length : end].copy() for length, end in zip(lengths, ends, strict=True)]
+def _array(data: bytes, dtype: type[np.generic]) -> Any:
+    return np.frombuffer(data, dtype).copy()
+
+
+def _packed(row: DeliveredSample | Response) -> dict[str, bytes]:
+    return {name: _bytes(getattr(row, name), dtype) for name, dtype in _COLUMNS.items()}
+
+
+def _unpacked(row: _Sample | _Response) -> dict[str, Any]:
+    return {name: _array(getattr(row, name), dtype) for name, dtype in _COLUMNS.items()}
+
+
+_COLUMNS: dict[str, type[np.generic]] = {"tokens": np.int32, "logprobs": np.float32, "loss_mask": np.uint8}
 
 
 # ---------------------------------------------------------------- evaluations, ledgers, and what is plain already
@@ -183,11 +172,8 @@ def pack_evaluation(result: EvaluationResult) -> bytes:
     """An evaluation. What rollout functions returned goes along where it is plain, else None does."""
 
     def packed(r: Response) -> _Response:
-        return _Response(
-            id=r.sample_id, tokens=_joined([r.tokens], np.int32), logprobs=_joined([r.logprobs], np.float32),
-            loss_mask=_joined([r.loss_mask], np.uint8), finish=r.finish,
-            output=_plain_or_none(r.output), reward=r.reward,
-        )  # fmt: skip
+        output = _plain_or_none(r.output)
+        return _Response(id=r.sample_id, **_packed(r), finish=r.finish, output=output, reward=r.reward)
 
     return msgspec.msgpack.encode(
         ([[packed(r) for r in row] for row in result.responses], result.rewards.tobytes(), result.rewards.shape)
@@ -202,9 +188,9 @@ def unpack_evaluation(content: bytes, detokenizer: Detokenizer | None) -> Evalua
     rows, rewards, shape = _EVALUATIONS.decode(content)
 
     def unpacked(r: _Response) -> Response:
-        tokens, logprobs = np.frombuffer(r.tokens, np.int32).copy(), np.frombuffer(r.logprobs, np.float32).copy()
-        mask = np.frombuffer(r.loss_mask, np.uint8).copy()
-        return Response(SampleId(*r.id), tokens, logprobs, mask, r.finish, r.output, r.reward, detokenizer)
+        return Response(
+            SampleId(*r.id), **_unpacked(r), finish=r.finish, output=r.output, reward=r.reward, detokenizer=detokenizer
+        )
 
     return EvaluationResult(
         tuple(tuple(unpacked(r) for r in row) for row in rows), np.frombuffer(rewards, np.float64).reshape(shape).copy()
@@ -257,7 +243,7 @@ LOOKS: dict[str, tuple[Callable[[Any], bytes], Callable[[bytes], Any]]] = {
     "validate": (pack_plain, unpack_plain),
     "story": (pack_plain, unpack_plain),
 }
-"""What whoever wants to may look at, of the scheduler: how its result is packed, and unpacked."""
+"""The looks at a scheduler that its ranks may take: how a result is packed, and unpacked."""
 METHODS = frozenset(
     {"next_batch", "weight_update", "commit", "lower_staleness", "evaluate", "extend", "load_state_dict"}
 )

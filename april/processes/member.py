@@ -20,7 +20,7 @@ TRY_AGAIN_S = 0.2
 
 
 class Member:
-    """One end of a link to the center. Messages of a call are kept until the call has ended here, so an interrupted
+    """The end of a link to the center. Messages of a call are kept until the call has ended here, so an interrupted
     wait loses none.
 
     Args:

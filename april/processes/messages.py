@@ -219,7 +219,7 @@ class Joined(Message, tag=40, kw_only=True):
     """A name that is the same at every connection of one host object, and no other's."""
     engines: tuple[EngineCard, ...]
     functions: bool
-    """Whether it runs rollout and reward functions."""
+    """True if it runs rollout and reward functions."""
     reward: bool
     group_reward: bool
     filter: bool

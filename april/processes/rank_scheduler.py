@@ -231,7 +231,7 @@ class OwnScheduler(RolloutScheduler):
 
 
 class Looks:
-    """What a scheduler in another process may be asked by anybody, as :class:`april.RolloutScheduler` has it."""
+    """The methods of :class:`april.RolloutScheduler` that change nothing, for a scheduler in another process."""
 
     def _look(self, method: str, *arguments: Any) -> Any:
         raise NotImplementedError

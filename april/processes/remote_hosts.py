@@ -153,240 +153,6 @@ HERE = ""
 Executor = Callable[[Any], None]
 
 
-class Roster:
-    """The hosts of a core that have joined; it has no asyncio and no clock.
-
-    Args:
-        local: what carries out commands in the core's own process.
-        functions_run: whether there are rollout functions to run; the default one is answered here, without a message.
-        post: takes the events of answers that are known at once.
-        failed: told what a call of an engine has raised, by the call's number, before its event is posted.
-        collected: told of each desk that has something to send.
-        deadline_s: a host that has said nothing for so long is lost.
-    """
-
-    def __init__(
-        self,
-        core: RolloutCore,
-        local: Mapping[type[do.Command], Executor],
-        *,
-        functions_run: bool,
-        post: Callable[[ev.Event], None],
-        failed: Callable[[int, BaseException], None],
-        collected: Callable[[HostDesk], None],
-        deadline_s: float,
-    ) -> None:
-        self._core = core
-        self._local = local
-        self._post = post
-        self._failed = failed
-        self._collected = collected
-        self._desks: dict[str, HostDesk] = {}
-        """The hosts that are here, by name."""
-        self.beats = Heartbeats[HostDesk](deadline_s)
-        self._owners: dict[str, HostDesk | None] = {}
-        """The hosts of all engines that were ever brought; None means that the host is gone."""
-        self._homes: dict[int, str] = {}
-        """The hosts that run the functions of each group."""
-        self._groups: dict[int, Group] = {}
-        """The groups that other hosts have heard of."""
-        self._at_home: Counter[str] = Counter()
-        self._warned = False
-        by_sample = self._for_sample if functions_run else self._here
-        self.executors: dict[type[do.Command], Executor] = {
-            do.StartSample: by_sample,
-            do.CallCompleted: self._for_call if functions_run else self._here,
-            do.CancelSample: self._cancel,
-            do.ScoreSample: self._for_sample,
-            do.ScoreGroup: self._for_group,
-            do.JudgeGroup: self._for_group,
-            do.Submit: self._submit,
-            do.Abort: self._for_engine,
-            do.Fence: self._for_engine,
-            do.ProbeEngine: self._for_engine,
-            do.PauseEngine: self._for_engine,
-            do.LoadEngine: self._for_engine,
-            do.ResumeEngine: self._for_engine,
-        }
-
-    @property
-    def desks(self) -> list[HostDesk]:
-        return list(self._desks.values())
-
-    # ---------------------------------------------------------------- hosts that come and go
-
-    def why_not(self, engines: Iterable[str]) -> str | None:
-        """Return why a host cannot bring engines of these names, or None."""
-        for name in engines:
-            if name in self._core.engines.states and name not in self._owners:
-                return f"there is an engine {name} already"
-        return None
-
-    def join(self, desk: HostDesk, now: float, *, known: bool = False) -> Iterator[ev.Event]:
-        """A host is here; an older connection of its is over. ``known``: the core began with its engines."""
-        if (before := self._desks.get(desk.name)) is not None:
-            yield from self.lost(before, "it has joined anew")
-        self._desks[desk.name] = desk
-        self.beats.hear(desk, now)
-        self._owners.update(dict.fromkeys(desk.engines, desk))
-        limits = desk.engines.values()
-        if limits and (not known or any(engine.written for engine in limits)):
-            yield ev.EnginesJoined(list(desk.engines.values()))
-
-    def lost(self, desk: HostDesk, why: str, *, for_good: bool = False) -> Iterator[ev.Event]:
-        """Yield what follows from the end of a connection; its host may come back, unless it has left ``for_good``."""
-        if self._desks.get(desk.name) is not desk:
-            return
-        del self._desks[desk.name]
-        self.beats.forget(desk)
-        for engine in desk.engines:
-            self._owners[engine] = None
-        orphans = [group for group, home in self._homes.items() if home == desk.name]
-        for group in orphans:
-            del self._homes[group]
-        del self._at_home[desk.name]
-        if for_good and desk.idle:  # it leaves in peace: nobody waits for anything there, and nothing has failed
-            if desk.engines:
-                yield ev.EnginesLeft(list(desk.engines))
-            if orphans:
-                yield ev.FunctionsLost(orphans)
-            return
-        # that its engines are dead comes before what follows from it: nothing goes there, or begins, in vain
-        for event in desk.lost(why):
-            if orphans and not isinstance(event, ev.EngineFailed):
-                yield ev.FunctionsLost(orphans, died=not for_good)
-                orphans = []
-            yield event
-        if orphans:
-            yield ev.FunctionsLost(orphans, died=not for_good)
-        if for_good and desk.engines:
-            yield ev.EnginesLeft(list(desk.engines))
-
-    def heard(self, desk: HostDesk, now: float) -> None:
-        """Note that the host has said something."""
-        if self._desks.get(desk.name) is desk:
-            self.beats.hear(desk, now)
-
-    def overdue(self, now: float) -> dict[HostDesk, str]:
-        """Hosts that are silent, or do not end what they were told to end, for the deadline; and which it is."""
-        deadline_s = self.beats.deadline_s
-        late = dict.fromkeys(self.beats.silent(now), f"it has said nothing for {deadline_s:g} s")
-        for desk in self._desks.values():
-            since = dict.fromkeys(desk.fenced) if self.beats.paused else desk.fenced
-            if desk not in late and any(now - at >= deadline_s for at in since.values() if at is not None):
-                late[desk] = f"requests that it was to end at once still run after {deadline_s:g} s"
-            desk.fenced = {attempt_id: now if at is None else at for attempt_id, at in since.items()}
-        return late
-
-    # ---------------------------------------------------------------- what is settled
-
-    def delivered(self, samples: Iterable[SampleId]) -> None:
-        """Forget these on the hosts: they are in a batch."""
-        gone = [sample for sample in samples if sample.group in self._groups]
-        self._forget(gone)
-        for number in {sample.group for sample in gone}:
-            if all(s.state in SETTLED for s in self._groups[number].samples):
-                self._settled(number)
-
-    def settled(self, group: Group) -> None:
-        """Nothing is left to do for it."""
-        if group.id in self._groups:
-            self._forget([sample.id for sample in group.samples])
-            self._settled(group.id)
-
-    def evaluated(self, evaluation: int) -> None:
-        """An evaluation is over."""
-        for group in [g for n, g in self._groups.items() if n < 0]:
-            if group.evaluation is not None and group.evaluation.request.evaluation == evaluation:
-                self.settled(group)
-
-    def _forget(self, samples: list[SampleId]) -> None:
-        for desk in self._desks.values() if samples else ():
-            desk.forget(samples)
-            self._collected(desk)
-
-    def _settled(self, number: int) -> None:
-        del self._groups[number]
-        if (home := self._homes.pop(number, None)) is not None:
-            self._at_home[home] -= 1
-
-    # ---------------------------------------------------------------- where commands go
-
-    def _here(self, command: do.Command) -> None:
-        self._local[type(command)](command)
-
-    def _send(self, desk: HostDesk | None, command: do.Command) -> None:
-        if desk is None:
-            self._local[type(command)](command)
-        else:
-            desk.execute(command)
-            self._collected(desk)
-
-    def _home(self, group: Group) -> HostDesk | None:
-        """The host that runs the functions of a group; None: the one here."""
-        name = self._homes.get(group.id)
-        if name is None:
-            hosts = [HERE, *(d.name for d in self._desks.values() if d.functions)]
-            if hosts[1:] and (why := why_not_plain(group.prompt.data)) is not None:
-                self._warn_of_data(why)
-                hosts = [HERE]
-            name = self._homes[group.id] = min(hosts, key=lambda host: self._at_home[host])
-            self._at_home[name] += 1
-            self._groups[group.id] = group
-        return self._desks[name] if name else None
-
-    def _warn_of_data(self, why: str) -> None:
-        """Once."""
-        if not self._warned:
-            self._warned = True
-            log.warning(
-                "prompts have data that cannot travel (%s): their functions run in the scheduler's process alone; give "
-                "numbers, strings, bytes, lists and mappings", why,
-            )  # fmt: skip
-
-    def _for_sample(self, command: do.StartSample | do.ScoreSample) -> None:
-        self._send(self._home(command.sample.group), command)
-
-    def _for_call(self, command: do.CallCompleted) -> None:
-        self._send(self._home(command.call.sample.group), command)
-
-    def _for_group(self, command: do.ScoreGroup | do.JudgeGroup) -> None:
-        self._send(self._home(command.group), command)
-
-    def _cancel(self, command: do.CancelSample) -> None:
-        group = command.sample.group
-        self._send(self._home(group) if group.id in self._homes else None, command)
-
-    def _submit(self, command: do.Submit) -> None:
-        attempt = command.attempt
-        if attempt.engine not in self._owners:
-            self._local[do.Submit](command)
-        elif (desk := self._owners[attempt.engine]) is None:
-            self._post(ev.AttemptFailed.of(attempt, _gone(attempt.engine)))
-        else:
-            self._groups[attempt.sample.group.id] = attempt.sample.group
-            self._send(desk, command)
-
-    def _for_engine(self, command: Any) -> None:
-        name: str = command.engine
-        if name not in self._owners:
-            self._local[type(command)](command)
-        elif (desk := self._owners[name]) is not None:
-            self._send(desk, command)
-        elif isinstance(command, do.ProbeEngine):
-            self._post(ev.EngineProbed(engine=name, probe=command.probe, answered=False, detail=_gone(name)))
-        elif isinstance(command, (do.PauseEngine, do.LoadEngine, do.ResumeEngine)):
-            self._failed(command.call, EngineUnreachable(_gone(name)))
-            self._post(ev.EngineCallEnded(name, command.call, ev.CallResult.UNREACHABLE, _gone(name)))
-        elif isinstance(command, do.Fence):
-            for attempt_id in command.attempt_ids:
-                self._post(ev.AttemptEnded(attempt_id, EngineFinish.ABORT, fenced=True))
-
-
-def _gone(engine: str) -> str:
-    return f"engine {engine}: host {engine.partition('/')[0]} is gone"
-
-
 SILENT_BEATS = 2
 """Heartbeats that a host may miss before another one gets its name."""
 MOST_CUT_OFF = 2
@@ -494,7 +260,7 @@ class HostListener(HostDoor):
 
 
 class RemoteHosts:
-    """The hosts of a scheduler on its loop: links, heartbeats and two processes of one name.
+    """The hosts of a scheduler, on its loop: who is here, where each command goes, and what the end of a host means.
 
     Args:
         config: of the scheduler.
@@ -518,8 +284,16 @@ class RemoteHosts:
         """Times that a host's life has said what cannot be true."""
         self._came: asyncio.Future[None] | None = None
         self._core: RolloutCore | None = None
-        self._roster: Roster | None = None
-        self._collected: set[HostDesk] = set()
+        self.beats = Heartbeats[Guest](door.deadline_s)
+        self._owners: dict[str, Guest | None] = {}
+        """The hosts of all engines that were ever brought; None means that the host is gone."""
+        self._homes: dict[int, str] = {}
+        """The hosts that run the functions of each group."""
+        self._groups: dict[int, Group] = {}
+        """The groups that other hosts have heard of."""
+        self._at_home: Counter[str] = Counter()
+        self._warned = False
+        self._collected: set[Guest] = set()
         self._asked = 0
         self._watchers: set[asyncio.Future[None]] = set()
         """Told whenever a host has said something or is gone."""
@@ -572,13 +346,9 @@ class RemoteHosts:
         post: Callable[[ev.Event], None],
         failed: Callable[[int, BaseException], None],
     ) -> Mapping[type[do.Command], Callable[[Any], None]]:
-        self._core, self._post, self._failed = core, post, failed
+        self._core, self._post, self._failed, self._local = core, post, failed, local.executors
         self._returned, self._detokenizer = local.samples.returned_elsewhere, local.functions.detokenizer
-        self._roster = Roster(
-            core, local.executors, functions_run=local.functions.rollout is not single_turn,
-            post=post, failed=failed, collected=self._collect,
-            deadline_s=self._door.deadline_s,
-        )  # fmt: skip
+        functions_run = local.functions.rollout is not single_turn
         loop = asyncio.get_running_loop()
         # the driver that calls this is not made yet, and would do what follows from them
         for guest in self._first:
@@ -587,19 +357,22 @@ class RemoteHosts:
             loop.call_soon(self._admit, guest)
         self._waiting = []
         self._look_around()
-        return self._roster.executors
-
-    def delivered(self, samples: Iterable[SampleId]) -> None:
-        assert self._roster is not None
-        self._roster.delivered(samples)
-
-    def settled(self, group: Group) -> None:
-        assert self._roster is not None
-        self._roster.settled(group)
-
-    def evaluated(self, evaluation: int) -> None:
-        assert self._roster is not None
-        self._roster.evaluated(evaluation)
+        by_sample = self._for_sample if functions_run else self._here
+        return {
+            do.StartSample: by_sample,
+            do.CallCompleted: self._for_call if functions_run else self._here,
+            do.CancelSample: self._cancel,
+            do.ScoreSample: self._for_sample,
+            do.ScoreGroup: self._for_group,
+            do.JudgeGroup: self._for_group,
+            do.Submit: self._submit,
+            do.Abort: self._for_engine,
+            do.Fence: self._for_engine,
+            do.ProbeEngine: self._for_engine,
+            do.PauseEngine: self._for_engine,
+            do.LoadEngine: self._for_engine,
+            do.ResumeEngine: self._for_engine,
+        }
 
     async def quiet(self) -> None:
         sharing = [g for g in self._guests.values() if any(c.shares_weights for c in g.engines.values())]
@@ -607,7 +380,7 @@ class RemoteHosts:
         await self._until(lambda: all(g.desk.quieted >= number or not self._is_here(g) for g in sharing))
 
     async def catch_up(self) -> None:
-        """What a host does not tell in time is told with the ends of its requests."""
+        """Ask for what runs on hosts; whoever does not tell in time tells it with the ends of its requests."""
         guests = list(self._guests.values())
         number = self._ask(guests, AskTapes)
 
@@ -625,7 +398,7 @@ class RemoteHosts:
         self._asked += 1
         for guest in guests:
             guest.desk.say(question(self._asked))
-            self._collect(guest.desk)
+            self._collect(guest)
         return self._asked
 
     def _is_here(self, guest: Guest) -> bool:
@@ -672,7 +445,7 @@ class RemoteHosts:
         link = guest.link
         if (why := self._why_not(guest)) is not None:
             self._refuse(link, why)
-        elif self._roster is not None:
+        elif self._core is not None:
             self._admit(guest)
         else:
             self._waiting.append(guest)
@@ -697,12 +470,12 @@ class RemoteHosts:
             return f"host {guest.name} was cut off {times} times for what cannot be true: start its process anew"
         if (why := next(why_not(guest, self._config, self._core, tokenizer=self._tokenizer), None)) is not None:
             return why
-        return None if self._roster is None else self._roster.why_not(guest.engines)
+        ours = () if self._core is None else self._core.engines.states.keys() - self._owners
+        return next((f"there is an engine {name} already" for name in guest.engines if name in ours), None)
 
     def _admit(self, guest: Guest, known: bool = False) -> None:
-        core, roster = self._core, self._roster
+        core = self._core
         assert core is not None
-        assert roster is not None
         if not known and (why := self._why_not(guest)) is not None:
             self._refuse(guest.link, why)
             return
@@ -711,18 +484,22 @@ class RemoteHosts:
             self._doubt(before, guest)
             return
         welcome = welcome_of(guest.name, core, self._config, self._door.deadline_s)
-        if before is not None:  # it has given that connection up
-            before.link.close()
-        desk = HostDesk(
+        guest.desk = HostDesk(
             core, guest.name, guest.limits, functions=guest.joined.functions, failed=self._failed,
             returned=self._returned, detokenizer=self._detokenizer,
         )  # fmt: skip
-        guest.desk = desk
-        self._guests[guest.name] = guest
         guest.link.send(encode([welcome]))
         log.info("host %s has joined with %d engines", guest.name, len(guest.engines))
-        for event in roster.join(desk, self._now(), known=known):
-            self._post(event)
+        if before is not None:  # it has given that connection up
+            before.link.close()
+            for event in self._end(before, "it has joined anew"):
+                self._post(event)
+        self._guests[guest.name] = guest
+        self.beats.hear(guest, self._now())
+        self._owners.update(dict.fromkeys(guest.engines, guest))
+        limits = guest.limits
+        if limits and (not known or any(engine.written for engine in limits)):
+            self._post(ev.EnginesJoined(limits))
         guest.link.open(lambda frame: self._heard(guest, frame), lambda why: self._lost(guest, why))
 
     # ---------------------------------------------------------------- two of one name
@@ -768,8 +545,7 @@ class RemoteHosts:
         if not self._is_here(guest):
             return
         desk = guest.desk
-        assert self._roster is not None
-        self._roster.heard(desk, self._now())
+        self.beats.hear(guest, self._now())
         if guest.name in self._rivals:
             self._lives(guest)
         try:
@@ -786,29 +562,25 @@ class RemoteHosts:
         self._tell_watchers()
 
     def _lost(self, guest: Guest, why: str, *, for_good: bool = False) -> None:
-        if not self._is_here(guest):
+        if self._closed or not self._is_here(guest):
             return
-        del self._guests[guest.name]
-        if self._closed:
-            return
-        assert self._roster is not None
         level = logging.INFO if for_good and guest.desk.idle else logging.WARNING
         log.log(level, "host %s is %s: %s", guest.name, "gone" if for_good else "lost", clean(why))
-        for event in self._roster.lost(guest.desk, why, for_good=for_good):
+        for event in self._end(guest, why, for_good=for_good):
             self._post(event)
         self._tell_watchers()
         if guest.name in self._rivals:
             self._admit(self._rivals.pop(guest.name)[0])
 
-    def _collect(self, desk: HostDesk) -> None:
+    def _collect(self, guest: Guest) -> None:
         """Send at the end of this turn of the loop."""
         if not self._collected:
             asyncio.get_running_loop().call_soon(self._flush)
-        self._collected.add(desk)
+        self._collected.add(guest)
 
     def _flush(self) -> None:
         collected, self._collected = self._collected, set()
-        for guest in [g for g in self._guests.values() if g.desk in collected]:
+        for guest in filter(self._is_here, collected):
             self._send(guest)
 
     def _send(self, guest: Guest) -> None:
@@ -821,21 +593,167 @@ class RemoteHosts:
 
     def _look_around(self) -> None:
         """Give up hosts that are silent for too long, and tell all others that this side lives."""
-        assert self._roster is not None
         assert self._core is not None
-        now, beats = self._now(), self._roster.beats
-        late = self._roster.overdue(now)
+        now, beats = self._now(), self.beats
+        late = self._overdue(now)
         if beats.paused:
             self._rivals = {name: (guest, now) for name, (guest, _) in self._rivals.items()}
-        for desk, why in late.items():
-            if (guest := self._guests.get(desk.name)) is not None and guest.desk is desk:
-                guest.link.close()
-                self._lost(guest, why)
+        for guest, why in late.items():
+            guest.link.close()
+            self._lost(guest, why)
         self._make_room()
-        for desk in self.desks:
-            desk.say(Now(self._core.clock.current))
-            self._collect(desk)
+        for guest in self._guests.values():
+            guest.desk.say(Now(self._core.clock.current))
+            self._collect(guest)
         self._timer = asyncio.get_running_loop().call_later(beats.interval_s, self._look_around)
+
+    # ---------------------------------------------------------------- the end of a host
+
+    def _end(self, guest: Guest, why: str, *, for_good: bool = False) -> Iterator[ev.Event]:
+        """Yield what follows from the end of a connection; its host may come back, unless it has left ``for_good``."""
+        desk = guest.desk
+        del self._guests[guest.name]
+        self.beats.forget(guest)
+        for engine in desk.engines:
+            self._owners[engine] = None
+        orphans = [group for group, home in self._homes.items() if home == desk.name]
+        for group in orphans:
+            del self._homes[group]
+        del self._at_home[desk.name]
+        if for_good and desk.idle:  # it leaves in peace: nobody waits for anything there, and nothing has failed
+            if desk.engines:
+                yield ev.EnginesLeft(list(desk.engines))
+            if orphans:
+                yield ev.FunctionsLost(orphans)
+            return
+        # that its engines are dead comes before what follows from it: nothing goes there, or begins, in vain
+        for event in desk.lost(why):
+            if orphans and not isinstance(event, ev.EngineFailed):
+                yield ev.FunctionsLost(orphans, died=not for_good)
+                orphans = []
+            yield event
+        if orphans:
+            yield ev.FunctionsLost(orphans, died=not for_good)
+        if for_good and desk.engines:
+            yield ev.EnginesLeft(list(desk.engines))
+
+    def _overdue(self, now: float) -> dict[Guest, str]:
+        """Hosts that are silent, or do not end what they were told to end, for the deadline; and which it is."""
+        deadline_s = self.beats.deadline_s
+        late = dict.fromkeys(self.beats.silent(now), f"it has said nothing for {deadline_s:g} s")
+        for guest in self._guests.values():
+            desk = guest.desk
+            since = dict.fromkeys(desk.fenced) if self.beats.paused else desk.fenced
+            if guest not in late and any(now - at >= deadline_s for at in since.values() if at is not None):
+                late[guest] = f"requests that it was to end at once still run after {deadline_s:g} s"
+            desk.fenced = {attempt_id: now if at is None else at for attempt_id, at in since.items()}
+        return late
+
+    # ---------------------------------------------------------------- what is settled
+
+    def delivered(self, samples: Iterable[SampleId]) -> None:
+        """Forget these on the hosts: they are in a batch."""
+        gone = [sample for sample in samples if sample.group in self._groups]
+        self._forget(gone)
+        for number in {sample.group for sample in gone}:
+            if all(s.state in SETTLED for s in self._groups[number].samples):
+                self._settled(number)
+
+    def settled(self, group: Group) -> None:
+        """Nothing is left to do for it."""
+        if group.id in self._groups:
+            self._forget([sample.id for sample in group.samples])
+            self._settled(group.id)
+
+    def evaluated(self, evaluation: int) -> None:
+        """An evaluation is over."""
+        for group in [g for n, g in self._groups.items() if n < 0]:
+            if group.evaluation is not None and group.evaluation.request.evaluation == evaluation:
+                self.settled(group)
+
+    def _forget(self, samples: list[SampleId]) -> None:
+        for guest in self._guests.values() if samples else ():
+            guest.desk.forget(samples)
+            self._collect(guest)
+
+    def _settled(self, number: int) -> None:
+        del self._groups[number]
+        if (home := self._homes.pop(number, None)) is not None:
+            self._at_home[home] -= 1
+
+    # ---------------------------------------------------------------- where commands go
+
+    def _here(self, command: do.Command) -> None:
+        self._local[type(command)](command)
+
+    def _hand(self, guest: Guest | None, command: do.Command) -> None:
+        if guest is None:
+            self._here(command)
+        else:
+            guest.desk.execute(command)
+            self._collect(guest)
+
+    def _home(self, group: Group) -> Guest | None:
+        """The host that runs the functions of a group; None: the one here."""
+        name = self._homes.get(group.id)
+        if name is None:
+            hosts = [HERE, *(g.name for g in self._guests.values() if g.joined.functions)]
+            if hosts[1:] and (why := why_not_plain(group.prompt.data)) is not None:
+                self._warn_of_data(why)
+                hosts = [HERE]
+            name = self._homes[group.id] = min(hosts, key=lambda host: self._at_home[host])
+            self._at_home[name] += 1
+            self._groups[group.id] = group
+        return self._guests[name] if name else None
+
+    def _warn_of_data(self, why: str) -> None:
+        """Once."""
+        if not self._warned:
+            self._warned = True
+            log.warning(
+                "prompts have data that cannot travel (%s): their functions run in the scheduler's process alone; give "
+                "numbers, strings, bytes, lists and mappings", why,
+            )  # fmt: skip
+
+    def _for_sample(self, command: do.StartSample | do.ScoreSample) -> None:
+        self._hand(self._home(command.sample.group), command)
+
+    def _for_call(self, command: do.CallCompleted) -> None:
+        self._hand(self._home(command.call.sample.group), command)
+
+    def _for_group(self, command: do.ScoreGroup | do.JudgeGroup) -> None:
+        self._hand(self._home(command.group), command)
+
+    def _cancel(self, command: do.CancelSample) -> None:
+        group = command.sample.group
+        self._hand(self._home(group) if group.id in self._homes else None, command)
+
+    def _submit(self, command: do.Submit) -> None:
+        attempt = command.attempt
+        if attempt.engine not in self._owners:
+            self._here(command)
+        elif (guest := self._owners[attempt.engine]) is None:
+            self._post(ev.AttemptFailed.of(attempt, _gone(attempt.engine)))
+        else:
+            self._groups[attempt.sample.group.id] = attempt.sample.group
+            self._hand(guest, command)
+
+    def _for_engine(self, command: Any) -> None:
+        name: str = command.engine
+        if name not in self._owners:
+            self._here(command)
+        elif (guest := self._owners[name]) is not None:
+            self._hand(guest, command)
+        elif isinstance(command, do.ProbeEngine):
+            self._post(ev.EngineProbed(engine=name, probe=command.probe, answered=False, detail=_gone(name)))
+        elif isinstance(command, (do.PauseEngine, do.LoadEngine, do.ResumeEngine)):
+            self._failed(command.call, EngineUnreachable(_gone(name)))
+            self._post(ev.EngineCallEnded(name, command.call, ev.CallResult.UNREACHABLE, _gone(name)))
+        elif isinstance(command, do.Fence):
+            for attempt_id in command.attempt_ids:
+                self._post(ev.AttemptEnded(attempt_id, EngineFinish.ABORT, fenced=True))
+
+    # ---------------------------------------------------------------- waits
 
     async def _until(self, done: Callable[[], bool]) -> None:
         while not (done() or self._closed):
@@ -850,3 +768,7 @@ class RemoteHosts:
         for watcher in self._watchers:
             if not watcher.done():
                 watcher.set_result(None)
+
+
+def _gone(engine: str) -> str:
+    return f"engine {engine}: host {engine.partition('/')[0]} is gone"

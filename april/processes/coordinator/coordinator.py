@@ -64,7 +64,6 @@ class Coordinator:
         accepts: Callable[[str], bool] | None = None, *, check: bool = False,
     ) -> None:  # fmt: skip
         self.core = RolloutCore(settings, [limits], check=check)
-        """For looking."""
         self.host = host = AskedHost(
             self.core, lambda event: self._pump.post(event), lambda: self._order("abort"), filter_name, accepts
         )
@@ -72,7 +71,7 @@ class Coordinator:
         """Prompts that were given up, and whose rollouts have not all ended."""
         self._last_batch: int | None = None
         self._broken: BaseException | None = None
-        """What has ended the core."""
+        """The error that has ended the core."""
         self._orders: list[Order] = []
         self._ordered = asyncio.Event()
         requests = RequestLog(self.core, _now)
