@@ -1,18 +1,15 @@
-"""Continuous generation in the core: what a delivery, an update, an evaluation and a trainer that is busy do to it."""
+"""Continuous generation: what a delivery, an update, an evaluation and a busy trainer do; more in random lives."""
 
 from __future__ import annotations
 
 from typing import Any
 
-import pytest
 from core_machine import EOS, CoreMachine, settings
 
 from april.core import commands as do
 from april.core import events as ev
-from april.core import snapshot
 from april.core.settings import EngineLimits
-from april.core.state import RolloutCore
-from april.core.types import DropReason, GenerationMode, OnDataEnd, Refill
+from april.core.types import DropReason, GenerationMode, Refill
 
 ENGINES = (EngineLimits("e0", 4096, None, (EOS,), remote=True),)
 
@@ -93,21 +90,6 @@ def test_admission_ends_where_the_plan_says_and_goes_on_with_an_update() -> None
     assert m.core.counters["aborted_attempts"] == 2
 
 
-def test_before_the_first_request_nothing_starts() -> None:
-    """Neither prompts are drawn nor samples of a loaded state started, not even beside an evaluation."""
-    saved = Machine(9)
-    saved.ask()
-    saved.tokens(min(saved.in_flight), 4)
-    m = Machine(9)
-    snapshot.restore(m.core, snapshot.take(saved.core, None))
-    m.post(ev.WeightsUpdated(m.core.clock.current))
-    m.evaluate(2)
-
-    assert set(m.evaluates()) == {True}
-    m.ask()
-    assert set(m.evaluates()) == {True, False}
-
-
 def test_only_an_update_cuts_and_what_it_cut_goes_on_first_under_the_new_weights() -> None:
     """Tokens of before and after the update carry their own versions; carry goes before what was not begun."""
     m = Machine(9, n=2, samples=1, max_in_flight=3)
@@ -133,42 +115,6 @@ def test_only_an_update_cuts_and_what_it_cut_goes_on_first_under_the_new_weights
     assert all(s.loss_mask.all() for s in batch.samples)
 
 
-def test_with_too_many_batches_out_nothing_begins_and_nothing_is_delivered() -> None:
-    """max_staleness 0: one batch may be out and nothing beside it; the update lets the next begin."""
-    m = Machine(9, n=1, samples=1, max_staleness=0, max_in_flight=4)
-    m.ask()
-    assert m.groups() == [0]
-    m.finish(0)
-    assert len(m.batches) == 1
-    m.ask()
-    assert m.in_flight == {}
-    assert m.core.train_first
-
-    m.new_weights()
-    assert m.groups() == [1]
-    m.finish(1)
-    assert [b.version.n for b in m.batches] == [0, 1]
-    assert [s.staleness for b in m.batches for s in b.samples] == [0, 0]
-
-
-def test_what_the_next_batch_owes_is_waited_for() -> None:
-    """A group that would be too old in the batch after the next is in the next one, though N others are complete."""
-    m = Machine(lambda group, index: 50 if group == 0 else 9, n=1, samples=1, max_in_flight=2, max_staleness=1)
-    m.ask()
-    assert m.groups() == [0, 1]
-    m.tokens(min(m.in_flight), 3)
-    m.finish(1)
-    assert [b.samples[0].id.group for b in m.batches] == [1]
-    m.new_weights()
-    assert m.groups() == [0, 2]
-    m.ask()
-    m.finish(2)
-    assert len(m.batches) == 1, "group 0 has tokens of version 0, and this batch is the last that may have them"
-
-    m.finish(0)
-    assert [(s.id.group, s.staleness) for s in m.batches[1].samples] == [(0, 1)]
-
-
 def test_an_evaluation_cuts_nothing_and_an_update_waits_for_it() -> None:
     """Its requests take places as they come free, before training's; the weights stay until it has ended."""
     m = Machine(9, n=2, samples=1, max_in_flight=2)
@@ -189,16 +135,6 @@ def test_an_evaluation_cuts_nothing_and_an_update_waits_for_it() -> None:
     assert any(isinstance(c, do.EvaluationDone) for c in m.commands)
     m.finish_aborts()
     assert m.core.clock.current.n == 1
-
-
-def test_functions_of_an_evaluation_beyond_those_at_once_wait() -> None:
-    """A limit of one: the second begins when the first has ended; training has the other places."""
-    m = Machine(9, n=2, samples=1, max_in_flight=3)
-    m.ask()
-    m.evaluate(2, functions_at_once=1)
-    m.finish(0, 1)
-    assert m.evaluates().count(True) == 1
-    assert len(m.in_flight) == 3, "samples of the evaluation that may not start keep training waiting"
 
 
 def test_an_evaluation_hears_of_a_lost_engine_when_its_requests_have_ended() -> None:
@@ -241,40 +177,6 @@ def test_a_failure_while_the_trainer_trains_is_told_at_the_next_request() -> Non
     m.finish(2)
     assert [b.samples[0].id.group for b in m.batches] == [0, 2]
     assert m.core.prompts.dropped[DropReason.FAILED] == 1
-
-
-@pytest.mark.parametrize("on_data_end", [OnDataEnd.SHORT, OnDataEnd.WAIT])
-def test_the_data_ends(on_data_end: OnDataEnd) -> None:
-    """Every prompt is settled, or kept for more prompts, once each; then the trainer is told."""
-    m = Machine(9, n=2, samples=1, prompts=5, on_data_end=on_data_end, max_in_flight=3)
-    for update in range(1, 9):
-        m.ask()
-        while m.in_flight and m.core.wanted:
-            m.end(min(m.in_flight))
-        if m.ended:
-            break
-        m.new_weights(update=update)
-    assert m.ended
-    short = on_data_end is OnDataEnd.SHORT
-    assert [len(b.group_sizes) for b in m.batches] == ([2, 2, 1] if short else [2, 2])
-    assert len(m.core.buffer) == (0 if short else 1)
-    assert m.core.step is None
-
-
-def test_a_state_of_any_moment_goes_on() -> None:
-    """Ready groups, partials and batches that are out: another core delivers all of it, no token twice."""
-    m = Machine(lambda group, index: 9 + 20 * (group == 1), n=1, samples=1, max_in_flight=3, max_staleness=5)
-    m.ask()
-    m.finish(0)
-    m.finish(2)
-    m.tokens(min(m.in_flight), 4)
-    state = snapshot.take(m.core, -1)
-    assert len(state["ready"]) == 2
-
-    again = RolloutCore(m.core.settings, ENGINES, check=True)
-    snapshot.restore(again, state)
-    tokens = {s.id.group: len(s.tape) for s in again.buffer.samples() if len(s.tape)}
-    assert tokens == {0: 9, 1: 4, 2: 9}
 
 
 def test_a_report_of_written_weights_ends_what_is_generated_ahead() -> None:

@@ -546,6 +546,7 @@ def test_the_command_prints_the_run_and_a_sample(path: Path) -> None:
     for part in ("4 asked for, 4 batches delivered", "0.4", f"observed {rollouts.core.tokens.observed}", "digest"):
         assert part in result.output
     assert "story of g1.s0:\n  event " in result.output
+    assert "rollout function started" in result.output
     assert "the run was closed" in result.output
 
 
