@@ -8,6 +8,9 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+from typer.testing import CliRunner
+
+from april.cli import app
 from april.record.file import RunRecord
 from april.simulate.simulation import Simulation
 from april.simulate.workload import Schedule, Workload
@@ -49,3 +52,10 @@ def written(path: Path, lines: Iterable[Any]) -> Path:
 def rewritten(path: Path, target: Path, change: Callable[[list[Any]], list[Any]]) -> Path:
     """A record whose lines were changed."""
     return written(target, map(change, raw_lines(path)))
+
+
+def command(*arguments: object) -> tuple[int, str]:
+    """The exit code of a command of april's, and what it says, without line ends and frames."""
+    result = CliRunner().invoke(app, [*map(str, arguments)], env={"COLUMNS": "160", "NO_COLOR": "1"})
+    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
+    return result.exit_code, " ".join(result.output.replace("│", " ").split())

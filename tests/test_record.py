@@ -20,14 +20,12 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 
 import numpy as np
 import pytest
-from records import raw_lines, written
+from records import command, raw_lines, written
 from saved_rollouts import in_a_step, new
 from saved_rollouts import plain as saved
-from typer.testing import CliRunner
 from virtual_rollouts import EOS, RecordingEngine, Rollouts, on_virtual_time, table, virtual
 
 import april
-from april.cli import app
 from april.core import events as ev
 from april.core.state import RolloutCore
 from april.core.types import Prompt, SampleId
@@ -285,7 +283,7 @@ def test_a_change_is_found_in_its_line(path: Path) -> None:
 
 
 def test_a_record_without_its_settings_is_refused(path: Path) -> None:
-    """With the first that is missing; so is an empty file. ``test_records_of_others.py`` has the rest."""
+    """With the first that is missing; so is an empty file. ``test_report.py`` has the rest."""
     record(path, steps=1)
     lines = raw_lines(path)
     lines[0][2] |= {"settings": {}}
@@ -533,29 +531,19 @@ def test_numbers_of_an_evaluation_are_replayed(temperature: Any, tmp_path: Path)
 # ---------------------------------------------------------------- the command
 
 
-def april_replay(*arguments: str) -> Any:
-    """The command."""
-    return CliRunner().invoke(app, ["replay", *arguments], env={"COLUMNS": "160", "NO_COLOR": "1"})
-
-
 def test_the_command_prints_the_run_and_a_sample(path: Path) -> None:
-    """Steps, versions, ledgers, digest; with --story what happened to one sample."""
+    """Steps, versions, ledgers, digest; with --story what happened to one sample, which must be one."""
     rollouts = record(path)
-    result = april_replay(str(path), "--story", "g1.s0")
-    assert result.exit_code == 0, result.output
+    code, said = command("replay", path, "--story", "g1.s0")
+    assert code == 0
     for part in ("4 asked for, 4 batches delivered", "0.4", f"observed {rollouts.core.tokens.observed}", "digest"):
-        assert part in result.output
-    assert "story of g1.s0:\n  event " in result.output
-    assert "rollout function started" in result.output
-    assert "the run was closed" in result.output
-
-
-def test_a_sample_that_cannot_be_is_named(path: Path) -> None:
-    """In one sentence, exit code 2."""
-    record(path, steps=1)
-    result = april_replay(str(path), "--story", "three")
-    assert result.exit_code == 2
-    assert "no sample is called 'three'; the name of one is g3.s1: group 3, sample 1" in result.output
+        assert part in said
+    assert "story of g1.s0: event " in said
+    assert "rollout function started" in said
+    assert "the run was closed" in said
+    code, said = command("replay", path, "--story", "three")
+    assert code == 2
+    assert "no sample is called 'three'; the name of one is g3.s1: group 3, sample 1" in said
 
 
 # ----------------------------------------------------------------
@@ -578,9 +566,9 @@ async def test_starts_that_fail_remove_no_record(tmp_path: Path, path: Path) -> 
     assert replay(tmp_path / "run.jsonl.1").core.context.batches == 2
     assert replay(tmp_path / "run.jsonl.2").core.context.batches == 3
     assert sorted(os.listdir(tmp_path)) == ["run.jsonl", "run.jsonl.1", "run.jsonl.2"]
-    done = CliRunner().invoke(app, ["report", str(path), "--out", str(tmp_path / "page.html")])
-    assert "nothing to show; the record before it is" in " ".join(done.output.split())
-    assert done.output.split()[-1].endswith("run.jsonl.2")
+    _, said = command("report", path, "--out", tmp_path / "page.html")
+    assert "nothing to show; the record before it is" in said
+    assert said.split()[-1].endswith("run.jsonl.2")
 
 
 def held_by(path: Path, name: str) -> bytes:
@@ -650,15 +638,13 @@ def test_a_record_that_cannot_be_put_aside_is_as_it_was(
     assert path.read_text() == "notes"
 
 
-@pytest.mark.parametrize("command", [["report", "RECORD"], ["profile", "http://127.0.0.1:9", "--kind", "vllm"]])
-def test_no_command_writes_over_a_record(path: Path, command: list[str]) -> None:
+@pytest.mark.parametrize("arguments", [["report", "RECORD"], ["profile", "http://127.0.0.1:9", "--kind", "vllm"]])
+def test_no_command_writes_over_a_record(path: Path, arguments: list[str]) -> None:
     """Given as the file to write, it is refused by name."""
     file = RecordFile(path, 1 << 20)
     file.add(b'[0.0,"Record",{}')
     file.close()
     before = path.read_bytes()
-    arguments = [str(path) if part == "RECORD" else part for part in command]
-    done = CliRunner().invoke(app, [*arguments, "--out", str(path)])
-    assert done.exit_code == 2
-    assert "is the record of a run" in " ".join(done.output.replace("│", " ").split())
+    code, said = command(*(path if part == "RECORD" else part for part in arguments), "--out", path)
+    assert (code, "is the record of a run" in said) == (2, True)
     assert path.read_bytes() == before

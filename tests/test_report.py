@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import html
 import html.parser
+import os
 import re
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from records import SMALL, recorded, rewritten
+from records import SMALL, command, recorded, rewritten
 from typer.testing import CliRunner
 
 from april.cli import app
 from april.core.partial_buffer import Idle
 from april.engines.simulated.fitted_cost import fit
+from april.errors import RecordError
 from april.record.file import lines_of
 from april.record.replay import replay
 from april.simulate.simulation import Simulation
@@ -282,9 +285,8 @@ def test_a_record_that_was_cut_is_shown_to_there(run: tuple[Path, Simulation], t
     assert "in the middle" in page([seen])
     lines = data.splitlines(keepends=True)
     path.write_bytes(b"".join(lines[:3]))
-    result = CliRunner().invoke(app, ["report", str(path), "--out", str(tmp_path / "no.html")])
-    assert result.exit_code == 1
-    assert "nothing to show" in " ".join(result.output.split())
+    code, said = command("report", path, "--out", tmp_path / "no.html")
+    assert (code, "nothing to show" in said) == (1, True)
     first = next(i for i, line in enumerate(lines) if b'"Batch"' in line)
     path.write_bytes(b"".join(lines[:first]))
     assert "Busy places" in page([read_run(path)])  # killed before its first batch
@@ -294,8 +296,7 @@ def test_the_command(run: tuple[Path, Simulation], tmp_path: Path) -> None:
     """Two runs side by side; a file of mode 0600; a sentence for one that cannot be written."""
     other, out = tmp_path / "other.jsonl", tmp_path / "deep" / "report.html"
     recorded(other, "refill", steps=4)
-    result = CliRunner().invoke(app, ["report", str(run[0]), str(other), "--out", str(out)])
-    assert result.exit_code == 0, result.output
+    assert command("report", run[0], other, "--out", out)[0] == 0
     text = out.read_text()
     assert "2 runs" in text
     assert "other.jsonl" in text
@@ -303,8 +304,7 @@ def test_the_command(run: tuple[Path, Simulation], tmp_path: Path) -> None:
     assert out.stat().st_mode & 0o777 == 0o600
     wrong = tmp_path / "wrong.jsonl"
     wrong.write_text("{}\n")
-    result = CliRunner().invoke(app, ["report", str(run[0]), "--out", str(wrong / "report.html")])
-    assert result.exit_code == 2
+    assert command("report", run[0], "--out", wrong / "report.html")[0] == 2
 
 
 def test_steps_have_the_numbers_of_their_batches(run: tuple[Path, Simulation], tmp_path: Path) -> None:
@@ -342,17 +342,154 @@ def test_records_of_one_name_are_told_apart(tmp_path: Path) -> None:
 
 
 def test_lines_of_other_events_may_be_missing(run: tuple[Path, Simulation], tmp_path: Path) -> None:
-    """A line that cannot be is named; one without what a report shows is passed over."""
+    """A line without what a report shows is passed over."""
 
     def bare(line: list[Any]) -> list[Any]:
         return [*line[:2], {k: v for k, v in line[2].items() if k != "generated"}, line[3]]
 
     assert isinstance(read_run(rewritten(run[0], tmp_path / "bare.jsonl", bare)), RunData)
 
-    def wrong(line: list[Any]) -> list[Any]:
-        return [*line[:2], line[2] | ({"ran": [1, 2]} if "ran" in line[2] else {}), line[3]]
 
-    path = rewritten(run[0], tmp_path / "wrong.jsonl", wrong)
-    result = CliRunner().invoke(app, ["report", str(path)])
-    assert result.exit_code == 1
-    assert "is not valid: ValueError" in " ".join(result.output.split())
+# ----------------------------------------------------------------
+# Records that somebody else made: whatever stands in one, each command says a sentence and no terminal obeys it.
+
+
+ESCAPES = "\x1b[2J\x1b]0;owned\x07\u202e[/red]</script>\nmore"
+
+
+@pytest.fixture(scope="module")
+def record(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of a short run."""
+    path = tmp_path_factory.mktemp("record") / "run.jsonl"
+    recorded(path, steps=3)
+    return path
+
+
+GONE = "(left out)"
+
+
+def put(what: str, *keys: str | int, to: Any) -> Callable[[list[Any]], list[Any]]:
+    """In all lines of a kind one part is another, or GONE."""
+
+    def change(line: list[Any]) -> list[Any]:
+        if line[1] == what:
+            parts = line[2]
+            for key in keys[:-1]:
+                parts = parts[key] if not isinstance(parts, dict) or key in parts else {}
+            if to is GONE:
+                del parts[keys[-1]]
+            elif isinstance(parts, list) or keys[-1] in parts:
+                parts[keys[-1]] = to
+        return line
+
+    return change
+
+
+WRONG = [
+    ("AttemptEnded", "ran", [1, 2]),
+    ("AttemptEnded", "ran", 3, "x"), ("AttemptEnded", "ran", 4, None), ("AttemptEnded", "ran", 5, 1e308),
+    ("AttemptEnded", "ran", 7, -3), ("AttemptEnded", "ran", 7, 10**30), ("SampleReturned", "sample", []),
+    ("SampleReturned", "sample", 0, 10**30), ("SampleReturned", "generated", "many"), ("Batch", "ages", None),
+    ("Batch", "ages", ["x"]), ("Batch", "lengths", {}), ("Batch", "lengths", [1e308]), ("Batch", "metrics", None),
+    ("Batch", "metrics", {}), ("Batch", "metrics", "update_s", None), ("Batch", "metrics", "reward_mean", 1e300),
+    ("Batch", "id", None), ("Batch", "id", -1), ("Batch", "id", GONE),
+]  # fmt: skip
+WRONG_FIRST = [
+    ("engines", None), ("engines", GONE), ("engines", {}), ("engines", []), ("engines", [1]), ("engines", [None]),
+    ("engines", 0, "name", ["e"]), ("engines", 0, "name", None), ("engines", 0, "name", GONE),
+    ("engines", [{"name": "e", "max_in_flight": "many"}]), ("settings", None), ("settings", GONE), ("settings", []),
+    ("settings", "max_in_flight", "many"), ("settings", "rollout_batch_size", GONE),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("wrong", WRONG, ids=repr)
+def test_a_part_that_cannot_be_is_named_by_its_line(record: Path, tmp_path: Path, wrong: tuple[Any, ...]) -> None:
+    """For the report and for a plan, however well the checks of the lines fit."""
+    path = rewritten(record, tmp_path / "wrong.jsonl", put(wrong[0], *wrong[1:-1], to=wrong[-1]))
+    with pytest.raises(RecordError, match=r"^line \d+ of .*wrong.jsonl is not valid: ValueError: "):
+        read_run(path)
+    code, said = command("plan", path, "--out", tmp_path / "plan")
+    assert (code, "is not valid" in said) == (1, True)
+
+
+@pytest.mark.parametrize("who", ["replay", "report", "plan", "watch"])
+@pytest.mark.parametrize("wrong", WRONG_FIRST, ids=repr)
+def test_a_first_line_that_cannot_be_is_named(record: Path, tmp_path: Path, wrong: tuple[Any, ...], who: str) -> None:
+    """A sentence, whoever needs what is wrong in it; who only watches does not."""
+    path = rewritten(record, tmp_path / "wrong.jsonl", put("Record", *wrong[:-1], to=wrong[-1]))
+    out = {"report": ["--out", tmp_path / "page"], "plan": ["--out", tmp_path / "plan"], "watch": ["--once"]}
+    code, said = command(who, path, *out.get(who, []))
+    assert (code, f"line 1 of {path}" in said) == ((0, False) if who == "watch" else (1, True))
+
+
+@pytest.mark.parametrize("name", ["max_staleness", "max_in_flight", "over_sampling_batch_size"])
+def test_a_setting_that_no_picture_can_show_is_refused(record: Path, tmp_path: Path, name: str) -> None:
+    """Before anything is drawn."""
+
+    def change(line: list[Any]) -> list[Any]:
+        if line[1] == "Record":
+            line[2]["settings"][name] = 10**400
+        return line
+
+    with pytest.raises(RecordError, match=r"^line 1 of .*wrong.jsonl is not valid: ValueError: "):
+        read_run(rewritten(record, tmp_path / "wrong.jsonl", change))
+
+
+FOREIGN: dict[str, tuple[Callable[[bytes], bytes], str]] = {
+    "another file": (lambda data: b'{"lengths": [1, 2]}\n', "is no record of april's"),
+    "a picture": (lambda data: b"\x89PNG\r\n\x1a\n" * 9, "is no record of april's"),
+    "deep": (lambda data: b"[" * 100_000 + b"\n", "is no record of april's"),
+    "its checksum": (lambda data: b'[0.0,"StepRequested",{},"","00000000"]\n', "is no record of april's"),
+    "a changed line": (lambda data: data.replace(b'"step":1', b'"step":7', 1), "or was changed"),
+    "damage": (lambda data: data.replace(b"\n", b"\nx\n", 1), "line 2 of {path} is damaged, or was changed"),
+}
+
+
+@pytest.mark.parametrize("who", ["replay", "report", "watch"])
+@pytest.mark.parametrize("what", [*FOREIGN, "a newer april", "a directory", "nothing"])
+def test_what_is_no_record(record: Path, tmp_path: Path, what: str, who: str) -> None:
+    """A sentence, once, and exit code 1: for the line it is about, and not packed into one about another line."""
+    path = tmp_path / "run.jsonl"
+    sentence = {"a directory": "cannot be read: Is a directory", "nothing": "cannot be read: No such file or directory"}
+    if what in FOREIGN:
+        change, sentence[what] = FOREIGN[what]
+        path.write_bytes(change(record.read_bytes()))
+    elif what == "a newer april":
+        sentence[what] = "{path} cannot be read: april 9.0 has written it in format 9, this april reads format 3"
+        rewritten(record, path, lambda line: [*line[:2], line[2] | {"format": 9, "april": "9.0"}, line[3]])
+    elif what == "a directory":
+        path.mkdir()
+    elif who == "watch":
+        sentence[what] = "is not there yet"
+    code, said = command(who, path, *(["--once"] if who == "watch" else []))
+    assert code == 1
+    assert said.count(sentence[what].format(path=path)) == 1
+    assert said.count("is not valid") == 0
+
+
+@pytest.mark.parametrize("field", ["april", "began", "format"])
+@pytest.mark.parametrize("who", ["replay", "report", "plan", "watch"])
+def test_text_of_others_moves_no_terminal(record: Path, tmp_path: Path, who: str, field: str) -> None:
+    """Escape sequences, what turns the direction, NUL: shown by number, whichever command meets them."""
+    path = rewritten(record, tmp_path / "run.jsonl", put("Record", field, to=ESCAPES))
+    more = {"report": ["--out", str(tmp_path / "page.html")], "watch": ["--once"]}.get(who, [])
+    if who == "plan" and field != "format":
+        more = ["--max-response-len", "0"]  # refused, after which nothing is simulated
+    output = CliRunner().invoke(app, [who, str(path), *more], env={"NO_COLOR": "1"}).output
+    assert not {"\x1b", "\x07", "\u202e"} & set(output)
+    if who == "report" and field == "began":
+        text = (tmp_path / "page.html").read_text("utf-8")
+        assert not {"\x1b", "\x07", "\u202e"} & set(text)
+        assert "owned\\x07\\u202e[/red]&lt;/script&gt;" in text
+
+
+@pytest.mark.parametrize("name", [b"x[/red]y.jsonl", b"\xff\x1b[2J.jsonl"])
+def test_any_name_of_a_file_will_do(record: Path, tmp_path: Path, name: bytes) -> None:
+    """One that looks like rich's markup, and one that is no UTF-8."""
+    path, out = tmp_path / os.fsdecode(name), tmp_path / os.fsdecode(b"\xff.html")
+    path.parent.mkdir(exist_ok=True)
+    path.write_bytes(record.read_bytes())
+    result = CliRunner().invoke(app, ["report", str(path), "--out", str(out)])
+    assert result.exit_code == 0, result.output
+    assert out.read_text("utf-8").startswith("<!doctype html>")
+    assert "\\udcff.html" in result.output
