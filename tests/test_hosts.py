@@ -197,21 +197,6 @@ async def test_an_error_of_words_that_utf8_does_not_have_costs_its_sample_alone(
     assert len(failed) == 12
 
 
-async def test_a_host_that_is_silent_is_lost_and_may_come_back() -> None:
-    """Without a sign of life for deadline_s the scheduler goes on without it."""
-    async with place() as p:
-        await p.host("a", [fake("f")])
-        driver = p.scheduler.driver
-        step = asyncio.ensure_future(p.step())
-        await asyncio.sleep(2)
-        p.links[0]._other = None  # what it says goes nowhere
-        await step
-        await asyncio.sleep(60)
-        assert "a/f" in driver.core.engines.states
-        await p.all_batches()
-        p.check(12)
-
-
 async def test_a_pause_of_the_process_itself_is_nobody_elses_death(caplog: pytest.LogCaptureFixture) -> None:
     """A function blocks the loop for longer than the deadline: what both sides have said meanwhile is heard first."""
 
@@ -355,15 +340,6 @@ async def test_a_host_that_does_not_fit_is_refused_with_the_reason() -> None:
             await p.host("b", [fake("f")], reward=None, filter=april.rewards_differ)
         with pytest.raises(LinkError, match="slash"):
             await p.host("a/b", [fake("f")])
-
-
-async def test_hosts_are_told_that_the_scheduler_is_closed() -> None:
-    """They end by themselves, with its reason."""
-    async with place() as p:
-        host = await p.host("a", [fake("f")])
-        await p.step()
-        await p.scheduler.driver.close()
-        assert await host.aend() == "the scheduler is closed"
 
 
 async def test_a_mistake_is_seen_though_each_host_has_one_group(caplog: pytest.LogCaptureFixture) -> None:

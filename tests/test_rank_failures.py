@@ -268,61 +268,6 @@ def test_data_that_cannot_travel_later() -> None:
     assert sorted(there) == [position for position in (0, 2, 3, 4) for _ in range(3)]
 
 
-def test_an_interrupt_in_one_rank_loses_nothing() -> None:
-    """The call stays open for the others; made again it goes on, instead of it another one is refused."""
-
-    def program(rollouts: RankScheduler, rank: int) -> Any:
-        seat, first = rollouts._seat, True
-        original = seat.next
-
-        def interrupted(*arguments: Any) -> Any:
-            nonlocal first
-            if first:
-                first = False
-                raise KeyboardInterrupt
-            return original(*arguments)
-
-        seat.next = interrupted  # type: ignore[method-assign]
-        with pytest.raises(KeyboardInterrupt):
-            rollouts.next_batch()
-        again = rollouts.next_batch()
-        first = rank == 1
-        if rank == 1:
-            with pytest.raises(KeyboardInterrupt):
-                rollouts.next_batch()
-            with pytest.raises(april.RankError, match=r"rank 1 .*commit\(0\)"):
-                rollouts.commit(0)
-        else:
-            try:
-                rollouts.next_batch()
-                rollouts.commit(0)
-            except april.RankError as error:
-                return again.id, error.ranks
-        return again.id, (1,)
-
-    for batch, ranks in run_ranks(program):
-        assert batch == 0
-        assert 1 in ranks
-
-
-@pytest.mark.parametrize("culprit", [0, 1])
-def test_an_interrupt_in_a_transfer(culprit: int) -> None:
-    """It is as any other exception there: the others are told, the version stays, and all may update again."""
-
-    def program(rollouts: RankScheduler, rank: int) -> Any:
-        def transfer() -> None:
-            if rank == culprit:
-                raise KeyboardInterrupt
-
-        batch = rollouts.next_batch()
-        with pytest.raises(KeyboardInterrupt if rank == culprit else april.RankError) as caught:
-            rollouts.weight_update(transfer=transfer, trained=batch.id)
-        assert rank == culprit or f"the transfer of rank {culprit} raised KeyboardInterrupt" in str(caught.value)
-        return rollouts.version, rollouts.weight_update(transfer=lambda: None, trained=batch.id)
-
-    assert run_ranks(program) == [((0, 0), (0, 1))] * 2
-
-
 def test_calls_in_wrong_places() -> None:
     """Inside of a user's function, on a closed scheduler, two at once: refused here, and nobody else is bothered."""
 

@@ -28,18 +28,19 @@ def check(c: Chunk, vocab_size: int = 10, room: int = 5, oldest: PolicyVersion |
 
 
 @pytest.mark.parametrize(
-    "good",
+    ("good", "oldest"),
     [
-        chunk(),
-        chunk([], []),
-        chunk([], [], V[0]),
-        chunk([0, 9], [LEAST_LOGPROB, LOGPROB_EPS / 2]),
-        chunk([5] * 5, [-0.0] * 5),
+        pytest.param(chunk(), None, id="tokens"),
+        pytest.param(chunk([], [], V[0]), V[1], id="no token, of any weights"),
+        pytest.param(chunk([0, 9], [LEAST_LOGPROB, LOGPROB_EPS / 2]), None, id="the whole vocabulary, and rounding"),
+        pytest.param(chunk([5] * 5, [-0.0] * 5), None, id="the last token of the budget"),
+        pytest.param(chunk(version=V[0]), None, id="older weights"),
+        pytest.param(chunk(), V[1], id="weights not older than what the sample has"),
     ],
 )
-def test_what_can_be_true_passes(good: Chunk) -> None:
-    """Empty chunks, the whole vocabulary, the last token of the budget, rounding just above 0."""
-    check(good)
+def test_what_can_be_true_passes(good: Chunk, oldest: PolicyVersion | None) -> None:
+    """Nothing of an honest engine is refused."""
+    check(good, oldest=oldest)
 
 
 @pytest.mark.parametrize(
@@ -68,10 +69,8 @@ def test_what_cannot_be_true_is_refused(bad: Chunk, words: str) -> None:
     assert isinstance(caught.value, EngineError)
 
 
-def test_versions_between_the_tokens_before_and_the_present_one() -> None:
-    """Not older than what the sample already has, not newer than the weights that april knows of."""
-    check(chunk(version=V[0]))
-    check(chunk(version=V[1]), oldest=V[1])
+def test_weights_older_than_what_the_sample_has_are_refused() -> None:
+    """Versions never decrease within a response."""
     with pytest.raises(WireError, match=r"policy version 0\.0 came where 0\.1 to 0\.1 was possible"):
         check(chunk(version=V[0]), oldest=V[1])
 
