@@ -166,7 +166,7 @@ class Run:
         async def opened(actors: Any) -> list[Engine]:
             return self.engines
 
-        from april.adapters.openrlhf.samples import CarryingLoader
+        from april.carrying_loader import CarryingLoader
 
         config = config_of(self.args, own)
         self.rollouts = Rollouts(self.args, config, Tokenizer(), [], open_engines=opened, check=True)

@@ -259,7 +259,7 @@ class Areal(Player):
             run.rollout.pause()
             rollouts = run._april.rollouts
             books = {name: Book.of(ledger) for name, ledger in rollouts.ask("ledgers").items()}
-            given = run.train_dataloader.at - len(rollouts._run.offered)
+            given = run.train_dataloader.at - len(rollouts.run.offered)
         finally:
             run.close()
         batches = [[r for group in batch for r in self._responses(group)] for batch in run.trained]

@@ -332,7 +332,7 @@ def test_a_run_that_goes_on_asks_each_prompt_once(trainer: Make, generation: str
 def held(run: Any) -> list[Any]:
     run.rollout.pause()
     rollouts = run._april.rollouts
-    return [*rollouts._rows.values(), *(row for _, (_, row) in rollouts._run.offered)]
+    return [*rollouts._rows.values(), *(row for _, (_, row) in rollouts.run.offered)]
 
 
 def test_the_state_is_the_one_that_areals_checkpoint_names(trainer: Make, tmp_path: Path) -> None:

@@ -143,7 +143,7 @@ class AprilExecutor(WorkflowExecutor):  # type: ignore[misc]
         """None: no batch was asked for yet."""
         self._pauses = 0
         """Times that weights may have changed."""
-        self._saved: Path | None = None
+        self.saved: Path | None = None
         """State to go on from."""
 
     # ---------------------------------------------------------------- what AReaL calls
@@ -160,7 +160,7 @@ class AprilExecutor(WorkflowExecutor):  # type: ignore[misc]
         batch, delivery = self.rollouts.next_batch(self.inference_engine.get_version(), dataloader.batch_size)
         stats = stats_tracker.get("rollout")
         stats.scalar(**{f"april/{name}": value for name, value in delivery.metrics.items()})
-        stats.scalar(**{f"april/dropped_{reason}": count for reason, count in self.rollouts.dropped.items()})
+        stats.scalar(**{f"april/dropped_{reason}": count for reason, count in self.rollouts.run.dropped.items()})
         if self.config.dump_to_file:
             for trajectory in batch:
                 asyncio.run(self._dump_trajectory(trajectory, self._task_id_generator.next(), False))
@@ -170,13 +170,13 @@ class AprilExecutor(WorkflowExecutor):  # type: ignore[misc]
         """AReaL's pause; when it returns, no request of april's is at any server."""
         super().pause()
         if self.rollouts is not None:
-            self.rollouts.pause()
+            self.rollouts.run.pause()
         self._pauses += 1
 
     def resume(self) -> None:
         """AReaL's; april goes on under the weights that the servers have now."""
         if self.rollouts is not None:
-            self.rollouts.resume(self.inference_engine.get_version())
+            self.rollouts.run.resume(self.inference_engine.get_version())
         super().resume()
 
     def destroy(self) -> None:
@@ -185,19 +185,6 @@ class AprilExecutor(WorkflowExecutor):  # type: ignore[misc]
             self.rollouts.close()
             self.rollouts = None
         super().destroy()
-
-    # ---------------------------------------------------------------- checkpoints
-
-    def save(self, path: Path) -> bool:
-        """april's state; False: there is none yet."""
-        if self.rollouts is None:
-            return False
-        self.rollouts.save(path)
-        return True
-
-    def go_on(self, path: Path) -> None:
-        """Begin with this state."""
-        self._saved = path
 
     # ---------------------------------------------------------------- the run
 
@@ -223,8 +210,8 @@ class AprilExecutor(WorkflowExecutor):  # type: ignore[misc]
             self.april, EngineLimits(SERVERS, MAX_CONTEXT, None, self._ends), Prompts(loader), episode, self._join,
             None if accepts is None else self._counted(accepts), self._abort, check=self._check,
         )  # fmt: skip
-        if self._saved is not None:
-            rollouts.restore(self._saved)
+        if self.saved is not None:
+            rollouts.restore(self.saved)
         return rollouts
 
     def _join(self, trajectories: list[Trajectory]) -> Trajectory:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -69,49 +69,6 @@ def restored(value: Any) -> Any:
 
 
 log = logging.getLogger("april")
-
-KEY = "april"
-"""In the loader's state; AReaL without april passes over it."""
-
-
-class CarryingLoader:
-    """The loader that AReaL's trainer has; everything but its state is the loader's.
-
-    Args:
-        loader: AReaL's.
-        save: writes april's state, and says where (None: this rank has none).
-        load: is told so after a restart.
-    """
-
-    def __init__(self, loader: Any, save: Callable[[], str | None], load: Callable[[str], None]) -> None:
-        self._loader, self._save, self._load = loader, save, load
-
-    def __len__(self) -> int:
-        return len(self._loader)
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self._loader)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._loader, name)
-
-    def state_dict(self) -> dict[str, Any]:
-        """The loader's state, and where april's is."""
-        return {**self._loader.state_dict(), KEY: self._save()}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """The rest of the saved epoch; april goes on when it is first asked for a batch."""
-        theirs = dict(state)
-        if KEY not in theirs:
-            log.warning(
-                "AReaL's recover checkpoint was saved without april: what was unfinished then is lost, and its prompts "
-                "are not asked again in this epoch"
-            )
-        ours = theirs.pop(KEY, None)
-        self._loader.load_state_dict(theirs)
-        if ours is not None:
-            self._load(ours)
-
 
 class Prompts:
     """The loader's batches, epoch after epoch.
@@ -184,31 +141,18 @@ class Rollouts:
         self._thread = LoopThread("april-areal")
         self._coordinator = Coordinator(core, limits, accepts=self._accept, check=check)
         continuous = config.generation == "continuous"
-        self._run = Run(self, config.rollout_batch_size, own_thread=continuous)
+        self.run = Run(self, config.rollout_batch_size, own_thread=continuous)
 
     # ---------------------------------------------------------------- for the trainer
 
     def next_batch(self, label: int, count: int) -> tuple[list[Trajectory], Delivery]:
         """A joined trajectory per group, under the weights that the trainer calls ``label``."""
-        delivery = self._run.next_batch(label, count)
+        delivery = self.run.next_batch(label, count)
         return self._thread.call(lambda: [self._take(uid, delivery) for uid in delivery.uids]), delivery
-
-    @property
-    def dropped(self) -> dict[str, int]:
-        """Prompts that were given up before the last batch, by reason."""
-        return self._run.dropped
-
-    def pause(self) -> None:
-        """Until :meth:`resume`, weights may change: no request is at any server."""
-        self._run.pause()
-
-    def resume(self, label: int) -> None:
-        """Go on under these weights."""
-        self._run.resume(label)
 
     def close(self) -> None:
         """End the run; what is held, and no checkpoint has, is gone."""
-        self._run.close()
+        self.run.close()
         self._thread.stop()
 
     def _take(self, uid: str, delivery: Delivery) -> Trajectory:
@@ -239,7 +183,7 @@ class Rollouts:
 
     def _offer(self, rows: Sequence[Any]) -> None:
         first, self._drawn = self._drawn, self._drawn + len(rows)
-        self._run.offer((f"p{number}", (f"p{number}", row)) for number, row in enumerate(rows, first))
+        self.run.offer((f"p{number}", (f"p{number}", row)) for number, row in enumerate(rows, first))
 
     def dispatch(self, rows: Sequence[tuple[str, Any]]) -> None:
         """Start the rollouts of these prompts."""
@@ -310,7 +254,7 @@ class Rollouts:
             "coordinator": state,
             "rows": {uid: plain(self._rows[uid], "a prompt") for uid in held},
             "done": [[uid, index, plain(t, "a trajectory")] for (uid, index), t in done.items()],
-            "offered": [[uid, plain(row, "a prompt")] for uid, (_, row) in self._run.offered],
+            "offered": [[uid, plain(row, "a prompt")] for uid, (_, row) in self.run.offered],
             "drawn": self._drawn,
             "epoch": self.prompts.epoch,
         }
@@ -332,7 +276,7 @@ class Rollouts:
         stored = {uid: [index for of, index in self._done if of == uid] for uid in rows}
         held = self.ask("restore", state, stored)
         self.dispatch([(uid, rows[uid]) for uid in held])
-        self._run.offer(offered)
+        self.run.offer(offered)
         log.info("april goes on with %d prompts", len(held))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +14,8 @@ from areal.utils.environ import is_single_controller
 from areal.utils.recover import RecoverHandler
 
 from april.adapters.areal.executor import AprilExecutor
-from april.adapters.areal.rollouts import CarryingLoader
 from april.adapters.areal.settings import config_of, objections
+from april.carrying_loader import KEY, CarryingLoader
 from april.errors import CheckpointError, ConfigError
 
 log = logging.getLogger("april")
@@ -51,7 +51,7 @@ class PPOTrainer(ArealPPOTrainer):  # type: ignore[misc]
     def _create_dataloader(self, dataset: Any, dataset_config: Any, rank: int, world_size: int) -> Any:
         loader = super()._create_dataloader(dataset, dataset_config, rank, world_size)
         if dataset_config is self.config.train_dataset:
-            return CarryingLoader(loader, self._save_april, self._load_april)
+            return CarryingLoader(loader, self._with_april, self._load_april)
         return loader
 
     def _init_rollout(self, rollout_config: Any, is_eval: bool = False, lora_path: str | None = None) -> Any:
@@ -83,24 +83,32 @@ class PPOTrainer(ArealPPOTrainer):  # type: ignore[misc]
         recover = self.config.recover
         return Path(RecoverHandler.recover_info_path(recover.experiment_name, recover.trial_name, recover.fileroot))
 
-    def _save_april(self) -> str | None:
+    def _with_april(self, loader_state: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """april's state beside AReaL's, in a file of its own name; the one before is kept until AReaL's is written."""
+        if self._april is None or self._april.rollouts is None:
+            return {**loader_state(), KEY: ""}
         folder = self._folder()
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / f"{_prefix()}{uuid.uuid4().hex}.msgpack"
-        if self._april is None or not self._april.save(path):
-            return None
+        self._april.rollouts.save(path)
         self._april_files.append(path)
         while len(self._april_files) > 2:
             self._april_files.pop(0).unlink(missing_ok=True)
-        return path.name
+        return {**loader_state(), KEY: path.name}
 
-    def _load_april(self, name: str) -> None:
+    def _load_april(self, name: str | None) -> None:
+        if name is None:
+            log.warning(
+                "AReaL's recover checkpoint was saved without april: what was unfinished then is lost, and its prompts "
+                "are not asked again in this epoch"
+            )
+        if not name:
+            return
         path = self._folder() / name
         if path.parent != self._folder() or not path.is_file():
             raise CheckpointError(f"AReaL's recover checkpoint needs april's state {path}, and it is not there")
         assert self._april is not None
-        self._april.go_on(path)
+        self._april.saved = path
         for old in self._folder().glob(f"{_prefix()}*"):
             if old != path:
                 old.unlink()

@@ -1,7 +1,62 @@
-"""april inside OpenRLHF: ``python -m april.adapters.openrlhf <OpenRLHF's flags> --april.config april.yaml``."""
+"""april inside OpenRLHF: ``python -m april.adapters.openrlhf <OpenRLHF's flags> --april.config april.yaml``.
+
+Runs OpenRLHF's own command line, ``openrlhf.cli.train_ppo_ray``, after putting subclasses of its trainers and of its
+engine actor in their places; no file of OpenRLHF is changed. docs/openrlhf.md says what that changes.
+"""
 
 from __future__ import annotations
 
-from april.adapters.openrlhf.launch import main
+import runpy
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from april.adapters.openrlhf.arguments import config_of, split_flags
+from april.adapters.openrlhf.framework import find, require_openrlhf
+from april.errors import AprilError, ConfigError
 
 __all__ = ["main"]
+
+COMMAND = "openrlhf.cli.train_ppo_ray"
+HELP = """april's flags, beside those of OpenRLHF that follow:
+  --april.config FILE       settings of april.Config that OpenRLHF's flags do not decide, as YAML
+  --april.SETTING VALUE     one of them, above the file: --april.over_sampling_batch_size 64
+"""
+
+
+def install(settings: Mapping[str, Any]) -> None:
+    """Put april's classes where OpenRLHF's command line looks for its own, in this process; raises ConfigError."""
+    require_openrlhf()
+    from april.adapters.openrlhf import actors
+
+    for path, cls in (
+        ("openrlhf.trainer.ppo_trainer.PPOTrainer", actors.AprilPPOTrainer),
+        ("openrlhf.trainer.ppo_trainer_async.PPOTrainerAsync", actors.AprilPPOTrainerAsync),
+        ("openrlhf.trainer.ray.vllm_engine.RolloutRayActor", actors.AprilRolloutRayActor),
+    ):
+        module, _, name = path.rpartition(".")
+        setattr(sys.modules[module], name, actors.as_actor(cls))
+    get_strategy = find("openrlhf.utils.get_strategy")
+
+    def checked_strategy(args: Any) -> Any:
+        """Called in OpenRLHF's train() with its flags as they were checked, before any actor is started."""
+        config_of(args, settings)
+        args.april = dict(settings)  # goes to the actors with the rest of the flags
+        return get_strategy(args)
+
+    sys.modules["openrlhf.utils"].get_strategy = checked_strategy  # type: ignore[attr-defined]
+
+
+def main(words: Sequence[str] | None = None) -> None:
+    """Train; the process ends with one sentence where april refuses."""
+    try:
+        theirs, settings = split_flags(sys.argv[1:] if words is None else words)
+        install(settings)
+        if {"-h", "--help"} & set(theirs):
+            print(HELP)
+        sys.argv = [COMMAND, *theirs]
+        runpy.run_module(COMMAND, run_name="__main__", alter_sys=True)
+    except ConfigError as error:
+        sys.exit(f"april: {error}")
+    except AprilError as error:
+        sys.exit(f"april: {type(error).__name__}: {error}")

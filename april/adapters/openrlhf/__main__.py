@@ -1,6 +1,6 @@
 """``python -m april.adapters.openrlhf``."""
 
-from april.adapters.openrlhf.launch import main
+from april.adapters.openrlhf import main
 
 if __name__ == "__main__":
     main()

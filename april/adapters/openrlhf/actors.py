@@ -12,7 +12,7 @@ from typing import Any
 from april.adapters.openrlhf.arguments import config_of
 from april.adapters.openrlhf.framework import find, undecorated
 from april.adapters.openrlhf.rollouts import Rollouts, TransferElsewhere
-from april.adapters.openrlhf.samples import CarryingLoader
+from april.carrying_loader import CarryingLoader
 from april.engines.vllm.actor import ACTOR_CALLS, ActorSide
 from april.errors import RolloutError
 

@@ -15,7 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from april.adapters.openrlhf.samples import KEY, Held, Prompts, RewardResult, judged_text, prompt_ids, responses_of
+from april.adapters.openrlhf.samples import Held, Prompts, RewardResult, judged_text, prompt_ids, responses_of
+from april.carrying_loader import KEY
 from april.config.settings import Config
 from april.core.batch import Batch
 from april.core.ledger import Ledger
@@ -202,7 +203,7 @@ class Rollouts:
     # ---------------------------------------------------------------- the scheduler
 
     def _open(self) -> RolloutScheduler:
-        self._engines = asyncio.run(_list(self._open_engines(self._actors)))
+        self._engines = asyncio.run(self._open_engines(self._actors))
         self._pushes = self._updates_of_engines()
         filters = bool(self._args.algo.dynamic_filtering_enable)
         scheduler = RolloutScheduler(
@@ -295,10 +296,6 @@ class Rollouts:
 
 def _damaged(error: Exception) -> CheckpointError:
     return CheckpointError(f"april's carry in the checkpoint is damaged: {type(error).__name__}: {error}")
-
-
-async def _list(engines: Any) -> list[Any]:
-    return list(await engines)
 
 
 def _as_tensor(packed: bytes) -> Any:

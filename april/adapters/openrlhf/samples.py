@@ -143,10 +143,6 @@ def provenance(sample: DeliveredSample) -> dict[str, float]:
     }
 
 
-KEY = "april"
-"""In the state of the loader; OpenRLHF without april passes over it."""
-
-
 class Prompts:
     """The present episode's prompts, for april, which draws them in its own thread; ``encode`` makes token ids."""
 
@@ -197,42 +193,3 @@ class Prompts:
         """As before a restart, where april had drawn ``position``."""
         self.drawn = position
         self._ahead.extend(list(row) for row in saved["ahead"])
-
-
-class CarryingLoader:
-    """OpenRLHF's loader of prompts with april's state in its own; everything else is the loader's.
-
-    Args:
-        loader: OpenRLHF's.
-        save: ``(loader_state) -> state`` with april's in it.
-        load: takes april's part of a state; returns whether the saved episode's prompts had ended.
-    """
-
-    def __init__(
-        self, loader: Any, save: Callable[[Callable[[], dict[str, Any]]], dict[str, Any]], load: Callable[[Any], bool]
-    ) -> None:
-        self._loader, self._save, self._load = loader, save, load
-        self._ended = False
-
-    def __len__(self) -> int:
-        return len(self._loader)
-
-    def __iter__(self) -> Iterator[Any]:
-        if self._ended:  # the loader would begin the next episode here
-            self._ended = False
-            return iter(())
-        return iter(self._loader)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._loader, name)
-
-    def state_dict(self) -> dict[str, Any]:
-        """The loader's state, and april's under ``april``."""
-        return self._save(self._loader.state_dict)
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """The rest of the saved episode; april goes on from its part when it is first asked for a batch."""
-        theirs = dict(state)
-        ours = theirs.pop(KEY, None)
-        self._loader.load_state_dict(theirs)
-        self._ended = self._load(ours)
