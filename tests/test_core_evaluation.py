@@ -251,18 +251,6 @@ def test_a_function_that_fails_ends_it_and_its_requests() -> None:
     assert not m.core.counters["late_events"]
 
 
-def test_functions_that_hold_threads_are_started_as_they_may_run() -> None:
-    """At most so many rollout functions have begun and not returned."""
-    m = Machine(places=9)
-    m.evaluates(4, 2, functions_at_once=3)
-    most = 0
-    while ids := m.of(evaluation=True):
-        most = max(most, len(ids))
-        m.end(ids[0])
-    assert most == 3
-    assert isinstance(m.results[0], do.EvaluationDone)
-
-
 def test_an_end_that_nobody_asked_for_is_a_failure() -> None:
     """Its tokens are lost, as a cut response begins again; so an engine that cuts each time is not asked for ever."""
     m = Machine()

@@ -199,14 +199,10 @@ def pace(steps: Iterable[Mapping[str, float]]) -> tuple[float, int]:
 def whole(steps: Iterable[Mapping[str, float]]) -> dict[str, float]:
     """The times of several steps as if they were one: seconds are summed up, shares weighed by the time."""
     steps = list(steps)
-    out = dict.fromkeys((*SECONDS, *SHARES, "bubble"), 0.0)
-    for step in steps:
-        for name in SECONDS:
-            out[name] += step[name]
-        for name in SHARES:
-            out[name] += step[name] * step["step_s"]
+    out = {name: sum((step[name] for step in steps), 0.0) for name in SECONDS}
+    total = out["step_s"]
     for name in SHARES:
-        out[name] = out[name] / out["step_s"] if out["step_s"] else 0.0
+        out[name] = sum(step[name] * step["step_s"] for step in steps) / total if total else 0.0
     out["loop_blocked_s"] = sum(step.get("loop_blocked_s", 0.0) for step in steps)
     out["bubble"] = _bubble(out["engines_busy"] * out["step_s"], out["rollout_wall_s"])
     return out
