@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from awaited_calls import awaited
 from gate_engine import TAIL, GateEngine
 from real_schedulers import config, scheduler
 from virtual_rollouts import Rollouts, now, on_virtual_time, table
@@ -18,6 +17,7 @@ from april.core.types import DropReason, Prompt, SampleId
 from april.driver.llm import LLM
 from april.driver.rewards import Response
 from april.driver.user_calls import TimeLimits, UserCalls, WorkerThreads
+from april.driver.user_code import harmless
 from april.errors import ConfigError, RolloutError
 
 # ---------------------------------------------------------------- async functions, on virtual time
@@ -335,6 +335,26 @@ def test_a_function_that_hangs_in_an_evaluation_is_named(
         with pytest.raises(RolloutError, match=r"was not done with g0.s0 after function_timeout_s=0.05"):
             rollouts.evaluate([[1, 2]])
         rollouts._thread.call(async_release.set)
+
+
+async def awaited(calls: UserCalls, function: Callable[..., Any], *args: Any, where: object) -> Any:
+    """The answer of a call as april makes it; raises what the function raises. If this is cancelled, so is the call."""
+    future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+
+    def answered(value: Any, error: BaseException | None) -> None:
+        if future.done():
+            return
+        if error is None:
+            future.set_result(value)
+        else:
+            future.set_exception(harmless(error))
+
+    call = calls.begin(function, args, where, answered)
+    try:
+        return await future
+    except asyncio.CancelledError:
+        call.cancel()
+        raise
 
 
 @pytest.mark.asyncio

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import signal
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,16 +17,20 @@ from real_schedulers import FAST, LENGTHS, VOCAB, assert_nothing_is_left, check,
 
 import april
 from april.driver import loop_thread
+from april.driver.rewards import Response
 from april.engines.protocol import Capabilities
 from april.engines.simulated.engine import SimulatedEngine, by_sample_key
 from april.errors import EngineError, RolloutError
 
 
 @pytest.fixture(autouse=True)
-def nothing_left_behind() -> Iterator[None]:
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background process is deaf to it
+def handlers() -> Iterator[None]:
+    """Those of the test are gone when it is over; a shell's background process would be deaf to SIGINT."""
+    kept = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
-    signal.signal(signal.SIGINT, before)
+    for number, handler in kept.items():
+        signal.signal(number, handler)
     assert_nothing_is_left()
 
 
@@ -243,3 +249,70 @@ def test_a_batch_asked_for_before_a_transfer_broke_off_is_not_waited_for(
                 rollouts.next_batch()
             rollouts.weight_update(transfer=lambda: None)
         check(rollouts.next_batch())
+
+
+# ----------------------------------------------------------------
+# docs/restarts.md is true: its loop stops when it is told to, wherever it is, and what it saves loses nothing.
+
+
+PAGE = (Path(__file__).parent.parent / "docs" / "restarts.md").read_text("utf-8")
+(LOOP,) = (b for b in re.findall(r"^```python\n(.*?)^```$", PAGE, re.S | re.M) if "signal.signal" in b)
+PROMPTS = [[i, 7] for i in range(1, 40)]
+
+
+class Stopped:
+    """A job that gets a signal ``where``, in its third step; what it has trained, and saved."""
+
+    def __init__(self, where: str, number: signal.Signals) -> None:
+        self.where, self.number = where, number
+        self.trained: list[april.Batch] = []
+        self.saved: dict[str, Any] = {}
+        self.main = threading.main_thread().ident or 0
+        self.sent = False
+
+    def reward(self, prompt: april.Prompt, response: Response) -> float:
+        """In a thread: the main thread waits."""
+        if self.where == "waiting" and len(self.trained) == 2 and not self.sent:
+            self.send()
+        return float(len(response.tokens))
+
+    def train(self, batch: april.Batch) -> None:
+        if self.where == "training" and len(self.trained) == 2:
+            self.send()
+            for _ in range(100):
+                pass  # the handler runs by now
+        self.trained.append(batch)
+
+    def send(self) -> None:
+        self.sent = True
+        signal.pthread_kill(self.main, self.number)
+
+    def run(self) -> None:
+        space = {
+            "scheduler": lambda: scheduler(reward=self.reward, prompts=PROMPTS),
+            "train": self.train,
+            "save": self.saved.update,
+        }
+        exec(compile(LOOP, "docs/restarts.md", "exec"), space)  # noqa: S102
+
+
+@pytest.mark.parametrize("where", ["waiting", "training"])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_the_loop_of_the_docs(where: str, number: signal.Signals) -> None:
+    """It breaks off a wait and finishes a step; restored, each prompt is trained once, with every token."""
+    job = Stopped(where, number)
+    job.run()
+    assert len(job.trained) == (2 if where == "waiting" else 3)
+    trained = list(job.trained)
+    with scheduler(prompts=PROMPTS) as rollouts:
+        rollouts.load_state_dict(job.saved)
+        while True:
+            try:
+                trained.append(rollouts.next_batch())
+            except april.DataExhausted:
+                break
+            rollouts.weight_update()
+    for batch in trained:
+        check(batch)
+    positions = sorted(s.prompt.position for batch in trained for s in batch.samples)
+    assert positions == sorted([*range(len(PROMPTS))] * 2)

@@ -17,7 +17,7 @@ from types import CodeType, FrameType
 from typing import Any
 
 import pytest
-from awaited_calls import awaited
+from test_function_timeouts import awaited
 
 from april import daemon_pool
 from april.daemon_pool import DaemonPool

@@ -1,7 +1,7 @@
 """Each misuse gives one clear sentence: before any work starts where it can be known, else with the sample named.
 
 ``test_config.py`` has the rest of the settings, ``test_driver_functions.py`` that of the rollout functions,
-``test_driver_faults.py`` and ``test_wire_checks.py`` that of the engines.
+``test_driver.py`` and ``test_wire_checks.py`` that of the engines.
 """
 
 from __future__ import annotations
