@@ -59,7 +59,7 @@ def demo(
 ) -> None:
     """Train a tiny language model on this CPU four times: sync, april (N' = 2N), refill, and quorum (N' = 1.5N)."""
     from april.demo.arm import DemoSettings
-    from april.demo.show import run_and_show
+    from april.demo.run import run_and_show
 
     try:
         holds = run_and_show(DemoSettings(steps=steps, seeds=seeds, held_out=held_out), out)

@@ -18,7 +18,7 @@ import numpy as np
 
 from april.engines.simulated.decode_cost import DecodeCost
 from april.engines.simulated.response_lengths import ResponseLengths
-from april.simulate.measure import measure
+from april.simulate.run import measure
 from april.simulate.workload import Workload
 
 TRAIN_TIMES = ("0.25x", "1x", "4x")

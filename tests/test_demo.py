@@ -16,10 +16,8 @@ from april.core.batch import Batch
 from april.core.partial_buffer import Idle
 from april.demo import figure, task
 from april.demo import run as demo_run
-from april.demo.arm import MODES, Arm, ArmResult, DemoSettings, why_empty
-from april.demo.exactness import logprob_error
-from april.demo.run import run_demo
-from april.demo.show import table, verdict
+from april.demo.arm import MODES, Arm, ArmResult, DemoSettings, logprob_error, why_empty
+from april.demo.run import run_demo, table, verdict
 from april.demo.summary import against_sync
 from april.demo.warmup import build_model
 

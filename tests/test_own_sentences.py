@@ -37,7 +37,7 @@ ALLOWED = {
     ("core/snapshot.py", "auto"): "names of settings",
     ("core/snapshot.py", "settled"): "keys of a state",
     ("core/sealed.py", "april"): "keys of a state",
-    ("demo/show.py", "loss"): "keys of figures",
+    ("demo/run.py", "loss"): "keys of figures",
     ("driver/prompt_source.py", "attention_mask"): "keys of a user's row",
     ("engines/http/wire.py", r"\bis (?:paused|asleep|sleeping)\b"): "what a server says",
     ("engines/kinds/identify.py", "/v1/models"): "routes that answered",

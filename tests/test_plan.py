@@ -23,10 +23,10 @@ from april.simulate import plan as planning
 from april.simulate.choose import choose as answer
 from april.simulate.choose import space_of
 from april.simulate.choose import workload_of as asked_workload
-from april.simulate.measure import measure
 from april.simulate.observed import workload_of
 from april.simulate.plan import BRIEF, SAME, Row, Space, choose, coarse, front, neighbours, plan
 from april.simulate.plan_run import notes, read_workload, settings
+from april.simulate.run import measure
 from april.simulate.simulation import Simulation
 from april.simulate.workload import Placement, Schedule, Workload
 from april.testing import FakeEngine

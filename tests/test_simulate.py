@@ -19,8 +19,7 @@ from april.core.types import OnStale
 from april.engines.simulated.decode_cost import limit_tokens_per_s
 from april.extras import install
 from april.simulate import workload
-from april.simulate.measure import measure
-from april.simulate.run import RATIOS, length_statistics, simulate
+from april.simulate.run import RATIOS, length_statistics, measure, simulate
 from april.simulate.workload import Workload
 
 SMALL = Workload(

@@ -11,8 +11,7 @@ import pytest
 from april.core.types import OnStale, Refill
 from april.simulate import workload
 from april.simulate.figure import draw_loop
-from april.simulate.measure import measure
-from april.simulate.run import simulate
+from april.simulate.run import measure, simulate
 from april.simulate.show import verdict
 from april.simulate.workload import BOUNDS, Placement, Schedule, Workload
 

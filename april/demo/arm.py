@@ -1,6 +1,9 @@
 """An arm of the demo: one mode, one seed, from the warmed-up weights to the last training step.
 
-The modes are four ways to schedule the same rollouts, from the same start.
+The modes are four ways to schedule the same rollouts, from the same start. Every delivered token is checked: a witness
+keeps those of each attempt where they leave the engine (the scheduler never touches its copy), and each is recomputed
+by a full forward pass under the weights of its stamp, which are kept for every version. A wrong stamp, a stale KV cache
+or a lost token shows as a difference.
 """
 
 from __future__ import annotations
@@ -9,10 +12,11 @@ import copy
 import itertools
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
@@ -20,14 +24,15 @@ from april.config.settings import Config, SamplingConfig
 from april.core.batch import Batch, DeliveredSample
 from april.core.ledger import Ledger
 from april.core.partial_buffer import Idle
+from april.core.tape import SegmentKind
 from april.core.types import Prompt, Refill
 from april.demo import task
-from april.demo.exactness import StateDict, Witness, logprob_error, snapshot
-from april.demo.grpo import GrpoBatch, GrpoTrainer
+from april.demo.grpo import GrpoBatch, GrpoTrainer, response_logprobs
 from april.driver.rewards import Response
-from april.engines.protocol import Engine
+from april.engines.protocol import Chunk, Engine, Request
 from april.engines.transformers.engine import TransformersEngine
 from april.scheduler import RolloutScheduler
+from april.testing.recording_engine import RecordingEngine
 
 EVALUATION_SEED = 20_000
 MAX_LEN = task.PROMPT_LENGTH + task.RESPONSE_CAP
@@ -181,6 +186,82 @@ class ArmResult:
     """tokens that left the engine, counted by the witness"""
     disagreements: int = 0
     """delivered tokens that differ from what the witness saw"""
+
+
+# ---------------------------------------------------------------- exactness
+
+StateDict = Mapping[str, torch.Tensor]
+
+
+def snapshot(model: PreTrainedModel) -> StateDict:
+    """Return a copy of the present weights."""
+    return {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+
+
+def logprob_error(
+    model: PreTrainedModel, samples: Sequence[DeliveredSample], weights: Mapping[int, StateDict]
+) -> tuple[float, int]:
+    """Return (largest absolute difference in nats, tokens compared) over all generated tokens of ``samples``.
+
+    ``weights[n]`` are the weights of version n; ``model`` gives the architecture and is not changed.
+    """
+    by_version: dict[int, list[DeliveredSample]] = defaultdict(list)
+    for sample in samples:
+        for n in {s.version.n for s in sample.segments if s.kind is SegmentKind.GENERATED}:
+            by_version[n].append(sample)
+    checker = copy.deepcopy(model)
+    largest, compared = 0.0, 0
+    for n, rows in sorted(by_version.items()):
+        checker.load_state_dict(weights[n])
+        recomputed = response_logprobs(checker, [s.prompt.token_ids for s in rows], [s.tokens for s in rows])
+        for sample, fresh in zip(rows, recomputed, strict=True):
+            stamped = (sample.versions[:, 1] == n) & (sample.loss_mask == 1)
+            if stamped.any():
+                # NaN must not pass: np.max propagates it
+                largest = float(np.max([largest, np.abs(sample.logprobs[stamped] - fresh[stamped]).max()]))
+                compared += int(stamped.sum())
+    return largest, compared
+
+
+class Witness(RecordingEngine):
+    """An engine that keeps a copy of what passes through it; recording can be switched off for evaluations."""
+
+    def __init__(self, engine: Engine) -> None:
+        super().__init__(engine)
+        self.recording = True
+        self.recorded_tokens = 0
+        """Number of tokens handed over while recording."""
+
+    def alter(self, request: Request, chunk: Chunk) -> Chunk:
+        """Count the tokens."""
+        self.recorded_tokens += len(chunk.tokens) if self.recording else 0
+        return chunk
+
+    def disagreements(self, batch: Batch) -> int:
+        """Return the number of delivered tokens whose attempt handed over another token, log-probability or version."""
+        wrong = 0
+        for sample in batch.samples:
+            used: dict[str, int] = {}
+            for segment in sample.segments:
+                if segment.kind is not SegmentKind.GENERATED:
+                    continue
+                rows = self.handed_over[segment.attempt_id]
+                tokens = np.concatenate([r.tokens for r in rows])
+                logprobs = np.concatenate([r.logprobs for r in rows])
+                versions = np.concatenate([np.full(len(r.tokens), r.version.n) for r in rows])
+                start = used.get(segment.attempt_id, 0)
+                used[segment.attempt_id] = stop = start + segment.count
+                here = slice(segment.start, segment.start + segment.count)
+                equal = (
+                    (sample.tokens[here] == tokens[start:stop])
+                    & (sample.logprobs[here] == logprobs[start:stop])
+                    & (sample.versions[here, 1] == versions[start:stop])
+                )
+                wrong += int(segment.count - equal.sum())
+        return wrong
+
+
+# ---------------------------------------------------------------- the arm
 
 
 def held_out_prompts(seed: int, count: int) -> list[Prompt]:

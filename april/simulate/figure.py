@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from april.simulate.measure import Measured
+from april.simulate.run import Measured
 from april.simulate.workload import with_quorum
 
 COLOURS = {"sync": "#8a8a8a", "april": "#1b6ca8", "refill": "#d1603d"}

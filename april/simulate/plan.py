@@ -15,7 +15,7 @@ from itertools import repeat
 from multiprocessing import get_context
 
 from april.core.types import Refill, Work
-from april.simulate.measure import measure
+from april.simulate.run import measure
 from april.simulate.workload import MOST_IN_FLIGHT, Schedule, Workload
 
 RATIOS = (1.0, 1.25, 1.5, 2.0, 3.0)

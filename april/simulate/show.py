@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
@@ -62,6 +62,18 @@ def mode_table(report: dict[str, Any]) -> Table:
     return out
 
 
+def _table(title: str, columns: tuple[str, ...], rows: Mapping[str, tuple[str, ...]], apart: str) -> Table:
+    """Return a row for each name, with a rule above the one that stands ``apart``."""
+    out = Table(title=title, box=SIMPLE_HEAD, collapse_padding=True, pad_edge=False)
+    for column in columns:
+        out.add_column(column, justify="right" if column else "left", no_wrap=True)
+    for name, cells in rows.items():
+        if name == apart:
+            out.add_section()
+        out.add_row(name, *cells)
+    return out
+
+
 def loop_table(report: dict[str, Any]) -> Table:
     """The whole loop of engines and trainer, one row per mode."""
     loop = report["loop"]
@@ -69,19 +81,17 @@ def loop_table(report: dict[str, Any]) -> Table:
         f"Generation and training, {loop['placement']}: {loop['train_s']:.3g} s per batch, "
         f"{loop['train_time_in_batch_times']:.2f} batch times"
     )
-    out = Table(title=title, box=SIMPLE_HEAD, collapse_padding=True, pad_edge=False)
-    for column in ("", "tokens\nper s", "speed-\nup", "of the\nlimit", "trainer\nidle", "slots\nidle", "off-\npolicy",
-                   "stale-\nness", "re-\nprefill"):  # fmt: skip
-        out.add_column(column, justify="right" if column else "left", no_wrap=True)
-    for name, m in report["modes"].items():
-        if name == "continuous 1":
-            out.add_section()
-        out.add_row(
-            name, f"{m['trained_tokens_per_s']:,.0f}", f"{m['speed_up']:.2f}x", f"{m['fraction_of_limit']:.1%}",
+    columns = ("", "tokens\nper s", "speed-\nup", "of the\nlimit", "trainer\nidle", "slots\nidle", "off-\npolicy",
+               "stale-\nness", "re-\nprefill")  # fmt: skip
+    rows = {
+        name: (
+            f"{m['trained_tokens_per_s']:,.0f}", f"{m['speed_up']:.2f}x", f"{m['fraction_of_limit']:.1%}",
             f"{m['trainer_idle_share']:.1%}", f"{m['bubble']:.1%}", f"{m['off_policy_share']:.1%}",
             f"{m['staleness_mean']:.2f}/{m['staleness_max']}", f"{m['reprefill_per_generated_token']:.2f}",
-        )  # fmt: skip
-    return out
+        )
+        for name, m in report["modes"].items()
+    }  # fmt: skip
+    return _table(title, columns, rows, "continuous 1")
 
 
 def sweep_table(report: dict[str, Any]) -> Table:
@@ -89,23 +99,19 @@ def sweep_table(report: dict[str, Any]) -> Table:
     quorum = report["workload"]["group_quorum"]
     title = "How much to over-sample: N' groups once per step"
     title += "" if quorum == 1.0 else f", group quorum {quorum:g}"
-    out = Table(title=title, box=SIMPLE_HEAD, collapse_padding=True)
-    for column in ("N'/N", "in\nflight", "tokens\nper s", "speed-\nup", "of its\nlimit", "off-\npolicy", "stale-\nness",
-                   "re-\nprefill", "tokens\nheld"):  # fmt: skip
-        out.add_column(column, justify="right", no_wrap=True)
-    rows = [(f"{row['ratio']:g}", row) for row in report["sweep"]] + [
-        ("refill", report["modes"][with_quorum("refill", quorum)])
-    ]
-    for name, m in rows:
-        if name == "refill":
-            out.add_section()
-        out.add_row(
-            name, f"{m['in_flight']}", f"{m['trained_tokens_per_s']:,.0f}", f"{m['speed_up']:.2f}x",
+    columns = ("N'/N", "in\nflight", "tokens\nper s", "speed-\nup", "of its\nlimit", "off-\npolicy", "stale-\nness",
+               "re-\nprefill", "tokens\nheld")  # fmt: skip
+    shown = {f"{row['ratio']:g}": row for row in report["sweep"]}
+    rows = {
+        name: (
+            f"{m['in_flight']}", f"{m['trained_tokens_per_s']:,.0f}", f"{m['speed_up']:.2f}x",
             f"{m['fraction_of_limit']:.1%}", f"{m['off_policy_share']:.1%}",
             f"{m['staleness_mean']:.2f}/{m['staleness_max']}", f"{m['reprefill_per_generated_token']:.2f}",
             f"{m['held_tokens_mean'] / 1e6:.2f} M",
-        )  # fmt: skip
-    return out
+        )
+        for name, m in (shown | {"refill": report["modes"][with_quorum("refill", quorum)]}).items()
+    }  # fmt: skip
+    return _table(title, columns, rows, "refill")
 
 
 def verdict(report: dict[str, Any]) -> list[str]:

@@ -12,7 +12,7 @@ import typer
 from transformers import PreTrainedModel
 
 from april.demo.arm import MAX_LEN, DemoSettings, Stage
-from april.demo.show import run_and_show
+from april.demo.run import run_and_show
 from april.demo.warmup import build_model
 from april.errors import AprilError
 from tests.real_engines.commands import sglang_server, vllm_server
