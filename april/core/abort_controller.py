@@ -1,4 +1,4 @@
-"""Abort controller: which attempts to stop, until every one is accounted for, by which deadline.
+"""Abort controller: asks for the end of attempts that others want stopped, until every one is accounted for.
 
 An engine's acknowledgement of an abort proves nothing: only the end of each attempt does. The request is
 sent again until then; after the deadline, and at most one such interval later, the attempt is fenced (its tokens so

@@ -858,7 +858,7 @@ class SampleLives:
             context.over_sampler.forget(call)
         sample.replay, sample.finish, sample.retry = sample.asked, None, None
         sample.calls.clear()
-        context.to(sample, NEW, "begins again, as its function was lost")
+        context.to(sample, NEW, "its function runs again, answered from the tape")
         context.over_sampler.push(sample)
 
     def _evaluate_anew(self, group: Group, evaluation: Evaluation) -> None:

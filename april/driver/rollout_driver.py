@@ -1,6 +1,6 @@
 """The driver: executes the core's commands on an event loop and turns what happens into events.
 
-It decides nothing. It runs unchanged on a real loop and on a virtual clock. All methods must be called on
+What to do is decided in the core. It runs unchanged on a real loop and on a virtual clock. All methods must be called on
 the loop that runs it.
 """
 

@@ -34,10 +34,13 @@ class Weights:
         self._router, self._relabels = router, relabels
         self._last_id = rollout_id
         self._given: int | None = None
+        """The version that the trainer has said last."""
         self.names: dict[PolicyVersion, tuple[str, int]] = {}
         """Slime's name for the weights of a version, and the rollout that began under it."""
         self.urls, self._seen = self._ask()
+        """The servers' addresses, and the labels that they show now."""
         self._said, self._known = self._seen, self._seen
+        """The label by which the trainer knows its weights, and those that april knew of after its own update."""
         self.labelled = any(label not in UNLABELLED for label in self._seen)
         """The trainer labels them, so the same label means the same weights."""
 

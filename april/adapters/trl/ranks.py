@@ -1,4 +1,4 @@
-"""The trainer's present weights as a directory that servers load, however the ranks of the trainer hold them.
+"""The trainer's ranks: their scheduler, and their present weights as a directory that servers load.
 
 Invariant: the trainer's own tensors are not written to. Adapters are merged into a copy, as taking them out again does
 not give the same numbers back in bfloat16.
