@@ -1,7 +1,7 @@
 """The driver: executes the core's commands on an event loop and turns what happens into events.
 
-What to do is decided in the core. It runs unchanged on a real loop and on a virtual clock. All methods must be called on
-the loop that runs it.
+What to do is decided in the core. It runs unchanged on a real loop and on a virtual clock. All methods must be called
+on the loop that runs it.
 """
 
 from __future__ import annotations
