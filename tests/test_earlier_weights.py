@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from core_machine import settings
 from fake_servers.sglang import FakeSglangServer
 from fake_servers.vllm import FakeVllmServer
 from hash_engine import START, HashEngine, Server, conversation, longer, next_token, save
@@ -15,17 +14,12 @@ from server_fixtures import connected, read, request, run
 from virtual_rollouts import on_virtual_time
 
 import april
-from april.core import commands as do
-from april.core import events as ev
 from april.core.batch import Batch
-from april.core.settings import EngineLimits
-from april.core.state import RolloutCore
 from april.core.versions import FIRST_VERSION, PolicyVersion
 from april.errors import WeightsGone
-from april.processes.desk import HostDesk
 from april.processes.host import Host
 from april.processes.link import Link, memory_links
-from april.processes.remote_hosts import HostDoor, Roster
+from april.processes.remote_hosts import HostDoor
 from april.testing import rollouts
 
 SECOND = PolicyVersion(0, 1)
@@ -188,22 +182,3 @@ async def test_a_host_that_outlives_its_scheduler(tmp_path: Path, by: str, caplo
         "earlier run"
     ])  # fmt: skip
     assert not any("policy version" in r.getMessage() for r in caplog.records)
-
-
-def test_a_scheduler_that_begins_with_such_a_host() -> None:
-    """Its engine gets no request, and is asked how it is as one that joins: the sentence is the same."""
-    limits = EngineLimits("h/e", 4096, None, (2,), remote=True, written=True)
-    core = RolloutCore(settings(n=1, samples=1), [limits], check=True)
-    assert core.engines.pick(FIRST_VERSION) is None
-    desk = HostDesk(core, "h", [limits], functions=False, failed=lambda call, error: None)
-    roster = Roster(
-        core, {}, functions_run=False, post=lambda event: None, failed=lambda call, error: None,
-        collected=lambda desk: None, deadline_s=30.0,
-    )  # fmt: skip
-    (probe,) = [command for event in roster.join(desk, 0.0, known=True) for command in core.handle(event)]
-    assert isinstance(probe, do.ProbeEngine)
-    (warning,) = core.handle(ev.EngineProbed(engine="h/e", probe=probe.probe, answered=True, ok=True, current=True))
-    assert isinstance(warning, do.Warn)
-    assert "it may have those of an earlier run" in warning.message
-    assert core.engines.pick(FIRST_VERSION) is None
-    assert "for which h/e waits" in core.engines.remedy(FIRST_VERSION)

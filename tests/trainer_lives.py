@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import msgspec
@@ -332,42 +333,15 @@ TROUBLES = [AttemptFailure.BROKE_OFF, AttemptFailure.CORRUPT, AttemptFailure.BUS
 WORK_TIMERS = [TimerKind.RETRY, TimerKind.REST, TimerKind.PROBE, TimerKind.CHECK]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Habits:
-    """What a trainer is like; shares are of the chances that it has."""
+def habits(rng: random.Random) -> SimpleNamespace:
+    """Some trainer; many have no troubles of one kind or the other, and shares are of the chances that it has.
 
-    ahead: int
-    """Batches that it fetches before it trains the first of them."""
-    several: int
-    """Batches that it trains by one update."""
-    skips: float
-    """Batches that no update follows."""
-    extra: float
-    """Updates that no batch is trained for."""
-    lowers: float
-    cancels: float
-    evaluates: float
-    pauses: float
-    saves: float
-    crashes: float
-    transfers: bool
-    changes: bool
-    """A restart may bring other settings, the other mode of generation among them."""
-    engine_troubles: float
-    function_troubles: float
-    rejects: float
-    """Groups that the filter rejects."""
-    ends: float
-    """Chance of each token to be the last."""
-    slow_rewards: float
-    slow_functions: float
-    slow_prompts: float
-
-
-def habits(rng: random.Random) -> Habits:
-    """Some trainer; many have no troubles of one kind or the other."""
+    It fetches batches ``ahead`` before it trains the first of them, trains ``several`` by one update, and ``skips`` it;
+    ``extra`` updates are of no batch. A restart may ``change`` the settings, the mode of generation among them. Groups
+    that the filter ``rejects``; the chance of each token that the response ``ends``.
+    """
     some = lambda share, *values: rng.choice(values) if rng.random() < share else 0.0  # noqa: E731
-    return Habits(
+    return SimpleNamespace(
         ahead=rng.choice([0, 0, 1, 2, 4]), several=rng.choice([1, 1, 1, 2, 3]), skips=some(0.3, 0.1, 0.4),
         extra=some(0.15, 0.1), cancels=some(0.4, 0.3), evaluates=some(0.4, 0.02, 0.1), pauses=some(0.2, 0.02),
         saves=some(0.7, 0.03, 0.1), crashes=some(0.6, 0.01, 0.03), transfers=rng.random() < 0.4,
