@@ -25,6 +25,8 @@ from april.engines.protocol import Chunk, Request
 from april.engines.simulated.decode_cost import DecodeCost
 from april.engines.simulated.engine import SimulatedEngine, by_sample_key
 
+from . import modules, tree
+
 ROWS, GROUPS, SAMPLES = 24, 4, 2
 
 
@@ -40,16 +42,7 @@ def namespace(**changes: Any) -> SimpleNamespace:
         "algo.dynamic_filtering_enable": False, "algo.dynamic_filtering_range": (0.0, 1.0),
         "algo.advantage.is_correction_level": "token",
     }  # fmt: skip
-    root = SimpleNamespace()
-    for path, value in (values | {k.replace("__", "."): v for k, v in changes.items()}).items():
-        node = root
-        *parents, name = path.split(".")
-        for parent in parents:
-            if not hasattr(node, parent):
-                setattr(node, parent, SimpleNamespace())
-            node = getattr(node, parent)
-        setattr(node, name, value)
-    return root
+    return tree(values, changes)
 
 
 class Tokenizer:
@@ -207,24 +200,6 @@ class Run:
         """To its end."""
         while self.step():
             pass
-
-
-def modules(made: dict[str, dict[str, Any]]) -> dict[str, ModuleType]:
-    """Modules by name with these attributes, and the packages above them."""
-    found: dict[str, ModuleType] = {}
-    for name, attributes in made.items():
-        parts = name.split(".")
-        for count in range(1, len(parts) + 1):
-            path = ".".join(parts[:count])
-            module = found.setdefault(path, ModuleType(path))
-            module.__path__ = []
-            if count > 1:
-                setattr(found[".".join(parts[: count - 1])], parts[count - 1], module)
-        for key, value in attributes.items():
-            if isinstance(value, type):
-                value.__module__ = name
-            setattr(found[name], key, value)
-    return found
 
 
 class Handle:
@@ -444,6 +419,14 @@ class RolloutRayActor:
         return "written"
 
 
+HOMES = {
+    "PPOTrainer": "ppo_trainer", "BasePPOTrainer": "ppo_trainer", "GenerateSamplesActor": "ppo_trainer_async",
+    "TrainingActor": "ppo_trainer_async", "PPOTrainerAsync": "ppo_trainer_async", "RolloutRayActor": "ray.vllm_engine",
+    "SamplesGenerator": "ppo_utils.samples_generator",
+}  # fmt: skip
+"""Where OpenRLHF's classes stand."""
+
+
 @contextmanager
 def installed(**changes: Any) -> Iterator[dict[str, ModuleType]]:
     """OpenRLHF and Ray as modules; ``SamplesGenerator=...`` puts another class in a place."""
@@ -464,10 +447,8 @@ def installed(**changes: Any) -> Iterator[dict[str, ModuleType]]:
         "openrlhf.utils": {"get_strategy": lambda args: SimpleNamespace(args=args)},
         "openrlhf.cli.train_ppo_ray": {},
     })  # fmt: skip
-    for name in ("PPOTrainer", "GenerateSamplesActor", "TrainingActor", "PPOTrainerAsync", "RolloutRayActor"):
-        classes[name].__module__ = {
-            "PPOTrainer": "openrlhf.trainer.ppo_trainer", "RolloutRayActor": "openrlhf.trainer.ray.vllm_engine"
-        }.get(name, "openrlhf.trainer.ppo_trainer_async")  # fmt: skip
+    for name, home in HOMES.items():
+        classes[name].__module__ = f"openrlhf.trainer.{home}"
     before = {name: sys.modules.get(name) for name in (*made, "april.adapters.openrlhf.actors")}
     sys.modules.update(made)
     sys.modules.pop("april.adapters.openrlhf.actors", None)

@@ -11,7 +11,6 @@ import importlib
 import json
 import sys
 import threading
-import types
 from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -25,6 +24,8 @@ from real_schedulers import LENGTHS, VOCAB
 from april.adapters.slime import make_generate_rollout
 from april.engines.simulated.decode_cost import DecodeCost
 from april.engines.simulated.engine import SimulatedEngine, by_sample_key
+
+from . import modules
 
 
 class Status(Enum):
@@ -225,14 +226,10 @@ def installed(name: str = "slime") -> Iterator[None]:
     """The framework can be imported by ``name``."""
     loop = _Loop()
     contents: dict[str, dict[str, Any]] = {
-        "": {},
-        "utils": {},
         "utils.misc": {"load_function": load_function},
         "utils.async_utils": {"get_async_loop": lambda: loop},
         "utils.processing_utils": {"load_tokenizer": load_tokenizer},
-        "rollout": {},
         "rollout.base_types": {"RolloutFnTrainOutput": RolloutFnTrainOutput},
-        "rollout.filter_hub": {},
         "rollout.filter_hub.base_types": {"call_dynamic_filter": call_dynamic_filter},
         "rollout.rm_hub": {"async_rm": async_rm, "batched_async_rm": batched_async_rm},
         "rollout.sample_hooks": {"apply_rollout_sample_hooks": apply_rollout_sample_hooks},
@@ -240,19 +237,15 @@ def installed(name: str = "slime") -> Iterator[None]:
     }
     if name == "miles":
         common = {"InferenceRolloutFn": InferenceRolloutFn}
-        contents |= {"rollout.inference_rollout": {}, "rollout.inference_rollout.inference_rollout_common": common}
-    modules = {}
-    for path, names in contents.items():
-        module = types.ModuleType(f"{name}.{path}".rstrip("."))
-        module.__dict__.update(names, __path__=[])
-        modules[module.__name__] = module
+        contents["rollout.inference_rollout.inference_rollout_common"] = common
+    made = modules({f"{name}.{path}": names for path, names in contents.items()})
     assert not any(n.partition(".")[0] == name for n in sys.modules)
-    sys.modules.update(modules)
+    sys.modules.update(made)
     try:
         yield
     finally:
-        for path in modules:
-            del sys.modules[path]
+        for path in made:
+            sys.modules.pop(path, None)
         loop.close()
 
 

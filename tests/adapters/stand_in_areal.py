@@ -13,11 +13,13 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+
+from . import modules, tree
 
 EOS = 1
 GROUPS, SAMPLES, ROWS = 3, 2, 30
@@ -40,15 +42,7 @@ def config(folder: Path, **changes: Any) -> SimpleNamespace:
         "rollout.check_trajectory_format": False, "rollout.dump_to_file": False,
         "recover.experiment_name": "e", "recover.trial_name": "t", "recover.fileroot": str(folder),
     }  # fmt: skip
-    root = SimpleNamespace()
-    for path, value in (values | {k.replace("__", "."): v for k, v in changes.items()}).items():
-        node = root
-        *parents, name = path.split(".")
-        for parent in parents:
-            if not hasattr(node, parent):
-                setattr(node, parent, SimpleNamespace())
-            node = getattr(node, parent)
-        setattr(node, name, value)
+    root = tree(values, changes)
     root.gconfig.new = lambda **new: SimpleNamespace(**{**vars(root.gconfig), "n_samples": 1, **new})
     return root
 
@@ -384,10 +378,9 @@ def install(monkeypatch: pytest.MonkeyPatch, *, spmd: bool = True) -> dict[str, 
         return None
 
     context = {"WorkflowContext": SimpleNamespace, "set": lambda c: None, "get_aiohttp_session": session}
-    modules: dict[str, dict[str, Any]] = {
+    contents: dict[str, dict[str, Any]] = {
         "areal": {"workflow_context": SimpleNamespace(**context)},
         "areal.api": {"ModelResponse": SimpleNamespace},
-        "areal.infra": {}, "areal.infra.utils": {}, "areal.trainer": {},
         "areal.infra.utils.http": {"arequest_with_retry": arequest_with_retry},
         "areal.infra.remote_inf_engine": {
             "GroupedRolloutWorkflow": GroupedRolloutWorkflow, "RemoteInfEngine": RemoteInfEngine,
@@ -405,10 +398,7 @@ def install(monkeypatch: pytest.MonkeyPatch, *, spmd: bool = True) -> dict[str, 
         "areal.utils.environ": {"is_single_controller": lambda: not spmd},
         "areal.utils.recover": {"RecoverHandler": RecoverHandler},
     }  # fmt: skip
-    for name, content in modules.items():
-        module = ModuleType(name)
-        module.__path__ = []
-        vars(module).update(content)
+    for name, module in modules(contents).items():
         monkeypatch.setitem(sys.modules, name, module)
     for name in ("executor", "requests", "trainer"):
         monkeypatch.delitem(sys.modules, f"april.adapters.areal.{name}", raising=False)

@@ -208,26 +208,6 @@ def test_tokens_without_correction_are_told(caplog: pytest.LogCaptureFixture) ->
     assert "--buffer-filter-path has nothing to choose from" in caplog.text
 
 
-def test_a_state_has_what_the_filter_has_just_rejected() -> None:
-    """It may be taken before the verdict and asked for its samples after it: they stay until the next batch."""
-    with Run(dynamic_sampling_filter_path=f"{USER}.keep_short") as run:
-        run(0)
-        hooks, rejected = run.hooks, 0
-        take = hooks.take
-
-        def looking() -> Any:
-            nonlocal rejected
-            rejected += sum(hooks.dropped.values())
-            out = [sample for sample in hooks.held if sample.group not in run.scheduler.held_groups()]
-            assert len(out) >= 2 * sum(hooks.dropped.values())
-            return take()
-
-        hooks.take = looking
-        for rollout_id in range(1, 6):
-            run(rollout_id)
-        assert rejected
-
-
 def test_slimes_filter_sees_the_rewards_that_are_trained() -> None:
     """Rounded to float32 where they enter, of several the one that --reward-key names."""
     third = float(np.float32(0.1 + 0.2))

@@ -1,4 +1,4 @@
-"""True if the installed verl is one that this adapter was held against: version and signatures, at the start."""
+"""Checks of the installed verl's version and signatures, at the start."""
 
 from __future__ import annotations
 
