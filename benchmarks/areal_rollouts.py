@@ -165,8 +165,8 @@ def engine_of(arm: Arm, config: Any, address: str) -> Any:
     engine = RemoteSGLangEngine(config.rollout)
     engine.initialize(addr=address, train_data_parallel_size=1)
     if arm.april:
-        from april.adapters.areal.executor import AprilExecutor
         from april.adapters.areal.settings import config_of
+        from april.adapters.areal.trainer import AprilExecutor
 
         inner = engine._engine
         april = config_of(config, dict(arm.settings), groups=GROUPS, ranks=1)

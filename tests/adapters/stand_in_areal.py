@@ -400,8 +400,7 @@ def install(monkeypatch: pytest.MonkeyPatch, *, spmd: bool = True) -> dict[str, 
     }  # fmt: skip
     for name, module in modules(contents).items():
         monkeypatch.setitem(sys.modules, name, module)
-    for name in ("executor", "requests", "trainer"):
-        monkeypatch.delitem(sys.modules, f"april.adapters.areal.{name}", raising=False)
+    monkeypatch.delitem(sys.modules, "april.adapters.areal.trainer", raising=False)
     return stats
 
 

@@ -228,7 +228,7 @@ class Coordinator:
 def call(monkeypatch: pytest.MonkeyPatch, coordinator: Coordinator, inner: Any, pauses: list[int], **more: Any) -> Any:
     """The response to a prompt of two tokens, by AReaL's engine as a workflow has it."""
     areal.install(monkeypatch)
-    module = importlib.import_module("april.adapters.areal.executor")
+    module = importlib.import_module("april.adapters.areal.trainer")
     sampling: dict[str, Any] = {"n_samples": 1, "max_tokens": 10, "max_new_tokens": 20, "temperature": 0.7}
     gconfig = SimpleNamespace(**{**sampling, **more})
     gconfig.new = lambda **new: SimpleNamespace(**{**sampling, **new})
@@ -303,7 +303,7 @@ def test_requests_that_cannot_be(monkeypatch: pytest.MonkeyPatch, more: dict[str
 def test_what_is_not_aprils_is_areals(monkeypatch: pytest.MonkeyPatch) -> None:
     """Outside of a training rollout, and for everything but agenerate."""
     areal.install(monkeypatch)
-    engine = importlib.import_module("april.adapters.areal.executor").Engine
+    engine = importlib.import_module("april.adapters.areal.trainer").Engine
     inner = areal.RemoteInfEngine(SimpleNamespace())
     assert engine(inner, lambda: 0).choose_server() == "here:1"
     with pytest.raises(AssertionError, match="AReaL's own"):

@@ -10,22 +10,17 @@ from __future__ import annotations
 
 from typing import Any
 
-_NAMES = {
-    "AgentLoopManager": "april.adapters.verl.manager",
-    "Sampler": "april.adapters.verl.sampler",
-    "Checkpoints": "april.adapters.verl.sampler",
-}
 __all__ = ["AgentLoopManager", "Checkpoints", "Sampler"]
 
 
 def __getattr__(name: str) -> Any:
     """Return one of verl's classes as april has it; raises ConfigError without a verl that fits."""
-    if name not in _NAMES:
+    if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    import importlib
-
     from april.adapters.verl.checks import require_seams, require_verl
 
     require_verl()
     require_seams()
-    return getattr(importlib.import_module(_NAMES[name]), name)
+    from april.adapters.verl import driver
+
+    return getattr(driver, name)
