@@ -194,13 +194,13 @@ async def test_pauses_between_tries() -> None:
     """They grow, and a function that goes on failing costs its group after half a minute."""
     tries: list[float] = []
 
-    async def reward(prompt: Prompt, response: Response) -> float:
-        if response.sample_id == (0, 0):
-            tries.append(now())
-            raise ConnectionError("connection refused")
-        return 1.0
+    async def refuses(sample_id: SampleId) -> Any:
+        if sample_id != (0, 0):
+            return WELL
+        tries.append(now())
+        raise ConnectionError("connection refused")
 
-    rollouts = Rollouts(table({}), n=1, samples=2, over=2, reward=reward, retry_pause_s=4.0)
+    rollouts = Functions("reward", refuses).rollouts(n=1, samples=2, over=2)
     for _ in range(3):
         await rollouts.step()
     await asyncio.sleep(100)
@@ -209,34 +209,29 @@ async def test_pauses_between_tries() -> None:
     assert rollouts.core.prompts.as_dict()["dropped"] == {"failed": 1}
 
 
-WRONG = {"none": None, "text": "good", "dict": {"score": 1.0}, "nan": float("nan"), "list": [1.0, 2.0]}
+WRONG: list[tuple[str, Callable[[], Awaitable[Any]]]] = [
+    *(("reward", returns(value)) for value in (None, "good", {"score": 1.0}, float("nan"), [1.0, 2.0])),
+    ("reward", raises(AttributeError("'Response' object has no attribute 'txt'"))),
+    ("group_reward", returns(1.0)),
+    ("filter", returns("yes")),
+]
 
 
-@pytest.mark.parametrize("kind", [*WRONG, "attribute", "group", "filter"])
+@pytest.mark.parametrize(("which", "fault"), WRONG)
 async def test_a_function_that_was_written_wrongly_ends_the_step_at_once(
-    kind: str, caplog: pytest.LogCaptureFixture
+    which: str, fault: Callable[[], Awaitable[Any]], caplog: pytest.LogCaptureFixture
 ) -> None:
     """In one sentence, without a try more, and with a line in the log; once it is mended the scheduler goes on."""
     mended: list[bool] = []
     asked: list[SampleId] = []
 
-    async def reward(prompt: Prompt, response: Response) -> Any:
-        if mended or kind == "filter":
-            return 1.0
-        asked.append(response.sample_id)
-        return response.txt if kind == "attribute" else WRONG[kind]  # type: ignore[attr-defined]
+    async def wrong(sample_id: SampleId) -> Any:
+        if mended:
+            return WELL
+        asked.append(sample_id)
+        return await fault()
 
-    async def group_reward(prompt: Prompt, responses: list[Response]) -> Any:
-        return [1.0] * len(responses) if mended else 1.0
-
-    async def judge(prompt: Prompt, responses: list[Response]) -> Any:
-        return True if mended else "yes"
-
-    functions: dict[str, Any] = {"group_reward": group_reward} if kind == "group" else {"reward": reward}
-    if kind == "filter":
-        functions["filter"] = judge
-
-    rollouts = Rollouts(table({}), n=2, samples=2, retry_pause_s=4.0, **functions)
+    rollouts = Functions(which, wrong).rollouts(samples=2)
     with pytest.raises(RolloutError, match=r"^(g1\.s\d: )?the (reward function|filter) failed: .*$"):
         await rollouts.driver.next_batch()
     assert now() == 5.0  # when the first responses are there
@@ -251,13 +246,7 @@ async def test_a_function_that_was_written_wrongly_ends_the_step_at_once(
 @pytest.mark.parametrize("error", [TypeError("one sample"), AttributeError("one sample")])
 async def test_a_function_that_has_worked_was_not_written_wrongly(error: Exception) -> None:
     """What it raises for single samples costs their groups, as ever."""
-
-    async def reward(prompt: Prompt, response: Response) -> float:
-        if response.sample_id.group in (2, 3):
-            raise error
-        return 1.0
-
-    rollouts = Rollouts(table({}), n=2, samples=2, reward=reward)
+    rollouts = failing("reward", lambda data: raising(error), lambda group: group in (2, 3)).rollouts(samples=2)
     for _ in range(3):
         await rollouts.step()
     assert rollouts.core.prompts.as_dict()["dropped"] == {"failed": 2}
@@ -398,11 +387,11 @@ async def test_bad_rows_that_fail_before_others_can_work(which: str) -> None:
 async def test_failures_of_several_kinds_are_no_mistake() -> None:
     """Every sample raises in a line of its own: no line is blamed for what it has not done."""
 
-    async def reward(prompt: Prompt, response: Response) -> float:
-        if response.sample_id.group < 4:
-            MISTAKES[list(MISTAKES)[sum(response.sample_id) % len(MISTAKES)]]({})
-        return 1.0
+    async def several(sample_id: SampleId) -> Any:
+        if sample_id.group < 4:
+            MISTAKES[list(MISTAKES)[sum(sample_id) % len(MISTAKES)]]({})
+        return WELL
 
-    rollouts = Rollouts(table({}), n=4, samples=2, reward=reward, retry_pause_s=4.0)
+    rollouts = Functions("reward", several).rollouts(n=4, samples=2)
     await rollouts.step()
     assert rollouts.core.prompts.as_dict()["dropped"] == {"failed": 4}
