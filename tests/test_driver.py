@@ -14,7 +14,7 @@ from seeds import seeds
 from virtual_rollouts import RecordingEngine, Rollouts, now, on_virtual_time, table, virtual
 
 from april.core import events as ev
-from april.core.types import CallState, DropReason, OnStale, Prompt, Refill, SampleState
+from april.core.types import CallState, DropReason, OnStale, Prompt, Refill, SampleId
 from april.core.versions import PolicyVersion
 from april.driver.rewards import Response
 from april.engines.protocol import Chunk, EngineFinish, Health, Request
@@ -104,23 +104,31 @@ def test_the_same_run_twice_is_the_same() -> None:
 # ---------------------------------------------------------------- rewards beside generation
 
 
-async def test_slow_rewards_overlap_generation() -> None:
-    """While a reward is awaited, others generate; a step does not wait for a reward that it can do without."""
+@pytest.mark.parametrize("which", ["reward", "filter"])
+async def test_slow_functions_overlap_generation(which: str) -> None:
+    """While a reward or a verdict is awaited, others generate; a step does not wait for one that it can do without."""
+
+    async def think(place: str, sample_id: SampleId) -> None:
+        await asyncio.sleep({0: 20.0, 1: 500.0}.get(sample_id.group, 0.0) if place == which else 0.0)
 
     async def reward(prompt: Prompt, response: Response) -> float:
-        await asyncio.sleep({5: 20.0, 3: 500.0}.get(len(response.tokens), 0.0))
+        await think("reward", response.sample_id)
         return 1.0
 
-    rollouts = Rollouts(table({(0, 0): 5, (1, 0): 3, (2, 0): 90}), n=1, over=3, reward=reward)
+    async def judge(prompt: Prompt, responses: list[Response]) -> bool:
+        await think("filter", responses[0].sample_id)
+        return True
+
+    rollouts = Rollouts(table({(0, 0): 5, (1, 0): 3, (2, 0): 90}), n=1, over=3, reward=reward, filter=judge)
     batch = await rollouts.step()
     assert now() == pytest.approx(5 + 20, abs=1e-6)
     assert batch.samples[0].id == (0, 0)
-    # the straggler went on during the 20 s of the reward, and was stopped at once when it came
+    # the straggler went on during the 20 s, and was stopped at once when they were over
     assert len(rollouts.sample(2, 0).tape) == 25
-    assert rollouts.sample(1, 0).state is SampleState.SCORING
+    assert rollouts.core.monitor.ready == 0
 
-    await asyncio.sleep(1000)  # the trainer trains; the reward of group 1 arrives meanwhile
-    assert rollouts.sample(1, 0).state is SampleState.FINISHED
+    await asyncio.sleep(1000)  # the trainer trains; what group 1 waits for arrives meanwhile
+    assert rollouts.core.monitor.ready == 1
     batch = await rollouts.step()
     assert now() == pytest.approx(1025, abs=1e-6)  # surplus: delivered without waiting
     assert batch.samples[0].id == (1, 0)

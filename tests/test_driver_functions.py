@@ -421,25 +421,6 @@ async def test_what_a_filter_sees() -> None:
     ]
 
 
-async def test_generation_goes_on_while_a_filter_thinks() -> None:
-    """A slow filter holds up its group only: others are generated, judged and delivered meanwhile."""
-
-    async def slow(prompt: Prompt, responses: list[Response]) -> bool:
-        await asyncio.sleep(100 if group_of(responses) == 0 else 2)
-        return True
-
-    rollouts = Rollouts(table({(1, 0): 30, (2, 0): 40}), n=1, over=3, filter=slow)
-    batch = await rollouts.step()
-    assert batch.group_ids.tolist() == [1]
-    assert now() == pytest.approx(32, abs=1e-6)
-    assert len(rollouts.sample(2, 0).tape) == 32
-    await asyncio.sleep(200)  # the trainer trains; the filter has spoken meanwhile
-    assert rollouts.core.monitor.ready == 1
-    batch = await rollouts.step()
-    assert batch.group_ids.tolist() == [0]
-    assert now() == pytest.approx(232, abs=1e-6)
-
-
 async def test_a_verdict_on_a_group_that_began_again_is_late() -> None:
     """on_stale: restart takes a sample out of a group that is being judged: that verdict counts for nothing."""
     asked: list[int] = []
