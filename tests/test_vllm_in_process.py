@@ -10,7 +10,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from fake_async_llm import EOS, FakeAsyncLLM, install_vllm, logprob, next_token
+from fake_async_llm import EOS, FakeAsyncLLM, install_vllm
+from fake_servers.base import uncut
 from real_schedulers import assert_nothing_is_left, endless
 from server_fixtures import Got, ServerThread, read, request
 
@@ -22,7 +23,7 @@ from april.engines.protocol import EngineFinish
 from april.engines.vllm.in_process import VllmInProcessEngine
 from april.errors import ConfigError, EngineBusy, EngineError, RequestRefused
 
-PROMPT = [10, 20, 30]
+PROMPT = [12, 20, 30]
 
 
 @pytest.fixture(autouse=True)
@@ -54,10 +55,7 @@ class World:
 
     def whole(self, prompt: list[int], max_tokens: int = 50, weights: str = "tiny0") -> list[int]:
         """The uncut response."""
-        ids = list(prompt)
-        while len(ids) < len(prompt) + max_tokens and (len(ids) == len(prompt) or ids[-1] != EOS):
-            ids.append(next_token(weights, ids, self.llm.mean_len))
-        return ids[len(prompt) :]
+        return uncut(prompt, weights=weights, max_tokens=max_tokens, mean_length=self.llm.mean_length)[0]
 
 
 async def made(**llm: Any) -> FakeAsyncLLM:
@@ -93,7 +91,7 @@ async def test_all_tokens_come_once(own_loop: bool, stream: bool) -> None:
             whole = w.whole(prompt)
             answer = await w.ask(prompt, stream=stream)
             assert answer.tokens == whole
-            assert answer.logprobs == [logprob(t, "tiny0") for t in whole]
+            assert answer.logprobs == uncut(prompt, weights="tiny0", max_tokens=50, mean_length=60)[1]
             assert answer.finish is (EngineFinish.STOP if whole[-1] == EOS else EngineFinish.LENGTH)
             assert set(answer.versions) == {FIRST_VERSION}
         third = w.whole(PROMPT)[2]
@@ -105,7 +103,7 @@ async def test_all_tokens_come_once(own_loop: bool, stream: bool) -> None:
 @pytest.mark.parametrize("stream", [False, True])
 async def test_eighty_requests_cut_and_continued_equal_the_uncut_ones(own_loop: bool, stream: bool) -> None:
     """All of them aborted at once, again and again; nothing that vLLM had made is lost."""
-    async with world(own_loop, mean_len=200) as w:
+    async with world(own_loop, mean_length=200) as w:
         prompts = [[*PROMPT, i + 5] for i in range(80)]
         held: list[list[int]] = [[] for _ in prompts]
         turn = begun = 0
@@ -116,7 +114,7 @@ async def test_eighty_requests_cut_and_continued_equal_the_uncut_ones(own_loop: 
                 for i in open_ones
             }
             begun += len(tasks)
-            await w.until(lambda begun=begun: len(w.llm.started) == begun and w.llm.stopped == len(w.llm.requests))
+            await w.until(lambda begun=begun: len(w.llm.runs) == begun and w.llm.stopped == w.llm.open_requests)
             await w.engine.abort()
             for i, task in tasks.items():
                 answer = await task
@@ -130,7 +128,7 @@ async def test_eighty_requests_cut_and_continued_equal_the_uncut_ones(own_loop: 
 @both_loops
 async def test_a_burst_of_aborts_ends_all(own_loop: bool) -> None:
     """300 at once; those named end with what they have, the others live."""
-    async with world(own_loop, mean_len=10_000) as w:
+    async with world(own_loop, mean_length=10_000) as w:
         await w.there(lambda: w.llm.limit(3))
         asked = [request([*PROMPT, i], 50) for i in range(300)]
         tasks = [asyncio.create_task(read(w.engine, a)) for a in asked]
@@ -141,7 +139,7 @@ async def test_a_burst_of_aborts_ends_all(own_loop: bool) -> None:
         assert not any(task.done() for task in tasks[100:])
         await w.engine.abort()
         assert {a.finish for a in await asyncio.gather(*tasks[100:])} == {EngineFinish.ABORT}
-        assert not w.llm.requests
+        assert not w.llm.open_requests
 
 
 @both_loops
@@ -154,9 +152,9 @@ async def test_pause_ends_requests_that_are_just_being_handed_over(own_loop: boo
         gate = await w.there(asyncio.Event)
         w.llm.before_add = gate
         tasks = [asyncio.create_task(w.ask()) for i in range(4)]
-        await w.until(lambda: len(w.llm.started) == 4)
+        await w.until(lambda: len(w.llm.runs) == 4)
         pausing = asyncio.create_task(w.engine.pause())
-        await w.until(lambda: w.llm.paused)
+        await w.until(lambda: w.llm.pause_mode)
         await w.there(gate.set)
         await pausing
         for answer in await asyncio.gather(*tasks):
@@ -182,7 +180,7 @@ async def test_a_vllm_that_somebody_else_has_paused_is_busy(own_loop: bool) -> N
 @both_loops
 async def test_weights_from_disk_between_two_steps(own_loop: bool) -> None:
     """Load, forget the cache, label; requests that waited meanwhile have the new weights and their version."""
-    async with world(own_loop, mean_len=10_000) as w:
+    async with world(own_loop, mean_length=10_000) as w:
         await w.there(lambda: w.llm.limit(4))
         running = asyncio.create_task(w.ask())
         await w.until(lambda: w.llm.stopped == 1)
@@ -196,7 +194,7 @@ async def test_weights_from_disk_between_two_steps(own_loop: bool) -> None:
         await w.engine.abort([third.attempt_id])
         assert (await unwanted).finish is EngineFinish.ABORT
         await w.engine.update_weights(PolicyVersion(0, 1), "tiny1")
-        assert len(w.llm.started) == 1
+        assert len(w.llm.runs) == 1
         await w.engine.resume()
         old, new = await running, await waiting
         assert (old.tokens, set(old.versions)) == (w.whole(PROMPT)[:4], {FIRST_VERSION})
@@ -297,7 +295,7 @@ async def test_a_dead_vllm_and_a_wrong_request_are_told_apart(own_loop: bool, re
         assert (await w.engine.health()).ok
         assert isinstance((await w.ask([5] * 600)).error, RequestRefused)
         assert isinstance((await w.ask(max_tokens=998)).error, RequestRefused)
-        assert len(w.llm.started) == 1
+        assert len(w.llm.runs) == 1
         w.llm.dead = True
         answer = await w.ask()
         assert type(answer.error) is EngineError
@@ -308,7 +306,7 @@ async def test_a_dead_vllm_and_a_wrong_request_are_told_apart(own_loop: bool, re
 @both_loops
 async def test_cancelled_requests_leave_nothing_behind(own_loop: bool) -> None:
     """At any time of the cancellation: vLLM has no request left, and pause returns."""
-    async with world(own_loop, mean_len=10_000) as w:
+    async with world(own_loop, mean_length=10_000) as w:
         await w.there(lambda: w.llm.limit(2))
         for turns in range(12):
             task = asyncio.create_task(w.ask())
@@ -318,14 +316,14 @@ async def test_cancelled_requests_leave_nothing_behind(own_loop: bool) -> None:
             with pytest.raises(asyncio.CancelledError):
                 await task
         await w.engine.pause()
-        assert not w.llm.requests
+        assert not w.llm.open_requests
 
 
 def test_capabilities_come_from_vllms_configuration() -> None:
     """Kind, vocabulary, context, EOS ids of tokenizer and generation config, places of all data-parallel ranks."""
     raw = VllmInProcessEngine(FakeAsyncLLM()).capabilities
-    assert (raw.logprob_kind, raw.vocab_size, raw.max_context) == (LogprobKind.RAW, 500, 1000)
-    assert (raw.eos_token_ids, raw.max_in_flight, raw.streams) == ((2, 3), 128, False)
+    assert (raw.logprob_kind, raw.vocab_size, raw.max_context) == (LogprobKind.RAW, 512, 1000)
+    assert (raw.eos_token_ids, raw.max_in_flight, raw.streams) == ((2, 512), 128, False)
     assert any("temperature 1" in note for note in raw.notes)
     processed = VllmInProcessEngine(FakeAsyncLLM(mode="processed_logprobs"), stream=True, eos_token_ids=[7])
     assert processed.capabilities.logprob_kind is LogprobKind.PROCESSED
@@ -373,10 +371,13 @@ def test_the_scheduler_over_it(own_loop: bool) -> None:
             continued = 0
             for step in range(6):
                 for sample in rollouts.next_batch().samples:
-                    numbers = sample.versions[:, 1].tolist()
-                    expected = [logprob(t, f"tiny{n}") for t, n in zip(sample.tokens.tolist(), numbers, strict=True)]
-                    assert sample.logprobs.tolist() == expected
-                    continued += len(set(numbers)) > 1
+                    before = sample.prompt.token_ids.tolist()
+                    for g in sample.segments:
+                        weights, where = f"tiny{g.version.n}", slice(g.start, g.start + g.count)
+                        made = uncut(before, weights=weights, max_tokens=g.count, mean_length=60)
+                        assert made == (sample.tokens[where].tolist(), sample.logprobs[where].tolist())
+                        before += made[0]
+                    continued += len(set(sample.versions[:, 1].tolist())) > 1
                 if step == 0:
                     assert llm.output_handler is not None
                     llm.output_handler.get_loop().call_soon_threadsafe(llm.limit)

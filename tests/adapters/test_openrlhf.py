@@ -527,8 +527,7 @@ async def test_the_engine_actor(modules: Any, monkeypatch: pytest.MonkeyPatch) -
     assert await actor.april_judge("q", "p", "l") == {"rewards": 2.0}
     actor.executor.reward_func = lambda *lists: {"rewards": lists}
     assert await actor.april_judge("q", "p", "l") == {"rewards": (["q"], ["p"], ["l"])}
-    assert llm.output_handler is not None
-    llm.output_handler.cancel()
+    await llm.shut()
 
 
 def test_the_switch(modules: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

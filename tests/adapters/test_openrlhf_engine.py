@@ -10,7 +10,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fake_async_llm import EOS, VOCAB, FakeAsyncLLM, install_vllm, logprob, next_token
+from fake_async_llm import EOS, VOCAB, FakeAsyncLLM, install_vllm
+from fake_servers.base import uncut
 
 from april.adapters.openrlhf.rollouts import OpenRLHFEngine, connect
 from april.core.sampling import LogprobKind, SamplingParams
@@ -19,7 +20,7 @@ from april.engines.protocol import Chunk, EngineFinish, Request
 from april.engines.vllm.actor import ActorSide
 from april.errors import EngineBusy, EngineError, RequestRefused
 
-PROMPT = [10, 20, 30]
+PROMPT = [12, 20, 30]
 pytestmark = pytest.mark.asyncio
 
 
@@ -65,8 +66,7 @@ async def world(**options: Any) -> AsyncIterator[tuple[FakeAsyncLLM, Actor, Open
         yield llm, actor, engine
     finally:
         await engine.close()
-        assert llm.output_handler is not None
-        llm.output_handler.cancel()
+        await llm.shut()
 
 
 def request(attempt: str = "a1", tokens: list[int] | None = None, most: int = 200) -> Request:
@@ -89,10 +89,7 @@ async def until_stopped(llm: FakeAsyncLLM, count: int = 1) -> None:
 
 def text(count: int, weights: str = "tiny0", prompt: list[int] | None = None) -> list[int]:
     """The first tokens of a response."""
-    tokens: list[int] = []
-    while len(tokens) < count:
-        tokens.append(next_token(weights, (prompt or PROMPT) + tokens, 60))
-    return tokens
+    return uncut(prompt or PROMPT, weights=weights, max_tokens=count, mean_length=60)[0]
 
 
 async def test_a_response_in_one_chunk() -> None:
@@ -102,7 +99,7 @@ async def test_a_response_in_one_chunk() -> None:
     assert chunk.finish is EngineFinish.STOP
     assert chunk.tokens[-1] == EOS
     assert chunk.tokens.tolist() == text(len(chunk.tokens))
-    assert chunk.logprobs.tolist() == [logprob(t, "tiny0") for t in chunk.tokens.tolist()]
+    assert chunk.logprobs.tolist() == uncut(PROMPT, weights="tiny0", max_tokens=200, mean_length=60)[1]
     assert chunk.version == PolicyVersion(0, 0)
 
 
@@ -121,7 +118,7 @@ async def test_what_the_engine_is() -> None:
 
 async def test_an_abort_hands_over_what_there_is() -> None:
     """The other request goes on; the aborted one continues under another id where it stood."""
-    async with world(mean_len=10**9) as (llm, _, engine):
+    async with world(mean_length=10**9) as (llm, _, engine):
         llm.limit(20)
         first = asyncio.create_task(collect(engine, request("a1")))
         second = asyncio.create_task(collect(engine, request("a2", [40])))
@@ -136,7 +133,7 @@ async def test_an_abort_hands_over_what_there_is() -> None:
         )
     assert (cut.finish, len(cut.tokens)) == (EngineFinish.ABORT, 20)
     assert (whole.finish, len(whole.tokens)) == (EngineFinish.LENGTH, 200)
-    expected = [next_token("tiny0", again.tolist() + rest.tokens.tolist()[:i], 10**9) for i in range(180)]
+    expected = uncut(again.tolist(), weights="tiny0", max_tokens=180, mean_length=10**9)[0]
     assert rest.tokens.tolist() == expected
 
 
@@ -157,7 +154,7 @@ async def test_weights() -> None:
 
 async def test_weights_wait_for_no_request() -> None:
     """Those that arrive, or are announced, while requests run are refused: tokens would be of no version."""
-    async with world(mean_len=10**9) as (llm, actor, engine):
+    async with world(mean_length=10**9) as (llm, actor, engine):
         llm.limit(5)
         running = asyncio.create_task(collect(engine, request()))
         await until_stopped(llm)
@@ -233,7 +230,7 @@ async def test_what_is_refused() -> None:
         with pytest.raises(RequestRefused, match="in flight already"):
             await collect(engine, request("twice"))
         await running
-        assert not llm.requests
+        assert not llm.open_requests
 
 
 async def test_a_vllm_that_the_trainer_has_paused_is_busy() -> None:
@@ -246,7 +243,7 @@ async def test_a_vllm_that_the_trainer_has_paused_is_busy() -> None:
 
 async def test_a_request_that_is_given_up() -> None:
     """Nobody will read it: it is ended at vLLM too."""
-    async with world(mean_len=10**9) as (llm, _, engine):
+    async with world(mean_length=10**9) as (llm, _, engine):
         llm.limit(5)
         running = asyncio.create_task(collect(engine, request()))
         await until_stopped(llm)
@@ -255,4 +252,4 @@ async def test_a_request_that_is_given_up() -> None:
             await running
         for _ in range(100):
             await asyncio.sleep(0)
-        assert not llm.requests
+        assert not llm.open_requests
