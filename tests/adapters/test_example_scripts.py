@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import importlib.util
 import itertools
 import os
+import runpy
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -46,14 +46,9 @@ def commands(*words: str, **choices: str) -> list[list[str]]:
     return [line.split() for line in printed("trl", *words, **choices).splitlines()]
 
 
-def loaded(path: Path) -> ModuleType:
-    """A script as a module."""
-    spec = importlib.util.spec_from_file_location(f"example_{path.parent.name}_{path.stem}", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def loaded(path: Path) -> Any:
+    """What a script defines."""
+    return SimpleNamespace(**runpy.run_path(str(path)))
 
 
 def settings_in(trainer: str) -> dict[str, Any]:

@@ -138,17 +138,13 @@ WRONG: dict[str, list[tuple[Changes, Any, str]]] = {
         ({}, {"engine": {"kind": "vllm"}}, "april.engine is decided by --vllm.num_engines"),
         ({}, {"epochs": 2}, "april.epochs is decided by --train.num_episodes"),
         ({}, {"max_stalenes": 2}, "max_stalenes: unknown setting; do you mean max_staleness"),
-        (
-            {"vllm__enable_sleep": True, "train__colocate_all": True}, {"generation": "continuous"},
-            "--vllm.enable_sleep: the engines sleep or stand still",
-        ),
+        ({"vllm__enable_sleep": True, "train__colocate_all": True}, {"generation": "continuous"},
+         "--vllm.enable_sleep: the engines sleep or stand still"),
         ({"train__colocate_all": True}, {"generation": "continuous"}, "--train.colocate_all: the engines sleep or"),
     ],
     "slime": [
-        (
-            {"partial_rollout": False}, {},
-            "--over-sampling-batch-size 5 starts more groups than --rollout-batch-size 3, and without --partial-rollou",
-        ),
+        ({"partial_rollout": False}, {},
+         "--over-sampling-batch-size 5 starts more groups than --rollout-batch-size 3, and without --partial-rollou"),
         ({"rollout_top_p": 0.9}, {}, "--rollout-top-p 0.9: the trainer would recompute other log-probabilities"),
         ({"rollout_temperature": 0.0}, {}, "--rollout-temperature 0: greedy samples of a group are all equal"),
         ({"rollout_top_k": 20}, {}, "--rollout-top-k 20: the trainer would recompute other log-probabilities"),
@@ -157,11 +153,9 @@ WRONG: dict[str, list[tuple[Changes, Any, str]]] = {
         ({"rollout_global_dataset": False}, {}, "--disable-rollout-global-dataset leaves april without prompts"),
         ({}, {"rollout_batch_size": 4}, "april.rollout_batch_size is decided by --rollout-batch-size of slime"),
         ({}, {"max_stalenes": 4}, "max_stalenes: unknown setting; do you mean max_staleness?"),
-        (
-            SIX, QUORUM,
-            f"april.group_quorum=0.5 delivers groups in parts, and slime {MEAN_OVER} "
-            "april.adapters.slime.post_process_rewards",
-        ),
+        (SIX, QUORUM,
+         f"april.group_quorum=0.5 delivers groups in parts, and slime {MEAN_OVER} "
+         "april.adapters.slime.post_process_rewards"),
         ({**SIX, **MINE}, QUORUM, f"in parts, and {USER}.my_rewards {MEAN_OVER}"),
         ({**SIX, **MINE, "rewards_normalization": False}, QUORUM, f"in parts, and {USER}.my_rewards {MEAN_OVER}"),
         *(
@@ -179,35 +173,23 @@ WRONG: dict[str, list[tuple[Changes, Any, str]]] = {
         ({"custom_generate_function_path": f"{USER}.several"}, {}, "custom generate function returned several samples"),
     ],
     "verl": [
-        (
-            {}, {"partial_rollout": False, "over_sampling_batch_size": 6},
-            "over_sampling_batch_size=6 starts more groups than rollout_batch_size=3, and partial_rollout=false would",
-        ),
-        (
-            {"algorithm__rollout_correction__rollout_is": None}, {},
-            "algorithm.rollout_correction.rollout_is=null: verl recomputes old log-probabilities with the present weig",
-        ),
-        (
-            {}, QUORUM,
-            "april.group_quorum=0.5 delivers groups in parts, and algorithm.adv_estimator=grpo compares rows of the "
-            "same batch",
-        ),
+        ({}, {"partial_rollout": False, "over_sampling_batch_size": 6},
+         "over_sampling_batch_size=6 starts more groups than rollout_batch_size=3, and partial_rollout=false would"),
+        ({"algorithm__rollout_correction__rollout_is": None}, {},
+         "algorithm.rollout_correction.rollout_is=null: verl recomputes old log-probabilities with the present weig"),
+        ({}, QUORUM,
+         "april.group_quorum=0.5 delivers groups in parts, and algorithm.adv_estimator=grpo compares rows of the "
+         "same batch"),
         ({**OWN_ESTIMATOR, f"{ROLLOUT}n": 4}, QUORUM, "count with 2 finished responses, and a baseline needs 3"),
-        (
-            {**OWN_ESTIMATOR, f"{ROLLOUT}n": 6, "algorithm__use_kl_in_reward": True}, QUORUM,
-            "algorithm.use_kl_in_reward=True changes rewards that",
-        ),
-        (
-            {**OWN_ESTIMATOR, **REWARD_MODEL}, {},
-            "algorithm.adv_estimator=april_grpo needs rewards when a response is finished",
-        ),
+        ({**OWN_ESTIMATOR, f"{ROLLOUT}n": 6, "algorithm__use_kl_in_reward": True}, QUORUM,
+         "algorithm.use_kl_in_reward=True changes rewards that"),
+        ({**OWN_ESTIMATOR, **REWARD_MODEL}, {},
+         "algorithm.adv_estimator=april_grpo needs rewards when a response is finished"),
         ({f"{ROLLOUT}top_p": 0.9}, {}, "actor_rollout_ref.rollout.top_p=0.9 is not part of the log-probabilities"),
         ({f"{ROLLOUT}top_k": 20}, {}, "actor_rollout_ref.rollout.top_k=20 is not part of the log-probabilities"),
         ({f"{ROLLOUT}temperature": 0}, {}, "temperature=0: greedy samples of a group are all equal"),
-        (
-            {f"{ROLLOUT}logprobs_mode": "raw_logprobs", f"{ROLLOUT}temperature": 0.8}, {},
-            "actor_rollout_ref.rollout.logprobs_mode=raw_logprobs leaves out the temperature",
-        ),
+        ({f"{ROLLOUT}logprobs_mode": "raw_logprobs", f"{ROLLOUT}temperature": 0.8}, {},
+         "actor_rollout_ref.rollout.logprobs_mode=raw_logprobs leaves out the temperature"),
         ({f"{ROLLOUT}calculate_log_probs": False}, {}, "rollout.calculate_log_probs=False: tokens of older"),
         ({f"{ROLLOUT}enable_rollout_routing_replay": True}, {}, "rollout_routing_replay=True: april does not keep"),
         ({"trainer__v1__trainer_mode": "sync"}, {}, "trainer.v1.trainer_mode=sync: april continues"),
@@ -222,10 +204,8 @@ WRONG: dict[str, list[tuple[Changes, Any, str]]] = {
         ({}, {"generation": "continuous"}, "april.generation: verl's trainer.v1.trainer_mode decides this"),
         ({}, {"max_stalenes": 4}, "april.max_stalenes: there is no such setting; there are over_sampling_batch_size,"),
         ({"april": "fast"}, {}, "april: expected a mapping of settings, got str"),
-        (
-            {}, {"max_staleness": 0, "over_sampling_batch_size": 6},
-            "over_sampling_batch_size=6 holds more groups than max_staleness=0 lets april deliver in time",
-        ),
+        ({}, {"max_staleness": 0, "over_sampling_batch_size": 6},
+         "over_sampling_batch_size=6 holds more groups than max_staleness=0 lets april deliver in time"),
         # verl's logprobs_mode does not reach TensorRT-LLM, and one of its samplers leaves the temperature out
         *(
             (
@@ -240,10 +220,8 @@ WRONG: dict[str, list[tuple[Changes, Any, str]]] = {
         ({}, {"max_stale": 4}, "april['max_stale']: there is no such setting; there are over_sampling_batch_size,"),
         ({}, QUORUM, "april['group_quorum']=0.5: AReaL takes rewards over whole groups"),
         ({}, {"on_failed_sample": "shrink"}, "AReaL takes rewards over groups  .. may have fewer; use replace"),
-        (
-            {"rollout__scheduling_strategy": COLOCATED}, {"generation": "continuous"},
-            "so the servers sleep while the",
-        ),
+        ({"rollout__scheduling_strategy": COLOCATED}, {"generation": "continuous"},
+         "so the servers sleep while the"),
         ({"rollout___version": "v2"}, {}, "rollout._version and actor._version: v2 generates behind a gateway"),
         ({"dynamic_bs": True}, {}, "dynamic_bs: batches are to be short"),
         ({"rollout__use_lora": True}, {}, "use_lora: AReaL trains adapters in its single-controller mode only"),
@@ -251,21 +229,15 @@ WRONG: dict[str, list[tuple[Changes, Any, str]]] = {
         ({"rollout__agent": SimpleNamespace(mode="online")}, {}, "rollout.agent.mode: online has no prompts"),
         ({"gconfig__greedy": True}, {}, "all samples of a group are equal"),
         ({"gconfig__use_beam_search": True}, {}, "beams have no log-probability"),
-        (
-            {"rollout__backend": "vllm:d1", "gconfig__temperature": 0.8}, {},
-            "gconfig.temperature=0.8 with rollout.backend=vllm:d1: vLLM's log-probabilities leave the temperature out",
-        ),
+        ({"rollout__backend": "vllm:d1", "gconfig__temperature": 0.8}, {},
+         "gconfig.temperature=0.8 with rollout.backend=vllm:d1: vLLM's log-probabilities leave the temperature out"),
         ({"gconfig__top_p": 0.9}, {}, "gconfig.top_p=0.9 is not part of the log-probabilities"),
         ({"gconfig__top_k": 20}, {}, "gconfig.top_k=20 is not part of the log-probabilities"),
         ({"gconfig__frequency_penalty": 0.1}, {}, "gconfig.frequency_penalty=0.1 is not part"),
-        (
-            {"actor__recompute_logprob": True, "actor__use_decoupled_loss": False}, {},
-            "actor.recompute_logprob without actor.use_decoupled_loss replaces the log-probabilities",
-        ),
-        (
-            {"rollout__max_head_offpolicyness": 0}, {"generation": "stepwise", "over_sampling_batch_size": 6},
-            "over_sampling_batch_size=6 holds more groups than max_staleness=0 lets april deliver in time",
-        ),
+        ({"actor__recompute_logprob": True, "actor__use_decoupled_loss": False}, {},
+         "actor.recompute_logprob without actor.use_decoupled_loss replaces the log-probabilities"),
+        ({"rollout__max_head_offpolicyness": 0}, {"generation": "stepwise", "over_sampling_batch_size": 6},
+         "over_sampling_batch_size=6 holds more groups than max_staleness=0 lets april deliver in time"),
     ],
 }  # fmt: skip
 

@@ -103,30 +103,33 @@ async def _all_ready(urls: Sequence[str]) -> bool:
 
 
 async def _ready(url: str) -> bool:
-    client = HttpClient(url, name=url)
-    try:
-        return (await client.call("GET", "/ready", timeout_s=10.0)).ok
-    except EngineError:
-        return False
-    finally:
-        await client.close()
+    return await _answer(url, "/ready") is not None
 
 
 async def _label(url: str) -> str | None:
     """The label of a server's weights; None if it does not say it, or is not there."""
+    body = await _answer(url, "/model_info", "/get_model_info", retry=True)
+    try:
+        said = None if body is None else read_json(body)
+    except NotJson:
+        return None
+    label = said.get("weight_version") if isinstance(said, dict) else None
+    return None if label is None else str(label)
+
+
+async def _answer(url: str, *routes: str, retry: bool = False) -> bytes | None:
+    """The body of the first route that a server has; None if it has none, or is not there."""
     client = HttpClient(url, name=url)
     try:
-        for route in ("/model_info", "/get_model_info"):
-            reply = await client.call("GET", route, timeout_s=10.0, retry=True)
+        for route in routes:
+            reply = await client.call("GET", route, timeout_s=10.0, retry=retry)
             if reply.ok:
-                said = read_json(reply.body)
-                label = said.get("weight_version") if isinstance(said, dict) else None
-                return None if label is None else str(label)
-        return None
-    except (EngineError, NotJson):
-        return None
+                return reply.body
+    except EngineError:
+        pass
     finally:
         await client.close()
+    return None
 
 
 LOOK_S = 0.1

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.util
 import itertools
 import os
+import runpy
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -89,13 +89,9 @@ def test_this_verl_has_what_the_adapter_builds_on() -> None:
 
 def test_the_reward() -> None:
     """examples/verl/reward.py on right, wrong and missing boxes, by verl's own comparison."""
-    spec = importlib.util.spec_from_file_location("verl_example_reward", EXAMPLES / "reward.py")
-    assert spec is not None
-    assert spec.loader is not None
-    reward = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(reward)
+    compute_score = runpy.run_path(str(EXAMPLES / "reward.py"))["compute_score"]
     text = "so that\n\\boxed{\\frac12}"
-    assert reward.compute_score("x", text, "\\frac{1}{2}") == 1.0
-    assert reward.compute_score("x", text, ["3", "\\frac{1}{2}"]) == 1.0
-    assert reward.compute_score("x", text, "2") == 0.0
-    assert reward.compute_score("x", "no box", "2") == 0.0
+    assert compute_score("x", text, "\\frac{1}{2}") == 1.0
+    assert compute_score("x", text, ["3", "\\frac{1}{2}"]) == 1.0
+    assert compute_score("x", text, "2") == 0.0
+    assert compute_score("x", "no box", "2") == 0.0
