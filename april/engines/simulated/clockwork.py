@@ -63,7 +63,7 @@ class DecoderCounters:
 
 
 class _Sequence:
-    """One request. Its resident tokens: ``kv_offset`` + steps so far; tokens to come: ``last_step`` - steps so far."""
+    """A request with ``kv_offset`` + steps so far resident tokens, and ``last_step`` - steps so far tokens to come."""
 
     __slots__ = ("generated", "kv_offset", "last_step", "new_tokens", "prefix_tokens", "request_id")
 

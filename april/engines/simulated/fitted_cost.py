@@ -26,7 +26,7 @@ ROUNDS = 5
 FEWEST = 16
 """Requests without which nothing is fitted."""
 ALIKE = 0.05
-"""Where the numbers of sequences that requests had beside them differ by less, relative, a step's costs are one sum."""
+"""Relative spread of the sequences beside requests below which a step's costs are one sum."""
 LEAST = 1e-3
 """Least share of a mean step that does not depend on the batch."""
 

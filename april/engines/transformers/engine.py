@@ -81,12 +81,12 @@ class TransformersEngine:
     Args:
         model: the model, on its final device; not copied.
         slots: most requests decoded at the same time; further ones wait.
-        max_len: most tokens of prompt plus response; default: the model's own context, at most 32,768.
+        max_len: most tokens of prompt plus response; None means the model's own context, at most 32,768.
         seed: seed of the stream from which requests without a seed get theirs.
         name: label for segments, metrics and messages.
-        stream_interval: yield a chunk about every so many tokens; None: one chunk when the request ends.
-        eos_token_ids: ids that end every response; default: from the generation configuration.
-        num_threads: set torch's thread count, which is the whole process's; None: leave it alone.
+        stream_interval: yield a chunk about every so many tokens; None means one chunk when it ends.
+        eos_token_ids: ids that end every response; None means those of the generation configuration.
+        num_threads: set torch's thread count, which is the whole process's; None means leave it alone.
         check: decode a few tokens at once (FSDP2: in the first :meth:`gather`) and compare with a full forward pass.
 
     Raises:
@@ -178,7 +178,7 @@ class TransformersEngine:
         self._overwritten = ""
         """The reason why nothing is generated before the next update: the model has changed."""
         self._generated_under: tuple[PolicyVersion, int | None] | None = None
-        """The version that last generated, and the writes to its weights; None: a change was reported."""
+        """The version that last generated, and the writes to its weights (None means that a change was reported)."""
         self._unguard = guard_optimizers(self, self._weights)
 
     @classmethod
@@ -242,7 +242,7 @@ class TransformersEngine:
                 self._leave(stream)
 
     async def abort(self, attempt_ids: Sequence[str] | None = None) -> None:
-        """End these attempts (None: all there are now), at once or after the tick that is running."""
+        """End these attempts (None means all there are now), at once or after the tick that is running."""
         ids = list(self._streams) if attempt_ids is None else [i for i in attempt_ids if i in self._streams]
         if ids:
             self._send(ids)

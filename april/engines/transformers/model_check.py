@@ -64,7 +64,7 @@ _MOST_NATS, _MOST_NATS_HALF = 2e-2, 0.5
 
 
 def recompute(model: Any, tokens: Tensor, last: int | None = None) -> Tensor:
-    """Log-probabilities float32 [last, V] of the ``last`` of ``tokens`` int64 [T]; None: all but the first."""
+    """Log-probabilities float32 [last, V] of the ``last`` of ``tokens`` int64 [T]; None means all but the first."""
     last = len(tokens) - 1 if last is None else last
     with torch.no_grad():
         logits = model(input_ids=tokens[None], use_cache=False, logits_to_keep=last + 1).logits[0, -last - 1 : -1]

@@ -59,7 +59,7 @@ class SlotRequest:
     seed: int
     priority: int = 0
     stream_interval: int | None = None
-    """Hand tokens out as soon as there are so many; None: at the end."""
+    """Hand tokens out as soon as there are so many; None means at the end."""
     slot: int = -1
     """-1 while not active."""
     taken: int = 0
@@ -535,7 +535,7 @@ class SlotDecoder:
 
 
 def wrong_request(request: Request, vocab_size: int, max_len: int, eos: tuple[int, ...]) -> str | None:
-    """Return why it cannot be served, and what to do; None: it can."""
+    """Return why it cannot be served, and what to do; None means that it can."""
     sampling, tokens = request.sampling, np.asarray(request.token_ids)
     outside = tokens[(tokens < 0) | (tokens >= vocab_size)] if tokens.dtype.kind in "iu" else tokens[:0]
     if tokens.ndim != 1 or tokens.size == 0 or tokens.dtype.kind not in "iu":

@@ -63,7 +63,7 @@ class SlotCache(Cache):
             first: number of active rows before it.
             count: rows to fill.
             length: columns of the batch.
-            source: int64 [count], the batch element that each row gets; None: row ``first + i`` gets element i.
+            source: int64 [count], the batch element that each row gets; None means that row ``first + i`` gets i.
         """
         if first == 0:
             self._clean = 0

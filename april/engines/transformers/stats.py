@@ -34,7 +34,7 @@ class EngineStats:
     discarded_tokens: int = 0
     """Tokens sampled that no consumer was there to take."""
     trace: list[tuple[int, int]] | None = None
-    """(decode step, active requests) of each step; None: not recorded. Set it to ``[]`` to record."""
+    """(decode step, active requests) of each step; None means not recorded: set it to ``[]`` to record."""
 
     def count_decode_step(self, busy: int, slots: int) -> None:
         """Count one decode step with ``busy`` of ``slots`` slots active."""
