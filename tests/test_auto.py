@@ -397,13 +397,13 @@ def test_too_little_to_be_seen_is_not_tried() -> None:
 # -------------------------------------------------------------------- in a process of its own
 
 
-def test_a_question_is_answered_by_a_process() -> None:
+async def test_a_question_is_answered_by_a_process() -> None:
     """The same as here; one that it cannot answer is an error with its last line."""
     few = question(free=(Work.QUORUM,), samples=4, lengths=[[2, 3, 4, 5]])
     process = ChooserProcess()
-    assert asyncio.run(process.ask(few)) == choose(few)
+    assert await process.ask(few) == choose(few)
     with pytest.raises(RolloutError, match=r"ended with 1: ValueError: the trace is empty"):
-        asyncio.run(process.ask(question(lengths=[])))
+        await process.ask(question(lengths=[]))
     process.close()
 
 
@@ -426,24 +426,20 @@ def test_a_run_on_virtual_time_is_answered(
 
 
 @pytest.mark.parametrize("cancelled", [False, True])
-def test_nobody_waits_for_an_answer_at_the_end(cancelled: bool) -> None:
+async def test_nobody_waits_for_an_answer_at_the_end(cancelled: bool) -> None:
     """A process that still works is killed; a cancelled question ends once its process has, and no pipe is left."""
-
-    async def ended() -> int | None:
-        process = ChooserProcess()
-        task = asyncio.create_task(process.ask(question(groups=64, samples=16)))
-        while process._process is None:  # noqa: ASYNC110
-            await asyncio.sleep(0)
-        running = process._process
-        if cancelled:
-            task.cancel()
-        else:
-            process.close()
-        with pytest.raises(asyncio.CancelledError if cancelled else RolloutError):
-            await task
-        return running.returncode
-
-    assert asyncio.run(ended()) == -9
+    process = ChooserProcess()
+    task = asyncio.create_task(process.ask(question(groups=64, samples=16)))
+    while process._process is None:  # noqa: ASYNC110
+        await asyncio.sleep(0)
+    running = process._process
+    if cancelled:
+        task.cancel()
+    else:
+        process.close()
+    with pytest.raises(asyncio.CancelledError if cancelled else RolloutError):
+        await task
+    assert running.returncode == -9
 
 
 # -------------------------------------------------------------------- in the scheduler
