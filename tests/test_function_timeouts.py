@@ -357,7 +357,6 @@ async def awaited(calls: UserCalls, function: Callable[..., Any], *args: Any, wh
         raise
 
 
-@pytest.mark.asyncio
 async def test_only_so_many_plain_functions_run_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """The others wait their turn, without using up their time; one that was cancelled meanwhile never starts."""
     monkeypatch.setattr("april.driver.user_calls.PLAIN_FUNCTIONS_AT_ONCE", 2)

@@ -201,7 +201,6 @@ def test_an_interrupted_wait_cancels_the_coroutine(thread: LoopThread) -> None:
     assert ended == ["ended"]
 
 
-@pytest.mark.asyncio
 async def test_an_awaitable_that_nobody_fetches_is_closed() -> None:
     """A plain function has returned a coroutine when its caller is cancelled: nothing is left un-awaited."""
     returning = threading.Event()
@@ -223,7 +222,6 @@ async def test_an_awaitable_that_nobody_fetches_is_closed() -> None:
     gc.collect(1)
 
 
-@pytest.mark.asyncio
 async def test_run_async_over_a_stop(thread: LoopThread) -> None:
     """A waiter of another loop gets SchedulerClosed, not a cancellation that it would take for its own."""
     waiter = asyncio.create_task(thread.run_async(for_ever()))

@@ -426,62 +426,58 @@ class Borrowed:
         return "".join(f"<{i}>" for i in ids)
 
 
-def run(fails: Callable[[], bool], stop: str, steps: int = 2, **options: Any) -> tuple[list[Any], Rollouts, Borrowed]:
-    """Steps of two groups with seen_of of 60 tokens, of which four come every 4 s."""
-    samples: list[Any] = []
-    tokenizer = Borrowed(fails)
-    kept: list[Rollouts] = []
+async def failing(
+    fails: Callable[[], bool], stop: str, lengths: dict[tuple[int, int], int] | None = None, steps: int = 2,
+    train_s: float = 0.0, **options: Any,
+) -> tuple[list[Any], Rollouts, Borrowed]:  # fmt: skip
+    """Steps of two groups with responses of 60 tokens, of which four come every 4 s; no engine is charged."""
+    tokenizer, samples, given = Borrowed(fails), list[Any](), table(lengths or {}, SIXTY)
 
     async def rollout(prompt: Prompt, llm: LLM) -> None:
         await llm.generate(stop=[stop])
 
-    async def program() -> None:
-        lengths = table({}, SIXTY)
-        engine = RecordingEngine(lengths, stream_interval_s=4.0)
-        rollouts = Rollouts(lengths, n=2, engines=[engine], rollout=rollout, tokenizer=tokenizer, **options)
-        kept.append(rollouts)
-        for _ in range(steps):
-            batch = await rollouts.driver.next_batch()
-            samples.extend(batch.samples)
-            rollouts.check_ledger()
-            assert not any(s.failures for s in rollouts.core.engines.states.values())
-            await rollouts.driver.update_weights()
-        await rollouts.close()
-
-    virtual(program)
-    return samples, kept[0], tokenizer
+    engine = RecordingEngine(given, stream_interval_s=4.0)
+    values: dict[str, Any] = {"n": 2, "engines": [engine], "rollout": rollout, "tokenizer": tokenizer} | options
+    rollouts = Rollouts(given, **values)
+    for _ in range(steps):
+        samples.extend((await rollouts.driver.next_batch()).samples)
+        rollouts.check_ledger()
+        assert not any(s.failures for s in rollouts.core.engines.states.values())
+        await asyncio.sleep(train_s)
+        await rollouts.driver.update_weights()
+    return samples, rollouts, tokenizer
 
 
-def seen_of(samples: list[Any]) -> list[tuple[Any, ...]]:
-    return [(s.id, s.tokens.tolist(), s.finish) for s in samples]
-
-
-SOUND, *_ = run(lambda: False, "<9")
+async def require_as_sound(samples: list[Any], rollouts: Rollouts) -> None:
+    """The responses are those of a tokenizer that never fails."""
+    sound, *_ = await failing(lambda: False, "<9")
+    assert [(s.id, s.tokens.tolist(), s.finish) for s in samples] == [
+        (s.id, s.tokens.tolist(), s.finish) for s in sound
+    ]
+    assert set(rollouts.dropped) <= {DropReason.AFTER_STOP}
 
 
 @pytest.mark.parametrize("begins", [0.0, 3.0, 10.5, 19.0])
 @pytest.mark.parametrize("lasts", [0.5, 9.0])
-def test_after_a_while_it_works_again(begins: float, lasts: float) -> None:
-    """What came meanwhile is looked at with the next chunk, or at the end: seen_of are as if nothing had been."""
-    samples, rollouts, tokenizer = run(lambda: begins <= now() < begins + lasts, "<9")
+async def test_after_a_while_it_works_again(begins: float, lasts: float) -> None:
+    """What came meanwhile is looked at with the next chunk, or at the end: responses are as if nothing had been."""
+    samples, rollouts, tokenizer = await failing(lambda: begins <= now() < begins + lasts, "<9")
     assert tokenizer.raised or lasts < 4
-    assert seen_of(samples) == seen_of(SOUND)
-    assert set(rollouts.dropped) <= {DropReason.AFTER_STOP}
+    await require_as_sound(samples, rollouts)
 
 
-def test_one_call_in_a_few_fails() -> None:
+@pytest.mark.parametrize("of", [2, 5])
+async def test_one_call_in_a_few_fails(of: int) -> None:
     """At any rate below all: nothing is dropped, nothing is charged."""
     calls = iter(range(10**9))
-    for of in (2, 5):
-        samples, rollouts, tokenizer = run(lambda of=of: next(calls) % of == 0, "<9")  # type: ignore[misc]
-        assert tokenizer.raised > 5
-        assert seen_of(samples) == seen_of(SOUND)
-        assert set(rollouts.dropped) <= {DropReason.AFTER_STOP}
+    samples, rollouts, tokenizer = await failing(lambda: next(calls) % of == 0, "<9")
+    assert tokenizer.raised > 5
+    await require_as_sound(samples, rollouts)
 
 
-def test_it_works_again_at_the_very_end() -> None:
+async def test_it_works_again_at_the_very_end() -> None:
     """The whole answer is here and has no text yet: it is asked a few times more, with pauses."""
-    samples, rollouts, _ = run(lambda: 58.0 <= now() < 60.5, "<never")
+    samples, rollouts, _ = await failing(lambda: 58.0 <= now() < 60.5, "<never")
     assert [s.finish for s in samples] == [FinishReason.STOP] * 4
     assert all(len(s.tokens) == SIXTY for s in samples)
     assert not rollouts.dropped
@@ -489,25 +485,14 @@ def test_it_works_again_at_the_very_end() -> None:
 
 async def test_for_ever(caplog: pytest.LogCaptureFixture) -> None:
     """The step fails by the tokenizer's name and words; the engine is well, and the tokens are failed, not corrupt."""
-    kept: list[Rollouts] = []
-
-    async def rollout(prompt: Prompt, llm: LLM) -> None:
-        await llm.generate(stop=["<9"])
-
-    lengths = table({}, 12)
-    rollouts = Rollouts(
-        lengths, n=1, engines=[RecordingEngine(lengths, stream_interval_s=4.0)], rollout=rollout,
-        tokenizer=Borrowed(lambda: True), max_failed_groups=2,
-    )  # fmt: skip
-    kept.append(rollouts)
+    _, rollouts, _ = await failing(lambda: True, "<9", steps=0, n=1, max_failed_groups=2)
     with pytest.raises(RolloutError, match=r"the tokenizer failed: RuntimeError: Already borrowed \(Borrowed\."):
         await rollouts.driver.next_batch()
     assert not rollouts.core.engines.states["e0"].quarantined
     assert set(rollouts.dropped) == {DropReason.FAILED}
     rollouts.check_ledger()
-    await rollouts.close()
     assert "quarantined" not in caplog.text
-    assert kept[0].core.engines.states["e0"].failures == 0
+    assert rollouts.core.engines.states["e0"].failures == 0
 
 
 async def test_an_evaluation_fails_by_the_tokenizers_name() -> None:
@@ -522,28 +507,10 @@ async def test_an_evaluation_fails_by_the_tokenizers_name() -> None:
 
 async def test_a_step_that_ends_meanwhile_loses_only_what_has_no_text() -> None:
     """The partial is kept as far as it was read, goes on from there, and ends where it would have ended."""
-    samples: list[Any] = []
-
-    async def rollout(prompt: Prompt, llm: LLM) -> None:
-        await llm.generate(stop=["<never"])
-
-    lengths = table({(0, 0): 20}, SIXTY)
-    engine = RecordingEngine(lengths, stream_interval_s=4.0)
-    rollouts = Rollouts(
-        lengths, n=1, over=2, engines=[engine], rollout=rollout, tokenizer=Borrowed(lambda: 17 <= now() < 30)
+    samples, rollouts, _ = await failing(
+        lambda: 17 <= now() < 30, "<never", lengths={(0, 0): 20}, steps=3, train_s=20.0, n=1, over=2
     )
-    step = asyncio.create_task(rollouts.driver.next_batch())
-    await asyncio.sleep(40)
-    for _ in range(3):
-        samples.extend((await step).samples)
-        rollouts.check_ledger()
-        await rollouts.driver.update_weights()
-        step = asyncio.create_task(rollouts.driver.next_batch())
-    step.cancel()
-    await asyncio.gather(step, return_exceptions=True)
     assert set(rollouts.dropped) <= {DropReason.FAILED}
-    assert not rollouts.core.engines.states["e0"].failures
-    await rollouts.close()
     assert len(samples[0].tokens) in (20, SIXTY)
     assert all(s.finish is FinishReason.STOP for s in samples)
 

@@ -139,7 +139,6 @@ def test_a_model_that_is_none() -> None:
         TransformersEngine(torch.nn.Linear(2, 2))
 
 
-@pytest.mark.asyncio
 async def test_weights_written_without_weight_update(caplog: pytest.LogCaptureFixture) -> None:
     """Generating goes on, with a warning once per version: the stamp on the tokens would be wrong."""
     model = tiny_model()

@@ -271,7 +271,7 @@ def terminal(**options: Any) -> Console:
 
 
 def shown_on(console: Console) -> str:
-    """All that was shown_on there, escape sequences included."""
+    """All that was written there, escape sequences included."""
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue()
 
