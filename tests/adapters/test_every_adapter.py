@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from adapters.players import PLAYERS, QUORUM, Areal, Life, OpenRlhf, Player, Response, Trl
+from adapters.players import PLAYERS, QUORUM, Life, OpenRlhf, Player, Response
 from april.errors import CheckpointError, RolloutError
 
 
@@ -51,20 +51,22 @@ MODES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("mode", MODES)
+DECIDED = {  # by the trainer itself
+    "trl": ("samples that fail", "continuous", "stepwise"), "slime": ("continuous", "stepwise"),
+    "verl": ("continuous", "stepwise"), "openrlhf": ("a quorum",), "areal": ("a quorum",),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("player", "mode"), [(name, mode) for name in PLAYERS for mode in MODES if mode not in DECIDED[name]],
+    indirect=["player"],
+)  # fmt: skip
 def test_every_prompt_is_trained_once_over_restarts(player: Player, mode: str) -> None:
     """Three lives, each ended two steps after its checkpoint: nothing is lost, made twice or passed over.
 
     Cut responses go on with their tokens, also over a restart; each token has the weights that wrote it.
     """
     options, lives, kept = MODES[mode], list[Life](), list[Response]()
-    generation = options.get("own", {}).get("generation")
-    if (
-        (generation and not isinstance(player, Areal | OpenRlhf))
-        or (mode == "a quorum" and player.quorum_samples is None)
-        or (mode == "samples that fail" and isinstance(player, Trl))
-    ):
-        pytest.skip("this trainer decides it")
     for _ in range(3):
         lives.append(player.live(3, 2, **options))
         kept += [response for batch in lives[-1].batches[:3] for response in batch]

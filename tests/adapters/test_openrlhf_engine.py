@@ -168,16 +168,6 @@ async def test_weights_wait_for_no_request() -> None:
             await engine.update_weights(PolicyVersion(0, 1), "somewhere")
 
 
-async def test_a_cache_that_cannot_be_emptied() -> None:
-    """It holds keys of the old weights: the engine says so and takes no requests."""
-    async with world() as (llm, _, engine):
-        llm.cache_resets = False
-        with pytest.raises(EngineError, match="could not reset its prefix cache"):
-            await engine.update_weights(PolicyVersion(0, 1))
-        with pytest.raises(EngineError, match="its last weight update failed"):
-            await collect(engine, request())
-
-
 async def test_an_actor_that_was_started_anew() -> None:
     """Its weights are those of its start: no token of it is believed."""
     async with world() as (llm, actor, engine):

@@ -148,14 +148,14 @@ class Rollouts:
     def next_batch(self, label: int, count: int) -> tuple[list[Trajectory], Delivery]:
         """A joined trajectory per group, under the weights that the trainer calls ``label``."""
         delivery = self.run.next_batch(label, count)
-        return self._thread.call(lambda: [self._take(uid, delivery) for uid in delivery.uids]), delivery
+        return self._thread.call(lambda: [self._joined_group(uid, delivery) for uid in delivery.uids]), delivery
 
     def close(self) -> None:
         """End the run; what is held, and no checkpoint has, is gone."""
         self.run.close()
         self._thread.stop()
 
-    def _take(self, uid: str, delivery: Delivery) -> Trajectory:
+    def _joined_group(self, uid: str, delivery: Delivery) -> Trajectory:
         group = self._join(self._forget(uid))
         masked = {index: mask for (of, index), mask in delivery.masked.items() if of == uid}
         for index, mask in masked.items():

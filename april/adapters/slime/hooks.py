@@ -49,7 +49,7 @@ class SlimeHooks:
         """A rollout begins."""
         self._remaining = self._args.over_sampling_batch_size or self._args.rollout_batch_size
 
-    def take(self) -> tuple[Counter[str], list[list[Any]]]:
+    def drain(self) -> tuple[Counter[str], list[list[Any]]]:
         """Return what the filter has rejected and what was scored since the last call; scoring goes on."""
         dropped, self.dropped = self.dropped, Counter()
         judged, self.judged = self.judged, []

@@ -101,7 +101,7 @@ class Session:
             del self._batches[min(self._batches)]
         groups = self._groups_of(batch)
         self._kept.settle(self.scheduler.held_groups())
-        dropped, judged = self._hooks.take()
+        dropped, judged = self._hooks.drain()
         args, load = self._args, self._framework.load_function
         if getattr(args, "rollout_sample_filter_path", None):
             load(args.rollout_sample_filter_path)(args, groups)
