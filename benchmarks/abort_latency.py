@@ -35,9 +35,9 @@ from april.engines.sglang.engine import ABORTS_AT_ONCE
 from april.engines.sglang.wire import rid_of
 from april.engines.vllm.wire import TOKEN_ROUTE, engine_id
 from benchmarks.canned_replies import JSON_HEADERS, MODEL, SGLANG, VLLM
+from benchmarks.canned_server import require_open_files
 from benchmarks.client_arms import Case, attempt_id, bare_call, engine_config, open_session, prompts_of
 from benchmarks.client_cost import canned_server, server_counts, server_options
-from benchmarks.open_files import require_open_files
 
 MOST_TOKENS = 4_000
 """Budget of the requests, which nothing reaches."""

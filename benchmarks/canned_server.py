@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import resource
 import signal
 import sys
 from collections.abc import Callable
@@ -24,7 +25,6 @@ from typing import Any
 import msgspec
 
 from benchmarks.canned_replies import MODEL, SGLANG, VLLM, stream_events, whole_reply
-from benchmarks.open_files import require_open_files
 
 HOST = "127.0.0.1"
 TOKEN_ROUTE = "/inference/v1/generate"  # noqa: S105 - a path, not a secret
@@ -36,6 +36,22 @@ POST_ROUTES = {
 _CHUNK_HEAD = (
     b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream; charset=utf-8\r\nTransfer-Encoding: chunked\r\n\r\n"
 )
+SPARE = 128
+"""Files that the interpreter, the listening sockets and the pipes need besides the requests."""
+
+
+def require_open_files(sockets: int) -> None:
+    """Raise the soft limit to what ``sockets`` need; ends the program with the remedy if the hard limit forbids it."""
+    needed = sockets + SPARE
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY or soft >= needed:
+        return
+    if hard != resource.RLIM_INFINITY and hard < needed:
+        raise SystemExit(
+            f"{sockets} requests in flight need {needed} open files per process, but the hard limit is {hard}; "
+            f"run `ulimit -Hn {needed}` as root first, or ask for at most {max(0, hard - SPARE)} requests"
+        )
+    resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
 
 
 class _Sampling(msgspec.Struct):

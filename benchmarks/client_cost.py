@@ -24,9 +24,8 @@ from statistics import median
 import msgspec
 
 from benchmarks.canned_replies import LONGEST_ANSWER, SGLANG, VLLM
-from benchmarks.canned_server import Counts
+from benchmarks.canned_server import Counts, require_open_files
 from benchmarks.client_arms import ArmResult, Case, run_april, run_bare
-from benchmarks.open_files import require_open_files
 
 ROOT = Path(__file__).resolve().parent.parent
 TURN_S = 600.0

@@ -26,7 +26,6 @@ from benchmarks.gpu import schedules, step_time
 from benchmarks.gpu.__main__ import main as gpu
 from benchmarks.gpu.record import Deadline, Record
 from benchmarks.gpu.shapes import SHAPES, Traffic, build, traffic
-from benchmarks.process_group_cpu import group_cpu_s
 from benchmarks.quorum_model import EngineCost, QuorumModel
 from benchmarks.training_loop import TICK_S, Model, compare
 
@@ -226,12 +225,12 @@ def test_measured_is_expected(found: dict[str, Any]) -> None:
 
 def test_cpu_time_of_a_process_group() -> None:
     """It grows by what this process uses; a group that nobody is in is an error."""
-    before, mine = group_cpu_s(os.getpgrp()), time.process_time()
+    before, mine = continuous.group_cpu_s(os.getpgrp()), time.process_time()
     while time.process_time() - mine < 0.1:
         pass
-    assert group_cpu_s(os.getpgrp()) - before >= 0.08
+    assert continuous.group_cpu_s(os.getpgrp()) - before >= 0.08
     with pytest.raises(ProcessLookupError, match="no process is in group"):
-        group_cpu_s(2**30)
+        continuous.group_cpu_s(2**30)
 
 
 def report_of(directory: Path, *options: str, dtype: str = "float32") -> tuple[int, dict[str, Any]]:
