@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from host_process import reward
 
 import april
 from april.testing import FakeEngine
@@ -19,11 +18,29 @@ from april.testing import FakeEngine
 PROMPTS = 16
 
 
+def lengths(request: Any) -> int:
+    """Of a response."""
+    group, index = request.sample_key
+    return int(5 + (7 * group + 11 * index) % 40)
+
+
+async def reward(prompt: Any, response: Any) -> float:
+    """Says who was asked."""
+    return float(prompt.data["i"])
+
+
+def host(name: str, address: str) -> None:
+    """Lend an engine and a reward until the scheduler says goodbye, as a process of its own."""
+    engine = FakeEngine("f", lengths=lengths, chunk_tokens=1, seconds_per_token=0.002)
+    with april.Host(name, engines=[engine], reward=reward, address=address, token=os.environ["APRIL_TOKEN"]) as host:
+        print("joined", flush=True)
+        print(host.wait(), flush=True)
+
+
 def start(name: str, listener: april.HostListener, token: str) -> subprocess.Popen[str]:
     """A host that has joined, or is joining."""
-    program = Path(__file__).parent / "host_process.py"
     return subprocess.Popen(
-        [sys.executable, str(program), name, listener.address], env=os.environ | {"APRIL_TOKEN": token},
+        [sys.executable, __file__, name, listener.address], env=os.environ | {"APRIL_TOKEN": token},
         stdout=subprocess.PIPE, text=True,
     )  # fmt: skip
 
@@ -85,3 +102,7 @@ def test_a_scheduler_that_could_not_be_made_listens_no_longer(wrong: str) -> Non
     host, _, port = door.address.partition(":")
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection((host, int(port)))
+
+
+if __name__ == "__main__":
+    host(*sys.argv[1:])

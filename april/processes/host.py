@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import Awaitable, Callable, Collection, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from types import TracebackType
@@ -22,7 +22,7 @@ from april.driver.local_host import LocalHost
 from april.driver.loop_thread import LoopThread
 from april.driver.sample_functions import RolloutSettings, UserFunctions
 from april.driver.user_code import check_signatures
-from april.engines.protocol import Capabilities, Engine
+from april.engines.protocol import Engine
 from april.errors import ConfigError, LinkError
 from april.processes.link import HOST, Heartbeats, Hello, Link, close_all, connect
 from april.processes.messages import (
@@ -42,38 +42,6 @@ from april.processes.messages import (
     encode,
 )
 from april.processes.mirror import Forgotten, Mirror
-
-# -------------------------------------------------------------------- the host
-
-
-def joined_frame(
-    name: str, life: str, engines: Sequence[Engine], functions: UserFunctions | None, *, tokenizer: bool,
-    written: Collection[str] = (),
-) -> bytes:  # fmt: skip
-    """The first frame of a host; without ``functions`` it runs none; ``written``: engines that an update has paused."""
-    f = functions
-    joined = Joined(
-        protocol=PROTOCOL,
-        name=name,
-        life=life,
-        engines=tuple(
-            EngineCard(name=e.name, capabilities=_plain(e.capabilities), written=f"{name}/{e.name}" in written)
-            for e in engines
-        ),
-        functions=f is not None,
-        reward=f is not None and f.reward is not None,
-        group_reward=f is not None and f.group_reward is not None,
-        filter=f is not None and f.filter is not None,
-        tokenizer=tokenizer,
-    )
-    return encode([joined])
-
-
-def _plain(capabilities: Capabilities) -> dict[str, Any]:
-    """Without the sentences, which are for whoever looks at the engine itself."""
-    plain: dict[str, Any] = msgspec.to_builtins(replace(capabilities, limits=()))
-    return plain
-
 
 log = logging.getLogger("april")
 
@@ -120,11 +88,26 @@ class Serving:
         self.ended.add_done_callback(_heard_of)
         link.open(self._receive, self._lost)
         self._written = written
-        link.send(
-            joined_frame(
-                name, life, engines, functions, tokenizer=no_functions.detokenizer is not None, written=written
-            )
-        )
+        f = functions
+        joined = Joined(
+            protocol=PROTOCOL,
+            name=name,
+            life=life,
+            engines=tuple(
+                # limits are sentences for whoever looks at the engine itself
+                EngineCard(
+                    name=e.name, capabilities=msgspec.to_builtins(replace(e.capabilities, limits=())),
+                    written=f"{name}/{e.name}" in written,
+                )
+                for e in engines
+            ),
+            functions=f is not None,
+            reward=f is not None and f.reward is not None,
+            group_reward=f is not None and f.group_reward is not None,
+            filter=f is not None and f.filter is not None,
+            tokenizer=no_functions.detokenizer is not None,
+        )  # fmt: skip
+        link.send(encode([joined]))
 
     async def leave(self, why: str) -> None:
         """Say goodbye and end everything that runs; the engines stay open."""

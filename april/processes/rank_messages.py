@@ -134,12 +134,7 @@ def told(error: BaseException, who: str = "rank 0") -> Told:
     name = type(error).__name__
     if _TYPES.get(name) is type(error):
         return name, message_of(error)[:TOLD_CHARS], error.ranks if isinstance(error, RankError) else ()
-    return told_of_rank_0(f"{who} raised {describe(error)}")
-
-
-def told_of_rank_0(sentence: str) -> Told:
-    """A RankError that is rank 0's doing."""
-    return RankError.__name__, sentence[:TOLD_CHARS], (0,)
+    return RankError.__name__, f"{who} raised {describe(error)}"[:TOLD_CHARS], (0,)
 
 
 def error_of(told: Told) -> AprilError:

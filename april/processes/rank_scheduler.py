@@ -40,7 +40,7 @@ from april.processes.center import Center, OnAll
 from april.processes.content import unpack_call
 from april.processes.member import Member
 from april.processes.rank_host import FUNCTIONS, Brought, RankHost
-from april.processes.ranks import MeetingPoint, Ranks, any_port
+from april.processes.ranks import MeetingPoint, Ranks
 from april.processes.remote_hosts import HostListener
 from april.scheduler import RolloutScheduler
 
@@ -351,7 +351,8 @@ class RankScheduler(Looks):
             if brought.spread and hosts is not None:
                 raise ConfigError("give hosts= or spread=True: the ranks are hosts by themselves")
             if several and hosts is None and brought.lends:
-                door = HostListener(point.token, any_port(ranks.address), deadline_s=ranks.rank_deadline_s)
+                same_interface = f"{ranks.address.rpartition(':')[0]}:0"
+                door = HostListener(point.token, same_interface, deadline_s=ranks.rank_deadline_s)
             self._own = OwnScheduler(
                 brought.own_config, ranks=ranks, split_by=split_by, travels=several, hosts=door or hosts, **options
             )

@@ -117,11 +117,6 @@ class Ranks:
         return MeetingPoint(self)
 
 
-def any_port(address: str) -> str:
-    """Any free port of the same interface."""
-    return f"{address.rpartition(':')[0]}:0"
-
-
 class MeetingPoint:
     """Address and token, as given or through the store."""
 

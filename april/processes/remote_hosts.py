@@ -150,9 +150,6 @@ log = logging.getLogger("april")
 HERE = ""
 """Name of the host in the core's own process."""
 
-Executor = Callable[[Any], None]
-
-
 SILENT_BEATS = 2
 """Heartbeats that a host may miss before another one gets its name."""
 MOST_CUT_OFF = 2
@@ -284,7 +281,7 @@ class RemoteHosts:
         """Times that a host's life has said what cannot be true."""
         self._came: asyncio.Future[None] | None = None
         self._core: RolloutCore | None = None
-        self.beats = Heartbeats[Guest](door.deadline_s)
+        self._beats = Heartbeats[Guest](door.deadline_s)
         self._owners: dict[str, Guest | None] = {}
         """The hosts of all engines that were ever brought; None means that the host is gone."""
         self._homes: dict[int, str] = {}
@@ -495,7 +492,7 @@ class RemoteHosts:
             for event in self._end(before, "it has joined anew"):
                 self._post(event)
         self._guests[guest.name] = guest
-        self.beats.hear(guest, self._now())
+        self._beats.hear(guest, self._now())
         self._owners.update(dict.fromkeys(guest.engines, guest))
         limits = guest.limits
         if limits and (not known or any(engine.written for engine in limits)):
@@ -545,7 +542,7 @@ class RemoteHosts:
         if not self._is_here(guest):
             return
         desk = guest.desk
-        self.beats.hear(guest, self._now())
+        self._beats.hear(guest, self._now())
         if guest.name in self._rivals:
             self._lives(guest)
         try:
@@ -594,7 +591,7 @@ class RemoteHosts:
     def _look_around(self) -> None:
         """Give up hosts that are silent for too long, and tell all others that this side lives."""
         assert self._core is not None
-        now, beats = self._now(), self.beats
+        now, beats = self._now(), self._beats
         late = self._overdue(now)
         if beats.paused:
             self._rivals = {name: (guest, now) for name, (guest, _) in self._rivals.items()}
@@ -613,7 +610,7 @@ class RemoteHosts:
         """Yield what follows from the end of a connection; its host may come back, unless it has left ``for_good``."""
         desk = guest.desk
         del self._guests[guest.name]
-        self.beats.forget(guest)
+        self._beats.forget(guest)
         for engine in desk.engines:
             self._owners[engine] = None
         orphans = [group for group, home in self._homes.items() if home == desk.name]
@@ -639,11 +636,11 @@ class RemoteHosts:
 
     def _overdue(self, now: float) -> dict[Guest, str]:
         """Hosts that are silent, or do not end what they were told to end, for the deadline; and which it is."""
-        deadline_s = self.beats.deadline_s
-        late = dict.fromkeys(self.beats.silent(now), f"it has said nothing for {deadline_s:g} s")
+        deadline_s = self._beats.deadline_s
+        late = dict.fromkeys(self._beats.silent(now), f"it has said nothing for {deadline_s:g} s")
         for guest in self._guests.values():
             desk = guest.desk
-            since = dict.fromkeys(desk.fenced) if self.beats.paused else desk.fenced
+            since = dict.fromkeys(desk.fenced) if self._beats.paused else desk.fenced
             if guest not in late and any(now - at >= deadline_s for at in since.values() if at is not None):
                 late[guest] = f"requests that it was to end at once still run after {deadline_s:g} s"
             desk.fenced = {attempt_id: now if at is None else at for attempt_id, at in since.items()}
