@@ -218,7 +218,7 @@ def nothing_told(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixtu
     ("changes", "why"),
     [
         ({"config": small_config(n_samples_per_prompt=1)}, "alone in its group.*raise n_samples_per_prompt$"),
-        ({"reward": None}, "all rewards are 0; was a reward function given"),
+        ({"reward": None}, "all rewards are 0; give reward= or group_reward="),
         ({"reward": lambda prompt, response: 0.5}, "equal; filter=april.rewards_differ draws other prompts"),
     ],
     ids=["one sample", "no reward", "equal rewards"],

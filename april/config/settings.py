@@ -84,7 +84,7 @@ class Config(Model):
     n_samples_per_prompt: Annotated[PositiveInt, Field(le=65_536)] = 8
     """n: responses per prompt."""
     over_sampling_batch_size: OrAuto[PositiveInt] | None = None
-    """N': groups in work. None means N. A number below N submits portions of that size until N are in work. With auto,
+    """N': groups in work. None means N. A number below N draws so many at a time, until N are in work. With auto,
     april chooses it within max_staleness and max_off_policy_share."""
     partial_rollout: bool = True
     """Keep unfinished responses and continue them in the next step."""

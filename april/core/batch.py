@@ -211,7 +211,7 @@ class Batch:
         if not any(len(s.cohort) > 1 for s in self.samples):
             why = "every response is alone in its group, and compares with none; raise n_samples_per_prompt"
         elif not self.rewards.any():
-            why = "all rewards are 0; was a reward function given, and does it ever say something else?"
+            why = "all rewards are 0; give reward= or group_reward=, or see whether it ever returns something else"
         else:
             why = "the rewards of each group are equal; filter=april.rewards_differ draws other prompts instead"
         if why not in _warned_of:
