@@ -676,10 +676,14 @@ def test_a_key_that_no_header_can_hold(key: str, kind: str, monkeypatch: pytest.
     [
         ("april.__all__", "torch numpy transformers aiohttp pydantic yaml omegaconf msgspec rich typer"),
         ("april.Config; april.RolloutScheduler", "torch transformers aiohttp omegaconf yaml"),
+        ("import april.engines.transformers.engine", "torch transformers"),
     ],
 )
 def test_what_importing_loads(used: str, not_loaded: str) -> None:
-    """`import april` in a fresh interpreter loads no other package; configuration and core need none of an engine."""
+    """`import april` in a fresh interpreter loads no other package; configuration and core need none of an engine.
+
+    The embedded engine loads torch when one is made.
+    """
     code = f"import sys, april; {used}; print([m for m in {not_loaded.split()!r} if m in sys.modules])"
     run = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, check=True)
     assert run.stdout == "[]\n"

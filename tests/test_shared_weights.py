@@ -152,21 +152,31 @@ async def test_a_closed_or_forgotten_engine_refuses_nothing() -> None:
 
 
 async def test_the_model_is_the_trainers_when_a_response_is_handed_out() -> None:
-    """Each module has its own flag back before anybody hears of the tokens, and the engine touches it no more."""
-    model = tiny_model(attention_dropout=0.5)
-    model.model.layers[0].mlp.training = False
-    engine = tiny_engine(model, stream_interval=4)
-    seen, inside = [], []
-    model.register_forward_pre_hook(lambda *_: inside.append(any(m.training for m in model.modules())))
-    async for _ in engine.generate(tiny_request("a", 20)):
-        seen.append([m.training for m in model.modules() if m is not model.model.layers[0].mlp])
-    model.eval()
-    await engine.quiet()
+    """Each module has its own flag back before anybody hears of the tokens, and the engine touches it no more.
 
-    assert len(seen) >= 5
+    Attention that takes no masks is exchanged only while it generates; the model can train afterwards.
+    """
+    model = tiny_model(attention_dropout=0.5)
+    off_by_itself = model.model.layers[0].mlp
+    off_by_itself.training = False
+    model.set_attn_implementation("flex_attention")
+    engine = tiny_engine(model, stream_interval=4)
+    seen, inside, chunks = [], [], []
+    model.register_forward_pre_hook(lambda *_: inside.append(any(m.training for m in model.modules())))
+    async for chunk in engine.generate(tiny_request("a", 20)):
+        chunks.append(chunk)
+        seen.append([m.training for m in model.modules() if m is not off_by_itself])
+        seen.append([not off_by_itself.training, model.config._attn_implementation == "flex_attention"])
+    assert len(chunks) >= 5
     assert all(all(flags) for flags in seen)
     assert not any(inside)
+    model.eval()
+    await engine.quiet()
     assert not any(m.training for m in model.modules())
+    model.train().set_attn_implementation("sdpa")
+    model(input_ids=torch.tensor([[3, 4]]), labels=torch.tensor([[3, 4]])).loss.backward()
+    assert all(p.grad is not None for p in model.parameters())
+    assert off(model, tiny_request(), joined(chunks)) <= 1e-5
     await engine.close()
 
 
