@@ -308,7 +308,7 @@ def uncut(
     mean_length: int = 24,
 ) -> tuple[list[int], list[float]]:  # fmt: skip
     """What a server of any kind says to a prompt when nobody cuts it: ids and log-probabilities at temperature 1."""
-    ids, logprobs = list(map(int, prompt)), []
+    ids, logprobs = list(map(int, prompt)), list[float]()
     while len(logprobs) < max_tokens and (not logprobs or ids[-1] != eos):
         token, logprob = next_token(weights, ids, vocab_size, eos, mean_length)
         ids.append(token)
@@ -359,7 +359,8 @@ class FakeServer(Generic[R]):
         """Route -> so many calls are obeyed, and their connections break in place of an answer."""
         self.alive = False
         self.starts = 0
-        self._limit, self._picks = 1 << 30, lambda prompt: True
+        self._limit = 1 << 30
+        self._picks: Callable[[list[int]], bool] = lambda prompt: True
         self._live: list[R] = []
         self._queue: deque[R] = deque()
         self._changed = asyncio.Event()
@@ -549,7 +550,7 @@ class FakeServer(Generic[R]):
         while True:
             running = self.running
             busy = any(not r.frozen and not self._stands(r) for r in running)
-            busy = busy or (self._queue and len(running) < self.max_running)
+            busy = busy or bool(self._queue and len(running) < self.max_running)
             if self.alive and not self.stepped and self.pause_mode is None and busy:
                 self.step()
                 for _ in range(self.turns):

@@ -21,8 +21,7 @@ from april.engines.http.server_engine import ServerEngine
 from april.engines.http.server_probe import client_of, connect_all, why_not_served
 from april.engines.http.weight_labels import START_LABEL, require_first_weights
 from april.engines.protocol import Engine, EngineLoad, Health, Request
-from april.engines.sglang.probe import SglangFacts, probe_sglang
-from april.engines.sglang.router import common_facts, require_same_workers
+from april.engines.sglang.probe import SglangFacts, common_facts, probe_sglang, require_same_workers
 from april.engines.sglang.wire import ReplyParser, request_body, rid_of
 from april.engines.sglang.worker import HalfUpdated, SglangWorker
 from april.errors import EngineError, EngineUnreachable

@@ -7,7 +7,7 @@
 needs the ``cli`` extra.
 """
 
-from april.testing.conformance.check import Check
+from april.testing.conformance.bench import Check
 from april.testing.conformance.run import CHECKS, check_named, run, semantics_matrix
 from april.testing.conformance.servers import hugging_face, served
 from april.testing.conformance.subject import Answer, Outcome, Reference, Report, Subject, Verdict, Weights, Witness

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from april.errors import AprilError
-from april.testing.conformance.check import Check
+from april.testing.conformance.bench import Check
 from april.testing.conformance.run import CHECKS, check_named, run, semantics_matrix
 from april.testing.conformance.servers import served
 from april.testing.conformance.subject import Report, Verdict

@@ -10,8 +10,7 @@ import numpy as np
 
 from april.engines.protocol import EngineFinish, Int32
 from april.errors import EngineError
-from april.testing.conformance.bench import Bench, Reading, equal, same
-from april.testing.conformance.check import check
+from april.testing.conformance.bench import Bench, Reading, check, equal, same
 from april.testing.conformance.subject import Broken, Figures, NotTested
 from april.testing.conformance.with_april import failover
 

@@ -7,8 +7,7 @@ from collections.abc import Callable, Sequence
 
 from april.engines.protocol import Capabilities, Engine
 from april.testing.conformance import aborts, tokens, weights, with_april
-from april.testing.conformance.bench import Bench
-from april.testing.conformance.check import Check
+from april.testing.conformance.bench import Bench, Check
 from april.testing.conformance.subject import Outcome, Report, Subject, Verdict
 
 SHOWN = {

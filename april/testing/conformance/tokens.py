@@ -10,8 +10,7 @@ import numpy as np
 from april.core.sampling import LogprobKind
 from april.engines.protocol import EngineFinish, Float32, Int32, Request
 from april.errors import EngineError
-from april.testing.conformance.bench import Bench, Reading, equal, same
-from april.testing.conformance.check import Check, check
+from april.testing.conformance.bench import Bench, Check, Reading, check, equal, same
 from april.testing.conformance.subject import Broken, Figures, NotOffered, NotTested, Reference
 
 WAVES = 12

@@ -9,8 +9,7 @@ import numpy as np
 
 from april.core.sampling import LogprobKind
 from april.engines.protocol import EngineFinish, Float32
-from april.testing.conformance.bench import Bench, Reading
-from april.testing.conformance.check import check
+from april.testing.conformance.bench import Bench, Reading, check
 from april.testing.conformance.subject import Broken, Figures, NotOffered, NotTested, Weights
 from april.testing.conformance.tokens import expected
 

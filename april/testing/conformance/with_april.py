@@ -19,8 +19,7 @@ from april.core.versions import PolicyVersion
 from april.driver.llm import LLM
 from april.engines.protocol import Chunk, Engine, EngineFinish, Int32, Request
 from april.errors import EngineError
-from april.testing.conformance.bench import Bench, compare, same
-from april.testing.conformance.check import check
+from april.testing.conformance.bench import Bench, check, compare, same
 from april.testing.conformance.subject import Broken, Figures, NotTested
 from april.testing.recording_engine import RecordingEngine
 from april.testing.same_loop import Rollouts, rollouts
