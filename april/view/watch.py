@@ -225,10 +225,10 @@ def _steps(seen: Seen) -> Table:
 
 
 def _engines(seen: Seen, in_flight: dict[str, int]) -> Table:
-    """Return the requests in flight now and the last batch's metrics of each engine."""
+    """Return the requests in flight, now or when the run ended, and the last batch's metrics of each engine."""
     metrics = seen.batches[-1][1] if seen.batches else {}
     out = Table(box=SIMPLE_HEAD, collapse_padding=True, pad_edge=False)
-    for heading in ("engine", "in flight", "cap", "memory", "weights"):
+    for heading in ("engine", "in flight" if seen.end is None else "cut by its end", "cap", "memory", "weights"):
         out.add_column(heading, justify="left" if heading == "engine" else "right", no_wrap=heading != "engine")
     names = sorted(in_flight)
     for name in names[:MOST_ENGINES]:
