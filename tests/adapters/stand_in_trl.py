@@ -50,7 +50,8 @@ class GRPOTrainer:
 
     def __init__(
         self, model: Any, rollout_func: Any, train_dataset: Any, accelerator: Any = None, reward_funcs: Any = (),
-        scale_rewards: str = "group", **args: Any,
+        scale_rewards: str = "group", tools: Any = (), multi_objective_aggregation: str = "sum_then_normalize",
+        **args: Any,
     ) -> None:  # fmt: skip
         self.args = SimpleNamespace(**(DEFAULTS | args))
         self.model, self.rollout_func, self.train_dataset = model, rollout_func, train_dataset
@@ -58,9 +59,9 @@ class GRPOTrainer:
         self.state = SimpleNamespace(global_step=0, num_train_epochs=1)
         self.eos_token_ids, self.processing_class = [EOS], Words()
         self.reward_funcs, self.reward_weights = list(reward_funcs), torch.ones(len(reward_funcs))
-        self.scale_rewards, self.multi_objective_aggregation = scale_rewards, "sum_then_normalize"
+        self.scale_rewards, self.multi_objective_aggregation = scale_rewards, multi_objective_aggregation
         self._logs: Any = {"advantages": deque(maxlen=self.args.generation_batch_size)}
-        self.tools: list[Any] = []
+        self.tools = list(tools)
         self.environment_factories, self.shuffle_dataset, self._is_vlm, self.num_iterations = None, True, False, 1
         self._metrics: Any = {"train": defaultdict(list)}
         self._step, self._buffered_inputs = 0, None

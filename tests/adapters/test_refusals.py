@@ -11,6 +11,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from real_schedulers import assert_nothing_is_left, engine
 from tiny_models import tiny_model
 
@@ -444,51 +445,29 @@ def test_groups_of_slime_that_cannot_be_used(group: list[Any], said: str, tmp_pa
     refused(slime_rollout, said, {}, {}, tmp_path, Given(group))
 
 
-def with_tools(*args: Any) -> Any:
-    class Tools(trl.GRPOTrainer):
-        def __init__(self, *args: Any) -> None:
-            super().__init__(*args)
-            self.tools = [print]
-
-    return trl_adapter.april_trainer(Tools)(*args)
-
-
-def normalising(*args: Any) -> Any:
-    class Normalises(trl.GRPOTrainer):
-        def __init__(self, *args: Any) -> None:
-            super().__init__(*args, num_generations=4, generation_batch_size=8)
-            self.multi_objective_aggregation = "normalize_then_sum"
-
-    return trl_adapter.april_trainer(Normalises)(*args)
-
-
-def scored_by_a_model(*args: Any) -> Any:
-    import torch
-
-    made = trl_adapter.april_trainer(trl.GRPOTrainer)
-    return made(*args, reward_funcs=[torch.nn.Linear(1, 1)], num_generations=4, generation_batch_size=8)
-
-
 PLAIN = trl_adapter.april_trainer(trl.GRPOTrainer)
-MOST = {"group_quorum": 0.75}
 PROMPTS = trl.prompts(4)
+FOURS: Changes = {"num_generations": 4, "generation_batch_size": 8}
+MODEL: Changes = {**FOURS, "reward_funcs": [torch.nn.Linear(1, 1)]}
+SUMS: Changes = {**FOURS, "multi_objective_aggregation": "normalize_then_sum"}
+DIFFER: Changes = {"filter": april.rewards_differ}
 
 
-@pytest.mark.parametrize(("make", "rollout", "data", "sentence"), [
-    (PLAIN, {}, iter([]), "list_iterator, which cannot be read row by row"),
-    (PLAIN, {}, trl.Rows([{"prompt": "1", "image": 0}]), "images: april resumes by token ids alone"),
-    (with_tools, {}, PROMPTS, "tools and environments generate inside"),
-    (PLAIN, {"weights_dir": "somewhere"}, PROMPTS, "weights_dir is for servers"),
-    (normalising, MOST, PROMPTS, "normalises each reward function over whole groups"),
-    (scored_by_a_model, MOST, PROMPTS, "group_quorum below 1: rewards by a model"),
-    (scored_by_a_model, {"filter": april.rewards_differ, "on_data_end": "wrap"}, PROMPTS, "filter: rewards by a model"),
-    (PLAIN, {"filter": april.rewards_differ}, PROMPTS, "filter:  .. set on_data_end: wrap"),
+@pytest.mark.parametrize(("data", "rollout", "options", "sentence"), [
+    (iter([]), {}, {}, "list_iterator, which cannot be read row by row"),
+    (trl.Rows([{"prompt": "1", "image": 0}]), {}, {}, "images: april resumes by token ids alone"),
+    (PROMPTS, {}, {"tools": [print]}, "tools and environments generate inside"),
+    (PROMPTS, {"weights_dir": "somewhere"}, {}, "weights_dir is for servers"),
+    (PROMPTS, {"group_quorum": 0.75}, SUMS, "normalises each reward function over whole groups"),
+    (PROMPTS, {"group_quorum": 0.75}, MODEL, "group_quorum below 1: rewards by a model"),
+    (PROMPTS, {**DIFFER, "on_data_end": "wrap"}, MODEL, "filter: rewards by a model"),
+    (PROMPTS, DIFFER, {}, "filter:  .. set on_data_end: wrap"),
 ])  # fmt: skip
 def test_what_trls_trainer_may_have_that_april_cannot_be_exact_with(
-    make: Refuse, rollout: Changes, data: Any, sentence: str
+    data: Any, rollout: Changes, options: Changes, sentence: str
 ) -> None:
     """Streams, images, tools, rewards that need whole groups, and a directory for weights that nobody reads."""
-    refused(make, sentence, tiny_model(), trl_adapter.rollout(**rollout), data)
+    refused(PLAIN, sentence, tiny_model(), trl_adapter.rollout(**rollout), data, **options)
 
 
 def test_some_adapters_of_peft_are_refused() -> None:

@@ -7,7 +7,8 @@ import os
 import signal
 import subprocess
 import sys
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -63,20 +64,25 @@ class Seen:
         )
 
 
+@contextmanager
+def group(command: Sequence[str], **options: Any) -> Iterator[subprocess.Popen[Any]]:
+    """A process group, which is ended with all that it started: AReaL's servers and pools of processes outlive it."""
+    process = subprocess.Popen(command, start_new_session=True, **options)
+    try:
+        yield process
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
 def run(directory: Path, *words: str, expect: int = 0) -> Seen:
     """A process with these words on its command line; an earlier one's checkpoint in ``directory`` is gone on from."""
     command = [sys.executable, str(HERE / "one_training.py"), str(directory), *words]
     env = os.environ | {"PYTHONPATH": os.pathsep.join((str(ROOT), str(HERE))), "OMP_NUM_THREADS": "1"}
     log = directory / "log"
-    with log.open("w") as file:
-        process = subprocess.Popen(
-            command, cwd=directory, env=env, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
-        )
-        try:
-            status = process.wait(300)
-        finally:
-            with suppress(ProcessLookupError):  # AReaL's pool of reward processes stays otherwise
-                os.killpg(process.pid, signal.SIGKILL)
+    with log.open("w") as file, group(command, cwd=directory, env=env, stdout=file, stderr=file) as process:
+        status = process.wait(300)
     output = log.read_text(errors="replace")
     assert status == expect, output[-6000:]
     found = [line for line in output.splitlines() if line.startswith("SEEN ")]

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import os
-import signal
-import subprocess
 import sys
 import traceback
-from contextlib import suppress
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
@@ -16,19 +13,14 @@ ROOT = HERE.parents[2]
 
 def test_the_import_line_is_refused_and_the_call_that_stands_against_it(tmp_path: Path) -> None:
     """A real RolloutController with a worker comes up; it has no ``_engine``, whose executor april would replace."""
+    from short_runs import group
+
     env = {name: value for name, value in os.environ.items() if name != "AREAL_SPMD_MODE"}
     env |= {"PYTHONPATH": os.pathsep.join((str(ROOT), str(HERE))), "HF_HUB_OFFLINE": "1"}
     log = tmp_path / "log"
-    with log.open("w") as file:
-        process = subprocess.Popen(
-            [sys.executable, str(HERE / "single_controller.py"), str(tmp_path)], cwd=ROOT, env=env, stdout=file,
-            stderr=subprocess.STDOUT, start_new_session=True,
-        )  # fmt: skip
-        try:
-            process.wait(200)
-        finally:
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
+    command = [sys.executable, str(HERE / "single_controller.py"), str(tmp_path)]
+    with log.open("w") as file, group(command, cwd=ROOT, env=env, stdout=file, stderr=file) as process:
+        process.wait(200)
     said = log.read_text(errors="replace")
     assert "ConfigError AReaL's single-controller mode" in said, said[-4000:]
     assert "UP RolloutController ['rollout/0']" in said, said[-4000:]

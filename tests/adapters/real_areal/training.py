@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import sys
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -102,15 +100,9 @@ ROOT = Path(__file__).resolve().parents[3]
 def results(*words: str) -> dict[str, dict[str, Any]]:
     """Of ``benchmarks.areal_rollouts`` with these words, by arm."""
     command = [sys.executable, "-m", "benchmarks.areal_rollouts", "--json", "--turns", "1", "--bounds", "1", *words]
-    with subprocess.Popen(
-        command, cwd=ROOT, stdout=subprocess.PIPE, text=True, start_new_session=True,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-    ) as process:  # fmt: skip
-        try:
-            output, _ = process.communicate(timeout=240)
-        finally:
-            with suppress(ProcessLookupError):  # unless a server or a pool of AReaL's outlived it
-                os.killpg(process.pid, signal.SIGKILL)
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    with short_runs.group(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, env=env) as process:
+        output, _ = process.communicate(timeout=240)
     found = [json.loads(line) for line in output.splitlines() if line.startswith("{")]
     print("\n" + "\n".join(map(str, found)))
     return {line["arm"]: line for line in found}

@@ -60,6 +60,13 @@ class Run:
                 self.resumed += check(sample)
         return output
 
+    def manager(self) -> Any:
+        """slime's rollout manager without Ray, which makes training data of the samples."""
+        made = object.__new__(self.trainer.get("ray.rollout.RolloutManager").__ray_metadata__.modified_class)
+        made.args, made.generate_rollout, made.data_source = self.args, self.function, self.data
+        made.custom_reward_post_process_func = made.custom_convert_samples_to_train_data_func = None
+        return made
+
     @property
     def books(self) -> Any:
         (session,) = self.function.function.sessions.values()
@@ -200,14 +207,11 @@ def test_restarts_skip_no_prompt(url: str, work: Path) -> None:
 def test_slimes_manager_takes_the_samples(url: str, work: Path) -> None:
     """The code of slime's rollout manager makes training data of them, with log-probabilities."""
     run = Run(url, work, custom_reward_post_process_path=None, custom_convert_samples_to_train_data_path=None)
-    cls = run.trainer.get("ray.rollout.RolloutManager").__ray_metadata__.modified_class
-    manager = object.__new__(cls)
-    manager.args, manager.generate_rollout, manager.data_source = run.args, run.function, run.data
-    manager.custom_reward_post_process_func = manager.custom_convert_samples_to_train_data_func = None
+    manager = run.manager()
     for rollout_id in range(4):
         _post(url, "/trainer", {"label": str(rollout_id + 1), "updates": rollout_id})
-        samples, metrics = cls._get_rollout_data(manager, rollout_id=rollout_id)
-        train = cls._convert_samples_to_train_data(manager, samples)
+        samples, metrics = manager._get_rollout_data(rollout_id=rollout_id)
+        train = manager._convert_samples_to_train_data(samples)
         assert len(train["tokens"]) == len(train["rollout_log_probs"]) == 32
         for said, mask, length in zip(
             train["rollout_log_probs"], train["loss_masks"], train["response_lengths"], strict=True
@@ -225,21 +229,17 @@ HOOK = ["--custom-reward-post-process-path", "april.adapters.slime.post_process_
 def test_a_quorum_fills_batches_and_their_advantages_reach_the_training_data(url: str, work: Path) -> None:
     """Parts of groups through slime's manager and its schedule: every sample once, with april's advantage."""
     run = Run(url, work, *HOOK, april={"group_quorum": 0.75})
-    cls = run.trainer.get("ray.rollout.RolloutManager").__ray_metadata__.modified_class
-    schedule = run.trainer.get("utils.dp_schedule.build_dp_schedule")
-    manager = object.__new__(cls)
-    manager.args, manager.generate_rollout, manager.data_source = run.args, run.function, run.data
-    manager.custom_convert_samples_to_train_data_func = None
+    manager, schedule = run.manager(), run.trainer.get("utils.dp_schedule.build_dp_schedule")
     load = run.trainer.get("utils.misc.load_function")
     manager.custom_reward_post_process_func = load(run.args.custom_reward_post_process_path)
     seen: Counter[int] = Counter()
     split = 0
     for rollout_id in range(8):
         _post(url, "/trainer", {"label": str(rollout_id + 1), "updates": rollout_id})
-        samples, _ = cls._get_rollout_data(manager, rollout_id=rollout_id)
+        samples, _ = manager._get_rollout_data(rollout_id=rollout_id)
         split += any(count < 4 for count in Counter(s.group_index for s in samples).values())
         seen.update(s.index for s in samples)
-        train = cls._convert_samples_to_train_data(manager, samples)
+        train = manager._convert_samples_to_train_data(samples)
         assert train["rewards"] == [s.metadata["april"]["advantage"] for s in samples]
         assert train["raw_reward"] == [float(s.index % 2) for s in samples]
         parallel = {"dp_size": 4, "cp_size": 1, "vpp_size": 1, "microbatch_group_size_per_vp_stage": 1}
@@ -262,15 +262,12 @@ def test_a_quorum_fills_batches_and_their_advantages_reach_the_training_data(url
 def test_without_a_quorum_the_hook_gives_what_slime_itself_does(flags: list[str], url: str, work: Path) -> None:
     """The method of slime's manager with and without the hook, on the same samples."""
     run = Run(url, work, *HOOK, *flags)
-    cls = run.trainer.get("ray.rollout.RolloutManager").__ray_metadata__.modified_class
-    manager = object.__new__(cls)
-    manager.args = run.args
+    manager = run.manager()
     samples = [sample for group in run(0).samples for sample in group]
-    manager.custom_reward_post_process_func = None
-    raw, theirs = cls._post_process_rewards(manager, samples)
+    raw, theirs = manager._post_process_rewards(samples)
     load = run.trainer.get("utils.misc.load_function")
     manager.custom_reward_post_process_func = load(run.args.custom_reward_post_process_path)
-    assert cls._post_process_rewards(manager, samples) == (raw, pytest.approx(theirs, abs=1e-5))
+    assert manager._post_process_rewards(samples) == (raw, pytest.approx(theirs, abs=1e-5))
     assert any(theirs)
     run.close()
 
