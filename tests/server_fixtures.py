@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -40,18 +40,6 @@ KINDS: dict[str, tuple[Callable[..., Any], type[ServerEngineConfig], dict[str, A
 BOTH = ["vllm", "sglang"]
 """Kinds of servers that abort by id, name their weights and load them."""
 _numbers = itertools.count()
-
-
-def run(program: Callable[[], Awaitable[None]]) -> None:
-    """The program on a loop of its own; nothing may be left behind but what the program's own server does."""
-
-    async def bounded() -> None:
-        async with asyncio.timeout(PATIENCE_S):
-            await program()
-        others = asyncio.all_tasks() - {asyncio.current_task()}
-        assert not others, f"tasks are left: {others}"
-
-    asyncio.run(bounded())
 
 
 def request(

@@ -66,17 +66,6 @@ def test_a_closed_port() -> None:
     assert "start the server, or correct the port" in finding.advice
 
 
-def test_a_name_that_does_not_resolve(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The name is the mistake, and the sentence says so."""
-
-    def unknown(*_: Any, **__: Any) -> None:
-        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
-
-    monkeypatch.setattr(reach.socket, "getaddrinfo", unknown)
-    _, finding = only(report_of("http://engine-0.nowhere:8000"))
-    assert finding.sentence == "the name engine-0.nowhere does not resolve (Name or service not known)"
-
-
 def test_a_resolver_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is left behind in a thread of its own: the doctor is through in time, and so is its process."""
     over = threading.Event()
@@ -92,20 +81,27 @@ def test_a_resolver_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("error", "sentence"),
+    ("call", "error", "sentence"),
     [
-        (OSError(errno.EHOSTUNREACH, "No route to host"), "no connection to port 9 of 127.0.0.1 (No route to host)"),
-        (TimeoutError(), "127.0.0.1 does not answer on port 9 in 60 s"),
+        ("socket.getaddrinfo", socket.gaierror(socket.EAI_NONAME, "Name or service not known"),
+         "the name engine-0.nowhere does not resolve (Name or service not known)"),
+        ("asyncio.open_connection", OSError(errno.EHOSTUNREACH, "No route to host"),
+         "no connection to port 9 of 127.0.0.1 (No route to host)"),
+        ("asyncio.open_connection", TimeoutError(), "127.0.0.1 does not answer on port 9 in 60 s"),
     ],
-)
-def test_a_machine_that_is_not_there(error: OSError, sentence: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Switched off, or behind a firewall that swallows what comes."""
+    ids=["a wrong name", "switched off", "behind a firewall that swallows what comes"],
+)  # fmt: skip
+def test_a_machine_that_is_not_there(
+    call: str, error: OSError, sentence: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The sentence says what is the mistake."""
 
-    async def no_connection(*_: Any, **__: Any) -> None:
+    def fails(*_: Any, **__: Any) -> None:
         raise error
 
-    monkeypatch.setattr(reach.asyncio, "open_connection", no_connection)
-    _, finding = only(report_of("http://127.0.0.1:9"))
+    module, name = call.split(".")
+    monkeypatch.setattr(getattr(reach, module), name, fails)
+    _, finding = only(report_of("http://engine-0.nowhere:8000" if module == "socket" else "http://127.0.0.1:9"))
     assert finding.sentence == sentence
 
 
@@ -122,7 +118,7 @@ def test_a_certificate_that_is_not_trusted() -> None:
 
 def test_what_was_found_when_the_time_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
     """A server that is known and then hangs: who it is stays in the report."""
-    answer = routes(version=http(200, {"version": "0.32.0"}), v1_models=http(200, MODELS))
+    answer = routes(**VLLM)
     hanging = threading.Event()
 
     def hangs(path: str) -> bytes | None:
@@ -238,29 +234,30 @@ def test_a_gateway_that_locks_other_routes_only() -> None:
     assert "key" not in [finding.subject for finding in found.findings]
 
 
+VLLM = {"version": http(200, {"version": "0.32.0"}), "v1_models": http(200, MODELS)}
+SGLANG = {"model_info": http(200, {"model_path": "some/model", "weight_version": "default"})}
+
+
 @pytest.mark.parametrize(
-    ("route", "said"), [("is_paused", {"is_paused": True}), ("is_sleeping", {"is_sleeping": True})]
-)
-def test_a_vllm_server_that_is_paused(route: str, said: dict[str, bool]) -> None:
-    """It takes requests and answers none: found before any request is made."""
-    version, models = http(200, {"version": "0.32.0"}), http(200, MODELS)
-    with raw_server(routes(version=version, v1_models=models, **{route: http(200, said)})) as server:
+    ("said", "words", "resume"),
+    [
+        (VLLM | {"is_paused": http(200, {"is_paused": True})}, "/is_paused says", "resume"),
+        (VLLM | {"is_sleeping": http(200, {"is_sleeping": True})}, "/is_sleeping says", "resume"),
+        # /health, which would block for 20 s, is not asked
+        (SGLANG | {"ready": http(503), "health": None, "health_generate": None}, "paused, asleep or loading",
+         "continue_generation -H 'Content-Type: application/json' -d"),
+    ],
+    ids=["vllm, paused", "vllm, asleep", "sglang"],
+)  # fmt: skip
+def test_a_server_that_is_paused(said: dict[str, Any], words: str, resume: str) -> None:
+    """It takes requests and answers none: found at once, before any request is made."""
+    with raw_server(routes(**said)) as server:
         _, finding = only(report_of(server.url))
 
     assert finding.subject == "paused"
-    assert f"/{route} says" in finding.sentence
-    assert f"curl -X POST {server.url}/resume" in finding.advice
+    assert words in finding.sentence
+    assert f"curl -X POST {server.url}/{resume}" in finding.advice
     assert all(head.startswith("GET ") for head in server.heads)
-
-
-def test_an_sglang_server_that_is_paused() -> None:
-    """Seen by /ready, at once; /health, which would block for 20 s, is not asked."""
-    info = http(200, {"model_path": "some/model", "weight_version": "default"})
-    with raw_server(routes(model_info=info, ready=http(503), health=None, health_generate=None)) as server:
-        _, finding = only(report_of(server.url))
-
-    assert finding.subject == "paused"
-    assert f"curl -X POST {server.url}/continue_generation -H 'Content-Type: application/json' -d" in finding.advice
     assert not {"/health", "/health_generate", "/generate"} & set(server.asked)
 
 

@@ -10,7 +10,7 @@ import pytest
 from fake_servers.sglang import FakeSglangServer
 from fake_servers.vllm import FakeVllmServer
 from hash_engine import START, HashEngine, Server, conversation, longer, next_token, save
-from server_fixtures import connected, read, request, run
+from server_fixtures import connected, read, request
 from virtual_rollouts import on_virtual_time
 
 import april
@@ -28,81 +28,74 @@ SERVERS: dict[str, Any] = {"vllm": FakeVllmServer, "sglang": FakeSglangServer}
 
 @pytest.mark.parametrize("kind", SERVERS)
 @pytest.mark.parametrize("label", ["default", "v0.7-abcdef"], ids=["of its start", "of an earlier run"])
-def test_a_server_that_is_started_anew_before_the_first_update(kind: str, label: str) -> None:
+async def test_a_server_that_is_started_anew_before_the_first_update(kind: str, label: str) -> None:
     """It is given the first version's name again only if it had the weights of its start at the connection."""
     make = SERVERS[kind]
 
-    async def program() -> None:
-        server = make()
-        await server.start()
-        server.weights, server.label = ("w0", label) if label == "default" else ("w7", label)
-        engine = await connected(kind, server)
-        await engine.pause()
-        await engine.update_weights(FIRST_VERSION)  # it is the same process still
-        await engine.resume()
-        assert (await engine.health()).current
-        await server.restart()
-        assert not (await engine.health()).current
-        await engine.pause()
-        if label == "default":
+    server = make()
+    await server.start()
+    server.weights, server.label = ("w0", label) if label == "default" else ("w7", label)
+    engine = await connected(kind, server)
+    await engine.pause()
+    await engine.update_weights(FIRST_VERSION)  # it is the same process still
+    await engine.resume()
+    assert (await engine.health()).current
+    await server.restart()
+    assert not (await engine.health()).current
+    await engine.pause()
+    if label == "default":
+        await engine.update_weights(FIRST_VERSION)
+    else:
+        with pytest.raises(WeightsGone, match="had been given weights"):
             await engine.update_weights(FIRST_VERSION)
-        else:
-            with pytest.raises(WeightsGone, match="had been given weights"):
-                await engine.update_weights(FIRST_VERSION)
-        await engine.resume()
-        assert (await engine.health()).current == (label == "default")
-        assert ((await read(engine, request())).error is None) == (label == "default")
-        await engine.pause()
-        await engine.update_weights(SECOND)  # the trainer has put them there
-        await engine.resume()
-        assert set((await read(engine, request())).versions) == {SECOND}
-        await engine.close()
-        await server.close()
-
-    run(program)
+    await engine.resume()
+    assert (await engine.health()).current == (label == "default")
+    assert ((await read(engine, request())).error is None) == (label == "default")
+    await engine.pause()
+    await engine.update_weights(SECOND)  # the trainer has put them there
+    await engine.resume()
+    assert set((await read(engine, request())).versions) == {SECOND}
+    await engine.close()
+    await server.close()
 
 
 @pytest.mark.parametrize("kind", SERVERS)
-def test_it_waits_for_the_next_update_and_says_so_once(
+async def test_it_waits_for_the_next_update_and_says_so_once(
     kind: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The other server goes on; the metric names the one that waits."""
     monkeypatch.setattr("april.core.engine_table.PROBE_INTERVAL_S", 0.01)
     make = SERVERS[kind]
+    servers = [make(), make()]
+    for server in servers:
+        await server.start()
+        server.weights, server.label = "w7", "v0.7-abcdef"
+    engines = [await connected(kind, server) for server in servers]
+    config = april.Config(
+        rollout_batch_size=2, n_samples_per_prompt=2, max_response_len=40, max_in_flight=4, max_staleness=4,
+        engine={"kind": "simulated"},
+    )  # fmt: skip
+    prompts = [[3 + i % 400, 7, 9] for i in range(400)]
+    async with rollouts(config, engines=engines, prompts=prompts, reward=lambda p, r: 1.0) as life:
+        await life.next_batch()
+        await servers[0].restart()
+        for _ in range(50):
+            batch = await life.next_batch()
+            if batch.metrics[f"engine/{engines[0].name}/waits_for_update"]:
+                break
+            await asyncio.sleep(0.02)
+        else:
+            raise AssertionError("it does not wait")
+        assert not servers[0].label.startswith("v0.0")
 
-    async def program() -> None:
-        servers = [make(), make()]
-        for server in servers:
-            await server.start()
-            server.weights, server.label = "w7", "v0.7-abcdef"
-        engines = [await connected(kind, server) for server in servers]
-        config = april.Config(
-            rollout_batch_size=2, n_samples_per_prompt=2, max_response_len=40, max_in_flight=4, max_staleness=4,
-            engine={"kind": "simulated"},
-        )  # fmt: skip
-        prompts = [[3 + i % 400, 7, 9] for i in range(400)]
-        async with rollouts(config, engines=engines, prompts=prompts, reward=lambda p, r: 1.0) as life:
-            await life.next_batch()
-            await servers[0].restart()
-            for _ in range(50):
-                batch = await life.next_batch()
-                if batch.metrics[f"engine/{engines[0].name}/waits_for_update"]:
-                    break
-                await asyncio.sleep(0.02)
-            else:
-                raise AssertionError("it does not wait")
-            assert not servers[0].label.startswith("v0.0")
+        def hand_over() -> None:
+            for server in servers:
+                server.weights = "w8"
 
-            def hand_over() -> None:
-                for server in servers:
-                    server.weights = "w8"
-
-            await life.weight_update(transfer=hand_over)
-            assert (await life.next_batch()).metrics[f"engine/{engines[0].name}/waits_for_update"] == 0
-        for server in servers:
-            await server.close()
-
-    run(program)
+        await life.weight_update(transfer=hand_over)
+        assert (await life.next_batch()).metrics[f"engine/{engines[0].name}/waits_for_update"] == 0
+    for server in servers:
+        await server.close()
     warned = [r.getMessage() for r in caplog.records if "waits for the next weight update" in r.getMessage()]
     assert len(warned) == 1
     assert "its server was started anew, and had been given weights ('v0.7-abcdef') before" in warned[0]
