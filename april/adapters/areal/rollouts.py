@@ -128,7 +128,7 @@ class Rollouts:
         accepts: Callable[[Trajectory], bool] | None, abort: Callable[[], None], *, check: bool = False,
     ) -> None:  # fmt: skip
         self.config, self.prompts = config, prompts
-        self._episode, self._join, self._accepts, self._abort = episode, join, accepts, abort
+        self._episode, self._join, self._accepts, self.abort = episode, join, accepts, abort
         # a workflow rejects by returning None, so every group is judged
         core = config.core_settings(
             has_reward=False, group_reward=False, has_filter=True, run_id=secrets.randbits(64)
@@ -194,10 +194,6 @@ class Rollouts:
                 self._thread.follow(self._group(uid, row))
 
         self._thread.call(start)
-
-    def abort(self) -> None:
-        """End every request at every server."""
-        self._abort()
 
     # ---------------------------------------------------------------- on the loop
 

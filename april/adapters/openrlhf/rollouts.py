@@ -271,7 +271,9 @@ class Rollouts:
             "state": state, "prompts": drawn,
             "scored": [[*i, s.reward, s.score, s.logs] for i, s in scored.items()],
         }  # fmt: skip
-        return {**theirs, KEY: _as_tensor(pack(KIND, content))}
+        import torch
+
+        return {**theirs, KEY: torch.frombuffer(bytearray(pack(KIND, content)), dtype=torch.uint8)}
 
     def load(self, saved: Any) -> bool:
         """Go on from a saved state at the next batch; returns whether its episode had ended. Raises CheckpointError."""
@@ -296,9 +298,3 @@ class Rollouts:
 
 def _damaged(error: Exception) -> CheckpointError:
     return CheckpointError(f"april's carry in the checkpoint is damaged: {type(error).__name__}: {error}")
-
-
-def _as_tensor(packed: bytes) -> Any:
-    import torch
-
-    return torch.frombuffer(bytearray(packed), dtype=torch.uint8)
