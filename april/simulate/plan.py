@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from itertools import repeat
 from multiprocessing import get_context
@@ -263,13 +264,18 @@ def plan(
 
     def run_all(schedules: Sequence[Schedule], at: Workload, more: int) -> None:
         total = len(done) + len(schedules) + more
-        for row in run(at, schedules):
+        for row in run(_row, repeat(at), schedules):
             rows[row.schedule] = replace(row, long=at is long)
             done.append(row)
             progress(len(done), total)
 
     done: list[Row] = []
-    with _pool(processes) as run:
+    with ExitStack() as stack:
+        run: Callable[..., Iterator[Row]] = map
+        if processes > 1:
+            executor = ProcessPoolExecutor(processes, mp_context=get_context("spawn"))
+            stack.callback(executor.shutdown, cancel_futures=True)
+            run = executor.map
         schedules = coarse(workload, space)
         if not schedules:
             raise ValueError(f"no setting can be simulated with max_staleness={workload.max_staleness}")
@@ -289,23 +295,3 @@ def _finalists(base: Schedule, rows: list[Row], share: float) -> list[Schedule]:
     near = [r for r in near if r.tokens_per_s >= (1.0 - NEAR) * likely.tokens_per_s]
     ordered = [likely, *front(near), *sorted(near, key=lambda r: -r.tokens_per_s)]
     return list(dict.fromkeys([base, *(row.schedule for row in ordered)]))[: FINALISTS + 1]
-
-
-class _pool:
-    """Runs simulations, here or in processes of their own."""
-
-    def __init__(self, processes: int) -> None:
-        self._executor = None
-        if processes > 1:
-            self._executor = ProcessPoolExecutor(processes, mp_context=get_context("spawn"))
-
-    def __enter__(self) -> Callable[[Workload, Sequence[Schedule]], Iterator[Row]]:
-        return self._run
-
-    def __exit__(self, *_: object) -> None:
-        if self._executor is not None:
-            self._executor.shutdown(cancel_futures=True)
-
-    def _run(self, workload: Workload, schedules: Sequence[Schedule]) -> Iterator[Row]:
-        run = map if self._executor is None else self._executor.map
-        return run(_row, repeat(workload), schedules)

@@ -62,18 +62,18 @@ class DecoderCounters:
     busy_slot_time_s: float = 0.0
 
 
+@dataclass(slots=True, eq=False)
 class _Sequence:
     """A request with ``kv_offset`` + steps so far resident tokens, and ``last_step`` - steps so far tokens to come."""
 
-    __slots__ = ("generated", "kv_offset", "last_step", "new_tokens", "prefix_tokens", "request_id")
-
-    def __init__(self, request_id: str, prefix_tokens: int, new_tokens: int) -> None:
-        self.request_id = request_id
-        self.prefix_tokens = prefix_tokens
-        self.new_tokens = new_tokens
-        self.generated = 0  # up to date only while waiting
-        self.kv_offset = 0
-        self.last_step = -1  # -1: not running
+    request_id: str
+    prefix_tokens: int
+    new_tokens: int
+    generated: int = 0
+    """Up to date only while waiting."""
+    kv_offset: int = 0
+    last_step: int = -1
+    """-1 while not running."""
 
 
 class SimulatedDecoder:

@@ -22,6 +22,7 @@ import logging
 import random
 from collections import deque
 from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -49,18 +50,16 @@ YIELDS_BETWEEN_TICKS = 8
 wall-clock wait runs would not repeat."""
 
 
+@dataclass(slots=True, eq=False)
 class _Stream:
     """The chunks that one consumer has not taken yet."""
 
-    __slots__ = ("attempt_id", "chunks", "error", "left", "wake")
-
-    def __init__(self, attempt_id: str) -> None:
-        self.attempt_id = attempt_id
-        self.chunks: deque[Chunk] = deque()
-        self.error: EngineError | None = None
-        self.wake = asyncio.Event()
-        self.left = False
-        """The consumer went away."""
+    attempt_id: str
+    chunks: deque[Chunk] = field(default_factory=deque)
+    error: EngineError | None = None
+    wake: asyncio.Event = field(default_factory=asyncio.Event)
+    left: bool = False
+    """The consumer went away."""
 
 
 class TransformersEngine:
