@@ -1,27 +1,262 @@
-"""``make demo-vllm``, ``make demo-sglang``: start a server with the demo's model, run the demo on it, stop it."""
+"""``make demo-vllm``, ``make demo-sglang``: start a server with the demo's model, run the demo on it, stop it.
+
+The demo's stage is there: weights from disk at every step, work counted by the server, time by the clock. Invariant: an
+arm's engine loads the arm's first weights before its first token; what an arm before it has left on the server is never
+used.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import re
 import shutil
 import signal
 import sys
+import threading
+import time
+import urllib.request
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
+import numpy as np
 import typer
-from transformers import PreTrainedModel
+from pydantic import TypeAdapter
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
+from transformers.utils.logging import disable_progress_bar
 
-from april.demo.arm import MAX_LEN, DemoSettings, Stage
+from april.config.engines import EngineConfig
+from april.core.versions import FIRST_VERSION, PolicyVersion
+from april.demo import task
+from april.demo.arm import MAX_LEN, DemoSettings, Stage, Work
 from april.demo.run import run_and_show
 from april.demo.warmup import build_model
+from april.engines.kinds.factory import open_servers
+from april.engines.protocol import Capabilities, Chunk, Engine, Health, Request
 from april.errors import AprilError
 from tests.real_engines.commands import sglang_server, vllm_server
-from tests.real_engines.demo_stage import ServerStage, write_model
 from tests.real_engines.environments import ROOT, CannotInstall
 from tests.real_engines.servers import Server, ServerFailed, free_ports, running, until_ready
 
 CONTEXT = 512
 assert CONTEXT >= MAX_LEN, "the demo's longest response must fit"
+KEPT = 2
+"""Sets of weights that stay on the disk: those the servers have, and those they are about to load."""
+TICK_S = 0.01
+"""Parts of time in which the busy slots are counted."""
+
+
+@dataclass(frozen=True, slots=True)
+class Counters:
+    """What a server calls its own counts: Prometheus names, with a label where there are several series."""
+
+    tokens: str
+    steps: str
+
+
+COUNTERS = {
+    # iterations of the engine that gave tokens
+    "vllm": Counters("vllm:generation_tokens_total", "vllm:iteration_tokens_total_count"),
+    # forward passes over running requests
+    "sglang": Counters("sglang:generation_tokens_total", 'sglang:cuda_graph_passes_total{mode="decode_none"}'),
+}
+
+
+class ServerStage(Stage):
+    """A stage whose engine is the server at ``url``, which loads its weights from directories below ``weights``."""
+
+    def __init__(self, settings: DemoSettings, model: PreTrainedModel, url: str, weights: Path) -> None:
+        self._url = url
+        self._model = model
+        self._weights = WeightsDirectory(weights)
+        self._counters = COUNTERS[settings.engine]
+        self.engine = self._served = ServedEngine(settings, url, self._weights.write(model), self._count_from_here)
+        self._began = 0.0
+        self._counted = (0, 0)
+
+    def publish(self) -> str:
+        return self._weights.write(self._model)
+
+    def begin(self) -> None:
+        self._count_from_here()
+        self._began = time.perf_counter()
+
+    def end(self) -> Work:
+        ended = time.perf_counter()
+        steps, tokens = (now - before for now, before in zip(self._counts(), self._counted, strict=True))
+        return Work(steps, tokens, self._served.in_flight.between(self._began, ended))
+
+    def close(self) -> None:
+        self._weights.remove()
+
+    def _count_from_here(self) -> None:
+        """Also when the engine is opened, in the first step: it asks the server for a few tokens of its own then."""
+        self._counted = self._counts()
+
+    def _counts(self) -> tuple[int, int]:
+        """(steps, tokens) of the server since its start."""
+        with urllib.request.urlopen(f"{self._url}/metrics", timeout=30.0) as reply:  # noqa: S310 - given by the user
+            text = reply.read().decode()
+        return _total(text, self._counters.steps), _total(text, self._counters.tokens)
+
+
+class ServedEngine:
+    """The server as an engine, opened on the loop that uses it first, with the weights in ``path``.
+
+    ``opened`` is called in a thread when that has been done.
+    """
+
+    def __init__(self, settings: DemoSettings, url: str, path: str, opened: Callable[[], None]) -> None:
+        self._config: Any = TypeAdapter(EngineConfig).validate_python(
+            {
+                "kind": settings.engine, "urls": [url], "max_in_flight": settings.slots,
+                "vocab_size": task.VOCAB_SIZE, "max_len": MAX_LEN, "eos_token_ids": [task.EOS_ID],
+            }
+        )  # fmt: skip
+        self._path = path
+        self._tell_opened = opened
+        self._engine: Engine | None = None
+        self._opening = asyncio.Lock()
+        self._capabilities = asyncio.run(self._asked())
+        self.in_flight = InFlight()
+
+    async def _asked(self) -> Capabilities:
+        (engine,) = await open_servers(self._config)
+        await engine.close()
+        return engine.capabilities
+
+    async def _opened(self) -> Engine:
+        async with self._opening:
+            if self._engine is None:
+                (engine,) = await open_servers(self._config)
+                await engine.pause()
+                await engine.update_weights(FIRST_VERSION, self._path)
+                await engine.resume()
+                await asyncio.to_thread(self._tell_opened)
+                self._engine = engine
+        return self._engine
+
+    @property
+    def name(self) -> str:
+        """The kind of server."""
+        return str(self._config.kind)
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """As asked at the start."""
+        return self._capabilities
+
+    async def generate(self, request: Request) -> AsyncIterator[Chunk]:
+        """Passed on, and counted while it runs."""
+        engine = await self._opened()
+        self.in_flight.change(+1)
+        try:
+            async with aclosing(engine.generate(request)) as chunks:  # type: ignore[type-var]
+                async for chunk in chunks:
+                    yield chunk
+        finally:
+            self.in_flight.change(-1)
+
+    async def abort(self, attempt_ids: Sequence[str] | None = None) -> None:
+        """Passed on."""
+        await (await self._opened()).abort(attempt_ids)
+
+    async def pause(self) -> None:
+        """Passed on."""
+        await (await self._opened()).pause()
+
+    async def resume(self) -> None:
+        """Passed on."""
+        await (await self._opened()).resume()
+
+    async def update_weights(self, version: PolicyVersion, path: str | None = None) -> None:
+        """Passed on."""
+        await (await self._opened()).update_weights(version, path)
+
+    async def health(self) -> Health:
+        """Passed on."""
+        return await (await self._opened()).health()
+
+    async def close(self) -> None:
+        """Passed on, if it was ever opened."""
+        if self._engine is not None:
+            await self._engine.close()
+
+
+class InFlight:
+    """The number of requests in flight over time; written on one thread, read on another."""
+
+    def __init__(self) -> None:
+        self._changes: list[tuple[float, int]] = []
+        self._lock = threading.Lock()
+
+    def change(self, by: int) -> None:
+        """Now it changes."""
+        with self._lock:
+            self._changes.append((time.perf_counter(), by))
+
+    def between(self, began: float, ended: float) -> list[int]:
+        """Requests in flight in the middle of every tick of :data:`TICK_S` between two moments."""
+        with self._lock:
+            changes = list(self._changes)
+        times = np.array([at for at, _ in changes])
+        levels = [0, *accumulate(by for _, by in changes)]
+        ticks = np.arange(began + TICK_S / 2, ended, TICK_S)
+        return [levels[i] for i in np.searchsorted(times, ticks, side="right")]
+
+
+def _total(metrics: str, wanted: str) -> int:
+    """Sum of a Prometheus counter over its series that have the label given in braces."""
+    name, _, label = wanted.rstrip("}").partition("{")
+    rows = re.findall(rf"^{re.escape(name)}(?:\{{([^}}]*)\}})? (\S+)$", metrics, re.MULTILINE)
+    return int(sum(float(value) for labels, value in rows if label in labels))
+
+
+# ---------------------------------------------------------------- the model as a directory
+
+
+def write_model(model: PreTrainedModel, where: Path) -> None:
+    """Everything that a server needs to start, into ``where``; in silence, for a bar of its own is on the screen."""
+    disable_progress_bar()  # type: ignore[no-untyped-call]
+    model.save_pretrained(where)
+    _tokenizer().save_pretrained(where)
+
+
+class WeightsDirectory:
+    """Sets of weights in numbered directories, of which only the newest stay."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+        self._written = 0
+
+    def write(self, model: PreTrainedModel) -> str:
+        """Write the weights as they are now; the directory's name."""
+        where = self._root / str(self._written)
+        write_model(model, where)
+        self._written += 1
+        shutil.rmtree(self._root / str(self._written - 1 - KEPT), ignore_errors=True)
+        return str(where.resolve())
+
+    def remove(self) -> None:
+        """All of them."""
+        shutil.rmtree(self._root, ignore_errors=True)
+
+
+def _tokenizer() -> PreTrainedTokenizerFast:
+    """Servers want one at the start; the demo itself knows token ids only."""
+    words = {f"<{number}>": number for number in range(task.VOCAB_SIZE)}
+    made = Tokenizer(models.WordLevel(words, unk_token="<2>"))  # noqa: S106 - a word, no secret
+    made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
+        tokenizer_object=made, eos_token=f"<{task.EOS_ID}>", pad_token=f"<{task.PAD_ID}>"
+    )
+
+
+# ---------------------------------------------------------------- the command
 
 
 def settings_on(kind: str) -> DemoSettings:
