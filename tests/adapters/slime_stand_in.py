@@ -264,7 +264,8 @@ def namespace(**changes: Any) -> Namespace:
         "advantage_estimator": "grpo", "rewards_normalization": True, "grpo_std_normalization": True,
         "log_passrate": False,
     }  # fmt: skip
-    assert not set(changes) - set(values) - {"april", "sglang_router_ip", "sglang_router_port"}
+    others = {"april", "sglang_router_ip", "sglang_router_port", "colocate", "offload_rollout"}
+    assert not set(changes) - set(values) - others
     return Namespace(**(values | changes))
 
 

@@ -88,6 +88,7 @@ SIX = {"n_samples_per_prompt": 6}
 MINE = {"custom_reward_post_process_path": f"{USER}.my_rewards"}
 HOOKED = {"custom_reward_post_process_path": "april.adapters.slime.post_process_rewards"}
 QUORUM = {"group_quorum": 0.5}
+GOES_ON = {"generation": "continuous"}
 OWN_ESTIMATOR = {"algorithm__adv_estimator": "april_grpo"}
 FILTERS = {"algorithm__filter_groups__enable": True}
 REWARD_MODEL = {"reward__reward_model__enable": True}
@@ -139,9 +140,9 @@ WRONG: dict[str, list[tuple[Changes, Any, str]]] = {
         ({}, {"engine": {"kind": "vllm"}}, "april.engine is decided by --vllm.num_engines"),
         ({}, {"epochs": 2}, "april.epochs is decided by --train.num_episodes"),
         ({}, {"max_stalenes": 2}, "max_stalenes: unknown setting; do you mean max_staleness"),
-        ({"vllm__enable_sleep": True, "train__colocate_all": True}, {"generation": "continuous"},
+        ({"vllm__enable_sleep": True, "train__colocate_all": True}, GOES_ON,
          "--vllm.enable_sleep: the engines sleep or stand still"),
-        ({"train__colocate_all": True}, {"generation": "continuous"}, "--train.colocate_all: the engines sleep or"),
+        ({"train__colocate_all": True}, GOES_ON, "--train.colocate_all: the engines sleep or"),
     ],
     "slime": [
         ({"partial_rollout": False}, {},
@@ -172,6 +173,10 @@ WRONG: dict[str, list[tuple[Changes, Any, str]]] = {
         ({"custom_generate_function_path": f"{USER}.one_argument"}, {}, "generate-function-path is called with (args"),
         ({"custom_rm_path": f"{USER}.two_rewards"}, {}, "no number; of several, name one by --reward-key"),
         ({"custom_generate_function_path": f"{USER}.several"}, {}, "custom generate function returned several samples"),
+        ({"colocate": True}, GOES_ON, "--colocate: the engines sleep while the trainer trains"),
+        ({"offload_rollout": True}, GOES_ON, "--offload-rollout: the engines sleep while the trainer trains"),
+        ({"custom_generate_function_path": f"{USER}.over_http"}, GOES_ON, "-generate-function-path sends its requests"),
+        ({"partial_rollout": False, "over_sampling_batch_size": 3}, GOES_ON, "would throw them away"),
     ],
     "verl": [
         ({}, {"partial_rollout": False, "over_sampling_batch_size": 6},
@@ -202,7 +207,7 @@ WRONG: dict[str, list[tuple[Changes, Any, str]]] = {
         ({**FILTERS, **REWARD_MODEL}, {}, "algorithm.filter_groups needs rewards when a group is finished"),
         ({**FILTERS, "algorithm__filter_groups__metric": None}, {}, "enable=True needs algorithm.filter_groups.metric"),
         ({}, {"rollout_batch_size": 4}, "april.rollout_batch_size: verl's data.train_batch_size decides this"),
-        ({}, {"generation": "continuous"}, "april.generation: verl's trainer.v1.trainer_mode decides this"),
+        ({}, GOES_ON, "april.generation: verl's trainer.v1.trainer_mode decides this"),
         ({}, {"max_stalenes": 4}, "april.max_stalenes: there is no such setting; there are over_sampling_batch_size,"),
         ({"april": "fast"}, {}, "april: expected a mapping of settings, got str"),
         ({}, {"max_staleness": 0, "over_sampling_batch_size": 6},
@@ -221,7 +226,7 @@ WRONG: dict[str, list[tuple[Changes, Any, str]]] = {
         ({}, {"max_stale": 4}, "april['max_stale']: there is no such setting; there are over_sampling_batch_size,"),
         ({}, QUORUM, "april['group_quorum']=0.5: AReaL takes rewards over whole groups"),
         ({}, {"on_failed_sample": "shrink"}, "AReaL takes rewards over groups  .. may have fewer; use replace"),
-        ({"rollout__scheduling_strategy": COLOCATED}, {"generation": "continuous"},
+        ({"rollout__scheduling_strategy": COLOCATED}, GOES_ON,
          "so the servers sleep while the"),
         ({"rollout___version": "v2"}, {}, "rollout._version and actor._version: v2 generates behind a gateway"),
         ({"dynamic_bs": True}, {}, "dynamic_bs: batches are to be short"),

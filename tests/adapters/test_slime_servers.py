@@ -381,21 +381,6 @@ def test_evaluation_is_slimes_own_and_cuts_nothing() -> None:
         loop.balance()
 
 
-@pytest.mark.parametrize(
-    ("flags", "said"),
-    [
-        ({"colocate": True}, "--colocate: the engines sleep while the trainer trains"),
-        ({"offload_rollout": True}, "--offload-rollout: the engines sleep while the trainer trains"),
-        ({"custom_generate_function_path": f"{USER}.over_http"}, "--custom-generate-function-path sends its requests"),
-        ({"partial_rollout": False, "over_sampling_batch_size": 3}, "would throw them away"),
-    ],
-)
-def test_what_cannot_go_on_is_refused(flags: dict[str, Any], said: str) -> None:
-    """In a sentence with slime's names, before anything is generated."""
-    with Loop(**flags) as loop, pytest.raises(ConfigError, match=said):
-        loop.rollout(0)
-
-
 def test_servers_that_do_not_name_their_weights_are_refused() -> None:
     """Nobody could say which weights made a token."""
     with Loop(labels=False) as loop, pytest.raises(ConfigError, match="says which weights made a token"):
