@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import Counter, deque
-from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +15,7 @@ import april
 from april import Config
 from april.core.batch import Batch
 from april.errors import CheckpointError, ConfigError, RolloutError
-from april.testing import FakeEngine, Rollouts, rollouts, run_virtual
+from april.testing import FakeEngine, rollouts, run_virtual
 
 N, SAMPLES, TRAINING_S = 4, 2, 600.0
 
@@ -39,62 +39,39 @@ def config(bound: int, refill: str, over: int, **changes: Any) -> Config:
     )  # fmt: skip
 
 
-@dataclass
-class Trainer:
-    """Trains a batch for ``seconds``, then updates; up to ``out`` batches are out while the next one is generated."""
+def schedule(bound: int, refill: str, over: int, out: int, steps: int = 24) -> SimpleNamespace:
+    """A trainer of so many updates, who fetches ``out`` batches ahead while it trains; 0: who waits for each batch.
 
-    run: Rollouts
-    out: int
-    seconds: float = TRAINING_S
-    trained: list[tuple[int, int]] = field(default_factory=list)
-    """(epoch, position) of every group."""
-    oldest: int = 0
-    masked: int = 0
-    waiting: deque[Batch] = field(default_factory=deque)
+    How old the tokens are is counted here, by the weights that are there when they are trained.
+    """
+    seen = SimpleNamespace(oldest=0, masked=0, trained=Counter())
 
-    async def train(self, batch: Batch) -> None:
-        """One update; how old the tokens are is counted here, by the weights that are there now."""
-        now = self.run.version.n
-        for sample in batch.samples:
-            self.masked += int((sample.loss_mask == 0).sum())
-            self.oldest = max(self.oldest, *(now - s.version.n for s in sample.segments))
-            if sample.id.index == 0:
-                self.trained.append((sample.prompt.epoch, sample.prompt.position))
-        assert batch.trained_at.n == now
-        assert batch.metrics["staleness_max"] == max(
-            now - s.version.n for sample in batch.samples for s in sample.segments
-        )
-        await asyncio.sleep(self.seconds)
-        await self.run.weight_update()
-
-    async def steps(self, count: int) -> None:
-        """So many updates; with ``out`` 0 the trainer waits for each batch."""
-        for _ in range(count):
-            while len(self.waiting) < max(1, self.out):
-                self.waiting.append(await self.run.next_batch())
-            fetching = asyncio.create_task(self.run.next_batch()) if self.out else None
-            await self.train(self.waiting.popleft())
-            if fetching is not None:
-                self.waiting.append(await fetching)
-
-
-def schedule(bound: int, refill: str, over: int, out: int, steps: int = 24) -> tuple[Trainer, float, dict[str, int]]:
-    """A run; also its seconds per trained batch, and its dropped prompts."""
-
-    async def main() -> tuple[Trainer, float, dict[str, int]]:
-        engine = FakeEngine("e", lengths=length, max_running=4096)
+    async def main() -> None:
         prompts = ([1, 2 + i % 900] for i in range(10**6))
-        async with rollouts(
-            config(bound, refill, over), engines=[engine], prompts=prompts, reward=slow_reward, check=False
-        ) as run:
-            trainer = Trainer(run, out)
-            loop = asyncio.get_running_loop()
-            await trainer.steps(steps)
+        engines = [FakeEngine("e", lengths=length, max_running=4096)]
+        settings, waiting = config(bound, refill, over), deque[Batch]()
+        async with rollouts(settings, engines=engines, prompts=prompts, reward=slow_reward, check=False) as run:
+            for _ in range(steps):
+                while len(waiting) < max(1, out):
+                    waiting.append(await run.next_batch())
+                fetching = asyncio.create_task(run.next_batch()) if out else None
+                batch, now = waiting.popleft(), run.version.n
+                ages = [now - s.version.n for sample in batch.samples for s in sample.segments]
+                assert batch.trained_at.n == now
+                assert batch.metrics["staleness_max"] == max(ages)
+                seen.oldest = max(seen.oldest, *ages)
+                seen.masked += sum(int((sample.loss_mask == 0).sum()) for sample in batch.samples)
+                seen.trained.update((s.prompt.epoch, s.prompt.position, s.id.index) for s in batch.samples)
+                await asyncio.sleep(TRAINING_S)
+                await run.weight_update()
+                if fetching is not None:
+                    waiting.append(await fetching)
             run.audit()
-            seconds = loop.time() / steps
-            return trainer, seconds, {str(r): c for r, c in run.ledger()["prompts"].dropped.items() if c}
+            seen.seconds = asyncio.get_running_loop().time() / steps
+            seen.dropped = {str(r): c for r, c in run.ledger()["prompts"].dropped.items() if c}
 
-    return run_virtual(main(), limit_s=1e7)
+    run_virtual(main(), limit_s=1e7)
+    return seen
 
 
 @pytest.mark.parametrize("bound", [1, 2, 5])
@@ -102,15 +79,14 @@ def schedule(bound: int, refill: str, over: int, out: int, steps: int = 24) -> t
 @pytest.mark.parametrize("refill", ["none", "group", "sample"])
 def test_the_bound_holds_when_a_batch_is_trained(refill: str, over: int, bound: int) -> None:
     """One and two batches out, slow rewards, heavy tails: nothing masked or dropped, no slower than who waits."""
-    waits, waits_s, _ = schedule(bound, refill, over, 0)
+    waits = schedule(bound, refill, over, 0)
     assert waits.oldest <= bound
     for out in (1, 2)[:bound]:
-        trainer, seconds, dropped = schedule(bound, refill, over, out)
-        assert trainer.masked == 0
-        assert dropped == {}
-        assert trainer.oldest <= bound
-        assert max(Counter(trainer.trained).values()) == 1
-        assert seconds <= waits_s
+        ahead = schedule(bound, refill, over, out)
+        assert (ahead.masked, ahead.dropped) == (0, {})
+        assert ahead.oldest <= bound
+        assert max(ahead.trained.values()) == 1
+        assert ahead.seconds <= waits.seconds
 
 
 def short(bound: int, **engine: Any) -> Any:

@@ -8,10 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tiny_models import ARCHITECTURES, EOS, VOCAB_SIZE, tiny_model
+from tiny_models import ARCHITECTURES, EOS, VOCAB_SIZE, apart, tiny_model
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from april.engines.protocol import EngineFinish, Float32, Int32
+from april.core.versions import FIRST_VERSION
+from april.engines.protocol import Chunk, EngineFinish, Float32, Int32
 from april.engines.transformers.model_check import check_model
 from april.engines.transformers.model_support import refuse_unsupported
 from april.engines.transformers.slot_batch import SlotDecoder, SlotRequest
@@ -49,22 +50,13 @@ def _run(
     return result
 
 
-def _recompute(model: Any, prompt: Int32, tokens: Int32, temperature: float = 1.0) -> torch.Tensor:
-    """Log-probabilities of ``tokens`` after ``prompt`` by one plain forward pass."""
-    sequence = torch.from_numpy(np.concatenate([prompt, tokens]).astype(np.int64))
-    with torch.no_grad():
-        logits = model(input_ids=sequence[None], use_cache=False).logits[0, len(prompt) - 1 : -1].float()
-    logprobs = (logits / temperature).log_softmax(-1)
-    return logprobs.gather(1, sequence[len(prompt) :, None])[:, 0]
-
-
 def _largest_difference(model: Any, prompts: dict[str, Int32], result: Result, temperature: float) -> float:
-    differences = [
-        (_recompute(model, prompts[name], tokens, temperature) - torch.from_numpy(logprobs)).abs().max().item()
+    """In nats, between log-probabilities and those of a plain forward pass."""
+    assert len(result) == len(prompts)
+    return max(
+        float(apart(model, prompts[name], Chunk(tokens, logprobs, FIRST_VERSION), temperature).max())
         for name, (tokens, logprobs, _) in result.items()
-    ]
-    assert len(differences) == len(prompts)
-    return max(differences)
+    )
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)

@@ -19,7 +19,7 @@ from april.core.versions import FIRST_VERSION
 from april.driver.user_calls import TimeLimits
 from april.engines.protocol import BufferedStream, Chunk, EngineFinish, Request
 from april.errors import EngineError
-from april.testing.virtual_clock import run_virtual
+from april.testing import FakeEngine, Fault, FaultScript, rollouts, run_virtual
 
 STALL_S = 10.0
 
@@ -120,9 +120,6 @@ async def test_pieces_that_pile_up(pieces: list[tuple[float, int]], late_s: floa
 
 def test_chunks_without_tokens() -> None:
     """An engine that yields empty chunks for ever is silent: its request is ended and continued."""
-    from april.testing import Fault, FaultScript
-    from april.testing.fake_engine import FakeEngine
-    from april.testing.same_loop import rollouts
 
     async def program() -> None:
         script = FaultScript(Fault("empty_chunks", sample=(0, 1), after_tokens=3))
@@ -151,11 +148,11 @@ def test_an_evaluation_counts_tokens_too() -> None:
 
     async def program() -> None:
         engine = Empty(table({}, 8))
-        rollouts = Rollouts(table({}, 8), n=1, engines=[engine], stall_timeout_s=STALL_S)
+        run = Rollouts(table({}, 8), n=1, engines=[engine], stall_timeout_s=STALL_S)
         prompt = april.Prompt(np.array([1, 2], np.int32))
         with pytest.raises(EngineError, match="was silent for 10 s"):
-            await rollouts.driver.evaluate([prompt], 1, SamplingParams(8), 1)
-        await rollouts.driver.close()
+            await run.driver.evaluate([prompt], 1, SamplingParams(8), 1)
+        await run.driver.close()
 
     virtual(program)
 
