@@ -73,19 +73,8 @@ _HOMES = {
     "april.engines.transformers.engine": ("TransformersEngine",),
     "april.engines.vllm.in_process": ("VllmInProcessEngine",),
     "april.errors": (
-        "AprilError",
-        "CheckpointError",
-        "ConfigError",
-        "DataExhausted",
-        "EngineError",
-        "InvariantError",
-        "OffPolicyError",
-        "RankError",
-        "RolloutError",
-        "SchedulerClosed",
-        "UsageError",
-        "WeightsInUse",
-        "WireError",
+        "AprilError", "CheckpointError", "ConfigError", "DataExhausted", "EngineError", "InvariantError",
+        "OffPolicyError", "RankError", "RolloutError", "SchedulerClosed", "UsageError", "WeightsInUse", "WireError",
     ),
     "april.processes.remote_hosts": ("HostListener",),
     "april.processes.host": ("Host",),
@@ -95,7 +84,7 @@ _HOMES = {
     "april.record.file": ("RunRecord",),
     "april.scheduler": ("RolloutScheduler", "partial_rollout"),
     "april.torch_arrays": ("to_torch",),
-}
+}  # fmt: skip
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
 __all__ = [

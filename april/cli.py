@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
@@ -39,6 +41,23 @@ def _no_record(out: Path) -> Path:
     if out.is_file() and is_record(out):
         raise typer.BadParameter(printable(f"{out} is the record of a run; choose another file"))
     return out
+
+
+@contextmanager
+def _sentences(out: Path | str = "", usage: tuple[type[Exception], ...] = ()) -> Iterator[None]:
+    """Errors end the program with a sentence: ``usage``, and what cannot be written to ``out``, as mistakes in the
+    command line (code 2), april's others as failures (code 1)."""
+    try:
+        yield
+    except (AprilError, *usage) as error:
+        if not isinstance(error, AprilError) or (ConfigError in usage and isinstance(error, ConfigError)):
+            raise typer.BadParameter(printable(str(error))) from None
+        Console(markup=False, highlight=False).print(printable(str(error)), soft_wrap=True)
+        raise typer.Exit(1) from None
+    except OSError as error:
+        if not out:
+            raise
+        raise typer.BadParameter(f"cannot write {out}: {error.strerror}; choose another --out") from None
 
 
 @app.callback()
@@ -92,10 +111,8 @@ def doctor(
     from april.doctor.run import examine, present
 
     each = min(4.0, timeout / 3)
-    try:
+    with _sentences(usage=(ConfigError,)):
         report = examine(urls or [], config, api_key_env, Patience(timeout, each, each))
-    except ConfigError as error:
-        raise typer.BadParameter(printable(str(error))) from None
     raise typer.Exit(present(report, as_json))
 
 
@@ -114,11 +131,8 @@ def replay(
     named = re.fullmatch(r"g(-?\d{1,18})\.s(\d{1,9})", story or "g0.s0")
     if named is None:
         raise typer.BadParameter(f"no sample is called {story!r}; the name of one is g3.s1: group 3, sample 1")
-    try:
+    with _sentences():
         done = run(path, whole_story=story is not None)
-    except RecordError as error:
-        console.print(printable(str(error)), soft_wrap=True)
-        raise typer.Exit(1) from None
     table = Table(show_header=False, box=None)
     for name, text in done.rows().items():
         table.add_row(name, printable(text))
@@ -147,7 +161,7 @@ def report(
     from april.view.report import page
     from april.view.run_data import read_run
 
-    try:
+    with _sentences(out):
         with console.status("reading") as status:
             runs = []
             for path in paths:
@@ -156,11 +170,6 @@ def report(
             status.update("drawing")
             text = page(runs)
         write_atomic(out, text.encode())
-    except RecordError as error:
-        console.print(printable(str(error)), soft_wrap=True)
-        raise typer.Exit(1) from None
-    except OSError as error:
-        raise typer.BadParameter(f"cannot write {out}: {error.strerror}; choose another --out") from None
     console.print(f"wrote {printable(str(out))}", soft_wrap=True)
 
 
@@ -265,11 +274,10 @@ def simulate(
     from april.simulate.workload import Workload
     from april.view.bars import bars
 
-    try:
+    with _sentences(usage=(ValueError,)):
         workload = Workload(**given)
+    try:
         out.mkdir(parents=True, exist_ok=True)
-    except ValueError as error:
-        raise typer.BadParameter(printable(str(error))) from None
     except OSError as error:
         raise typer.BadParameter(f"cannot make the directory {out}: {error.strerror}; choose another --out") from None
     console = Console(markup=False)
@@ -320,15 +328,8 @@ def profile(
     from april.simulate.profile import profile_server
 
     console = Console(markup=False, highlight=False)
-    try:
+    with _sentences(out, usage=(ConfigError,)):
         profile_server(url, kind, api_key_env, model, max_in_flight, tokens, out, console)
-    except ConfigError as error:
-        raise typer.BadParameter(printable(str(error))) from None
-    except AprilError as error:
-        console.print(printable(str(error)), soft_wrap=True)
-        raise typer.Exit(1) from None
-    except OSError as error:
-        raise typer.BadParameter(f"cannot write {out}: {error.strerror}; choose another --out") from None
 
 
 @app.command()
@@ -369,14 +370,7 @@ def plan(
     from april.simulate.profile import read_cost
 
     console = Console(markup=False, highlight=False)
-    try:
+    with _sentences(f"below {out}", usage=(ValueError,)):
         if cost is not None:
             given["measured_cost"] = read_cost(cost)
         plan_file(path, given, max_off_policy_share, processes, out, console)
-    except AprilError as error:
-        console.print(printable(str(error)), soft_wrap=True)
-        raise typer.Exit(1) from None
-    except ValueError as error:
-        raise typer.BadParameter(printable(str(error))) from None
-    except OSError as error:
-        raise typer.BadParameter(f"cannot write below {out}: {error.strerror}; choose another --out") from None

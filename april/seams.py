@@ -1,4 +1,4 @@
-"""Whether an installed trainer is one that its adapter was held against: trainers promise none of their internals."""
+"""Checks that an installed trainer is one that its adapter was held against: trainers promise no internals."""
 
 from __future__ import annotations
 

@@ -14,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from auto_questions import BETTER, COST, NOW, Watched, answer, question, stays
@@ -88,7 +89,7 @@ def test_a_question_is_about_the_run_as_it_is() -> None:
     assert np.allclose(q.cost[:2], (1e-2, 1e-4), rtol=0.2)
     assert abs(q.train_s - 2.0) < 1e-6
     assert first.train_s == q.train_s
-    assert Question.decode(q.encode()) == q
+    assert msgspec.json.decode(msgspec.json.encode(q), type=Question) == q
 
 
 def test_longer_responses_are_asked_about_at_once() -> None:
@@ -407,7 +408,7 @@ async def test_a_question_is_answered_by_a_process() -> None:
     process.close()
 
 
-TELLS = f"import sys; sys.stdin.read(); sys.stdout.buffer.write({answer().encode()!r})"
+TELLS = f"import sys; sys.stdin.read(); sys.stdout.buffer.write({msgspec.json.encode(answer())!r})"
 FAILS = "import sys; sys.exit('there is no memory')"
 
 

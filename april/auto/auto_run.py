@@ -12,6 +12,8 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Protocol
 
+import msgspec
+
 from april.auto.auto_work import AutoWork, Decision
 from april.auto.question import Answer, Question
 from april.core import events as ev
@@ -118,7 +120,7 @@ class ChooserProcess:
         except NotImplementedError:
             return _ask_and_wait(question)
         try:
-            out, errors = await process.communicate(question.encode())
+            out, errors = await process.communicate(msgspec.json.encode(question))
         finally:
             self.close()
             if process.returncode is None:  # killed; its pipes must not outlive the loop
@@ -135,7 +137,7 @@ class ChooserProcess:
 
 def _ask_and_wait(question: Question) -> Answer:
     command = (sys.executable, *COMMAND)
-    done = subprocess.run(command, input=question.encode(), capture_output=True, check=False)  # noqa: S603
+    done = subprocess.run(command, input=msgspec.json.encode(question), capture_output=True, check=False)  # noqa: S603
     return _answer(done.returncode, done.stdout, done.stderr)
 
 
@@ -143,4 +145,4 @@ def _answer(code: int | None, out: bytes, errors: bytes) -> Answer:
     if code:
         last = errors.decode(errors="replace").strip().rpartition("\n")[2]
         raise RolloutError(f"the simulation has ended with {code}: {last[:300]}")
-    return Answer.decode(out)
+    return msgspec.json.decode(out, type=Answer)

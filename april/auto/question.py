@@ -5,8 +5,6 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-import msgspec
-
 from april.core.events import WorkChanged
 from april.core.settings import CoreSettings
 from april.core.types import OnStale, Refill, Work
@@ -81,10 +79,6 @@ class Question:
     free: tuple[Work, ...]
     now: InWork
 
-    def encode(self) -> bytes:
-        """Return JSON."""
-        return msgspec.json.encode(self)
-
     def check(self, answer: Answer) -> None:
         """Raise ValueError for an impossible answer: the core believes what it is given."""
         best, free = answer.best, self.free
@@ -107,11 +101,6 @@ class Question:
         if wrong:
             raise ValueError(f"the answer is not possible ({wrong}): {answer}")
 
-    @classmethod
-    def decode(cls, data: bytes) -> Question:
-        """Read JSON; raises msgspec.ValidationError."""
-        return msgspec.json.decode(data, type=cls)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
@@ -130,12 +119,3 @@ class Answer:
     off_policy_share: float
     speed_up: float
     share_now: float
-
-    def encode(self) -> bytes:
-        """Return JSON."""
-        return msgspec.json.encode(self)
-
-    @classmethod
-    def decode(cls, data: bytes) -> Answer:
-        """Read JSON; raises msgspec.ValidationError."""
-        return msgspec.json.decode(data, type=cls)

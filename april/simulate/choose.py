@@ -10,6 +10,8 @@ import sys
 from contextlib import suppress
 from dataclasses import replace
 
+import msgspec
+
 from april.auto.question import GAIN, Answer, InWork, Question
 from april.core.types import Refill, Work
 from april.engines.simulated.decode_cost import DecodeCost
@@ -94,7 +96,8 @@ def main() -> None:
     """Answer the question on stdin."""
     with suppress(OSError):
         os.nice(NICE)
-    sys.stdout.buffer.write(choose(Question.decode(sys.stdin.buffer.read())).encode())
+    question = msgspec.json.decode(sys.stdin.buffer.read(), type=Question)
+    sys.stdout.buffer.write(msgspec.json.encode(choose(question)))
 
 
 if __name__ == "__main__":
