@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+import sys
 from pathlib import Path
 from types import ModuleType
 
@@ -37,7 +38,7 @@ def loaded(name: str) -> ModuleType:
     spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
-    example = importlib.util.module_from_spec(spec)
+    example = sys.modules[name] = importlib.util.module_from_spec(spec)  # its dataclasses look there
     spec.loader.exec_module(example)
     return example
 

@@ -33,9 +33,10 @@ options = {}
 """
 
 
-def run(code: str) -> subprocess.CompletedProcess[str]:
+def run(code: str, *flags: str) -> subprocess.CompletedProcess[str]:
     """The end of a program in a process of its own, which has a minute."""
-    return subprocess.run([sys.executable, "-c", PROGRAM + code], capture_output=True, text=True, timeout=60)
+    command = [sys.executable, *flags, "-c", PROGRAM + code]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60)
 
 
 def threads_of_april(before: Sequence[threading.Thread] = ()) -> list[threading.Thread]:
@@ -180,6 +181,17 @@ rollouts.close()
 """
     program = run(code)
     assert (program.stdout, program.returncode) == ("<RolloutScheduler of another process>\n0\n1\n", 0), program.stderr
+
+
+def test_an_interpreter_that_exits_without_close() -> None:
+    """A script that forgets close ends at once, with its own exit status and without noise."""
+    code = """
+rollouts = april.RolloutScheduler(config, prompts=[[1], [2], [3]], reward=None, engines=[engine])
+print(len(rollouts.next_batch()))
+sys.exit(3)
+"""
+    program = run(code, "-W", "error")
+    assert (program.returncode, program.stdout, program.stderr) == (3, "1\n", "")
 
 
 @pytest.mark.parametrize("what", ["await asyncio.to_thread(hang)", "await llm.generate()"])

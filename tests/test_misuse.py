@@ -163,15 +163,12 @@ def test_arguments_of_the_scheduler(change: dict[str, Any], sentence: str) -> No
 
 CALLS: list[tuple[Callable[[april.RolloutScheduler], Any], type[AprilError], str]] = [
     (lambda r: r.load_state_dict("x"), CheckpointError, r"this is not a state that april's state_dict\(\) gave"),
-    (
-        lambda r: r.state_dict("x"),
-        CheckpointError,
-        "trained_through='x' must be the id of a batch, or -1; the batches delivered so far are 0 to 0",
-    ),
-    (
-        lambda r: r.state_dict(7),
-        CheckpointError,
-        "trained_through=7 must be the id of a batch, or -1; the batches delivered so far are 0 to 0",
+    *(
+        (
+            lambda r, batch=batch: r.state_dict(batch), CheckpointError,
+            f"trained_through={batch!r} must be the id of a batch, or -1; the batches delivered so far are 0 to 0",
+        )
+        for batch in ("x", 7)
     ),
     (lambda r: r.weight_update(transfer=3), ConfigError, "weight_update: transfer must be a function, got int"),
     (lambda r: r.evaluate(None), ConfigError, "evaluate: prompts must be an iterable of prompts, got NoneType"),

@@ -10,18 +10,16 @@ from __future__ import annotations
 
 import asyncio
 import copy
-import importlib.util
-import sys
 from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from test_examples import loaded
 from tiny_models import tiny_model
 
 import april
@@ -35,18 +33,7 @@ from april.engines.transformers.engine import TransformersEngine
 UPDATES = 6
 
 
-def load_example() -> Any:
-    """examples/multi_turn_tool.py as a module."""
-    path = Path(__file__).parent.parent / "examples" / "multi_turn_tool.py"
-    spec = importlib.util.spec_from_file_location("multi_turn_tool", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-example = load_example()
+example: Any = loaded("multi_turn_tool")
 ENDS = (example.EOS, example.PLUS, example.MINUS, example.TIMES)
 
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import signal
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -422,22 +420,6 @@ def test_close_waits_for_plain_rewards_that_run() -> None:
         release.set()
         closer.result()
         assert done.is_set()
-
-
-def test_an_interpreter_that_exits_without_close() -> None:
-    """A script that forgets close ends at once, with its own exit status and without noise."""
-    code = """
-import asyncio, april, sys
-from april.engines.simulated.decode_cost import DecodeCost
-from april.engines.simulated.engine import SimulatedEngine
-engine = SimulatedEngine("e", DecodeCost(1e-3, 0, 0), lambda r: 10 + 1000 * r.sample_key[0], max_running=8)
-config = april.Config(rollout_batch_size=1, n_samples_per_prompt=1, over_sampling_batch_size=3, max_response_len=5000)
-rollouts = april.RolloutScheduler(config, prompts=[[1], [2], [3]], reward=None, engines=[engine])
-print(len(rollouts.next_batch()))
-sys.exit(3)
-"""
-    run = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, timeout=60)
-    assert (run.returncode, run.stdout, run.stderr) == (3, "1\n", "")
 
 
 def test_the_end_of_the_data() -> None:
