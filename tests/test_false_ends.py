@@ -232,8 +232,8 @@ def request(**sampling: Any) -> Request:
     )
 
 
-def chunk(*tokens: int, finish: Any = None, version: Any = FIRST_VERSION) -> Chunk:
-    return Chunk(np.array(tokens, np.int32), np.full(len(tokens), -1.0, np.float32), version, finish)
+def chunk(*tokens: int, finish: Any = None, version: Any = FIRST_VERSION, logprob: float = -1.0) -> Chunk:
+    return Chunk(np.array(tokens, np.int32), np.full(len(tokens), logprob, np.float32), version, finish)
 
 
 def answer(*chunks: Chunk, eos: tuple[int, ...] = (EOS,), **sampling: Any) -> EngineFinish:
@@ -354,27 +354,23 @@ class _Liar(RecordingEngine):
     async def generate(self, request: Request) -> Any:
         if self.lies:
             self.lies -= 1
-            for piece_of in self.chunks:
-                yield piece_of
+            for piece in self.chunks:
+                yield piece
             return
-        async for piece_of in super().generate(request):
-            yield piece_of
-
-
-def piece_of(*tokens: int, finish: EngineFinish | None = None, logprob: float = -1.0) -> Chunk:
-    return Chunk(np.array(tokens, np.int32), np.full(len(tokens), logprob, np.float32), FIRST_VERSION, finish)
+        async for piece in super().generate(request):
+            yield piece
 
 
 CONTRADICTIONS: dict[str, tuple[list[Chunk], type[EngineError], str]] = {
-    "length": ([piece_of(5, 6, finish=EngineFinish.LENGTH)], WireError, "for want of room"),
+    "length": ([chunk(5, 6, finish=EngineFinish.LENGTH)], WireError, "for want of room"),
     "clamped": (
-        [piece_of(5, 6, logprob=-9999.0), piece_of(VIRTUAL_EOS, finish=EngineFinish.STOP)], WireError, "minus infinity",
+        [chunk(5, 6, logprob=-9999.0), chunk(VIRTUAL_EOS, finish=EngineFinish.STOP)], WireError, "minus infinity",
     ),
     "after its end": (
-        [piece_of(5, VIRTUAL_EOS, finish=EngineFinish.STOP), piece_of(7)], WireError, "after the one that ended",
+        [chunk(5, VIRTUAL_EOS, finish=EngineFinish.STOP), chunk(7)], WireError, "after the one that ended",
     ),
-    "no token": ([piece_of(finish=EngineFinish.STOP)], EngineError, "without a token"),
-    "no end": ([piece_of(5, 6)], EngineError, "without a finish reason"),
+    "no token": ([chunk(finish=EngineFinish.STOP)], EngineError, "without a token"),
+    "no end": ([chunk(5, 6)], EngineError, "without a finish reason"),
 }  # fmt: skip
 
 
