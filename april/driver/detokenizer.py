@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -12,21 +12,15 @@ from april.core.tape import Int32
 from april.core.types import Attempt
 from april.errors import ConfigError, RolloutError
 
-
-class Tokenizer(Protocol):
-    """The part of a tokenizer that april needs; those of Hugging Face fit. It is called from several threads."""
-
-    def decode(self, ids: list[int], *, skip_special_tokens: bool = False) -> str:
-        """The text of ``ids``."""
-        ...
-
-
 TRIES = 3
 """Tries to decode: tokenizers of Hugging Face that threads share fail now and then (\"Already borrowed\")."""
 
 
 class Detokenizer:
-    """Calls the tokenizer and names it where it fails.
+    """Calls the tokenizer, in several threads, and names it where it fails.
+
+    Args:
+        tokenizer: has ``decode(ids, *, skip_special_tokens=False) -> str``, as those of Hugging Face have.
 
     Raises:
         ConfigError: it has no ``decode`` that fits.

@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from inspect import isawaitable
 from typing import Any
@@ -71,10 +71,6 @@ class EvaluationResult:
         return float(means.std(ddof=1) / np.sqrt(len(means))) if len(means) > 1 else 0.0
 
 
-RewardFunction = Callable[[Prompt, Response], float | Awaitable[float]]
-GroupRewardFunction = Callable[[Prompt, Sequence[Response]], Sequence[float] | Awaitable[Sequence[float]]]
-
-
 def response_of(
     sample: Sample, output: Any, detokenizer: Detokenizer | None = None, reward: float | None = None
 ) -> Response:
@@ -83,9 +79,6 @@ def response_of(
     tape = sample.tape
     tokens, logprobs = tape.tokens.copy(), tape.logprobs.copy()
     return Response(sample.key, tokens, logprobs, tape.loss_mask(), sample.finish, output, reward, detokenizer)
-
-
-FilterFunction = Callable[[Prompt, Sequence[Response]], bool | Awaitable[bool]]
 
 
 def rewards_differ(prompt: Prompt, responses: Sequence[Response]) -> bool:
