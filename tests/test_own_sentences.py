@@ -37,7 +37,6 @@ ALLOWED = {
     ("core/snapshot.py", "auto"): "names of settings",
     ("core/snapshot.py", "settled"): "keys of a state",
     ("core/sealed.py", "april"): "keys of a state",
-    ("demo/run.py", "loss"): "keys of figures",
     ("driver/prompt_source.py", "attention_mask"): "keys of a user's row",
     ("engines/http/wire.py", r"\bis (?:paused|asleep|sleeping)\b"): "what a server says",
     ("engines/kinds/identify.py", "/v1/models"): "routes that answered",
@@ -45,6 +44,7 @@ ALLOWED = {
     ("engines/sglang/worker.py", "retract"): "pause modes",
     ("engines/vllm/probe.py", "data"): "keys of an answer",
     ("engines/vllm/probe.py", "speculation"): "keys of a server's settings",
+    ("view/pictures.py", "CAUSE"): "names of colours",
     ("testing/recording_proxy.py", "token_id:"): "tokens as a server writes them",
 }
 """(file, what it looks for): in whose words."""
