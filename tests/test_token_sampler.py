@@ -55,19 +55,11 @@ def test_draws_follow_the_distribution() -> None:
     torch.testing.assert_close(logprobs, (logits / 0.7).log_softmax(-1).gather(1, tokens[:, None])[:, 0])
 
 
-def test_greedy_and_drawn_rows_mix() -> None:
-    """Temperature 0 is the argmax with log_softmax(logits), whatever the other rows of the batch do."""
-    logits = torch.randn(3, 50, generator=torch.Generator().manual_seed(2))
-    tokens, logprobs = sample(logits, _rows([0.0, 1.3, 0.0]), _uniform([5, 5, 5]))
-
-    assert tokens[0] == logits[0].argmax()
-    assert tokens[2] == logits[2].argmax()
-    torch.testing.assert_close(logprobs[0], logits[0].log_softmax(-1)[tokens[0]])
-    torch.testing.assert_close(logprobs[1], (logits[1] / 1.3).log_softmax(-1)[tokens[1]])
-
-
 def test_a_row_does_not_see_the_others() -> None:
-    """The same row alone and among 40 others with other parameters gives the same token and log-probability."""
+    """The same row alone and among 40 others with other parameters gives the same token and log-probability.
+
+    Temperature 0 is the argmax with log_softmax(logits), whatever the other rows do.
+    """
     generator = torch.Generator().manual_seed(3)
     logits = torch.randn(41, 200, generator=generator)
     temperature = [0.0, 0.5, 1.0, 1.5] * 10 + [0.8]
@@ -81,6 +73,9 @@ def test_a_row_does_not_see_the_others() -> None:
         )
         assert alone[0][0] == together[0][i]
         assert alone[1][0] == together[1][i]
+        whole = (logits[i] / (temperature[i] or 1.0)).log_softmax(-1)
+        torch.testing.assert_close(together[1][i], whole[together[0][i]])
+        assert temperature[i] or together[0][i] == logits[i].argmax()
 
 
 @pytest.mark.parametrize("top_p", [0.05, 0.5, 0.9, 0.999])
