@@ -22,6 +22,7 @@ from april.processes.coordinator.coordinator import Coordinator
 from april.processes.coordinator.messages import Delivery, Done, Go, Result, Start
 
 Make = Callable[..., Trainer]
+failures: Counter[tuple[int, int]] = Counter()
 N, SIZE = 3, 6
 TRTLLM = {"actor_rollout_ref__rollout__name": "trtllm"}
 LONG = 200
@@ -226,19 +227,6 @@ def test_an_agent_loop_that_was_replaced_is_not_heard(trainer: Make) -> None:
     assert run.ask("ledgers")["tokens"]["dropped"].get("stale", 0) > 0
 
 
-def test_two_calls_at_the_same_time_are_refused(trainer: Make) -> None:
-    """One response per sample: the group is dropped with a sentence that says so."""
-    async def parallel(session: Session, prompt: list[int], send: Any) -> list[int]:
-        if prompt[1] == 0:
-            await asyncio.gather(*(generate(session, send, prompt, 9, 1.0) for _ in range(2)))
-        return await single_turn(session, prompt, send)
-
-    run = trainer()
-    run.agent_loop = parallel
-    run.step()
-    assert run.ask("ledgers")["prompts"]["dropped"] == {"failed": 1}
-
-
 def test_an_agent_loop_without_a_call_is_told(trainer: Make) -> None:
     """Groups that fail in a row end the step with the last reason."""
 
@@ -280,41 +268,41 @@ def test_too_old_tokens(trainer: Make, on_stale: str) -> None:
 # ---------------------------------------------------------------- mishaps
 
 
-def test_a_cancelled_tool_costs_a_try_and_then_its_group(trainer: Make) -> None:
-    """A CancelledError from within an agent loop ends that rollout and nothing else."""
-    tries: Counter[int] = Counter()
+async def with_a_cancelled_tool(session: Session, prompt: list[int], send: Any) -> list[int]:
+    """A CancelledError from within: for row 2 once, for row 1 always."""
+    failures[prompt[1], 0] += 1
+    if prompt[1] == 1 or (prompt[1] == 2 and failures[2, 0] == 1):
+        raise asyncio.CancelledError
+    return await single_turn(session, prompt, send)
 
-    async def with_a_tool(session: Session, prompt: list[int], send: Any) -> list[int]:
-        tries[prompt[1]] += 1
-        if prompt[1] == 1 or (prompt[1] == 2 and tries[2] == 1):
-            raise asyncio.CancelledError
+
+async def in_a_hurry(session: Session, prompt: list[int], send: Any) -> list[int]:
+    """For row 1, a timeout around a call, after which it goes on or asks again."""
+    if prompt[1] != 1:
         return await single_turn(session, prompt, send)
+    try:
+        done = await asyncio.wait_for(generate(session, send, prompt, 40, 1.0), 2.0)
+    except TimeoutError:
+        return [] if session.index else [int(t) for t in (await generate(session, send, prompt, 40, 1.0)).tokens]
+    return done.tokens.tolist()
 
+
+async def parallel(session: Session, prompt: list[int], send: Any) -> list[int]:
+    """For row 1, two calls at the same time, which are refused: one response per sample."""
+    if prompt[1] == 1:
+        await asyncio.gather(*(generate(session, send, prompt, 9, 1.0) for _ in range(2)))
+    return await single_turn(session, prompt, send)
+
+
+@pytest.mark.parametrize("agent_loop", [with_a_cancelled_tool, in_a_hurry, parallel])
+def test_an_agent_loop_that_goes_wrong_costs_its_group_and_not_the_run(trainer: Make, agent_loop: Any) -> None:
+    """Once costs a try; for good, the group is dropped by name, and what the server still sends is named."""
+    failures.clear()
     run = trainer(five)
-    run.agent_loop = with_a_tool
+    run.agent_loop = agent_loop
     run.steps(4)
-    assert tries[2] > 2
     assert 1 not in {row for row, _ in run.trained}
     assert 2 in {row for row, _ in run.trained}
-    assert run.ask("ledgers")["prompts"]["dropped"] == {"failed": 1}
-
-
-def test_a_timeout_around_a_call_costs_its_group_and_not_the_run(trainer: Make) -> None:
-    """A rollout that goes on though its call is unfinished has failed; what the server still sends is named."""
-
-    async def in_a_hurry(session: Session, prompt: list[int], send: Any) -> list[int]:
-        if prompt[1] != 1:
-            return await single_turn(session, prompt, send)
-        try:
-            done = await asyncio.wait_for(generate(session, send, prompt, 40, 1.0), 2.0)
-        except TimeoutError:
-            return [] if session.index else [int(t) for t in (await generate(session, send, prompt, 40, 1.0)).tokens]
-        return done.tokens.tolist()
-
-    run = trainer(five)
-    run.agent_loop = in_a_hurry
-    run.steps(4)
-    assert 1 not in {row for row, _ in run.trained}
     assert run.ask("ledgers")["prompts"]["dropped"] == {"failed": 1}
 
 
@@ -473,9 +461,6 @@ QUORUM: dict[str, Any] = {
     "april__group_quorum": 0.5, "algorithm__adv_estimator": "april_grpo", "actor_rollout_ref__rollout__n": SIZE,
     "reward_of": reward_of,
 }  # fmt: skip
-failures: Counter[tuple[int, int]] = Counter()
-
-
 def check(run: Trainer, delivery: Delivery) -> None:
     """N * n rows; the baseline of each is of two rewards of its prompt, its own not among them."""
     assert len(set(delivery.rollouts)) == len(delivery.rollouts) == len(delivery.rewards) == N * SIZE
