@@ -267,7 +267,7 @@ class Training:
 
     def __init__(
         self, kind: str, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch, *,
-        update: Callable[[Any], None] = lambda samples: None, start: Any = None, **flags: Any,
+        update: Callable[[Training], Any] = lambda training: None, start: Any = None, **flags: Any,
     ) -> None:  # fmt: skip
         actors: Any = importlib.import_module("april.adapters.openrlhf.actors")
         self.engines = [Engine("e0"), Engine("e1")]
@@ -283,7 +283,7 @@ class Training:
         monkeypatch.setattr(actors, "Rollouts", made)
         args = namespace(train__async_enable=kind == "async", **flags)
         args.april = settings
-        strategy = SimpleNamespace(args=args, update=update)
+        strategy = SimpleNamespace(args=args, update=lambda samples: update(self))
         make = actors.AprilPPOTrainer if kind == "sync" else actors.AprilPPOTrainerAsync
         trainer = make(strategy, self.engines)
         trainer.start = start
@@ -344,18 +344,10 @@ class SomeAreLong:
 
 def running_in_updates(kind: str, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Requests at the engines at each optimizer step."""
-    made: list[Engine] = []
-    begin = Engine.__init__
-
-    def remembered(self: Engine, name: str) -> None:
-        begin(self, name)
-        made.append(self)
-
     running: list[int] = []
-    monkeypatch.setattr(Engine, "__init__", remembered)
     monkeypatch.setattr("adapters.openrlhf_stand_in.LENGTHS", SomeAreLong())
     run = Training(
-        kind, settings, monkeypatch, update=lambda samples: running.append(sum(e.running for e in made)),
+        kind, settings, monkeypatch, update=lambda training: running.append(sum(e.running for e in training.engines)),
         rollout__max_new_tokens=2000, data__max_len=4000,
     )  # fmt: skip
     assert run.labels() == EACH
@@ -396,7 +388,7 @@ def test_a_broadcast_does_not_wait_for_a_batch(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(Engine, "receive", received)
     Training(
         "async", {**CONTINUOUS, "max_in_flight": GROUPS * SAMPLES}, monkeypatch,
-        update=lambda samples: asked_again.wait(10) and None, rollout__max_new_tokens=2000, data__max_len=4000,
+        update=lambda training: asked_again.wait(10), rollout__max_new_tokens=2000, data__max_len=4000,
     )  # fmt: skip
     assert happened[:6] == ["asked", "delivered", "asked", "weights", "weights", "delivered"]
 
