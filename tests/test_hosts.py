@@ -18,7 +18,7 @@ from april.errors import LinkError, RolloutError
 from april.processes.host import RETRY_S, Host
 from april.processes.link import Link, MemoryLink, memory_links
 from april.processes.remote_hosts import HostDoor
-from april.testing import FakeEngine
+from april.testing import FakeEngine, FaultScript
 from april.testing.same_loop import _SameLoopScheduler
 
 pytestmark = on_virtual_time
@@ -121,8 +121,8 @@ def LENGTHS(request: Any) -> int:
     return 3 + (7 * group + 11 * index) % 17
 
 
-def fake(name: str) -> FakeEngine:
-    return FakeEngine(name, lengths=LENGTHS, chunk_tokens=1)
+def fake(name: str, faults: FaultScript | None = None) -> FakeEngine:
+    return FakeEngine(name, lengths=LENGTHS, chunk_tokens=1, faults=faults)
 
 
 async def test_samples_are_generated_and_scored_on_hosts() -> None:

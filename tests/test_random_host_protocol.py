@@ -24,12 +24,14 @@ from april.driver.llm import single_turn
 from april.errors import LinkError
 from april.processes.host import Host
 from april.processes.link import Link, MemoryLink, OnFrame, OnLost
+from april.testing import FaultScript
 
 pytestmark = on_virtual_time
 
 LIVES = int(os.environ.get("APRIL_RANDOM_LIVES", "40"))
 BATCH, PROMPTS = 10, 24
 NOISE = b"\xc1"
+LATE = ("abort_late", "abort_hangs", "abort_ignored", "abort_missed")
 NO_FUNCTIONS: dict[str, Any] = {"rollout": single_turn, "reward": None, "filter": None}
 
 
@@ -73,7 +75,7 @@ class HostsLife(Place):
             refill=luck.choice(["none", "group", "sample"]), generation=luck.choice(["stepwise", "continuous"]),
             max_staleness=luck.choice([1, 3]), group_quorum=luck.choice([1.0, 0.75]) if samples == 4 else 1.0,
             max_attempt_failures=99, max_failed_groups=99, max_filtered_groups=99, outage_deadline_s=1e9,
-            on_data_end="short", engine={"kind": "simulated"},
+            abort_deadline_s=6.0, on_data_end="short", engine={"kind": "simulated"},
         )  # fmt: skip
         self.raises, self.repeats = luck.choice([0.0, 0.05]), luck.choice([0.0, 0.1, 0.5])
         functions: dict[str, Any] = {"reward": self.reward}
@@ -85,6 +87,7 @@ class HostsLife(Place):
         super().__init__(config, PROMPTS, [fake("e")], **functions)
         self.samples, self.bound = samples, config.max_staleness
         self.here: dict[str, Host] = {}
+        self.processes = 0
         self.restless = True
         self.seen: Counter[str] = Counter()
 
@@ -131,7 +134,9 @@ class HostsLife(Place):
 
     async def joins(self, name: str) -> None:
         """A process of this name, for the first time or anew; who is taken for dead is still there for a while."""
-        engines = [fake(f"e{i}") for i in range(int(name[1:]) % 3)]
+        self.processes += 1
+        faults = FaultScript.random(1000 * self.seed + self.processes, 0.2, LATE)  # and so it is told to fence
+        engines = [fake(f"e{i}", faults) for i in range(int(name[1:]) % 3)]
         with contextlib.suppress(LinkError):
             self.here[name] = await self.host(name, engines, **(NO_FUNCTIONS if len(engines) == 2 else {}))
             self.seen["joins"] += 1
@@ -217,6 +222,8 @@ async def test_lives_with_hosts_that_join_die_hang_come_back_and_repeat_themselv
     """Bound, ledgers and provenance hold over the wire; every prompt is settled once; nothing is kept for ever."""
     seen: Counter[str] = Counter()
     for seed in range(first, first + BATCH):
-        seen += (await lived(HostsLife(seed))).seen
+        life = await lived(HostsLife(seed))
+        seen += life.seen
+        seen["fenced"] += life.scheduler.driver.core.counters["fenced_attempts"]
     assert seen["joins"] > BATCH
-    assert min(seen[what] for what in ("dies", "hangs", "is cut off", "leaves", "lies")) >= 2
+    assert min(seen[what] for what in ("dies", "hangs", "is cut off", "leaves", "lies", "fenced")) >= 2

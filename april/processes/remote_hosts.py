@@ -1,6 +1,6 @@
 """The hosts of a scheduler: where they come in, who may join, where each command goes, and what the end of one means.
 
-A host is known by its name, a connection by its desk. Invariant: a command for an engine whose host is gone is answered
+A host is known by its name. Invariant: a command for an engine whose host is gone is answered
 here, at once, as an engine that does not answer.
 """
 
@@ -290,7 +290,7 @@ class RemoteHosts:
         """The groups that other hosts have heard of."""
         self._at_home: Counter[str] = Counter()
         self._warned = False
-        self._collected: set[Guest] = set()
+        self._collected: dict[Guest, None] = {}
         self._asked = 0
         self._watchers: set[asyncio.Future[None]] = set()
         """Told whenever a host has said something or is gone."""
@@ -573,10 +573,10 @@ class RemoteHosts:
         """Send at the end of this turn of the loop."""
         if not self._collected:
             asyncio.get_running_loop().call_soon(self._flush)
-        self._collected.add(guest)
+        self._collected[guest] = None
 
     def _flush(self) -> None:
-        collected, self._collected = self._collected, set()
+        collected, self._collected = self._collected, {}
         for guest in filter(self._is_here, collected):
             self._send(guest)
 
