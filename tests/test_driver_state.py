@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from typing import Any
 
 import numpy as np
@@ -145,29 +145,23 @@ async def test_a_restart_of_a_restart() -> None:
 async def test_a_state_may_be_taken_at_any_time(what: str) -> None:
     """In a pause, an evaluation or a weight update: the state is that of training, and can be gone on from."""
     old = new()
-    waiter = asyncio.create_task(old.driver.next_batch())
-    await asyncio.sleep(7.5)
-
-    async def transfer() -> None:
-        await asyncio.sleep(10)
 
     async def pause() -> None:
         async with old.driver.paused():
             await asyncio.sleep(10)
 
-    evaluation = old.driver.evaluate([Prompt(prompt_ids(9))], 2, SamplingParams(max_tokens=30), 0)
-    update = old.driver.update_weights(None, transfer)
-    meanwhile = {"pause": pause(), "evaluation": evaluation, "weight update": update}
-    task = asyncio.create_task(meanwhile.pop(what))  # type: ignore[arg-type]
-    for other in meanwhile.values():
-        other.close()
-    await asyncio.sleep(5)
-    assert not old.core.attempts
-    before = observed(old)
-    state = plain(old.driver.state_dict(None))
-    await task
-    await waiter
-    await old.close()
+    meanwhile: dict[str, Callable[[], Coroutine[Any, Any, Any]]] = {
+        "pause": pause,
+        "evaluation": lambda: old.driver.evaluate([Prompt(prompt_ids(9))], 2, SamplingParams(max_tokens=30), 0),
+        "weight update": lambda: old.driver.update_weights(None, lambda: asyncio.sleep(10)),
+    }
+    async with in_a_step(old, 7.5):
+        task = asyncio.create_task(meanwhile[what]())
+        await asyncio.sleep(5)
+        assert not old.core.attempts
+        before = observed(old)
+        state = plain(old.driver.state_dict(None))
+        await task
 
     again = new()
     assert await again.driver.load_state_dict(state) == PolicyVersion(1, 0)
