@@ -47,9 +47,10 @@ def _no_record(out: Path) -> Path:
 def _sentences(out: Path | str = "", usage: tuple[type[Exception], ...] = ()) -> Iterator[None]:
     """Errors end the program with a sentence: ``usage``, and what cannot be written to ``out``, as mistakes in the
     command line (code 2), april's others as failures (code 1)."""
+    known: tuple[type[Exception], ...] = (AprilError, *usage)
     try:
         yield
-    except (AprilError, *usage) as error:
+    except known as error:
         if not isinstance(error, AprilError) or (ConfigError in usage and isinstance(error, ConfigError)):
             raise typer.BadParameter(printable(str(error))) from None
         Console(markup=False, highlight=False).print(printable(str(error)), soft_wrap=True)
