@@ -249,6 +249,15 @@ class FakeRequest:
         self.flushed = len(self.ids)
         self.news.set()
 
+    def parts(self, start: int, label: str = "") -> Parts:
+        """What is said of the tokens from ``start`` that have left the scheduler."""
+        ids, total = self.ids[start : self.flushed], self.flushed
+        spans = [[name, first, min(end, total)] for name, first, end in self.spans if first < total]
+        return Parts(
+            self.name, label, ids, list(ids), list(self.logprobs[start:total]), spans, self.finish, total,
+            len(self.prompt),
+        )  # fmt: skip
+
     def make_token(self, weights: str, label: str, vocab_size: int, eos: int, mean_length: int) -> None:
         """One token more; EOS and stop tokens are in the ids."""
         token, logprob = next_token(weights, self.prompt + self.ids, vocab_size, eos, mean_length)
@@ -290,6 +299,71 @@ class FakeRequest:
     def aborted(self) -> Any:
         """The finish of a request that was aborted."""
         raise NotImplementedError
+
+
+@dataclass(slots=True)
+class Parts:
+    """What one event or answer says, before it is written in the way of the server."""
+
+    name: str
+    label: str
+    ids: list[int]
+    named: list[int]
+    """Ids beside the log-probabilities."""
+    logprobs: list[Any]
+    spans: list[list[Any]]
+    """(label, start, end) each."""
+    finish: Any
+    total: int
+    """Its count of the tokens of the response."""
+    prompt: int
+    """Its count of those before it."""
+
+    def repeat(self, token: int, logprob: Any) -> None:
+        self.ids.append(token)
+        self.named.append(token)
+        self.logprobs.append(logprob)
+
+    def spoil(self, kind: RequestFault, vocab_size: int, *, clamped: float, whole: bool) -> None:
+        """Make it wrong; it has tokens. ``clamped``: minus infinity; ``whole``: it is no event of a stream."""
+        last = self.finish is not None
+        match kind:
+            case RequestFault.EXTRA_LOGPROBS:
+                self.named.insert(0, self.named[0])
+                self.logprobs.insert(0, self.logprobs[0])
+            case RequestFault.NULL_LOGPROB:
+                self.logprobs[-1] = None
+            case RequestFault.NAN_LOGPROB:
+                self.logprobs[-1] = float("nan")
+            case RequestFault.POSITIVE_LOGPROB:
+                self.logprobs[-1] = 0.5
+            case RequestFault.CLAMPED_LOGPROB:
+                self.logprobs[-1] = clamped
+            case RequestFault.WRONG_COUNT:
+                self.total += 1
+            case RequestFault.OTHER_PROMPT:
+                self.prompt -= 1
+            case RequestFault.DOUBLED_EVENT if last and whole:
+                self.repeat(self.ids[-1], self.logprobs[-1])
+            case RequestFault.OTHER_IDS:
+                self.named[-1] = (self.named[-1] + 1) % vocab_size
+            case RequestFault.UNKNOWN_TOKEN:
+                self.ids[-1] = self.named[-1] = vocab_size
+            case RequestFault.OTHER_RID:
+                self.name = "another"
+            case RequestFault.GAP_IN_SPANS if last and self.spans:
+                self.spans[0][1] = 1
+            case RequestFault.FOREIGN_LABEL:
+                self.label = "step-7"
+                self.spans = [["step-7", start, end] for _, start, end in self.spans]
+            case RequestFault.UNCOUNTED_LAST if last:
+                self.repeat(3, -1.0)
+            case RequestFault.REPEATED_LAST if last:
+                self.ids.append(self.ids[-1])
+            case RequestFault.SHRINKS if last:
+                self.total -= 1
+            case RequestFault.NO_FINISH if last:
+                self.finish = None
 
 
 def next_token(weights: str, prefix: list[int], vocab_size: int, eos: int, mean_length: int) -> tuple[int, float]:

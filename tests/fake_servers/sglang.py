@@ -6,7 +6,6 @@ There is no model and no clock: generation goes one token per so many turns of t
 from __future__ import annotations
 
 import asyncio
-import copy
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -63,83 +62,32 @@ class FakeSglangRun(FakeRequest):
         return {"type": "abort", "message": "Aborted", "status_code": None, "err_type": None}
 
 
-def answer(run: FakeSglangRun, *, label: str, incremental: bool, spans: bool) -> dict[str, Any]:
+def answer(
+    run: FakeSglangRun, *, label: str, incremental: bool, spans: bool, fault: RequestFault | None = None,
+    vocab_size: int = 512,
+) -> dict[str, Any]:  # fmt: skip
     """The next event of a stream, or the answer at the end: what has left the scheduler and not the server."""
-    total = run.flushed
-    start = run.sent if run.stream and incremental else 0
-    meta: dict[str, Any] = {
-        "id": run.name,
-        "finish_reason": run.finish,
-        "weight_version": label,
-        "output_token_logprobs": scored(run, start, total),
-        "output_token_logprobs_length": total,
-        "completion_tokens": total,
-    }
-    ids = run.ids[start:total]
-    if run.finish is not None and run.queue_abort:
+    said = run.parts(run.sent if run.stream and incremental else 0, label)
+    queued = run.finish is not None and run.queue_abort
+    if queued and run.stream and incremental and run.flushed:
         # the tokenizer answers: the last token once more, and all log-probabilities
-        if run.stream and incremental and total:
-            meta["output_token_logprobs"] += scored(run, 0, total)
-            ids = [*ids, run.ids[total - 1]]
-    else:
-        meta |= {"prompt_tokens": len(run.prompt), "cached_tokens": 0, "num_retractions": 0, "dp_rank": None}
-    if run.finish is not None and spans and total:
-        meta["weight_versions"] = [
-            {"version": name, "start": first, "end": min(end, total)} for name, first, end in run.spans if first < total
-        ]
-    return {"text": "", "output_ids": ids, "meta_info": meta}
-
-
-def scored(run: FakeSglangRun, start: int, end: int) -> list[list[Any]]:
-    return [[logprob, token, None] for logprob, token in zip(run.logprobs[start:end], run.ids[start:end], strict=True)]
-
-
-def spoiled(kind: RequestFault, answer: dict[str, Any], vocab_size: int, *, streamed: bool) -> dict[str, Any]:
-    """A copy of an answer with tokens, made wrong."""
-    answer = copy.deepcopy(answer)
-    meta = answer["meta_info"]
-    scored, ids = meta["output_token_logprobs"], answer["output_ids"]
-    last = meta["finish_reason"] is not None
-    match kind:
-        case RequestFault.EXTRA_LOGPROBS:
-            scored.insert(0, list(scored[0]))
-        case RequestFault.WRONG_COUNT:
-            meta["completion_tokens"] += 1
-        case RequestFault.NULL_LOGPROB:
-            scored[-1][0] = None
-        case RequestFault.NAN_LOGPROB:
-            scored[-1][0] = float("nan")
-        case RequestFault.POSITIVE_LOGPROB:
-            scored[-1][0] = 0.5
-        case RequestFault.CLAMPED_LOGPROB:
-            scored[-1][0] = -3.4028234663852886e38
-        case RequestFault.DOUBLED_EVENT if last and not streamed:
-            ids.append(ids[-1])
-            scored.append(list(scored[-1]))
-        case RequestFault.OTHER_PROMPT if "prompt_tokens" in meta:
-            meta["prompt_tokens"] -= 1
-        case RequestFault.OTHER_IDS:
-            scored[-1][1] = (scored[-1][1] + 1) % vocab_size
-        case RequestFault.UNKNOWN_TOKEN:
-            ids[-1] = scored[-1][1] = vocab_size
-        case RequestFault.OTHER_RID:
-            meta["id"] = "another"
-        case RequestFault.GAP_IN_SPANS if last:
-            meta["weight_versions"][0]["start"] = 1
-        case RequestFault.FOREIGN_LABEL:
-            meta["weight_version"] = "step-7"
-            for span in meta.get("weight_versions", []):
-                span["version"] = "step-7"
-        case RequestFault.UNCOUNTED_LAST if last:
-            ids.append(3)
-            scored.append([-1.0, 3, None])
-        case RequestFault.REPEATED_LAST if last:
-            ids.append(ids[-1])
-        case RequestFault.SHRINKS if last:
-            meta["completion_tokens"] -= 1
-        case RequestFault.NO_FINISH if last:
-            meta["finish_reason"] = None
-    return answer
+        said.named, said.logprobs = said.named + run.ids[: run.flushed], said.logprobs + run.logprobs[: run.flushed]
+        said.ids.append(run.ids[run.flushed - 1])
+    if fault is not None and said.ids:
+        said.spoil(fault, vocab_size, clamped=-3.4028234663852886e38, whole=not run.stream)
+    meta: dict[str, Any] = {
+        "id": said.name,
+        "finish_reason": said.finish,
+        "weight_version": said.label,
+        "output_token_logprobs": [[p, i, None] for p, i in zip(said.logprobs, said.named, strict=True)],
+        "output_token_logprobs_length": run.flushed,
+        "completion_tokens": said.total,
+    }
+    if not queued:
+        meta |= {"prompt_tokens": said.prompt, "cached_tokens": 0, "num_retractions": 0, "dp_rank": None}
+    if run.finish is not None and spans and run.flushed:
+        meta["weight_versions"] = [{"version": name, "start": a, "end": b} for name, a, b in said.spans]
+    return {"text": "", "output_ids": said.ids, "meta_info": meta}
 
 
 KNOWN_PARAMS = frozenset({
@@ -314,14 +262,17 @@ class FakeSglangServer(FakeServer[FakeSglangRun]):
         return web.json_response({"detail": run.finish["message"]}, status=status) if status else None
 
     def _said(self, run: FakeSglangRun) -> str:
-        said = answer(run, label=self.label, incremental=self.incremental, spans=self.spans)
-        if run.fault is not None and said["output_ids"] and run.flushed >= run.fault.after_tokens:
-            aborted = run.finish is not None and run.finish["type"] == "abort"
-            only_aborted = run.hit(RequestFault.REPEATED_LAST, RequestFault.UNCOUNTED_LAST)
-            if aborted or not only_aborted:
-                said = spoiled(run.fault.kind, said, self.vocab_size, streamed=run.stream)
+        due = run.fault is not None and run.flushed >= run.fault.after_tokens
+        aborted = run.finish is not None and run.finish["type"] == "abort"
+        kind = run.fault.kind if run.fault is not None and due else None
+        if kind in (RequestFault.REPEATED_LAST, RequestFault.UNCOUNTED_LAST) and not aborted:
+            kind = None
+        said = answer(
+            run, label=self.label, incremental=self.incremental, spans=self.spans, fault=kind,
+            vocab_size=self.vocab_size,
+        )  # fmt: skip
         text = json.dumps(said)
-        if run.fault is not None and run.hit(RequestFault.TRUNCATED) and run.flushed >= run.fault.after_tokens:
+        if due and run.hit(RequestFault.TRUNCATED):
             return text[: len(text) // 2].rstrip("}")
         return text
 

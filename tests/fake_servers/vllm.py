@@ -6,7 +6,6 @@ and must not be asked is in ``violations``; every request is in ``runs``.
 
 from __future__ import annotations
 
-import copy
 import json
 from dataclasses import dataclass
 from pathlib import PurePath
@@ -14,63 +13,10 @@ from typing import Any
 
 from aiohttp import web
 
-from .base import AT_ONCE, FakeRequest, FakeServer, RequestFault
+from .base import AT_ONCE, FakeRequest, FakeServer, Parts, RequestFault
 
 HARMLESS = (RequestFault.ABORT_UNSEEN, RequestFault.UNASKED_ABORT, RequestFault.TRICKLE)
 """After these april has every token that the server handed over, without an error."""
-
-
-def spoiled_vllm(kind: RequestFault, answer: dict[str, Any], vocab_size: int, *, token_route: bool) -> dict[str, Any]:
-    """A copy of an answer with tokens, made wrong."""
-    answer = copy.deepcopy(answer)
-    choice = answer["choices"][0]
-    ids, last = choice["token_ids"], choice["finish_reason"] is not None
-    scored: list[Any] = choice["logprobs"]["content" if token_route else "token_logprobs"]
-    spans = choice.get("weight_versions") or []
-
-    def say(logprob: float | None) -> None:
-        if token_route:
-            scored[-1]["logprob"] = logprob
-        else:
-            scored[-1] = logprob
-
-    match kind:
-        case RequestFault.EXTRA_LOGPROBS:
-            scored.insert(0, copy.deepcopy(scored[0]))
-        case RequestFault.NULL_LOGPROB:
-            say(None)
-        case RequestFault.NAN_LOGPROB:
-            say(float("nan"))
-        case RequestFault.POSITIVE_LOGPROB:
-            say(0.5)
-        case RequestFault.CLAMPED_LOGPROB:
-            say(-9999.0)
-        case RequestFault.DOUBLED_EVENT if answer.get("usage"):
-            ids.append(ids[-1])
-            scored.append(copy.deepcopy(scored[-1]))
-        case RequestFault.OTHER_IDS if token_route:
-            scored[-1]["token_id"] = (scored[-1]["token_id"] + 1) % vocab_size
-        case RequestFault.UNKNOWN_TOKEN:
-            ids[-1] = vocab_size
-            if token_route:
-                scored[-1]["token_id"] = vocab_size
-        case RequestFault.GAP_IN_SPANS if spans:
-            spans[0]["start"] = 1
-        case RequestFault.OTHER_PROMPT if choice.get("prompt_token_ids"):
-            choice["prompt_token_ids"].pop()
-        case RequestFault.FOREIGN_LABEL if spans:
-            for span in spans:
-                span["version"] = "step-7"
-        case RequestFault.REPEATED_LAST if choice["finish_reason"] == "abort":
-            ids.append(ids[-1])
-            scored.append(copy.deepcopy(scored[-1]))
-        case RequestFault.NO_FINISH if last:
-            choice["finish_reason"] = None
-    if kind is RequestFault.WRONG_COUNT and answer.get("usage"):
-        answer["usage"]["completion_tokens"] += 1
-    if kind is RequestFault.OTHER_PROMPT and answer.get("usage"):
-        answer["usage"]["prompt_tokens"] -= 1
-    return answer
 
 
 @dataclass(slots=True, eq=False)
@@ -103,33 +49,34 @@ class FakeVllmRun(FakeRequest):
     def aborted(self) -> str:
         return "abort"
 
-    def answer(self, model: str, *, spans: bool) -> dict[str, Any]:
-        """What has not been sent, in the shape of the request's route."""
-        ids, logprobs = self.ids[self.sent : self.flushed], self.logprobs[self.sent : self.flushed]
-        versions = [{"version": v, "start": a, "end": b} for v, a, b in self.spans] if spans and self.finish else None
-        choice: dict[str, Any] = {"index": 0, "finish_reason": self.finish, "stop_reason": None, "token_ids": ids}
+    def answer(self, said: Parts, model: str, *, spans: bool) -> dict[str, Any]:
+        """What is said, in the shape of the request's route."""
+        versions = [{"version": v, "start": a, "end": b} for v, a, b in said.spans] if spans and self.finish else None
+        choice: dict[str, Any] = {
+            "index": 0, "finish_reason": said.finish, "stop_reason": None, "token_ids": said.ids,
+        }  # fmt: skip
         if self.token_route:
             choice["weight_versions"] = versions
-            scored = [{"token_id": i, "logprob": p, "rank": 1} for i, p in zip(ids, logprobs, strict=True)]
+            scored = [{"token_id": i, "logprob": p, "rank": 1} for i, p in zip(said.named, said.logprobs, strict=True)]
             choice["logprobs"] = {"content": [s | {"top_logprobs": [dict(s)]} for s in scored]}
-            said = {"request_id": self.name, "model": model, "output_mode": "tokens"}
+            head = {"request_id": self.name, "model": model, "output_mode": "tokens"}
         else:
-            texts = [f"<{i}>" for i in ids]
+            texts = [f"<{i}>" for i in said.named]
             choice |= {"text": "".join(texts), "logprobs": {
-                "text_offset": [0] * len(ids), "token_logprobs": logprobs, "tokens": texts,
-                "top_logprobs": [{t: p} for t, p in zip(texts, logprobs, strict=True)],
+                "text_offset": [0] * len(texts), "token_logprobs": said.logprobs, "tokens": texts,
+                "top_logprobs": [{t: p} for t, p in zip(texts, said.logprobs, strict=True)],
             }}  # fmt: skip
             if self.params.get("return_token_ids") and self.sent == 0:
-                choice["prompt_token_ids"] = list(self.prompt)
+                choice["prompt_token_ids"] = self.prompt[: said.prompt]
             if self.params.get("return_weight_versions"):
                 choice["weight_versions"] = versions
-            said = {"id": self.name.rsplit("-", 1)[0], "object": "text_completion", "model": model}
-        return said | {"choices": [choice], "usage": None if self.stream else self.usage()}
+            head = {"id": self.name.rsplit("-", 1)[0], "object": "text_completion", "model": model}
+        return head | {"choices": [choice], "usage": None if self.stream else counts(said.prompt, said.total)}
 
-    def usage(self) -> dict[str, int]:
-        """The server's own count of the tokens."""
-        made = len(self.ids)
-        return {"prompt_tokens": len(self.prompt), "total_tokens": len(self.prompt) + made, "completion_tokens": made}
+
+def counts(prompt: int, made: int) -> dict[str, int]:
+    """The server's own count of the tokens."""
+    return {"prompt_tokens": prompt, "total_tokens": prompt + made, "completion_tokens": made}
 
 
 TOKENS, COMPLETIONS = "/inference/v1/generate", "/v1/completions"
@@ -309,26 +256,23 @@ class FakeVllmServer(FakeServer[FakeVllmRun]):
     def _usage(self, run: FakeVllmRun) -> list[str]:
         if not run.usage_asked:
             return []
-        counts = run.usage()
-        counts["completion_tokens"] += bool(run.hit(RequestFault.WRONG_COUNT))
-        counts["prompt_tokens"] -= bool(run.hit(RequestFault.OTHER_PROMPT))
-        return [json.dumps({"choices": [], "usage": counts})]
+        prompt = len(run.prompt) - bool(run.hit(RequestFault.OTHER_PROMPT))
+        made = len(run.ids) + bool(run.hit(RequestFault.WRONG_COUNT))
+        return [json.dumps({"choices": [], "usage": counts(prompt, made)})]
 
     def _said(self, run: FakeVllmRun) -> str:
         if run.failed:
             return str(_error(500, "EngineCore encountered an issue.").text)
-        if run.hit(RequestFault.REPEATED_LAST) and run.finish == "abort" and run.ids and run.sent == len(run.ids):
-            said = run.answer(self.model, spans=self.developer)
-            run.sent -= 1
-            repeated = run.answer(self.model, spans=self.developer)
-            run.sent += 1
-            return json.dumps(repeated | {"usage": said["usage"]})
-        said = run.answer(self.model, spans=self.developer)
+        parts = run.parts(run.sent)
         due = run.fault is not None and len(run.ids) >= run.fault.after_tokens
-        if run.fault is not None and due and said["choices"][0]["token_ids"]:
-            said = spoiled_vllm(run.fault.kind, said, self.vocab_size, token_route=run.token_route)
+        if run.hit(RequestFault.REPEATED_LAST):
+            if run.finish == "abort" and run.ids:
+                parts.repeat(run.ids[-1], run.logprobs[-1])
+        elif run.fault is not None and due and parts.ids:
+            parts.spoil(run.fault.kind, self.vocab_size, clamped=-9999.0, whole=not run.stream)
         elif run.hit(RequestFault.NO_FINISH):
-            said["choices"][0]["finish_reason"] = None
+            parts.finish = None
+        said = run.answer(parts, self.model, spans=self.developer)
         if run.finish is not None:
             said["choices"][0]["routed_experts"] = self.routed_experts
         text = json.dumps(self._shaped(run, said))
