@@ -395,7 +395,7 @@ VERL_SEAMS = "april.adapters.verl.checks.SEAMS"
     (VERL_SEAMS, {"verl.stand_in:A.wait": ("self",)}, verl_checks.require_seams, "A.wait of verl 0.9.7 is not there"),
     (RM, None, slime_session, "slime has no rollout.rm_hub.async_rm .. tried with slime 624b824"),
     (RM, other_reward, slime_session, "async_rm is called with (args, sample), which  .. does not take"),
-], ids=lambda value: str(value)[-50:])  # fmt: skip
+], ids=lambda value: value[-50:] if isinstance(value, str) else None)  # fmt: skip
 def test_functions_that_have_moved(
     place: str, other: Any, look: Refuse, sentence: str, all_installed: pytest.MonkeyPatch
 ) -> None:
