@@ -162,3 +162,15 @@ def test_what_docstrings_refer_to_exists() -> None:
             assert exists(reference, path), f"{path}: {reference}"
         for reference in re.findall(r"``((?:\w+/)+\w+\.py)``", text):
             assert any(name.endswith(f"/{reference}") for name in names), f"{path}: {reference}"
+
+
+def test_a_name_of_a_module_means_one_thing() -> None:
+    """No table of a test file is given a second meaning further down: the tests above would read that one."""
+    for path in [*FILES, *(ROOT / "tests").rglob("*.py"), *(ROOT / "benchmarks").rglob("*.py")]:
+        statements = ast.parse(path.read_text("utf-8")).body
+        targets = [t for s in statements if isinstance(s, ast.Assign) for t in s.targets]
+        targets += [s.target for s in statements if isinstance(s, ast.AnnAssign)]
+        names = [node for target in targets for node in ast.walk(target) if isinstance(node, ast.Name)]
+        stores = [name.id for name in names if isinstance(name.ctx, ast.Store)]
+        twice = sorted({name for name in stores if stores.count(name) > 1})
+        assert not twice, f"{path}: {twice}"

@@ -168,7 +168,7 @@ def test_virtual_tokens_are_refused(tmp_path: Path) -> None:
 # ---------------------------------------------------------------- what servers load of a PEFT model
 
 
-ADAPTERS: dict[str, dict[str, Any]] = {
+MERGED: dict[str, dict[str, Any]] = {
     "LoRA": {"target_modules": "all-linear"},
     "DoRA": {"target_modules": ["q_proj", "v_proj"], "use_dora": True},
     "with whole layers": {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens", "lm_head"]},
@@ -186,10 +186,10 @@ def adapted(precision: torch.dtype = torch.float32, tied: bool = False, **settin
     return made.eval()
 
 
-@pytest.mark.parametrize("adapter", ADAPTERS)
+@pytest.mark.parametrize("adapter", MERGED)
 def test_merged_weights_compute_what_the_trainer_computes(adapter: str, tmp_path: Path) -> None:
     """Read back from the directory, without PEFT; the trainer's own tensors are the same, to the bit, and no copies."""
-    model = adapted(**ADAPTERS[adapter])
+    model = adapted(**MERGED[adapter])
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     ids = torch.arange(40).view(2, 20)
     with torch.no_grad():
