@@ -176,6 +176,8 @@ class WeightLife:
         """None: no process of the trainer is there."""
         self.written_over: list[str] = []
         """What was written into the directory while it was loaded."""
+        self.hung: list[Server] = []
+        """Servers whose load does not end by itself."""
 
     # ---------------------------------------------------------------- the trainer
 
@@ -389,9 +391,11 @@ class WeightLife:
         return [*self.own, *(server for machine in self.machines for server in machine.servers)]
 
     def revive(self) -> None:
-        """Whatever is dead comes back."""
+        """Whatever is dead comes back, and what hangs is started anew."""
         for server in self.servers():
             server.dead_until = 0.0
+        while self.hung:
+            self.hung.pop().restart(1.0)
 
     def trouble(self) -> None:
         """What the next load meets at some of the servers.
@@ -419,6 +423,7 @@ class WeightLife:
         """It never ends, until somebody starts the server anew."""
         self.seen["load hangs"] += 1
         life = client.server.life
+        self.hung.append(client.server)
         while client.server.life == life:
             await asyncio.sleep(50.0)
             if self.luck.random() < 0.1:
