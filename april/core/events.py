@@ -33,6 +33,10 @@ class CallMade(Event, frozen=True):
     sample: SampleId
     sampling: SamplingParams
     token_ids: Int32 | None = None
+    number: int = 0
+    """The number by which the function knows the call."""
+    any_chain: bool = False
+    """``token_ids`` may be any conversation: one that extends a chain continues it, any other begins a chain."""
 
 
 class StopFound(Event, frozen=True):

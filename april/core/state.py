@@ -27,6 +27,7 @@ from april.core.settings import CoreSettings, EngineLimits
 from april.core.types import (
     AttemptFailure,
     DropReason,
+    GenerateCall,
     GenerationMode,
     Group,
     GroupState,
@@ -344,15 +345,17 @@ class RolloutCore:
                 groups.setdefault(sample.id.group, []).append(sample)
         leased = [sample for members in groups.values() for sample in members]
         bound_of = self.buffer.bound
-        samples = [deliver_sample(sample, self.leases.age, bound_of(sample) if masks else None) for sample in leased]
+        samples = [
+            row for sample in leased for row in deliver_sample(sample, self.leases.age, bound_of(sample) if masks else None)
+        ]
         for sample in leased:
-            context.tokens.deliver(sample.tape.generated)
-            context.lengths.trained.add(sample.tape.generated)
+            context.tokens.deliver(sample.generated)
+            context.lengths.trained.add(sample.generated)
             context.to(sample, SampleState.LEASED, f"leased in batch {context.batches}")
             sample.group.delivered += 1
             self.lives.sample_left(sample.group)
         metrics = batch_metrics(len(groups), samples, self.leases.age) | self.leases.recorded()
-        metrics |= context.lengths.metrics(sample.tape.generated for sample in leased)
+        metrics |= context.lengths.metrics(sample.generated for sample in leased)
         metrics |= step.metrics(self.counters, self.observed_tokens())
         metrics |= self.engines.metrics(step.in_flight_at_stop, self.clock.current)
         metrics |= {
@@ -437,7 +440,7 @@ class RolloutCore:
                 context.to(work, SampleState.RUNNING, "rollout function started")
                 context.out.append(do.StartSample(work))
             else:
-                cached = self.engines.cached_on(work.sample.cached_on, work.sample.cached_under)
+                cached = self.engines.cached_on(work.chain.cached_on, work.chain.cached_under)
                 if work.avoid or cached:
                     engine = self.engines.pick(self.clock.current, work.avoid, cached) or engine
                 self.lives.submit(work, engine.limits.name)
@@ -545,8 +548,9 @@ class RolloutCore:
                     continue
                 sample.urgent = True
                 urgent.append(sample)
-                for work in (sample, sample.open_call):
-                    if work is not None and work.ticket:
+                works: list[Sample | GenerateCall] = [sample, *sample.open_calls]
+                for work in works:
+                    if work.ticket:
                         self.over_sampler.again(work)
 
     def _timer_fired(self, event: ev.TimerFired) -> None:

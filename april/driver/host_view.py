@@ -54,4 +54,4 @@ class CoreView:
 
     def room(self, sample: Sample) -> int:
         """Tokens that its response may have at most, tokens of the environment included."""
-        return self._core.context.attempts.room(sample)
+        return self._core.context.attempts.room(sample.chains[0])

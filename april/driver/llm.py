@@ -23,7 +23,7 @@ import numpy as np
 from april.config.mistakes import UNSUPPORTED
 from april.core.sampling import SamplingParams, stop_id_of, wrong_stop_strings
 from april.core.tape import Float32, Int32, versions_of
-from april.core.types import FinishReason, Prompt, RecordedCall, Sample, SampleId
+from april.core.types import Chain, FinishReason, Prompt, RecordedCall, Sample, SampleId
 from april.driver.user_calls import WorkerThreads
 from april.driver.user_code import Outcome, is_async, name_of
 from april.errors import RolloutError, UsageError
@@ -210,7 +210,8 @@ def checked_call(
         raise UsageError("llm.generate: stop strings are matched on text; give the scheduler tokenizer=...")
     if token_ids is None:
         return None
-    have = np.concatenate((sample.group.prompt.token_ids, sample.tape.tokens[: sample.seen]))
+    chain = sample.chains[0]
+    have = chain.conversation(chain.seen)
     if not np.array_equal(token_ids[: len(have)], have):
         if len(token_ids) == len(have) and (token_ids != have).all():
             raise UsageError(
@@ -247,16 +248,16 @@ def check_mismatch(sampling: SamplingParams, configured: SamplingParams, any_tem
             )
 
 
-def completion_of(sample: Sample, call: RecordedCall) -> Completion:
-    """The completion of a call: what it added to its sample."""
+def completion_of(chain: Chain, call: RecordedCall) -> Completion:
+    """The completion of a call: what it added to its conversation."""
     start, end, finish = call
-    tape = sample.tape
+    tape = chain.tape
     return Completion(
         tokens=tape.tokens[start:end].copy(),
         logprobs=tape.logprobs[start:end].copy(),
         versions=versions_of(tape.segments)[start:end],
         finish=finish,
-        conversation=np.concatenate((sample.group.prompt.token_ids, tape.tokens[:end])),
+        conversation=np.concatenate((chain.prompt, tape.tokens[:end])),
     )
 
 

@@ -76,7 +76,7 @@ def response_of(
 ) -> Response:
     """The finished sample as a Response; copies, so that a function that writes into them harms nobody."""
     assert sample.finish is not None
-    tape = sample.tape
+    tape = next((c.tape for c in sample.chains if len(c.tape)), sample.chains[0].tape)
     tokens, logprobs = tape.tokens.copy(), tape.logprobs.copy()
     return Response(sample.key, tokens, logprobs, tape.loss_mask(), sample.finish, output, reward, detokenizer)
 

@@ -242,7 +242,7 @@ class SampleFunctions:
         assert call is not None
         assert result is not None
         if not call.done():
-            call.set_result(completion_of(sample, result))
+            call.set_result(completion_of(command.call.chain, result))
 
     def cancel(self, command: do.CancelSample) -> None:
         """End whatever runs for a sample that was given up."""

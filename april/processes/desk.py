@@ -332,7 +332,7 @@ class HostDesk:
 
     def _know_response(self, sample: Sample) -> _Known:
         """Tell the host a sample's response; tokens that it has brought itself do not travel again."""
-        tape, known = sample.tape, self._known.get(sample.id)
+        tape, known = sample.chains[0].tape, self._known.get(sample.id)
         if known is None:
             self._know(sample.group)
             known = self._known[sample.id] = _Known(tape)
@@ -527,15 +527,15 @@ class HostDesk:
             return None
         known.turn = m.turn
         wrong = wrong_sampling(m.sampling, self._core.engines.vocab_size)
-        if sample.state is not SampleState.RUNNING or sample.open_call is not None:
+        if sample.state is not SampleState.RUNNING or sample.chains[0].open_call is not None:
             wrong = f"it is {sample!r}"
-        if not 0 <= m.seen <= len(sample.tape):
-            wrong = f"it has seen {m.seen} of {len(sample.tape)} tokens"
+        if not 0 <= m.seen <= len(sample.chains[0].tape):
+            wrong = f"it has seen {m.seen} of {len(sample.chains[0].tape)} tokens"
         if wrong is not None:
             raise ProtocolError(f"host {self.name}: {sample.id} calls generate: {wrong}")
         token_ids: Int32 | None = None
         if m.added is not None:
-            prompt, tape, added = sample.group.prompt.token_ids, sample.tape, ids_of(m.added)
+            prompt, tape, added = sample.group.prompt.token_ids, sample.chains[0].tape, ids_of(m.added)
             if (wrong := wrong_ids(added, self._core.engines.vocab_size)) is not None:
                 raise ProtocolError(f"host {self.name}: {sample.id} calls generate: {wrong}")
             token_ids = np.concatenate((prompt, tape.tokens[: m.seen], added))
@@ -547,7 +547,7 @@ class HostDesk:
             return None
         sample, known = running
         known.run = 0
-        if sample.state is not SampleState.RUNNING or sample.open_call is not None:
+        if sample.state is not SampleState.RUNNING or sample.chains[0].open_call is not None:
             raise ProtocolError(f"host {self.name}: {sample.id} returned, and is {sample!r}")
         if sample.evaluation is not None:
             self._function_returned(sample, None if m.output is None else wire.of_plain_bytes(m.output))

@@ -137,7 +137,7 @@ class Mirror:
             samples.append(Sample(SampleId(group, len(samples)), self._groups[group]))
         sample = samples[index]
         # functions see what their calls were answered with, not all of a response that was begun elsewhere
-        sample.replay = _BEGUN_ELSEWHERE
+        sample.chains[0].replay = _BEGUN_ELSEWHERE
         return sample
 
     def _now(self, m: wire.Now) -> tuple[()]:
@@ -161,9 +161,9 @@ class Mirror:
 
     def _tape(self, m: wire.Tape) -> tuple[()]:
         sample = self._sample(m.group, m.index)
-        tape, brought = sample.tape, self._brought.pop(sample.id, {})
+        tape, brought = sample.chains[0].tape, self._brought.pop(sample.id, {})
         if m.keep == 0:
-            tape = sample.tape = TokenTape()
+            tape = sample.chains[0].tape = TokenTape()
         if m.keep != len(tape.segments):
             raise ProtocolError(f"{sample.id} has {len(tape.segments)} segments here, and {m.keep} are to be kept")
         for part in m.more:
@@ -186,10 +186,10 @@ class Mirror:
 
     def _run(self, m: wire.Run) -> tuple[do.Command]:
         sample, sampling = self._sample(m.group, m.index), m.sampling
-        prompt, tape = sample.group.prompt.token_ids, sample.tape
+        prompt, tape = sample.group.prompt.token_ids, sample.chains[0].tape
         attempt = Attempt(
             id=m.attempt_id,
-            call=GenerateCall(sample, sampling, m.call_start),
+            call=GenerateCall(sample.chains[0], sampling, m.call_start),
             engine=m.engine,
             token_ids=np.concatenate((prompt, tape.tokens)) if len(tape) else prompt,
             sampling=sampling,
@@ -203,16 +203,16 @@ class Mirror:
 
     def _start(self, m: wire.Start) -> tuple[do.Command]:
         sample = self._sample(m.group, m.index)
-        sample.calls.clear()
+        sample.chains[0].calls.clear()
         sample.finish = None
         self._runs[sample.id], self._turns[sample.id] = m.run, 0
         return (do.StartSample(sample),)
 
     def _answer(self, m: wire.Answer) -> tuple[do.Command]:
         sample = self._sample(m.group, m.index)
-        call = GenerateCall(sample, SamplingParams(1), m.start, CallState.DONE)
+        call = GenerateCall(sample.chains[0], SamplingParams(1), m.start, state=CallState.DONE)
         call.end, call.finish = m.end, m.finish
-        sample.calls.append(call)
+        sample.chains[0].calls.append(call)
         return (do.CallCompleted(call),)
 
     def _finished(self, group: int, index: int, finish: FinishReason) -> Sample:
@@ -326,7 +326,7 @@ class Mirror:
             return  # of a run that was cancelled
         if e.token_ids is not None:
             sample = self._sample(*e.sample)
-            seen = sample.seen
+            seen = sample.chains[0].seen
             added = packed(e.token_ids[len(sample.group.prompt.token_ids) + seen :])
         self._turns[e.sample] += 1
         self._out.append(wire.Called(*e.sample, run, self._turns[e.sample], e.sampling, seen, added))

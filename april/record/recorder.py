@@ -172,21 +172,22 @@ class Recorder:
             return {}
         sample = group.samples[event.sample.index]
         parts: dict[str, Any] = {}
+        chain = sample.chains[0]
         if event.token_ids is not None:
-            have = np.concatenate((group.prompt.token_ids, sample.tape.tokens))
+            have = np.concatenate((chain.prompt, chain.tape.tokens))
             both = min(len(have), len(event.token_ids))
             differ = np.flatnonzero(have[:both] != event.token_ids[:both])
             parts["token_ids"] = plain(event.token_ids) | ({"differs_at": int(differ[0])} if len(differ) else {})
-        if sample.replay is not None and len(sample.tape):
+        if chain.replay is not None and len(chain.tape):
             eos = self._core.engines.eos_token_ids.union(event.sampling.stop_token_ids)
-            parts["ends"] = int(sample.tape.tokens[-1]) in eos
+            parts["ends"] = int(chain.tape.tokens[-1]) in eos
         return parts
 
     def _ran(self, event: ev.Event) -> dict[str, Any]:
         """Return the request that ends now and its cost, or the number of tokens of the function that returns."""
         if isinstance(event, ev.SampleReturned):
             group = self._core.context.group(event.sample.group)
-            return {} if group is None else {"generated": group.samples[event.sample.index].tape.generated}
+            return {} if group is None else {"generated": group.samples[event.sample.index].generated}
         if not isinstance(event, (ev.AttemptEnded, ev.AttemptFailed)):
             return {}
         attempt = self._core.context.attempts.get(event.attempt_id)

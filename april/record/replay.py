@@ -146,7 +146,7 @@ def _run(run: Replay, time_s: float, what: str, parts: Any, watch: Watch | None)
         for version, count in event.counts.spans:
             parsed.append(np.zeros(count, np.int32), np.zeros(count, np.float32), version)
     elif isinstance(event, ev.CallMade) and ends and (group := core.context.group(event.sample.group)) is not None:
-        tape = group.samples[event.sample.index].tape
+        tape = group.samples[event.sample.index].chains[0].tape
         tokens, asked, end = tape.tokens, event.token_ids, len(group.prompt.token_ids) + len(tape) - 1
         if asked is not None and end < len(asked):
             asked[end] = 0 if asked[end] else END  # the same as there, or another

@@ -217,7 +217,7 @@ class Coordinator:
             return GivenUp()
         rollout = self.host.rollout_of(sample.id)
         self.host.mailboxes.unsay(rollout)
-        attempt = sample.open_call.attempt if sample.open_call is not None else None
+        attempt = sample.chains[0].open_call.attempt if sample.chains[0].open_call is not None else None
         if attempt is not None:
             self._post(take(attempt, result, self.core.clock.current))
         elif result.label is None:
@@ -231,7 +231,7 @@ class Coordinator:
         sample = self._alive(uid, index, life)
         if sample is None:
             return GivenUp()
-        attempt = sample.open_call.attempt if sample.open_call is not None else None
+        attempt = sample.chains[0].open_call.attempt if sample.chains[0].open_call is not None else None
         if attempt is not None:
             self.host.mailboxes.unsay(self.host.rollout_of(sample.id))
             self._post(ev.AttemptFailed(attempt_id=attempt.id, error=error))
@@ -256,7 +256,7 @@ class Coordinator:
 
     def _left_a_call(self, sample: Sample) -> bool:
         """Return whether its rollout goes on though a call is unfinished (a timeout of its own); it has failed then."""
-        if sample.state is SampleState.RUNNING and sample.open_call is None:
+        if sample.state is SampleState.RUNNING and sample.chains[0].open_call is None:
             return False
         self._post(ev.SampleFailed(sample.id, "it went on while a call of generate was unfinished"))
         return True
