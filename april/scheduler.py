@@ -16,6 +16,7 @@ from functools import partial
 from types import TracebackType
 from typing import Any, ParamSpec, Protocol, Self, TypeVar, cast
 
+from april.agents.gateway import Gateway
 from april.config.engine_fit import check_engines, doubts_of, fits
 from april.config.engines import TransformersEngineConfig as EmbeddedConfig
 from april.config.settings import Config
@@ -140,7 +141,8 @@ class RolloutScheduler:
             has_filter=filter is not None,
             run_id=int.from_bytes(os.urandom(8), "big"),
         )
-        functions = UserFunctions(rollout, reward, group_reward, filter, detokenizer)
+        self._gateway = Gateway(tokenizer)
+        functions = UserFunctions(rollout, reward, group_reward, filter, detokenizer, self._gateway)
         self._asking: object | None = None  # the call that waits for a batch
         self._update: TrainerUpdate | None = None  # the last weight update, until a call has heard its end
         self._thread = self._loop_type()
@@ -528,6 +530,7 @@ class RolloutScheduler:
             if not ended:
                 self._thread.begin_to_stop(self._give_up)
             self._thread.stop(answers=ended is not False)
+            self._gateway.close()
             self._observers.close()
         error = closing.error()
         if error is not None and not isinstance(error, CancelledError):

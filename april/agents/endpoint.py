@@ -22,6 +22,7 @@ from aiohttp import web
 from april.agents.chat import Answer, ChatRequest, RequestError
 from april.agents.dialects import Anthropic, Dialect, OpenAIChat, OpenAIText, SseEvent
 from april.agents.session import Asked, Session
+from april.driver.llm import Door
 
 log = logging.getLogger("april")
 
@@ -35,7 +36,7 @@ NO_RETRY = {"x-should-retry": "false"}
 
 
 @dataclass(slots=True, eq=False)
-class Door:
+class Opened:
     """A session under its address."""
 
     session: Session
@@ -63,7 +64,7 @@ class Endpoint:
     alive_s: float = ALIVE_S
     model: str = "april"
     max_model_len: int | None = None
-    _doors: dict[str, Door] = field(default_factory=dict)
+    _doors: dict[str, Opened] = field(default_factory=dict)
     _loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.new_event_loop)
     _thread: threading.Thread | None = None
     _runner: web.AppRunner | None = None
@@ -77,17 +78,21 @@ class Endpoint:
         self._thread.start()
         asyncio.run_coroutine_threadsafe(self._start(), self._loop).result()
 
-    def open(self, make: Callable[[], Session]) -> Door:
-        """An address and a key for a session, which ``make`` makes."""
-        door = Door(make(), secrets.token_hex(8), secrets.token_urlsafe(24))
+    def open(self, session: Session) -> Opened:
+        """An address and a key for a session, which is used on this server's loop from now on."""
+        door = Opened(session, secrets.token_hex(8), secrets.token_urlsafe(24))
         door.url = f"{self.url}/{door.path}/v1"
         self._doors[door.path] = door
         return door
 
-    def shut(self, door: Door, why: str) -> None:
-        """Answer nothing of this session any more."""
-        self._loop.call_soon_threadsafe(door.session.close, why)
-        self._doors.pop(door.path, None)
+    def shut(self, door: Door, why: str) -> list[int]:
+        """Answer nothing of this session any more; returns the numbers of calls whose answers nobody has heard."""
+        opened = next((o for o in list(self._doors.values()) if o is door), None)
+        if opened is None:
+            return []
+        del self._doors[opened.path]
+        self._loop.call_soon_threadsafe(opened.session.close, why)
+        return opened.session.unheard()
 
     def stop(self) -> None:
         """End the server; its thread has ended when this returns."""
@@ -122,7 +127,7 @@ class Endpoint:
         if self._runner is not None:
             await self._runner.cleanup()
 
-    def _door(self, request: web.Request) -> Door:
+    def _door(self, request: web.Request) -> Opened:
         """The session that the request is for; raises RequestError without its key."""
         given = request.headers.get("x-api-key") or request.headers.get("Authorization", "").removeprefix("Bearer ")
         door = self._doors.get(request.match_info["path"])
@@ -195,8 +200,13 @@ class Endpoint:
             error = RequestError(str(failure) or type(failure).__name__, 400)
         else:
             response = await _begin(request, wanted) if response is None else response
-            await _write(response, dialect, wanted, answer)
+            # before the last byte: who has read it may be over before this goes on
             asked.heard = request.transport is not None and not request.transport.is_closing()
+            try:
+                await _write(response, dialect, wanted, answer)
+            except ConnectionError:
+                asked.heard = False
+                raise
             return response
         if response is None:
             return _refused(dialect, error)

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from april.agents.chat import Answer, ChatRequest, Message, RequestError, ToolCall, Tools, key_of
-from april.agents.template import Template
+from april.agents.template import Parsed, Template
 from april.core.tape import Float32, Int32
 from april.core.types import FinishReason
 
@@ -33,6 +33,9 @@ class Generated(Protocol):
 
     @property
     def finish(self) -> FinishReason: ...
+
+    @property
+    def number(self) -> int: ...
 
 
 Generate = Callable[[Int32, Mapping[str, Any]], Awaitable[Generated]]
@@ -94,11 +97,13 @@ class Conversations:
 class Asked:
     """A request, and the task that answers it."""
 
-    task: asyncio.Task[Answer]
+    task: asyncio.Task[Answer] = field(init=False)
     clients: int = 0
     """Connections that wait for the answer or are reading it."""
     heard: bool = False
-    """True once a client has read the whole answer."""
+    """True once a client has the whole answer, as far as this side can see."""
+    number: int | None = None
+    """Number of the call that generated the answer; None before that."""
 
 
 @dataclass(slots=True)
@@ -137,9 +142,15 @@ class Session:
             for earlier in reversed(self.asked.get(digest, ())):
                 if earlier.task.done() and not _failed(earlier.task):
                     return earlier
-        asked = Asked(asyncio.get_running_loop().create_task(self._answer(request)))
+        asked = Asked()
+        asked.task = asyncio.get_running_loop().create_task(self._answer(request, asked))
         self.asked.setdefault(digest, []).append(asked)
         return asked
+
+    def unheard(self) -> list[int]:
+        """The numbers of calls whose answers no client has heard. May be called from any thread."""
+        every = [a for several in list(self.asked.values()) for a in list(several)]
+        return [a.number for a in every if a.number is not None and not a.heard]
 
     def close(self, why: str) -> None:
         """Answer nothing any more, for this reason; what is being answered is cancelled."""
@@ -147,10 +158,11 @@ class Session:
         for asked in [a for several in self.asked.values() for a in several]:
             asked.task.cancel()
 
-    async def _answer(self, request: ChatRequest) -> Answer:
+    async def _answer(self, request: ChatRequest, asked: Asked) -> Answer:
         ids = self._ids_of(request)
         prompt = np.array(ids, np.int32)
         done = await self.generate(prompt, request.sampling)
+        asked.number = done.number
         tokens = done.tokens.tolist()
         name = hashlib.sha256(prompt.tobytes()).hexdigest()[:16]
         number = self._counts[name] = self._counts.get(name, -1) + 1
@@ -171,7 +183,7 @@ class Session:
     def _read(self, request: ChatRequest, name: str, prompt: Int32, done: Generated, tokens: list[int]) -> Answer:
         """What was generated, as the client sees it."""
         cut = done.finish is FinishReason.LENGTH
-        text, reasoning, calls = "", "", ()
+        text, reasoning, calls = "", "", Parsed("", "", ()).calls
         if self.template is not None and request.token_ids is not None:
             text = self.template.decode(tokens)
         elif self.template is not None:

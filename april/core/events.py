@@ -39,6 +39,13 @@ class CallMade(Event, frozen=True):
     """``token_ids`` may be any conversation: one that extends a chain continues it, any other begins a chain."""
 
 
+class CallUnheard(Event, frozen=True):
+    """Nobody will hear the answer of the call with this ``number``: what it brought, or brings, is dropped."""
+
+    sample: SampleId
+    number: int
+
+
 class StopFound(Event, frozen=True):
     """An attempt that goes on has completed a stop string: its counts will say so, whatever ends it now."""
 

@@ -231,6 +231,34 @@ class SampleLives:
             chain.replay = None
             self._open(chain, event, start)
 
+    def call_unheard(self, event: ev.CallUnheard) -> None:
+        """A call's answer reaches nobody: it ends, and its tokens leave their chain; one that went on since stays."""
+        context = self._context
+        sample = context.sample(event.sample)
+        for chain in () if sample is None else sample.chains:
+            call = chain.calls[-1] if chain.calls else None
+            if call is None or call.number != event.number:
+                continue
+            if call.state is not CallState.DONE:
+                context.over_sampler.forget(call)
+                self._abandon(call, DropReason.UNHEARD)
+            chain.calls.pop()
+            end = chain.calls[-1].end if chain.calls else 0
+            context.ledger(chain.sample).drop(chain.tape.cut(end), DropReason.UNHEARD)
+            context.note(chain.sample, f"call {call.number} is heard by nobody")
+            if not chain.calls and chain.number:
+                chain.sample.chains.remove(chain)
+            if not any(c.calls for c in chain.sample.chains):
+                chain.sample.finish = None
+            return
+
+    def _abandon(self, call: GenerateCall, reason: DropReason) -> None:
+        """End the attempt of a call, if there is one; its tokens are dropped for this reason when it has ended."""
+        if call.attempt is not None:
+            call.attempt.lost_for = reason
+            self._context.to(call.attempt, ABANDONED, f"attempt abandoned ({reason})")
+            self._context.stop([call.attempt])
+
     def _drop_unclaimed(self, sample: Sample) -> None:
         """The function has returned and asked for less than before the restart: the rest of its chains is dropped."""
         for chain in sample.chains:
@@ -756,10 +784,7 @@ class SampleLives:
         for call in sample.open_calls:
             context.over_sampler.forget(call)
             call.chain.calls.remove(call)
-            if call.attempt is not None:
-                call.attempt.lost_for = reason
-                context.to(call.attempt, ABANDONED, f"attempt abandoned ({reason})")
-                context.stop([call.attempt])
+            self._abandon(call, reason)
         if sample.state is not NEW:
             context.out.append(do.CancelSample(sample))
 
@@ -892,12 +917,13 @@ class SampleLives:
         if any(call.lost for call in calls):
             return
         context.counters["lost_functions"] += 1
-        running = [call for call in calls if call.attempt is not None]
-        for call in running:
-            call.lost = True
-        if running:
+        if running := [call.attempt for call in calls if call.attempt is not None]:
+            for call in calls:
+                call.lost = True
+                if call.attempt is None:
+                    context.over_sampler.forget(call)
             context.note(sample, "its function is lost")
-            context.stop([call.attempt for call in running if call.attempt is not None])
+            context.stop(running)
         else:
             self.begin_from_tape(sample)
 

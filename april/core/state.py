@@ -134,6 +134,7 @@ class RolloutCore:
             ev.StepRequested: self._step_requested,
             ev.PromptsDrawn: self._prompts_drawn,
             ev.CallMade: lives.call_made,
+            ev.CallUnheard: lives.call_unheard,
             ev.StopFound: lives.stop_found,
             ev.AttemptStalled: lives.attempt_stalled,
             ev.AttemptEnded: lives.attempt_ended,
