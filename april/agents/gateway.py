@@ -46,7 +46,7 @@ class Gateway:
             self._endpoint.start()
 
         async def ask(ids: Int32, changes: Mapping[str, Any]) -> Completion:
-            plain = {name: tuple(v) if isinstance(v, list) else v for name, v in changes.items()}
+            plain: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in changes.items()}
             call = generate(replace(sampling, **plain), ids)
             return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(call, loop))
 

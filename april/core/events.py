@@ -27,6 +27,9 @@ class PromptsDrawn(Event, frozen=True):
     error: str | None = None
 
 
+NEW_CHAIN = -1
+
+
 class CallMade(Event, frozen=True):
     """A rollout function called ``llm.generate``; ``token_ids`` is the conversation to continue (None means as is)."""
 
@@ -37,6 +40,8 @@ class CallMade(Event, frozen=True):
     """The number by which the function knows the call."""
     any_chain: bool = False
     """``token_ids`` may be any conversation: one that extends a chain continues it, any other begins a chain."""
+    chain: int | None = None
+    """With ``any_chain``: the number of the chain, NEW_CHAIN for a new one; None means that the tokens tell."""
 
 
 class CallUnheard(Event, frozen=True):

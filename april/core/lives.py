@@ -141,35 +141,46 @@ class SampleLives:
                 return
         self._open(chain, event, len(chain.tape))
 
-    def _call_of_any_chain(self, sample: Sample, event: ev.CallMade) -> None:
-        """Answer from a tape what was answered before; else continue the longest chain that is free, or begin one."""
-        ids, sample.any_chain = event.token_ids, True
-        assert ids is not None
+    def chain_of(self, sample: Sample, token_ids: Int32) -> Chain | None:
+        """The chain of a call that may be of any conversation: the one in which it was made before its function was lost,
+        else the longest of those free that it extends. None means that it begins one.
+        """
         for chain in sample.chains:
             if (replay := chain.replay) is not None and (start := replay.next_start) is not None:
-                if len(ids) == len(chain.prompt) + start and chain.begins(ids, start):
-                    self._replay(chain, event)
-                    return
-        free = [c for c in sample.chains if c.replay is None and c.open_call is None and c.begins(ids, len(c.tape))]
-        longest = max(free, key=lambda c: len(c.prompt) + len(c.tape), default=None)
-        if longest is not None and len(longest.tape):
-            chain = longest
-        elif wrong := self._no_chain(sample, ids):
-            self.cannot_go_on(sample, wrong)
-            return
-        elif longest is not None:  # its first call was never made, or is dropped
-            chain = longest
-            chain.prompt = ids
+                if len(token_ids) == len(chain.prompt) + start and chain.begins(token_ids, start):
+                    return chain
+        free = (c for c in sample.chains if c.replay is None and c.open_call is None and c.calls)
+        extended = (c for c in free if c.begins(token_ids, len(c.tape)))
+        return max(extended, key=lambda c: len(c.prompt) + len(c.tape), default=None)
+
+    def _call_of_any_chain(self, sample: Sample, event: ev.CallMade) -> None:
+        """Answer from a tape what was answered before; else continue a chain, or begin one."""
+        ids, sample.any_chain = event.token_ids, True
+        assert ids is not None
+        if event.chain is None:
+            chain = self.chain_of(sample, ids)
         else:
-            chain = Chain(sample, 1 + sample.chains[-1].number, ids)
-            sample.chains.append(chain)
+            chain = next((c for c in sample.chains if c.number == event.chain), None)
+        if chain is not None and chain.replay is not None:
+            self._replay(chain, event)
+            return
+        if chain is None:
+            if wrong := self._no_chain(sample, ids):
+                self.cannot_go_on(sample, wrong)
+                return
+            chain = sample.chains[0]
+            if chain.calls or chain.replay is not None:
+                chain = Chain(sample, 1 + sample.chains[-1].number, ids)
+                sample.chains.append(chain)
+            elif not np.array_equal(ids, chain.prompt):
+                chain.prompt = ids  # the conversation that the prompt begins was never asked for
         self._add_environment(chain, ids)
         self._open(chain, event, len(chain.tape))
 
     def _no_chain(self, sample: Sample, token_ids: Int32) -> str | None:
         """Return why no further chain may begin with these tokens; None means that one may."""
         settings = self._context.settings
-        if sum(len(chain.calls) > 0 for chain in sample.chains) >= settings.max_chains:
+        if len(sample.chains) >= settings.max_chains:
             return f"it wants more than max_chains={settings.max_chains} conversations"
         if len(token_ids) >= self._context.engines.max_context:
             return f"a conversation of {len(token_ids)} tokens has no room in the engines' context"
@@ -211,10 +222,7 @@ class SampleLives:
         replay = chain.replay
         assert replay is not None
         start = replay.next_start
-        if start is None:
-            chain.replay = None  # it stood between two calls: from here on it is on its own
-            self.call_made(event)
-            return
+        assert start is not None
         if event.token_ids is None:
             same = start == chain.seen
         else:
@@ -226,6 +234,8 @@ class SampleLives:
             call = GenerateCall(chain, event.sampling, start, event.number)
             chain.calls.append(call)
             _, end, finish = replay.calls.popleft()
+            if replay.next_start is None:
+                chain.replay = None  # it stood between two calls: from here on it is on its own
             self._answer(call, end, finish)
         else:
             chain.replay = None

@@ -190,7 +190,8 @@ class SampleFunctions:
             else:
                 token_ids = checked_call(sample, sampling, token_ids, settings.vocab_size, longest, can_stop)
             runner.made += 1
-            number, call = runner.made, asyncio.get_running_loop().create_future()
+            number = runner.made
+            call: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
             runner.calls[number] = call
             function.stop_clock()  # parked time is not the function's
             self._post(ev.CallMade(sample.id, exact_types(sampling), token_ids, number, any_chain))

@@ -92,6 +92,11 @@ class Mirror:
 
     # ---------------------------------------------------------------- as the view of a host
 
+    @property
+    def max_context(self) -> int:
+        """Tokens of prompt and response that all engines have room for."""
+        return self._context
+
     def room(self, sample: Sample) -> int:
         """Tokens that its response may have at most, tokens of the environment included."""
         return min(self._longest, self._context - len(sample.group.prompt.token_ids))

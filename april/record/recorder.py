@@ -24,6 +24,7 @@ from april.core.commands import Command
 from april.core.event_pump import RequestLog
 from april.core.state import RolloutCore
 from april.core.tape import SegmentKind
+from april.core.types import Chain
 from april.core.versions import VersionClock
 from april.record.file import BATCH, CLOSED, FORMAT, HEAD, OVER, STANDING, STATE, RecordFile, RunRecord
 from april.record.plain import bare, plain, what_raised
@@ -172,13 +173,16 @@ class Recorder:
             return {}
         sample = group.samples[event.sample.index]
         parts: dict[str, Any] = {}
-        chain = sample.chains[0]
-        if event.token_ids is not None:
+        chain: Chain | None = sample.chains[0]
+        if event.any_chain and event.token_ids is not None:
+            chain = self._core.lives.chain_of(sample, event.token_ids)
+            parts["chain"] = ev.NEW_CHAIN if chain is None else chain.number
+        elif event.token_ids is not None and chain is not None:
             have = np.concatenate((chain.prompt, chain.tape.tokens))
             both = min(len(have), len(event.token_ids))
             differ = np.flatnonzero(have[:both] != event.token_ids[:both])
             parts["token_ids"] = plain(event.token_ids) | ({"differs_at": int(differ[0])} if len(differ) else {})
-        if chain.replay is not None and len(chain.tape):
+        if chain is not None and chain.replay is not None and len(chain.tape):
             eos = self._core.engines.eos_token_ids.union(event.sampling.stop_token_ids)
             parts["ends"] = int(chain.tape.tokens[-1]) in eos
         return parts
