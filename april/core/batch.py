@@ -130,7 +130,7 @@ class Batch:
         if self._part is not None:
             return self._part
         loss_tokens = sum(int(np.count_nonzero(s.loss_mask)) for s in self.samples)
-        return BatchShare(0, 1, len(self.samples), loss_tokens)
+        return BatchShare(0, 1, len({s.id for s in self.samples}), loss_tokens)
 
     def split(self, ranks: int, by: SplitBy = "samples") -> list[Batch]:
         """The batch in ``ranks`` shares: each sample is in one of them, in the order that it has here.
