@@ -245,7 +245,7 @@ class Batch:
 
         ``prompt_ids`` int32 [sum of P], ``prompt_offsets`` int64 [B + 1]; ``response_ids`` int32, ``logprobs`` float32,
         ``loss_mask`` uint8, ``version_n`` and ``version_incarnation`` int32, all [sum of T], ``response_offsets``
-        int64 [B + 1]; ``rewards`` float32, ``group_ids`` int64, ``staleness`` int32, all [B].
+        int64 [B + 1]; ``rewards`` float32, ``group_ids`` int64, ``sample_numbers`` and ``staleness`` int32, all [B].
         """
         samples = self.samples
         prompts = [s.prompt.token_ids for s in samples]
@@ -253,14 +253,14 @@ class Batch:
         for name, (rows, dtype, _) in _response_columns(samples, 0).items():
             arrays[name] = _joined(rows, dtype)
         arrays["response_offsets"] = _offsets([s.tokens for s in samples])
-        return arrays | _per_sample(samples)
+        return arrays | _per_row(samples)
 
     def padded(self, pad_id: int = 0, *, left_pad_prompts: bool = False) -> dict[str, NDArray[Any]]:
         """Rectangular arrays; responses are padded on the right, prompts too unless ``left_pad_prompts``.
 
         ``prompt_ids`` int32 and ``prompt_mask`` uint8 [B, P]; ``response_ids`` int32, ``response_mask`` uint8,
         ``loss_mask`` uint8, ``logprobs`` float32, ``version_n`` and ``version_incarnation`` int32 (-1 in the padding),
-        all [B, T]; ``rewards`` float32, ``group_ids`` int64, ``staleness`` int32, all [B].
+        all [B, T]; ``rewards`` float32, ``group_ids`` int64, ``sample_numbers`` and ``staleness`` int32, all [B].
 
         ``input_ids`` int32 and ``attention_mask`` uint8 have each prompt and its response without a gap. With
         ``left_pad_prompts`` they are [B, P + T] and every response begins in column P: the layout of trainers that
@@ -291,7 +291,7 @@ class Batch:
             whole = [np.concatenate(pair) for pair in zip(prompts, responses, strict=True)]
             arrays["input_ids"] = pad(whole, pad_id, np.int32)
             arrays["attention_mask"] = pad(_ones(whole), 0, np.uint8)
-        return arrays | _per_sample(samples)
+        return arrays | _per_row(samples)
 
 
 def deliver_sample(
@@ -400,8 +400,9 @@ def _response_columns(samples: Sequence[DeliveredSample], pad_id: int) -> Column
     }
 
 
-def _per_sample(samples: Sequence[DeliveredSample]) -> dict[str, Array]:
+def _per_row(samples: Sequence[DeliveredSample]) -> dict[str, Array]:
     return {
+        "sample_numbers": sample_numbers(samples),
         "rewards": np.array([s.reward for s in samples], np.float32),
         "group_ids": np.array([s.id.group for s in samples], np.int64),
         "staleness": np.array([s.staleness for s in samples], np.int32),
