@@ -468,12 +468,16 @@ class Sample:
     @property
     def asks(self) -> bool:
         """Return whether a generate call is not complete yet."""
-        return any(chain.open_call is not None for chain in self.chains)
+        for chain in self.chains:  # at every event: a generator costs more
+            if chain.open_call is not None:
+                return True
+        return False
 
     @property
     def generated(self) -> int:
         """Tokens sampled by the policy."""
-        return sum([chain.tape.generated for chain in self.chains])
+        chains = self.chains
+        return chains[0].tape.generated if len(chains) == 1 else sum([chain.tape.generated for chain in chains])
 
     @property
     def tokens(self) -> int:
@@ -491,7 +495,8 @@ class Sample:
     @property
     def segments(self) -> list[Segment]:
         """The segments of all chains, for what each of them tells by itself."""
-        return [segment for chain in self.chains for segment in chain.tape.segments]
+        chains = self.chains
+        return chains[0].tape.segments if len(chains) == 1 else [s for chain in chains for s in chain.tape.segments]
 
     @property
     def replayed(self) -> bool:
