@@ -202,6 +202,8 @@ class SampleFunctions:
                     function.start_clock()
 
         def open_door() -> Door:
+            if function.over:
+                raise RolloutError(AFTER_ITS_END)
             if runner.door is None:
                 if self._functions.doors is None:
                     raise UsageError(NO_ENDPOINT)
