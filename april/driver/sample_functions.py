@@ -157,6 +157,12 @@ class SampleFunctions:
         assert sample.evaluation is not None
         self.elsewhere.setdefault(sample.evaluation.request.evaluation, {})[sample.id] = output
 
+    def shut_doors(self) -> None:
+        """Answer the clients of no function any more."""
+        for runner in self._runners.values():
+            if runner.door is not None:
+                self._shut(runner)
+
     def clear(self) -> None:
         """Forget all samples."""
         self._runners.clear()
