@@ -7,7 +7,6 @@ expect it. Parameters are honoured, known to change nothing, or refused by name:
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Protocol
 
@@ -130,7 +129,7 @@ def tools_of(value: Any) -> list[Json]:
     return tools
 
 
-def _choice(choice: Any, tools: list[Json]) -> list[Json]:
+def choose_tools(choice: Any, tools: list[Json]) -> list[Json]:
     """The tools that the model sees."""
     if choice in (None, "auto"):
         return tools
@@ -148,7 +147,7 @@ class OpenAIChat:
         """Read a request."""
         b = Body(body)
         messages = messages_of(b.take("messages", list))
-        tools = _choice(b.take("tool_choice", (str, dict)), tools_of(b.take("tools", list)))
+        tools = choose_tools(b.take("tool_choice", (str, dict)), tools_of(b.take("tools", list)))
         limit = b.take("max_completion_tokens", int)
         limit = b.take("max_tokens", int, limit) if limit is None else limit
         options = b.take("stream_options", dict, {})
@@ -205,7 +204,7 @@ class OpenAIChat:
 
     @staticmethod
     def _head(answer: Answer, request: ChatRequest, kind: str) -> Json:
-        return {"id": f"chatcmpl-{answer.id}", "object": kind, "created": int(time.time()), "model": request.model}
+        return {"id": f"chatcmpl-{answer.id}", "object": kind, "created": 0, "model": request.model}
 
     @staticmethod
     def _logprobs(answer: Answer) -> list[Json]:
@@ -273,7 +272,7 @@ class OpenAIText(OpenAIChat):
             }
         if request.return_token_ids:
             choice |= {"token_ids": answer.tokens.tolist(), "prompt_token_ids": answer.prompt_ids.tolist()}
-        head = {"id": f"cmpl-{answer.id}", "object": "text_completion", "created": int(time.time()), "model": request.model}
+        head = {"id": f"cmpl-{answer.id}", "object": "text_completion", "created": 0, "model": request.model}
         return {**head, "choices": [choice]}
 
 
@@ -296,7 +295,7 @@ class Anthropic:
             raise RequestError(f"thinking: {thinking!r} is not supported")
         request = ChatRequest(
             messages=messages_of(messages),
-            tools=_choice(choice, tools_of(tools)),
+            tools=choose_tools(choice, tools_of(tools)),
             sampling=b.sampling(b.take("max_tokens", int), "stop_sequences"),
             stream=b.take("stream", bool, False),
             model=b.take("model", str, ""),

@@ -21,6 +21,7 @@ from aiohttp import web
 
 from april.agents.chat import Answer, ChatRequest, RequestError
 from april.agents.dialects import Anthropic, Dialect, OpenAIChat, OpenAIText, SseEvent
+from april.agents.responses import OpenAIResponses
 from april.agents.session import Asked, Session
 from april.driver.llm import Door
 
@@ -108,12 +109,11 @@ class Endpoint:
 
     async def _start(self) -> None:
         app = web.Application(client_max_size=LARGEST_BODY)
-        for base in ("/{path}/v1", "/{path}"):
+        for base in ("/{path}", "/{path}/v1", "/{path}/v1/v1"):  # a client of Anthropic's writes /v1 itself
             for route, dialect in ROUTES.items():
                 app.router.add_post(base + route, self._handler(dialect))
+            app.router.add_post(base + "/messages/count_tokens", self._count)
             app.router.add_get(base + "/models", self._models)
-        # a client of Anthropic's writes /v1 itself
-        app.router.add_post("/{path}/v1/v1/messages", self._handler(ROUTES["/messages"]))
         self._runner = web.AppRunner(app, access_log=None, handle_signals=False)
         await self._runner.setup()
         await web.TCPSite(self._runner, self.host, self.port).start()
@@ -145,6 +145,15 @@ class Endpoint:
         model = {"id": self.model, "object": "model", "created": 0, "owned_by": "april", "max_model_len": self.max_model_len}
         return web.json_response({"object": "list", "data": [model]})
 
+    async def _count(self, request: web.Request) -> web.Response:
+        """Anthropic's count of the tokens that a request would have."""
+        dialect = ROUTES["/messages"]
+        try:
+            count = self._door(request).session.count(dialect.read(await _body(request)))
+        except RequestError as error:
+            return _refused(dialect, error)
+        return web.json_response({"input_tokens": count})
+
     def _handler(self, dialect: Dialect) -> Callable[[web.Request], Any]:
         async def handle(request: web.Request) -> web.StreamResponse:
             try:
@@ -161,14 +170,7 @@ class Endpoint:
         return handle
 
     async def _ask(self, session: Session, dialect: Dialect, request: web.Request) -> tuple[Asked, ChatRequest]:
-        try:
-            raw = await request.read()
-        except web.HTTPRequestEntityTooLarge:
-            raise RequestError(f"the body is larger than {LARGEST_BODY >> 20} MiB", 413) from None
-        try:
-            body = json.loads(raw)
-        except ValueError as error:
-            raise RequestError(f"the body is not JSON: {error}") from None
+        body = await _body(request)
         wanted = dialect.read(body)
         if len(wanted.messages) > MOST_MESSAGES:
             raise RequestError(f"more than {MOST_MESSAGES} messages in one conversation")
@@ -223,8 +225,21 @@ class Endpoint:
 ROUTES: dict[str, Dialect] = {
     "/chat/completions": OpenAIChat(),
     "/completions": OpenAIText(),
+    "/responses": OpenAIResponses(),
     "/messages": Anthropic(),
 }
+
+
+async def _body(request: web.Request) -> Any:
+    """The JSON of a request; raises RequestError."""
+    try:
+        raw = await request.read()
+    except web.HTTPRequestEntityTooLarge:
+        raise RequestError(f"the body is larger than {LARGEST_BODY >> 20} MiB", 413) from None
+    try:
+        return json.loads(raw)
+    except ValueError as error:
+        raise RequestError(f"the body is not JSON: {error}") from None
 
 
 async def _begin(request: web.Request, wanted: ChatRequest) -> web.StreamResponse:

@@ -147,6 +147,10 @@ class Session:
         self.asked.setdefault(digest, []).append(asked)
         return asked
 
+    def count(self, request: ChatRequest) -> int:
+        """The tokens of a request; raises RequestError."""
+        return len(self._ids_of(request))
+
     def unheard(self) -> list[int]:
         """The numbers of calls whose answers no client has heard. May be called from any thread."""
         every = [a for several in list(self.asked.values()) for a in list(several)]
