@@ -43,7 +43,7 @@ def make_batch(rows: Rows, max_staleness: int | None = None) -> Batch:
             tape = AttemptTape()
             ids = np.arange(token, token + count, dtype=np.int32)
             tape.append(ids, -ids.astype(np.float32), PolicyVersion(int(n > 0), n))
-            sample.tape.add_attempt(tape, f"a{token}", "e0", 1.0)
+            sample.chains[0].tape.add_attempt(tape, f"a{token}", "e0", 1.0)
             token += count
         sample.finish, sample.reward = FinishReason.STOP, number / 2
         samples.append(deliver_sample(sample, clock.staleness, max_staleness))

@@ -125,7 +125,7 @@ def two_attempts(m: CoreMachine) -> None:
 
 
 def too_long(m: CoreMachine) -> None:
-    tape = m.sample(1, 0).tape
+    tape = m.sample(1, 0).chains[0].tape
     for _ in range(400):
         tape.add_environment(tape.tokens[:3], m.core.clock.current)
 
@@ -133,7 +133,7 @@ def too_long(m: CoreMachine) -> None:
 def surplus_attempt(m: CoreMachine) -> None:
     attempt = m.attempt(1, 1)
     nobody = Group(99, attempt.sample.group.prompt, 1).samples[0]
-    call = GenerateCall(nobody, attempt.sampling, 0)
+    call = GenerateCall(nobody.chains[0], attempt.sampling, 0)
     m.core.attempts["x" * 32] = replace(attempt, id="x" * 32, call=call)
 
 
@@ -161,7 +161,7 @@ FALSIFIED: dict[str, tuple[Callable[[CoreMachine], Any], str]] = {
     "two attempts": (two_attempts, "more than one attempt"),
     "unfinished": (put("group 1", unfinished=2), "has 1 unfinished"),
     "not ready": (put("group 0", state=GroupState.OPEN), "neither ready nor judged"),
-    "broken tape": (lambda m: m.sample(1, 0).tape.segments.clear(), "segments cover 0 of 4"),
+    "broken tape": (lambda m: m.sample(1, 0).chains[0].tape.segments.clear(), "segments cover 0 of 4"),
     "settled": (put("sample 1.1", state=SampleState.LEASED), "settled and still held"),
     "no attempt": (put("call 1.1", state=CallState.QUEUED), r"(?s)without an attempt.*story of g1.s1.*<RolloutCore"),
     "outside the queue": (put("sample 1.1", ticket=9), "outside the queue"),
