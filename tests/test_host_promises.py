@@ -53,7 +53,7 @@ def test_a_call_that_is_told_twice_is_made_once() -> None:
     sides.up()
     sides.hear(sides.desk.receive(frame))
     assert not submitted(sides.down())
-    assert len(sides.sample(attempt).calls) == 1
+    assert len(sides.sample(attempt).chains[0].calls) == 1
 
 
 # -------------------------------------------------------------------- told in order
@@ -102,7 +102,7 @@ def test_a_sample_that_begins_again_has_no_tokens_on_its_host() -> None:
     sides.up()
     again = started(sides.down())
     assert again.id == sample.id
-    assert len(again.tape) == again.seen == 0
+    assert len(again.chains[0].tape) == again.chains[0].seen == 0
     sides.mirror.post(ev.CallMade(again.id, SAMPLING))
     sides.up()
     (attempt,) = submitted(sides.down())
@@ -126,7 +126,7 @@ def test_a_function_that_begins_again_has_seen_nothing() -> None:
     sides.abort_all()
     sides.up()
     again = started(sides.down())
-    assert (again.seen, len(again.tape)) == (0, 9)
+    assert (again.chains[0].seen, len(again.chains[0].tape)) == (0, 9)
     sides.mirror.post(ev.CallMade(again.id, SAMPLING))
     sides.up()
     (answer,) = (c for c in sides.down() if isinstance(c, do.CallCompleted))
@@ -134,8 +134,8 @@ def test_a_function_that_begins_again_has_seen_nothing() -> None:
     sides.mirror.post(ev.CallMade(again.id, SAMPLING, conversation))
     sides.up()
     (rest,) = (a for a in submitted(sides.down()) if a.id != attempt.id)
-    assert rest.token_ids.tolist() == [*conversation.tolist(), *again.tape.tokens[4:].tolist()]
-    assert [s.kind for s in again.tape.segments] == [
+    assert rest.token_ids.tolist() == [*conversation.tolist(), *again.chains[0].tape.tokens[4:].tolist()]
+    assert [s.kind for s in again.chains[0].tape.segments] == [
         SegmentKind.GENERATED, SegmentKind.ENVIRONMENT, SegmentKind.GENERATED,
     ]  # fmt: skip
 

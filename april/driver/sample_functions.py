@@ -276,13 +276,13 @@ class SampleFunctions:
         if runner is None:
             self._post(ev.SampleReturned(sample.id))  # the default function returns now
             return
-        call = runner.calls.pop(command.call.number)
+        call = runner.calls.pop(command.call.number, None)  # None: its function has ended meanwhile
         assert result is not None
-        if not call.done():
+        if call is not None and not call.done():
             call.set_result(completion_of(command.call.chain, result, command.call.number))
 
     def _shut(self, runner: _Runner) -> list[int]:
-        """Answer nothing of a sample's endpoint any more; returns the numbers of calls whose answers nobody has heard."""
+        """Answer nothing of a sample's endpoint any more; returns the numbers of calls that nobody has heard."""
         assert runner.door is not None
         doors, door, runner.door = self._functions.doors, runner.door, None
         assert doors is not None

@@ -13,6 +13,7 @@ from typing import Any, Self
 
 import msgspec
 
+from april.agents.gateway import Gateway
 from april.core import commands as do
 from april.core import events as ev
 from april.core.versions import FIRST_VERSION
@@ -276,7 +277,7 @@ class Host:
         engines: engine objects; those of a server need nothing else, and may be none where there are functions.
         rollout, reward, group_reward, filter: as for the scheduler, which must have the same kinds of functions; with
             none of them this host only lends its engines.
-        tokenizer: as for the scheduler; needed where that has one.
+        tokenizer: as for the scheduler; needed where that has one, and for ``llm.base_url``.
         address: where the scheduler's :class:`april.HostListener` listens.
         token: the listener's.
         join: instead of both, what makes a link on the host's loop.
@@ -309,7 +310,8 @@ class Host:
         self._engines = list(engines)
         self._written: set[str] = set()
         detokenizer = None if tokenizer is None else Detokenizer(tokenizer)
-        self._functions = UserFunctions(rollout, reward, group_reward, filter, detokenizer)
+        self._gateway = Gateway(tokenizer)
+        self._functions = UserFunctions(rollout, reward, group_reward, filter, detokenizer, self._gateway)
         self._runs_functions = rollout is not single_turn or any((reward, group_reward, filter))
         if not self._engines and not self._runs_functions:
             raise ConfigError("a host needs engines, or functions")
@@ -364,6 +366,7 @@ class Host:
         if self._ended is not None:
             self._ended.cancel()
             await asyncio.wait([self._ended])
+        self._gateway.close()
         for engine in self._engines:
             await engine.close()
 
