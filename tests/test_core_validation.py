@@ -49,7 +49,7 @@ def test_only_what_the_table_has_is_done(kind: type[StrEnum]) -> None:
     for before in kind:
         for after in kind:
             m = asked(samples=2)
-            call = m.sample(0).calls[0]
+            call = m.sample(0).chains[0].calls[0]
             things = {SampleState: m.sample(0), CallState: call, AttemptState: call.attempt}
             thing: Any = things.get(kind, m.sample(0).group)
             thing.state = before
@@ -138,13 +138,14 @@ def surplus_attempt(m: CoreMachine) -> None:
 
 
 def put(path: str, **wrong: object) -> Callable[[CoreMachine], None]:
-    """Falsify what stands there: of the core, or of sample or call ``group.index``."""
+    """Falsify what stands there: of the core, or of sample, first chain or first call ``group.index``."""
 
     def falsify(m: CoreMachine) -> None:
         kind, _, where = path.partition(" ")
         thing: Any = m.core
-        if kind in ("sample", "call"):
+        if kind in ("sample", "chain", "call"):
             thing = m.sample(*map(int, where.split(".")))
+            thing = thing if kind == "sample" else thing.chains[0]
             thing = thing.calls[0] if kind == "call" else thing
         elif kind == "group":
             thing = m.core.buffer.groups[int(where)]
@@ -168,10 +169,10 @@ FALSIFIED: dict[str, tuple[Callable[[CoreMachine], Any], str]] = {
     "call": (put("sample 1.1", state=SampleState.SCORING), "it has calls and does not run"),
     "judged too early": (put("group 1", state=GroupState.JUDGED), "or it is too early"),
     "no filter": (put("group 0", state=GroupState.JUDGED), "a filter that does not exist"),
-    "replay": (put("sample 1.1", replay=Replay(deque(), None)), "is replayed and is beyond"),
+    "replay": (put("chain 1.1", replay=Replay(deque(), None)), "is replayed and is beyond"),
     "calls": (put("call 1.0", start=3, end=5), r"call \[3, 5\) after"),
     "no result": (put("call 1.0", finish=None), "a complete one without its result"),
-    "calls end": (lambda m: m.sample(1, 0).calls.clear(), "finished, but its calls end at 0 of 4"),
+    "calls end": (lambda m: m.sample(1, 0).chains[0].calls.clear(), "finished, but its calls end at 0 of 4"),
     "opened": (put("call 1.1", start=9), r"call \[9, ...\) after token 0 of 0"),
     "surplus attempt": (surplus_attempt, "belongs to <Sample g99.s0 new"),
     "cap": (put("context.places", total=0, most=0), "more than max_in_flight"),

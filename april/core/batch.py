@@ -304,8 +304,8 @@ def deliver_sample(
     if sample.finish is None:
         raise ValueError(f"{sample.id} is not finished")
     prompt = sample.group.prompt
-    rows = []
-    for chain in sample.chains if len(sample.chains) == 1 else [c for c in sample.chains if c.tape.generated]:
+    rows, chains = [], sample.chains
+    for chain in chains if len(chains) == 1 else [c for c in chains if c.tape.generated] or chains[:1]:
         tape = chain.tape
         mask = tape.loss_mask()
         staleness = 0

@@ -147,11 +147,16 @@ class SampleLives:
         """
         for chain in sample.chains:
             if (replay := chain.replay) is not None and (start := replay.next_start) is not None:
-                if len(token_ids) == len(chain.prompt) + start and chain.begins(token_ids, start):
+                if self._asks_again(chain, token_ids, start):
                     return chain
         free = (c for c in sample.chains if c.replay is None and c.open_call is None and c.calls)
         extended = (c for c in free if c.begins(token_ids, len(c.tape)))
         return max(extended, key=lambda c: len(c.prompt) + len(c.tape), default=None)
+
+    def _asks_again(self, chain: Chain, token_ids: Int32, start: int) -> bool:
+        """Return whether the tokens are those before ``start``, as far as there was room for them."""
+        asked = token_ids[: len(chain.prompt) + self._context.attempts.room(chain)]
+        return len(asked) == len(chain.prompt) + start and chain.begins(asked, start)
 
     def _call_of_any_chain(self, sample: Sample, event: ev.CallMade) -> None:
         """Answer from a tape what was answered before; else continue a chain, or begin one."""
@@ -170,17 +175,18 @@ class SampleLives:
                 return
             chain = sample.chains[0]
             if chain.calls or chain.replay is not None:
-                chain = Chain(sample, 1 + sample.chains[-1].number, ids)
+                chain = Chain(sample, 1 + sample.chains[-1].number, np.array(ids, np.int32))
                 sample.chains.append(chain)
             elif not np.array_equal(ids, chain.prompt):
-                chain.prompt = ids  # the conversation that the prompt begins was never asked for
+                chain.prompt = np.array(ids, np.int32)  # the conversation that the prompt begins was never asked for
         self._add_environment(chain, ids)
         self._open(chain, event, len(chain.tape))
 
     def _no_chain(self, sample: Sample, token_ids: Int32) -> str | None:
         """Return why no further chain may begin with these tokens; None means that one may."""
         settings = self._context.settings
-        if len(sample.chains) >= settings.max_chains:
+        # those of before a restart count once they are asked for again
+        if sum(bool(chain.calls) for chain in sample.chains) >= settings.max_chains:
             return f"it wants more than max_chains={settings.max_chains} conversations"
         if len(token_ids) >= self._context.engines.max_context:
             return f"a conversation of {len(token_ids)} tokens has no room in the engines' context"
@@ -226,8 +232,7 @@ class SampleLives:
         if event.token_ids is None:
             same = start == chain.seen
         else:
-            asked = event.token_ids[: len(chain.prompt) + self._context.attempts.room(chain)]
-            same = len(asked) == len(chain.prompt) + start and chain.begins(asked, start)
+            same = self._asks_again(chain, event.token_ids, start)
         if not same:
             self.diverged(chain.sample)
         elif replay.calls:
@@ -245,22 +250,28 @@ class SampleLives:
         """A call's answer reaches nobody: it ends, and its tokens leave their chain; one that went on since stays."""
         context = self._context
         sample = context.sample(event.sample)
-        for chain in () if sample is None else sample.chains:
-            call = chain.calls[-1] if chain.calls else None
-            if call is None or call.number != event.number:
-                continue
-            if call.state is not CallState.DONE:
-                context.over_sampler.forget(call)
-                self._abandon(call, DropReason.UNHEARD)
-            chain.calls.pop()
-            end = chain.calls[-1].end if chain.calls else 0
-            context.ledger(chain.sample).drop(chain.tape.cut(end), DropReason.UNHEARD)
-            context.note(chain.sample, f"call {call.number} is heard by nobody")
-            if not chain.calls and chain.number:
-                chain.sample.chains.remove(chain)
-            if not any(c.calls for c in chain.sample.chains):
-                chain.sample.finish = None
+        if sample is None:
             return
+        last = [chain.calls[-1] for chain in sample.chains if chain.calls]
+        call = next((c for c in last if c.number == event.number), None)
+        if sample.state is not RUNNING or call is None or call.lost:  # what is lost is asked again
+            return
+        if call.state is not CallState.DONE:
+            context.over_sampler.forget(call)
+            self._abandon(call, DropReason.UNHEARD)
+        chain, tokens = call.chain, context.ledger(sample)
+        context.note(sample, f"call {call.number} is heard by nobody")
+        if chain.replay is not None:
+            tokens.drop(chain.tape.cut(call.end), DropReason.REPLAY_DIVERGED)  # it would have followed the answer
+            context.counters["replays_diverged"] += 1
+            chain.replay = None
+        chain.calls.pop()
+        tokens.drop(chain.tape.cut(chain.calls[-1].end if chain.calls else 0), DropReason.UNHEARD)
+        if not chain.calls and chain.number:
+            sample.chains.remove(chain)
+        sample.any_chain = True
+        answered = [(c.calls[-1].number, c.calls[-1].finish) for c in sample.chains if c.calls and c.calls[-1].finish]
+        sample.finish = max(answered)[1] if answered else None
 
     def _abandon(self, call: GenerateCall, reason: DropReason) -> None:
         """End the attempt of a call, if there is one; its tokens are dropped for this reason when it has ended."""

@@ -346,9 +346,11 @@ class RolloutCore:
                 groups.setdefault(sample.id.group, []).append(sample)
         leased = [sample for members in groups.values() for sample in members]
         bound_of = self.buffer.bound
-        samples = [
-            row for sample in leased for row in deliver_sample(sample, self.leases.age, bound_of(sample) if masks else None)
-        ]
+        samples, sizes = [], dict.fromkeys(groups, 0)
+        for sample in leased:
+            rows = deliver_sample(sample, self.leases.age, bound_of(sample) if masks else None)
+            samples += rows
+            sizes[sample.id.group] += len(rows)
         for sample in leased:
             context.tokens.deliver(sample.generated)
             context.lengths.trained.add(sample.generated)
@@ -370,7 +372,7 @@ class RolloutCore:
             id=context.batches,
             version=self.clock.current,
             samples=tuple(samples),
-            group_sizes=tuple(map(len, groups.values())),
+            group_sizes=tuple(sizes.values()),
             metrics=metrics,
             logprob_kind=self.engines.logprob_kind,
             branches=dict(self.clock.branches),

@@ -101,7 +101,7 @@ def validate(context: CoreContext, updates: WeightUpdates) -> None:
         for sample in group.members:
             held += sample.generated if group.evaluation is None else 0
             calls = [call for chain in sample.chains for call in chain.calls]
-            if sample.state is SampleState.RUNNING and not calls:
+            if sample.state is SampleState.RUNNING and not calls and not sample.any_chain:
                 started.add(sample.id)
             if any((call.state is CallState.IN_FLIGHT) != (call in by_call) for call in calls):
                 fail(f"{sample} is in flight without an attempt, or the other way round", sample)
