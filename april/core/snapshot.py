@@ -537,6 +537,8 @@ def _chain_in(engines: EngineTable, chain: Chain, state: State) -> None:
     )
     if wrong is not None:
         raise ValueError(f"{name}: {wrong}")
+    if not len(chain.prompt):
+        raise ValueError(f"{name}: a conversation begins with nothing")
     for ids in (chain.prompt, chain.tape.tokens):
         if wrong := wrong_ids(ids, engines.vocab_size):
             raise CheckpointError(f"{name} of the state does not fit these engines: {wrong}")

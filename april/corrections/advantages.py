@@ -183,8 +183,8 @@ def loss_weights(
         method: see above.
         max_response_len: for ``dr_grpo``: as configured.
         share: ``batch.share``, whose whole batch B and the sum of T_i are of; None means the whole ``loss_mask``.
-        samples: ``batch.sample_numbers``, int [B]: rows of one sample are one response, whose T_i is that of all of them;
-            None means that every row is a response.
+        samples: ``batch.sample_numbers``, int [B]: the rows of one sample are one response, whose T_i is that of all of
+            them; None means that every row is a response.
 
     Raises ValueError for another method or shape, and for ``dr_grpo`` without ``max_response_len``.
     """
@@ -197,7 +197,9 @@ def loss_weights(
         )
     counted = loss_mask != 0
     trained = counted.astype(np.float32) if isinstance(counted, np.ndarray) else counted.float()
-    numbers = np.arange(len(trained)) if samples is None else np.asarray(samples)
+    numbers = np.arange(len(trained)) if samples is None else np.asarray(samples, np.int64)
+    if numbers.shape != (len(trained),):
+        raise ValueError(f"loss_weights: samples have the shape {list(numbers.shape)}; give one number per row")
     rows = max(len(np.unique(numbers)) if share is None else share.samples, 1)
     if method == "dr_grpo":
         return trained / (rows * max_response_len)  # type: ignore[operator]
