@@ -31,6 +31,8 @@ COMMIT_S = 5.0
 """Seconds in which an error still has its own status; then 200 is sent, and what keeps the connection alive."""
 ALIVE_S = 10.0
 """The longest silence of an answer that takes long."""
+SHUTDOWN_S = 1.0
+"""Seconds that clients have to read what is left when the server ends."""
 LARGEST_BODY = 32 << 20
 MOST_MESSAGES = 4096
 NO_RETRY = {"x-should-retry": "false"}
@@ -114,7 +116,10 @@ class Endpoint:
                 app.router.add_post(base + route, self._handler(dialect))
             app.router.add_post(base + "/messages/count_tokens", self._count)
             app.router.add_get(base + "/models", self._models)
-        self._runner = web.AppRunner(app, access_log=None, handle_signals=False)
+        # a handler ends with its client: whether somebody listens decides what a request is that comes again
+        self._runner = web.AppRunner(
+            app, access_log=None, handle_signals=False, handler_cancellation=True, shutdown_timeout=SHUTDOWN_S
+        )
         await self._runner.setup()
         await web.TCPSite(self._runner, self.host, self.port).start()
         host = f"[{self.host}]" if ":" in self.host else self.host
@@ -206,9 +211,10 @@ class Endpoint:
             asked.heard = request.transport is not None and not request.transport.is_closing()
             try:
                 await _write(response, dialect, wanted, answer)
-            except ConnectionError:
+            except (ConnectionError, asyncio.CancelledError):
                 asked.heard = False
                 raise
+            await response.write_eof()
             return response
         if response is None:
             return _refused(dialect, error)
@@ -256,7 +262,6 @@ async def _write(response: web.StreamResponse, dialect: Dialect, wanted: ChatReq
             await response.write(_event(event))
     else:
         await response.write(json.dumps(dialect.whole(answer, wanted)).encode())
-    await response.write_eof()
 
 
 def _event(event: SseEvent) -> bytes:

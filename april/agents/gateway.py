@@ -24,11 +24,14 @@ class Gateway:
         tokenizer: the model's; None means that clients can give token ids only.
         renderer: a ``renderers.RendererConfig``; None means the one for the tokenizer.
         max_model_len: what ``/v1/models`` says.
+        commit_s, alive_s: see :class:`Endpoint`; None means its own.
     """
 
     tokenizer: Any = None
     renderer: Any = None
     max_model_len: int | None = None
+    commit_s: float | None = None
+    alive_s: float | None = None
     _endpoint: Endpoint | None = None
     _template: Template | None = None
 
@@ -42,8 +45,11 @@ class Gateway:
         if self._endpoint is None:
             if self.tokenizer is not None:
                 self._template = Template(self.tokenizer, self.renderer)
-            self._endpoint = Endpoint(max_model_len=self.max_model_len)
-            self._endpoint.start()
+            times = {"commit_s": self.commit_s, "alive_s": self.alive_s}
+            given = {name: value for name, value in times.items() if value is not None}
+            endpoint = Endpoint(max_model_len=self.max_model_len, **given)
+            endpoint.start()
+            self._endpoint = endpoint
 
         async def ask(ids: Int32, changes: Mapping[str, Any]) -> Completion:
             plain: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in changes.items()}
