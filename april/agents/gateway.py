@@ -38,16 +38,18 @@ class Gateway:
     def open(self, generate: GenerateFunction, sampling: SamplingParams, loop: asyncio.AbstractEventLoop) -> Door:
         """Serve one more sample; its calls are made on ``loop``."""
         # loaded by who asks for it: a web server, and a package that most do not need
-        from april.agents.endpoint import Endpoint
+        from april.agents.endpoint import ALIVE_S, COMMIT_S, Endpoint
         from april.agents.session import Session
         from april.agents.template import Template
 
         if self._endpoint is None:
             if self.tokenizer is not None:
                 self._template = Template(self.tokenizer, self.renderer)
-            times = {"commit_s": self.commit_s, "alive_s": self.alive_s}
-            given = {name: value for name, value in times.items() if value is not None}
-            endpoint = Endpoint(max_model_len=self.max_model_len, **given)
+            endpoint = Endpoint(
+                commit_s=COMMIT_S if self.commit_s is None else self.commit_s,
+                alive_s=ALIVE_S if self.alive_s is None else self.alive_s,
+                max_model_len=self.max_model_len,
+            )
             endpoint.start()
             self._endpoint = endpoint
 

@@ -3,8 +3,8 @@
     report = await gateway.run(gateway.AprilSubject)
     assert not report.failed, report.failed
 
-A :class:`Subject` is a gateway with the scripted model of :mod:`april.testing.gateway.script` behind it. ``docs/agents.md``
-says how to bring one. Needs no client's SDK and no test runner.
+A :class:`Subject` is a gateway with the scripted model of :mod:`april.testing.gateway.script` behind it.
+``docs/agents.md`` says how to bring one. Needs no client's SDK and no test runner.
 """
 
 from april.testing.conformance.subject import Outcome, Report, Verdict

@@ -63,7 +63,7 @@ async def deaths_lose_nothing(bench: Bench) -> Figures:
     return {"tokens": said.completion_tokens}
 
 
-@promise(4, "A weight update in the middle of a call leaves one answer, and every token has the version of its weights.")
+@promise(4, "A weight update in mid-call leaves one answer, and every token has the version of its weights.")
 async def tokens_have_versions(bench: Bench) -> Figures:
     door = await bench.subject.open()
     await bench.subject.hold()

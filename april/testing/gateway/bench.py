@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import json
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
@@ -56,7 +57,7 @@ class Bench:
         """Send bytes and read all that comes; ``reply`` is called when the head is there, and after each piece."""
         key = door.api_key if key is None else key
         sent = {"Authorization": f"Bearer {key}", "x-api-key": key, "Content-Type": "application/json", **headers}
-        async with self.http.post(door.base_url + route, data=body, headers=sent) as response:
+        async with self.http.post(door.base_url + route, data=io.BytesIO(body), headers=sent) as response:
             found = Reply(response.status, dict(response.headers))
             reply(found)
             try:
@@ -80,7 +81,8 @@ class Bench:
     def read(dialect: str, reply: Reply, *, stream: bool = False) -> Said:
         """What a reply says; raises Broken for anything but an answer."""
         if reply.status != 200 or reply.cut:
-            raise Broken(f"{dialect}: the client got HTTP {reply.status} {reply.cut} {reply.text.strip()[:200]}".strip())
+            got = f"HTTP {reply.status} {reply.cut} {reply.text.strip()[:200]}".strip()
+            raise Broken(f"{dialect}: the client got {got}")
         try:
             return DIALECTS[dialect].stream(list(reply.events())) if stream else DIALECTS[dialect].whole(reply.json)
         except (KeyError, TypeError, IndexError, ValueError) as error:
@@ -110,7 +112,7 @@ class Bench:
         """Wait for something; raises Broken where it does not happen."""
         try:
             async with asyncio.timeout(self.subject.patience_s):
-                while not await condition():
+                while not await condition():  # noqa: ASYNC110 - a gateway tells nobody what happens in it
                     await asyncio.sleep(LOOK_S)
         except TimeoutError:
             raise Broken(f"{what} did not happen in {self.subject.patience_s:g} s") from None
@@ -172,7 +174,8 @@ def traced(rows: Sequence[Row], attempts: Sequence[Attempt]) -> int:
     for row in rows:
         ids, first = [*row.prompt, *row.tokens], len(row.prompt)
         if not len(row.tokens) == len(row.logprobs) == len(row.mask):
-            raise Broken(f"a row of {len(row.tokens)} tokens has {len(row.logprobs)} log-probabilities, {len(row.mask)} marks")
+            lengths = f"{len(row.logprobs)} log-probabilities, {len(row.mask)} marks"
+            raise Broken(f"a row of {len(row.tokens)} tokens has {lengths}")
         at = 0
         while at < len(row.tokens):
             if not row.mask[at]:

@@ -206,7 +206,8 @@ class Responses:
                 items.append({"type": "message", "role": "user", "content": content})
             elif isinstance(turn, Said):
                 if turn.text:
-                    part: Json = {"type": "output_text", "text": turn.text} | ({"annotations": None} if rewritten else {})
+                    nulls = {"annotations": None} if rewritten else {}
+                    part: Json = {"type": "output_text", "text": turn.text, **nulls}
                     items.append({"type": "message", "role": "assistant", "content": [part]})
                 items += [
                     {"type": "function_call", "call_id": i, "name": n, "arguments": arguments_of(a, rewritten)}

@@ -84,8 +84,8 @@ async def cuts_are_not_continued(bench: Bench) -> Figures:
     return {"cut after": said.completion_tokens}
 
 
-@promise(17, "Rewritten histories, parallel calls and sub-agents are conversations of their own: each generated token is "
-             "trained once, its context not at all, and the sample has one reward.")  # fmt: skip
+@promise(17, "Rewritten histories, parallel calls and sub-agents are conversations of their own: each generated token "
+             "is trained once, its context not at all, and the sample has one reward.")  # fmt: skip
 async def conversations_are_rows(bench: Bench) -> Figures:
     subject, dialect = bench.subject, bench.dialects[0]
     door = await subject.open()
@@ -99,7 +99,8 @@ async def conversations_are_rows(bench: Bench) -> Figures:
     for said in await bench.answered(*tasks):
         whole(said)
     last = await bench.ask(door, dialect, talk.then(*_back(bench, first)))
-    edited = await bench.ask(door, dialect, Talk((f"so far: {last.text} #split",), system="be brief", tools=subject.tools))
+    shorter = Talk((f"so far: {last.text} #split",), system="be brief", tools=subject.tools)
+    edited = await bench.ask(door, dialect, shorter)
     ended, attempts = await subject.end(door, reward=0.5), await subject.record(door)
     count, made = traced(ended.rows, attempts), sum(len(a.tokens) for a in attempts)
     equal(count + sum(ended.dropped.values()), made, "tokens trained and dropped")
@@ -112,8 +113,8 @@ async def conversations_are_rows(bench: Bench) -> Figures:
     return {"rows": len(ended.rows), "tokens": count}
 
 
-@promise(16, "A client that is gone in the middle of its answer is named and costs a bounded number of tokens, others go "
-             "on, and nothing half-heard is trained.")  # fmt: skip
+@promise(16, "A client that is gone in the middle of its answer is named and costs a bounded number of tokens, others "
+             "go on, and nothing half-heard is trained.")  # fmt: skip
 async def gone_clients_are_named(bench: Bench) -> Figures:
     subject, dialect = bench.subject, bench.dialects[0]
     door, other = await subject.open(), await subject.open()

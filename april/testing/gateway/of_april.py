@@ -1,4 +1,4 @@
-"""april's own gateway under test: a RolloutScheduler on fake engines, and a trainer's thread that updates in mid-call."""
+"""april's own gateway under test: a RolloutScheduler on fake engines, and a trainer that updates in mid-call."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from april.testing.gateway.subject import Attempt, Door, Ended, Row, Subject
 from april.testing.records import conversation, fake_logprobs
 
 T = TypeVar("T")
-SESSIONS = 8
+SESSIONS = 32
 """Sessions that are there to be opened at any time."""
 LOOK_S = 0.001
 
@@ -111,7 +111,8 @@ class _Session:
 def _prompts() -> Iterator[Prompt]:
     number = 0
     while True:
-        yield Prompt(TOKENIZER.encode(f"<|im_start|>user\n{number} #hello<|im_end|>\n<|im_start|>assistant\n"))
+        text = f"<|im_start|>user\n{number} #hello<|im_end|>\n<|im_start|>assistant\n"
+        yield Prompt(np.array(TOKENIZER.encode(text), np.int32))
         number += 1
 
 
@@ -150,7 +151,7 @@ class AprilSubject(Subject):
 
         config = Config(
             rollout_batch_size=1, n_samples_per_prompt=1, over_sampling_batch_size=SESSIONS, max_response_len=4000,
-            max_staleness=1000, max_in_flight=8 * SESSIONS,
+            max_staleness=1000, max_in_flight=4 * SESSIONS,
         )  # fmt: skip
         self._engines = [HeldEngine(f"e{i}") for i in range(2)]
         for engine in self._engines:

@@ -1,4 +1,4 @@
-"""A gateway under test with its equipment: how a session begins, how trouble is made behind it, what would be trained."""
+"""A gateway under test: how a session begins, how trouble is made behind it, what would be trained."""
 
 from __future__ import annotations
 
