@@ -110,7 +110,8 @@ class Batch:
     def __repr__(self) -> str:
         return (
             f"<Batch {self.id}{f' share {self.share.rank} of {self.share.ranks}' if self._part else ''} "
-            f"version={self.version} groups={len(self.group_sizes)} samples={len(self.samples)} "
+            f"version={self.version} groups={len(self.group_sizes)} samples={len({s.id for s in self.samples})} "
+            f"{'' if self.one_row_each else f'rows={len(self)} '}"
             f"tokens={sum(len(s.tokens) for s in self.samples)} off_policy_share={self.off_policy_share:.3f}"
             f"{f' ({self.bottleneck})' if self.bottleneck else ''}>"
         )
@@ -372,6 +373,11 @@ def sample_numbers(rows: Sequence[DeliveredSample]) -> Int32:
     """int32 [R]: the number of each row's sample, from 0; the rows of one sample are next to each other."""
     numbers = [int(i > 0 and row.id != rows[i - 1].id) for i, row in enumerate(rows)]
     return np.cumsum(numbers, dtype=np.int32)
+
+
+def rows_by_sample(rows: Sequence[DeliveredSample]) -> list[list[DeliveredSample]]:
+    """The rows of each sample, in their order; those of one sample are next to each other."""
+    return [list(several) for _, several in itertools.groupby(rows, key=lambda row: row.id)]
 
 
 Array = NDArray[Any]

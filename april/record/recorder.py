@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from april.core import events as ev
-from april.core.batch import Batch
+from april.core.batch import Batch, rows_by_sample
 from april.core.commands import Command
 from april.core.event_pump import RequestLog
 from april.core.state import RolloutCore
@@ -152,7 +152,7 @@ class Recorder:
         parts = {
             "id": batch.id,
             "metrics": {name: round(value, 6) for name, value in batch.metrics.items()},
-            "lengths": batch.lengths.tolist(),
+            "lengths": [sum(len(row.tokens) for row in rows) for rows in rows_by_sample(batch.samples)],
             "ages": ages,
             "bottleneck": batch.bottleneck,
         }

@@ -32,6 +32,7 @@ from april.driver.limit import StepLimit
 from april.driver.long_waits import WARN_AFTER_S, LongWaits
 from april.driver.user_code import describe
 from april.errors import CheckpointError, RolloutError, SchedulerClosed
+from april.one_row import why_not_one_row
 from april.processes.coordinator.asked_host import AskedHost, delivery, take
 from april.processes.coordinator.messages import GivenUp, Message, Order, Result, Settled
 from april.record.standing import Waits
@@ -337,6 +338,9 @@ class Coordinator:
         batch = command.batch
         if self.core.step is None:
             self.host.end_what_runs_on()
+        if why := why_not_one_row(batch, "the trainer"):
+            self._order("fail", why)
+            return
         times = self._times.delivered(_now())
         log.info("batch %d: %s", batch.id, bottleneck(times, self.core.settings) or "it was there already")
         metrics = {**batch.metrics, **times}
