@@ -210,6 +210,13 @@ def test_each_row_has_the_budget_to_itself() -> None:
     assert [len(row.tokens) for row in delivered(m).samples] == [10, 10]
 
 
+def test_a_long_conversation_has_what_the_context_leaves_it() -> None:
+    """Room is counted from its own prompt, not from the group's."""
+    m = began()
+    assert m.of_call(m.call([7] * 4090)).sampling.max_tokens == 6
+    assert m.of_call(m.call(P)).sampling.max_tokens == 1000
+
+
 def test_a_budget_that_is_used_up_is_so_after_a_restart() -> None:
     """An empty answer is given again to the same question, although the row has no room for all of it."""
     m = began(max_response_len=6)
@@ -448,8 +455,8 @@ def test_a_finished_sample_is_so_after_a_restart() -> None:
     m = began(n=2)
     m.say(P, 3)
     m.end(m.of_call(m.call([*P, 20], max_tokens=2)).id)
-    m.unheard(m.call([*P, 21]))
-    m.finish_aborts()
+    m.say([*P, 21])
+    m.unheard(3)
     m.returns()
     again = m.restarted()
     assert again.sample(0).state is SampleState.FINISHED
