@@ -153,6 +153,12 @@ class Bench:
         return found
 
 
+async def settle() -> None:
+    """Give what was sent the time to arrive, and to be answered wrongly."""
+    for _ in range(10):
+        await asyncio.sleep(LOOK_S)
+
+
 def equal(found: Any, wanted: Any, what: str) -> None:
     """Raise Broken unless both are the same."""
     if found != wanted:

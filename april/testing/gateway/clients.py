@@ -15,7 +15,7 @@ import aiohttp
 
 from april.testing.conformance.subject import Figures
 from april.testing.gateway.answers import LONG_TALK
-from april.testing.gateway.bench import RETRY, Bench, equal, promise, whole
+from april.testing.gateway.bench import RETRY, Bench, equal, promise, settle, whole
 from april.testing.gateway.client import DIALECTS, Reply, Talk
 from april.testing.gateway.subject import Broken, Door, NotOffered
 
@@ -36,7 +36,7 @@ async def _joined(bench: Bench, *, hangs_up: bool) -> Figures:
             whole(second)
         else:
             again = bench.start(bench.ask(door, dialect, LONG_TALK, RETRY))
-            await _settle()
+            await settle()
             await bench.caught(1, first, again)
             await bench.subject.release()
             answer, second = await bench.answered(first, again)
@@ -44,12 +44,6 @@ async def _joined(bench: Bench, *, hangs_up: bool) -> Figures:
             equal(second, answer, f"{dialect}: the answer to the retry")
         equal(len(await bench.generations(door)), 1, f"{dialect}: generations")
     return {"dialects": len(bench.dialects)}
-
-
-async def _settle() -> None:
-    """Give what was sent the time to arrive and to be answered wrongly."""
-    for _ in range(10):
-        await asyncio.sleep(0.002)
 
 
 @promise(11, "A retry of a request that is not answered yet joins it: one generation, the same answer.")
@@ -145,6 +139,8 @@ async def refusals_have_names(bench: Bench) -> Figures:
             ("an unknown parameter", {**good, "frobnicate": 1}, door.api_key, ("frobnicate",)),
             ("100 MB", b'{"model": "' + bytes(100 << 20) + b'"}', door.api_key, ("large", "size", "MB", "entity")),
         ]
+        if other.base_url == door.base_url:  # there the key is what names the session
+            del asked[1]
         for what, body, key, names in asked:
             try:
                 sent = body if isinstance(body, bytes) else json.dumps(body).encode()
@@ -210,7 +206,7 @@ async def _shapes(bench: Bench, secret: str) -> int:
         if bench.subject.tools:
             talks.append((Talk((f"{secret} #add",), tools=True), None, "tool_calls"))
         for talk, budget, finish in talks:
-            doors = [await bench.subject.open() for _ in range(2)]
+            doors = [await bench.subject.open(budget) for _ in range(2)]
             plain, streamed = [
                 await bench.ask(door, dialect, talk, max_tokens=budget, stream=stream)
                 for door, stream in zip(doors, (False, True), strict=True)

@@ -201,8 +201,8 @@ class AprilSubject(Subject):
 
     # ---------------------------------------------------------------- sessions
 
-    async def open(self) -> Door:
-        """The first sample that nobody has."""
+    async def open(self, max_tokens: int | None = None) -> Door:
+        """The first sample that nobody has; its clients say how long their answers may be."""
 
         def free() -> _Session | None:
             return next((s for i, s in sorted(self._sessions.items()) if i not in self._taken), None)
@@ -267,7 +267,8 @@ class AprilSubject(Subject):
 
     async def held(self) -> int:
         """Requests that do."""
-        return self._call(lambda: sum(len(engine.standing) for engine in self._engines))
+        engines = self._engines
+        return self._call(lambda: sum(not waiting.done() for e in engines for waiting in e.standing.values()))
 
     async def release(self) -> None:
         """Let them go on."""

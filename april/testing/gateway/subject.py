@@ -73,6 +73,8 @@ class Subject:
     """The longest silence of an answer that takes long; None means that it promises none."""
     patience_s: ClassVar[float] = 20.0
     """The longest wait for anything to happen."""
+    outage_s: ClassVar[float] = 0.0
+    """How long the engine refuses: beyond the first refusal, which is enough where nothing is timed."""
     tools: ClassVar[bool] = True
     """Whether clients may bring tools."""
 
@@ -86,8 +88,8 @@ class Subject:
 
     # ---------------------------------------------------------------- sessions
 
-    async def open(self) -> Door:
-        """A new session."""
+    async def open(self, max_tokens: int | None = None) -> Door:
+        """A new session; ``max_tokens`` bounds its answers, where that is the trainer's to say and not the client's."""
         raise NotImplementedError
 
     async def end(self, door: Door, reward: float = 1.0) -> Ended:
