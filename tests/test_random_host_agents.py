@@ -20,10 +20,12 @@ from virtual_rollouts import on_virtual_time
 
 import april
 from april.core.batch import Batch
+from april.processes.host import Host
+from april.scheduler import RolloutScheduler
 
 pytestmark = on_virtual_time
 
-LIVES = int(os.environ.get("APRIL_RANDOM_LIVES", "8"))
+LIVES = int(os.environ.get("APRIL_RANDOM_LIVES", "4"))
 BATCH = 4
 
 
@@ -101,8 +103,8 @@ async def test_lives_of_agents_on_hosts_that_join_die_hang_and_come_back(
     first: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each answer comes to who has asked; rows hold what was heard, once; nothing else is kept or lost."""
-    monkeypatch.setattr("april.scheduler.Gateway", MemoryDoors)
-    monkeypatch.setattr("april.processes.host.Gateway", MemoryDoors)
+    monkeypatch.setattr(RolloutScheduler, "_gateway_type", MemoryDoors)
+    monkeypatch.setattr(Host, "_gateway_type", MemoryDoors)
     seen: Counter[str] = Counter()
     for seed in range(first, first + BATCH):
         life = await lived(AgentsLife(seed))

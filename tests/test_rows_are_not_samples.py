@@ -83,7 +83,7 @@ async def agents() -> tuple[list[april.Batch], FakeEngine, Any]:
 @pytest.fixture
 def audited(monkeypatch: pytest.MonkeyPatch) -> tuple[list[april.Batch], FakeEngine, Any]:
     """Of a whole run."""
-    monkeypatch.setattr("april.scheduler.Gateway", MemoryDoors)
+    monkeypatch.setattr(april.RolloutScheduler, "_gateway_type", MemoryDoors)
     return run_virtual(agents())
 
 

@@ -277,7 +277,7 @@ class Host:
         engines: engine objects; those of a server need nothing else, and may be none where there are functions.
         rollout, reward, group_reward, filter: as for the scheduler, which must have the same kinds of functions; with
             none of them this host only lends its engines.
-        tokenizer: as for the scheduler; needed where that has one, and for ``llm.base_url``.
+        tokenizer, renderer: as for the scheduler; a tokenizer is needed where that has one, and for ``llm.base_url``.
         address: where the scheduler's :class:`april.HostListener` listens.
         token: the listener's.
         join: instead of both, what makes a link on the host's loop.
@@ -286,6 +286,8 @@ class Host:
     Raises:
         ConfigError: an argument is wrong.
     """
+
+    _gateway_type: Callable[..., Gateway] = Gateway
 
     def __init__(
         self,
@@ -297,6 +299,7 @@ class Host:
         group_reward: Callable[..., Any] | None = None,
         filter: Callable[..., Any] | None = None,
         tokenizer: Any = None,
+        renderer: Any = None,
         address: str | None = None,
         token: str | None = None,
         join: Callable[[], Awaitable[Link]] | None = None,
@@ -310,7 +313,9 @@ class Host:
         self._engines = list(engines)
         self._written: set[str] = set()
         detokenizer = None if tokenizer is None else Detokenizer(tokenizer)
-        self._gateway = Gateway(tokenizer)
+        if renderer is not None and tokenizer is None:
+            raise ConfigError("renderer= writes messages for llm.base_url, which needs tokenizer=, too")
+        self._gateway = self._gateway_type(tokenizer, renderer)
         self._functions = UserFunctions(rollout, reward, group_reward, filter, detokenizer, self._gateway)
         self._runs_functions = rollout is not single_turn or any((reward, group_reward, filter))
         if not self._engines and not self._runs_functions:
