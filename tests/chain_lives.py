@@ -9,20 +9,18 @@ from __future__ import annotations
 
 import random
 from collections import Counter, defaultdict
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import numpy as np
-from chain_machine import ChainMachine, Key, P, check_rows, token_after
+from chain_machine import ChainMachine, Key, P, check_rows
 from core_machine import EOS, A, B, settings
 
 from april.core import commands as do
 from april.core import events as ev
 from april.core import snapshot
 from april.core.batch import Batch
-from april.core.versions import PolicyVersion
 from april.core.types import AttemptFailure, EngineFinish, GenerationMode, OnFailedSample, OnStale, Refill, SampleId
+from april.core.versions import PolicyVersion
 
 ENDS = 25
 """Per cent of tokens that end their response."""
@@ -86,7 +84,7 @@ class Books:
         return min(row.prompt + self.longest, 4096)
 
     def ask(self, of: Key, ids: list[int], number: int) -> None:
-        """The call goes to the row that it is asked in again, else to the longest that it continues, else to its own."""
+        """The call goes to the row in which it was asked before, else to the longest that it continues, or its own."""
         rows = self.rows[of]
         for row in rows:
             cut = ids[: self.limit(row)]
@@ -172,7 +170,6 @@ class Books:
             for row, book in zip(found, rows, strict=True):
                 assert [*row.prompt.token_ids, *row.tokens] == book.ids
                 assert len(row.prompt.token_ids) == book.prompt
-                assert row.segments and row.loss_mask.size  # noqa: PT018
                 assert (row.logprobs != 0).tolist() == book.generated()[book.prompt :]
 
 
@@ -416,8 +413,3 @@ def a_life(seed: int, actions: int = 120) -> Counter[str]:
         books.seen["batches"] += len(life.batches)
         life.batches.clear()
     return books.seen
-
-
-def written(ids: Sequence[int], version: Any) -> int:
-    """The token that a life's weights write."""
-    return token_after(np.asarray(ids), version, ENDS)

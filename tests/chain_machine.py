@@ -240,7 +240,5 @@ def check_rows(batch: Batch, ends: int = 0) -> None:
                 assert newest is None or newest <= version
                 newest = version
             ids.append(token)
-        kinds = np.repeat(
-            [s.kind is SegmentKind.GENERATED for s in row.segments], [s.count for s in row.segments]
-        )
+        kinds = np.repeat([s.kind is SegmentKind.GENERATED for s in row.segments], [s.count for s in row.segments])
         assert (row.logprobs != 0).tolist() == kinds.astype(bool).tolist()

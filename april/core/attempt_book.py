@@ -6,8 +6,10 @@ length (engines match ids by prefix) and never used again, not even after a rest
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 import itertools
+from collections.abc import Iterator
+
+import numpy as np
 
 from april.core.engine_table import EngineTable
 from april.core.sampling import attempt_seed
@@ -52,7 +54,7 @@ class AttemptBook:
 
     def open(self, call: GenerateCall, engine: str, version: PolicyVersion) -> Attempt:
         """A new attempt that continues ``call`` where its sample stands; the engine has the weights of ``version``."""
-        chain, sample = call.chain, call.chain.sample
+        chain, sample = call.chain, call.sample
         evaluation, s, held = sample.group.evaluation, self._settings, len(chain.tape)
         run_seed, key, incarnation, attempts = s.run_seed, sample.id, version.incarnation, self.in_flight
         if evaluation is None:
@@ -68,7 +70,7 @@ class AttemptBook:
             id=f"{s.run_id:016x}{incarnation:04x}{number:012x}",
             call=call,
             engine=engine,
-            token_ids=chain.conversation(held),
+            token_ids=np.concatenate((chain.prompt, chain.tape.tokens)) if held else chain.prompt,
             sampling=sampling,
             tape=AttemptTape(),
             end_ids=self._end_ids(call),

@@ -142,13 +142,13 @@ class SampleLives:
         self._open(chain, event, len(chain.tape))
 
     def chain_of(self, sample: Sample, token_ids: Int32) -> Chain | None:
-        """The chain of a call that may be of any conversation: the one in which it was made before its function was lost,
-        else the longest of those free that it extends. None means that it begins one.
+        """The chain of a call that may be of any conversation: where it was made before its function was lost, else the
+        longest of those free that it extends. None means that it begins one.
         """
         for chain in sample.chains:
-            if (replay := chain.replay) is not None and (start := replay.next_start) is not None:
-                if self._asks_again(chain, token_ids, start):
-                    return chain
+            start = None if chain.replay is None else chain.replay.next_start
+            if start is not None and self._asks_again(chain, token_ids, start):
+                return chain
         free = (c for c in sample.chains if c.replay is None and c.open_call is None and c.calls)
         extended = (c for c in free if c.begins(token_ids, len(c.tape)))
         return max(extended, key=lambda c: len(c.prompt) + len(c.tape), default=None)
@@ -229,11 +229,8 @@ class SampleLives:
         assert replay is not None
         start = replay.next_start
         assert start is not None
-        if event.token_ids is None:
-            same = start == chain.seen
-        else:
-            same = self._asks_again(chain, event.token_ids, start)
-        if not same:
+        ids = event.token_ids
+        if not (start == chain.seen if ids is None else self._asks_again(chain, ids, start)):
             self.diverged(chain.sample)
         elif replay.calls:
             call = GenerateCall(chain, event.sampling, start, event.number)
@@ -296,7 +293,7 @@ class SampleLives:
         self.begin_again(sample, DropReason.REPLAY_DIVERGED)
 
     def _answer(self, call: GenerateCall, end: int, finish: FinishReason) -> None:
-        call.end, call.finish, call.chain.sample.finish = end, finish, finish
+        call.end, call.finish, call.sample.finish = end, finish, finish
         self._context.to(call, CallState.DONE, f"call complete ({finish}) at {end} tokens")
         if call.lost:
             self.begin_from_tape(call.sample)
@@ -314,7 +311,7 @@ class SampleLives:
 
     def submit(self, call: GenerateCall, engine: str) -> None:
         """Send what is missing of a call to an engine."""
-        context, sample, held = self._context, call.chain.sample, len(call.chain.tape)
+        context, sample, held = self._context, call.sample, len(call.chain.tape)
         state = context.engines.states[engine]
         if context.clock.current not in state.loaded or not state.has_room:
             has = f"has versions {set(state.loaded)}, is {state.gate} and {state.health}"

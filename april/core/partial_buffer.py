@@ -211,7 +211,8 @@ class PartialBuffer:
 
     def age(self, sample: Sample) -> int:
         """Weight updates between the sample's oldest token and the training of the next batch; 0 without tokens."""
-        oldest = sample.oldest_version
+        chains = sample.chains
+        oldest = chains[0].tape.oldest_version if len(chains) == 1 else sample.oldest_version
         return 0 if oldest is None else self._leases.age(oldest)
 
     @property

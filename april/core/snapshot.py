@@ -515,9 +515,9 @@ def restored_sample(
         reward = float(state["reward"])
         if wrong := wrong_reward(reward):
             raise ValueError(f"{sample.id}: its reward is {wrong}")
-        finishes = {c.replay.calls[-1].finish for c in sample.chains if c.replay is not None and c.replay.calls}
+        replays = [chain.replay for chain in sample.chains if chain.replay is not None]
         finish = FinishReason(state["finish"])
-        if any(c.replay is not None and c.replay.open_start is not None for c in sample.chains) or finish not in finishes:
+        if any(r.open_start is not None for r in replays) or finish not in {r.calls[-1].finish for r in replays}:
             raise ValueError(f"{sample.id}: it is finished, and its last call is not")
         if keeps:
             sample.finish, sample.reward = finish, held_reward(reward)

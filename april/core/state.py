@@ -27,7 +27,6 @@ from april.core.settings import CoreSettings, EngineLimits
 from april.core.types import (
     AttemptFailure,
     DropReason,
-    GenerateCall,
     GenerationMode,
     Group,
     GroupState,
@@ -347,18 +346,19 @@ class RolloutCore:
         leased = [sample for members in groups.values() for sample in members]
         bound_of = self.buffer.bound
         samples, sizes = [], dict.fromkeys(groups, 0)
+        lengths = [sample.generated for sample in leased]
         for sample in leased:
             rows = deliver_sample(sample, self.leases.age, bound_of(sample) if masks else None)
             samples += rows
             sizes[sample.id.group] += len(rows)
-        for sample in leased:
-            context.tokens.deliver(sample.generated)
-            context.lengths.trained.add(sample.generated)
+        for sample, length in zip(leased, lengths, strict=True):
+            context.tokens.deliver(length)
+            context.lengths.trained.add(length)
             context.to(sample, SampleState.LEASED, f"leased in batch {context.batches}")
             sample.group.delivered += 1
             self.lives.sample_left(sample.group)
         metrics = batch_metrics(len(groups), samples, self.leases.age) | self.leases.recorded()
-        metrics |= context.lengths.metrics(sample.generated for sample in leased)
+        metrics |= context.lengths.metrics(lengths)
         metrics |= step.metrics(self.counters, self.observed_tokens())
         metrics |= self.engines.metrics(step.in_flight_at_stop, self.clock.current)
         metrics |= {
@@ -551,10 +551,11 @@ class RolloutCore:
                     continue
                 sample.urgent = True
                 urgent.append(sample)
-                works: list[Sample | GenerateCall] = [sample, *sample.open_calls]
-                for work in works:
-                    if work.ticket:
-                        self.over_sampler.again(work)
+                if sample.ticket:
+                    self.over_sampler.again(sample)
+                for chain in sample.chains:
+                    if chain.calls and chain.calls[-1].ticket:
+                        self.over_sampler.again(chain.calls[-1])
 
     def _timer_fired(self, event: ev.TimerFired) -> None:
         timer = event.timer

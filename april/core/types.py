@@ -339,6 +339,10 @@ class GenerateCall:
     finish: FinishReason | None = None
     lost: bool = False
     """The function died with its host, and begins again when the attempt has ended."""
+    sample: Sample = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.sample = self.chain.sample
 
     @property
     def result(self) -> RecordedCall | None:
@@ -346,12 +350,8 @@ class GenerateCall:
         return None if self.finish is None else RecordedCall(self.start, self.end, self.finish)
 
     @property
-    def sample(self) -> Sample:
-        return self.chain.sample
-
-    @property
     def owner(self) -> SampleId:
-        return self.chain.sample.id
+        return self.sample.id
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -463,13 +463,14 @@ class Sample:
     @property
     def open_calls(self) -> list[GenerateCall]:
         """The generate calls that are not complete yet."""
-        return [call for chain in self.chains if (call := chain.open_call) is not None]
+        return [calls[-1] for chain in self.chains if (calls := chain.calls) and calls[-1].state is not DONE]
 
     @property
     def asks(self) -> bool:
         """Return whether a generate call is not complete yet."""
-        for chain in self.chains:  # at every event: a generator costs more
-            if chain.open_call is not None:
+        for chain in self.chains:  # at every event: a generator, or a call of open_call, costs more
+            calls = chain.calls
+            if calls and calls[-1].state is not DONE:
                 return True
         return False
 
