@@ -192,7 +192,8 @@ class Serving:
         self._beats = Heartbeats(welcome.deadline_s)
         self._beats.hear(None, self._loop.time())
         self._beat()
-        self.welcomed.set_result(None)
+        if not self.welcomed.done():  # its host may have been ended meanwhile
+            self.welcomed.set_result(None)
 
     def _post(self, event: ev.Event) -> None:
         assert self._mirror is not None
