@@ -116,7 +116,7 @@ async def failures_are_no_answers(bench: Bench) -> Figures:
             continue
         late += 1
         if stream:
-            if not any(name == "error" or (isinstance(d, dict) and "error" in d) for name, d in reply.events()):
+            if not any(name == "error" or (isinstance(d, dict) and d.get("error")) for name, d in reply.events()):
                 raise Broken(f"{dialect}: a stream that failed ends without an error: {reply.text[-200:]!r}")
         elif not reply.cut:
             raise Broken(f"{dialect}: a body that failed is {reply.text.strip()[:200]!r}, as if it were an answer")

@@ -23,7 +23,7 @@ from april.engines.protocol import Chunk, Health, Request
 from april.errors import EngineError, RolloutError, SchedulerClosed
 from april.scheduler import RolloutScheduler
 from april.testing.fake_engine import FakeEngine
-from april.testing.gateway.script import EOS, TOKENIZER, VOCAB, reply, word_of
+from april.testing.gateway.script import EOS, LONG_WORDS, TOKENIZER, VOCAB, reply, word_of
 from april.testing.gateway.subject import Attempt, Door, Ended, Row, Subject
 from april.testing.records import conversation, fake_logprobs
 
@@ -51,7 +51,7 @@ class HeldEngine(FakeEngine):
         if self.refuses:
             self.refused += 1
             raise EngineError(f"engine {self.name}: HTTP 503, generation is paused")
-        long = word_of(conversation(request).tolist()).startswith("long")
+        long = word_of(conversation(request).tolist()) in LONG_WORDS
         async with aclosing(super().generate(request)) as chunks:
             async for chunk in chunks:
                 yield chunk

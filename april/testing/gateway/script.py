@@ -72,6 +72,10 @@ REPLIES: dict[str, Sequence[str]] = {
 """What the model says, in pieces of which each becomes tokens by itself; the end of the turn comes behind."""
 
 
+LONG_WORDS = frozenset({"long", "longadd"})
+"""Words whose answers an engine can be held in."""
+
+
 def says(word: str) -> str:
     """The text of a reply, without the mark of its end."""
     return "".join(REPLIES[word])
