@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import random
 from collections import Counter, defaultdict
-from dataclasses import dataclass, field, replace
-from typing import Any
+from copy import deepcopy
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 from chain_machine import ChainMachine, Key, P, check_rows
 from core_machine import EOS, A, B, settings
@@ -19,11 +20,22 @@ from april.core import commands as do
 from april.core import events as ev
 from april.core import snapshot
 from april.core.batch import Batch
-from april.core.types import AttemptFailure, EngineFinish, GenerationMode, OnFailedSample, OnStale, Refill, SampleId
+from april.core.types import (
+    AttemptFailure,
+    EngineFinish,
+    GenerationMode,
+    OnFailedSample,
+    OnStale,
+    Refill,
+    SampleId,
+    Timer,
+    TimerKind,
+)
 from april.core.versions import PolicyVersion
 
 ENDS = 25
 """Per cent of tokens that end their response."""
+BREAKS = (AttemptFailure.BROKE_OFF, AttemptFailure.CORRUPT, AttemptFailure.BUSY)
 OPEN = 4
 """Calls that a function makes side by side, at most."""
 
@@ -173,6 +185,15 @@ class Books:
                 assert (row.logprobs != 0).tolist() == book.generated()[book.prompt :]
 
 
+class Kept(NamedTuple):
+    """A state, and what is true of the history that it is of."""
+
+    state: snapshot.State
+    books: Books
+    memory: defaultdict[Key, list[list[int]]]
+    generated: int
+
+
 class ChainLife(ChainMachine):
     """A core, functions that ask for any conversation, engines, and a trainer; ``books`` are those of all processes."""
 
@@ -182,6 +203,8 @@ class ChainLife(ChainMachine):
         self.books, self.rng = books, rng
         self.memory: defaultdict[Key, list[list[int]]] = defaultdict(list)
         """Conversations that dead runs of a function had asked for."""
+        self.kept: Kept | None = None
+        self.timers: list[Timer] = []
         super().__init__(core_settings, engines=(A, B), **options)
 
     # ---------------------------------------------------------------- what the core wants
@@ -198,6 +221,19 @@ class ChainLife(ChainMachine):
                 key = tuple(call.sample.id)
                 heard = self.heard[key, call.number]
                 assert heard.tokens == self.books.answer(key, call.number)
+            case do.StartTimer(timer):
+                self.commands.append(command)
+                if timer.kind is not TimerKind.OUTAGE:
+                    self.timers.append(timer)
+            case do.Fence(_, attempt_ids):
+                for attempt_id in attempt_ids:
+                    self.keep(attempt_id)
+                self.books.seen["fenced"] += len(attempt_ids)
+                super()._execute(command)
+            case do.ProbeEngine(engine, probe):
+                self.commands.append(command)
+                well = ev.EngineProbed(engine=engine, probe=probe, answered=True, ok=True, current=True)
+                self._pump.post(well)
             case do.JudgeGroup(group, judgement):
                 self.commands.append(command)
                 self._pump.post(ev.GroupJudged(group=group.id, judgement=judgement, keep=True))
@@ -216,11 +252,15 @@ class ChainLife(ChainMachine):
                 super()._execute(command)
 
     def gone(self, key: Key) -> None:
-        """Remembers what it had asked for, and what it asked for while that was replayed."""
+        """What it has asked for is asked again."""
+        self.remembers(key)
+        super().gone(key)
+
+    def remembers(self, key: Key) -> None:
+        """Its next run asks for what it has asked, then for what it was still to ask again."""
         asked = [heard.ids for (of, _), heard in self.heard.items() if of == key]
         asked += [ids for (of, _), ids in self.asked.items() if of == key]
         self.memory[key] = [*asked, *[ids for ids in self.memory[key] if ids not in asked]]
-        super().gone(key)
 
     # ---------------------------------------------------------------- what happens
 
@@ -233,8 +273,9 @@ class ChainLife(ChainMachine):
             key = rng.choice(alive)
             can += [(4, lambda: self.asks(key)), (2, lambda: self.function_returns(key))]
             can += [(0.5, lambda: self.stops_hearing(key)), (0.1, lambda: self.function_fails(key))]
-            can += [(0.15, lambda: self.lose(*{key[0], rng.choice(alive)[0]}))]
+            can += [(0.15, lambda: self.host_dies({key[0], rng.choice(alive)[0]}))]
         can += [(3, self.trainer_goes_on)] * (not self.core.wanted)
+        can += [(0.3 if self.in_flight else 3, self.time_passes)] * bool(self.timers)
         assert can, f"stuck: {self.core!r}"
         weights, actions = zip(*can, strict=True)
         rng.choices(actions, weights)[0]()
@@ -256,7 +297,7 @@ class ChainLife(ChainMachine):
         rng = self.rng
         attempt_id = rng.choice(sorted(self.in_flight))
         if rng.random() < 0.05:
-            self.broke_off(attempt_id)
+            self.broke_off(attempt_id, rng.choice([AttemptFailure.NO_TEXT, AttemptFailure.NO_TEXT, *BREAKS]))
         elif rng.random() < 0.05:
             self.post(ev.AttemptStalled(attempt_id, 5.0))
         elif attempt_id in self.abort_asked:
@@ -281,15 +322,20 @@ class ChainLife(ChainMachine):
             return True
         return self.tokens(attempt_id, count)
 
-    def broke_off(self, attempt_id: str) -> None:
-        """What has come is kept."""
-        self.keep(attempt_id)
-        self.fail(self.in_flight[attempt_id], "no text", kind=AttemptFailure.NO_TEXT)
+    def broke_off(self, attempt_id: str, kind: AttemptFailure) -> None:
+        """What has come is kept, unless it cannot be true."""
+        self.books.seen[str(kind)] += 1
+        self.keep(attempt_id, corrupt=kind is AttemptFailure.CORRUPT)
+        self.fail(self.in_flight[attempt_id], "reset", kind=kind)
 
-    def keep(self, attempt_id: str) -> None:
+    def time_passes(self) -> None:
+        """A timer runs out: aborts are asked for again, or given up; engines are asked whether they are well."""
+        self.post(ev.TimerFired(self.timers.pop(self.rng.randrange(len(self.timers)))))
+
+    def keep(self, attempt_id: str, *, corrupt: bool = False) -> None:
         """By the books, the tokens of a request go to the row that waits for it; those of no row are unheard."""
         attempt = self.in_flight[attempt_id]
-        tokens = attempt.tape.packed()[0].tolist()
+        tokens = [] if corrupt else attempt.tape.packed()[0].tolist()
         for rows in self.books.rows.values():
             for row in rows:
                 if row.attempt == attempt_id:
@@ -362,18 +408,38 @@ class ChainLife(ChainMachine):
 
     # ---------------------------------------------------------------- restarts
 
-    def restart(self, **changes: Any) -> ChainLife:
-        """The process ends, and another one goes on from its state; requests that ran are in it."""
+    def host_dies(self, groups: set[int]) -> None:
+        """The functions of these groups are lost; that nobody hears their calls is told too late."""
+        lost = [key for key in sorted(self.alive) if key[0] in groups]
+        numbers = {key: self.made[key] for key in lost}
+        self.lose(*groups)
+        for key in lost:
+            if self.core.context.group(key[0]) is not None and not self.made[key]:
+                self.unheard(numbers[key], of=key)
+
+    def keeps(self) -> None:
+        """The trainer saves a state; requests that run are in it."""
         assert self.core.observed_tokens() == self.generated
-        state = self.saved()
+        state, books, memory = self.saved(), self.books, self.memory
+        self.books, self.memory = deepcopy((books, memory))
         for attempt_id in sorted(self.in_flight):
             self.keep(attempt_id)
         for key in sorted(self.alive):
-            self.gone(key)
-        again = ChainLife(replace(self.core.settings, **changes), self.books, self.rng)
-        again.memory = self.memory
-        snapshot.restore(again.core, state)
-        again.generated = self.generated
+            self.remembers(key)
+        self.kept = Kept(state, self.books, self.memory, self.generated)
+        self.books, self.memory = books, memory
+
+    def restart(self) -> ChainLife:
+        """The process ends, and another one goes on from the last state."""
+        if self.kept is None or self.rng.random() < 0.5:
+            self.keeps()
+        kept = self.kept
+        assert kept is not None
+        books, memory = deepcopy((kept.books, kept.memory))
+        books.seen = self.books.seen
+        again = ChainLife(self.core.settings, books, self.rng)
+        again.memory, again.kept, again.generated = memory, kept, kept.generated
+        snapshot.restore(again.core, kept.state)
         again.check_books()
         again.post(ev.WeightsUpdated(again.core.clock.current))
         again.ask()
@@ -395,7 +461,8 @@ def a_life(seed: int, actions: int = 120) -> Counter[str]:
         "max_response_len": rng.choice([12, 1000]), "on_stale": rng.choice(list(OnStale)),
         "max_staleness": rng.choice([1, 2, 4]), "refill": rng.choice([Refill.NONE, Refill.GROUP]),
         "has_filter": rng.random() < 0.3, "max_attempt_failures": 10**6, "max_failed_groups": 10**6,
-        "group_quorum": rng.choice([1.0, 0.5]), "retry_pause_s": 0.0, "max_chains": rng.choice([4, 64]),
+        "group_quorum": rng.choice([1.0, 0.5]), "retry_pause_s": 0.0, "abort_deadline_s": 1.0,
+        "max_chains": rng.choice([4, 64]),
         "on_failed_sample": rng.choice(list(OnFailedSample)), "generation": rng.choice(list(GenerationMode)),
     }  # fmt: skip
     if changes["has_filter"]:
@@ -407,6 +474,8 @@ def a_life(seed: int, actions: int = 120) -> Counter[str]:
     for _ in range(actions):
         life.act()
         life.check_books()
+        if rng.random() < 0.02:
+            life.keeps()
         if rng.random() < restarts:
             books.seen["restarts"] += 1
             life = life.restart()

@@ -584,7 +584,8 @@ def test_what_comes_too_late_changes_nothing() -> None:
     m.unheard(77)
     number = m.call([*P, 20])
     m.lose(0)
-    m.unheard(number)
+    m.unheard(1, number)
+    assert m.dropped == {}
     m.finish_aborts()
     assert m.alive == {(0, 0), (1, 0)}
     m.say(P)

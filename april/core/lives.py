@@ -251,7 +251,8 @@ class SampleLives:
             return
         last = [chain.calls[-1] for chain in sample.chains if chain.calls]
         call = next((c for c in last if c.number == event.number), None)
-        if sample.state is not RUNNING or call is None or call.lost:  # what is lost is asked again
+        # what a lost function has heard is asked again
+        if sample.state is not RUNNING or call is None or any(c.lost for c in last):
             return
         if call.state is not CallState.DONE:
             context.over_sampler.forget(call)
