@@ -11,7 +11,7 @@ import pytest
 from core_machine import settings
 from host_sides import SAMPLING, HostSides, started, submitted
 from memory_doors import Row, rows_of
-from test_hosts import Place
+from test_hosts import Place, two_turns
 
 import april
 from april.core import commands as do
@@ -20,7 +20,9 @@ from april.core.batch import DeliveredSample
 from april.core.types import Attempt, DropReason, Sample
 from april.driver.llm import completion_of
 from april.driver.rewards import response_of
+from april.errors import ConfigError
 from april.processes import messages as wire
+from april.processes.host import Host
 from april.processes.messages import ProtocolError, packed
 
 
@@ -292,3 +294,9 @@ async def test_a_client_on_a_host_asks_at_its_base_url() -> None:
         p.scheduler._gateway.close()
     assert door._endpoint is None
 
+
+
+def test_a_renderer_without_a_tokenizer_is_refused_by_a_host() -> None:
+    """As by the scheduler, before it joins."""
+    with pytest.raises(ConfigError, match=r"renderer= .* needs tokenizer="):
+        Host("a", rollout=two_turns, renderer=object(), address="127.0.0.1:1", token=april.new_token())
