@@ -184,6 +184,21 @@ async def test_a_client_that_hung_up_and_asks_again_gets_the_answer() -> None:
         assert w.door.session.unheard() == []
 
 
+@pytest.mark.parametrize("left", [0, 1])
+async def test_an_answer_that_a_client_does_not_read_is_not_heard(left: int) -> None:
+    """What waits to be sent when the session ends has reached nobody."""
+
+    class Stalled(asyncio.WriteTransport):
+        def get_write_buffer_size(self) -> int:
+            return left
+
+    async with world() as w:
+        await w.ask("chat/completions")
+        (asked,) = next(iter(w.door.session.asked.values()))
+        asked.heard, asked.sending = False, [Stalled()]
+        assert w.endpoint.shut(w.door, "it is over") == [1] * left
+
+
 async def test_sessions_of_a_client_are_told_apart() -> None:
     """The same body under another X-Session-ID is another request, a retry or not."""
     async with world(waits=True) as w:

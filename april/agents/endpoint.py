@@ -207,14 +207,16 @@ class Endpoint:
             error = RequestError(str(failure) or type(failure).__name__, 400)
         else:
             response = await _begin(request, wanted) if response is None else response
-            # before the last byte: who has read it may be over before this goes on
-            asked.heard = request.transport is not None and not request.transport.is_closing()
+            to = request.transport
+            if to is None or to.is_closing():
+                return response
+            asked.sending.append(to)  # before the last byte: who has read it may be over before this goes on
             try:
-                await _write(response, dialect, wanted, answer)
-            except (ConnectionError, asyncio.CancelledError):
-                asked.heard = False
-                raise
-            await response.write_eof()
+                await response.write(_written(dialect, wanted, answer))
+                await response.write_eof()
+                asked.heard = True
+            finally:
+                asked.sending.remove(to)
             return response
         if response is None:
             return _refused(dialect, error)
@@ -256,12 +258,11 @@ async def _begin(request: web.Request, wanted: ChatRequest) -> web.StreamRespons
     return response
 
 
-async def _write(response: web.StreamResponse, dialect: Dialect, wanted: ChatRequest, answer: Answer) -> None:
+def _written(dialect: Dialect, wanted: ChatRequest, answer: Answer) -> bytes:
+    """The answer in one piece: it is heard as a whole, or not."""
     if wanted.stream:
-        for event in dialect.stream(answer, wanted):
-            await response.write(_event(event))
-    else:
-        await response.write(json.dumps(dialect.whole(answer, wanted)).encode())
+        return b"".join(map(_event, dialect.stream(answer, wanted)))
+    return json.dumps(dialect.whole(answer, wanted)).encode()
 
 
 def _event(event: SseEvent) -> bytes:

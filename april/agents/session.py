@@ -101,9 +101,16 @@ class Asked:
     clients: int = 0
     """Connections that wait for the answer or are reading it."""
     heard: bool = False
-    """True once a client has the whole answer, as far as this side can see."""
+    """True once a client has been sent the whole answer."""
+    sending: list[asyncio.WriteTransport] = field(default_factory=list)
+    """Connections to which the whole answer has been given, and which may not have sent all of it."""
     number: int | None = None
     """Number of the call that generated the answer; None before that."""
+
+    @property
+    def reached(self) -> bool:
+        """Whether a client has the whole answer, as far as this side can see: one that does not read has not."""
+        return self.heard or any(not to.get_write_buffer_size() for to in list(self.sending))
 
 
 @dataclass(slots=True)
@@ -136,7 +143,7 @@ class Session:
         if self.closed:
             raise RequestError(self.closed, 410, "session_closed")
         for earlier in self.asked.get(digest, ()):
-            if not earlier.heard and (retry or not earlier.clients) and not _failed(earlier.task):
+            if not earlier.reached and (retry or not earlier.clients) and not _failed(earlier.task):
                 return earlier
         if retry:  # of an answer that was heard after all, as far as this side can see
             for earlier in reversed(self.asked.get(digest, ())):
@@ -154,7 +161,7 @@ class Session:
     def unheard(self) -> list[int]:
         """The numbers of calls whose answers no client has heard. May be called from any thread."""
         every = [a for several in list(self.asked.values()) for a in list(several)]
-        return [a.number for a in every if a.number is not None and not a.heard]
+        return [a.number for a in every if a.number is not None and not a.reached]
 
     def close(self, why: str) -> None:
         """Answer nothing any more, for this reason; what is being answered is cancelled."""
