@@ -109,7 +109,7 @@ async def world(says: str = "hi<|im_end|>", *, waits: bool = False, **options: A
 
 async def until(condition: Any) -> None:
     """Give way until it is true."""
-    while not condition():
+    while not condition():  # noqa: ASYNC110 - the endpoint is on a thread of its own
         await asyncio.sleep(0.001)
 
 
@@ -214,7 +214,8 @@ async def test_sessions_of_a_client_are_told_apart() -> None:
 @pytest.mark.parametrize("route", ROUTES)
 async def test_a_slow_answer_keeps_its_connection(route: str, stream: bool) -> None:
     """Bytes that mean nothing come before the answer, in every dialect."""
-    async with world(waits=True, commit_s=0.0, alive_s=0.001) as w, w.post(route, ROUTES[route] | {"stream": stream}) as r:
+    body = ROUTES[route] | {"stream": stream}
+    async with world(waits=True, commit_s=0.0, alive_s=0.001) as w, w.post(route, body) as r:
         first = await r.content.readany()
         assert set(first.split(b"\n")) <= {b"", b": ping", b"event: ping", b'data: {"type": "ping"}'}
         w.may()
@@ -281,13 +282,14 @@ async def test_what_cannot_be_answered_is_refused_by_name(route: str, body: Any,
 
 
 async def test_keys_addresses_and_sizes() -> None:
-    """A wrong key, another address, a body beyond the limit and one that is no JSON: a named error, and others go on."""
+    """A wrong key, another address, a body too large and one that is no JSON: named errors, and others go on."""
     async with world() as w:
         assert (await w.ask("messages", key="wrong"))[0] == 401
         async with w.http.post(f"{w.endpoint.url}/nobody/v1/chat/completions", json=CHAT) as response:
             assert response.status == 404
         headers = {"x-api-key": w.door.key}
-        async with w.http.post(f"{w.door.url}/messages", data=BytesIO(bytes(LARGEST_BODY + 1)), headers=headers) as response:
+        large = BytesIO(bytes(LARGEST_BODY + 1))
+        async with w.http.post(f"{w.door.url}/messages", data=large, headers=headers) as response:
             assert response.status == 413
         async with w.http.post(f"{w.door.url}/messages", data=b"{", headers=headers) as response:
             assert response.status == 400

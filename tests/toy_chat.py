@@ -19,7 +19,7 @@ class ToyTokenizer:
     unk_token_id = None
     pad_token_id = 0
     eos_token_id = EOS
-    all_special_ids = list(range(len(MARKS)))
+    all_special_ids = tuple(range(len(MARKS)))
 
     def convert_tokens_to_ids(self, tokens: Any) -> Any:
         """The ids of marks."""

@@ -1,7 +1,7 @@
 """A chat request and its answer, as every dialect of the endpoint reads and writes them.
 
-Messages have OpenAI's shape: dicts of ``role``, ``content`` and, by role, ``tool_calls``, ``tool_call_id``, ``name`` and
-``reasoning_content``.
+Messages have OpenAI's shape: dicts of ``role``, ``content`` and, by role, ``tool_calls``, ``tool_call_id``, ``name``
+and ``reasoning_content``.
 """
 
 from __future__ import annotations

@@ -123,7 +123,8 @@ def tools_of(value: Any) -> list[Json]:
     tools = []
     for i, tool in enumerate(value or ()):
         function = tool.get("function") if isinstance(tool, dict) else None
-        if not isinstance(function, dict) or tool.get("type") != "function" or not isinstance(function.get("name"), str):
+        named = isinstance(function, dict) and isinstance(function.get("name"), str)
+        if not named or tool.get("type") != "function":
             raise RequestError(f"tools[{i}] must be of type function, with a name; others are not supported")
         tools.append(tool)
     return tools
@@ -163,8 +164,8 @@ class OpenAIChat:
         )
         b.ignore((*IGNORED, "max_tokens"))
         b.neutral(
-            n=1, top_logprobs=0, frequency_penalty=0, presence_penalty=0, logit_bias={}, response_format={"type": "text"},
-            modalities=["text"], functions=[], function_call="none",
+            n=1, top_logprobs=0, frequency_penalty=0, presence_penalty=0, logit_bias={},
+            response_format={"type": "text"}, modalities=["text"], functions=[], function_call="none",
         )  # fmt: skip
         b.end()
         return request
@@ -308,8 +309,10 @@ class Anthropic:
     @staticmethod
     def _tool(i: int, tool: Any) -> Json:
         if not isinstance(tool, dict) or not isinstance(tool.get("name"), str) or "input_schema" not in tool:
-            raise RequestError(f"tools[{i}] must have a name and an input_schema; tools of the server are not supported")
-        function = {"name": tool["name"], "description": tool.get("description", ""), "parameters": tool["input_schema"]}
+            wants = "a name and an input_schema"
+            raise RequestError(f"tools[{i}] must have {wants}; tools of the server are not supported")
+        description = tool.get("description", "")
+        function = {"name": tool["name"], "description": description, "parameters": tool["input_schema"]}
         return {"type": "function", "function": function}
 
     @staticmethod
@@ -337,12 +340,14 @@ class Anthropic:
                     calls.append({"id": part.get("id"), "type": "function", "function": function})
                 case "tool_result":
                     results += 1
-                    yield {"role": "tool", "tool_call_id": part.get("tool_use_id"), "content": text_of(part.get("content"))}
+                    result = text_of(part.get("content"))
+                    yield {"role": "tool", "tool_call_id": part.get("tool_use_id"), "content": result}
                 case kind:
                     raise RequestError(f"messages[{i}]: a block of type {kind!r} is not supported")
         if text or calls or not results:
             found: Json = {"role": message["role"], "content": text}
-            yield found | ({"tool_calls": calls} if calls else {}) | ({"reasoning_content": reasoning} if reasoning else {})
+            found |= {"tool_calls": calls} if calls else {}
+            yield found | ({"reasoning_content": reasoning} if reasoning else {})
 
     def whole(self, answer: Answer, request: ChatRequest) -> Json:
         """A ``message``."""
@@ -357,7 +362,10 @@ class Anthropic:
     def _blocks(answer: Answer) -> list[Json]:
         thinking = [{"type": "thinking", "thinking": answer.reasoning, "signature": ""}] if answer.reasoning else []
         text = [{"type": "text", "text": answer.text}] if answer.text else []
-        uses = [{"type": "tool_use", "id": c.id, "name": c.name, "input": json.loads(c.arguments)} for c in answer.tool_calls]
+        uses = [
+            {"type": "tool_use", "id": c.id, "name": c.name, "input": json.loads(c.arguments)}
+            for c in answer.tool_calls
+        ]
         return [*thinking, *text, *uses]
 
     def stream(self, answer: Answer, request: ChatRequest) -> Iterator[SseEvent]:

@@ -147,8 +147,8 @@ class Endpoint:
             self._door(request)
         except RequestError as error:
             return web.json_response(ROUTES["/chat/completions"].error(error), status=error.status, headers=NO_RETRY)
-        model = {"id": self.model, "object": "model", "created": 0, "owned_by": "april", "max_model_len": self.max_model_len}
-        return web.json_response({"object": "list", "data": [model]})
+        model = {"id": self.model, "object": "model", "created": 0, "owned_by": "april"}
+        return web.json_response({"object": "list", "data": [{**model, "max_model_len": self.max_model_len}]})
 
     async def _count(self, request: web.Request) -> web.Response:
         """Anthropic's count of the tokens that a request would have."""

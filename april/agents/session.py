@@ -207,8 +207,8 @@ class Session:
             at, stopped_by = min(found)
             text = text[:at]
         answered = tuple(
-            ToolCall(number or f"call_{name}_{i}", called, arguments if isinstance(arguments, str) else json.dumps(arguments))
-            for i, (number, called, arguments) in enumerate(calls)
+            ToolCall(number or f"call_{name}_{i}", called, said if isinstance(said, str) else json.dumps(said))
+            for i, (number, called, said) in enumerate(calls)
         )
         return Answer(
             id=name, prompt_ids=prompt, tokens=done.tokens, logprobs=done.logprobs, text=text, reasoning=reasoning,

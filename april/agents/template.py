@@ -81,12 +81,17 @@ class Template:
         return self._by_difference(prompt, completion, [_plain(m) for m in said], plain, tools)
 
     def _by_difference(
-        self, prompt: list[int], completion: list[int], said: list[dict[str, Any]], new: list[dict[str, Any]], tools: Tools
+        self,
+        prompt: list[int],
+        completion: list[int],
+        said: list[dict[str, Any]],
+        new: list[dict[str, Any]],
+        tools: Tools,
     ) -> list[int] | None:
         """What the template writes behind the last answer, as text that it writes with ``new`` and not without."""
         mark = "\u241e answer \u241e"  # stands for the answer; a template may strip white space, but not this
         before = [*said[:-1], {"role": "assistant", "content": mark}]
-        without, whole = (self._text(messages, tools, go_on) for messages, go_on in ((before, False), ([*before, *new], True)))
+        without, whole = self._text(before, tools, False), self._text([*before, *new], tools, True)
         if without is None or whole is None or whole.count(mark) != 1:
             return None
         close = without[without.index(mark) + len(mark) :]

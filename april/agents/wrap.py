@@ -87,7 +87,8 @@ def program(
 
 
 def _words(command: Any) -> list[str]:
-    words = [os.fspath(word) for word in command] if isinstance(command, Sequence) and not isinstance(command, str) else []
+    listed = isinstance(command, Sequence) and not isinstance(command, str)
+    words = [os.fspath(word) for word in command] if listed else []
     if not words or not all(isinstance(word, str) for word in words):
         raise UsageError(f"program: the command must be a list of strings, got {command!r}")
     return words

@@ -111,8 +111,8 @@ class LLM:
         """The address for a client of OpenAI's or Anthropic's API: an endpoint on loopback for this sample alone.
 
         Requests may be of any conversation and run side by side; each sequence of tokens becomes a row of the batch. A
-        client sees an answer that takes long, however many steps and weight updates that is. The endpoint is closed when
-        the function ends. Raises UsageError without a tokenizer.
+        client sees an answer that takes long, however many steps and weight updates that is. The endpoint is closed
+        when the function ends. Raises UsageError without a tokenizer.
         """
         return self._open_door().url
 
