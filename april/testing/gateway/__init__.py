@@ -8,6 +8,7 @@ A :class:`Subject` is a gateway with the scripted model of :mod:`april.testing.g
 """
 
 from april.testing.conformance.subject import Outcome, Report, Verdict
+from april.testing.gateway.bench import Promise
 from april.testing.gateway.of_april import AprilSubject
 from april.testing.gateway.run import PROMISES, promise_named, run
 from april.testing.gateway.subject import Attempt, Door, Ended, Row, Subject
@@ -19,6 +20,7 @@ __all__ = [
     "Door",
     "Ended",
     "Outcome",
+    "Promise",
     "Report",
     "Row",
     "Subject",
