@@ -13,7 +13,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
-from april.core.batch import Batch, DeliveredSample
+from april.core.batch import Batch, DeliveredSample, rows_by_sample
 from april.core.tape import Int32
 from april.driver.detokenizer import Detokenizer
 from april.extras import require
@@ -205,8 +205,8 @@ def sample_texts(batch: Batch, tokenizer: Any, k: int = 4, *, longest: int = LON
 
 
 def choose_samples(batch: Batch, k: int) -> list[DeliveredSample]:
-    """Return ``k`` samples of a batch, evenly spread over all of them in the order of their rewards."""
-    ordered = sorted(batch.samples, key=lambda s: (s.reward, s.id))
+    """Return the first row of each of ``k`` samples of a batch, evenly spread in the order of their rewards."""
+    ordered = sorted((rows[0] for rows in rows_by_sample(batch.samples)), key=lambda s: (s.reward, s.id))
     k = min(k, len(ordered))
     if k <= 0:
         return []

@@ -16,6 +16,7 @@ from functools import partial
 from types import TracebackType
 from typing import Any, ParamSpec, Protocol, Self, TypeVar, cast
 
+from april.agents.gateway import Gateway
 from april.config.engine_fit import check_engines, doubts_of, fits
 from april.config.engines import TransformersEngineConfig as EmbeddedConfig
 from april.config.settings import Config
@@ -75,7 +76,9 @@ class RolloutScheduler:
         hosts: where other processes bring engines and functions of theirs, such as :class:`april.HostListener`; without
             ``model`` and ``engines`` it waits for the first. See docs/processes.md.
         tokenizer: with ``decode(ids, skip_special_tokens=False) -> str``, as those of Hugging Face; stop strings and
-            ``response.text()`` need it, nothing else does.
+            ``response.text()`` need it, and ``llm.base_url``.
+        renderer: how ``llm.base_url`` writes messages as tokens: a ``renderers.RendererConfig``; None means the one for
+            the tokenizer's model. See docs/agents.md.
         check: cross-check all of april's books after every event (slow; for tests and bug hunts).
         record: a file for what happens in the run, without prompts and tokens, which ``april replay`` runs again: its
             name, or an :class:`april.RunRecord` with a size limit. See docs/report.md.
@@ -89,6 +92,7 @@ class RolloutScheduler:
     """
 
     _loop_type: type[LoopThread] = LoopThread
+    _gateway_type: Callable[..., Gateway] = Gateway
     _gathers = False
     """True if whoever calls this brings the ranks together around it, as engines with ``gathers_weights`` need."""
     _refuse_prompt: Callable[[Prompt], None] | None = None
@@ -106,6 +110,7 @@ class RolloutScheduler:
         model: Any = None,
         engines: Sequence[Engine] | None = None,
         tokenizer: Any = None,
+        renderer: Any = None,
         check: bool = False,
         record: str | os.PathLike[str] | RunRecord | None = None,
         hosts: Hosts | None = None,
@@ -140,7 +145,10 @@ class RolloutScheduler:
             has_filter=filter is not None,
             run_id=int.from_bytes(os.urandom(8), "big"),
         )
-        functions = UserFunctions(rollout, reward, group_reward, filter, detokenizer)
+        if renderer is not None and tokenizer is None:
+            raise ConfigError("renderer= writes messages for llm.base_url, which needs tokenizer=, too")
+        self._gateway = self._gateway_type(tokenizer, renderer)
+        functions = UserFunctions(rollout, reward, group_reward, filter, detokenizer, self._gateway)
         self._asking: object | None = None  # the call that waits for a batch
         self._update: TrainerUpdate | None = None  # the last weight update, until a call has heard its end
         self._thread = self._loop_type()
@@ -528,6 +536,7 @@ class RolloutScheduler:
             if not ended:
                 self._thread.begin_to_stop(self._give_up)
             self._thread.stop(answers=ended is not False)
+            self._gateway.close()
             self._observers.close()
         error = closing.error()
         if error is not None and not isinstance(error, CancelledError):

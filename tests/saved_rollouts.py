@@ -67,10 +67,10 @@ def observed(rollouts: Rollouts) -> dict[SampleId, tuple[list[int], list[float],
     """Tokens, log-probabilities and versions of every held sample, those of running attempts included."""
     out = {}
     for sample in rollouts.core.buffer.samples():
-        tokens, logprobs = sample.tape.tokens.tolist(), sample.tape.logprobs.tolist()
-        versions = [tuple(v) for v in versions_of(sample.tape.segments).tolist()]
-        if sample.open_call is not None and sample.open_call.attempt is not None:
-            more, more_logprobs, spans = sample.open_call.attempt.tape.packed()
+        tokens, logprobs = sample.chains[0].tape.tokens.tolist(), sample.chains[0].tape.logprobs.tolist()
+        versions = [tuple(v) for v in versions_of(sample.chains[0].tape.segments).tolist()]
+        if sample.chains[0].open_call is not None and sample.chains[0].open_call.attempt is not None:
+            more, more_logprobs, spans = sample.chains[0].open_call.attempt.tape.packed()
             tokens, logprobs = tokens + more.tolist(), logprobs + more_logprobs.tolist()
             versions += [tuple(v) for v, count in spans for _ in range(count)]
         out[sample.id] = (tokens, logprobs, versions)

@@ -25,7 +25,7 @@ Rows = list[tuple[int, list[tuple[int, int]]]]
 """Per sample: prompt length, and its segments (tokens, version n); n of 0 has incarnation 0, others 1."""
 
 BOTH = {"logprobs": np.float32, "loss_mask": np.uint8, "version_n": np.int32, "version_incarnation": np.int32}
-PER_SAMPLE = {"rewards": np.float32, "group_ids": np.int64, "staleness": np.int32}
+PER_SAMPLE = {"sample_numbers": np.int32, "rewards": np.float32, "group_ids": np.int64, "staleness": np.int32}
 
 
 def make_batch(rows: Rows, max_staleness: int | None = None) -> Batch:
@@ -43,10 +43,10 @@ def make_batch(rows: Rows, max_staleness: int | None = None) -> Batch:
             tape = AttemptTape()
             ids = np.arange(token, token + count, dtype=np.int32)
             tape.append(ids, -ids.astype(np.float32), PolicyVersion(int(n > 0), n))
-            sample.tape.add_attempt(tape, f"a{token}", "e0", 1.0)
+            sample.chains[0].tape.add_attempt(tape, f"a{token}", "e0", 1.0)
             token += count
         sample.finish, sample.reward = FinishReason.STOP, number / 2
-        samples.append(deliver_sample(sample, clock.staleness, max_staleness))
+        samples += deliver_sample(sample, clock.staleness, max_staleness)
     return Batch(
         id=0,
         version=clock.current,

@@ -13,8 +13,8 @@ import pytest
 
 from april.core import events as ev
 from april.core.sampling import SamplingParams
-from april.core.tape import AttemptTape, Int32, TokenTape
-from april.core.types import Attempt, AttemptFailure, EngineFinish, GenerateCall
+from april.core.tape import AttemptTape, Int32
+from april.core.types import Attempt, AttemptFailure, Chain, EngineFinish, GenerateCall, SampleId
 from april.core.versions import PolicyVersion
 from april.errors import RolloutError
 from april.processes.coordinator.asked_host import take
@@ -124,8 +124,9 @@ def test_one_call_at_a_time() -> None:
 def test_a_response_without_a_token_is_no_response() -> None:
     """A server that ends a request at once, unasked, has failed; one that was asked hands over what it has."""
     version = PolicyVersion(0, 0)
-    sample: Any = SimpleNamespace(tape=TokenTape())
-    call = GenerateCall(sample, SamplingParams(5), 0)
+    sample: Any = SimpleNamespace(id=SampleId(0, 0))
+    sample.chains = [Chain(sample, 0, GO.token_ids)]
+    call = GenerateCall(sample.chains[0], SamplingParams(5), 0)
     attempt = Attempt(id="a", call=call, engine="e", token_ids=GO.token_ids, sampling=call.sampling, tape=AttemptTape())
     event = take(attempt, replace(NOTHING, aborted=False), version)
     assert isinstance(event, ev.AttemptFailed)

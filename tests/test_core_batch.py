@@ -165,7 +165,7 @@ def test_environment_is_cut_to_the_room_there_is(longest: int, context: int) -> 
     """No token beyond max_response_len or the context; a call without room is complete at once, with reason length."""
     m = talking(longest, context)
     assert [type(c) for c in call(m, [*SAID, 70, 71, 72, 73, 74])] == [do.CallCompleted]
-    assert m.sample(0).tape.tokens.tolist() == [10, 11, 12, 13, 70, 71, 72]
+    assert m.sample(0).chains[0].tape.tokens.tolist() == [10, 11, 12, 13, 70, 71, 72]
 
 
 @pytest.mark.parametrize("token_ids", [[5], [5, 6, 10, 11, 12], [5, 6, 10, 11, 12, 99, 1], [9, *SAID[1:], 7]])

@@ -126,7 +126,8 @@ def test_training_gives_way_and_goes_on() -> None:
     counted = {"attempts": 6, "resumed_attempts": 6, "reprefill_tokens": again}
     assert (m.core.counters - counters, m.core.tokens.as_dict()) == (counted, tokens)
     (*groups,) = m.results[number].groups
-    assert [len(s.tape) for g in groups for s in g.samples] == [m.length(*s.id) for g in groups for s in g.samples]
+    samples = [s for g in groups for s in g.samples]
+    assert [len(s.chains[0].tape) for s in samples] == [m.length(*s.id) for s in samples]
     while m.in_flight:
         m.end(min(m.in_flight))
     assert len(m.batches) == 1
@@ -288,7 +289,7 @@ BROKEN: dict[str, Any] = {
     "weights changed or training went on": lambda e: setattr(e, "version", PolicyVersion(0, 9)),
     "are evaluated": lambda e: e.fail("without giving anything up"),
     "tokens of other versions": lambda e: (
-        e.groups[0].samples[0].tape.add_environment(np.array([1], np.int32), PolicyVersion(0, 9))
+        e.groups[0].samples[0].chains[0].tape.add_environment(np.array([1], np.int32), PolicyVersion(0, 9))
     ),
 }
 

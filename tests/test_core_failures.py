@@ -252,7 +252,7 @@ def test_attempt_left_behind_may_break_off(broke_off: dict[str, object]) -> None
     m, first = left_behind(max_attempt_failures=2)
     m.fail(first, **broke_off)
     assert m.dropped == ({"corrupt": 9} if broke_off else {"failed": 7})
-    assert m.sample(0).open_call.state is CallState.IN_FLIGHT
+    assert m.sample(0).chains[0].open_call.state is CallState.IN_FLIGHT
     assert m.sample(0).failures == 1
 
 
@@ -297,7 +297,7 @@ def test_deaf_engine_is_asked_again_then_fenced_and_quarantined() -> None:
     assert [t.timer.engine for t in timers(m.commands, TimerKind.PROBE)] == [deaf.engine]
     state = m.core.engines.states[deaf.engine]
     assert state.quarantined
-    assert len(m.sample(1).tape) == 40
+    assert len(m.sample(1).chains[0].tape) == 40
     assert m.post(ev.AttemptEnded(deaf.id, EngineFinish.STOP)) == []
     assert m.fire(timers(m.commands, TimerKind.ABORTS)[0]) == []  # one that outlived its abort
     m.update()

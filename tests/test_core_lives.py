@@ -93,7 +93,7 @@ class Talks(Life):
         if key[0] >= 0:
             assert start == len(self.known[key])
             self.known[key] += [token.id for token in self.books.tapes[key][start:end]]
-            assert command.call.sample.tape.tokens[:end].tolist() == self.known[key]
+            assert command.call.sample.chains[0].tape.tokens[:end].tolist() == self.known[key]
         super().on_CallCompleted(command)
 
     def on_CancelSample(self, command: do.CancelSample) -> None:

@@ -134,7 +134,7 @@ def test_a_function_that_has_asked_for_nothing_gives_its_place_back() -> None:
     assert m.core.context.places.free == 0
     assert [type(c) for c in m.lose(0)] == [do.StartSample]
     assert m.core.context.places.free == 0
-    assert m.sample(0).replay is None
+    assert m.sample(0).chains[0].replay is None
     m.call(m.sample(0).id)
     m.finish(0)
     assert only_batch(m) == [expected()]
@@ -174,13 +174,13 @@ def test_a_replay_that_is_lost_in_the_middle_is_remembered_whole() -> None:
     m.lose(0)
     m.end(attempt, 3)
     for answered in (0, 1, 2):
-        assert sample.replay is not None
+        assert sample.chains[0].replay is not None
         calls = [RecordedCall(0, 6, FinishReason.LENGTH), RecordedCall(6, 12, FinishReason.LENGTH)]
-        assert list(sample.replay.calls) == calls
-        assert sample.replay.open_start == 12
+        assert list(sample.chains[0].replay.calls) == calls
+        assert sample.chains[0].replay.open_start == 12
         for _ in range(answered):
             m.core.handle(ev.CallMade(sample.id, SamplingParams(max_tokens=FIRST_CALL)))
-        assert len(sample.replay.calls) == 2 - answered
+        assert len(sample.chains[0].replay.calls) == 2 - answered
         m.lose(0)
     m.turns = 3
     m.call(sample.id)
@@ -294,7 +294,7 @@ def evaluated(losses: tuple[int, ...]) -> tuple[Hosts, list[Any], set[Any]]:
             m.lose(attempt.sample.id.group)
         m.end(attempt.id, 1 if step in losses else 1000)
     (done,) = [c for c in m.commands if isinstance(c, do.EvaluationDone)]
-    return m, [(g.samples[0].tape.tokens.tolist(), g.samples[0].reward) for g in done.groups], seeds
+    return m, [(g.samples[0].chains[0].tape.tokens.tolist(), g.samples[0].reward) for g in done.groups], seeds
 
 
 def test_an_evaluation_begins_again_and_answers_as_if_nothing_had_died() -> None:
@@ -325,11 +325,11 @@ def test_an_evaluation_begins_again_with_what_was_returned_to_a_dead_host() -> N
     assert len(m.in_flight) == 4  # the one of before has its place until it ends
     m.end(running, 1)
     for sample in samples:
-        assert (sample.state, len(sample.tape)) == (SampleState.RUNNING, 0)
+        assert (sample.state, len(sample.chains[0].tape)) == (SampleState.RUNNING, 0)
         m.end(m.attempt(*sample.id).id)
         m.score(sample.id)
     (done,) = [c for c in m.commands if isinstance(c, do.EvaluationDone)]
-    assert [s.tape.tokens.tolist() for g in done.groups for s in g.samples] == [expected()] * 4
+    assert [s.chains[0].tape.tokens.tolist() for g in done.groups for s in g.samples] == [expected()] * 4
     assert set(m.started.values()) == {2}
 
 
@@ -376,9 +376,9 @@ def test_a_function_that_gets_further_from_host_to_host_goes_on() -> None:
     m = asked(60, (A, B), Thinking, turns=9, max_attempt_failures=2)
     for calls in range(1, 6):
         m.end(m.attempt(0).id, FIRST_CALL)
-        assert len(m.sample(0).tape) == calls * FIRST_CALL
+        assert len(m.sample(0).chains[0].tape) == calls * FIRST_CALL
         m.lose(0, died=True)
-        assert m.sample(0).open_call is None
+        assert m.sample(0).chains[0].open_call is None
         m.functions[0, 0] = 0
         m.call(m.sample(0).id)
         while not m.in_flight:  # what it was answered before comes from the tape

@@ -178,7 +178,7 @@ def test_after_a_weight_update_the_least_loaded_engine_goes_first() -> None:
     m = asked(n=2, engines=(A, B, C))
     paused(m)
     for sample in m.core.buffer.samples():
-        sample.cached_on = "c"  # were it asked, both would go there
+        sample.chains[0].cached_on = "c"  # were it asked, both would go there
     m.post(ev.WeightsUpdated(PolicyVersion(0, 1)))
     m.post(ev.Resumed())
     assert sorted(x.engine for x in m.in_flight.values()) == ["a", "b"]
@@ -193,10 +193,10 @@ def test_what_an_engine_has_cached() -> None:
     m.post(ev.Resumed())
     assert m.only.engine == "b"
     paused(m, tokens=0)
-    assert engines.cached_on(sample.cached_on, sample.cached_under) == "a"
+    assert engines.cached_on(sample.chains[0].cached_on, sample.chains[0].cached_under) == "a"
     m.post(ev.EngineStale("a"))
     m.post(ev.EngineReady("a", FIRST_VERSION))
-    assert engines.cached_on(sample.cached_on, sample.cached_under) == ""
+    assert engines.cached_on(sample.chains[0].cached_on, sample.chains[0].cached_under) == ""
 
 
 def test_affinity_has_its_price() -> None:

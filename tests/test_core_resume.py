@@ -99,7 +99,7 @@ def test_partial_that_ends_in_a_stop_token_is_finished(stop_in_request: bool) ->
     m.tokens(second.id, 6)
     m.post(ev.AttemptEnded.of(m.in_flight.pop(second.id), EngineFinish.ABORT))
     assert m.sample(1).finish is FinishReason.STOP
-    assert m.sample(1).tape.tokens[-1] == EOS
+    assert m.sample(1).chains[0].tape.tokens[-1] == EOS
 
 
 @pytest.mark.parametrize("end", ["abort", "break"])
@@ -137,7 +137,7 @@ def test_every_token_carries_the_version_it_was_generated_under() -> None:
         m.tokens(m.attempt(0).id, tokens)
         m.finish(max(m.groups()))
         m.next_step()
-    tape = m.sample(0).tape
+    tape = m.sample(0).chains[0].tape
     assert (tape.tokens.dtype, tape.logprobs.dtype, len(tape.segments)) == (np.int32, np.float32, 2)
     m.finish(0)
     m.finish_aborts()

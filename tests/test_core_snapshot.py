@@ -209,7 +209,7 @@ class Conversation:
                 self.m.in_flight[command.attempt.id] = command.attempt
             if isinstance(command, do.CallCompleted):
                 call = command.call.result
-                self.said += command.call.sample.tape.tokens[call.start : call.end].tolist()
+                self.said += command.call.sample.chains[0].tape.tokens[call.start : call.end].tolist()
 
     def tokens(self, count: int) -> None:
         """The engine generates; 6 tokens complete the call."""
@@ -304,10 +304,10 @@ def test_call_without_token_ids_is_the_same_question_where_nothing_stood_between
     again = restored(save(running()), auto_call=False)
     again.core.handle(ev.StepRequested())
     sample = again.sample(0)
-    assert sample.seen == 0
+    assert sample.chains[0].seen == 0
     (submit,) = again.core.handle(ev.CallMade(sample.id, again.sampling))
     assert isinstance(submit, do.Submit)
-    assert sample.seen == 17
+    assert sample.chains[0].seen == 17
 
 
 def test_eos_as_the_last_saved_token_completes_the_call() -> None:
@@ -329,7 +329,7 @@ def test_finished_sibling_is_kept_unless_somebody_must_see_what_it_returned(seen
     assert (sample.state is SampleState.FINISHED) == (seen_by == "nobody")
     again.ask()
     assert again.only.sample.id == (0, 1)
-    assert sample.tape.tokens.tolist() == [10, 11, 12, EOS]
+    assert sample.chains[0].tape.tokens.tolist() == [10, 11, 12, EOS]
 
 
 def test_group_that_reopens_after_a_restart_has_its_functions_run_again() -> None:
@@ -341,7 +341,7 @@ def test_group_that_reopens_after_a_restart_has_its_functions_run_again() -> Non
     again = restored(save(m), m.core.settings, 4)
     assert [again.sample(1, i).state for i in range(2)] == [SampleState.FINISHED] * 2
     again.update()
-    assert [len(again.sample(1, i).tape) for i in range(2)] == [0, 4]
+    assert [len(again.sample(1, i).chains[0].tape) for i in range(2)] == [0, 4]
 
     again.ask()  # group 2 is there already
     again.finish_aborts()

@@ -35,7 +35,7 @@ def one_long_group(on_stale: OnStale, bound: int = 1) -> CoreMachine:
 def test_restart_drops_the_tokens_and_begins_again() -> None:
     """on_stale: restart counts the tokens as dropped and starts the sample anew."""
     m = one_long_group(OnStale.RESTART)
-    assert (m.sample(0).state, len(m.sample(0).tape)) == (SampleState.NEW, 0)
+    assert (m.sample(0).state, len(m.sample(0).chains[0].tape)) == (SampleState.NEW, 0)
     assert (m.dropped, m.prompts_dropped) == ({"stale": 20}, {})
 
 

@@ -52,7 +52,8 @@ def test_over_sampling_stops_at_n_and_keeps_partials_and_finished_siblings() -> 
     m.finish_aborts()
 
     assert m.delivered() == [0, 0, 1, 1]
-    kept = {s.id: (s.open_call.state if s.open_call else s.state, len(s.tape)) for s in m.core.buffer.samples()}
+    chains = [sample.chains[0] for sample in m.core.buffer.samples()]
+    kept = {c.sample.id: (c.open_call.state if c.open_call else c.sample.state, len(c.tape)) for c in chains}
     assert kept == {
         (2, 0): (CallState.QUEUED, 30),
         (2, 1): (SampleState.FINISHED, 4),

@@ -49,7 +49,7 @@ def test_only_what_the_table_has_is_done(kind: type[StrEnum]) -> None:
     for before in kind:
         for after in kind:
             m = asked(samples=2)
-            call = m.sample(0).calls[0]
+            call = m.sample(0).chains[0].calls[0]
             things = {SampleState: m.sample(0), CallState: call, AttemptState: call.attempt}
             thing: Any = things.get(kind, m.sample(0).group)
             thing.state = before
@@ -125,7 +125,7 @@ def two_attempts(m: CoreMachine) -> None:
 
 
 def too_long(m: CoreMachine) -> None:
-    tape = m.sample(1, 0).tape
+    tape = m.sample(1, 0).chains[0].tape
     for _ in range(400):
         tape.add_environment(tape.tokens[:3], m.core.clock.current)
 
@@ -133,18 +133,19 @@ def too_long(m: CoreMachine) -> None:
 def surplus_attempt(m: CoreMachine) -> None:
     attempt = m.attempt(1, 1)
     nobody = Group(99, attempt.sample.group.prompt, 1).samples[0]
-    call = GenerateCall(nobody, attempt.sampling, 0)
+    call = GenerateCall(nobody.chains[0], attempt.sampling, 0)
     m.core.attempts["x" * 32] = replace(attempt, id="x" * 32, call=call)
 
 
 def put(path: str, **wrong: object) -> Callable[[CoreMachine], None]:
-    """Falsify what stands there: of the core, or of sample or call ``group.index``."""
+    """Falsify what stands there: of the core, or of sample, first chain or first call ``group.index``."""
 
     def falsify(m: CoreMachine) -> None:
         kind, _, where = path.partition(" ")
         thing: Any = m.core
-        if kind in ("sample", "call"):
+        if kind in ("sample", "chain", "call"):
             thing = m.sample(*map(int, where.split(".")))
+            thing = thing if kind == "sample" else thing.chains[0]
             thing = thing.calls[0] if kind == "call" else thing
         elif kind == "group":
             thing = m.core.buffer.groups[int(where)]
@@ -161,17 +162,17 @@ FALSIFIED: dict[str, tuple[Callable[[CoreMachine], Any], str]] = {
     "two attempts": (two_attempts, "more than one attempt"),
     "unfinished": (put("group 1", unfinished=2), "has 1 unfinished"),
     "not ready": (put("group 0", state=GroupState.OPEN), "neither ready nor judged"),
-    "broken tape": (lambda m: m.sample(1, 0).tape.segments.clear(), "segments cover 0 of 4"),
+    "broken tape": (lambda m: m.sample(1, 0).chains[0].tape.segments.clear(), "segments cover 0 of 4"),
     "settled": (put("sample 1.1", state=SampleState.LEASED), "settled and still held"),
     "no attempt": (put("call 1.1", state=CallState.QUEUED), r"(?s)without an attempt.*story of g1.s1.*<RolloutCore"),
     "outside the queue": (put("sample 1.1", ticket=9), "outside the queue"),
     "call": (put("sample 1.1", state=SampleState.SCORING), "it has calls and does not run"),
     "judged too early": (put("group 1", state=GroupState.JUDGED), "or it is too early"),
     "no filter": (put("group 0", state=GroupState.JUDGED), "a filter that does not exist"),
-    "replay": (put("sample 1.1", replay=Replay(deque(), None)), "is replayed and is beyond"),
+    "replay": (put("chain 1.1", replay=Replay(deque(), None)), "is replayed and is beyond"),
     "calls": (put("call 1.0", start=3, end=5), r"call \[3, 5\) after"),
     "no result": (put("call 1.0", finish=None), "a complete one without its result"),
-    "calls end": (lambda m: m.sample(1, 0).calls.clear(), "finished, but its calls end at 0 of 4"),
+    "calls end": (lambda m: m.sample(1, 0).chains[0].calls.clear(), "finished, but its calls end at 0 of 4"),
     "opened": (put("call 1.1", start=9), r"call \[9, ...\) after token 0 of 0"),
     "surplus attempt": (surplus_attempt, "belongs to <Sample g99.s0 new"),
     "cap": (put("context.places", total=0, most=0), "more than max_in_flight"),

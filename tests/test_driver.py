@@ -124,7 +124,7 @@ async def test_slow_functions_overlap_generation(which: str) -> None:
     assert now() == pytest.approx(5 + 20, abs=1e-6)
     assert batch.samples[0].id == (0, 0)
     # the straggler went on during the 20 s, and was stopped at once when they were over
-    assert len(rollouts.sample(2, 0).tape) == 25
+    assert len(rollouts.sample(2, 0).chains[0].tape) == 25
     assert rollouts.core.monitor.ready == 0
 
     await asyncio.sleep(1000)  # the trainer trains; what group 1 waits for arrives meanwhile
@@ -289,7 +289,7 @@ async def test_wrong_numbers_are_rejected_and_never_delivered(kind: str, caplog:
     engine = Liar(lengths)
     rollouts = Rollouts(lengths, n=1, over=2, engines=[engine], max_response_len=1000)
     await rollouts.step()  # group 0 has 8 good tokens now
-    held = len(rollouts.sample(0, 0).tape)
+    held = len(rollouts.sample(0, 0).chains[0].tape)
     assert held == 8
     delivered: list[Any] = []
     while not any(s.id == (0, 0) for s in delivered):
@@ -376,7 +376,7 @@ async def test_an_abort_is_asked_again_until_the_attempt_ends() -> None:
     batch = await rollouts.step()
     assert [round(t, 3) for t, _ in engine.aborts] == [5, 7, 9, 11]
     assert now() == pytest.approx(11, abs=0.01)
-    assert len(rollouts.sample(1, 0).tape) == 11
+    assert len(rollouts.sample(1, 0).chains[0].tape) == 11
     assert batch.metrics["fenced_attempts"] == 0
 
 
@@ -390,7 +390,7 @@ async def test_an_abort_that_is_never_obeyed_is_fenced() -> None:
     assert len(engine.aborts) == 10
     assert batch.metrics["fenced_attempts"] == 1
     # streamed every 3 s: what came until the fence is kept and counted
-    assert len(rollouts.sample(1, 0).tape) == engine.tokens_of((1, 0))[0] > 10
+    assert len(rollouts.sample(1, 0).chains[0].tape) == engine.tokens_of((1, 0))[0] > 10
     assert rollouts.core.engines.states["e0"].quarantined
     assert engine.open_streams == 0
 
@@ -497,14 +497,14 @@ async def test_chunks_after_a_fence_change_nothing() -> None:
     fenced = next(a for a in rollouts.core.attempts.values() if a.sample.id == (1, 0))
     await waiter
     await rollouts.driver.update_weights()
-    held = rollouts.sample(1, 0).tape.tokens.tolist()
+    held = rollouts.sample(1, 0).chains[0].tape.tokens.tolist()
     assert fenced.tape.count == len(held)
     await asyncio.sleep(20)
     assert fenced.tape.count == len(held)
     assert len(rollouts.driver.local.streams) == 0
-    assert rollouts.sample(1, 0).tape.tokens.tolist() == held
+    assert rollouts.sample(1, 0).chains[0].tape.tokens.tolist() == held
     rollouts.check_ledger()
-    assert rollouts.sample(1, 0).open_call.state is CallState.QUEUED
+    assert rollouts.sample(1, 0).chains[0].open_call.state is CallState.QUEUED
     for _ in range(8):
         await rollouts.step()
         if not any(g.id == 1 for g in rollouts.core.buffer):

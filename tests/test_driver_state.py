@@ -105,7 +105,7 @@ async def test_versions_after_a_restart() -> None:
     await old.step()
     await old.driver.next_batch()
     held = old.sample(1, 0)
-    assert [(s.version, s.count) for s in held.tape.segments] == [((0, 0), 5), ((0, 1), 5)]
+    assert [(s.version, s.count) for s in held.chains[0].tape.segments] == [((0, 0), 5), ((0, 1), 5)]
     states = [plain(old.driver.state_dict(through)) for through in (0, 1)]
     await old.close()
     for state, version in zip(states, (PolicyVersion(1, 1), PolicyVersion(1, 2)), strict=True):
@@ -137,7 +137,7 @@ async def test_a_restart_of_a_restart() -> None:
         (engine,) = rollouts.engines
         assert not ids & set(engine.requests)
         ids |= set(engine.requests)
-        assert [s.version.incarnation for s in rollouts.sample(1, 0).tape.segments] == list(range(life + 1))
+        assert [s.version.incarnation for s in rollouts.sample(1, 0).chains[0].tape.segments] == list(range(life + 1))
         await rollouts.close()
 
 
@@ -298,7 +298,7 @@ async def test_a_function_that_does_otherwise_begins_again(change: str) -> None:
 
     old = Rollouts(lengths, n=1, samples=2, over=2, rollout=Agent())
     async with in_a_step(old, 6 + 1 + 3.5), old.driver.paused():  # so that partials are on the tapes
-        held = {s.id: s.tape.generated for s in old.core.buffer.samples()}
+        held = {s.id: s.chains[0].tape.generated for s in old.core.buffer.samples()}
         state = plain(old.driver.state_dict(None))
 
     agent = Agent(change)

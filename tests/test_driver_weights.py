@@ -23,7 +23,7 @@ async def test_pause_and_resume_in_the_middle_of_a_step() -> None:
     await asyncio.sleep(7.5)
     async with rollouts.driver.paused():
         assert not rollouts.core.attempts
-        assert [len(rollouts.sample(g, 0).tape) for g in (0, 1)] == [7, 7]
+        assert [len(rollouts.sample(g, 0).chains[0].tape) for g in (0, 1)] == [7, 7]
         made = rollouts.engines[0].tokens
         await asyncio.sleep(100)
         assert rollouts.engines[0].tokens == made

@@ -133,7 +133,7 @@ def test_a_stop_string_of_a_host_is_looked_at_in_the_text(tokens: tuple[int, ...
         sides.core, "h", ENGINES, functions=False, failed=lambda call, error: None, detokenizer=Detokenizer(Letters())
     )
     group = Group(0, Prompt(np.array([1, 2], np.int32), {}, 0, 0), 1)
-    call = GenerateCall(Sample(SampleId(0, 0), group), SamplingParams(20, stop=("bc",)), 0)
+    call = GenerateCall(Sample(SampleId(0, 0), group).chains[0], SamplingParams(20, stop=("bc",)), 0)
     attempt = Attempt(
         id="a", call=call, engine="h/e0", token_ids=group.prompt.token_ids, sampling=call.sampling, tape=AttemptTape(),
         end_ids=frozenset((EOS,)), oldest=FIRST_VERSION,
@@ -321,7 +321,7 @@ async def test_an_engine_object_that_goes_on_after_eos_is_not_believed(caplog: p
 def test_results_of_a_trainers_own_servers(tokens: tuple[int, ...], more: dict[str, Any], kind: Any) -> None:
     """What a coordinator is told of them is looked at in the same place."""
     sample: Any = SimpleNamespace(tape=TokenTape())
-    call = GenerateCall(sample, SamplingParams(4), 0)
+    call = GenerateCall(sample.chains[0], SamplingParams(4), 0)
     attempt = Attempt(
         id="a", call=call, engine="e", token_ids=np.ones(2, np.int32), sampling=call.sampling, tape=AttemptTape(),
         end_ids=frozenset((EOS,)),

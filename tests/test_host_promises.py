@@ -53,7 +53,7 @@ def test_a_call_that_is_told_twice_is_made_once() -> None:
     sides.up()
     sides.hear(sides.desk.receive(frame))
     assert not submitted(sides.down())
-    assert len(sides.sample(attempt).calls) == 1
+    assert len(sides.sample(attempt).chains[0].calls) == 1
 
 
 # -------------------------------------------------------------------- told in order
@@ -97,12 +97,12 @@ def test_a_sample_that_begins_again_has_no_tokens_on_its_host() -> None:
     sides, sample = function_at_work()
     answered(sides, sample, 5)
     sides.down()
-    assert len(sample.tape) == 5
+    assert len(sample.chains[0].tape) == 5
     sides.mirror.post(ev.SampleFailed(sample.id, "raised"))
     sides.up()
     again = started(sides.down())
     assert again.id == sample.id
-    assert len(again.tape) == again.seen == 0
+    assert len(again.chains[0].tape) == again.chains[0].seen == 0
     sides.mirror.post(ev.CallMade(again.id, SAMPLING))
     sides.up()
     (attempt,) = submitted(sides.down())
@@ -116,7 +116,7 @@ def test_a_function_that_begins_again_has_seen_nothing() -> None:
     answered(sides, sample, 3)
     sides.down()
     tool = np.array([77], np.int32)
-    conversation = np.concatenate((sample.group.prompt.token_ids, sample.tape.tokens, tool))
+    conversation = np.concatenate((sample.group.prompt.token_ids, sample.chains[0].tape.tokens, tool))
     sides.mirror.post(ev.CallMade(sample.id, SAMPLING, conversation))
     sides.up()
     (attempt,) = submitted(sides.down())
@@ -126,16 +126,16 @@ def test_a_function_that_begins_again_has_seen_nothing() -> None:
     sides.abort_all()
     sides.up()
     again = started(sides.down())
-    assert (again.seen, len(again.tape)) == (0, 9)
+    assert (again.chains[0].seen, len(again.chains[0].tape)) == (0, 9)
     sides.mirror.post(ev.CallMade(again.id, SAMPLING))
     sides.up()
     (answer,) = (c for c in sides.down() if isinstance(c, do.CallCompleted))
-    assert answer.call.sample.seen == 3
+    assert answer.call.sample.chains[0].seen == 3
     sides.mirror.post(ev.CallMade(again.id, SAMPLING, conversation))
     sides.up()
     (rest,) = (a for a in submitted(sides.down()) if a.id != attempt.id)
-    assert rest.token_ids.tolist() == [*conversation.tolist(), *again.tape.tokens[4:].tolist()]
-    assert [s.kind for s in again.tape.segments] == [
+    assert rest.token_ids.tolist() == [*conversation.tolist(), *again.chains[0].tape.tokens[4:].tolist()]
+    assert [s.kind for s in again.chains[0].tape.segments] == [
         SegmentKind.GENERATED, SegmentKind.ENVIRONMENT, SegmentKind.GENERATED,
     ]  # fmt: skip
 
@@ -200,7 +200,7 @@ def test_a_lost_host_costs_what_it_had_not_reported() -> None:
     sides.hear(sides.desk.lost("killed"))
     assert not sides.core.attempts
     assert sides.core.engines.states["h/e0"].quarantined
-    assert [len(sides.sample(a).tape) for a in (one, two)] == [4, 0]
+    assert [len(sides.sample(a).chains[0].tape) for a in (one, two)] == [4, 0]
     sides.ends(one, 2)
     sides.up()
     assert sides.core.tokens.observed == sides.core.tokens.held == 4

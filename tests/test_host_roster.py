@@ -109,7 +109,7 @@ def attempt_of(sample: Sample, engine: str) -> Attempt:
     """A request."""
     sampling = SamplingParams(10)
     return Attempt(
-        id=f"{sample.id.group:032}", call=GenerateCall(sample, sampling, 0), engine=engine,
+        id=f"{sample.id.group:032}", call=GenerateCall(sample.chains[0], sampling, 0), engine=engine,
         token_ids=sample.group.prompt.token_ids, sampling=sampling, tape=AttemptTape(), end_ids=frozenset([EOS]),
         oldest=None, urgent=False,
     )  # fmt: skip

@@ -104,7 +104,7 @@ async def test_tools_run_on_while_the_trainer_trains() -> None:
     assert len(agent.completions[SampleId(0, 0)]) == 1
     async with rollouts.driver.paused():
         await asyncio.sleep(100)
-        assert len(rollouts.sample(0, 0).tape) == 4 + 1  # the tool has answered, the next call is parked
+        assert len(rollouts.sample(0, 0).chains[0].tape) == 4 + 1  # the tool has answered, the next call is parked
         assert [c.finish for c in agent.completions[SampleId(0, 0)]] == [FinishReason.STOP]
     batch = await waiter
     check_transcript(batch.samples[0], 4, 2)

@@ -29,7 +29,7 @@ from april.testing import FaultScript
 pytestmark = on_virtual_time
 
 LIVES = int(os.environ.get("APRIL_RANDOM_LIVES", "40"))
-BATCH, PROMPTS = 10, 24
+BATCH = 10
 NOISE = b"\xc1"
 LATE = ("abort_late", "abort_hangs", "abort_ignored", "abort_missed")
 NO_FUNCTIONS: dict[str, Any] = {"rollout": single_turn, "reward": None, "filter": None}
@@ -65,13 +65,17 @@ class Unsteady(Link):
 class HostsLife(Place):
     """One life of a trainer, chosen by a seed; ``seen`` counts what happened to its hosts."""
 
+    longest: tuple[int, ...] = (15, 40)
+    prompts = 24
+    multi_turn = 0.5
+
     def __init__(self, seed: int) -> None:
         self.seed, self.luck = seed, random.Random(seed)
         luck = self.luck
         n, samples = luck.randint(1, 3), luck.choice([1, 2, 4])
         config = april.Config(
             rollout_batch_size=n, n_samples_per_prompt=samples, over_sampling_batch_size=n * luck.choice([1, 2]),
-            max_response_len=luck.choice([15, 40]), max_in_flight=luck.choice([2, 8, 24]),
+            max_response_len=luck.choice(self.longest), max_in_flight=luck.choice([2, 8, 24]),
             refill=luck.choice(["none", "group", "sample"]), generation=luck.choice(["stepwise", "continuous"]),
             max_staleness=luck.choice([1, 3]), group_quorum=luck.choice([1.0, 0.75]) if samples == 4 else 1.0,
             max_attempt_failures=99, max_failed_groups=99, max_filtered_groups=99, outage_deadline_s=1e9,
@@ -82,25 +86,33 @@ class HostsLife(Place):
         self.filters = samples > 1 and luck.random() < 0.3
         if self.filters:
             functions["filter"] = self.filter
-        if luck.random() < 0.5:
-            functions["rollout"] = two_turns
-        super().__init__(config, PROMPTS, [fake("e")], **functions)
+        if luck.random() < self.multi_turn:
+            functions["rollout"] = self.rollout
+        super().__init__(config, self.prompts, [fake("e")], **functions)
         self.samples, self.bound = samples, config.max_staleness
         self.here: dict[str, Host] = {}
         self.processes = 0
         self.restless = True
         self.seen: Counter[str] = Counter()
 
+    async def rollout(self, prompt: Any, llm: april.LLM) -> Any:
+        """Half of the lives have it, the others the default one."""
+        return await two_turns(prompt, llm)
+
+    def worth(self, response: Any) -> float:
+        """The reward of a response."""
+        return float(response.tokens.sum() % 7)
+
     async def reward(self, prompt: Any, response: Any) -> float:
         """Raises now and then: the sample begins again."""
         await asyncio.sleep(self.luck.random())
         if self.luck.random() < self.raises:
             raise ValueError("bad luck")
-        return float(response.tokens.sum() % 7)
+        return self.worth(response)
 
     async def filter(self, prompt: Any, responses: Any) -> bool:
         """Sees rewards."""
-        assert [r.reward for r in responses] == [float(r.tokens.sum() % 7) for r in responses]
+        assert [r.reward for r in responses] == [self.worth(r) for r in responses]
         return bool(prompt.data["i"] % 5)
 
     def link(self, link: MemoryLink) -> Link:
@@ -165,13 +177,13 @@ class HostsLife(Place):
         expected = contextlib.suppress(april.RolloutError) if self.raises else contextlib.nullcontext()
         with expected:
             result = await self.scheduler.aevaluate([{"token_ids": [5, 6], "i": 1}] * 2, n_samples=2)
-            assert result.rewards.tolist() == [[r.tokens.sum() % 7 for r in row] for row in result.responses]
+            assert result.rewards.tolist() == [[self.worth(r) for r in row] for row in result.responses]
 
     def check_end(self) -> None:
         """Every prompt once, every token accounted for and as its engine handed it over; nothing is remembered."""
         self.scheduler.validate()
-        prompts = [i for i in range(PROMPTS) if not self.filters or i % 5]
-        trained = Counter(s.prompt.data["i"] for b in self.batches for s in b.samples)
+        prompts = [i for i in range(self.prompts) if not self.filters or i % 5]
+        trained = Counter(i for b in self.batches for _, i in {(s.id, s.prompt.data["i"]) for s in b.samples})
         assert trained == Counter(dict.fromkeys(prompts, self.samples))
         tokens = self.scheduler.ledger()["tokens"]
         assert tokens.held == 0
@@ -193,16 +205,24 @@ class HostsLife(Place):
         for sample in batch.samples:
             versions = map(tuple, sample.versions.tolist())
             told = list(zip(sample.tokens.tolist(), sample.logprobs.tolist(), versions, strict=True))
-            assert sample.reward == float(sample.tokens.sum() % 7)
             assert sample.staleness <= self.bound
             for s in sample.segments:
                 part, first = told[s.start : s.start + s.count], used[s.attempt_id]
                 if s.kind is SegmentKind.ENVIRONMENT:
-                    assert [token for token, *_ in part] == [500 + sample.prompt.data["i"]]
+                    self.check_environment(sample.prompt.data["i"], [token for token, *_ in part])
                     continue
                 used[s.attempt_id] += s.count
                 assert made[s.attempt_id][first : first + s.count] == part, (sample.id, s)
                 assert {version for *_, version in part} == {s.version}
+        self.check_rewards(batch)
+
+    def check_environment(self, prompt: int, tokens: list[int]) -> None:
+        """What the rollout function has added."""
+        assert tokens == [500 + prompt]
+
+    def check_rewards(self, batch: Batch) -> None:
+        """Each row has that of its response."""
+        assert all(sample.reward == float(sample.tokens.sum() % 7) for sample in batch.samples)
 
 
 async def lived(life: HostsLife) -> HostsLife:

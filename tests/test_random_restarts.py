@@ -266,7 +266,7 @@ class World:
         assert prompts.observed == prompts.delivered + prompts.held + sum(prompts.dropped.values())
         assert +prompts.dropped == Counter(reason for _, reason in self.drops)
         trained = Counter(bucket_of(len(s.tokens)) for batch in self.trained for s in batch)
-        out = Counter(bucket_of(s.tape.generated) for batch in core.leased.values() for s in batch)
+        out = Counter(bucket_of(s.chains[0].tape.generated) for batch in core.leased.values() for s in batch)
         assert +core.context.lengths.trained.buckets == trained + out
         core.validate()
 

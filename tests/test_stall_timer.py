@@ -112,7 +112,7 @@ async def test_pieces_that_pile_up(pieces: list[tuple[float, int]], late_s: floa
     waiter = asyncio.create_task(rollouts.driver.next_batch())
     await asyncio.sleep(late_s + 1)
     assert engine.asked_s == pytest.approx(late_s, abs=1e-6)
-    assert len(rollouts.sample(0, 0).tape) == sum(n for _, n in pieces)
+    assert len(rollouts.sample(0, 0).chains[0].tape) == sum(n for _, n in pieces)
     waiter.cancel()
     await asyncio.gather(waiter, return_exceptions=True)
     await rollouts.driver.close()

@@ -97,7 +97,7 @@ def test_cut_by_a_resume_it_is_honoured_every_time(interval: float | None) -> No
         rollouts = with_stop({(0, 0): cut}, stops=stops, interval=interval, over=2)
         await rollouts.driver.next_batch()
         rollouts.check_ledger()
-        assert len(rollouts.sample(1, 0).tape) == cut
+        assert len(rollouts.sample(1, 0).chains[0].tape) == cut
         batches = await until_delivered(rollouts, 1)
         (sample,) = batches[-1].samples
         assert sample.finish is FinishReason.STOP

@@ -249,7 +249,7 @@ class UpdatingPlayer(TrainerPlayer):
         assert [len(group.samples) for group in command.groups] == [request.n_samples] * len(request.prompts)
         for sample in (sample for group in command.groups for sample in group.samples):
             sent = self.evaluated.pop(tuple(sample.id))
-            assert sample.tape.tokens.tolist() == [token.id for token in sent]
+            assert sample.chains[0].tape.tokens.tolist() == [token.id for token in sent]
             assert {token.version for token in sent} == {version} == {self.books.version}
             self.functions.pop(tuple(sample.id))
         self.seen["evaluated"] += 1

@@ -16,7 +16,7 @@ import numpy as np
 from april.auto.batches import LATEST as SEEN
 from april.auto.batches import LengthWindow, Speeds
 from april.auto.question import GAIN, Answer, InWork, Question
-from april.core.batch import Batch
+from april.core.batch import Batch, rows_by_sample
 from april.core.events import WorkChanged
 from april.core.run_times import pace
 from april.core.state import RolloutCore
@@ -106,8 +106,9 @@ class AutoWork:
 
     def delivered(self, batch: Batch) -> Decision | None:
         """Add a batch with all its metrics; return the decision on the trial, if one ends."""
-        self._lengths.add((sample.id.group, len(sample.tokens)) for sample in batch.samples)
-        self._prompts.append(float(np.mean([len(sample.prompt.token_ids) for sample in batch.samples])))
+        samples = rows_by_sample(batch.samples)
+        self._lengths.add((rows[0].id.group, sum(len(row.tokens) for row in rows)) for rows in samples)
+        self._prompts.append(float(np.mean([len(rows[0].prompt.token_ids) for rows in samples])))
         self._since_asked += 1
         self._since_changed += 1
         if batch.id:  # before the first one was asked for, the trainer did not train

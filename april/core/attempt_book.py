@@ -6,8 +6,8 @@ length (engines match ids by prefix) and never used again, not even after a rest
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
-from itertools import chain
 
 import numpy as np
 
@@ -15,7 +15,7 @@ from april.core.engine_table import EngineTable
 from april.core.sampling import attempt_seed
 from april.core.settings import CoreSettings
 from april.core.tape import AttemptTape
-from april.core.types import Attempt, GenerateCall, Sample, SampleId
+from april.core.types import Attempt, Chain, GenerateCall, Sample, SampleId
 from april.core.versions import PolicyVersion
 
 EVALUATION_MARK = 0xFFFF
@@ -37,25 +37,25 @@ class AttemptBook:
         return len(self.in_flight) + len(self.of_evaluations)
 
     def __iter__(self) -> Iterator[Attempt]:
-        return chain(self.of_evaluations.values(), self.in_flight.values())
+        return itertools.chain(self.of_evaluations.values(), self.in_flight.values())
 
     def get(self, attempt_id: str) -> Attempt | None:
         """The attempt; None for one that is accounted for."""
         return self.in_flight.get(attempt_id) or self.of_evaluations.get(attempt_id)
 
-    def room(self, sample: Sample) -> int:
+    def room(self, chain: Chain) -> int:
         """Longest response, tokens of the environment included: its own limit and the context's."""
-        return min(self._settings.max_response_len, self._engines.max_context - len(sample.group.prompt.token_ids))
+        return min(self._settings.max_response_len, self._engines.max_context - len(chain.prompt))
 
     def budget(self, call: GenerateCall) -> int:
         """Tokens the call may still generate: its own limit, and what is left of the response."""
-        held = len(call.sample.tape)
-        return min(self.room(call.sample) - held, call.sampling.max_tokens - (held - call.start))
+        held = len(call.chain.tape)
+        return min(self.room(call.chain) - held, call.sampling.max_tokens - (held - call.start))
 
     def open(self, call: GenerateCall, engine: str, version: PolicyVersion) -> Attempt:
         """A new attempt that continues ``call`` where its sample stands; the engine has the weights of ``version``."""
-        sample, evaluation = call.sample, call.sample.group.evaluation
-        s, held = self._settings, len(sample.tape)
+        chain, sample = call.chain, call.sample
+        evaluation, s, held = sample.group.evaluation, self._settings, len(chain.tape)
         run_seed, key, incarnation, attempts = s.run_seed, sample.id, version.incarnation, self.in_flight
         if evaluation is None:
             self._number = number = self._number + 1
@@ -64,14 +64,13 @@ class AttemptBook:
             run_seed, key, incarnation = evaluation.request.seed, sample.key, EVALUATION_MARK
             attempts = self.of_evaluations
             evaluation.in_flight += 1
-        seed = attempt_seed(run_seed, key.group, key.index, held, sample.restarts)
+        seed = attempt_seed(run_seed, key.group, key.index, held, sample.restarts, chain.number)
         sampling = call.sampling.after(held - call.start, seed).capped(self.budget(call))
-        prompt = sample.group.prompt.token_ids
         attempt = Attempt(
             id=f"{s.run_id:016x}{incarnation:04x}{number:012x}",
             call=call,
             engine=engine,
-            token_ids=np.concatenate((prompt, sample.tape.tokens)) if held else prompt,
+            token_ids=np.concatenate((chain.prompt, chain.tape.tokens)) if held else chain.prompt,
             sampling=sampling,
             tape=AttemptTape(),
             end_ids=self._end_ids(call),
@@ -97,7 +96,7 @@ class AttemptBook:
 
     def ends_in_stop(self, call: GenerateCall) -> bool:
         """A partial out of a saved state that ends in EOS is finished: its attempt had not ended yet."""
-        tape = call.sample.tape
+        tape = call.chain.tape
         if len(tape) - call.start <= call.sampling.min_tokens:
             return False
         return int(tape.tokens[-1]) in self._end_ids(call)

@@ -33,10 +33,15 @@ _warned_of: set[str] = set()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeliveredSample:
-    """A finished response."""
+    """A finished response: a row of the batch.
+
+    A sample whose rollout function held several conversations has a row for each in which the policy wrote something:
+    they have its ``id``, its reward and its cohort in common.
+    """
 
     id: SampleId
     prompt: Prompt
+    """of this row; what the first call of a further conversation was given is its prompt"""
     tokens: Int32
     """int32 [T], EOS included"""
     logprobs: Float32
@@ -55,6 +60,8 @@ class DeliveredSample:
     """requests to engines"""
     resumes: int
     """of these, continued a call in the middle"""
+    chain: int = 0
+    """number of its conversation"""
 
     @property
     def versions(self) -> Int32:
@@ -81,8 +88,9 @@ class Batch:
     version: PolicyVersion
     """policy version at delivery"""
     samples: tuple[DeliveredSample, ...]
+    """its rows, those of one sample next to each other"""
     group_sizes: tuple[int, ...]
-    """samples per group, as far as they are in this batch; sums to len(samples)"""
+    """rows per group, as far as they are in this batch; sums to len(samples)"""
     metrics: Mapping[str, float]
     logprob_kind: str = "temperature"
     """The distribution of ``logprobs``: ``temperature`` (log_softmax(logits / T)), ``processed`` (the one really
@@ -102,7 +110,8 @@ class Batch:
     def __repr__(self) -> str:
         return (
             f"<Batch {self.id}{f' share {self.share.rank} of {self.share.ranks}' if self._part else ''} "
-            f"version={self.version} groups={len(self.group_sizes)} samples={len(self.samples)} "
+            f"version={self.version} groups={len(self.group_sizes)} samples={len({s.id for s in self.samples})} "
+            f"{'' if self.one_row_each else f'rows={len(self)} '}"
             f"tokens={sum(len(s.tokens) for s in self.samples)} off_policy_share={self.off_policy_share:.3f}"
             f"{f' ({self.bottleneck})' if self.bottleneck else ''}>"
         )
@@ -122,7 +131,7 @@ class Batch:
         if self._part is not None:
             return self._part
         loss_tokens = sum(int(np.count_nonzero(s.loss_mask)) for s in self.samples)
-        return BatchShare(0, 1, len(self.samples), loss_tokens)
+        return BatchShare(0, 1, len({s.id for s in self.samples}), loss_tokens)
 
     def split(self, ranks: int, by: SplitBy = "samples") -> list[Batch]:
         """The batch in ``ranks`` shares: each sample is in one of them, in the order that it has here.
@@ -141,10 +150,14 @@ class Batch:
             raise ValueError(f"split: ranks must be a whole number and at least 1, got {ranks!r}")
         if by not in get_args(SplitBy):
             raise ValueError(f'split: by must be "samples" or "tokens", got {by!r}')
+        numbers = self.sample_numbers
         if by == "samples":
-            shares = _contiguous(len(self), ranks)
+            of_samples = _contiguous(int(numbers[-1]) + 1 if len(numbers) else 0, ranks)
         else:
-            shares = _balanced([len(s.prompt.token_ids) + len(s.tokens) for s in self.samples], ranks)
+            lengths = np.bincount(numbers, [len(s.prompt.token_ids) + len(s.tokens) for s in self.samples])
+            of_samples = _balanced([int(length) for length in lengths], ranks)
+        ends = np.searchsorted(numbers, np.arange(len(self) + 1)).tolist()
+        shares = [[row for n in share for row in range(ends[n], ends[n + 1])] for share in of_samples]
         groups = [number for number, size in enumerate(self.group_sizes) for _ in range(size)]
         return [
             replace(
@@ -165,6 +178,16 @@ class Batch:
     def group_ids(self) -> NDArray[np.int64]:
         """int64 [B], number of the group as drawn."""
         return np.array([s.id.group for s in self.samples], np.int64)
+
+    @cached_property
+    def sample_numbers(self) -> Int32:
+        """int32 [B], the number of each row's sample in this batch: 0 to B - 1, unless samples have several rows."""
+        return sample_numbers(self.samples)
+
+    @property
+    def one_row_each(self) -> bool:
+        """Whether every sample is one row."""
+        return len({s.id for s in self.samples}) == len(self.samples)
 
     @cached_property
     def sample_indices(self) -> Int32:
@@ -223,7 +246,7 @@ class Batch:
 
         ``prompt_ids`` int32 [sum of P], ``prompt_offsets`` int64 [B + 1]; ``response_ids`` int32, ``logprobs`` float32,
         ``loss_mask`` uint8, ``version_n`` and ``version_incarnation`` int32, all [sum of T], ``response_offsets``
-        int64 [B + 1]; ``rewards`` float32, ``group_ids`` int64, ``staleness`` int32, all [B].
+        int64 [B + 1]; ``rewards`` float32, ``group_ids`` int64, ``sample_numbers`` and ``staleness`` int32, all [B].
         """
         samples = self.samples
         prompts = [s.prompt.token_ids for s in samples]
@@ -231,14 +254,14 @@ class Batch:
         for name, (rows, dtype, _) in _response_columns(samples, 0).items():
             arrays[name] = _joined(rows, dtype)
         arrays["response_offsets"] = _offsets([s.tokens for s in samples])
-        return arrays | _per_sample(samples)
+        return arrays | _per_row(samples)
 
     def padded(self, pad_id: int = 0, *, left_pad_prompts: bool = False) -> dict[str, NDArray[Any]]:
         """Rectangular arrays; responses are padded on the right, prompts too unless ``left_pad_prompts``.
 
         ``prompt_ids`` int32 and ``prompt_mask`` uint8 [B, P]; ``response_ids`` int32, ``response_mask`` uint8,
         ``loss_mask`` uint8, ``logprobs`` float32, ``version_n`` and ``version_incarnation`` int32 (-1 in the padding),
-        all [B, T]; ``rewards`` float32, ``group_ids`` int64, ``staleness`` int32, all [B].
+        all [B, T]; ``rewards`` float32, ``group_ids`` int64, ``sample_numbers`` and ``staleness`` int32, all [B].
 
         ``input_ids`` int32 and ``attention_mask`` uint8 have each prompt and its response without a gap. With
         ``left_pad_prompts`` they are [B, P + T] and every response begins in column P: the layout of trainers that
@@ -269,41 +292,48 @@ class Batch:
             whole = [np.concatenate(pair) for pair in zip(prompts, responses, strict=True)]
             arrays["input_ids"] = pad(whole, pad_id, np.int32)
             arrays["attention_mask"] = pad(_ones(whole), 0, np.uint8)
-        return arrays | _per_sample(samples)
+        return arrays | _per_row(samples)
 
 
 def deliver_sample(
     sample: Sample, staleness_of: Callable[[PolicyVersion], int], max_staleness: int | None
-) -> DeliveredSample:
-    """Freeze a finished sample; tokens older than ``max_staleness`` (None means no bound) get loss mask 0.
+) -> list[DeliveredSample]:
+    """Freeze a finished sample as its rows; tokens older than ``max_staleness`` (None: no bound) get loss mask 0.
 
-    Its arrays are copies: the trainer may write into them, and what a state delivers again is what was sampled.
+    The arrays are copies: the trainer may write into them, and what a state delivers again is what was sampled.
     """
     if sample.finish is None:
         raise ValueError(f"{sample.id} is not finished")
-    tape = sample.tape
-    mask = tape.loss_mask()
-    staleness = 0
-    for segment in tape.segments:
-        if segment.kind is SegmentKind.GENERATED:
-            age = staleness_of(segment.version)
-            staleness = max(staleness, age)
-            if max_staleness is not None and age > max_staleness:
-                mask[segment.start : segment.start + segment.count] = 0
-    return DeliveredSample(
-        id=sample.id,
-        prompt=sample.group.prompt.copy(),
-        tokens=tape.tokens.copy(),
-        logprobs=tape.logprobs.copy(),
-        loss_mask=mask,
-        segments=tuple(tape.segments),
-        staleness=staleness,
-        reward=sample.reward,
-        cohort=sample.group.cohort,
-        finish=sample.finish,
-        attempts=sample.attempts,
-        resumes=sample.resumes,
-    )
+    prompt = sample.group.prompt
+    rows, chains = [], sample.chains
+    for chain in chains if len(chains) == 1 else [c for c in chains if c.tape.generated] or chains[:1]:
+        tape = chain.tape
+        mask = tape.loss_mask()
+        staleness = 0
+        for segment in tape.segments:
+            if segment.kind is SegmentKind.GENERATED:
+                age = staleness_of(segment.version)
+                staleness = max(staleness, age)
+                if max_staleness is not None and age > max_staleness:
+                    mask[segment.start : segment.start + segment.count] = 0
+        rows.append(
+            DeliveredSample(
+                id=sample.id,
+                prompt=Prompt(chain.prompt.copy(), prompt.data, prompt.epoch, prompt.position),
+                tokens=tape.tokens.copy(),
+                logprobs=tape.logprobs.copy(),
+                loss_mask=mask,
+                segments=tuple(tape.segments),
+                staleness=staleness,
+                reward=sample.reward,
+                cohort=sample.group.cohort,
+                finish=sample.finish,
+                attempts=sample.attempts,
+                resumes=sample.resumes,
+                chain=chain.number,
+            )
+        )
+    return rows
 
 
 def batch_metrics(
@@ -317,23 +347,37 @@ def batch_metrics(
                 generated += segment.count
                 stale += segment.count if staleness_of(segment.version) else 0
         trained += int(np.count_nonzero(s.loss_mask))
-    ages = np.array([s.staleness for s in samples], np.float64)
-    lengths = np.array([len(s.tokens) for s in samples], np.float64)
-    rewards = np.array([s.reward for s in samples], np.float64)
+    numbers = sample_numbers(samples)
+    lengths = np.bincount(numbers, [len(s.tokens) for s in samples])
+    first = np.searchsorted(numbers, np.arange(len(lengths)))  # of the rows of each sample
+    ages = np.zeros(len(lengths))
+    np.maximum.at(ages, numbers, [s.staleness for s in samples])
+    rewards = np.array([samples[i].reward for i in first], np.float64)
     return {
         "groups": float(groups),
-        "samples": float(len(samples)),
+        "samples": float(len(lengths)),
         "trained_tokens": float(generated),
         "masked_tokens": float(generated - trained),
         "off_policy_share": stale / generated if generated else 0.0,
         "staleness_mean": float(ages.mean()) if len(ages) else 0.0,
         "staleness_max": float(ages.max()) if len(ages) else 0.0,
-        "resumed_samples": float(sum(1 for s in samples if s.resumes)),
+        "resumed_samples": float(sum(1 for i in first if samples[i].resumes)),
         "response_len_mean": float(lengths.mean()) if len(lengths) else 0.0,
         "response_len_median": float(np.median(lengths)) if len(lengths) else 0.0,
         "response_len_max": float(lengths.max()) if len(lengths) else 0.0,
         "reward_mean": float(rewards.mean()) if len(rewards) else 0.0,
     }
+
+
+def sample_numbers(rows: Sequence[DeliveredSample]) -> Int32:
+    """int32 [R]: the number of each row's sample, from 0; the rows of one sample are next to each other."""
+    numbers = [int(i > 0 and row.id != rows[i - 1].id) for i, row in enumerate(rows)]
+    return np.cumsum(numbers, dtype=np.int32)
+
+
+def rows_by_sample(rows: Sequence[DeliveredSample]) -> list[list[DeliveredSample]]:
+    """The rows of each sample, in their order; those of one sample are next to each other."""
+    return [list(several) for _, several in itertools.groupby(rows, key=lambda row: row.id)]
 
 
 Array = NDArray[Any]
@@ -362,8 +406,9 @@ def _response_columns(samples: Sequence[DeliveredSample], pad_id: int) -> Column
     }
 
 
-def _per_sample(samples: Sequence[DeliveredSample]) -> dict[str, Array]:
+def _per_row(samples: Sequence[DeliveredSample]) -> dict[str, Array]:
     return {
+        "sample_numbers": sample_numbers(samples),
         "rewards": np.array([s.reward for s in samples], np.float32),
         "group_ids": np.array([s.id.group for s in samples], np.int64),
         "staleness": np.array([s.staleness for s in samples], np.int32),

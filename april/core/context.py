@@ -114,15 +114,16 @@ class CoreContext:
         self.counters["late_events"] += sample_id.group >= 0
         return None
 
-    def free_to_act(self, sample_id: SampleId, what: str) -> Sample | None:
+    def free_to_act(self, sample_id: SampleId, what: str, *, asks: bool = False) -> Sample | None:
         """The sample whose rollout function runs and now does ``what``; it gives back the place of its start.
 
-        None for a sample of a settled group. Raises InvariantError for one that waits for tokens, or is beyond that.
+        None for a sample of a settled group. Raises InvariantError for one that is beyond that, or waits for tokens
+        (``asks``: which it may).
         """
         sample = self.sample(sample_id)
         if sample is None:
             return None
-        if sample.state is not SampleState.RUNNING or sample.open_call is not None:
+        if sample.state is not SampleState.RUNNING or (sample.asks and not asks):
             raise self.impossible(sample.id, f"{what} (it is {sample!r})")
         self.places.give_back(sample)
         return sample

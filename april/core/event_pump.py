@@ -173,7 +173,7 @@ class RequestLog:
         """Note requests that are sent."""
         for command in commands:
             if type(command) is Submit:
-                attempts, oldest = self._core.context.attempts, command.attempt.sample.tape.oldest_version
+                attempts, oldest = self._core.context.attempts, command.attempt.call.chain.tape.oldest_version
                 age = 0 if oldest is None else self._core.clock.staleness(oldest)
                 self._sent[command.attempt.id] = (self._now(), age)
                 if len(self._sent) > 2 * len(attempts) + KEPT:  # some were given up: nobody told how they ended

@@ -27,12 +27,28 @@ class PromptsDrawn(Event, frozen=True):
     error: str | None = None
 
 
+NEW_CHAIN = -1
+
+
 class CallMade(Event, frozen=True):
     """A rollout function called ``llm.generate``; ``token_ids`` is the conversation to continue (None means as is)."""
 
     sample: SampleId
     sampling: SamplingParams
     token_ids: Int32 | None = None
+    number: int = 0
+    """The number by which the function knows the call."""
+    any_chain: bool = False
+    """``token_ids`` may be any conversation: one that extends a chain continues it, any other begins a chain."""
+    chain: int | None = None
+    """With ``any_chain``: the number of the chain, NEW_CHAIN for a new one; None means that the tokens tell."""
+
+
+class CallUnheard(Event, frozen=True):
+    """Nobody will hear the answer of the call with this ``number``: what it brought, or brings, is dropped."""
+
+    sample: SampleId
+    number: int
 
 
 class StopFound(Event, frozen=True):

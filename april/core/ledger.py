@@ -35,6 +35,8 @@ class DropReason(StrEnum):
     """The dynamic-sampling filter rejected the scored group."""
     REPLAY_DIVERGED = "replay_diverged"
     """After a restart, the rollout function did not ask what it had asked before."""
+    UNHEARD = "unheard"
+    """The rollout function ended, or its client left, before the answer was heard."""
     LATE = "late"
     """The tokens came when their sample had gone on without the request that generated them."""
     OVER_BUDGET = "over_budget"

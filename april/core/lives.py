@@ -23,15 +23,15 @@ from april.core import commands as do
 from april.core import events as ev
 from april.core.context import CoreContext
 from april.core.numbers import held_reward, wrong_reward
-from april.core.sampling import SamplingParams
 from april.core.settings import CoreSettings
-from april.core.tape import AttemptCounts, Int32, TokenTape
+from april.core.tape import AttemptCounts, Int32
 from april.core.types import (
     MOST_SAMPLES,
     Attempt,
     AttemptFailure,
     AttemptState,
     CallState,
+    Chain,
     DropReason,
     EngineFinish,
     Evaluation,
@@ -123,25 +123,81 @@ class SampleLives:
 
     def call_made(self, event: ev.CallMade) -> None:
         """A rollout function asks for tokens."""
-        sample = self._context.free_to_act(event.sample, "called generate twice at the same time")
+        what = "called generate twice at the same time"
+        sample = self._context.free_to_act(event.sample, what, asks=event.any_chain)
         if sample is None:
             return
-        if sample.replay is not None:
-            self._replay(sample, event)
+        if event.any_chain:
+            self._call_of_any_chain(sample, event)
+            return
+        chain = sample.chains[0]
+        if chain.replay is not None:
+            self._replay(chain, event)
             return
         if event.token_ids is not None:
-            error = self._add_environment(sample, event.token_ids)
+            error = self._add_environment(chain, event.token_ids)
             if error:
                 self.cannot_go_on(sample, error)
                 return
-        self._open(sample, event.sampling, len(sample.tape))
+        self._open(chain, event, len(chain.tape))
 
-    def _open(self, sample: Sample, sampling: SamplingParams, start: int) -> None:
-        call = GenerateCall(sample, sampling, start)
-        sample.calls.append(call)
+    def chain_of(self, sample: Sample, token_ids: Int32) -> Chain | None:
+        """The chain of a call that may be of any conversation: where it was made before its function was lost, else the
+        longest of those free that it extends. None means that it begins one.
+        """
+        for chain in sample.chains:
+            start = None if chain.replay is None else chain.replay.next_start
+            if start is not None and self._asks_again(chain, token_ids, start):
+                return chain
+        free = (c for c in sample.chains if c.replay is None and c.open_call is None and c.calls)
+        extended = (c for c in free if c.begins(token_ids, len(c.tape)))
+        return max(extended, key=lambda c: len(c.prompt) + len(c.tape), default=None)
+
+    def _asks_again(self, chain: Chain, token_ids: Int32, start: int) -> bool:
+        """Return whether the tokens are those before ``start``, as far as there was room for them."""
+        asked = token_ids[: len(chain.prompt) + self._context.attempts.room(chain)]
+        return len(asked) == len(chain.prompt) + start and chain.begins(asked, start)
+
+    def _call_of_any_chain(self, sample: Sample, event: ev.CallMade) -> None:
+        """Answer from a tape what was answered before; else continue a chain, or begin one."""
+        ids, sample.any_chain = event.token_ids, True
+        assert ids is not None
+        if event.chain is None:
+            chain = self.chain_of(sample, ids)
+        else:
+            chain = next((c for c in sample.chains if c.number == event.chain), None)
+        if chain is not None and chain.replay is not None:
+            self._replay(chain, event)
+            return
+        if chain is None:
+            if wrong := self._no_chain(sample, ids):
+                self.cannot_go_on(sample, wrong)
+                return
+            chain = sample.chains[0]
+            if chain.calls or chain.replay is not None:
+                chain = Chain(sample, 1 + sample.chains[-1].number, np.array(ids, np.int32))
+                sample.chains.append(chain)
+            elif not np.array_equal(ids, chain.prompt):
+                chain.prompt = np.array(ids, np.int32)  # the conversation that the prompt begins was never asked for
+        self._add_environment(chain, ids)
+        self._open(chain, event, len(chain.tape))
+
+    def _no_chain(self, sample: Sample, token_ids: Int32) -> str | None:
+        """Return why no further chain may begin with these tokens; None means that one may."""
+        settings = self._context.settings
+        # those of before a restart count once they are asked for again
+        if sum(bool(chain.calls) for chain in sample.chains) >= settings.max_chains:
+            return f"it wants more than max_chains={settings.max_chains} conversations"
+        if len(token_ids) >= self._context.engines.max_context:
+            return f"a conversation of {len(token_ids)} tokens has no room in the engines' context"
+        return None
+
+    def _open(self, chain: Chain, event: ev.CallMade, start: int) -> None:
+        call = GenerateCall(chain, event.sampling, start, event.number)
+        chain.calls.append(call)
         # a call out of a saved state may be complete: it was saved between its last token and the end of its attempt
         if not self._complete_if(call, stopped=self._context.attempts.ends_in_stop(call)):
-            self._context.note(sample, f"asks for up to {sampling.max_tokens} tokens")
+            self._context.note(chain.sample, f"asks for up to {event.sampling.max_tokens} tokens")
             self._context.over_sampler.push(call)
 
     def _complete_if(self, call: GenerateCall, *, stopped: bool, length: bool = False) -> bool:
@@ -152,47 +208,85 @@ class SampleLives:
             finish = FinishReason.LENGTH
         else:
             return False
-        self._answer(call, len(call.sample.tape), finish)
+        self._answer(call, len(call.chain.tape), finish)
         return True
 
-    def _add_environment(self, sample: Sample, token_ids: Int32) -> str | None:
+    def _add_environment(self, chain: Chain, token_ids: Int32) -> str | None:
         """Make a segment of what the function added since its last call, cut to the room; returns what is wrong."""
-        prompt = sample.group.prompt.token_ids
-        have = np.concatenate((prompt, sample.tape.tokens))
-        if len(token_ids) < len(have) or not np.array_equal(token_ids[: len(have)], have):
+        have = len(chain.prompt) + len(chain.tape)
+        if not chain.begins(token_ids, len(chain.tape)):
             return (
                 "llm.generate was given tokens that do not begin with the prompt and everything generated so far; "
                 "append to the conversation, never rewrite it"
             )
-        added = token_ids[len(have) : len(prompt) + self._context.attempts.room(sample)]
-        sample.tape.add_environment(np.array(added, np.int32), self._context.clock.current)
+        added = token_ids[have : len(chain.prompt) + self._context.attempts.room(chain)]
+        chain.tape.add_environment(np.array(added, np.int32), self._context.clock.current)
         return None
 
-    def _replay(self, sample: Sample, event: ev.CallMade) -> None:
+    def _replay(self, chain: Chain, event: ev.CallMade) -> None:
         """Answer from the tape what was answered before; a function that asks otherwise begins again."""
-        replay = sample.replay
+        replay = chain.replay
         assert replay is not None
-        start = replay.calls[0].start if replay.calls else replay.open_start
-        if start is None:
-            sample.replay = None  # it stood between two calls: from here on it is on its own
-            self.call_made(event)
-            return
-        prompt, tape = sample.group.prompt.token_ids, sample.tape.tokens
-        if event.token_ids is None:
-            same = start == sample.seen
-        else:
-            asked = event.token_ids[: len(prompt) + self._context.attempts.room(sample)]
-            same = np.array_equal(asked, np.concatenate((prompt, tape[:start])))
-        if not same:
-            self.diverged(sample)
+        start = replay.next_start
+        assert start is not None
+        ids = event.token_ids
+        if not (start == chain.seen if ids is None else self._asks_again(chain, ids, start)):
+            self.diverged(chain.sample)
         elif replay.calls:
-            call = GenerateCall(sample, event.sampling, start)
-            sample.calls.append(call)
+            call = GenerateCall(chain, event.sampling, start, event.number)
+            chain.calls.append(call)
             _, end, finish = replay.calls.popleft()
+            if replay.next_start is None:
+                chain.replay = None  # it stood between two calls: from here on it is on its own
             self._answer(call, end, finish)
         else:
-            sample.replay = None
-            self._open(sample, event.sampling, start)
+            chain.replay = None
+            self._open(chain, event, start)
+
+    def call_unheard(self, event: ev.CallUnheard) -> None:
+        """A call's answer reaches nobody: it ends, and its tokens leave their chain; one that went on since stays."""
+        context = self._context
+        sample = context.sample(event.sample)
+        if sample is None:
+            return
+        last = [chain.calls[-1] for chain in sample.chains if chain.calls]
+        call = next((c for c in last if c.number == event.number), None)
+        # what a lost function has heard is asked again
+        if sample.state is not RUNNING or call is None or any(c.lost for c in last):
+            return
+        if call.state is not CallState.DONE:
+            context.over_sampler.forget(call)
+            self._abandon(call, DropReason.UNHEARD)
+        chain, tokens = call.chain, context.ledger(sample)
+        context.note(sample, f"call {call.number} is heard by nobody")
+        if chain.replay is not None:
+            tokens.drop(chain.tape.cut(call.end), DropReason.REPLAY_DIVERGED)  # it would have followed the answer
+            context.counters["replays_diverged"] += 1
+            chain.replay = None
+        chain.calls.pop()
+        tokens.drop(chain.tape.cut(chain.calls[-1].end if chain.calls else 0), DropReason.UNHEARD)
+        if not chain.calls and chain.number:
+            sample.chains.remove(chain)
+        sample.any_chain = True
+        answered = [(c.calls[-1].number, c.calls[-1].finish) for c in sample.chains if c.calls and c.calls[-1].finish]
+        sample.finish = max(answered)[1] if answered else None
+
+    def _abandon(self, call: GenerateCall, reason: DropReason) -> None:
+        """End the attempt of a call, if there is one; its tokens are dropped for this reason when it has ended."""
+        if call.attempt is not None:
+            call.attempt.lost_for = reason
+            self._context.to(call.attempt, ABANDONED, f"attempt abandoned ({reason})")
+            self._context.stop([call.attempt])
+
+    def _drop_unclaimed(self, sample: Sample) -> None:
+        """The function has returned and asked for less than before the restart: the rest of its chains is dropped."""
+        for chain in sample.chains:
+            if chain.replay is not None:
+                end = chain.calls[-1].end if chain.calls else 0
+                self._context.tokens.drop(chain.tape.cut(end), DropReason.REPLAY_DIVERGED)
+                self._context.counters["replays_diverged"] += 1
+                chain.replay = None
+        sample.chains = [chain for chain in sample.chains if chain.number == 0 or chain.calls]
 
     def diverged(self, sample: Sample) -> None:
         """The function did not ask what it had asked before: its tokens belong to another conversation."""
@@ -218,7 +312,7 @@ class SampleLives:
 
     def submit(self, call: GenerateCall, engine: str) -> None:
         """Send what is missing of a call to an engine."""
-        context, sample, held = self._context, call.sample, len(call.sample.tape)
+        context, sample, held = self._context, call.sample, len(call.chain.tape)
         state = context.engines.states[engine]
         if context.clock.current not in state.loaded or not state.has_room:
             has = f"has versions {set(state.loaded)}, is {state.gate} and {state.health}"
@@ -373,9 +467,10 @@ class SampleLives:
         if lost_for is not None:
             tokens.drop(count, lost_for)
             return
-        sample.tape.add_attempt(attempt.tape, attempt.id, attempt.engine, attempt.sampling.temperature)
+        chain = attempt.call.chain
+        chain.tape.add_attempt(attempt.tape, attempt.id, attempt.engine, attempt.sampling.temperature)
         if count:  # else what an earlier attempt left elsewhere is still the best there is
-            sample.cached_on, sample.cached_under = attempt.engine, self._context.engines.states[attempt.engine].life
+            chain.cached_on, chain.cached_under = attempt.engine, self._context.engines.states[attempt.engine].life
 
     # ---------------------------------------------------------------- returns, rewards and verdicts
 
@@ -385,10 +480,13 @@ class SampleLives:
         sample = context.free_to_act(event.sample, "returned while it was waiting for tokens")
         if sample is None:
             return
-        replay, sample.replay = sample.replay, None
-        if replay is not None and (replay.calls or replay.open_start is not None):
-            self.diverged(sample)
-            return
+        if sample.any_chain:
+            self._drop_unclaimed(sample)
+        else:
+            replay, sample.chains[0].replay = sample.chains[0].replay, None
+            if len(sample.chains) > 1 or (replay is not None and replay.next_start is not None):
+                self.diverged(sample)
+                return
         if sample.finish is None:
             error = "the rollout function returned without a call of llm.generate; await at least one"
             self.cannot_go_on(sample, error)
@@ -426,13 +524,13 @@ class SampleLives:
     def _got_as_far(self, sample: Sample, *, whole: bool) -> Iterator[Sample]:
         """Yield samples whose function is at work where that of ``sample`` has failed, or further."""
         scored = (SCORING, FINISHED)
-        if sample.state is RUNNING and sample.tape.generated:
+        if sample.state is RUNNING and sample.generated:
             return  # the others still generate
         for group in self._context.buffer.groups.values():
             if whole and not all(s.state in scored for s in group.members):
                 continue  # it is not asked for yet
             for s in group.members:
-                if s.state is sample.state and (s.state is SCORING or s.open_call is not None):
+                if s.state is sample.state and (s.state is SCORING or s.asks):
                     yield s
 
     def _waits(self, mistake: Mistake) -> bool:
@@ -524,7 +622,7 @@ class SampleLives:
         group.unfinished -= 1
         group.finishers.append(sample.id.index)
         if group.evaluation is None:
-            self._context.lengths.generated.add(sample.tape.generated)
+            self._context.lengths.generated.add(sample.generated)
         if group.state is OPEN:
             self.advance(group)
         elif group.state is READY:
@@ -589,9 +687,9 @@ class SampleLives:
         if group.state is READY or not (settings.group_reward or settings.has_filter):
             return
         for sample in group.samples:
-            if sample.replay is not None and sample.state is FINISHED:
+            if sample.replayed and sample.state is FINISHED:
                 self.no_longer_finished(sample)
-                context.lengths.generated.add(sample.tape.generated, -1)  # until it is finished once more
+                context.lengths.generated.add(sample.generated, -1)  # until it is finished once more
                 sample.finish = None
                 context.to(sample, NEW, "runs again for what it returns")
                 context.over_sampler.push(sample)
@@ -678,9 +776,8 @@ class SampleLives:
         self._end(sample, reason)
         if was_finished:
             self.no_longer_finished(sample)
-        sample.tape = TokenTape()
-        sample.replay, sample.finish, sample.reward = None, None, 0.0
-        sample.calls.clear()
+        sample.clear()
+        sample.reward = 0.0
         sample.restarts += 1
         context.to(sample, NEW, f"begins again ({reason})")
         context.over_sampler.push(sample)
@@ -689,27 +786,24 @@ class SampleLives:
 
     def _end(self, sample: Sample, reason: DropReason) -> None:
         """End whatever the sample does, and drop its tokens."""
-        context, generated, call = self._context, sample.tape.generated, sample.open_call
+        context, generated = self._context, sample.generated
         if sample.state in (SCORING, FINISHED):
             context.lengths.drop(generated, reason, counted=sample.state is FINISHED)
-        elif generated or (call is not None and call.attempt is not None):
+        elif generated or any(call.attempt is not None for call in sample.open_calls):
             context.lengths.unfinished[reason] += 1
         self.leave(sample, reason)
         context.tokens.drop(generated, reason)
 
     def leave(self, sample: Sample, reason: DropReason) -> None:
         """Take a sample out of wherever it is waiting or generating, and end its rollout function."""
-        context, call = self._context, sample.open_call
+        context = self._context
         sample.retry = None
         context.over_sampler.forget(sample)
         context.places.give_back(sample)
-        if call is not None:
+        for call in sample.open_calls:
             context.over_sampler.forget(call)
-            sample.calls.remove(call)
-            if call.attempt is not None:
-                call.attempt.lost_for = reason
-                context.to(call.attempt, ABANDONED, f"attempt abandoned ({reason})")
-                context.stop([call.attempt])
+            call.chain.calls.remove(call)
+            self._abandon(call, reason)
         if sample.state is not NEW:
             context.out.append(do.CancelSample(sample))
 
@@ -814,19 +908,18 @@ class SampleLives:
                 continue
             for sample in group.members:  # the returns of finished samples are lost, and what was to be judged
                 if sample.state is FINISHED:
-                    sample.replay = sample.asked
-                    sample.calls.clear()
+                    sample.replay_all()
             self.run_again_for_returns(group)
 
     def _has_died_too_often(self, sample: Sample) -> bool:
         """Count the deaths of hosts while a function of the sample ran there and got no further; too many in a row?"""
         group = sample.group
-        waits = sample.open_call is not None or sample.retry is not None
+        waits = sample.asks or sample.retry is not None
         if sample.state is SCORING and self._context.settings.group_reward:
             waits = any(s.state not in (SCORING, FINISHED) for s in group.members)
         if waits or sample.state not in (RUNNING, SCORING):
             return False
-        (times, at), now = sample.deaths, len(sample.tape)
+        (times, at), now = sample.deaths, sample.tokens
         sample.deaths = times + 1 if at == now else 1, now
         return sample.deaths[0] >= self._context.settings.max_attempt_failures
 
@@ -839,25 +932,32 @@ class SampleLives:
         self.cannot_go_on(sample, why)
 
     def _lose_function(self, sample: Sample) -> None:
-        context, call = self._context, sample.open_call
-        if call is not None and call.lost:
+        context, calls = self._context, sample.open_calls
+        if any(call.lost for call in calls):
             return
         context.counters["lost_functions"] += 1
-        if call is not None and call.attempt is not None:
-            call.lost = True
+        if running := [call.attempt for call in calls if call.attempt is not None]:
+            for call in calls:
+                call.lost = True
+                if call.attempt is None:
+                    context.over_sampler.forget(call)
             context.note(sample, "its function is lost")
-            context.stop([call.attempt])
+            context.stop(running)
         else:
             self.begin_from_tape(sample)
 
     def begin_from_tape(self, sample: Sample) -> None:
-        """Start the function of a sample anew; its calls are answered from the tape."""
-        context, call = self._context, sample.open_call
+        """Start the function of a sample anew, once none of its attempts is at an engine; its calls are answered from
+        the tapes.
+        """
+        context, calls = self._context, sample.open_calls
+        if any(call.attempt is not None for call in calls):
+            return
         context.places.give_back(sample)
-        if call is not None:
+        for call in calls:
             context.over_sampler.forget(call)
-        sample.replay, sample.finish, sample.retry = sample.asked, None, None
-        sample.calls.clear()
+        sample.replay_all()
+        sample.finish, sample.retry = None, None
         context.to(sample, NEW, "its function runs again, answered from the tape")
         context.over_sampler.push(sample)
 
@@ -875,9 +975,9 @@ class SampleLives:
             if sample.state is FINISHED:
                 self.no_longer_finished(sample)
             self.leave(sample, DropReason.FAILED)
-            evaluation.tokens.drop(sample.tape.generated, DropReason.FAILED)
-            sample.tape, sample.finish, sample.reward = TokenTape(), None, 0.0
-            sample.calls.clear()
+            evaluation.tokens.drop(sample.generated, DropReason.FAILED)
+            sample.clear()
+            sample.reward = 0.0
             context.to(sample, NEW, "begins again, as its function was lost")
             evaluation.to_start.appendleft(sample)
         if group.ready:

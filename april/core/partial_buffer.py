@@ -69,7 +69,7 @@ class Leases:
         """Record the tokens' ages of batches that were trained at the present version, and forget the batches."""
         for batch_id in batch_ids:
             for sample in self.batches.pop(batch_id):
-                for segment in sample.tape.segments:
+                for segment in sample.segments:
                     if segment.kind is SegmentKind.GENERATED:
                         age = self._clock.staleness(segment.version)
                         self._generated += segment.count
@@ -211,7 +211,8 @@ class PartialBuffer:
 
     def age(self, sample: Sample) -> int:
         """Weight updates between the sample's oldest token and the training of the next batch; 0 without tokens."""
-        oldest = sample.tape.oldest_version
+        chains = sample.chains
+        oldest = chains[0].tape.oldest_version if len(chains) == 1 else sample.oldest_version
         return 0 if oldest is None else self._leases.age(oldest)
 
     @property

@@ -32,6 +32,8 @@ class CoreSettings:
     """Attempts that continued one sample, after which the same holds, unless on_stale is finish."""
     on_long_prompt: OnLongPrompt = OnLongPrompt.ERROR
     on_data_end: OnDataEnd = OnDataEnd.SHORT
+    max_chains: int = 64
+    """Conversations that a sample has at most."""
     max_held_tokens: int | None = None
     """Held tokens from which on no prompt is drawn beyond what the step needs."""
     group_reward: bool = False

@@ -36,6 +36,7 @@ from april.core.types import (
     MOST_SAMPLES,
     NO_DEADLINE,
     SETTLED,
+    Chain,
     DropReason,
     FinishReason,
     Group,
@@ -86,8 +87,8 @@ def take(core: RolloutCore, trained_through: int | None) -> State:
     again = [sample for batch in untrained for sample in core.leased[batch]]
     tokens, prompts, lengths = deepcopy((context.tokens, context.prompts, context.lengths))
     for sample in again:
-        tokens.delivered -= sample.tape.generated
-        lengths.trained.add(sample.tape.generated, -1)
+        tokens.delivered -= sample.generated
+        lengths.trained.add(sample.generated, -1)
     back = set(again)
     # in the order in which they are to be delivered
     ready = [*again, *(sample for unit in core.monitor for sample in unit.members)]
@@ -143,7 +144,25 @@ def _group_out(group: Group, back: Collection[Sample]) -> State:
 
 
 def _sample_out(sample: Sample) -> State:
-    tape, asked, call = sample.tape, sample.asked, sample.open_call
+    first, *others = sample.chains
+    state = {
+        "finished": sample.state in (SampleState.FINISHED, SampleState.LEASED),
+        **_chain_out(first),
+        "finish": None if sample.finish is None else str(sample.finish),
+        "reward": sample.reward,
+        "attempts": sample.attempts,
+        "resumes": sample.resumes,
+        "failures": sample.failures,
+        "restarts": sample.restarts,
+    }
+    if others or first.prompt is not sample.group.prompt.token_ids:
+        state["prompt"] = _packed(first.prompt, "<i4")
+        state["chains"] = [{"prompt": _packed(chain.prompt, "<i4"), **_chain_out(chain)} for chain in others]
+    return state
+
+
+def _chain_out(chain: Chain) -> State:
+    tape, asked, call = chain.tape, chain.asked, chain.open_call
     calls, open_start = ([], None) if asked is None else (list(asked.calls), asked.open_start)
     attempt = call.attempt if call is not None else None
     if attempt is not None and attempt.lost_for is None:
@@ -154,7 +173,6 @@ def _sample_out(sample: Sample) -> State:
             calls.append(RecordedCall(open_start, len(tape), FinishReason.STOP))
             open_start = None
     return {
-        "finished": sample.state in (SampleState.FINISHED, SampleState.LEASED),
         "tokens": _packed(tape.tokens, "<i4"),
         "logprobs": _packed(tape.logprobs, "<f4"),
         "segments": [
@@ -163,12 +181,6 @@ def _sample_out(sample: Sample) -> State:
         ],
         "calls": [[c.start, c.end, str(c.finish)] for c in calls],
         "open_call": open_start,
-        "finish": None if sample.finish is None else str(sample.finish),
-        "reward": sample.reward,
-        "attempts": sample.attempts,
-        "resumes": sample.resumes,
-        "failures": sample.failures,
-        "restarts": sample.restarts,
     }
 
 
@@ -266,7 +278,7 @@ def _restore(core: RolloutCore, state: State) -> None:
     ready = [_group_in(core, g, ready=True) for g in state["ready"]]
     waiting = [_group_in(core, g, ready=False) for g in state["waiting"]]
     for group in (*ready, *waiting):
-        for version in (group.drawn_under, *(part.version for s in group.samples for part in s.tape.segments)):
+        for version in (group.drawn_under, *(part.version for s in group.samples for part in s.segments)):
             clock.staleness(version)  # raises for a version that cannot have been
     core.clock.current, core.clock.branches = clock.restart(clock.current.n), clock.branches
     context.groups_drawn, context.batches = count_of(state["groups_drawn"]), count_of(state["batches"])
@@ -289,9 +301,9 @@ def _restore(core: RolloutCore, state: State) -> None:
                 core.monitor.accept(group)
     if not core.settings.whole_groups:
         _count_in(core, state)
-    _ledger_in(context.tokens, state["tokens"], sum(s.tape.generated for s in core.buffer.samples()))
+    _ledger_in(context.tokens, state["tokens"], sum(s.generated for s in core.buffer.samples()))
     _ledger_in(context.prompts, state["prompts"], len(core.buffer))
-    finished = (s.tape.generated for s in core.buffer.samples() if s.state is SampleState.FINISHED)
+    finished = (s.generated for s in core.buffer.samples() if s.state is SampleState.FINISHED)
     context.lengths.restore(state.get("lengths", {}), finished)
     core.validate()
     if context.tokens.held and state["settings"].get("logprob_kind", "") not in ("", core.engines.logprob_kind):
@@ -330,9 +342,10 @@ def _group_in(core: RolloutCore, state: State, *, ready: bool) -> Group:
             continue
         sample = restored_sample(core.engines, sample_id, group, saved, keeps_finished=keeps_finished)
         group.samples.append(sample)
-        if len(sample.tape) > settings.max_response_len:
+        longest = max(len(chain.tape) for chain in sample.chains)
+        if longest > settings.max_response_len:
             raise CheckpointError(
-                f"the state holds {len(sample.tape)} tokens of {sample.id}, the configuration has "
+                f"the state holds {longest} tokens of {sample.id}, the configuration has "
                 f"max_response_len={settings.max_response_len}"
             )
     _completed(core.settings, group, state, ready=ready)
@@ -409,7 +422,7 @@ def _without_room(core: RolloutCore, state: State) -> list[Sample]:
         sample: length
         for sample in core.buffer.samples()
         if sample.state is not SampleState.FINISHED
-        and (length := len(sample.group.prompt.token_ids) + len(sample.tape)) >= now
+        and (length := max(len(chain.prompt) + len(chain.tape) for chain in sample.chains)) >= now
     }
     if lengths and core.settings.on_long_prompt is OnLongPrompt.ERROR:
         groups, longest = {sample.id.group for sample in lengths}, max(lengths.values())
@@ -488,34 +501,49 @@ def restored_sample(
         raise ValueError(f"{sample_id}: finished is {state['finished']!r}")
     keeps = state["finished"] and keeps_finished
     sample = Sample(sample_id, group, SampleState.FINISHED if keeps else SampleState.NEW)
-    _tape_in(sample.tape, state)
     sample.attempts, sample.failures = count_of(state["attempts"]), count_of(state["failures"])
     sample.resumes, sample.restarts = count_of(state["resumes"]), count_of(state["restarts"])
+    if "prompt" in state:
+        sample.chains[0].prompt = array_of(state["prompt"], "<i4")
+    others = [Chain(sample, 1 + i, array_of(c["prompt"], "<i4")) for i, c in enumerate(state.get("chains", ()))]
+    sample.chains += others
+    for chain, saved in zip(sample.chains, (state, *state.get("chains", ())), strict=True):
+        _chain_in(engines, chain, saved)
+    if wrong := _wrong_counts(sample):
+        raise ValueError(f"{sample.id}: {wrong}")
+    if state["finished"]:
+        reward = float(state["reward"])
+        if wrong := wrong_reward(reward):
+            raise ValueError(f"{sample.id}: its reward is {wrong}")
+        replays = [chain.replay for chain in sample.chains if chain.replay is not None]
+        finish = FinishReason(state["finish"])
+        if any(r.open_start is not None for r in replays) or finish not in {r.calls[-1].finish for r in replays}:
+            raise ValueError(f"{sample.id}: it is finished, and its last call is not")
+        if keeps:
+            sample.finish, sample.reward = finish, held_reward(reward)
+    return sample
+
+
+def _chain_in(engines: EngineTable, chain: Chain, state: State) -> None:
+    """Restore what a conversation of a sample holds, and the calls that will be made again."""
+    name = chain.sample.id
+    _tape_in(chain.tape, state)
     calls = [
         RecordedCall(count_of(start), count_of(end), FinishReason(finish)) for start, end, finish in state["calls"]
     ]
     open_call = None if state["open_call"] is None else count_of(state["open_call"])
     wrong = (
-        _wrong_tape(sample.tape)
-        or _wrong_calls(sample.tape, calls, open_call)
-        or _wrong_ends(sample.tape, calls, engines)
-        or _wrong_counts(sample)
+        _wrong_tape(chain.tape) or _wrong_calls(chain.tape, calls, open_call) or _wrong_ends(chain.tape, calls, engines)
     )
     if wrong is not None:
-        raise ValueError(f"{sample.id}: {wrong}")
-    if wrong := wrong_ids(sample.tape.tokens, engines.vocab_size):
-        raise CheckpointError(f"{sample.id} of the state does not fit these engines: {wrong}")
-    if state["finished"]:
-        reward = float(state["reward"])
-        if wrong := wrong_reward(reward):
-            raise ValueError(f"{sample.id}: its reward is {wrong}")
-        if open_call is not None or not calls or calls[-1].finish is not FinishReason(state["finish"]):
-            raise ValueError(f"{sample.id}: it is finished, and its last call is not")
-        if keeps:
-            sample.finish, sample.reward = calls[-1].finish, held_reward(reward)
+        raise ValueError(f"{name}: {wrong}")
+    if not len(chain.prompt):
+        raise ValueError(f"{name}: a conversation begins with nothing")
+    for ids in (chain.prompt, chain.tape.tokens):
+        if wrong := wrong_ids(ids, engines.vocab_size):
+            raise CheckpointError(f"{name} of the state does not fit these engines: {wrong}")
     if calls or open_call is not None:
-        sample.replay = Replay(deque(calls), open_call)
-    return sample
+        chain.replay = Replay(deque(calls), open_call)
 
 
 def _tape_in(tape: TokenTape, state: State) -> None:
@@ -570,7 +598,7 @@ def _wrong_ends(tape: TokenTape, calls: list[RecordedCall], engines: EngineTable
 
 
 def _wrong_counts(sample: Sample) -> str | None:
-    ids = {s.attempt_id for s in sample.tape.segments if s.kind is SegmentKind.GENERATED}
+    ids = {s.attempt_id for s in sample.segments if s.kind is SegmentKind.GENERATED}
     if len(ids) > sample.attempts or sample.resumes > sample.attempts:
         return f"{len(ids)} attempts and {sample.resumes} resumptions of {sample.attempts} attempts"
     return None

@@ -133,6 +133,7 @@ class RolloutCore:
             ev.StepRequested: self._step_requested,
             ev.PromptsDrawn: self._prompts_drawn,
             ev.CallMade: lives.call_made,
+            ev.CallUnheard: lives.call_unheard,
             ev.StopFound: lives.stop_found,
             ev.AttemptStalled: lives.attempt_stalled,
             ev.AttemptEnded: lives.attempt_ended,
@@ -344,15 +345,20 @@ class RolloutCore:
                 groups.setdefault(sample.id.group, []).append(sample)
         leased = [sample for members in groups.values() for sample in members]
         bound_of = self.buffer.bound
-        samples = [deliver_sample(sample, self.leases.age, bound_of(sample) if masks else None) for sample in leased]
+        samples, sizes = [], dict.fromkeys(groups, 0)
+        lengths = [sample.generated for sample in leased]
         for sample in leased:
-            context.tokens.deliver(sample.tape.generated)
-            context.lengths.trained.add(sample.tape.generated)
+            rows = deliver_sample(sample, self.leases.age, bound_of(sample) if masks else None)
+            samples += rows
+            sizes[sample.id.group] += len(rows)
+        for sample, length in zip(leased, lengths, strict=True):
+            context.tokens.deliver(length)
+            context.lengths.trained.add(length)
             context.to(sample, SampleState.LEASED, f"leased in batch {context.batches}")
             sample.group.delivered += 1
             self.lives.sample_left(sample.group)
         metrics = batch_metrics(len(groups), samples, self.leases.age) | self.leases.recorded()
-        metrics |= context.lengths.metrics(sample.tape.generated for sample in leased)
+        metrics |= context.lengths.metrics(lengths)
         metrics |= step.metrics(self.counters, self.observed_tokens())
         metrics |= self.engines.metrics(step.in_flight_at_stop, self.clock.current)
         metrics |= {
@@ -366,7 +372,7 @@ class RolloutCore:
             id=context.batches,
             version=self.clock.current,
             samples=tuple(samples),
-            group_sizes=tuple(map(len, groups.values())),
+            group_sizes=tuple(sizes.values()),
             metrics=metrics,
             logprob_kind=self.engines.logprob_kind,
             branches=dict(self.clock.branches),
@@ -437,7 +443,7 @@ class RolloutCore:
                 context.to(work, SampleState.RUNNING, "rollout function started")
                 context.out.append(do.StartSample(work))
             else:
-                cached = self.engines.cached_on(work.sample.cached_on, work.sample.cached_under)
+                cached = self.engines.cached_on(work.chain.cached_on, work.chain.cached_under)
                 if work.avoid or cached:
                     engine = self.engines.pick(self.clock.current, work.avoid, cached) or engine
                 self.lives.submit(work, engine.limits.name)
@@ -545,9 +551,11 @@ class RolloutCore:
                     continue
                 sample.urgent = True
                 urgent.append(sample)
-                for work in (sample, sample.open_call):
-                    if work is not None and work.ticket:
-                        self.over_sampler.again(work)
+                if sample.ticket:
+                    self.over_sampler.again(sample)
+                for chain in sample.chains:
+                    if chain.calls and chain.calls[-1].ticket:
+                        self.over_sampler.again(chain.calls[-1])
 
     def _timer_fired(self, event: ev.TimerFired) -> None:
         timer = event.timer

@@ -7,7 +7,7 @@ versions of generated segments never decrease.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import NamedTuple
 
@@ -169,6 +169,14 @@ class TokenTape:
             return
         self.segments.append(Segment(len(self.tokens), len(tokens), version, SegmentKind.ENVIRONMENT, "", "", 0.0))
         self._extend(tokens, np.zeros(len(tokens), np.float32))
+
+    def cut(self, end: int) -> int:
+        """Forget what follows the first ``end`` tokens; returns how many of it were generated."""
+        before, self.segments = self.generated, [
+            replace(s, count=min(s.count, end - s.start)) for s in self.segments if s.start < end
+        ]
+        self.tokens, self.logprobs = self.tokens[:end], self.logprobs[:end]
+        return before - self.generated
 
     def loss_mask(self) -> NDArray[np.uint8]:
         """1 for generated tokens, 0 for environment tokens; uint8 [T]."""

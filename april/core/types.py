@@ -9,11 +9,12 @@ from enum import StrEnum
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import msgspec
+import numpy as np
 
 from april.core.ledger import DropReason as DropReason
 from april.core.ledger import Ledger
 from april.core.sampling import SamplingParams
-from april.core.tape import NOTHING_CAME, AttemptCounts, AttemptTape, Int32, TokenTape
+from april.core.tape import NOTHING_CAME, AttemptCounts, AttemptTape, Int32, Segment, TokenTape
 from april.core.versions import FIRST_VERSION, PolicyVersion
 
 NO_DEADLINE = 1 << 30
@@ -248,15 +249,83 @@ class Replay:
     open_start: int | None
     """The start of the call after those that has no complete answer yet; None means there was none."""
 
+    @property
+    def next_start(self) -> int | None:
+        """Tokens of the tape before the next call; None means that it stood between two calls."""
+        return self.calls[0].start if self.calls else self.open_start
+
+
+class Chain:
+    """A token sequence of a sample: what its first call was given, and all that followed.
+
+    A sample has one, unless its function asks for other conversations too (``CallMade.any_chain``). Each becomes a row
+    of the batch; a call continues the one that it extends.
+    """
+
+    __slots__ = ("cached_on", "cached_under", "calls", "number", "prompt", "replay", "sample", "tape")
+
+    def __init__(self, sample: Sample, number: int, prompt: Int32) -> None:
+        self.sample = sample
+        self.number = number
+        self.prompt = prompt
+        """int32 [P]: the group's prompt; of a later chain, what its first call was given."""
+        self.tape = TokenTape()
+        self.calls: list[GenerateCall] = []
+        """Calls of the present run of the function, in order; the last one may be open."""
+        self.replay: Replay | None = None
+        """Answers that a dead process had. A finished sample with a replay finished there: its returns are lost."""
+        self.cached_on = ""
+        """Engine that has its keys and values, as long as its life is that of ``cached_under``."""
+        self.cached_under: tuple[PolicyVersion | None, int] | None = None
+
+    @property
+    def open_call(self) -> GenerateCall | None:
+        """The generate call that is not complete yet."""
+        calls = self.calls
+        return calls[-1] if calls and calls[-1].state is not DONE else None
+
+    @property
+    def asked(self) -> Replay | None:
+        """The calls that the function would make again if it began anew now; None without any."""
+        replay, call = self.replay, self.open_call
+        calls = deque(c.result for c in self.calls if c.result is not None)
+        start = None if call is None else call.start
+        if replay is not None:
+            calls += replay.calls
+            start = replay.open_start
+        return Replay(calls, start) if calls or start is not None else None
+
+    @property
+    def seen(self) -> int:
+        """Tokens of the tape that the rollout function has seen (all of them, except in a replay)."""
+        if self.replay is None:
+            return len(self.tape)
+        return self.calls[-1].end if self.calls else 0
+
+    def conversation(self, end: int) -> Int32:
+        """The prompt and the first ``end`` tokens of the tape."""
+        return np.concatenate((self.prompt, self.tape.tokens[:end])) if end else self.prompt
+
+    def begins(self, token_ids: Int32, end: int) -> bool:
+        """Return whether ``token_ids`` begin with the prompt and the first ``end`` tokens of the tape."""
+        at, prompt = len(self.prompt), self.prompt
+        return (
+            len(token_ids) >= at + end
+            and np.array_equal(token_ids[:at], prompt)
+            and np.array_equal(token_ids[at : at + end], self.tape.tokens[:end])
+        )
+
 
 @dataclass(slots=True, eq=False)
 class GenerateCall:
     """A call of ``llm.generate`` by a rollout function; it may take several attempts."""
 
-    sample: Sample
+    chain: Chain
     sampling: SamplingParams
     start: int
     """Response tokens that were there before the call."""
+    number: int = 0
+    """The number by which the function knows the call."""
     state: CallState = CallState.QUEUED
     ticket: int = 0
     """The call's latest place in the queue; 0 means none."""
@@ -270,6 +339,10 @@ class GenerateCall:
     finish: FinishReason | None = None
     lost: bool = False
     """The function died with its host, and begins again when the attempt has ended."""
+    sample: Sample = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.sample = self.chain.sample
 
     @property
     def result(self) -> RecordedCall | None:
@@ -319,7 +392,7 @@ class Attempt:
     @property
     def in_call(self) -> int:
         """Tokens of its call that earlier attempts have brought."""
-        return len(self.token_ids) - len(self.sample.group.prompt.token_ids) - self.call.start
+        return len(self.token_ids) - len(self.call.chain.prompt) - self.call.start
 
     @property
     def owner(self) -> SampleId:
@@ -337,17 +410,12 @@ class Sample:
     id: SampleId
     group: Group
     state: SampleState = SampleState.NEW
-    tape: TokenTape = field(default_factory=TokenTape)
-    calls: list[GenerateCall] = field(default_factory=list)
-    """Calls of the present run of the function, in order; the last one may be open."""
-    replay: Replay | None = None
-    """Answers that a dead process had. A finished sample with a replay finished there: its returns are lost."""
+    chains: list[Chain] = field(init=False)
+    any_chain: bool = False
+    """The present run of the function asks for any conversation, not only for the one that its prompt begins."""
     attempts: int = 0
     resumes: int = 0
     """Attempts that continued a call in the middle."""
-    cached_on: str = ""
-    """Engine that has its keys and values, as long as its life is that of ``cached_under``."""
-    cached_under: tuple[PolicyVersion | None, int] | None = None
     failures: int = 0
     """Failures of its rollout and reward functions."""
     deaths: tuple[int, int] = (0, 0)
@@ -368,6 +436,7 @@ class Sample:
     """Goes before all others, because the step owes it or a finished sibling, or waits for its evaluation."""
 
     def __post_init__(self) -> None:
+        self.chains = [Chain(self, 0, self.group.prompt.token_ids)]
         self.evaluation = self.group.evaluation
         self.urgent = self.evaluation is not None
 
@@ -392,33 +461,65 @@ class Sample:
         return SampleId(self.id.group - first, self.id.index)
 
     @property
-    def open_call(self) -> GenerateCall | None:
-        """The generate call that is not complete yet."""
-        calls = self.calls
-        return calls[-1] if calls and calls[-1].state is not DONE else None
+    def open_calls(self) -> list[GenerateCall]:
+        """The generate calls that are not complete yet."""
+        return [calls[-1] for chain in self.chains if (calls := chain.calls) and calls[-1].state is not DONE]
 
     @property
-    def asked(self) -> Replay | None:
-        """The calls that its function would make again if it began anew now; None without any."""
-        replay, call = self.replay, self.open_call
-        calls = deque(c.result for c in self.calls if c.result is not None)
-        start = None if call is None else call.start
-        if replay is not None:
-            calls += replay.calls
-            start = replay.open_start
-        return Replay(calls, start) if calls or start is not None else None
+    def asks(self) -> bool:
+        """Return whether a generate call is not complete yet."""
+        for chain in self.chains:  # at every event: a generator, or a call of open_call, costs more
+            calls = chain.calls
+            if calls and calls[-1].state is not DONE:
+                return True
+        return False
 
     @property
-    def seen(self) -> int:
-        """Tokens of the tape that its rollout function has seen (all of them, except in a replay)."""
-        if self.replay is None:
-            return len(self.tape)
-        return self.calls[-1].end if self.calls else 0
+    def generated(self) -> int:
+        """Tokens sampled by the policy."""
+        chains = self.chains
+        return chains[0].tape.generated if len(chains) == 1 else sum([chain.tape.generated for chain in chains])
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of all responses, those of the environment included."""
+        return sum([len(chain.tape) for chain in self.chains])
+
+    @property
+    def oldest_version(self) -> PolicyVersion | None:
+        """Version of the oldest generated token; None without one."""
+        chains = self.chains
+        if len(chains) == 1:
+            return chains[0].tape.oldest_version
+        return min((v for chain in chains if (v := chain.tape.oldest_version) is not None), default=None)
+
+    @property
+    def segments(self) -> list[Segment]:
+        """The segments of all chains, for what each of them tells by itself."""
+        chains = self.chains
+        return chains[0].tape.segments if len(chains) == 1 else [s for chain in chains for s in chain.tape.segments]
+
+    @property
+    def replayed(self) -> bool:
+        """Return whether its function has calls to make again."""
+        return any(chain.replay is not None for chain in self.chains)
+
+    def clear(self) -> None:
+        """Forget all that was generated, as its function begins anew."""
+        self.chains = [Chain(self, 0, self.group.prompt.token_ids)]
+        self.any_chain, self.finish = False, None
+
+    def replay_all(self) -> None:
+        """Its function begins anew: what its calls had is answered from the tapes."""
+        for chain in self.chains:
+            chain.replay = chain.asked
+            chain.calls.clear()
+        self.any_chain = False
 
     def __repr__(self) -> str:
-        call = self.open_call
-        state = self.state if call is None else f"{self.state} ({call.state})"
-        return f"<Sample {self.id} {state} tokens={len(self.tape)} attempts={self.attempts}>"
+        calls = ", ".join(call.state for call in self.open_calls)
+        state = f"{self.state} ({calls})" if calls else self.state
+        return f"<Sample {self.id} {state} tokens={self.tokens} attempts={self.attempts}>"
 
 
 @dataclass(slots=True, eq=False, repr=False)

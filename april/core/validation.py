@@ -8,6 +8,7 @@ from april.core.context import CoreContext
 from april.core.types import (
     AttemptState,
     CallState,
+    Chain,
     Evaluation,
     GenerationMode,
     Group,
@@ -22,24 +23,34 @@ from april.errors import InvariantError
 
 def check_calls(sample: Sample) -> str | None:
     """Describe what is wrong with the sample's calls; None means nothing."""
-    done, call, replay = [c.result for c in sample.calls if c.result is not None], sample.open_call, sample.replay
-    if len(done) + (call is not None) != len(sample.calls):
+    for chain in sample.chains:
+        if wrong := _check_chain(sample, chain):
+            return wrong if len(sample.chains) == 1 else f"chain {chain.number}: {wrong}"
+    open_calls = sample.open_calls
+    if any(c.lost for c in open_calls) and not any(c.state is CallState.IN_FLIGHT for c in open_calls):
+        return "its function was lost, and nothing of it is at an engine that would end"
+    if sample.state is SampleState.FINISHED and not any(c.calls or c.replay for c in sample.chains):
+        return "finished, and it has made no call"
+    return None
+
+
+def _check_chain(sample: Sample, chain: Chain) -> str | None:
+    done, call, replay = [c.result for c in chain.calls if c.result is not None], chain.open_call, chain.replay
+    if len(done) + (call is not None) != len(chain.calls):
         return "an open call before the last one, or a complete one without its result"
-    if (call and sample.state is not SampleState.RUNNING) or (sample.calls and sample.state is SampleState.NEW):
+    if (call and sample.state is not SampleState.RUNNING) or (chain.calls and sample.state is SampleState.NEW):
         return "it has calls and does not run"
     calls = [*done, *(replay.calls if replay is not None else ())]
     position = 0
     for start, end, _ in calls:
-        if not position <= start <= end <= len(sample.tape):
-            return f"call [{start}, {end}) after token {position} of {len(sample.tape)}"
+        if not position <= start <= end <= len(chain.tape):
+            return f"call [{start}, {end}) after token {position} of {len(chain.tape)}"
         position = end
     opened = call.start if call is not None else replay.open_start if replay is not None else None
-    if opened is not None and not position <= opened <= len(sample.tape):
-        return f"call [{opened}, ...) after token {position} of {len(sample.tape)}"
-    if sample.state is SampleState.FINISHED and (not calls or position != len(sample.tape)):
-        return f"finished, but its calls end at {position} of {len(sample.tape)} tokens"
-    if call is not None and call.lost and call.state is not CallState.IN_FLIGHT:
-        return "its function was lost, and nothing of it is at an engine that would end"
+    if opened is not None and not position <= opened <= len(chain.tape):
+        return f"call [{opened}, ...) after token {position} of {len(chain.tape)}"
+    if sample.state is SampleState.FINISHED and position != len(chain.tape):
+        return f"finished, but its calls end at {position} of {len(chain.tape)} tokens"
     if replay is not None and (call is not None or sample.state is SampleState.SCORING):
         return "it is replayed and is beyond that"
     return None
@@ -77,9 +88,9 @@ def validate(context: CoreContext, updates: WeightUpdates) -> None:
     to_start = {sample for evaluation in context.evaluations.values() for sample in evaluation.to_start}
     started: set[SampleId] = set()
     current = [a for a in context.attempts if a.state is not AttemptState.ABANDONED]
-    by_sample = {a.sample.id: a for a in current}
-    if len(by_sample) != len(current):
-        fail("a sample has more than one attempt in flight")
+    by_call = {a.call: a for a in current}
+    if len(by_call) != len(current):
+        fail("a call has more than one attempt in flight")
     for group in (*context.buffer, *context.evaluation_groups.values()):
         if wrong := check_group(group, whole=whole or group.evaluation is not None):
             fail(f"{group}: {wrong}", group.samples[0])
@@ -88,29 +99,29 @@ def validate(context: CoreContext, updates: WeightUpdates) -> None:
         if group.evaluation is None and (len(group.cohort) > 0) != group.ready:
             fail(f"{group} has the cohort {group.cohort}", group.samples[0])
         for sample in group.members:
-            held += sample.tape.generated if group.evaluation is None else 0
-            wrong = sample.tape.check()
-            if wrong:
-                fail(f"{sample}: {wrong}", sample)
-            call = sample.open_call
-            if sample.state is SampleState.RUNNING and not sample.calls:
+            held += sample.generated if group.evaluation is None else 0
+            calls = [call for chain in sample.chains for call in chain.calls]
+            if sample.state is SampleState.RUNNING and not calls and not sample.any_chain:
                 started.add(sample.id)
-            if (call is not None and call.state is CallState.IN_FLIGHT) != (sample.id in by_sample):
+            if any((call.state is CallState.IN_FLIGHT) != (call in by_call) for call in calls):
                 fail(f"{sample} is in flight without an attempt, or the other way round", sample)
             waiting = [(sample.ticket, sample.state is SampleState.NEW and sample not in to_start)]
-            waiting += [(c.ticket, c.state is CallState.QUEUED) for c in sample.calls]
+            waiting += [(c.ticket, c.state is CallState.QUEUED and not c.lost) for c in calls]
             if any((ticket > 0) != waits for ticket, waits in waiting):
                 fail(f"{sample} waits outside the queue, or is queued and does not wait", sample)
             queued += sum(waits for _, waits in waiting)
-            if len(sample.tape) > context.settings.max_response_len:
-                fail(f"{sample} is longer than max_response_len={context.settings.max_response_len}", sample)
+            for chain in sample.chains:
+                if wrong := chain.tape.check():
+                    fail(f"{sample}: {wrong}", sample)
+                if len(chain.tape) > context.settings.max_response_len:
+                    fail(f"{sample} is longer than max_response_len={context.settings.max_response_len}", sample)
             wrong = check_calls(sample)
             if wrong:
                 fail(f"{sample}: {wrong}", sample)
 
     for attempt in context.attempts:
         if attempt.state is not AttemptState.ABANDONED and (
-            attempt.call.attempt is not attempt or attempt.sample.open_call is not attempt.call
+            attempt.call.attempt is not attempt or attempt.call.chain.open_call is not attempt.call
         ):
             fail(f"attempt {attempt.id} belongs to {attempt.sample}", attempt.sample)
         if (attempt.lost_for is None) != (attempt.state in (AttemptState.WANTED, AttemptState.SILENT)):
@@ -142,7 +153,7 @@ def validate(context: CoreContext, updates: WeightUpdates) -> None:
         fail(f"ledger: {context.tokens.held} tokens held, a recount finds {held}")
     if context.prompts.held != len(context.buffer):
         fail(f"ledger: {context.prompts.held} prompts held, a recount finds {len(context.buffer)}")
-    finished = (s.tape.generated for s in context.buffer.samples() if s.state is SampleState.FINISHED)
+    finished = (s.generated for s in context.buffer.samples() if s.state is SampleState.FINISHED)
     if wrong := context.lengths.wrong(finished):
         fail(wrong)
     if context.lengths.trained.tokens > context.tokens.delivered:
@@ -165,7 +176,7 @@ def check_evaluation(context: CoreContext, evaluation: Evaluation) -> str | None
     in_flight = sum(a.sample.evaluation is evaluation for a in context.attempts)
     if evaluation.in_flight != in_flight:
         return f"{evaluation.in_flight} counted in flight, there are {in_flight}"
-    held = sum(s.tape.generated for s in samples)
+    held = sum(s.generated for s in samples)
     if not evaluation.tokens.balanced or evaluation.tokens.held != held:
         return f"{held} tokens held, its ledger says {evaluation.tokens.as_dict()}"
     if evaluation.version is None:
@@ -173,7 +184,7 @@ def check_evaluation(context: CoreContext, evaluation: Evaluation) -> str | None
     alone = context.settings.generation is GenerationMode.STEPWISE
     if evaluation.version != context.clock.current or (alone and context.attempts.in_flight):
         return f"it began under {evaluation.version}, and weights changed or training went on"
-    if {part.version for s in samples for part in s.tape.segments} - {evaluation.version}:
+    if {part.version for s in samples for part in s.segments} - {evaluation.version}:
         return f"tokens of other versions than {evaluation.version}"
     if evaluation.failure is not None:
         return None

@@ -154,16 +154,17 @@ def group_advantages(
 @overload
 def loss_weights(
     loss_mask: torch.Tensor, method: Method = ..., *, max_response_len: int | None = ...,
-    share: BatchShare | None = ...,
+    share: BatchShare | None = ..., samples: ArrayLike | None = ...,
 ) -> torch.Tensor: ...  # fmt: skip
 @overload
 def loss_weights(
     loss_mask: NDArray[Any], method: Method = ..., *, max_response_len: int | None = ...,
-    share: BatchShare | None = ...,
+    share: BatchShare | None = ..., samples: ArrayLike | None = ...,
 ) -> Float32: ...  # fmt: skip
 def loss_weights(
-    loss_mask: Any, method: Method = "grpo", *, max_response_len: int | None = None, share: BatchShare | None = None
-) -> Any:
+    loss_mask: Any, method: Method = "grpo", *, max_response_len: int | None = None, share: BatchShare | None = None,
+    samples: ArrayLike | None = None,
+) -> Any:  # fmt: skip
     """Weight of every token, so that ``(weights * loss).sum()`` is the method's loss: float32 [B, T].
 
     Take them of the whole batch, then of each micro-batch its rows: the sum over all of them is the loss of the batch.
@@ -182,6 +183,8 @@ def loss_weights(
         method: see above.
         max_response_len: for ``dr_grpo``: as configured.
         share: ``batch.share``, whose whole batch B and the sum of T_i are of; None means the whole ``loss_mask``.
+        samples: ``batch.sample_numbers``, int [B]: the rows of one sample are one response, whose T_i is that of all of
+            them; None means that every row is a response.
 
     Raises ValueError for another method or shape, and for ``dr_grpo`` without ``max_response_len``.
     """
@@ -194,14 +197,21 @@ def loss_weights(
         )
     counted = loss_mask != 0
     trained = counted.astype(np.float32) if isinstance(counted, np.ndarray) else counted.float()
-    rows = max(len(trained) if share is None else share.samples, 1)
+    numbers = np.arange(len(trained)) if samples is None else np.asarray(samples, np.int64)
+    if numbers.shape != (len(trained),):
+        raise ValueError(f"loss_weights: samples have the shape {list(numbers.shape)}; give one number per row")
+    rows = max(len(np.unique(numbers)) if share is None else share.samples, 1)
     if method == "dr_grpo":
         return trained / (rows * max_response_len)  # type: ignore[operator]
     if method == "rloo":
         return trained / rows
     if method == "dapo":
         return trained / max(int(counted.sum()) if share is None else share.loss_tokens, 1)
-    return trained / (rows * trained.sum(1).clip(1))[:, None]
+    lengths = trained.sum(1)
+    if samples is not None:
+        of_rows = _float64(lengths)
+        lengths = _like(lengths, np.bincount(numbers, of_rows)[numbers].astype(np.float32))
+    return trained / (rows * lengths.clip(1))[:, None]
 
 
 def _check_method(method: str) -> None:

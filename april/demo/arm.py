@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
 from april.config.settings import Config, SamplingConfig
-from april.core.batch import Batch, DeliveredSample
+from april.core.batch import Batch, DeliveredSample, rows_by_sample
 from april.core.ledger import Ledger
 from april.core.partial_buffer import Idle
 from april.core.tape import SegmentKind
@@ -353,8 +353,9 @@ class Arm:
         r.trained_tokens += int(trained)
         r.stale_tokens += batch.off_policy_share * trained
         r.reprefill_tokens += int(batch.metrics["reprefill_tokens"])
-        r.staleness += [sample.staleness for sample in batch.samples]
-        r.lengths.append(batch.lengths.tolist())
+        samples = rows_by_sample(batch.samples)
+        r.staleness += [max(row.staleness for row in rows) for rows in samples]
+        r.lengths.append([sum(len(row.tokens) for row in rows) for rows in samples])
         r.idle.append(why_empty(batch.metrics))
         r.disagreements += self.witness.disagreements(batch)
         self.delivered += batch.samples
@@ -376,8 +377,8 @@ def why_empty(metrics: Mapping[str, float]) -> str:
 def group_spread(samples: Iterable[DeliveredSample]) -> list[float]:
     """Return the coefficient of variation of the lengths of each group with two or more of ``samples``."""
     lengths: dict[int, list[int]] = defaultdict(list)
-    for sample in samples:
-        lengths[sample.id.group].append(len(sample.tokens))
+    for rows in rows_by_sample(list(samples)):
+        lengths[rows[0].id.group].append(sum(len(row.tokens) for row in rows))
     return [float(np.std(group) / np.mean(group)) for group in lengths.values() if len(group) > 1]
 
 

@@ -28,6 +28,10 @@ class HostView(Protocol):
     def abort_deadline_s(self) -> float:
         ...
 
+    @property
+    def max_context(self) -> int:
+        """Tokens of prompt and response that all engines have room for."""
+
     def room(self, sample: Sample) -> int:
         """Tokens that its response may have at most, tokens of the environment included."""
 
@@ -52,6 +56,11 @@ class CoreView:
         """Token ids that end a response by themselves."""
         return self._core.engines.eos_token_ids
 
+    @property
+    def max_context(self) -> int:
+        """Tokens of prompt and response that all engines have room for."""
+        return self._core.engines.max_context
+
     def room(self, sample: Sample) -> int:
         """Tokens that its response may have at most, tokens of the environment included."""
-        return self._core.context.attempts.room(sample)
+        return self._core.context.attempts.room(sample.chains[0])

@@ -11,19 +11,19 @@ import asyncio
 import functools
 import inspect
 import threading
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from concurrent.futures import CancelledError, Future
 from contextvars import copy_context
 from dataclasses import dataclass, replace
 from numbers import Integral, Real
-from typing import Any, Concatenate, Never, ParamSpec
+from typing import Any, Concatenate, Never, ParamSpec, Protocol
 
 import numpy as np
 
 from april.config.mistakes import UNSUPPORTED
 from april.core.sampling import SamplingParams, stop_id_of, wrong_stop_strings
 from april.core.tape import Float32, Int32, versions_of
-from april.core.types import FinishReason, Prompt, RecordedCall, Sample, SampleId
+from april.core.types import Chain, FinishReason, Prompt, RecordedCall, Sample, SampleId
 from april.driver.user_calls import WorkerThreads
 from april.driver.user_code import Outcome, is_async, name_of
 from april.errors import RolloutError, UsageError
@@ -43,13 +43,15 @@ class Completion:
     versions: Int32
     finish: FinishReason
     conversation: Int32
+    number: int = 0
+    """number of the call"""
 
     def __repr__(self) -> str:
         return f"<Completion of {len(self.tokens)} tokens, finish={self.finish}>"
 
 
 RolloutFunction = Callable[[Prompt, "LLM"], Awaitable[Any]]
-GenerateFunction = Callable[[SamplingParams, Int32 | None], Awaitable[Completion]]
+GenerateFunction = Callable[[SamplingParams, Int32 | None], Coroutine[Any, Any, Completion]]
 
 ONE_CALL_AT_A_TIME = (
     "llm.generate was called while another call of the same sample was running; a response is one "
@@ -58,16 +60,66 @@ ONE_CALL_AT_A_TIME = (
 AFTER_ITS_END = "llm.generate was called after its rollout function had ended"
 
 
+class Door(Protocol):
+    """An endpoint for the clients of one sample."""
+
+    url: str
+    key: str
+
+
+class Doors(Protocol):
+    """The server of those endpoints, which is above the driver."""
+
+    def open(
+        self, generate: GenerateFunction, sampling: SamplingParams, loop: asyncio.AbstractEventLoop
+    ) -> Door:
+        """Serve one more sample, whose calls ``generate`` makes on ``loop``; ``sampling`` holds where a client asks for
+        nothing else.
+        """
+        ...
+
+    def shut(self, door: Door) -> Iterable[int]:
+        """Answer nothing of it any more; returns the numbers of calls whose answers no client has heard."""
+        ...
+
+
+NO_ENDPOINT = (
+    "llm.base_url: this process serves no endpoint; give the scheduler tokenizer=..., and install april-rl[agents]"
+)
+
+
 class LLM:
     """The policy, as one sample sees it."""
 
-    __slots__ = ("_busy", "_generate", "_sampling", "sample_id")
+    __slots__ = ("_busy", "_generate", "_open_door", "_sampling", "sample_id")
 
-    def __init__(self, sample_id: SampleId, sampling: SamplingParams, generate: GenerateFunction) -> None:
+    def __init__(
+        self,
+        sample_id: SampleId,
+        sampling: SamplingParams,
+        generate: GenerateFunction,
+        open_door: Callable[[], Door],
+    ) -> None:
         self.sample_id = sample_id
         self._sampling = sampling
         self._generate = generate
+        self._open_door = open_door
         self._busy = False
+
+    @property
+    def base_url(self) -> str:
+        """The address for a client of OpenAI's or Anthropic's API: an endpoint on loopback for this sample alone.
+
+        Requests may be of any conversation and run side by side; each sequence of tokens becomes a row of the batch. A
+        client sees an answer that takes long, however many steps and weight updates that is. The endpoint is closed
+        when the function ends. Raises UsageError without a tokenizer.
+        """
+        return self._open_door().url
+
+    @property
+    def api_key(self) -> str:
+        """The key that ``base_url`` asks for."""
+        return self._open_door().key
 
     async def generate(
         self,
@@ -210,7 +262,8 @@ def checked_call(
         raise UsageError("llm.generate: stop strings are matched on text; give the scheduler tokenizer=...")
     if token_ids is None:
         return None
-    have = np.concatenate((sample.group.prompt.token_ids, sample.tape.tokens[: sample.seen]))
+    chain = sample.chains[0]
+    have = chain.conversation(chain.seen)
     if not np.array_equal(token_ids[: len(have)], have):
         if len(token_ids) == len(have) and (token_ids != have).all():
             raise UsageError(
@@ -247,16 +300,34 @@ def check_mismatch(sampling: SamplingParams, configured: SamplingParams, any_tem
             )
 
 
-def completion_of(sample: Sample, call: RecordedCall) -> Completion:
-    """The completion of a call: what it added to its sample."""
+def check_conversation(
+    token_ids: Int32 | None, sampling: SamplingParams, vocab_size: int, max_context: int, can_stop: bool
+) -> None:
+    """Raise UsageError unless an engine can be asked to continue these tokens, whatever the sample has said before."""
+    wrong = wrong_sampling(sampling, vocab_size)
+    if wrong is None and sampling.stop and not can_stop:
+        wrong = "stop strings are matched on text; give the scheduler tokenizer=..."
+    if wrong is None and (token_ids is None or not len(token_ids)):
+        wrong = "a conversation must have tokens"
+    if wrong is None and token_ids is not None and token_ids.max() >= vocab_size:
+        wrong = f"token id {token_ids.max()} is outside the engine's vocabulary of {vocab_size}"
+    if wrong is None and token_ids is not None and len(token_ids) >= max_context:
+        wrong = f"a conversation of {len(token_ids)} tokens leaves no room in the context of {max_context} tokens"
+    if wrong is not None:
+        raise UsageError(f"llm.generate: {wrong}")
+
+
+def completion_of(chain: Chain, call: RecordedCall, number: int = 0) -> Completion:
+    """The completion of a call: what it added to its conversation."""
     start, end, finish = call
-    tape = sample.tape
+    tape = chain.tape
     return Completion(
         tokens=tape.tokens[start:end].copy(),
         logprobs=tape.logprobs[start:end].copy(),
         versions=versions_of(tape.segments)[start:end],
         finish=finish,
-        conversation=np.concatenate((sample.group.prompt.token_ids, tape.tokens[:end])),
+        conversation=np.concatenate((chain.prompt, tape.tokens[:end])),
+        number=number,
     )
 
 
@@ -305,6 +376,22 @@ class BlockingLLM:
     def sample_id(self) -> SampleId:
         """The sample whose response this is."""
         return self._llm.sample_id
+
+    @property
+    def base_url(self) -> str:
+        """As :attr:`LLM.base_url`."""
+        return self._door().url
+
+    @property
+    def api_key(self) -> str:
+        """As :attr:`LLM.api_key`."""
+        return self._door().key
+
+    def _door(self) -> Door:
+        async def opened() -> Door:
+            return self._llm._open_door()
+
+        return asyncio.run_coroutine_threadsafe(opened(), self._loop).result()
 
     def _wait_for(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Completion:
         if threading.get_ident() == self._loop_thread:

@@ -113,6 +113,7 @@ class LocalHost:
 
     async def end(self) -> None:
         """End all that runs. Functions and requests that do not end in time are left behind; the engines stay."""
+        self.samples.shut_doors()  # who waits for an answer there would not end
         tasks = list(self._tasks)
         plain = self._user_calls.close()
         ends: list[asyncio.Future[None]] = [*tasks, *plain]

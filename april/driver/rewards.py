@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from inspect import isawaitable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,9 +19,24 @@ from april.driver.detokenizer import Detokenizer
 from april.errors import UsageError
 
 
+class Conversation(NamedTuple):
+    """One of a response's conversations, as it becomes a row of the batch.
+
+    ``prompt_ids`` int32 [P], ``tokens`` int32 [T], ``logprobs`` float32 [T], ``loss_mask`` uint8 [T].
+    """
+
+    prompt_ids: Int32
+    tokens: Int32
+    logprobs: Float32
+    loss_mask: NDArray[np.uint8]
+
+
 @dataclass(frozen=True, slots=True)
 class Response:
-    """A finished response, as a reward function sees it."""
+    """A finished response, as a reward function sees it.
+
+    ``tokens``, ``logprobs`` and ``loss_mask`` are those of its first conversation.
+    """
 
     sample_id: SampleId
     tokens: Int32
@@ -35,6 +50,8 @@ class Response:
     """what the rollout function returned"""
     reward: float | None = None
     """set where a filter sees it"""
+    conversations: tuple[Conversation, ...] = field(default=(), repr=False)
+    """all of them, in the order in which they began; one, unless the rollout function held several"""
     detokenizer: Detokenizer | None = field(default=None, repr=False, compare=False)
 
     def __repr__(self) -> str:
@@ -76,9 +93,12 @@ def response_of(
 ) -> Response:
     """The finished sample as a Response; copies, so that a function that writes into them harms nobody."""
     assert sample.finish is not None
-    tape = sample.tape
-    tokens, logprobs = tape.tokens.copy(), tape.logprobs.copy()
-    return Response(sample.key, tokens, logprobs, tape.loss_mask(), sample.finish, output, reward, detokenizer)
+    chains = [c for c in sample.chains if c.tape.generated] or sample.chains[:1]
+    conversations = tuple(
+        Conversation(c.prompt.copy(), c.tape.tokens.copy(), c.tape.logprobs.copy(), c.tape.loss_mask()) for c in chains
+    )
+    _, tokens, logprobs, mask = conversations[0]
+    return Response(sample.key, tokens, logprobs, mask, sample.finish, output, reward, conversations, detokenizer)
 
 
 def rewards_differ(prompt: Prompt, responses: Sequence[Response]) -> bool:

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 from april.core import commands as do
@@ -21,9 +22,13 @@ from april.driver.host_view import HostView
 from april.driver.llm import (
     AFTER_ITS_END,
     LLM,
+    NO_ENDPOINT,
     BlockingRolloutFunction,
     Completion,
+    Door,
+    Doors,
     RolloutFunction,
+    check_conversation,
     check_mismatch,
     checked_call,
     completion_of,
@@ -34,7 +39,7 @@ from april.driver.long_waits import WARN_AFTER_S
 from april.driver.rewards import Response, checked_reward, checked_rewards, checked_verdict, response_of
 from april.driver.user_calls import Call, UserCalls
 from april.driver.user_code import FailureLog, describe_with_place, kind_of, place_of
-from april.errors import RolloutError
+from april.errors import RolloutError, UsageError
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +51,8 @@ class UserFunctions:
     group_reward: Callable[..., Any] | None = None
     filter: Callable[..., Any] | None = None
     detokenizer: Detokenizer | None = None
+    doors: Doors | None = None
+    """The endpoints for clients of the rollout function; None means that there are none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,8 +94,12 @@ class _Runner:
     sample: Sample
     function: Call | None = None
     """The rollout function, later the reward function."""
-    call: asyncio.Future[Completion] | None = None
-    """The llm.generate that is not complete yet."""
+    calls: dict[int, asyncio.Future[Completion]] = field(default_factory=dict)
+    """The calls of llm.generate that are not complete yet, by number."""
+    made: int = 0
+    """Number of calls that were made."""
+    door: Door | None = None
+    """The endpoint of this sample, once the function has asked for it."""
     output: Any = None
 
 
@@ -146,6 +157,12 @@ class SampleFunctions:
         assert sample.evaluation is not None
         self.elsewhere.setdefault(sample.evaluation.request.evaluation, {})[sample.id] = output
 
+    def shut_doors(self) -> None:
+        """Answer the clients of no function any more."""
+        for runner in self._runners.values():
+            if runner.door is not None:
+                self._shut(runner)
+
     def clear(self) -> None:
         """Forget all samples."""
         self._runners.clear()
@@ -163,29 +180,50 @@ class SampleFunctions:
         runner = self._runners[sample.id] = _Runner(sample)
         function: Call
 
-        async def generate(sampling: SamplingParams, token_ids: Int32 | None) -> Completion:
+        async def generate(
+            sampling: SamplingParams, token_ids: Int32 | None, *, any_chain: bool = False
+        ) -> Completion:
             if function.over:
                 raise RolloutError(AFTER_ITS_END)
-            if runner.call is not None:
+            if runner.calls and not any_chain:
                 raise RolloutError(_ABANDONED)
             if not settings.allow_mismatch and evaluation is None:
                 check_mismatch(sampling, settings.sampling, settings.any_temperature)
             longest = len(sample.group.prompt.token_ids) + self._view.room(sample)
             can_stop = self._detokenizer is not None
-            token_ids = checked_call(sample, sampling, token_ids, settings.vocab_size, longest, can_stop)
+            if any_chain:
+                check_conversation(token_ids, sampling, settings.vocab_size, self._view.max_context, can_stop)
+            else:
+                token_ids = checked_call(sample, sampling, token_ids, settings.vocab_size, longest, can_stop)
+            runner.made += 1
+            number = runner.made
             call: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
-            runner.call = call
+            runner.calls[number] = call
             function.stop_clock()  # parked time is not the function's
-            self._post(ev.CallMade(sample.id, exact_types(sampling), token_ids))
+            self._post(ev.CallMade(sample.id, exact_types(sampling), token_ids, number, any_chain))
             try:
                 return await call
             finally:
-                function.start_clock()
+                if not runner.calls:
+                    function.start_clock()
+
+        def open_door() -> Door:
+            if function.over:
+                raise RolloutError(AFTER_ITS_END)
+            if runner.door is None:
+                if self._functions.doors is None:
+                    raise UsageError(NO_ENDPOINT)
+                loop = asyncio.get_running_loop()
+                runner.door = self._functions.doors.open(partial(generate, any_chain=True), default, loop)
+            return runner.door
 
         def ended(output: Any, error: BaseException | None) -> None:
             runner.output = output
-            abandoned = isinstance(error, TimeoutError) and runner.call is not None
-            if error is None and runner.call is not None:
+            if runner.door is not None:
+                for number in self._shut(runner):
+                    self._post(ev.CallUnheard(sample.id, number))
+            abandoned = isinstance(error, TimeoutError) and bool(runner.calls)
+            if error is None and runner.calls:
                 error = RolloutError(f"it returned, but {_ABANDONED}")
             if error is None:
                 if evaluation is None:
@@ -198,7 +236,7 @@ class SampleFunctions:
                 why = f"{failed.error}; {_ABANDONED}" if abandoned else failed.error
                 self._post(ev.SampleFailed(sample.id, why, failed.kind))
 
-        arguments = (sample.group.prompt.copy(), LLM(sample.key, default, generate))
+        arguments = (sample.group.prompt.copy(), LLM(sample.key, default, generate, open_door))
         function = runner.function = self._calls.begin_async(self._rollout, arguments, sample.key, ended)
 
     def _failed(self, which: Function, error: BaseException, function: Callable[..., Any], where: object) -> _Failed:
@@ -238,11 +276,21 @@ class SampleFunctions:
         if runner is None:
             self._post(ev.SampleReturned(sample.id))  # the default function returns now
             return
-        call, runner.call = runner.call, None
-        assert call is not None
+        call = runner.calls.pop(command.call.number, None)  # None: its function has ended meanwhile
         assert result is not None
-        if not call.done():
-            call.set_result(completion_of(sample, result))
+        if call is not None and not call.done():
+            call.set_result(completion_of(command.call.chain, result, command.call.number))
+
+    def _shut(self, runner: _Runner) -> list[int]:
+        """Answer nothing of a sample's endpoint any more; returns the numbers of calls that nobody has heard."""
+        assert runner.door is not None
+        doors, door, runner.door = self._functions.doors, runner.door, None
+        assert doors is not None
+        unheard = {*doors.shut(door), *runner.calls}
+        for call in runner.calls.values():
+            call.cancel()
+        runner.calls.clear()
+        return sorted(unheard)
 
     def cancel(self, command: do.CancelSample) -> None:
         """End whatever runs for a sample that was given up."""
@@ -254,8 +302,10 @@ class SampleFunctions:
             if runner.sample.evaluation is not None and (task := runner.function.task) is not None:
                 self._leaving.add(task)
                 task.add_done_callback(self._leaving.discard)
-        if runner.call is not None:
-            runner.call.cancel()  # it may be awaited by a task of the user's own
+        if runner.door is not None:
+            self._shut(runner)
+        for call in runner.calls.values():
+            call.cancel()  # it may be awaited by a task of the user's own
 
     # ---------------------------------------------------------------- rewards and filter
 

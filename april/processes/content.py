@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -22,7 +23,7 @@ from april.core.versions import PolicyVersion
 from april.corrections.advantages import BatchShare
 from april.driver.detokenizer import Detokenizer
 from april.driver.prompt_source import as_prompt
-from april.driver.rewards import EvaluationResult, Response
+from april.driver.rewards import Conversation, EvaluationResult, Response
 from april.driver.weight_update import absolute
 from april.errors import ConfigError, RankError, RolloutError
 from april.processes import rank_messages as say
@@ -50,6 +51,9 @@ class _Sample(msgspec.Struct, array_like=True):
     finish: FinishReason
     attempts: int
     resumes: int
+    chain: int
+    own_prompt: bytes | None
+    """what its row begins with, where that is not the prompt at its place"""
 
 
 class _Batch(msgspec.Struct, array_like=True):
@@ -65,6 +69,13 @@ class _Batch(msgspec.Struct, array_like=True):
     samples: list[_Sample]
 
 
+class _Conversation(msgspec.Struct, array_like=True):
+    prompt_ids: bytes
+    tokens: bytes
+    logprobs: bytes
+    loss_mask: bytes
+
+
 class _Response(msgspec.Struct, array_like=True):
     id: tuple[int, int]
     tokens: bytes
@@ -73,6 +84,9 @@ class _Response(msgspec.Struct, array_like=True):
     finish: FinishReason
     output: Any
     reward: float | None
+    prompt_ids: bytes | None
+    """of its first conversation, whose tokens are above; None means that it has no conversations"""
+    others: list[_Conversation]
 
 
 # ---------------------------------------------------------------- plain values
@@ -108,6 +122,11 @@ def pack_batch(batch: Batch) -> bytes:
         if sample.id.group not in place:
             place[sample.id.group] = len(prompts)
             prompts.append(sample.prompt)
+
+    def own_prompt(row: DeliveredSample) -> bytes | None:
+        ids = row.prompt.token_ids
+        return None if np.array_equal(ids, prompts[place[row.id.group]].token_ids) else _bytes(ids)
+
     return msgspec.msgpack.encode(
         _Batch(
             id=batch.id, version=batch.version, group_sizes=batch.group_sizes, metrics=dict(batch.metrics),
@@ -118,6 +137,7 @@ def pack_batch(batch: Batch) -> bytes:
                 _Sample(
                     id=s.id, prompt=place[s.id.group], **_packed(s), segments=list(s.segments), staleness=s.staleness,
                     reward=s.reward, cohort=s.cohort, finish=s.finish, attempts=s.attempts, resumes=s.resumes,
+                    chain=s.chain, own_prompt=own_prompt(s),
                 )
                 for s in batch.samples
             ],
@@ -132,14 +152,19 @@ def unpack_batch(content: bytes) -> Batch:
     """Unpack a batch; its arrays are its own and may be written into."""
     b = _BATCHES.decode(content)
     prompts = [Prompt(_array(p.tokens, np.int32), p.data, p.epoch, p.position) for p in b.prompts]
+
+    def prompt_of(s: _Sample) -> Prompt:
+        prompt = prompts[s.prompt]
+        return prompt.copy() if s.own_prompt is None else replace(prompt, token_ids=_array(s.own_prompt, np.int32))
+
     return Batch(
         id=b.id, version=PolicyVersion(*b.version), group_sizes=b.group_sizes, metrics=b.metrics,
         logprob_kind=b.logprob_kind, bottleneck=b.bottleneck, branches=b.branches, _part=b.share,
         samples=tuple(
             DeliveredSample(
-                id=SampleId(*s.id), prompt=prompts[s.prompt].copy(), **_unpacked(s), segments=tuple(s.segments),
+                id=SampleId(*s.id), prompt=prompt_of(s), **_unpacked(s), segments=tuple(s.segments),
                 staleness=s.staleness, reward=s.reward, cohort=s.cohort, finish=s.finish, attempts=s.attempts,
-                resumes=s.resumes,
+                resumes=s.resumes, chain=s.chain,
             )
             for s in b.samples
         ),
@@ -154,11 +179,11 @@ def _array(data: bytes, dtype: type[np.generic]) -> Any:
     return np.frombuffer(data, dtype).copy()
 
 
-def _packed(row: DeliveredSample | Response) -> dict[str, bytes]:
+def _packed(row: DeliveredSample | Response | Conversation) -> dict[str, bytes]:
     return {name: _bytes(getattr(row, name), dtype) for name, dtype in _COLUMNS.items()}
 
 
-def _unpacked(row: _Sample | _Response) -> dict[str, Any]:
+def _unpacked(row: _Sample | _Response | _Conversation) -> dict[str, Any]:
     return {name: _array(getattr(row, name), dtype) for name, dtype in _COLUMNS.items()}
 
 
@@ -172,8 +197,12 @@ def pack_evaluation(result: EvaluationResult) -> bytes:
     """An evaluation. What rollout functions returned goes along where it is plain, else None does."""
 
     def packed(r: Response) -> _Response:
-        output = _plain_or_none(r.output)
-        return _Response(id=r.sample_id, **_packed(r), finish=r.finish, output=output, reward=r.reward)
+        first, *others = r.conversations or (None,)
+        return _Response(
+            id=r.sample_id, **_packed(r), finish=r.finish, output=_plain_or_none(r.output), reward=r.reward,
+            prompt_ids=None if first is None else _bytes(first.prompt_ids),
+            others=[_Conversation(_bytes(c.prompt_ids), **_packed(c)) for c in others if c is not None],
+        )
 
     return msgspec.msgpack.encode(
         ([[packed(r) for r in row] for row in result.responses], result.rewards.tobytes(), result.rewards.shape)
@@ -188,8 +217,12 @@ def unpack_evaluation(content: bytes, detokenizer: Detokenizer | None) -> Evalua
     rows, rewards, shape = _EVALUATIONS.decode(content)
 
     def unpacked(r: _Response) -> Response:
+        own = _unpacked(r)
+        conversations = [] if r.prompt_ids is None else [Conversation(_array(r.prompt_ids, np.int32), **own)]
+        conversations += [Conversation(_array(c.prompt_ids, np.int32), **_unpacked(c)) for c in r.others]
         return Response(
-            SampleId(*r.id), **_unpacked(r), finish=r.finish, output=r.output, reward=r.reward, detokenizer=detokenizer
+            SampleId(*r.id), **own, finish=r.finish, output=r.output, reward=r.reward,
+            conversations=tuple(conversations), detokenizer=detokenizer,
         )
 
     return EvaluationResult(

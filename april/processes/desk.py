@@ -25,8 +25,18 @@ from april.core.engine_table import EngineTable
 from april.core.numbers import wrong_ids, wrong_reward
 from april.core.settings import EngineLimits
 from april.core.state import RolloutCore
-from april.core.tape import NO_LOGPROBS, NO_TOKENS, Int32, SegmentKind, TokenTape
-from april.core.types import Attempt, AttemptFailure, EngineFinish, FinishReason, Group, Sample, SampleId, SampleState
+from april.core.tape import NO_LOGPROBS, NO_TOKENS, Int32, Segment, SegmentKind
+from april.core.types import (
+    Attempt,
+    AttemptFailure,
+    Chain,
+    EngineFinish,
+    FinishReason,
+    Group,
+    Sample,
+    SampleId,
+    SampleState,
+)
 from april.core.versions import FIRST_VERSION, PolicyVersion
 from april.driver.detokenizer import Detokenizer, completes_a_stop
 from april.driver.llm import wrong_sampling
@@ -136,14 +146,23 @@ _ERRORS: dict[ev.CallResult, type[EngineError]] = {
 
 
 @dataclass(slots=True)
+class _Told:
+    """A conversation of a sample as the host knows it."""
+
+    prompt: Int32
+    segments: list[Segment] = field(default_factory=list)
+    """The tape's own list, of which the host was told the first ``count``; a tape that was cut has another."""
+    count: int = 0
+    brought: set[str] = field(default_factory=set)
+    """Attempts that ended there since: it has their tokens."""
+
+
+@dataclass(slots=True)
 class _Known:
     """A sample as the host knows it, and the run of a function of its that the core waits for."""
 
-    tape: TokenTape
-    segments: int = 0
-    """The number of the tape's segments that the host was told of."""
-    brought: set[str] = field(default_factory=set)
-    """Attempts that ended there since: it has their tokens."""
+    chains: dict[int, _Told]
+    """By their numbers; the first one is always known, as its prompt is the group's."""
     run: int = 0
     """0: none."""
     turn: int = 0
@@ -232,6 +251,7 @@ class HostDesk:
             ev.StopFound: self._of_attempt,
             ev.AttemptStalled: self._of_attempt,
             wire.Called: self._called,
+            wire.Unheard: self._unheard,
             wire.Returned: self._returned,
             wire.Raised: self._raised,
             wire.Rewards: self._rewards,
@@ -330,22 +350,40 @@ class HostDesk:
             )
         )  # fmt: skip
 
-    def _know_response(self, sample: Sample) -> _Known:
-        """Tell the host a sample's response; tokens that it has brought itself do not travel again."""
-        tape, known = sample.tape, self._known.get(sample.id)
+    def _know_response(self, sample: Sample, chains: Iterable[Chain] | None = None) -> _Known:
+        """Tell the host a sample's response, or only these of its conversations; tokens that it has brought itself do
+        not travel again.
+        """
+        known = self._known.get(sample.id)
         if known is None:
             self._know(sample.group)
-            known = self._known[sample.id] = _Known(tape)
-            changed = bool(tape.segments)
+            known = self._known[sample.id] = _Known({0: _Told(sample.group.prompt.token_ids)})
+        if len(known.chains) > 1:
+            for number in known.chains.keys() - {chain.number for chain in sample.chains}:
+                del known.chains[number]
+                self._out.append(wire.NoTape(*sample.id, number))
+        for chain in sample.chains if chains is None else chains:
+            self._know_chain(chain, known)
+        return known
+
+    def _know_chain(self, chain: Chain, known: _Known) -> None:
+        sample, tape, told = chain.sample, chain.tape, known.chains.get(chain.number)
+        prompt: bytearray | None = None
+        if told is None:
+            told = known.chains[chain.number] = _Told(chain.prompt)
+            prompt = packed(chain.prompt)
+        elif told.prompt is not chain.prompt:
+            told.prompt, prompt = chain.prompt, packed(chain.prompt)
+        if told.segments is not tape.segments:
+            changed = bool(told.count or tape.segments)
+            told.segments, told.count = tape.segments, 0
         else:
-            changed = known.tape is not tape or known.segments != len(tape.segments)
-            if known.tape is not tape:
-                known.tape, known.segments = tape, 0
-        if not changed:
-            return known
+            changed = told.count != len(tape.segments)
+        if not changed and prompt is None:
+            return
         more: list[wire.OwnPart | wire.Part] = []
-        for s in tape.segments[known.segments :]:
-            if s.attempt_id in known.brought:
+        for s in tape.segments[told.count :]:
+            if s.attempt_id in told.brought:
                 own = wire.OwnPart(s.attempt_id)
                 if not more or more[-1] != own:  # one under several versions is whole all the same
                     more.append(own)
@@ -357,10 +395,9 @@ class HostDesk:
                     packed(tape.tokens[part]), packed(tape.logprobs[part]),
                 )
             )  # fmt: skip
-        self._out.append(wire.Tape(*sample.id, known.segments, tuple(more)))
-        known.segments = len(tape.segments)
-        known.brought.clear()
-        return known
+        self._out.append(wire.Tape(*sample.id, told.count, tuple(more), chain.number, prompt))
+        told.count = len(tape.segments)
+        told.brought.clear()
 
     def forget(self, samples: Iterable[SampleId]) -> None:
         """Forget samples that are delivered or given up; with the last of a group, the group and whatever runs for it.
@@ -389,12 +426,14 @@ class HostDesk:
         return self._last_run
 
     def _start(self, command: do.StartSample) -> None:
-        known = self._know_response(command.sample)
+        sample = command.sample
+        known = self._know_response(sample, sample.chains[:1])  # of others it hears as its calls are answered
         self._out.append(wire.Start(*command.sample.id, self._new_run(known)))
 
     def _submit(self, command: do.Submit) -> None:
         attempt = command.attempt
-        self._know_response(attempt.sample)
+        chain = attempt.call.chain
+        self._know_response(attempt.sample, (chain,))
         self.attempts[attempt.id] = attempt
         table = self._core.engines
         self._reports[attempt.id] = AttemptReports(
@@ -404,7 +443,7 @@ class HostDesk:
         self._out.append(
             wire.Run(
                 attempt.id, *attempt.sample.id, attempt.engine, attempt.call.start,
-                attempt.sampling, ends, attempt.oldest, attempt.urgent,
+                attempt.sampling, ends, attempt.oldest, attempt.urgent, chain.number,
             )
         )  # fmt: skip
 
@@ -424,10 +463,11 @@ class HostDesk:
             self._out.append(wire.Do(do.Fence(command.engine, ids)))
 
     def _call_completed(self, command: do.CallCompleted) -> None:
-        sample, result = command.call.sample, command.call.result
+        call, result = command.call, command.call.result
         assert result is not None
-        self._know_response(sample)
-        self._out.append(wire.Answer(*sample.id, result.start, result.end, result.finish))
+        start, end, finish = result
+        self._know_response(call.sample, (call.chain,))
+        self._out.append(wire.Answer(*call.sample.id, start, end, finish, call.number, call.chain.number))
 
     def _score(self, samples: Sequence[Sample], *, together: bool) -> None:
         known = [self._know_response(sample) for sample in samples]
@@ -467,8 +507,11 @@ class HostDesk:
         self.fenced.pop(attempt_id, None)
         self._reports.pop(attempt_id, None)
         attempt = self.attempts.pop(attempt_id, None)
-        if attempt is not None and attempt.tape.count and (known := self._known.get(attempt.sample.id)) is not None:
-            known.brought.add(attempt_id)
+        if attempt is not None and attempt.tape.count:
+            known = self._known.get(attempt.sample.id)
+            told = None if known is None else known.chains.get(attempt.call.chain.number)
+            if told is not None:
+                told.brought.add(attempt_id)
         return attempt
 
     def _came(self, m: wire.Came) -> None:
@@ -527,19 +570,29 @@ class HostDesk:
             return None
         known.turn = m.turn
         wrong = wrong_sampling(m.sampling, self._core.engines.vocab_size)
-        if sample.state is not SampleState.RUNNING or sample.open_call is not None:
+        chain = next((c for c in sample.chains if c.number == m.chain), None)
+        have = 0 if chain is None else len(chain.tape)
+        if sample.state is not SampleState.RUNNING or (sample.asks and not m.any_chain):
             wrong = f"it is {sample!r}"
-        if not 0 <= m.seen <= len(sample.tape):
-            wrong = f"it has seen {m.seen} of {len(sample.tape)} tokens"
+        if not 0 <= m.seen <= have:
+            wrong = f"it has seen {m.seen} of {have} tokens"
+        if (chain is None) != (m.chain is None) or (m.chain != 0 and not m.any_chain):
+            wrong = f"it continues conversation {m.chain}"
         if wrong is not None:
             raise ProtocolError(f"host {self.name}: {sample.id} calls generate: {wrong}")
         token_ids: Int32 | None = None
         if m.added is not None:
-            prompt, tape, added = sample.group.prompt.token_ids, sample.tape, ids_of(m.added)
+            added = ids_of(m.added)
             if (wrong := wrong_ids(added, self._core.engines.vocab_size)) is not None:
                 raise ProtocolError(f"host {self.name}: {sample.id} calls generate: {wrong}")
-            token_ids = np.concatenate((prompt, tape.tokens[: m.seen], added))
-        return ev.CallMade(sample.id, m.sampling, token_ids)
+            token_ids = added if chain is None else np.concatenate((chain.conversation(m.seen), added))
+        if m.any_chain and (token_ids is None or not len(token_ids)):
+            raise ProtocolError(f"host {self.name}: {sample.id} calls generate: a conversation must have tokens")
+        return ev.CallMade(sample.id, m.sampling, token_ids, m.turn, m.any_chain)
+
+    def _unheard(self, m: wire.Unheard) -> ev.Event | None:
+        running = self._running(m.group, m.index, m.run)
+        return None if running is None else ev.CallUnheard(running[0].id, m.number)
 
     def _returned(self, m: wire.Returned) -> ev.Event | None:
         running = self._running(m.group, m.index, m.run)
@@ -547,7 +600,7 @@ class HostDesk:
             return None
         sample, known = running
         known.run = 0
-        if sample.state is not SampleState.RUNNING or sample.open_call is not None:
+        if sample.state is not SampleState.RUNNING or sample.asks:
             raise ProtocolError(f"host {self.name}: {sample.id} returned, and is {sample!r}")
         if sample.evaluation is not None:
             self._function_returned(sample, None if m.output is None else wire.of_plain_bytes(m.output))

@@ -13,6 +13,7 @@ from typing import Any, Self
 
 import msgspec
 
+from april.agents.gateway import Gateway
 from april.core import commands as do
 from april.core import events as ev
 from april.core.versions import FIRST_VERSION
@@ -191,7 +192,8 @@ class Serving:
         self._beats = Heartbeats(welcome.deadline_s)
         self._beats.hear(None, self._loop.time())
         self._beat()
-        self.welcomed.set_result(None)
+        if not self.welcomed.done():  # its host may have been ended meanwhile
+            self.welcomed.set_result(None)
 
     def _post(self, event: ev.Event) -> None:
         assert self._mirror is not None
@@ -276,7 +278,7 @@ class Host:
         engines: engine objects; those of a server need nothing else, and may be none where there are functions.
         rollout, reward, group_reward, filter: as for the scheduler, which must have the same kinds of functions; with
             none of them this host only lends its engines.
-        tokenizer: as for the scheduler; needed where that has one.
+        tokenizer, renderer: as for the scheduler; a tokenizer is needed where that has one, and for ``llm.base_url``.
         address: where the scheduler's :class:`april.HostListener` listens.
         token: the listener's.
         join: instead of both, what makes a link on the host's loop.
@@ -285,6 +287,8 @@ class Host:
     Raises:
         ConfigError: an argument is wrong.
     """
+
+    _gateway_type: Callable[..., Gateway] = Gateway
 
     def __init__(
         self,
@@ -296,6 +300,7 @@ class Host:
         group_reward: Callable[..., Any] | None = None,
         filter: Callable[..., Any] | None = None,
         tokenizer: Any = None,
+        renderer: Any = None,
         address: str | None = None,
         token: str | None = None,
         join: Callable[[], Awaitable[Link]] | None = None,
@@ -309,7 +314,10 @@ class Host:
         self._engines = list(engines)
         self._written: set[str] = set()
         detokenizer = None if tokenizer is None else Detokenizer(tokenizer)
-        self._functions = UserFunctions(rollout, reward, group_reward, filter, detokenizer)
+        if renderer is not None and tokenizer is None:
+            raise ConfigError("renderer= writes messages for llm.base_url, which needs tokenizer=, too")
+        self._gateway = self._gateway_type(tokenizer, renderer)
+        self._functions = UserFunctions(rollout, reward, group_reward, filter, detokenizer, self._gateway)
         self._runs_functions = rollout is not single_turn or any((reward, group_reward, filter))
         if not self._engines and not self._runs_functions:
             raise ConfigError("a host needs engines, or functions")
@@ -364,6 +372,7 @@ class Host:
         if self._ended is not None:
             self._ended.cancel()
             await asyncio.wait([self._ended])
+        self._gateway.close()
         for engine in self._engines:
             await engine.close()
 

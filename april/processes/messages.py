@@ -23,7 +23,7 @@ from april.core.types import AttemptFailure, EngineFinish, FinishReason
 from april.core.versions import PolicyVersion
 from april.errors import LinkError
 
-PROTOCOL = 5
+PROTOCOL = 6
 """Raised whenever a message changes."""
 
 
@@ -102,12 +102,25 @@ class Part(Message, tag=5):
 
 
 class Tape(Message, tag=6):
-    """A response as it stands: its first ``keep`` segments are those that the host has; these follow."""
+    """A response as it stands: its first ``keep`` segments are those that the host has; these follow.
+
+    Of a response of several conversations it is one, ``chain``. ``prompt``: its own, where the host has another.
+    """
 
     group: int
     index: int
     keep: int
     more: tuple[OwnPart | Part, ...]
+    chain: int = 0
+    prompt: bytearray | None = None
+
+
+class NoTape(Message, tag=9):
+    """A response does not have this conversation any more."""
+
+    group: int
+    index: int
+    chain: int
 
 
 class Run(Message, tag=7):
@@ -123,6 +136,7 @@ class Run(Message, tag=7):
     """None: those that end every response."""
     oldest: PolicyVersion | None
     urgent: bool
+    chain: int = 0
 
 
 class Start(Message, tag=10):
@@ -134,13 +148,15 @@ class Start(Message, tag=10):
 
 
 class Answer(Message, tag=11):
-    """CallCompleted: (start, end, finish) of the call."""
+    """CallCompleted: (start, end, finish) of the call with this ``number``, in its conversation."""
 
     group: int
     index: int
     start: int
     end: int
     finish: FinishReason
+    number: int = 0
+    chain: int = 0
 
 
 class Score(Message, tag=12):
@@ -266,7 +282,8 @@ class Failed(Message, tag=44):
 class Called(Message, tag=47):
     """CallMade: the conversation is the first ``seen`` tokens of the response, and ``added`` (None: as it is).
 
-    ``turn`` counts the calls of this run, from 1.
+    ``turn`` counts the calls of this run, from 1, and is the call's number. ``any_chain``: it may be of any
+    conversation; ``chain`` is one that it extends, or None: all of it is in ``added``.
     """
 
     group: int
@@ -276,6 +293,17 @@ class Called(Message, tag=47):
     sampling: SamplingParams
     seen: int
     added: bytearray | None
+    any_chain: bool = False
+    chain: int | None = 0
+
+
+class Unheard(Message, tag=51):
+    """CallUnheard, in this run."""
+
+    group: int
+    index: int
+    run: int
+    number: int
 
 
 class Returned(Message, tag=48):
@@ -326,12 +354,12 @@ class Quieted(Message, tag=57):
 
 
 ToHost = (
-    Welcome | Refusal | Now | NewPrompt | Tape | Run | Do | Start | Answer | Score | Judge | Cancel | Forget | AskTapes
-    | AskQuiet | Goodbye
+    Welcome | Refusal | Now | NewPrompt | Tape | NoTape | Run | Do | Start | Answer | Score | Judge | Cancel | Forget
+    | AskTapes | AskQuiet | Goodbye
 )  # fmt: skip
 FromHost = (
-    Joined | Heartbeat | Came | Ended | Failed | Called | Returned | Raised | Rewards | Happened | TapesSent | Quieted
-    | Goodbye
+    Joined | Heartbeat | Came | Ended | Failed | Called | Unheard | Returned | Raised | Rewards | Happened | TapesSent
+    | Quieted | Goodbye
 )  # fmt: skip
 
 _BIG_ENDIAN = sys.byteorder == "big"

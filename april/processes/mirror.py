@@ -15,10 +15,11 @@ import numpy as np
 from april.core import commands as do
 from april.core import events as ev
 from april.core.sampling import SamplingParams
-from april.core.tape import AttemptTape, Segment, SegmentKind, TokenTape
+from april.core.tape import AttemptTape, Int32, Segment, SegmentKind, TokenTape
 from april.core.types import (
     Attempt,
     CallState,
+    Chain,
     Evaluation,
     FinishReason,
     GenerateCall,
@@ -71,6 +72,7 @@ class Mirror:
             wire.Now: self._now,
             wire.NewPrompt: self._new_prompt,
             wire.Tape: self._tape,
+            wire.NoTape: self._no_tape,
             wire.Run: self._run,
             wire.Start: self._start,
             wire.Answer: self._answer,
@@ -85,6 +87,7 @@ class Mirror:
             ev.AttemptEnded: self._ended,
             ev.AttemptFailed: self._failed,
             ev.CallMade: self._called,
+            ev.CallUnheard: self._unheard,
             ev.SampleReturned: self._returned,
             ev.SampleFailed: lambda e: self._run_over(e.sample, wire.Raised, e.error, e.kind),
             ev.Scored: self._scored,
@@ -92,9 +95,14 @@ class Mirror:
 
     # ---------------------------------------------------------------- as the view of a host
 
+    @property
+    def max_context(self) -> int:
+        """Tokens of prompt and response that all engines have room for."""
+        return self._context
+
     def room(self, sample: Sample) -> int:
         """Tokens that its response may have at most, tokens of the environment included."""
-        return min(self._longest, self._context - len(sample.group.prompt.token_ids))
+        return min(self._longest, self._context - len(sample.chains[0].prompt))
 
     # ---------------------------------------------------------------- frames
 
@@ -137,8 +145,14 @@ class Mirror:
             samples.append(Sample(SampleId(group, len(samples)), self._groups[group]))
         sample = samples[index]
         # functions see what their calls were answered with, not all of a response that was begun elsewhere
-        sample.replay = _BEGUN_ELSEWHERE
+        sample.chains[0].replay = _BEGUN_ELSEWHERE
         return sample
+
+    def _chain(self, sample: Sample, number: int) -> Chain:
+        chain = next((c for c in sample.chains if c.number == number), None)
+        if chain is None:
+            raise ProtocolError(f"conversation {number} of {sample.id} is not known here")
+        return chain
 
     def _now(self, m: wire.Now) -> tuple[()]:
         self.current = m.version
@@ -161,9 +175,18 @@ class Mirror:
 
     def _tape(self, m: wire.Tape) -> tuple[()]:
         sample = self._sample(m.group, m.index)
-        tape, brought = sample.tape, self._brought.pop(sample.id, {})
+        chain = next((c for c in sample.chains if c.number == m.chain), None)
+        if chain is None:
+            if m.prompt is None:
+                raise ProtocolError(f"conversation {m.chain} of {sample.id} has no prompt")
+            chain = Chain(sample, m.chain, ids_of(m.prompt))
+            chain.replay = _BEGUN_ELSEWHERE
+            sample.chains = sorted([*sample.chains, chain], key=lambda c: c.number)
+        elif m.prompt is not None:
+            chain.prompt = ids_of(m.prompt)
+        tape, brought = chain.tape, self._take_brought(sample.id, m.chain)
         if m.keep == 0:
-            tape = sample.tape = TokenTape()
+            tape = chain.tape = TokenTape()
         if m.keep != len(tape.segments):
             raise ProtocolError(f"{sample.id} has {len(tape.segments)} segments here, and {m.keep} are to be kept")
         for part in m.more:
@@ -184,14 +207,30 @@ class Mirror:
             tape.logprobs = np.concatenate((tape.logprobs, logprobs))
         return ()
 
+    def _take_brought(self, sample: SampleId, chain: int) -> dict[str, Attempt]:
+        """The attempts that have ended here, of one conversation; nobody asks for them again."""
+        every = self._brought.pop(sample, {})
+        others = {name: attempt for name, attempt in every.items() if attempt.call.chain.number != chain}
+        if others:
+            self._brought[sample] = others
+        return {name: attempt for name, attempt in every.items() if name not in others}
+
+    def _no_tape(self, m: wire.NoTape) -> tuple[()]:
+        sample = self._sample(m.group, m.index)
+        sample.chains.remove(self._chain(sample, m.chain))
+        if not sample.chains:
+            raise ProtocolError(f"{sample.id} is to have no conversation")
+        self._take_brought(sample.id, m.chain)
+        return ()
+
     def _run(self, m: wire.Run) -> tuple[do.Command]:
         sample, sampling = self._sample(m.group, m.index), m.sampling
-        prompt, tape = sample.group.prompt.token_ids, sample.tape
+        chain = self._chain(sample, m.chain)
         attempt = Attempt(
             id=m.attempt_id,
-            call=GenerateCall(sample, sampling, m.call_start),
+            call=GenerateCall(chain, sampling, m.call_start),
             engine=m.engine,
-            token_ids=np.concatenate((prompt, tape.tokens)) if len(tape) else prompt,
+            token_ids=chain.conversation(len(chain.tape)),
             sampling=sampling,
             tape=AttemptTape(),
             end_ids=self.eos_token_ids if m.end_ids is None else frozenset(m.end_ids),
@@ -203,16 +242,17 @@ class Mirror:
 
     def _start(self, m: wire.Start) -> tuple[do.Command]:
         sample = self._sample(m.group, m.index)
-        sample.calls.clear()
+        for chain in sample.chains:
+            chain.calls.clear()
         sample.finish = None
         self._runs[sample.id], self._turns[sample.id] = m.run, 0
         return (do.StartSample(sample),)
 
     def _answer(self, m: wire.Answer) -> tuple[do.Command]:
-        sample = self._sample(m.group, m.index)
-        call = GenerateCall(sample, SamplingParams(1), m.start, CallState.DONE)
+        chain = self._chain(self._sample(m.group, m.index), m.chain)
+        call = GenerateCall(chain, SamplingParams(1), m.start, m.number, state=CallState.DONE)
         call.end, call.finish = m.end, m.finish
-        sample.calls.append(call)
+        chain.calls.append(call)
         return (do.CallCompleted(call),)
 
     def _finished(self, group: int, index: int, finish: FinishReason) -> Sample:
@@ -321,15 +361,30 @@ class Mirror:
         self._run_over(e.sample, wire.Returned, output, why_not)
 
     def _called(self, e: ev.CallMade) -> None:
-        run, seen, added = self._runs.get(e.sample), 0, None
+        run, seen, added, number = self._runs.get(e.sample), 0, None, None if e.any_chain else 0
         if run is None:
             return  # of a run that was cancelled
         if e.token_ids is not None:
-            sample = self._sample(*e.sample)
-            seen = sample.seen
-            added = packed(e.token_ids[len(sample.group.prompt.token_ids) + seen :])
+            chain: Chain | None = self._sample(*e.sample).chains[0]
+            if e.any_chain:
+                chain = self._longest_begun(e.sample, e.token_ids)
+            if chain is not None:
+                seen, number = chain.seen, chain.number
+            added = packed(e.token_ids[0 if chain is None else len(chain.prompt) + seen :])
         self._turns[e.sample] += 1
-        self._out.append(wire.Called(*e.sample, run, self._turns[e.sample], e.sampling, seen, added))
+        turn = self._turns[e.sample]
+        self._out.append(wire.Called(*e.sample, run, turn, e.sampling, seen, added, e.any_chain, number))
+
+    def _longest_begun(self, sample: SampleId, token_ids: Int32) -> Chain | None:
+        """The conversation of which the function has heard most, and that it goes on with; what of it does not travel
+        again. Which conversation the call is of is the core's to say.
+        """
+        heard = [c for c in self._sample(*sample).chains if c.calls and c.begins(token_ids, c.seen)]
+        return max(heard, key=lambda c: len(c.prompt) + c.seen, default=None)
+
+    def _unheard(self, e: ev.CallUnheard) -> None:
+        if (run := self._runs.get(e.sample)) is not None:
+            self._out.append(wire.Unheard(*e.sample, run, e.number))
 
     def _scored(self, e: ev.Scored) -> None:
         first = SampleId(e.group, e.rewards[0][0])

@@ -35,6 +35,7 @@ class Brought:
     model: Any
     engines: Sequence[Engine] | None
     tokenizer: Any
+    renderer: Any = None
     functions: Mapping[str, Any] = field(default_factory=dict)
     """by their names, those that were given"""
 
@@ -100,7 +101,8 @@ class RankHost:
         try:
             self.engines = brought.open(self._thread.run)
             self._host = Host(
-                name, engines=self.engines, tokenizer=brought.tokenizer, address=address, token=token,
+                name, engines=self.engines, tokenizer=brought.tokenizer, renderer=brought.renderer, address=address,
+                token=token,
                 **(brought.functions if brought.runs_functions else {}),
             )  # fmt: skip
             self._thread.run(self._host.astart)

@@ -316,7 +316,7 @@ class RankScheduler(Looks):
         functions = {name: options[name] for name in FUNCTIONS if name in options}
         self._brought = brought = Brought(
             config=config, ranks=ranks, spread=spread, model=model, engines=engines, tokenizer=tokenizer,
-            functions=functions,
+            renderer=options.get("renderer"), functions=functions,
         )  # fmt: skip
         what = f"RankScheduler(config {_digest(config)}, split_by={split_by!r}, data_size={ranks.shares}, {brought})"
         point = ranks.meeting_point()

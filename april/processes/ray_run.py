@@ -175,7 +175,7 @@ class HostActor:
 
 log = logging.getLogger("april")
 
-OF_HOSTS = frozenset((*FUNCTIONS, "tokenizer"))
+OF_HOSTS = frozenset((*FUNCTIONS, "tokenizer", "renderer"))
 """Options of the scheduler that its hosts have, too."""
 CLOSE_S = 30.0
 """The wait for the core's actor to close, and then for its hosts; one that Ray has not placed yet never does."""

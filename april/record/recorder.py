@@ -19,11 +19,12 @@ from typing import Any
 import numpy as np
 
 from april.core import events as ev
-from april.core.batch import Batch
+from april.core.batch import Batch, rows_by_sample
 from april.core.commands import Command
 from april.core.event_pump import RequestLog
 from april.core.state import RolloutCore
 from april.core.tape import SegmentKind
+from april.core.types import Chain
 from april.core.versions import VersionClock
 from april.record.file import BATCH, CLOSED, FORMAT, HEAD, OVER, STANDING, STATE, RecordFile, RunRecord
 from april.record.plain import bare, plain, what_raised
@@ -151,7 +152,7 @@ class Recorder:
         parts = {
             "id": batch.id,
             "metrics": {name: round(value, 6) for name, value in batch.metrics.items()},
-            "lengths": batch.lengths.tolist(),
+            "lengths": [sum(len(row.tokens) for row in rows) for rows in rows_by_sample(batch.samples)],
             "ages": ages,
             "bottleneck": batch.bottleneck,
         }
@@ -172,21 +173,25 @@ class Recorder:
             return {}
         sample = group.samples[event.sample.index]
         parts: dict[str, Any] = {}
-        if event.token_ids is not None:
-            have = np.concatenate((group.prompt.token_ids, sample.tape.tokens))
+        chain: Chain | None = sample.chains[0]
+        if event.any_chain and event.token_ids is not None:
+            chain = self._core.lives.chain_of(sample, event.token_ids)
+            parts["chain"] = ev.NEW_CHAIN if chain is None else chain.number
+        elif event.token_ids is not None and chain is not None:
+            have = np.concatenate((chain.prompt, chain.tape.tokens))
             both = min(len(have), len(event.token_ids))
             differ = np.flatnonzero(have[:both] != event.token_ids[:both])
             parts["token_ids"] = plain(event.token_ids) | ({"differs_at": int(differ[0])} if len(differ) else {})
-        if sample.replay is not None and len(sample.tape):
+        if chain is not None and chain.replay is not None and len(chain.tape):
             eos = self._core.engines.eos_token_ids.union(event.sampling.stop_token_ids)
-            parts["ends"] = int(sample.tape.tokens[-1]) in eos
+            parts["ends"] = int(chain.tape.tokens[-1]) in eos
         return parts
 
     def _ran(self, event: ev.Event) -> dict[str, Any]:
         """Return the request that ends now and its cost, or the number of tokens of the function that returns."""
         if isinstance(event, ev.SampleReturned):
             group = self._core.context.group(event.sample.group)
-            return {} if group is None else {"generated": group.samples[event.sample.index].tape.generated}
+            return {} if group is None else {"generated": group.samples[event.sample.index].generated}
         if not isinstance(event, (ev.AttemptEnded, ev.AttemptFailed)):
             return {}
         attempt = self._core.context.attempts.get(event.attempt_id)

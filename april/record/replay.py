@@ -145,11 +145,17 @@ def _run(run: Replay, time_s: float, what: str, parts: Any, watch: Watch | None)
         parsed = AttemptTape() if attempt is None else attempt.tape
         for version, count in event.counts.spans:
             parsed.append(np.zeros(count, np.int32), np.zeros(count, np.float32), version)
-    elif isinstance(event, ev.CallMade) and ends and (group := core.context.group(event.sample.group)) is not None:
-        tape = group.samples[event.sample.index].tape
-        tokens, asked, end = tape.tokens, event.token_ids, len(group.prompt.token_ids) + len(tape) - 1
-        if asked is not None and end < len(asked):
-            asked[end] = 0 if asked[end] else END  # the same as there, or another
+    elif isinstance(event, ev.CallMade) and (group := core.context.group(event.sample.group)) is not None:
+        chains = group.samples[event.sample.index].chains
+        chain = next((c for c in chains if c.number == (event.chain or 0)), None)
+        if chain is not None and event.chain is not None and event.token_ids is not None:
+            known = chain.conversation(len(chain.tape))[: len(event.token_ids)]
+            event.token_ids[: len(known)] = known
+        if ends and chain is not None:
+            tape, asked, end = chain.tape, event.token_ids, len(chain.prompt) + len(chain.tape) - 1
+            tokens = tape.tokens
+            if asked is not None and end < len(asked):
+                asked[end] = 0 if asked[end] else END  # the same as there, or another
     last = len(tokens) - 1
     tokens[last] = END  # for as long as the core looks: calls are compared with zeros
     commands = core.handle(event)

@@ -131,7 +131,7 @@ class SimulatedEngines:
     def _submit(self, command: do.Submit) -> None:
         attempt = command.attempt
         self._advance(attempt.engine)
-        left = self._length(attempt.sample.id) - len(attempt.sample.tape)
+        left = self._length(attempt.sample.id) - len(attempt.call.chain.tape)
         count = min(left, attempt.sampling.max_tokens)
         self.decoders[attempt.engine].add(attempt.id, len(attempt.token_ids), count)
         self._running[attempt.id] = _Running(attempt, count, complete=count == left)
@@ -442,7 +442,7 @@ class Simulation:
 
     def held_lengths(self) -> list[int]:
         """Response tokens of everything that is held and has some, those of running requests included."""
-        lengths = {sample.id: len(sample.tape) for sample in self.core.buffer.samples()}
+        lengths = {sample.id: sample.tokens for sample in self.core.buffer.samples()}
         for sample_id, count in self.engines.tokens_in_flight():
             lengths[sample_id] += count
         return [length for length in lengths.values() if length]

@@ -101,13 +101,15 @@ class _Auditor:
         duplicated = delivered = 0
         for batch in self.batches:
             old = generated = 0
+            before, rows = frozenset(seen), set()
             for sample in batch.samples:
                 tokens = sum(s.count for s in sample.segments if s.kind is SegmentKind.GENERATED)
-                if sample.id in seen:
+                if sample.id in before or (sample.id, sample.chain) in rows:
                     self.wrong(sample, f"was delivered again, in batch {batch.id}")
                     duplicated += tokens
                     continue
                 seen.add(sample.id)
+                rows.add((sample.id, sample.chain))
                 self.sample(sample, batch)
                 generated += tokens
                 old += sum(s.count for s in sample.segments if self.is_old(s.attempt_id, s.version, batch))
@@ -182,7 +184,7 @@ class _Auditor:
             if tuple(segment.version) > tuple(batch.version):
                 self.wrong(sample, f"has tokens of version {segment.version} in a batch of version {batch.version}")
         self.masks(sample, batch)
-        if last is not None:
+        if last is not None and sample.segments[-1].kind is SegmentKind.GENERATED:
             self.end(sample, last)
 
     def equal(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib
 import subprocess
 import sys
@@ -12,7 +13,9 @@ from typing import Any
 
 import pytest
 import torch
+from core_machine import settings as core_settings
 from real_schedulers import assert_nothing_is_left, engine
+from several_rows import batch
 from tiny_models import tiny_model
 
 import april
@@ -26,13 +29,19 @@ from april.adapters import trl as trl_adapter
 from april.adapters.areal import checks as areal_checks
 from april.adapters.areal.settings import config_of as config_of_areal
 from april.adapters.openrlhf import main
+from april.adapters.openrlhf import samples as openrlhf_samples
 from april.adapters.openrlhf.arguments import config_of as config_of_openrlhf
 from april.adapters.openrlhf.framework import require_openrlhf, undecorated
 from april.adapters.slime import generate_rollout, make_generate_rollout
+from april.adapters.slime.session import Session as SlimeSession
 from april.adapters.trl.checks import require_trl
 from april.adapters.verl import checks as verl_checks
 from april.adapters.verl.settings import settings_of
+from april.core import commands as do
+from april.core.batch import Batch
+from april.core.settings import EngineLimits
 from april.errors import AprilError, ConfigError
+from april.processes.coordinator.coordinator import Coordinator
 
 USER = "adapters.slime_functions_of_a_user"
 ROLLOUT = "actor_rollout_ref__rollout__"
@@ -502,3 +511,45 @@ def test_the_two_halves_of_trls_adapter_need_each_other() -> None:
     refused(PLAIN, "AprilGRPOTrainer needs rollout_func=", tiny_model(), print, PROMPTS)
     with pytest.raises(ConfigError, match="belongs to no trainer yet"):
         _ = trl_adapter.rollout().config
+
+
+# ---------------------------------------------------------------- batches
+
+
+def trl_rows(batch: Batch) -> object:
+    trainer = trl_trainer({}, {}, Path())
+    rollouts = trainer.rollout_func
+    config = rollouts.config
+    rollouts.scheduler = SimpleNamespace(next_batch=lambda: batch)
+    rollouts._weights_of = trainer.state.global_step
+    return rollouts.next_rows(trainer, config.rollout_batch_size * config.n_samples_per_prompt)
+
+
+def delivered_by_coordinator(batch: Batch) -> object:
+    """What verl's sampler and AReaL's executor get: the run raises the sentence of this order."""
+
+    async def told() -> object:
+        coordinator = Coordinator(core_settings(), EngineLimits("e", 4096, None, (1,)))
+        coordinator._deliver(do.Deliver(batch))
+        ((kind, what),) = coordinator._orders
+        if kind == "fail":
+            raise AprilError(what)
+        return what
+
+    return asyncio.run(told())
+
+
+TAKE_BATCH: dict[str, Callable[[Batch], object]] = {
+    "TRL trains one row": trl_rows,
+    "OpenRLHF trains one row": lambda batch: list(openrlhf_samples.responses_of(batch, {}, with_rewards=False)),
+    "slime, as april hands it over, trains one row": lambda batch: object.__new__(SlimeSession)._groups_of(batch),
+    "the trainer trains one row": delivered_by_coordinator,
+}
+
+
+@pytest.mark.parametrize("trainer", TAKE_BATCH)
+def test_samples_of_several_conversations_are_refused_by_trainers_with_a_row_for_each(trainer: str) -> None:
+    """The sentence names a sample and what to do; it comes before the trainer has got anything of the batch."""
+    refused(
+        TAKE_BATCH[trainer], f"{trainer} per sample, and sample g7.s0 of batch 4 has 3", batch()
+    )

@@ -16,6 +16,7 @@ from april.core.tape import SegmentKind
 from april.core.types import FinishReason, Prompt, SampleId
 from april.driver.rewards import Response
 from april.errors import ConfigError, RolloutError
+from april.one_row import refuse_several_rows
 
 OF_BATCH = ("off_policy_share", "staleness_mean", "staleness_max", "aborted_attempts", "resumed_attempts",
             "reprefill_tokens", "carried_groups", "surplus_groups", "held_tokens", "step_s", "trainer_wait_s",
@@ -90,8 +91,10 @@ def row_of(item: Any) -> tuple[str, Any]:
 def responses_of(batch: Batch, scored: Held, *, with_rewards: bool) -> Iterator[dict[str, Any]]:
     """Yield what OpenRLHF's executor would have returned, per sample, group by group.
 
-    Raises RolloutError for logs of the reward function that differ between responses: OpenRLHF cannot stack them.
+    Raises RolloutError for a sample of several conversations, and for logs of the reward function that differ between
+    responses: OpenRLHF cannot stack them.
     """
+    refuse_several_rows(batch, "OpenRLHF")
     shared = {f"april/{name}": batch.metrics[name] for name in OF_BATCH}
     logged: tuple[str, ...] | None = None
     for sample in batch.samples:

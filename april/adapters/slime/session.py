@@ -37,6 +37,7 @@ from april.driver.llm import single_turn
 from april.engines.protocol import Engine
 from april.errors import CheckpointError, ConfigError
 from april.kept_samples import KeptSamples
+from april.one_row import refuse_several_rows
 from april.scheduler import RolloutScheduler
 from april.state_file import groups_in, read_state, write_state
 
@@ -112,6 +113,7 @@ class Session:
         return self._framework.get("rollout.base_types.RolloutFnTrainOutput")(samples=groups, metrics=metrics)
 
     def _groups_of(self, batch: Batch) -> list[list[Any]]:
+        refuse_several_rows(batch, "slime, as april hands it over,")
         method = method_of(self._args)
         advantages = batch.advantages(method, ddof=1).tolist() if method is not None else [None] * len(batch)
         done = zip(batch.samples, advantages, strict=True)

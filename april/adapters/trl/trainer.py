@@ -28,6 +28,7 @@ from april.core.batch import Batch
 from april.core.ledger import Ledger
 from april.core.types import OnDataEnd
 from april.errors import ConfigError, RolloutError
+from april.one_row import refuse_several_rows
 from april.seams import require_seams
 
 Filter = Callable[[Any, Any], Any]
@@ -154,6 +155,7 @@ class Rollout:
         if self._last_batch is not None:
             scheduler.commit(self._last_batch.id)  # its gradients may wait for the next one, and bring no update of it
         batch = scheduler.next_batch()
+        refuse_several_rows(batch, "TRL")
         if (found := int(batch.metrics["samples"])) != wanted:
             where = "see rank 0"
             if self._is_main:

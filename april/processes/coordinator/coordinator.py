@@ -32,6 +32,7 @@ from april.driver.limit import StepLimit
 from april.driver.long_waits import WARN_AFTER_S, LongWaits
 from april.driver.user_code import describe
 from april.errors import CheckpointError, RolloutError, SchedulerClosed
+from april.one_row import why_not_one_row
 from april.processes.coordinator.asked_host import AskedHost, delivery, take
 from april.processes.coordinator.messages import GivenUp, Message, Order, Result, Settled
 from april.record.standing import Waits
@@ -217,7 +218,7 @@ class Coordinator:
             return GivenUp()
         rollout = self.host.rollout_of(sample.id)
         self.host.mailboxes.unsay(rollout)
-        attempt = sample.open_call.attempt if sample.open_call is not None else None
+        attempt = sample.chains[0].open_call.attempt if sample.chains[0].open_call is not None else None
         if attempt is not None:
             self._post(take(attempt, result, self.core.clock.current))
         elif result.label is None:
@@ -231,7 +232,7 @@ class Coordinator:
         sample = self._alive(uid, index, life)
         if sample is None:
             return GivenUp()
-        attempt = sample.open_call.attempt if sample.open_call is not None else None
+        attempt = sample.chains[0].open_call.attempt if sample.chains[0].open_call is not None else None
         if attempt is not None:
             self.host.mailboxes.unsay(self.host.rollout_of(sample.id))
             self._post(ev.AttemptFailed(attempt_id=attempt.id, error=error))
@@ -256,7 +257,7 @@ class Coordinator:
 
     def _left_a_call(self, sample: Sample) -> bool:
         """Return whether its rollout goes on though a call is unfinished (a timeout of its own); it has failed then."""
-        if sample.state is SampleState.RUNNING and sample.open_call is None:
+        if sample.state is SampleState.RUNNING and sample.chains[0].open_call is None:
             return False
         self._post(ev.SampleFailed(sample.id, "it went on while a call of generate was unfinished"))
         return True
@@ -337,6 +338,9 @@ class Coordinator:
         batch = command.batch
         if self.core.step is None:
             self.host.end_what_runs_on()
+        if why := why_not_one_row(batch, "the trainer"):
+            self._order("fail", why)
+            return
         times = self._times.delivered(_now())
         log.info("batch %d: %s", batch.id, bottleneck(times, self.core.settings) or "it was there already")
         metrics = {**batch.metrics, **times}

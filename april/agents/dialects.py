@@ -1,0 +1,405 @@
+"""The endpoint's dialects: OpenAI's chat and text completions, Anthropic's messages.
+
+Each reads a body into a ChatRequest, writes an Answer as a whole or as a stream, and words an error as its clients
+expect it. Parameters are honoured, known to change nothing, or refused by name: none is dropped silently.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, Protocol
+
+from april.agents.chat import Answer, ChatRequest, RequestError, text_of
+
+Json = dict[str, Any]
+SseEvent = tuple[str, Any]
+"""A server-sent event: its name (empty for none), and the data, which is JSON unless it is a string."""
+
+
+class Dialect(Protocol):
+    """One of the endpoint's ways to ask and to answer."""
+
+    ping: bytes
+    """What keeps a stream alive."""
+
+    def read(self, body: Json) -> ChatRequest:
+        """Read a request; raises RequestError."""
+        ...
+
+    def whole(self, answer: Answer, request: ChatRequest) -> Json:
+        """The answer to a request without a stream."""
+        ...
+
+    def stream(self, answer: Answer, request: ChatRequest) -> Iterator[SseEvent]:
+        """The answer as a stream."""
+        ...
+
+    def error(self, error: RequestError) -> Json:
+        """An error as a body."""
+        ...
+
+
+class Body:
+    """The fields of a request, each of which somebody must take."""
+
+    def __init__(self, body: Any) -> None:
+        if not isinstance(body, dict):
+            raise RequestError("the body must be a JSON object")
+        self._left: Json = {name: value for name, value in body.items() if value is not None}
+
+    def take(self, name: str, kind: type | tuple[type, ...], default: Any = None) -> Any:
+        """The value of a field, which must be of this kind; ``default`` where it is missing or null."""
+        value = self._left.pop(name, None)
+        if value is None:
+            return default
+        kinds = kind if isinstance(kind, tuple) else (kind,)
+        if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
+            wanted = " or ".join(k.__name__ for k in kinds)
+            raise RequestError(f"{name} must be {wanted}, got {json.dumps(value)[:100]}")
+        return value
+
+    def ignore(self, names: Iterable[str]) -> None:
+        """These change nothing about the answer."""
+        for name in names:
+            self._left.pop(name, None)
+
+    def neutral(self, **values: Any) -> None:
+        """These are understood at one value alone, at which they change nothing."""
+        for name, value in values.items():
+            given = self._left.pop(name, value)
+            if given != value:
+                raise RequestError(f"{name}={json.dumps(given)[:100]} is not supported; leave it out")
+
+    def end(self) -> None:
+        """Refuse what nobody took."""
+        if self._left:
+            raise RequestError(f"unknown or unsupported parameters: {', '.join(sorted(self._left))}")
+
+    def sampling(self, limit: Any, stops: str) -> Json:
+        """The arguments of ``llm.generate``."""
+        stop = self.take(stops, (str, list))
+        found = {
+            "max_tokens": limit,
+            "temperature": self.take("temperature", (int, float)),
+            "top_p": self.take("top_p", (int, float)),
+            "stop": [stop] if isinstance(stop, str) else stop,
+        }
+        return {name: value for name, value in found.items() if value is not None}
+
+
+IGNORED = (
+    "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
+    "parallel_tool_calls", "seed", "reasoning_effort", "verbosity", "prediction", "betas",
+)  # fmt: skip
+"""Fields that have no effect here; a sample's seed is april's, so that a restart samples the same."""
+
+
+def messages_of(value: Any) -> list[Json]:
+    """A conversation in OpenAI's shape; raises RequestError."""
+    if not isinstance(value, list) or not value:
+        raise RequestError("messages must be a list that is not empty")
+    messages = []
+    for i, given in enumerate(value):
+        if not isinstance(given, dict) or given.get("role") not in ROLES:
+            raise RequestError(f"messages[{i}] must be an object whose role is one of {', '.join(ROLES)}")
+        message = {**given, "role": "system" if given["role"] == "developer" else given["role"]}
+        text_of(message.get("content"))
+        for call in message.get("tool_calls") or ():
+            function = call.get("function") if isinstance(call, dict) else None
+            if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+                raise RequestError(f"messages[{i}].tool_calls: each must have a function with a name")
+            if not isinstance(function.get("arguments"), (str, dict)):
+                raise RequestError(f"messages[{i}].tool_calls: arguments must be JSON text")
+        messages.append(message)
+    return messages
+
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+
+
+def tools_of(value: Any) -> list[Json]:
+    """Tool definitions in OpenAI's shape; raises RequestError."""
+    tools = []
+    for i, tool in enumerate(value or ()):
+        function = tool.get("function") if isinstance(tool, dict) else None
+        named = isinstance(function, dict) and isinstance(function.get("name"), str)
+        if not named or tool.get("type") != "function":
+            raise RequestError(f"tools[{i}] must be of type function, with a name; others are not supported")
+        tools.append(tool)
+    return tools
+
+
+def choose_tools(choice: Any, tools: list[Json]) -> list[Json]:
+    """The tools that the model sees."""
+    if choice in (None, "auto"):
+        return tools
+    if choice == "none":
+        return []
+    raise RequestError("tool_choice: only auto and none are supported, as a model cannot be made to call a tool")
+
+
+class OpenAIChat:
+    """``/v1/chat/completions``."""
+
+    ping = b": ping\n\n"
+
+    def read(self, body: Json) -> ChatRequest:
+        """Read a request."""
+        b = Body(body)
+        messages = messages_of(b.take("messages", list))
+        tools = choose_tools(b.take("tool_choice", (str, dict)), tools_of(b.take("tools", list)))
+        limit = b.take("max_completion_tokens", int)
+        limit = b.take("max_tokens", int, limit) if limit is None else limit
+        options = b.take("stream_options", dict, {})
+        request = ChatRequest(
+            messages=messages,
+            tools=tools,
+            sampling=b.sampling(limit, "stop"),
+            stream=b.take("stream", bool, False),
+            usage=bool(options.get("include_usage")),
+            logprobs=b.take("logprobs", bool, False),
+            return_token_ids=b.take("return_token_ids", bool, False),
+            model=b.take("model", str, ""),
+        )
+        b.ignore((*IGNORED, "max_tokens"))
+        b.neutral(
+            n=1, top_logprobs=0, frequency_penalty=0, presence_penalty=0, logit_bias={},
+            response_format={"type": "text"}, modalities=["text"], functions=[], function_call="none",
+        )  # fmt: skip
+        b.end()
+        return request
+
+    def whole(self, answer: Answer, request: ChatRequest) -> Json:
+        """A ``chat.completion``."""
+        choice: Json = {"index": 0, "message": {"refusal": None, **answer.message}, "finish_reason": answer.finish}
+        choice["logprobs"] = {"content": self._logprobs(answer)} if request.logprobs else None
+        found = {**self._head(answer, request, "chat.completion"), "choices": [choice], "usage": usage_of(answer)}
+        if request.return_token_ids:
+            found["prompt_token_ids"] = answer.prompt_ids.tolist()
+            choice["token_ids"] = answer.tokens.tolist()
+        return found
+
+    def stream(self, answer: Answer, request: ChatRequest) -> Iterator[SseEvent]:
+        """Chunks: the role and all that the answer says, the reason of its end, and the counts if wanted."""
+        head = self._head(answer, request, "chat.completion.chunk")
+        delta = answer.message
+        if "tool_calls" in delta:
+            delta["tool_calls"] = [{"index": i, **call} for i, call in enumerate(delta["tool_calls"])]
+        choice: Json = {"index": 0, "delta": delta, "finish_reason": None}
+        if request.logprobs:
+            choice["logprobs"] = {"content": self._logprobs(answer)}
+        if request.return_token_ids:
+            head["prompt_token_ids"] = answer.prompt_ids.tolist()
+            choice["token_ids"] = answer.tokens.tolist()
+        usage: Json = {"usage": None} if request.usage else {}
+        yield "", {**head, "choices": [choice], **usage}
+        yield "", {**head, "choices": [{"index": 0, "delta": {}, "finish_reason": answer.finish}], **usage}
+        if request.usage:
+            yield "", {**head, "choices": [], "usage": usage_of(answer)}
+        yield "", "[DONE]"
+
+    def error(self, error: RequestError) -> Json:
+        """OpenAI's error."""
+        return {"error": {"message": str(error), "type": error.kind, "param": None, "code": None}}
+
+    @staticmethod
+    def _head(answer: Answer, request: ChatRequest, kind: str) -> Json:
+        return {"id": f"chatcmpl-{answer.id}", "object": kind, "created": 0, "model": request.model}
+
+    @staticmethod
+    def _logprobs(answer: Answer) -> list[Json]:
+        pairs = zip(answer.tokens.tolist(), answer.logprobs.tolist(), strict=True)
+        return [{"token": f"token_id:{t}", "logprob": p, "bytes": None, "top_logprobs": []} for t, p in pairs]
+
+
+def usage_of(answer: Answer) -> Json:
+    """OpenAI's counts of tokens."""
+    prompt, completion = len(answer.prompt_ids), len(answer.tokens)
+    return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
+
+
+class OpenAIText(OpenAIChat):
+    """``/v1/completions``: a text or token ids are continued as they are."""
+
+    def read(self, body: Json) -> ChatRequest:
+        """Read a request."""
+        b = Body(body)
+        prompt = b.take("prompt", (str, list))
+        if isinstance(prompt, list) and len(prompt) == 1 and not isinstance(prompt[0], int):
+            prompt = prompt[0]
+        ids = isinstance(prompt, list) and bool(prompt) and all(type(i) is int for i in prompt)
+        if not ids and not (isinstance(prompt, str) and prompt):
+            raise RequestError("prompt must be one text or one list of token ids, and not be empty")
+        logprobs = b.take("logprobs", int)
+        if logprobs is not None and logprobs > 1:
+            raise RequestError("logprobs: only those of the sampled tokens are there (0 or 1)")
+        options = b.take("stream_options", dict, {})
+        request = ChatRequest(
+            messages=() if ids else ({"role": "user", "content": prompt},),
+            token_ids=prompt if ids else (),
+            sampling=b.sampling(b.take("max_tokens", int, 16), "stop"),
+            stream=b.take("stream", bool, False),
+            usage=bool(options.get("include_usage")),
+            logprobs=logprobs is not None,
+            return_token_ids=b.take("return_token_ids", bool, False),
+            model=b.take("model", str, ""),
+        )
+        b.ignore(IGNORED)
+        b.neutral(n=1, best_of=1, echo=False, suffix="", frequency_penalty=0, presence_penalty=0, logit_bias={})
+        b.end()
+        return request
+
+    def whole(self, answer: Answer, request: ChatRequest) -> Json:
+        """A ``text_completion``."""
+        return {**self._text(answer, request, answer.finish), "usage": usage_of(answer)}
+
+    def stream(self, answer: Answer, request: ChatRequest) -> Iterator[SseEvent]:
+        """The text in one chunk, and the counts if wanted."""
+        yield "", self._text(answer, request, answer.finish)
+        if request.usage:
+            yield "", {**self._text(answer, request, answer.finish), "choices": [], "usage": usage_of(answer)}
+        yield "", "[DONE]"
+
+    @staticmethod
+    def _text(answer: Answer, request: ChatRequest, finish: str) -> Json:
+        choice: Json = {"index": 0, "text": answer.text, "finish_reason": finish, "logprobs": None}
+        if request.logprobs:
+            choice["logprobs"] = {
+                "tokens": [f"token_id:{t}" for t in answer.tokens.tolist()],
+                "token_logprobs": answer.logprobs.tolist(),
+                "top_logprobs": None,
+                "text_offset": [],
+            }
+        if request.return_token_ids:
+            choice |= {"token_ids": answer.tokens.tolist(), "prompt_token_ids": answer.prompt_ids.tolist()}
+        head = {"id": f"cmpl-{answer.id}", "object": "text_completion", "created": 0, "model": request.model}
+        return {**head, "choices": [choice]}
+
+
+class Anthropic:
+    """``/v1/messages``."""
+
+    ping = b'event: ping\ndata: {"type": "ping"}\n\n'
+
+    def read(self, body: Json) -> ChatRequest:
+        """Read a request."""
+        b = Body(body)
+        system = text_of(b.take("system", (str, list)))
+        messages = [{"role": "system", "content": system}] if system else []
+        for i, message in enumerate(b.take("messages", list, [])):
+            messages += self._message(i, message)
+        tools = [self._tool(i, tool) for i, tool in enumerate(b.take("tools", list, []))]
+        choice = b.take("tool_choice", dict, {}).get("type")
+        thinking = b.take("thinking", dict, {}).get("type", "disabled")
+        if thinking not in ("disabled", "enabled", "adaptive"):
+            raise RequestError(f"thinking: {thinking!r} is not supported")
+        request = ChatRequest(
+            messages=messages_of(messages),
+            tools=choose_tools(choice, tools_of(tools)),
+            sampling=b.sampling(b.take("max_tokens", int), "stop_sequences"),
+            stream=b.take("stream", bool, False),
+            model=b.take("model", str, ""),
+        )
+        b.ignore((*IGNORED, "context_management", "output_config"))
+        b.neutral(top_k=-1, mcp_servers=[], container="")
+        b.end()
+        return request
+
+    @staticmethod
+    def _tool(i: int, tool: Any) -> Json:
+        if not isinstance(tool, dict) or not isinstance(tool.get("name"), str) or "input_schema" not in tool:
+            wants = "a name and an input_schema"
+            raise RequestError(f"tools[{i}] must have {wants}; tools of the server are not supported")
+        description = tool.get("description", "")
+        function = {"name": tool["name"], "description": description, "parameters": tool["input_schema"]}
+        return {"type": "function", "function": function}
+
+    @staticmethod
+    def _message(i: int, message: Any) -> Iterator[Json]:
+        """One message as OpenAI's: results of tools are messages of their own there."""
+        if not isinstance(message, dict) or message.get("role") not in ("user", "assistant"):
+            raise RequestError(f"messages[{i}] must be an object whose role is user or assistant")
+        content = message.get("content")
+        if isinstance(content, str):
+            yield {"role": message["role"], "content": content}
+            return
+        if not isinstance(content, list) or not all(isinstance(part, dict) for part in content):
+            raise RequestError(f"messages[{i}].content must be a string or a list of blocks")
+        text, reasoning, calls, results = "", "", [], 0
+        for part in content:
+            match part.get("type"):
+                case "text":
+                    text += str(part.get("text", ""))
+                case "thinking":
+                    reasoning += str(part.get("thinking", ""))
+                case "redacted_thinking":
+                    pass
+                case "tool_use":
+                    function = {"name": part.get("name"), "arguments": json.dumps(part.get("input", {}))}
+                    calls.append({"id": part.get("id"), "type": "function", "function": function})
+                case "tool_result":
+                    results += 1
+                    result = text_of(part.get("content"))
+                    yield {"role": "tool", "tool_call_id": part.get("tool_use_id"), "content": result}
+                case kind:
+                    raise RequestError(f"messages[{i}]: a block of type {kind!r} is not supported")
+        if text or calls or not results:
+            found: Json = {"role": message["role"], "content": text}
+            found |= {"tool_calls": calls} if calls else {}
+            yield found | ({"reasoning_content": reasoning} if reasoning else {})
+
+    def whole(self, answer: Answer, request: ChatRequest) -> Json:
+        """A ``message``."""
+        stop = "stop_sequence" if answer.stopped_by is not None else STOP_REASONS[answer.finish]
+        usage = {"input_tokens": len(answer.prompt_ids), "output_tokens": len(answer.tokens)}
+        return {
+            "id": f"msg_{answer.id}", "type": "message", "role": "assistant", "model": request.model,
+            "content": self._blocks(answer), "stop_reason": stop, "stop_sequence": answer.stopped_by, "usage": usage,
+        }  # fmt: skip
+
+    @staticmethod
+    def _blocks(answer: Answer) -> list[Json]:
+        thinking = [{"type": "thinking", "thinking": answer.reasoning, "signature": ""}] if answer.reasoning else []
+        text = [{"type": "text", "text": answer.text}] if answer.text else []
+        uses = [
+            {"type": "tool_use", "id": c.id, "name": c.name, "input": json.loads(c.arguments)}
+            for c in answer.tool_calls
+        ]
+        return [*thinking, *text, *uses]
+
+    def stream(self, answer: Answer, request: ChatRequest) -> Iterator[SseEvent]:
+        """The events of a message, one delta for each block."""
+        whole = self.whole(answer, request)
+        start = {**whole, "content": [], "stop_reason": None, "stop_sequence": None}
+        yield _named(type="message_start", message={**start, "usage": {**whole["usage"], "output_tokens": 1}})
+        for i, block in enumerate(whole["content"]):
+            empty, delta = EMPTY[block["type"]](block)
+            yield _named(type="content_block_start", index=i, content_block=empty)
+            yield _named(type="content_block_delta", index=i, delta=delta)
+            yield _named(type="content_block_stop", index=i)
+        end = {"stop_reason": whole["stop_reason"], "stop_sequence": whole["stop_sequence"]}
+        yield _named(type="message_delta", delta=end, usage=whole["usage"])
+        yield _named(type="message_stop")
+
+    def error(self, error: RequestError) -> Json:
+        """Anthropic's error."""
+        kind = ANTHROPIC_KINDS.get(error.status, "api_error")
+        return {"type": "error", "error": {"type": kind, "message": str(error)}}
+
+
+STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
+ANTHROPIC_KINDS = {
+    400: "invalid_request_error", 401: "authentication_error", 404: "not_found_error", 413: "request_too_large",
+    429: "rate_limit_error", 503: "overloaded_error",
+}  # fmt: skip
+EMPTY: Mapping[str, Any] = {
+    "text": lambda b: ({**b, "text": ""}, {"type": "text_delta", "text": b["text"]}),
+    "thinking": lambda b: ({**b, "thinking": ""}, {"type": "thinking_delta", "thinking": b["thinking"]}),
+    "tool_use": lambda b: ({**b, "input": {}}, {"type": "input_json_delta", "partial_json": json.dumps(b["input"])}),
+}
+"""By type of a block: how it begins in a stream, and the one delta that brings all of it."""
+
+
+def _named(**data: Any) -> SseEvent:
+    return data["type"], data

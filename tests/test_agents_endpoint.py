@@ -1,0 +1,358 @@
+"""The endpoint of a sample as a client sees it: retries, slow answers, failures and limits of three dialects."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from io import BytesIO
+from typing import Any
+
+import aiohttp
+import numpy as np
+import pytest
+from toy_chat import ToyTokenizer
+
+from april.agents.chat import RequestError
+from april.agents.endpoint import LARGEST_BODY, Endpoint, Opened
+from april.agents.session import Session
+from april.agents.template import Template
+from april.core.tape import Float32, Int32
+from april.core.types import FinishReason
+from april.errors import RolloutError
+
+renderers = pytest.importorskip("renderers")
+TOY = ToyTokenizer()
+HELLO = [{"role": "user", "content": "hello"}]
+CHAT = {"model": "m", "messages": HELLO}
+ANTHROPIC = {"model": "m", "messages": HELLO, "max_tokens": 99}
+TEXT = {"model": "m", "prompt": "hello"}
+ROUTES = {"chat/completions": CHAT, "messages": ANTHROPIC, "completions": TEXT}
+TOOL = {"name": "add", "description": "adds", "parameters": {"type": "object", "properties": {}}}
+
+
+@dataclass
+class Generated:
+    """An answer of the scripted model."""
+
+    tokens: Int32
+    logprobs: Float32
+    finish: FinishReason
+    number: int
+
+
+@dataclass
+class Model:
+    """Answers when it may; notes what it was asked."""
+
+    says: str = "hi<|im_end|>"
+    may: asyncio.Event = field(default_factory=asyncio.Event)
+    asked: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
+    fails: Exception | None = None
+
+    async def __call__(self, ids: Int32, sampling: Mapping[str, Any]) -> Generated:
+        """Continue these tokens."""
+        self.asked.append((TOY.decode(ids.tolist()), dict(sampling)))
+        number = len(self.asked)
+        await self.may.wait()
+        if self.fails is not None:
+            raise self.fails
+        tokens = TOY.encode(self.says)
+        limit = sampling.get("max_tokens", 10**6)
+        finish = FinishReason.LENGTH if len(tokens) > limit else FinishReason.STOP
+        made = np.array(tokens[:limit], np.int32)
+        return Generated(made, np.full(len(made), -0.5, np.float32), finish, number)
+
+
+@dataclass
+class World:
+    """An endpoint with one open session, a model behind it and a client before it."""
+
+    endpoint: Endpoint
+    door: Opened
+    model: Model
+    http: aiohttp.ClientSession
+
+    def post(self, route: str, body: Any = None, *, key: str | None = None, **headers: str) -> Any:
+        """Send a request of a client."""
+        sent = {"Authorization": f"Bearer {self.door.key if key is None else key}"}
+        sent |= {name.replace("_", "-"): value for name, value in headers.items()}
+        return self.http.post(f"{self.door.url}/{route}", json=ROUTES[route] if body is None else body, headers=sent)
+
+    async def ask(self, route: str, body: Any = None, **headers: str) -> tuple[int, Any]:
+        """The status and the JSON of an answer."""
+        async with self.post(route, body, **headers) as response:
+            return response.status, await response.json()
+
+    def may(self) -> None:
+        """Let the model answer."""
+        self.endpoint._loop.call_soon_threadsafe(self.model.may.set)
+
+
+@asynccontextmanager
+async def world(says: str = "hi<|im_end|>", *, waits: bool = False, **options: Any) -> AsyncIterator[World]:
+    """A world whose model answers at once, unless it ``waits``."""
+    model = Model(says)
+    if not waits:
+        model.may.set()
+    endpoint = Endpoint(**options)
+    endpoint.start()
+    template = Template(TOY, renderers.Qwen3RendererConfig(enable_thinking=False))
+    try:
+        async with aiohttp.ClientSession() as http:
+            yield World(endpoint, endpoint.open(Session(model, template)), model, http)
+    finally:
+        await asyncio.to_thread(endpoint.stop)
+
+
+async def until(condition: Any) -> None:
+    """Give way until it is true."""
+    while not condition():  # noqa: ASYNC110 - the endpoint is on a thread of its own
+        await asyncio.sleep(0.001)
+
+
+def words(route: str, body: Any) -> str:
+    """The text of an answer."""
+    if route == "messages":
+        return "".join(block.get("text", "") for block in body["content"])
+    choice = body["choices"][0]
+    return str(choice["text"] if route == "completions" else choice["message"]["content"])
+
+
+@pytest.mark.parametrize("route", ROUTES)
+async def test_an_answer(route: str) -> None:
+    """Text, reason of the end and counts, without the mark that ends a turn."""
+    async with world() as w:
+        status, body = await w.ask(route)
+        assert (status, words(route, body)) == (200, "hi")
+        counts = set(body["usage"].values())
+        assert 3 in counts  # h, i and the mark
+        ends = body["stop_reason"] if route == "messages" else body["choices"][0]["finish_reason"]
+        assert ends == ("end_turn" if route == "messages" else "stop")
+
+
+@pytest.mark.parametrize("route", ROUTES)
+async def test_a_stream_says_what_the_whole_answer_says(route: str) -> None:
+    """The pieces of a stream are the answer, and its end is the dialect's."""
+    async with world() as w, w.post(route, ROUTES[route] | {"stream": True}) as response:
+        text = (await response.read()).decode()
+        data = [line.removeprefix("data: ") for line in text.splitlines() if line.startswith("data: ")]
+        if route == "messages":
+            events = [json.loads(d) for d in data]
+            assert [e["type"] for e in events] == [
+                "message_start", "content_block_start", "content_block_delta", "content_block_stop", "message_delta",
+                "message_stop",
+            ]  # fmt: skip
+            assert events[2]["delta"]["text"] == "hi"
+        else:
+            assert data.pop() == "[DONE]"
+            choices = [json.loads(d)["choices"][0] for d in data]
+            said = "".join(c.get("text") or c.get("delta", {}).get("content") or "" for c in choices)
+            assert (said, choices[-1]["finish_reason"]) == ("hi", "stop")
+
+
+@pytest.mark.parametrize("retry", [True, False])
+async def test_a_retry_joins_and_an_equal_request_does_not(retry: bool) -> None:
+    """Two equal requests of clients that both wait are two generations, unless the second says that it is a retry."""
+    async with world(waits=True) as w:
+        first = asyncio.create_task(w.ask("chat/completions"))
+        await until(lambda: len(w.model.asked) == 1)
+        headers = {"x_stainless_retry_count": "1"} if retry else {}
+        second = asyncio.create_task(w.ask("chat/completions", **headers))
+        if not retry:
+            await until(lambda: len(w.model.asked) == 2)
+        w.may()
+        ids = {body["id"] for _, body in await asyncio.gather(first, second)}
+        assert (len(ids), len(w.model.asked)) == ((1, 1) if retry else (2, 2))
+
+
+async def test_a_client_that_hung_up_and_asks_again_gets_the_answer() -> None:
+    """Nobody hears the first request any more, so the second one is the same; its answer is not generated twice."""
+    async with world(waits=True) as w:
+        first = asyncio.create_task(w.ask("chat/completions"))
+        await until(lambda: len(w.model.asked) == 1)
+        first.cancel()
+        (asked,) = next(iter(w.door.session.asked.values()))
+        await until(lambda: not asked.clients)
+        w.may()
+        await until(asked.task.done)
+        assert w.door.session.unheard() == [1]
+        status, body = await w.ask("chat/completions")
+        assert (status, words("chat/completions", body), len(w.model.asked)) == (200, "hi", 1)
+        assert w.door.session.unheard() == []
+
+
+@pytest.mark.parametrize("left", [0, 1])
+async def test_an_answer_that_a_client_does_not_read_is_not_heard(left: int) -> None:
+    """What waits to be sent when the session ends has reached nobody."""
+
+    class Stalled(asyncio.WriteTransport):
+        def get_write_buffer_size(self) -> int:
+            return left
+
+    async with world() as w:
+        await w.ask("chat/completions")
+        (asked,) = next(iter(w.door.session.asked.values()))
+        asked.heard, asked.sending = False, [Stalled()]
+        assert w.endpoint.shut(w.door, "it is over") == [1] * left
+
+
+async def test_sessions_of_a_client_are_told_apart() -> None:
+    """The same body under another X-Session-ID is another request, a retry or not."""
+    async with world(waits=True) as w:
+        first = asyncio.create_task(w.ask("chat/completions", X_Session_ID="a"))
+        await until(lambda: len(w.model.asked) == 1)
+        second = asyncio.create_task(w.ask("chat/completions", X_Session_ID="b", x_stainless_retry_count="1"))
+        await until(lambda: len(w.model.asked) == 2)
+        w.may()
+        assert len({body["id"] for _, body in await asyncio.gather(first, second)}) == 2
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("route", ROUTES)
+async def test_a_slow_answer_keeps_its_connection(route: str, stream: bool) -> None:
+    """Bytes that mean nothing come before the answer, in every dialect."""
+    body = ROUTES[route] | {"stream": stream}
+    async with world(waits=True, commit_s=0.0, alive_s=0.001) as w, w.post(route, body) as r:
+        first = await r.content.readany()
+        assert set(first.split(b"\n")) <= {b"", b": ping", b"event: ping", b'data: {"type": "ping"}'}
+        w.may()
+        rest = await r.read()
+        assert b"hi" in rest
+        if not stream:
+            assert words(route, json.loads(first + rest)) == "hi"
+
+
+@pytest.mark.parametrize("route", ROUTES)
+async def test_a_failure_before_the_200_has_a_status_of_its_own(route: str) -> None:
+    """And says that the same request is not worth a retry."""
+    async with world() as w:
+        w.model.fails = RolloutError("no chain is left")
+        async with w.post(route) as response:
+            assert (response.status, response.headers["x-should-retry"]) == (400, "false")
+            assert "no chain is left" in json.dumps(await response.json())
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("route", ROUTES)
+async def test_a_failure_after_the_200(route: str, stream: bool) -> None:
+    """A stream ends with an event of an error, another answer with a cut connection; neither looks like an answer."""
+    async with world(waits=True, commit_s=0.0, alive_s=0.001) as w:
+        w.model.fails = RolloutError("no chain is left")
+        async with w.post(route, ROUTES[route] | {"stream": stream}) as response:
+            await response.content.readany()
+            w.may()
+            if stream:
+                assert "event: error" in (await response.read()).decode()
+            else:
+                with pytest.raises(aiohttp.ClientError):
+                    await response.read()
+
+
+@pytest.mark.parametrize(
+    ("route", "body", "status", "says"),
+    [
+        ("chat/completions", {"messages": []}, 400, "messages"),
+        ("chat/completions", CHAT | {"n": 2}, 400, "n=2"),
+        ("chat/completions", CHAT | {"frobnicate": 1}, 400, "frobnicate"),
+        ("chat/completions", CHAT | {"max_tokens": "9"}, 400, "max_tokens must be int"),
+        ("chat/completions", CHAT | {"response_format": {"type": "json_object"}}, 400, "response_format"),
+        ("chat/completions", CHAT | {"tool_choice": "required", "tools": [{"type": "function", "function": TOOL}]}, 400,
+         "tool_choice"),
+        ("chat/completions", CHAT | {"tools": [{"type": "web_search"}]}, 400, "tools[0]"),
+        ("chat/completions", {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "image_url"),
+        ("chat/completions", {"messages": HELLO * 5000}, 400, "messages"),
+        ("chat/completions", [1], 400, "JSON object"),
+        ("messages", ANTHROPIC | {"top_k": 5}, 400, "top_k"),
+        ("messages", {"messages": [{"role": "robot", "content": "x"}]}, 400, "messages[0]"),
+        ("completions", {"prompt": [[1], [2]]}, 400, "prompt"),
+        ("completions", TEXT | {"echo": True}, 400, "echo"),
+        ("completions", TEXT | {"logprobs": 5}, 400, "logprobs"),
+    ],
+)  # fmt: skip
+async def test_what_cannot_be_answered_is_refused_by_name(route: str, body: Any, status: int, says: str) -> None:
+    """A parameter is honoured, changes nothing, or is refused; nothing is generated then."""
+    async with world() as w:
+        async with w.post(route, body) as response:
+            assert (response.status, response.headers["x-should-retry"]) == (status, "false")
+            assert says in (await response.text()).replace('\\"', '"')
+        assert w.model.asked == []
+
+
+async def test_keys_addresses_and_sizes() -> None:
+    """A wrong key, another address, a body too large and one that is no JSON: named errors, and others go on."""
+    async with world() as w:
+        assert (await w.ask("messages", key="wrong"))[0] == 401
+        async with w.http.post(f"{w.endpoint.url}/nobody/v1/chat/completions", json=CHAT) as response:
+            assert response.status == 404
+        headers = {"x-api-key": w.door.key}
+        large = BytesIO(bytes(LARGEST_BODY + 1))
+        async with w.http.post(f"{w.door.url}/messages", data=large, headers=headers) as response:
+            assert response.status == 413
+        async with w.http.post(f"{w.door.url}/messages", data=b"{", headers=headers) as response:
+            assert response.status == 400
+        async with w.http.get(f"{w.door.url}/models", headers=headers) as response:
+            assert [m["id"] for m in (await response.json())["data"]] == ["april"]
+        assert (await w.ask("chat/completions"))[0] == 200
+
+
+async def test_a_session_that_is_shut_answers_nothing_any_more() -> None:
+    """What is being answered ends with a named error that is not retried; its address is unknown from then on."""
+    async with world(waits=True) as w:
+        asking = asyncio.create_task(w.ask("chat/completions"))
+        await until(lambda: len(w.model.asked) == 1)
+        assert w.endpoint.shut(w.door, "its rollout function has ended") == []
+        assert (await asking)[0] == 410
+        assert (await w.ask("chat/completions"))[0] == 404
+
+
+async def test_what_was_sampled_is_never_tokenised_again() -> None:
+    """The next turn's tokens begin with those of the turn before, however the client writes the answer down."""
+    says = 'let me\n<tool_call>\n{"name":  "add", "arguments": {"b": 2,"a": 1}}\n</tool_call><|im_end|>'
+    async with world(says) as w:
+        tools = [{"type": "function", "function": TOOL}]
+        _, body = await w.ask("chat/completions", CHAT | {"tools": tools})
+        message = body["choices"][0]["message"]
+        (call,) = message["tool_calls"]
+        assert (body["choices"][0]["finish_reason"], json.loads(call["function"]["arguments"])) == (
+            "tool_calls", {"a": 1, "b": 2},
+        )  # fmt: skip
+        call["function"]["arguments"] = json.dumps({"a": 1, "b": 2})  # as an SDK writes it
+        result = {"role": "tool", "tool_call_id": call["id"], "content": "3"}
+        await w.ask("chat/completions", {"messages": [*HELLO, message | {"refusal": None}, result], "tools": tools})
+        (first, _), (second, _) = w.model.asked
+        assert second.startswith(first + says)
+
+
+async def test_a_cut_answer_is_length_and_is_not_gone_on_with() -> None:
+    """Even behind a complete tool call; its raw text is there, and the next turn is rendered anew."""
+    says = '<tool_call>\n{"name": "add", "arguments": {}}\n</tool_call> and more'
+    tools = [{"type": "function", "function": TOOL}]
+    async with world(says) as w:
+        _, body = await w.ask("chat/completions", CHAT | {"tools": tools, "max_tokens": len(TOY.encode(says)) - 3})
+        choice = body["choices"][0]
+        assert choice["finish_reason"] == "length"
+        more = [*HELLO, choice["message"], {"role": "user", "content": "go on"}]
+        await w.ask("chat/completions", {"messages": more, "tools": tools})
+        (first, _), (second, _) = w.model.asked
+        assert not second.startswith(first + says[:20] + "x")
+        assert "go on" in second
+
+
+async def test_stop_strings_are_cut_from_the_text_and_named() -> None:
+    """As both dialects have it: the text ends before the string."""
+    async with world("one two three<|im_end|>") as w:
+        _, body = await w.ask("messages", ANTHROPIC | {"stop_sequences": ["three", "two"]})
+        assert (words("messages", body), body["stop_reason"], body["stop_sequence"]) == ("one ", "stop_sequence", "two")
+        assert w.model.asked[0][1]["stop"] == ["three", "two"]
+
+
+def test_errors_have_the_shape_of_the_dialect() -> None:
+    """OpenAI's and Anthropic's clients make their own exceptions of them."""
+    from april.agents.endpoint import ROUTES as DIALECTS
+
+    error = RequestError("no", 401, "authentication_error")
+    assert DIALECTS["/messages"].error(error)["error"]["type"] == "authentication_error"
+    assert DIALECTS["/chat/completions"].error(error)["error"]["message"] == "no"

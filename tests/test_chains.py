@@ -1,0 +1,820 @@
+"""Samples of several conversations: what a call continues, what is kept, and the rows of the batch that they become."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from chain_machine import FIRST, ChainMachine, P, check_rows
+from core_machine import A, B, settings
+
+from april.core import commands as do
+from april.core import events as ev
+from april.core import snapshot
+from april.core.batch import Batch
+from april.core.types import CallState, FinishReason, OnStale, SampleId, SampleState
+from april.corrections.advantages import Method, loss_weights
+from april.errors import CheckpointError, InvariantError
+
+
+def began(engines: tuple[Any, ...] = (A,), *, auto_score: bool = True, **changes: Any) -> ChainMachine:
+    """The trainer has asked for a batch; one group of one sample, unless ``changes`` say more."""
+    changes = {"n": 1, "samples": 1, "max_in_flight": 16} | changes
+    m = ChainMachine(settings(**changes), engines=engines, auto_score=auto_score)
+    m.ask()
+    return m
+
+
+def delivered(m: ChainMachine) -> Batch:
+    """The one batch, whose rows are what the weights wrote; nothing is held or lost."""
+    (batch,) = m.batches
+    check_rows(batch)
+    m.check_ledger()
+    return batch
+
+
+# ---------------------------------------------------------------- which conversation a call continues
+
+
+def test_a_call_continues_what_it_extends() -> None:
+    """One conversation of two turns is one row; what stands between is the environment's."""
+    m = began()
+    one = m.say(P)
+    two = m.say([*one, 7, 8])
+    m.returns()
+    (row,) = delivered(m).samples
+    assert [*row.prompt.token_ids, *row.tokens] == two
+    assert row.loss_mask.tolist() == [1, 1, 1, 0, 0, 1, 1, 1]
+
+
+def test_of_several_that_are_free_the_longest_is_continued() -> None:
+    """A short conversation that is extended, too, stays as it is."""
+    m = began()
+    one = m.say(P)
+    busy, twin = m.call([*one, 7]), m.call([*one, 7])
+    m.unheard(busy)
+    longer = m.complete(twin).conversation
+    assert m.conversations() == [one, longer]
+    number = m.call([*longer, 9])
+    assert m.of_call(number).call.chain is m.chains()[1]
+    m.complete(number)
+    m.finish_aborts()
+    m.returns()
+    assert [len(row.tokens) for row in delivered(m).samples] == [3, 7]
+
+
+def test_equal_calls_side_by_side_open_two() -> None:
+    """Neither is the answer of the other; each is heard where it was asked, whatever comes first."""
+    m = began()
+    a, b = m.call(P), m.call(P)
+    assert {m.of_call(n).sampling.seed for n in (a, b)} == {m.of_call(n).sampling.seed for n in (b, a)}
+    assert m.of_call(a).sampling.seed != m.of_call(b).sampling.seed
+    second, first = m.complete(b, 5), m.complete(a, 2)
+    assert [len(first.tokens), len(second.tokens)] == [2, 5]
+    assert (first.chain, second.chain) == (0, 1)
+    c, d = m.call([*first.conversation, 7]), m.call([*second.conversation, 7])
+    assert [m.of_call(n).call.chain.number for n in (c, d)] == [0, 1]
+    m.complete(c)
+    m.complete(d)
+    m.returns()
+    assert [row.chain for row in delivered(m).samples] == [0, 1]
+
+
+def test_what_is_busy_is_not_continued() -> None:
+    """The same continuation, asked for again while the first is answered, begins its own conversation."""
+    m = began()
+    one = m.say(P)
+    m.complete(m.call([*one, 7]), 2)
+    m.call([*one, 8])
+    again = m.call([*one, 8])
+    assert m.of_call(again).call.chain.number == 2
+    assert m.of_call(again).call.chain.prompt.tolist() == [*one, 8]
+
+
+@pytest.mark.parametrize("edit", ["shorter", "rewritten", "other"])
+def test_a_history_that_was_edited_opens_another(edit: str) -> None:
+    """What was there stays as it was and is trained; what the new one repeats of it carries no loss."""
+    m = began()
+    one = m.say(P, 6)
+    ids = {"shorter": one[:5], "rewritten": [*one[:4], 99, *one[5:]], "other": [77, 78]}[edit]
+    two = m.say([*ids, 9])
+    m.returns()
+    first, second = delivered(m).samples
+    assert m.generated == 9 == first.loss_mask.sum() + second.loss_mask.sum()
+    assert [*first.prompt.token_ids, *first.tokens] == one
+    assert second.prompt.token_ids.tolist() == [*ids, 9]
+    assert [*second.prompt.token_ids, *second.tokens] == two
+
+
+def test_the_first_conversation_may_be_another_than_the_prompt() -> None:
+    """A client that writes its own system prompt has one row, with that prompt; the data are the group's."""
+    m = began()
+    m.say([50, 51, 52])
+    m.returns()
+    (row,) = delivered(m).samples
+    assert row.chain == 0
+    assert row.prompt.token_ids.tolist() == [50, 51, 52]
+    assert row.prompt.data is m.core.leased[0][0].group.prompt.data
+
+
+def test_what_the_function_writes_into_afterwards_is_its_own() -> None:
+    """The tokens of a call are copied: a client may use its array again."""
+    m = began()
+    for ids in (np.array([50, 51], np.int32), np.array([60, 61], np.int32)):
+        m.made[FIRST] += 1
+        m.asked[FIRST, m.made[FIRST]] = ids.tolist()
+        m.post(ev.CallMade(SampleId(0, 0), m.sampling, ids, m.made[FIRST], any_chain=True))
+        ids[:] = 0
+    assert [ids[:2] for ids in m.conversations()] == [[50, 51], [60, 61]]
+
+
+def test_parallel_calls_take_a_place_each() -> None:
+    """No more than max_in_flight are at engines; the others wait, and go in the order in which they were made."""
+    m = began(max_in_flight=2)
+    numbers = [m.call([*P, i]) for i in (20, 21, 22, 23)]
+    assert [a.call.number for a in m.in_flight.values()] == numbers[:2]
+    assert [call.state for call in m.sample(0).open_calls] == [*[CallState.IN_FLIGHT] * 2, *[CallState.QUEUED] * 2]
+    m.complete(numbers[1])
+    assert [a.call.number for a in m.in_flight.values()] == [numbers[0], numbers[2]]
+    for number in (numbers[0], numbers[2], numbers[3]):
+        m.complete(number)
+    m.returns()
+    assert len(delivered(m)) == 4
+
+
+def test_a_function_of_one_conversation_makes_one_call_at_a_time() -> None:
+    """``any_chain`` is what allows several; without it a second call is the host's mistake."""
+    m = began()
+    m.call(P)
+    with pytest.raises(InvariantError, match="called generate twice at the same time"):
+        m.post(ev.CallMade(SampleId(0, 0), m.sampling, None, 9))
+    with pytest.raises(InvariantError, match="returned while it was waiting"):
+        m.returns()
+
+
+# ---------------------------------------------------------------- limits
+
+
+@pytest.mark.parametrize("most", [1, 3])
+def test_a_sample_has_max_chains_conversations(most: int) -> None:
+    """As many as that are served, however often each is continued; one more fails the sample by the setting's name."""
+    m = began(max_chains=most)
+    for i in range(most):
+        m.say([*m.say([*P, 20 + i]), 9])
+    m.call([*P, 90])
+    (drop,) = [c for c in m.commands if isinstance(c, do.ReportDrop)]
+    assert f"max_chains={most}" in drop.why
+    assert m.dropped == {"failed": 6 * most}
+
+
+def test_what_was_asked_before_a_restart_and_is_not_now_takes_no_room() -> None:
+    """A function that asks otherwise after a restart has its max_chains conversations anew."""
+    m = began(max_chains=2)
+    for i in (20, 21):
+        m.say([*P, i])
+    again = m.restarted()
+    for i in (30, 31):
+        again.say([*P, i])
+    again.returns()
+    assert [row.prompt.token_ids[-1] for row in delivered(again).samples] == [30, 31]
+    assert again.dropped == {"replay_diverged": 6}
+
+
+def test_a_conversation_without_room_in_the_context_fails_by_name() -> None:
+    """The engines' context bounds the prompt of every conversation."""
+    m = began()
+    m.say(P)
+    m.call([7] * 4096)
+    (drop,) = [c for c in m.commands if isinstance(c, do.ReportDrop)]
+    assert "a conversation of 4096 tokens has no room" in drop.why
+
+
+def test_each_row_has_the_budget_to_itself() -> None:
+    """``max_response_len`` bounds what follows the prompt of a row, environment included; then answers are empty."""
+    m = began(max_response_len=10)
+    number = m.call(P)
+    m.end(m.of_call(number).id)
+    one = m.heard[FIRST, number]
+    assert (len(one.tokens), one.finish) == (10, FinishReason.LENGTH)
+    over = m.heard[FIRST, m.call([*one.conversation, 7, 8])]
+    assert (over.tokens, over.finish, over.chain) == ([], FinishReason.LENGTH, 0)
+    fork = m.say([*P, 20], 4)
+    number = m.call([*fork, *[7] * 4])
+    m.end(m.of_call(number).id)
+    assert len(m.heard[FIRST, number].tokens) == 2
+    cut = m.heard[FIRST, m.call([*fork, *[7] * 4, *m.heard[FIRST, number].tokens, *[8] * 30])]
+    assert (cut.tokens, cut.finish, cut.chain) == ([], FinishReason.LENGTH, 1)
+    m.returns()
+    assert [len(row.tokens) for row in delivered(m).samples] == [10, 10]
+
+
+def test_a_long_conversation_has_what_the_context_leaves_it() -> None:
+    """Room is counted from its own prompt, not from the group's."""
+    m = began()
+    assert m.of_call(m.call([7] * 4090)).sampling.max_tokens == 6
+    assert m.of_call(m.call(P)).sampling.max_tokens == 1000
+
+
+def test_a_budget_that_is_used_up_is_so_after_a_restart() -> None:
+    """An empty answer is given again to the same question, although the row has no room for all of it."""
+    m = began(max_response_len=6)
+    one = m.say(P, 4)
+    ids = [*one, 7, 8, 9, 10]
+    assert m.heard[FIRST, m.call(ids)].finish is FinishReason.LENGTH
+    again = m.restarted()
+    again.call(P)
+    number = again.call(ids)
+    assert again.heard[FIRST, number] == (ids, [], FinishReason.LENGTH, 0)
+    again.returns()
+    assert again.dropped == {}
+    assert [len(row.tokens) for row in delivered(again).samples] == [6]
+
+
+def test_where_nothing_was_generated_there_is_a_row_all_the_same() -> None:
+    """A sample has its reward and its place among its siblings, even if no answer of it has a token."""
+    m = began(samples=2)
+    for i in (20, 21):
+        attempt = m.of_call(m.call([*P, i]))
+        m.stops(attempt)
+    m.say(P, 2, (0, 1))
+    m.returns()
+    m.returns((0, 1))
+    batch = delivered(m)
+    assert [(tuple(row.id), len(row.tokens)) for row in batch.samples] == [((0, 0), 0), ((0, 1), 2)]
+    assert batch.group_sizes == (2,)
+    assert np.isfinite(batch.advantages()).all()
+
+
+# ---------------------------------------------------------------- aborted and continued
+
+
+def test_each_goes_on_where_it_was_with_the_weights_of_now() -> None:
+    """Calls that a step's end cuts keep their tokens; versions rise in every row by itself."""
+    m = began(over=2)
+    a, b = m.call([*P, 20]), m.call([*P, 21])
+    m.grow(a, 4)
+    m.say(P, of=(1, 0))
+    m.returns((1, 0))
+    assert len(m.abort_asked) == 2
+    m.next_step()
+    m.grow(b, 5)
+    m.complete(a, 2)
+    c = m.call([*m.heard[FIRST, a].conversation, 7])
+    m.complete(b, 1)
+    m.complete(c, 2)
+    m.returns()
+    check_rows(m.batches[-1])
+    one, two = m.rows()
+    assert one.versions[:, 1].tolist() == [0, 0, 0, 0, 1, 1, 1, 1, 1]
+    assert two.versions[:, 1].tolist() == [1] * 6
+    assert (one.staleness, two.staleness, m.batches[-1].metrics["staleness_max"]) == (1, 0, 1.0)
+    assert one.resumes == 1
+    m.check_ledger()
+
+
+def test_a_conversation_goes_where_its_prefix_is_cached() -> None:
+    """Each remembers its own engine."""
+    m = began((A, B))
+    a, b = m.call([*P, 20]), m.call([*P, 21])
+    where = {n: m.of_call(n).engine for n in (a, b)}
+    assert set(where.values()) == {"a", "b"}
+    ids = {n: m.complete(n).conversation for n in (a, b)}
+    for n in (b, a):
+        assert m.of_call(m.call([*ids[n], 7])).engine == where[n]
+
+
+# ---------------------------------------------------------------- functions that are lost
+
+
+def test_a_lost_function_begins_again_when_all_its_calls_have_ended() -> None:
+    """None of its attempts is at an engine then; what waits in the queue is never sent for the dead."""
+    m = began(max_in_flight=2)
+    numbers = [m.call([*P, i]) for i in (20, 21, 22)]
+    for number in numbers[:2]:
+        m.grow(number, number)
+    m.lose(0)
+    assert m.abort_asked == set(m.in_flight)
+    assert len(m.in_flight) == 2
+    first, second = sorted(m.in_flight)
+    m.end(first, 0)
+    assert m.sample(0).state is SampleState.RUNNING
+    m.end(second, 1)
+    assert m.alive == {FIRST}
+    assert m.core.context.counters["lost_functions"] == 1
+    other = m.call([*P, 22])
+    m.complete(other, 2)
+    for i in (21, 20):
+        m.complete(m.call([*P, i]), 1)
+    m.returns()
+    assert sorted(len(row.tokens) for row in delivered(m).samples) == [2, 2, 4]
+    assert m.dropped == {}
+
+
+def test_a_call_that_ends_by_itself_meanwhile_is_answered_from_the_tape() -> None:
+    """The answer that nobody heard is kept for the function that asks again."""
+    m = began()
+    a, b = m.call([*P, 20]), m.call([*P, 21])
+    m.lose(0)
+    for number in (a, b):
+        m.stops(m.of_call(number), 1)
+    before = m.generated
+    again = m.call([*P, 21]), m.call([*P, 20])
+    assert [m.heard[FIRST, n].tokens for n in again] == [[1], [1]]
+    m.returns()
+    assert m.generated == before
+    assert len(delivered(m)) == 2
+
+
+def test_who_asks_for_less_after_a_loss_keeps_what_is_asked_for() -> None:
+    """By content, in any order; the rest is dropped as replay_diverged, whole conversations and their tails alike."""
+    m = began()
+    one = m.say(P, 3)
+    two = m.say([*one, 7], 4)
+    m.say([*P, 20], 5)
+    m.say([*P, 21], 6)
+    m.say([*two, 8], 2)
+    m.lose(0)
+    assert m.say([*P, 21]) == m.conversations()[2]
+    assert m.say(P) == one
+    assert m.say([*one, 7]) == two
+    m.returns()
+    assert m.dropped == {"replay_diverged": 2 + 5}
+    assert m.core.context.counters["replays_diverged"] == 2
+    assert [len(row.tokens) for row in delivered(m).samples] == [8, 6]
+
+
+def test_twins_that_are_asked_again_get_both_answers() -> None:
+    """Equal calls are answered in the order of their conversations; what follows finds the right one."""
+    m = began()
+    a, b = m.call(P), m.call(P)
+    answers = [m.complete(n, n + 1).conversation for n in (a, b)]
+    more = [m.say([*ids, 7], 2) for ids in answers]
+    m.lose(0)
+    assert [m.say(P), m.say(P)] == answers
+    assert [m.say([*ids, 7]) for ids in reversed(answers)] == more[::-1]
+    assert not any(chain.replay for chain in m.chains())
+    m.returns()
+    assert m.dropped == {}
+
+
+def test_a_tool_that_drifts_opens_another_conversation() -> None:
+    """The answers before the drift are kept and claimed; what followed the other tool result is dropped."""
+    m = began()
+    one = m.say(P)
+    m.say([*one, 7], 5)
+    m.lose(0)
+    one = m.say(P)
+    m.say([*one, 8], 2)
+    m.returns()
+    first, second = delivered(m).samples
+    assert [*first.prompt.token_ids, *first.tokens] == one
+    assert second.prompt.token_ids.tolist() == [*one, 8]
+    assert m.dropped == {"replay_diverged": 5}
+
+
+def test_a_function_that_asks_for_one_conversation_now_begins_again() -> None:
+    """Calls without content cannot be matched with several conversations."""
+    m = began()
+    m.say(P)
+    m.say([*P, 20])
+    m.lose(0)
+    m.asked[FIRST, 0] = P
+    m.post(ev.CallMade(SampleId(0, 0), m.sampling, None))
+    assert m.sample(0).state is SampleState.RUNNING
+    m.returns()
+    assert m.dropped == {"replay_diverged": 6}
+    assert m.alive == {FIRST}
+    assert m.sample(0).restarts == 1
+
+
+# ---------------------------------------------------------------- states
+
+
+def test_a_state_in_the_middle_of_everything_goes_on() -> None:
+    """Answered, half answered and queued calls are answered from the tape, continued, and sent."""
+    m = began(max_in_flight=2)
+    one = m.say(P, 3)
+    m.say([*P, 20], 4)
+    a, _b, _c = m.call([*one, 7]), m.call([*P, 21]), m.call([*P, 22])
+    m.grow(a, 5)
+    again = m.restarted()
+    assert again.core.tokens.observed == 12
+    assert again.say([*P, 20]) == m.conversations()[1]
+    c, b = again.call([*P, 22]), again.call([*P, 21])
+    assert again.say(P) == one
+    for number in (c, b):
+        again.complete(number, 2)
+    number = again.call([*one, 7])
+    assert again.of_call(number).in_call == 5
+    again.complete(number, 1)
+    again.returns()
+    assert again.dropped == {}
+    batch = delivered(again)
+    assert sorted(len(row.tokens) for row in batch.samples) == [2, 2, 4, 10]
+    assert {row.versions[:, 0].max() for row in batch.samples} == {0, 1}
+
+
+def test_a_state_in_the_middle_of_a_replay_has_what_is_still_to_be_asked() -> None:
+    """Nothing is lost by restarts in a row, whatever was asked again between them."""
+    m = began()
+    one = m.say(P, 3)
+    two = m.say([*one, 7], 4)
+    other = m.say([*P, 20], 5)
+    for steps in (0, 1, 2, 1):
+        m = m.restarted()
+        for ids, answer in [(P, one), ([*one, 7], two)][:steps]:
+            assert m.say(ids) == answer
+    m = m.restarted()
+    assert [m.say([*P, 20]), m.say(P), m.say([*one, 7])] == [other, one, two]
+    m.returns()
+    assert m.dropped == {}
+    assert m.core.tokens.observed == m.core.tokens.delivered == 12
+
+
+def test_rows_that_were_not_trained_are_delivered_again() -> None:
+    """A batch of a sample with several rows comes again after the restart, row by row the same."""
+    m = began(samples=2)
+    one = m.say(P, 3)
+    m.say([60, 61], 4)
+    m.say([*one, 7], 2)
+    m.say(P, 2, (0, 1))
+    m.returns((0, 1))
+    m.returns()
+    again = m.restarted(-1)
+    before, after = m.batches[0], again.batches[0]
+    assert after.group_sizes == before.group_sizes == (3,)
+    for name, rows in before.ragged().items():
+        assert np.array_equal(rows, after.ragged()[name]), name
+    assert [row.chain for row in after.samples] == [0, 1, 0]
+
+
+def test_a_finished_sample_is_so_after_a_restart() -> None:
+    """Its rows are kept without its function, also where its last answer was heard by nobody."""
+    m = began(n=2)
+    m.say(P, 3)
+    m.end(m.of_call(m.call([*P, 20], max_tokens=2)).id)
+    m.say([*P, 21])
+    m.unheard(3)
+    m.returns()
+    again = m.restarted()
+    assert again.sample(0).state is SampleState.FINISHED
+    assert again.sample(0).finish is FinishReason.LENGTH
+    assert (0, 0) not in again.alive
+    again.say(P, of=(1, 0))
+    again.returns((1, 0))
+    assert [len(row.tokens) for row in again.rows()] == [3, 2]
+
+
+@pytest.mark.parametrize("wrong", ["prompt", "tokens", "calls"])
+def test_a_state_whose_conversations_are_damaged_is_refused(wrong: str) -> None:
+    """A conversation without a prompt, with a token outside the vocabulary or without its call is none."""
+    m = began()
+    m.say(P)
+    m.say([*P, 20])
+    state = m.saved()
+    chain = state["waiting"][0]["samples"][0]["chains"][0]
+    chain[wrong] = {"prompt": None, "tokens": b"\xff" * 12, "calls": []}[wrong]
+    again = ChainMachine(m.core.settings, engines=m.limits)
+    with pytest.raises(CheckpointError):
+        snapshot.restore(again.core, state)
+
+
+# ---------------------------------------------------------------- answers that nobody hears
+
+
+def test_an_open_call_that_nobody_hears_ends() -> None:
+    """Its request is asked to end, and what it brings is dropped as unheard; its conversation goes on from before."""
+    m = began()
+    one = m.say(P, 3)
+    number = m.call([*one, 7])
+    attempt = m.of_call(number)
+    m.grow(number, 4)
+    m.unheard(number)
+    assert m.abort_asked == {attempt.id}
+    assert m.conversations() == [one]
+    m.end(attempt.id, 2)
+    assert m.dropped == {"unheard": 6}
+    m.say([*one, 7], 2)
+    m.returns()
+    (row,) = delivered(m).samples
+    assert len(row.tokens) == 6
+
+
+def test_a_queued_call_that_nobody_hears_is_never_sent() -> None:
+    """It leaves the queue; its conversation had nothing, and is gone."""
+    m = began(max_in_flight=1)
+    a, b = m.call(P), m.call([*P, 20])
+    m.unheard(b)
+    assert len(m.chains()) == 1
+    m.complete(a)
+    assert m.in_flight == {}
+    m.returns()
+    assert len(delivered(m)) == 1
+
+
+def test_a_complete_call_that_nobody_heard_is_dropped_with_its_question() -> None:
+    """Tokens of the environment go with it; conversations of nothing else go whole."""
+    m = began()
+    one = m.say(P, 3)
+    m.say([*one, 7, 8], 4)
+    m.say([*P, 20], 5)
+    m.unheard(2, 3)
+    assert m.conversations() == [one]
+    assert m.dropped == {"unheard": 9}
+    m.returns()
+    assert [row.tokens.tolist() for row in delivered(m).samples] == [one[2:]]
+
+
+def test_an_answer_that_was_gone_on_from_stays() -> None:
+    """Who continues it has heard it, whatever its connection says."""
+    m = began()
+    one = m.say(P, 3)
+    m.say([*one, 7], 2)
+    m.unheard(1)
+    assert m.dropped == {}
+    m.returns()
+    assert [len(row.tokens) for row in delivered(m).samples] == [6]
+
+
+def test_without_an_answer_that_was_heard_a_function_fails() -> None:
+    """Nothing is left to be trained on; the tokens have left under their own name."""
+    m = began(max_attempt_failures=1)
+    m.say(P, 3)
+    m.unheard(1)
+    assert m.sample(0).finish is None
+    m.returns()
+    (drop,) = [c for c in m.commands if isinstance(c, do.ReportDrop)]
+    assert "returned without a call" in drop.why
+    assert m.dropped == {"unheard": 3}
+    m.check_ledger()
+
+
+def test_the_first_conversation_begins_anew_after_an_answer_that_nobody_heard() -> None:
+    """Its place is taken by the next one that nothing continues."""
+    m = began()
+    m.say(P, 3)
+    m.unheard(1)
+    m.say([60, 61], 2)
+    m.returns()
+    (row,) = delivered(m).samples
+    assert (row.chain, row.prompt.token_ids.tolist()) == (0, [60, 61])
+
+
+def test_an_answer_of_before_a_restart_that_nobody_hears_now_goes_with_what_followed() -> None:
+    """What the dead function had asked after it is never asked again: dropped as replay_diverged, once."""
+    m = began()
+    one = m.say(P, 3)
+    m.say([*one, 7], 4)
+    m.say([*P, 20], 2)
+    m.lose(0)
+    m.say(P)
+    m.unheard(1)
+    assert m.dropped == {"unheard": 3, "replay_diverged": 4}
+    m.say([*P, 20])
+    m.returns()
+    assert [len(row.tokens) for row in delivered(m).samples] == [2]
+
+
+def test_what_comes_too_late_changes_nothing() -> None:
+    """A call of a function that has returned, was lost, or is unknown."""
+    m = began(auto_score=False, n=2)
+    m.say(P, 3)
+    m.unheard(77)
+    number = m.call([*P, 20])
+    m.lose(0)
+    m.unheard(1, number)
+    assert m.dropped == {}
+    m.finish_aborts()
+    assert m.alive == {(0, 0), (1, 0)}
+    m.say(P)
+    m.returns()
+    m.unheard(1)
+    assert m.sample(0).state is SampleState.SCORING
+    m.score((0, 0))
+    m.unheard(1)
+    assert m.sample(0).generated == 3
+
+
+def test_an_unheard_call_leaves_no_trace_in_a_state() -> None:
+    """Its tokens are dropped in the state, too, even while its request is still to end."""
+    m = began()
+    one = m.say(P, 3)
+    number = m.call([*one, 7])
+    m.grow(number, 4)
+    m.unheard(number)
+    again = m.restarted()
+    assert again.dropped == {"unheard": 4}
+    assert again.core.tokens.held == 3
+    assert again.say(P) == one
+    again.returns()
+    delivered(again)
+
+
+def test_in_an_evaluation_conversations_are_the_evaluations() -> None:
+    """Forks, twins and unheard calls count in its own ledger."""
+    m = began(engines=(A,))
+    m.say(P)
+    m.returns()
+    m.update()
+    m.evaluate(1)
+    ((group, index),) = [key for key in m.alive if key[0]]
+    of = (group, index)
+    m.say(P, 3, of)
+    m.say([*P, 20], 4, of)
+    number = m.call([*P, 21], of)
+    m.unheard(number, of=of)
+    m.finish_aborts()
+    m.returns(of)
+    (ended,) = [c for c in m.commands if isinstance(c, do.EvaluationDone)]
+    (sample,) = ended.groups[0].samples
+    assert [len(chain.tape) for chain in sample.chains] == [3, 4]
+
+
+# ---------------------------------------------------------------- rows of a batch
+
+
+def three_samples(**changes: Any) -> ChainMachine:
+    """Two groups of two; samples (0, 1) and (1, 0) have several rows."""
+    m = began(n=2, samples=2, **changes)
+    m.say(P, 2, (0, 0))
+    for i in (20, 21, 22):
+        m.say([*P, i], i - 17, (0, 1))
+    m.say([*m.say(P, 3, (1, 0)), 7], 2, (1, 0))
+    m.say([60], 4, (1, 0))
+    m.say(P, 1, (1, 1))
+    for key in sorted(m.alive):
+        m.returns(key)
+    return m
+
+
+def test_rows_of_a_sample_are_together_and_have_its_reward_and_advantage() -> None:
+    """Sizes of groups count rows; the numbers of samples and their means count samples."""
+    batch = delivered(three_samples())
+    assert [tuple(row.id) for row in batch.samples] == [(0, 0), *[(0, 1)] * 3, *[(1, 0)] * 2, (1, 1)]
+    assert batch.group_sizes == (4, 3)
+    assert batch.sample_numbers.tolist() == [0, 1, 1, 1, 2, 2, 3]
+    assert batch.ragged()["sample_numbers"].tolist() == batch.padded()["sample_numbers"].tolist()
+    assert not batch.one_row_each
+    assert batch.share.samples == 4 == batch.metrics["samples"]
+    assert batch.metrics["groups"] == 2
+    assert batch.metrics["response_len_mean"] == (2 + 12 + 10 + 1) / 4
+    assert batch.metrics["response_len_max"] == 12
+    assert batch.metrics["reward_mean"] == (0 + 1 / 8 + 1 + 9 / 8) / 4
+    assert batch.rewards.tolist() == [0.0, *[0.125] * 3, 1.0, 1.0, 1.125]
+    methods: list[Method] = ["grpo", "dr_grpo", "rloo"]
+    for method in methods:
+        advantages = batch.advantages(method)
+        for rows in ([1, 2, 3], [4, 5]):
+            assert len(set(advantages[rows].tolist())) == 1
+        assert advantages[0] == -advantages[1] != 0
+        assert advantages[4] == -advantages[6] != 0
+
+
+@pytest.mark.parametrize("kind", ["numpy", "torch"])
+@pytest.mark.parametrize("method", ["grpo", "dr_grpo", "rloo", "dapo", "gspo"])
+def test_loss_weights_of_samples(method: Any, kind: str) -> None:
+    """A sample weighs what its method says, with its rows taken as one response; shares sum up to the whole."""
+    batch = delivered(three_samples())
+    arrays = batch.padded()
+    mask, numbers = arrays["loss_mask"], batch.sample_numbers
+
+    def weights(part: Batch) -> np.ndarray[Any, Any]:
+        given = part.padded()["loss_mask"]
+        how: dict[str, Any] = {"share": part.share, "samples": part.sample_numbers, "max_response_len": 50}
+        found = loss_weights(torch.from_numpy(given) if kind == "torch" else given, method, **how)
+        return np.asarray(found)
+
+    found = weights(batch)
+    trained = mask.astype(np.float64)
+    of_sample = np.array([trained[numbers == number].sum() for number in numbers])
+    count = len(set(numbers.tolist()))
+    direct = {
+        "dr_grpo": trained / (count * 50),
+        "rloo": trained / count,
+        "dapo": trained / trained.sum(),
+    }.get(method, trained / (count * of_sample)[:, None])
+    np.testing.assert_allclose(found, direct, rtol=1e-6)
+    alone = loss_weights(mask, method, samples=numbers, max_response_len=50)
+    np.testing.assert_allclose(alone, direct, rtol=1e-6)
+    for ranks in (2, 3):
+        parts = [weights(part).sum() for part in batch.split(ranks)]
+        assert sum(parts) == pytest.approx(direct.sum(), rel=1e-5)
+
+
+def test_without_numbers_every_row_is_a_response() -> None:
+    """The default of loss_weights is what it was."""
+    mask = np.array([[1, 1, 0], [1, 1, 1]], np.uint8)
+    expected = np.array([[1 / 4, 1 / 4, 0], [1 / 6, 1 / 6, 1 / 6]], np.float32)
+    np.testing.assert_allclose(loss_weights(mask), expected, rtol=1e-6)
+    np.testing.assert_allclose(loss_weights(mask, samples=[0, 1]), expected, rtol=1e-6)
+    assert loss_weights(mask[:0], samples=[]).shape == (0, 3)
+    with pytest.raises(ValueError, match="give one number per row"):
+        loss_weights(mask, samples=[0])
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 7])
+@pytest.mark.parametrize("by", ["samples", "tokens"])
+def test_a_split_keeps_the_rows_of_a_sample_together(ranks: int, by: Any) -> None:
+    """Each sample is in one share with all its rows; shares may be split again."""
+    batch = delivered(three_samples())
+    shares = batch.split(ranks, by)
+    seen = [{tuple(row.id) for row in share.samples} for share in shares]
+    assert sum(map(len, seen)) == 4 == len(set().union(*seen))
+    assert sorted(id(row) for share in shares for row in share.samples) == sorted(id(row) for row in batch.samples)
+    for share in shares:
+        assert sum(share.group_sizes) == len(share)
+        assert share.share.samples == 4
+        whole = batch.advantages()[[list(map(id, batch.samples)).index(id(row)) for row in share.samples]]
+        assert share.advantages().tolist() == whole.tolist()
+        assert sum(len({tuple(row.id) for row in part.samples}) for part in share.split(2)) == len(
+            {tuple(row.id) for row in share.samples}
+        )
+    if by == "samples":
+        assert max(map(len, seen)) - min(map(len, seen)) <= 1
+
+
+# ---------------------------------------------------------------- staleness
+
+
+def with_an_old_row(**changes: Any) -> ChainMachine:
+    """Group 0 has a row of version 0 and one of version 1; weights of version 1, and group 1 was delivered."""
+    m = began(over=2, **changes)
+    m.say(P, 3)
+    number = m.call([*P, 20])
+    m.say(P, 2, (1, 0))
+    m.returns((1, 0))
+    m.next_step()
+    if (FIRST, number) in m.asked:
+        m.complete(number, 4)
+    return m
+
+
+def test_a_sample_is_as_old_as_its_oldest_row() -> None:
+    """Staleness and plans go by the oldest token of all of them."""
+    m = with_an_old_row()
+    sample = m.sample(0)
+    assert [chain.tape.oldest_version.n for chain in sample.chains] == [0, 1]
+    assert sample.oldest_version.n == 0
+    assert m.core.buffer.age(sample) == 1
+    m.say([*P, 30], 1)
+    assert m.core.buffer.age(sample) == 1
+    m.returns()
+    check_rows(m.batches[-1])
+    assert [row.staleness for row in m.rows()] == [1, 0, 0]
+    assert m.batches[-1].metrics["staleness_max"] == m.batches[-1].metrics["staleness_mean"] == 1.0
+    assert m.batches[-1].off_policy_share == 3 / 8
+
+
+def test_mask_takes_the_loss_off_old_rows_only() -> None:
+    """on_stale: mask; each row by its own tokens."""
+    m = with_an_old_row(on_stale=OnStale.MASK, max_staleness=0)
+    m.returns()
+    old, new = m.rows()
+    assert old.loss_mask.tolist() == [0, 0, 0]
+    assert new.loss_mask.tolist() == [1, 1, 1, 1]
+    assert m.batches[-1].metrics["masked_tokens"] == 3
+
+
+def test_restart_begins_all_conversations_again() -> None:
+    """on_stale: restart; one old token is enough, and everything is dropped as stale."""
+    m = with_an_old_row(on_stale=OnStale.RESTART, max_staleness=0)
+    sample = m.sample(0)
+    assert sample.restarts == 1
+    assert m.dropped == {"stale": 3}
+    assert m.alive == {FIRST, *[(key, 0) for key, _ in m.alive if key > 1]}
+    assert m.conversations() == [P]
+    m.say([*P, 20], 2)
+    m.returns()
+    assert [len(row.tokens) for row in m.rows()] == [2]
+
+
+def test_drop_gives_the_whole_sample_up() -> None:
+    """on_stale: drop."""
+    m = with_an_old_row(on_stale=OnStale.DROP, max_staleness=0)
+    assert m.dropped == {"stale": 3}
+    assert m.prompts_dropped == {"stale": 1}
+    m.check_ledger()
+
+
+def test_finish_waits_for_a_sample_with_an_old_row() -> None:
+    """on_stale: finish; a batch is not complete before it, so nothing in it is older than the bound."""
+    m = with_an_old_row(on_stale=OnStale.FINISH, max_staleness=1)
+    assert m.sample(0).urgent
+    others = [key for key in m.alive if key != FIRST]
+    for key in others:
+        m.say(P, 2, key)
+        m.returns(key)
+    assert len(m.batches) == 1
+    m.returns()
+    assert [row.staleness for row in m.rows()] == [1, 0]
+
+
+def test_a_tail_that_is_dropped_makes_a_sample_younger() -> None:
+    """Age is that of what is left."""
+    m = with_an_old_row()
+    m.unheard(1)
+    assert m.core.buffer.age(m.sample(0)) == 0
+    m.returns()
+    assert [row.staleness for row in m.rows()] == [0]
