@@ -10,7 +10,8 @@ import tomllib
 from dataclasses import fields, replace
 from unittest import mock
 
-import test_page_commands  # noqa: F401 - it names the blocks that it runs
+import test_page_agents  # noqa: F401 - it names the blocks that it runs
+import test_page_commands  # noqa: F401 - as above
 import test_page_python  # noqa: F401 - as above
 from pages import COMMANDS, EXECUTED, PAGES, ROOT, YAML, blocks, settings_page, text_of
 

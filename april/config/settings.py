@@ -90,18 +90,17 @@ class Config(Model):
     """Keep unfinished responses and continue them in the next step."""
     group_quorum: OrAuto[Annotated[float, Field(gt=0, le=1), Number]] = 1.0
     """Share of a group's responses that must be finished before any of them is delivered. With 1, groups are delivered
-    whole. Below 1, a batch is N * n responses, and the rest of a group follows when it is finished, with the same
-    baseline. With auto, april chooses it, and a batch is N * n responses."""
+    whole. Below 1, or with auto, a batch is N * n responses, and the rest of a group follows when it is finished."""
     on_failed_sample: OnFailedSample = OnFailedSample.DROP_GROUP
     """Consequence of a response that cannot go on: its group is dropped, a fresh response takes its place, or the group
-    goes on with fewer."""
+    goes on without it."""
     min_group_size: PositiveInt | None = None
     """Fewest responses of a group with on_failed_sample: shrink. None means half of them."""
     max_response_len: PositiveInt
     """Most tokens of a response, over all its segments."""
     generation: GenerationMode = GenerationMode.STEPWISE
-    """Span of generation: until a batch is delivered, and again when the next one is asked for (stepwise), or always
-    (continuous: engines with GPUs of their own go on while the trainer trains; a weight update interrupts requests)."""
+    """Span of generation: from the request for a batch to its delivery (stepwise), or always, for engines with GPUs of
+    their own (continuous)."""
     refill: Refill = Refill.NONE
     """Start of new work between two deliveries: once (none), per finished group, or per finished sample, which is the
     default with generation: continuous."""
@@ -121,8 +120,8 @@ class Config(Model):
     """Weight updates after which a group goes first and the step waits for it, whatever on_stale says. None means
     4 * (max_staleness + 1)."""
     max_resumes: PositiveInt = 100
-    """Continuations of one response after which its group goes first and the step waits for it, unless on_stale is
-    finish, which has deadlines of its own: nothing circles for ever."""
+    """Continuations of one response after which the same holds, unless on_stale is finish, which has deadlines of its
+    own."""
     on_long_prompt: OnLongPrompt = OnLongPrompt.ERROR
     """Treatment of a prompt that leaves no room for a response: an error, or it is skipped and counted."""
     epochs: PositiveInt = 1
@@ -147,8 +146,8 @@ class Config(Model):
     abort_resend_s: Seconds = 1.0
     """Time between two requests for the same abort."""
     stall_timeout_s: Seconds | None = 1800.0
-    """Longest time without a token of a request (comments and empty events do not count), or without the answer of one
-    that comes whole; then its engine is asked to end it, and what came is continued."""
+    """Longest time without a token of a request, or without the answer of one that comes whole; then its engine is
+    asked to end it, and what came is continued."""
     warn_after_s: Seconds | None = None
     """Wait for the same thing (a transfer of weights, an engine, prompts, a function of yours) after which a warning
     names it. None means 60 s, or outage_deadline_s if that is less."""
