@@ -462,7 +462,7 @@ def a_life(seed: int, actions: int = 120) -> Counter[str]:
         "max_staleness": rng.choice([1, 2, 4]), "refill": rng.choice([Refill.NONE, Refill.GROUP]),
         "has_filter": rng.random() < 0.3, "max_attempt_failures": 10**6, "max_failed_groups": 10**6,
         "group_quorum": rng.choice([1.0, 0.5]), "retry_pause_s": 0.0, "abort_deadline_s": 1.0,
-        "max_chains": rng.choice([4, 64]),
+        "max_chains": rng.choice([4, 64]), "max_sample_tokens": rng.choice([None, None, 40]),
         "on_failed_sample": rng.choice(list(OnFailedSample)), "generation": rng.choice(list(GenerationMode)),
     }  # fmt: skip
     if changes["has_filter"]:

@@ -210,6 +210,33 @@ def test_each_row_has_the_budget_to_itself() -> None:
     assert [len(row.tokens) for row in delivered(m).samples] == [10, 10]
 
 
+def test_all_conversations_share_the_sample_s_budget() -> None:
+    """``max_sample_tokens`` bounds what is generated in all, tool results not counted; then answers are empty."""
+    m = began(max_sample_tokens=10)
+    one = m.say(P, 4)
+    two = m.call([*P, 20])
+    assert m.of_call(two).sampling.max_tokens == 6
+    m.end(m.of_call(two).id)
+    assert (len(m.heard[FIRST, two].tokens), m.heard[FIRST, two].finish) == (6, FinishReason.LENGTH)
+    for ids in ([*one, 7, 8], [*P, 30]):
+        over = m.heard[FIRST, m.call(ids)]
+        assert (over.tokens, over.finish) == ([], FinishReason.LENGTH)
+    m.returns()
+    assert sorted(int(row.loss_mask.sum()) for row in delivered(m).samples) == [4, 6]
+
+
+def test_a_call_that_waits_while_others_use_the_budget_up_is_answered_with_nothing() -> None:
+    """Whoever has no place yet gets an empty answer, and is never sent."""
+    m = began(max_sample_tokens=5, max_in_flight=1)
+    one, two = m.call([*P, 20]), m.call([*P, 21])
+    attempt = m.of_call(one)
+    m.end(attempt.id)
+    assert len(m.heard[FIRST, one].tokens) == 5
+    assert (m.heard[FIRST, two].tokens, m.heard[FIRST, two].finish) == ([], FinishReason.LENGTH)
+    m.returns()
+    assert [len(row.tokens) for row in delivered(m).samples] == [5]
+
+
 def test_a_long_conversation_has_what_the_context_leaves_it() -> None:
     """Room is counted from its own prompt, not from the group's."""
     m = began()

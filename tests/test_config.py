@@ -55,6 +55,8 @@ FULL: dict[str, Any] = {
     "on_stale": "restart",
     "on_long_prompt": "skip",
     "max_held_tokens": 1_000_000,
+    "max_sample_tokens": 100_000,
+    "max_chains": 9,
     "max_attempt_failures": 5,
     "abort_deadline_s": 12,
     "abort_resend_s": 0.5,
@@ -141,7 +143,7 @@ def test_every_setting_reaches_the_core() -> None:
     for name in (
         "rollout_batch_size", "n_samples_per_prompt", "over_sampling_batch_size", "max_response_len", "max_in_flight",
         "refill", "max_staleness", "on_stale", "on_long_prompt", "max_held_tokens", "max_attempt_failures",
-        "abort_deadline_s", "abort_resend_s",
+        "abort_deadline_s", "abort_resend_s", "max_sample_tokens", "max_chains",
     ):  # fmt: skip
         assert getattr(settings, name) == FULL[name], name
     assert (settings.run_seed, settings.run_id, settings.has_reward, settings.group_reward) == (7, 99, True, True)
@@ -237,6 +239,10 @@ MISTAKES: list[tuple[dict[str, Any], list[str]]] = [
     (
         {"sampling": {"min_tokens": 1000}, "allow_mismatch": True},
         ["sampling.min_tokens=1000", "below max_response_len=1000"],
+    ),
+    (
+        {"sampling": {"min_tokens": 30}, "max_sample_tokens": 30, "allow_mismatch": True},
+        ["sampling.min_tokens=30", "below max_sample_tokens=30"],
     ),
     ({"abort_resend_s": 31}, ["abort_resend_s=31", "longer than abort_deadline_s=30"]),
     ({"sampling": {"top_p": 0.9}}, ["sampling.top_p=0.9", "recomputes", "set top_p: 1", "allow_mismatch: true"]),

@@ -72,6 +72,7 @@ MAY_CHANGE: list[dict[str, Any]] = [
     {"on_data_end": "wait"},
     {"on_stale": "restart", "max_staleness": 0},
     {"max_held_tokens": 10, "max_resumes": 1, "max_attempt_failures": 1},
+    {"max_sample_tokens": 400, "max_chains": 2},
 ]
 
 

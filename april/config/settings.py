@@ -97,7 +97,13 @@ class Config(Model):
     min_group_size: PositiveInt | None = None
     """Fewest responses of a group with on_failed_sample: shrink. None means half of them."""
     max_response_len: PositiveInt
-    """Most tokens of a response, over all its segments."""
+    """Most tokens of a response, over all its segments, tool results included; of each, if a sample has several
+    conversations."""
+    max_sample_tokens: PositiveInt | None = None
+    """Most tokens that a sample may generate in all its conversations; requests that run side by side each get what was
+    left as they began. None means no limit."""
+    max_chains: PositiveInt = 64
+    """Most conversations of a sample; one more fails it."""
     generation: GenerationMode = GenerationMode.STEPWISE
     """Span of generation: from the request for a batch to its delivery (stepwise), or always, for engines with GPUs of
     their own (continuous)."""
@@ -212,6 +218,9 @@ class Config(Model):
         )
         yield self.sampling.min_tokens >= self.max_response_len, (
             "{sampling.min_tokens=} must be below {max_response_len=}"
+        )
+        yield self.sampling.min_tokens >= (self.max_sample_tokens or self.max_response_len), (
+            "{sampling.min_tokens=} must be below {max_sample_tokens=}"
         )
         yield self.abort_resend_s > self.abort_deadline_s, "{abort_resend_s=} is longer than {abort_deadline_s=}"
         times = self.abort_deadline_s / self.abort_resend_s

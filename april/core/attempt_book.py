@@ -48,9 +48,10 @@ class AttemptBook:
         return min(self._settings.max_response_len, self._engines.max_context - len(chain.prompt))
 
     def budget(self, call: GenerateCall) -> int:
-        """Tokens the call may still generate: its own limit, and what is left of the response."""
-        held = len(call.chain.tape)
-        return min(self.room(call.chain) - held, call.sampling.max_tokens - (held - call.start))
+        """Tokens the call may still generate: its own limit, and what is left of the response and of the sample."""
+        held, most = len(call.chain.tape), self._settings.max_sample_tokens
+        left = min(self.room(call.chain) - held, call.sampling.max_tokens - (held - call.start))
+        return left if most is None else min(left, most - call.sample.generated)
 
     def open(self, call: GenerateCall, engine: str, version: PolicyVersion) -> Attempt:
         """A new attempt that continues ``call`` where its sample stands; the engine has the weights of ``version``."""

@@ -310,6 +310,10 @@ class SampleLives:
 
     # ---------------------------------------------------------------- attempts
 
+    def spent(self, call: GenerateCall) -> bool:
+        """Complete a call if the sample's other calls have used up the budget while it waited; returns whether so."""
+        return self._context.settings.max_sample_tokens is not None and self._complete_if(call, stopped=False)
+
     def submit(self, call: GenerateCall, engine: str) -> None:
         """Send what is missing of a call to an engine."""
         context, sample, held = self._context, call.sample, len(call.chain.tape)

@@ -34,6 +34,8 @@ class CoreSettings:
     on_data_end: OnDataEnd = OnDataEnd.SHORT
     max_chains: int = 64
     """Conversations that a sample has at most."""
+    max_sample_tokens: int | None = None
+    """Tokens that all of them together may generate at most."""
     max_held_tokens: int | None = None
     """Held tokens from which on no prompt is drawn beyond what the step needs."""
     group_reward: bool = False

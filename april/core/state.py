@@ -442,7 +442,7 @@ class RolloutCore:
                 context.places.reserved.add(work.id)
                 context.to(work, SampleState.RUNNING, "rollout function started")
                 context.out.append(do.StartSample(work))
-            else:
+            elif not self.lives.spent(work):
                 cached = self.engines.cached_on(work.chain.cached_on, work.chain.cached_under)
                 if work.avoid or cached:
                     engine = self.engines.pick(self.clock.current, work.avoid, cached) or engine
