@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import sys
 from collections.abc import Iterator
 from functools import partial
@@ -18,7 +19,7 @@ from renderers import Qwen3RendererConfig
 
 import april
 from april.testing import FakeEngine, conversation, gateway
-from april.testing.gateway.script import EOS, TOKENIZER, VOCAB, reply, says
+from april.testing.gateway.script import EOS, TOKENIZER, TOOL, VOCAB, reply, says
 
 PLAIN = Qwen3RendererConfig(enable_thinking=False)
 AGENT = """#!{python}
@@ -58,30 +59,45 @@ def bearer(key: str) -> dict[str, str]:
     return {"Authorization": f"Bearer {key}"}
 
 
-def trained(space: dict[str, Any], **more: Any) -> april.Batch:
-    """A batch of the page's rollout function, each sample of which is one conversation that ends with "hi"."""
+def trained(space: dict[str, Any], said: str = "hi<|im_end|>", **more: Any) -> april.Batch:
+    """A batch of the page's rollout function, each sample of which is one conversation with this."""
     options = {"prompts": space["prompts"], "tokenizer": TOKENIZER, "renderer": PLAIN, "reward": space["reward"]} | more
     with space["april"].RolloutScheduler(space["config"], rollout=space["rollout"], **options) as rollouts:
         batch = rollouts.next_batch()
     assert batch.one_row_each
     for sample in batch.samples:
-        assert TOKENIZER.decode(sample.tokens[sample.loss_mask == 1], skip_special_tokens=True) == says("hello")
+        assert TOKENIZER.decode(sample.tokens[sample.loss_mask == 1]) == said
     return batch
 
 
 @executes("agents.md-1")
+def test_messages_and_tools(code: list[Block]) -> None:
+    """The function asks until no tool is called; its turns are one conversation, without loss on the tool's result."""
+
+    async def run_tool(name: str, arguments: str) -> str:
+        assert (name, json.loads(arguments)) == ("add", {"a": 1, "b": 2})
+        return "3 #hello"
+
+    chats = [{"token_ids": [5], "messages": [{"role": "user", "content": f"{i} #add"}]} for i in range(9)]
+    tools = [{"type": "function", "function": TOOL}]
+    space = code[0].run(reader(TOOLS=tools, run_tool=run_tool))
+    batch = trained(space, says("add") + "<|im_end|>hi<|im_end|>", prompts=chats)
+    assert batch.rewards.tolist() == [1.0] * 4
+
+
+@executes("agents.md-2")
 def test_a_client_of_ones_own(code: list[Block]) -> None:
     """OpenAI's client in a coroutine; what it returns is what the reward sees."""
     assert trained(code[0].run(reader())).rewards.tolist() == [1.0] * 4
 
 
-@executes("agents.md-2")
+@executes("agents.md-3")
 def test_a_function_of_many_prompts(code: list[Block]) -> None:
     """It is called with one prompt at a time, in a thread."""
     assert trained(code[0].run(reader())).rewards.tolist() == [1.0] * 4
 
 
-@executes("agents.md-3")
+@executes("agents.md-4")
 def test_a_program(code: list[Block], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The program finds its client's address in its environment; the reward sees how it has ended."""
     agent = tmp_path / "my-agent"
@@ -92,7 +108,7 @@ def test_a_program(code: list[Block], tmp_path: Path, monkeypatch: pytest.Monkey
     assert trained(space).rewards.tolist() == [1.0] * 4
 
 
-@executes("agents.md-4")
+@executes("agents.md-5")
 async def test_an_orchestrator_outside(code: list[Block]) -> None:
     """It opens sessions until the batch is there, asks as their agent, and says their rewards."""
     space = code[0].run(reader(KEY="of the test"))
@@ -118,7 +134,7 @@ async def test_an_orchestrator_outside(code: list[Block]) -> None:
         await asyncio.to_thread(rollouts._thread.run, sessions.close)
 
 
-@executes("agents.md-5")
+@executes("agents.md-6")
 def test_a_renderer(code: list[Block]) -> None:
     """The scheduler takes the settings of one."""
 
@@ -130,7 +146,7 @@ def test_a_renderer(code: list[Block]) -> None:
         assert rollouts.next_batch().rewards.tolist() == [1.0] * 4
 
 
-@executes("agents.md-6")
+@executes("agents.md-7")
 def test_rows_of_a_sample_weigh_as_one(code: list[Block]) -> None:
     """GRPO's weights over samples of which each has two rows sum to 1."""
     batch = trained(reader(rollout=lambda prompt, llm: llm.generate() and "hi"))
@@ -140,7 +156,7 @@ def test_rows_of_a_sample_weigh_as_one(code: list[Block]) -> None:
     assert space["weights"].sum() == pytest.approx(1.0)
 
 
-@executes("agents.md-7")
+@executes("agents.md-8")
 def test_the_suite_for_gateways(code: list[Block], monkeypatch: pytest.MonkeyPatch) -> None:
     """Run by the lines of the page; one promise stands for the twenty, which test_gateway_conformance.py runs."""
     monkeypatch.setattr(gateway, "run", partial(gateway.run, promises=gateway.PROMISES[:1]))

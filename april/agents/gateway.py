@@ -1,9 +1,9 @@
-"""The endpoints of a process's samples: their server, and the way from it to the driver and back."""
+"""The agents of a process's samples: the server of their endpoints, ``llm.chat``, and the way to the driver."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Coroutine, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +13,7 @@ from april.driver.llm import Completion, Door, GenerateFunction
 
 if TYPE_CHECKING:
     from april.agents.endpoint import Endpoint
+    from april.agents.session import Chat, Generate, Session
     from april.agents.template import Template
 
 
@@ -37,14 +38,15 @@ class Gateway:
 
     def open(self, generate: GenerateFunction, sampling: SamplingParams, loop: asyncio.AbstractEventLoop) -> Door:
         """Serve one more sample; its calls are made on ``loop``."""
-        # loaded by who asks for it: a web server, and a package that most do not need
-        from april.agents.endpoint import ALIVE_S, COMMIT_S, Endpoint
-        from april.agents.session import Session
-        from april.agents.template import Template
+        from april.agents.endpoint import ALIVE_S, COMMIT_S, Endpoint  # a web server, loaded by who asks for one
 
+        ask = self._asks(generate, sampling)
+
+        async def ask_there(ids: Int32, changes: Mapping[str, Any]) -> Completion:
+            return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(ask(ids, changes), loop))
+
+        session = self._session(ask_there)
         if self._endpoint is None:
-            if self.tokenizer is not None:
-                self._template = Template(self.tokenizer, self.renderer)
             endpoint = Endpoint(
                 commit_s=COMMIT_S if self.commit_s is None else self.commit_s,
                 alive_s=ALIVE_S if self.alive_s is None else self.alive_s,
@@ -52,13 +54,29 @@ class Gateway:
             )
             endpoint.start()
             self._endpoint = endpoint
+        return self._endpoint.open(session)
 
+    def chat(self, generate: GenerateFunction, sampling: SamplingParams) -> Chat:
+        """What ``llm.chat`` of one more sample asks, on the running loop: a session without a server."""
+        from april.agents.session import Chat
+
+        return Chat(self._session(self._asks(generate, sampling)))
+
+    @staticmethod
+    def _asks(generate: GenerateFunction, sampling: SamplingParams) -> Callable[..., Coroutine[Any, Any, Completion]]:
         async def ask(ids: Int32, changes: Mapping[str, Any]) -> Completion:
             plain: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in changes.items()}
-            call = generate(replace(sampling, **plain), ids)
-            return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(call, loop))
+            return await generate(replace(sampling, **plain), ids)
 
-        return self._endpoint.open(Session(ask, self._template))
+        return ask
+
+    def _session(self, generate: Generate) -> Session:
+        from april.agents.session import Session
+        from april.agents.template import Template  # needs a package that most do not
+
+        if self.tokenizer is not None and self._template is None:
+            self._template = Template(self.tokenizer, self.renderer)
+        return Session(generate, self._template)
 
     def shut(self, door: Door) -> Iterable[int]:
         """Answer nothing of this sample any more; returns the numbers of calls whose answers no client has heard."""

@@ -17,9 +17,11 @@ from typing import Any, Protocol
 import numpy as np
 
 from april.agents.chat import Answer, ChatRequest, Message, RequestError, ToolCall, Tools, key_of
+from april.agents.dialects import messages_of, tools_of
 from april.agents.template import Parsed, Template
 from april.core.tape import Float32, Int32
 from april.core.types import FinishReason
+from april.errors import UsageError
 
 
 class Generated(Protocol):
@@ -216,6 +218,33 @@ class Session:
             # a cut is "length" even behind a complete tool call: the client must not take it for a finished turn
             finish="length" if cut else "tool_calls" if answered else "stop",
         )  # fmt: skip
+
+
+@dataclass(slots=True)
+class Chat:
+    """``llm.chat`` of one sample: a session whose only client is the rollout function, which never asks twice."""
+
+    session: Session
+    _asked: int = 0
+
+    async def ask(self, messages: Sequence[Message], tools: Tools, sampling: Mapping[str, Any]) -> Answer:
+        """The answer to a conversation; raises UsageError for one that cannot be asked."""
+        self._asked += 1
+        try:
+            request = ChatRequest(
+                messages=messages_of(list(messages)), tools=tools_of(tools), sampling=sampling
+            )
+            asked = self.session.ask(request, f"chat {self._asked}", retry=False)
+            answer = await asyncio.shield(asked.task)  # who waits no longer has not heard it
+        except RequestError as error:
+            raise UsageError(f"llm.chat: {error}") from None
+        asked.heard = True
+        return answer
+
+    def close(self) -> list[int]:
+        """Answer nothing any more; returns the numbers of calls whose answers the function has not got."""
+        self.session.close("its rollout function has ended")
+        return self.session.unheard()
 
 
 def _failed(task: asyncio.Task[Answer]) -> bool:

@@ -11,12 +11,12 @@ import asyncio
 import functools
 import inspect
 import threading
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
 from contextvars import copy_context
 from dataclasses import dataclass, replace
 from numbers import Integral, Real
-from typing import Any, Concatenate, Never, ParamSpec, Protocol
+from typing import Any, Concatenate, Never, ParamSpec, Protocol, TypeVar
 
 import numpy as np
 
@@ -67,6 +67,60 @@ class Door(Protocol):
     key: str
 
 
+class ToolCall(Protocol):
+    """A tool call of an answer; ``arguments`` is JSON text as the model wrote it."""
+
+    @property
+    def id(self) -> str: ...
+    @property
+    def name(self) -> str: ...
+    @property
+    def arguments(self) -> str: ...
+
+
+class ChatAnswer(Protocol):
+    """The result of one ``llm.chat``; arrays as in :class:`Completion`."""
+
+    @property
+    def message(self) -> dict[str, Any]:
+        """The assistant's message, to be appended to the conversation."""
+        ...
+
+    @property
+    def text(self) -> str:
+        """What it says, without reasoning and tool calls."""
+        ...
+
+    @property
+    def tool_calls(self) -> Sequence[ToolCall]:
+        """The tools that it calls, in order."""
+        ...
+
+    @property
+    def finish(self) -> str:
+        """``stop``, ``tool_calls``, or ``length`` for an answer that was cut."""
+        ...
+
+    @property
+    def tokens(self) -> Int32: ...
+    @property
+    def logprobs(self) -> Float32: ...
+
+
+class Chat(Protocol):
+    """What ``llm.chat`` of one sample asks."""
+
+    async def ask(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], sampling: Mapping[str, Any]
+    ) -> ChatAnswer:
+        """The answer to a conversation; ``sampling`` has the arguments of ``llm.generate`` that differ."""
+        ...
+
+    def close(self) -> Iterable[int]:
+        """Answer nothing any more; returns the numbers of calls whose answers the function has not got."""
+        ...
+
+
 class Doors(Protocol):
     """The server of those endpoints, which is above the driver."""
 
@@ -78,20 +132,25 @@ class Doors(Protocol):
         """
         ...
 
+    def chat(self, generate: GenerateFunction, sampling: SamplingParams) -> Chat:
+        """What ``llm.chat`` of one more sample asks, on the running loop."""
+        ...
+
     def shut(self, door: Door) -> Iterable[int]:
         """Answer nothing of it any more; returns the numbers of calls whose answers no client has heard."""
         ...
 
 
 NO_ENDPOINT = (
-    "llm.base_url: this process serves no endpoint; give the scheduler tokenizer=..., and install april-rl[agents]"
+    "llm.base_url, llm.chat: this process serves no agents; give the scheduler tokenizer=..., and install "
+    "april-rl[agents]"
 )
 
 
 class LLM:
     """The policy, as one sample sees it."""
 
-    __slots__ = ("_busy", "_generate", "_open_door", "_sampling", "sample_id")
+    __slots__ = ("_busy", "_generate", "_open_chat", "_open_door", "_sampling", "sample_id")
 
     def __init__(
         self,
@@ -99,11 +158,13 @@ class LLM:
         sampling: SamplingParams,
         generate: GenerateFunction,
         open_door: Callable[[], Door],
+        open_chat: Callable[[], Chat],
     ) -> None:
         self.sample_id = sample_id
         self._sampling = sampling
         self._generate = generate
         self._open_door = open_door
+        self._open_chat = open_chat
         self._busy = False
 
     @property
@@ -156,15 +217,7 @@ class LLM:
         if others:
             raise TypeError(refused_argument(next(iter(others))))
         refuse_while_held("llm.generate")
-        changes: dict[str, Any] = {
-            "max_tokens": max_tokens,
-            "min_tokens": min_tokens,
-            "temperature": temperature,
-            "top_p": top_p,
-            "stop_token_ids": _tuple_of("stop_token_ids", stop_token_ids),
-            "stop": (stop,) if isinstance(stop, str) else _tuple_of("stop", stop),
-        }
-        changes = {name: value for name, value in changes.items() if value is not None}
+        changes = _changed(max_tokens, min_tokens, temperature, top_p, stop_token_ids, stop)
         sampling = replace(self._sampling, **changes) if changes else self._sampling
         ids = None if token_ids is None else as_token_ids(token_ids)
         if self._busy:
@@ -174,6 +227,54 @@ class LLM:
             return await self._generate(sampling, ids)
         finally:
             self._busy = False
+
+    async def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] = (),
+        max_tokens: int | None = None,
+        min_tokens: int | None = None,
+        temperature: float | None = None,
+        top_p: float | None = None,
+        stop_token_ids: Sequence[int] | None = None,
+        stop: str | Sequence[str] | None = None,
+        **others: Never,
+    ) -> ChatAnswer:
+        """Answer a conversation of messages, in OpenAI's shape; returns when the answer is complete.
+
+        Tokens are made and recorded as for a client at ``base_url``: a conversation that goes on keeps what was
+        sampled, any other becomes another row, and several calls may run side by side.
+
+        Args:
+            messages: dicts of ``role``, ``content``, and by role ``tool_calls`` or ``tool_call_id``. Append
+                ``ChatAnswer.message`` and what follows for the next turn.
+            tools: OpenAI's tool definitions.
+            max_tokens: as for :meth:`generate`, like the other arguments of sampling.
+            others: refused by name.
+
+        Raises:
+            TypeError: an argument that april does not know.
+            UsageError: messages or tools that the chat template does not take, or an argument out of range.
+            RolloutError: the rollout function has ended.
+        """
+        if others:
+            raise TypeError(refused_argument(next(iter(others)), "llm.chat", "messages, tools"))
+        refuse_while_held("llm.chat")
+        changes = _changed(max_tokens, min_tokens, temperature, top_p, stop_token_ids, stop)
+        return await self._open_chat().ask(messages, tools, changes)
+
+
+def _changed(
+    max_tokens: Any, min_tokens: Any, temperature: Any, top_p: Any, stop_token_ids: Any, stop: Any
+) -> dict[str, Any]:
+    """The arguments of sampling that were given."""
+    given = {
+        "max_tokens": max_tokens, "min_tokens": min_tokens, "temperature": temperature, "top_p": top_p,
+        "stop_token_ids": _tuple_of("stop_token_ids", stop_token_ids),
+        "stop": (stop,) if isinstance(stop, str) else _tuple_of("stop", stop),
+    }  # fmt: skip
+    return {name: value for name, value in given.items() if value is not None}
 
 
 def _tuple_of(name: str, values: Any) -> tuple[Any, ...] | None:
@@ -201,10 +302,10 @@ def as_token_ids(token_ids: Sequence[int] | Int32) -> Int32:
     return np.array(array, np.int32)
 
 
-def refused_argument(name: str) -> str:
+def refused_argument(name: str, where: str = "llm.generate", takes: str = "token_ids") -> str:
     """The message that refuses an argument which ``llm.generate`` does not have."""
-    known = "token_ids, max_tokens, min_tokens, temperature, top_p, stop_token_ids, stop"
-    return f"llm.generate: {name}: {UNSUPPORTED.get(name, 'unknown argument')}; april supports {known}"
+    known = f"{takes}, max_tokens, min_tokens, temperature, top_p, stop_token_ids, stop"
+    return f"{where}: {name}: {UNSUPPORTED.get(name, 'unknown argument')}; april supports {known}"
 
 
 def wrong_sampling(sampling: SamplingParams, vocab_size: int) -> str | None:
@@ -337,26 +438,27 @@ async def single_turn(prompt: Prompt, llm: LLM) -> None:
 
 
 P = ParamSpec("P")
+T = TypeVar("T")
 
 _GIVEN_UP = "this sample was given up: its group was dropped, its function took too long, or the scheduler was closed"
 
 
 def _blocking(
-    generate: Callable[Concatenate[LLM, P], Coroutine[Any, Any, Completion]],
-) -> Callable[Concatenate[BlockingLLM, P], Completion]:
+    method: Callable[Concatenate[LLM, P], Coroutine[Any, Any, T]],
+) -> Callable[Concatenate[BlockingLLM, P], T]:
     """Return the same method, but one that blocks."""
 
-    def blocks(self: BlockingLLM, /, *args: P.args, **kwargs: P.kwargs) -> Completion:
-        return self._wait_for(args, kwargs)
+    def blocks(self: BlockingLLM, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        return self._wait_for(method.__name__, lambda: method(self._llm, *args, **kwargs))
 
-    functools.update_wrapper(blocks, generate)
+    functools.update_wrapper(blocks, method)
     return blocks
 
 
 class BlockingLLM:
     """The policy, as one sample of a plain rollout function sees it.
 
-    ``generate`` is that of :class:`LLM`, but it blocks the thread instead of being awaited. It raises
+    ``generate`` and ``chat`` are those of :class:`LLM`, but block the thread instead of being awaited. They raise
     asyncio.CancelledError, no Exception, when the sample is given up; let it through.
     """
 
@@ -365,8 +467,8 @@ class BlockingLLM:
         self._loop = asyncio.get_running_loop()
         self._loop_thread = threading.get_ident()
         self._lock = threading.Lock()
-        self._call: Future[Completion] | None = None
-        """The latest call of generate."""
+        self._calls: set[Future[Any]] = set()
+        """The calls that wait."""
         self._over = False
         """True if no further call may generate."""
         self._cancels_next = False
@@ -393,33 +495,35 @@ class BlockingLLM:
 
         return asyncio.run_coroutine_threadsafe(opened(), self._loop).result()
 
-    def _wait_for(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Completion:
+    def _wait_for(self, name: str, ask: Callable[[], Coroutine[Any, Any, T]]) -> T:
         if threading.get_ident() == self._loop_thread:
             # a plain function that only made a coroutine, which is awaited where coroutines are
-            return self._llm.generate(*args, **kwargs)  # type: ignore[return-value]
-        refuse_while_held("llm.generate")
+            return ask()  # type: ignore[return-value]
+        refuse_while_held(f"llm.{name}")
         with self._lock:
             if self._cancels_next:
                 self._cancels_next = False
                 raise asyncio.CancelledError(_GIVEN_UP)
             if self._over:
                 raise RolloutError(AFTER_ITS_END)
-            if self._call is not None and not self._call.done():
-                raise RolloutError(ONE_CALL_AT_A_TIME)
-            call = self._call = asyncio.run_coroutine_threadsafe(self._llm.generate(*args, **kwargs), self._loop)
+            call = asyncio.run_coroutine_threadsafe(ask(), self._loop)
+            self._calls.add(call)
         try:
             return call.result()
         except CancelledError:
             raise asyncio.CancelledError(_GIVEN_UP) from None
+        finally:
+            with self._lock:
+                self._calls.discard(call)
 
     generate = _blocking(LLM.generate)  # type: ignore[arg-type]  # a method, with self first
+    chat = _blocking(LLM.chat)  # type: ignore[arg-type]  # as above
 
     def _end(self, *, cancelled: bool) -> None:
-        """Let no further call generate; a cancellation ends the call that waits, or else the next one."""
+        """Let no further call generate; a cancellation ends the calls that wait, or else the next one."""
         with self._lock:
             self._over = True
-            waits = self._call is not None and not self._call.done()
-            self._cancels_next = cancelled and not (waits and self._call.cancel())  # type: ignore[union-attr]
+            self._cancels_next = cancelled and not sum([call.cancel() for call in self._calls])
 
 
 BlockingRolloutFunction = Callable[[Prompt, BlockingLLM], Any]

@@ -24,6 +24,7 @@ from april.driver.llm import (
     LLM,
     NO_ENDPOINT,
     BlockingRolloutFunction,
+    Chat,
     Completion,
     Door,
     Doors,
@@ -100,6 +101,8 @@ class _Runner:
     """Number of calls that were made."""
     door: Door | None = None
     """The endpoint of this sample, once the function has asked for it."""
+    chat: Chat | None = None
+    """What ``llm.chat`` asks, once it was called."""
     output: Any = None
 
 
@@ -160,8 +163,7 @@ class SampleFunctions:
     def shut_doors(self) -> None:
         """Answer the clients of no function any more."""
         for runner in self._runners.values():
-            if runner.door is not None:
-                self._shut(runner)
+            self._shut(runner)
 
     def clear(self) -> None:
         """Forget all samples."""
@@ -217,11 +219,19 @@ class SampleFunctions:
                 runner.door = self._functions.doors.open(partial(generate, any_chain=True), default, loop)
             return runner.door
 
+        def open_chat() -> Chat:
+            if function.over:
+                raise RolloutError(AFTER_ITS_END)
+            if runner.chat is None:
+                if self._functions.doors is None:
+                    raise UsageError(NO_ENDPOINT)
+                runner.chat = self._functions.doors.chat(partial(generate, any_chain=True), default)
+            return runner.chat
+
         def ended(output: Any, error: BaseException | None) -> None:
             runner.output = output
-            if runner.door is not None:
-                for number in self._shut(runner):
-                    self._post(ev.CallUnheard(sample.id, number))
+            for number in self._shut(runner):
+                self._post(ev.CallUnheard(sample.id, number))
             abandoned = isinstance(error, TimeoutError) and bool(runner.calls)
             if error is None and runner.calls:
                 error = RolloutError(f"it returned, but {_ABANDONED}")
@@ -236,7 +246,7 @@ class SampleFunctions:
                 why = f"{failed.error}; {_ABANDONED}" if abandoned else failed.error
                 self._post(ev.SampleFailed(sample.id, why, failed.kind))
 
-        arguments = (sample.group.prompt.copy(), LLM(sample.key, default, generate, open_door))
+        arguments = (sample.group.prompt.copy(), LLM(sample.key, default, generate, open_door, open_chat))
         function = runner.function = self._calls.begin_async(self._rollout, arguments, sample.key, ended)
 
     def _failed(self, which: Function, error: BaseException, function: Callable[..., Any], where: object) -> _Failed:
@@ -282,11 +292,15 @@ class SampleFunctions:
             call.set_result(completion_of(command.call.chain, result, command.call.number))
 
     def _shut(self, runner: _Runner) -> list[int]:
-        """Answer nothing of a sample's endpoint any more; returns the numbers of calls that nobody has heard."""
-        assert runner.door is not None
-        doors, door, runner.door = self._functions.doors, runner.door, None
-        assert doors is not None
-        unheard = {*doors.shut(door), *runner.calls}
+        """Answer no message of a sample any more; returns the numbers of calls whose answers nobody has heard."""
+        doors, door, chat, runner.door, runner.chat = self._functions.doors, runner.door, runner.chat, None, None
+        if door is None and chat is None:
+            return []
+        unheard = set(runner.calls)
+        if door is not None and doors is not None:
+            unheard.update(doors.shut(door))
+        if chat is not None:
+            unheard.update(chat.close())
         for call in runner.calls.values():
             call.cancel()
         runner.calls.clear()
@@ -302,8 +316,7 @@ class SampleFunctions:
             if runner.sample.evaluation is not None and (task := runner.function.task) is not None:
                 self._leaving.add(task)
                 task.add_done_callback(self._leaving.discard)
-        if runner.door is not None:
-            self._shut(runner)
+        self._shut(runner)
         for call in runner.calls.values():
             call.cancel()  # it may be awaited by a task of the user's own
 

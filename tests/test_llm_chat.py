@@ -1,0 +1,274 @@
+"""``llm.chat``: messages and tools in a rollout function without a client, on virtual time; and budgets of samples."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import aiohttp
+import numpy as np
+import pytest
+
+pytest.importorskip("renderers")
+from renderers import Qwen3RendererConfig
+
+import april
+from april.testing import FakeEngine, Rollouts, conversation, rollouts, run_virtual
+from april.testing.gateway.script import EOS, LONG, TOKENIZER, TOOL, VOCAB, reply, says
+
+PLAIN = Qwen3RendererConfig(enable_thinking=False)
+TOOLS = [{"type": "function", "function": TOOL}]
+SMALL: dict[str, Any] = {"rollout_batch_size": 2, "n_samples_per_prompt": 2, "max_response_len": 2000}
+
+
+def ask(text: str) -> list[dict[str, Any]]:
+    """A conversation of one message."""
+    return [{"role": "user", "content": text}]
+
+
+def engine(**options: Any) -> FakeEngine:
+    """With the scripted model."""
+    given: dict[str, Any] = {"chunk_tokens": 4, "seconds_per_token": 0.01} | options
+    given |= {"vocab_size": VOCAB, "eos_token_id": EOS}
+    return FakeEngine("e", responses=lambda request: reply(conversation(request).tolist()), **given)
+
+
+def prompts() -> Iterator[list[int]]:
+    """Prompts of which the functions here make nothing."""
+    return ([5 + i] for i in range(90))
+
+
+def started(rollout: Any, config: dict[str, Any] | None = None, **options: Any) -> Rollouts:
+    """A run of this function, on engines with the scripted model."""
+    given: dict[str, Any] = {
+        "engines": [engine()], "prompts": prompts(), "tokenizer": TOKENIZER, "renderer": PLAIN,
+        "reward": lambda prompt, response: float(len(response.tokens)),
+    }  # fmt: skip
+    return rollouts(april.Config(**SMALL | (config or {})), rollout=rollout, **given | options)
+
+
+def batch_of(rollout: Any, config: dict[str, Any] | None = None, **options: Any) -> april.Batch:
+    """The first batch of such a run."""
+
+    async def program() -> april.Batch:
+        async with started(rollout, config, **options) as run:
+            batch = await run.next_batch()
+            run.audit()
+            return batch
+
+    return run_virtual(program())
+
+
+def test_an_answer_has_the_message_its_calls_and_its_end() -> None:
+    """Text, tool calls with JSON arguments, the reason of the end, and the tokens as they were sampled."""
+    seen: list[Any] = []
+
+    async def rollout(prompt: april.Prompt, llm: april.LLM) -> None:
+        seen.append(await llm.chat(ask("#add"), tools=TOOLS))
+
+    (first, *_) = batch_of(rollout).samples
+    answer = seen[0]
+    (call,) = answer.tool_calls
+    assert (answer.finish, call.name, json.loads(call.arguments)) == ("tool_calls", "add", {"a": 1, "b": 2})
+    assert answer.text.strip() == "let me see"
+    assert answer.message["tool_calls"][0]["id"] == call.id
+    assert answer.tokens.tolist() == [*TOKENIZER.encode(says("add")), EOS]
+    assert first.tokens.tolist() == answer.tokens.tolist()
+    np.testing.assert_array_equal(first.logprobs, answer.logprobs)
+
+
+def test_turns_are_one_row_over_weight_updates() -> None:
+    """What was sampled stays in the next turn, also where steps cut both; a tool's result carries no loss."""
+
+    async def rollout(prompt: april.Prompt, llm: april.LLM) -> str:
+        messages = ask("first #longadd")
+        answer = await llm.chat(messages, tools=TOOLS)
+        await asyncio.sleep(0.5 + llm.sample_id.index)
+        result = {"role": "tool", "tool_call_id": answer.tool_calls[0].id, "content": "3 #long"}
+        last = await llm.chat([*messages, answer.message, result], tools=TOOLS)
+        return last.text
+
+    async def program() -> None:
+        config = {"over_sampling_batch_size": 6, "max_in_flight": 5}
+        async with started(rollout, config, engines=[engine(seconds_per_token=0.05)]) as run:
+            versions = 0
+            for _ in range(6):
+                batch = await run.next_batch()
+                assert batch.one_row_each
+                for sample in batch.samples:
+                    trained = TOKENIZER.decode(sample.tokens[sample.loss_mask == 1])
+                    assert trained == f"{says('longadd')}<|im_end|>{LONG}<|im_end|>"
+                    assert 0 in sample.loss_mask
+                    versions = max(versions, len({tuple(v) for v in sample.versions.tolist()}))
+                await run.weight_update()
+            assert versions > 1
+            assert run.ledger()["tokens"].dropped == {}
+            run.audit()
+
+    run_virtual(program())
+
+
+def test_calls_side_by_side_are_rows_and_equal_ones_are_two() -> None:
+    """As for a client at ``base_url``: nobody joins another's answer."""
+    answers: list[Any] = []
+
+    async def rollout(prompt: april.Prompt, llm: april.LLM) -> None:
+        answers.extend(await asyncio.gather(*(llm.chat(ask("#hello")) for _ in range(3))))
+
+    batch = batch_of(rollout)
+    assert batch.sample_numbers.tolist() == [0] * 3 + [1] * 3 + [2] * 3 + [3] * 3
+    assert len({answer.id for answer in answers[:3]}) == 3
+
+
+def test_what_the_function_did_not_wait_for_is_unheard() -> None:
+    """A call that a function gives up is dropped by name; what it has heard is trained."""
+
+    async def rollout(prompt: april.Prompt, llm: april.LLM) -> None:
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(llm.chat(ask("#long")), 0.2)
+        await llm.chat(ask("#hello"))
+
+    async def program() -> None:
+        async with started(rollout, engines=[engine(seconds_per_token=0.05)]) as run:
+            batch = await run.next_batch()
+            assert [TOKENIZER.decode(s.tokens, skip_special_tokens=True) for s in batch.samples] == ["hi"] * 4
+            assert run.ledger()["tokens"].dropped["unheard"] > 0
+            run.validate()
+
+    run_virtual(program())
+
+
+def test_after_a_restart_the_same_conversations_have_the_same_answers() -> None:
+    """A function that begins again is answered from its tokens, ids of its tool calls included."""
+    ids: dict[Any, set[str]] = {}
+
+    async def rollout(prompt: april.Prompt, llm: april.LLM) -> None:
+        answer = await llm.chat(ask("#add"), tools=TOOLS)
+        ids.setdefault(tuple(llm.sample_id), set()).add(answer.tool_calls[0].id)
+        await asyncio.sleep(40)
+        await llm.chat(ask("#hello"))
+
+    async def program() -> None:
+        async with started(rollout) as run:
+            waiting = asyncio.create_task(run.next_batch())
+            await asyncio.sleep(20)
+            state = run.state_dict()
+            waiting.cancel()
+        again = engine()
+        async with started(rollout, engines=[again]) as run:
+            await run.load_state_dict(state)
+            batch = await run.next_batch()
+        assert {len(names) for names in ids.values()} == {1}
+        assert len(batch.samples) == 8
+        assert len(again.attempts) == 4  # of "#hello" only
+
+    run_virtual(program())
+
+
+@pytest.mark.parametrize(
+    ("messages", "arguments", "says"),
+    [
+        ([], {}, "messages must be a list that is not empty"),
+        (ask("x"), {"tools": [{"type": "web_search"}]}, r"tools\[0\]"),
+        ([{"role": "robot", "content": "x"}], {}, r"messages\[0\]"),
+        ([{"role": "user", "content": [{"type": "image_url"}]}], {}, "image_url"),
+        (ask("x"), {"temperature": -1.0}, "temperature must be"),
+        (ask("x"), {"top_k": 4}, "llm.chat: top_k.*april supports messages, tools, max_tokens"),
+    ],
+)
+def test_what_cannot_be_asked_is_refused_by_name(messages: Any, arguments: Any, says: str) -> None:
+    """The function gets the error, and can go on."""
+
+    async def rollout(prompt: april.Prompt, llm: april.LLM) -> None:
+        with pytest.raises((april.UsageError, TypeError), match=says):
+            await llm.chat(messages, **arguments)
+        await llm.chat(ask("#hello"))
+
+    assert batch_of(rollout).one_row_each
+
+
+def test_without_a_tokenizer_it_says_what_to_give() -> None:
+    """Messages cannot become tokens then."""
+
+    async def rollout(prompt: april.Prompt, llm: april.LLM) -> None:
+        with pytest.raises(april.UsageError, match="give the scheduler tokenizer="):
+            await llm.chat(ask("#hello"))
+        await llm.generate()
+
+    batch_of(rollout, tokenizer=None, renderer=None)
+
+
+def test_a_cut_answer_is_length() -> None:
+    """By the call's own ``max_tokens``, even inside a tool call."""
+    seen: list[Any] = []
+
+    async def rollout(prompt: april.Prompt, llm: april.LLM) -> None:
+        seen.append(await llm.chat(ask("#add"), tools=TOOLS, max_tokens=20))
+
+    batch_of(rollout)
+    assert (seen[0].finish, list(seen[0].tool_calls), len(seen[0].tokens)) == ("length", [], 20)
+
+
+def test_the_budget_of_a_sample_ends_its_answers_as_length() -> None:
+    """``max_sample_tokens`` counts over all conversations; the answer that reaches it is cut, later ones are empty."""
+    seen: list[Any] = []
+
+    async def rollout(prompt: april.Prompt, llm: april.LLM) -> None:
+        seen.append([await llm.chat(ask(f"{i} #long")) for i in range(3)])
+
+    whole = len(TOKENIZER.encode(LONG)) + 1
+    batch = batch_of(rollout, {"max_sample_tokens": whole + 10})
+    for answers in seen:
+        assert [(a.finish, len(a.tokens)) for a in answers] == [("stop", whole), ("length", 10), ("length", 0)]
+    assert np.bincount(batch.sample_numbers, [s.loss_mask.sum() for s in batch.samples]).tolist() == [whole + 10] * 4
+
+
+def test_one_conversation_too_many_fails_the_sample_by_the_setting_s_name() -> None:
+    """``max_chains`` is in the reason for which the group is dropped."""
+
+    async def rollout(prompt: april.Prompt, llm: april.LLM) -> None:
+        for i in range(3):
+            await llm.chat(ask(f"{i} #hello"))
+
+    with pytest.raises(april.RolloutError, match="it wants more than max_chains=2 conversations"):
+        batch_of(rollout, {"max_chains": 2})
+
+
+def scheduler(rollout: Any, **config: Any) -> april.RolloutScheduler:
+    """On a thread of its own, in real time."""
+    return april.RolloutScheduler(
+        april.Config(**SMALL | config), prompts=prompts(), rollout=rollout, reward=None, engines=[engine()],
+        tokenizer=TOKENIZER, renderer=PLAIN, check=True,
+    )  # fmt: skip
+
+
+def test_a_plain_function_blocks() -> None:
+    """``chat`` of a function in a thread returns the answer itself."""
+
+    def rollout(prompt: april.Prompt, llm: april.BlockingLLM) -> str:
+        return llm.chat(ask("#hello")).text
+
+    with scheduler(rollout) as run:
+        assert [TOKENIZER.decode(s.tokens, skip_special_tokens=True) for s in run.next_batch().samples] == ["hi"] * 4
+
+
+def test_a_client_sees_the_budget_as_length() -> None:
+    """At ``base_url`` as in ``llm.chat``: a cut answer, then empty ones, and no error."""
+    seen: list[Any] = []
+
+    async def rollout(prompt: april.Prompt, llm: april.LLM) -> None:
+        headers = {"Authorization": f"Bearer {llm.api_key}"}
+        said = []
+        async with aiohttp.ClientSession(headers=headers) as http:
+            for i in range(2):
+                body = {"messages": ask(f"{i} #long")}
+                async with http.post(f"{llm.base_url}/chat/completions", json=body) as response:
+                    answer = await response.json()
+                said.append((answer["choices"][0]["finish_reason"], answer["usage"]["completion_tokens"]))
+        seen.append(said)
+
+    with scheduler(rollout, max_sample_tokens=30) as run:
+        run.next_batch()
+    assert seen == [[("length", 30), ("length", 0)]] * 4
