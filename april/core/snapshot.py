@@ -537,7 +537,7 @@ def _chain_in(engines: EngineTable, chain: Chain, state: State) -> None:
     )
     if wrong is not None:
         raise ValueError(f"{name}: {wrong}")
-    if not len(chain.prompt):
+    if "prompt" in state and not len(chain.prompt):  # that of the group is not the core's to know where workers have it
         raise ValueError(f"{name}: a conversation begins with nothing")
     for ids in (chain.prompt, chain.tape.tokens):
         if wrong := wrong_ids(ids, engines.vocab_size):
