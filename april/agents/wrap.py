@@ -32,7 +32,7 @@ def program(
     *,
     stdin: Callable[[Prompt], str] | None = None,
     env: Mapping[str, str] | None = None,
-    cwd: str | os.PathLike[str] | None = None,
+    cwd: str | os.PathLike[str] | Callable[[Prompt], str | os.PathLike[str]] | None = None,
 ) -> RolloutFunction:
     """A rollout function that runs a program for each sample, whose client finds the policy in its environment.
 
@@ -44,7 +44,7 @@ def program(
         command: the program and its arguments, or what makes them of the prompt. No shell is involved.
         stdin: what the program reads, made of the prompt; None means nothing.
         env: variables beside those of this process; None as a value is not possible, "" is.
-        cwd: the directory in which it runs.
+        cwd: the directory in which it runs, or what makes one for the prompt.
 
     Raises UsageError for a command that is no list of strings.
     """
@@ -58,29 +58,27 @@ def program(
             **os.environ, **(env or {}), "OPENAI_BASE_URL": url, "OPENAI_API_KEY": key,
             "ANTHROPIC_BASE_URL": url.removesuffix("/v1"), "ANTHROPIC_API_KEY": key,
         }  # fmt: skip
+        running = _Running()
+        pipe = asyncio.subprocess.PIPE
         try:
-            process = await asyncio.create_subprocess_exec(
-                *words, cwd=cwd, env=variables, start_new_session=True, stdout=asyncio.subprocess.PIPE,
-                stderr=asyncio.subprocess.PIPE,
-                stdin=asyncio.subprocess.DEVNULL if stdin is None else asyncio.subprocess.PIPE,
+            transport, _ = await asyncio.get_running_loop().subprocess_exec(
+                lambda: running, *words, cwd=cwd(prompt) if callable(cwd) else cwd, env=variables,
+                start_new_session=True, stdin=asyncio.subprocess.DEVNULL if stdin is None else pipe, stdout=pipe,
+                stderr=pipe,
             )  # fmt: skip
         except OSError as error:
             raise RolloutError(f"{words[0]} cannot be started: {error}") from error
-        assert process.stdout is not None
-        assert process.stderr is not None
-        reading = [asyncio.ensure_future(_last(stream)) for stream in (process.stdout, process.stderr)]
         try:
-            if stdin is not None and process.stdin is not None:
-                with contextlib.suppress(ConnectionError):  # a program that reads nothing
-                    process.stdin.write(stdin(prompt).encode())
-                    await process.stdin.drain()
-                process.stdin.close()
-            out, errors = await asyncio.gather(*reading)
-            return ProgramResult(await process.wait(), out, errors)
+            if stdin is not None:
+                reads: Any = transport.get_pipe_transport(0)
+                reads.write(stdin(prompt).encode())
+                reads.write_eof()
+            await asyncio.shield(running.exited)
         finally:
-            await asyncio.shield(_end(process))
-            for task in reading:
-                task.cancel()
+            await asyncio.shield(_end(transport, running))
+        code = transport.get_returncode()
+        assert code is not None
+        return ProgramResult(code, *(kept.decode(errors="replace") for kept in running.kept.values()))
 
     rollout.__qualname__ = f"program {command[0] if not callable(command) else command.__qualname__}"
     return rollout
@@ -94,23 +92,36 @@ def _words(command: Any) -> list[str]:
     return words
 
 
-async def _last(stream: asyncio.StreamReader) -> str:
-    """The last of what is written, up to MOST_OUTPUT bytes."""
-    kept = bytearray()
-    while part := await stream.read(1 << 16):
-        kept += part
-        del kept[:-MOST_OUTPUT]
-    return kept.decode(errors="replace")
+class _Running(asyncio.SubprocessProtocol):
+    """A program that runs. What it has started may hold its streams open for longer than it is there itself."""
+
+    def __init__(self) -> None:
+        loop = asyncio.get_running_loop()
+        self.exited: asyncio.Future[None] = loop.create_future()
+        self.closed: asyncio.Future[None] = loop.create_future()
+        self.kept = {1: bytearray(), 2: bytearray()}
+
+    def pipe_data_received(self, fd: int, data: bytes) -> None:
+        """Keep the last of it."""
+        self.kept[fd] += data
+        del self.kept[fd][:-MOST_OUTPUT]
+
+    def process_exited(self) -> None:
+        """It has ended itself."""
+        self.exited.set_result(None)
+
+    def connection_lost(self, error: Exception | None) -> None:
+        """It has ended, and nobody has its streams any more."""
+        self.closed.set_result(None)
 
 
-async def _end(process: asyncio.subprocess.Process) -> None:
+async def _end(transport: asyncio.SubprocessTransport, running: _Running) -> None:
     """End the program, and whatever it has started."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(process.pid, number)
-        if number is signal.SIGTERM:
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(process.wait(), PATIENCE_S)
+            os.killpg(transport.get_pid(), number)
+        await asyncio.wait([running.closed], timeout=PATIENCE_S)
+    transport.close()
 
 
 def batched(function: Callable[..., Any]) -> Callable[[Prompt, BlockingLLM], Any]:
