@@ -7,15 +7,17 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from april.agents.sessions import Sessions
+    from april.agents.verifiers import Verifiers
     from april.agents.wrap import ProgramResult, batched, program
 
 _HOME_OF = {
     "Sessions": "april.agents.sessions",
+    "Verifiers": "april.agents.verifiers",
     "ProgramResult": "april.agents.wrap",
     "batched": "april.agents.wrap",
     "program": "april.agents.wrap",
 }
-__all__ = ["ProgramResult", "Sessions", "batched", "program"]
+__all__ = ["ProgramResult", "Sessions", "Verifiers", "batched", "program"]
 
 
 def __getattr__(name: str) -> Any:

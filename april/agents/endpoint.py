@@ -33,6 +33,8 @@ ALIVE_S = 10.0
 """The longest silence of an answer that takes long."""
 SHUTDOWN_S = 1.0
 """Seconds that clients have to read what is left when the server ends."""
+BY_NAME = "by-name"
+"""In the place of a session's own path: the client says which one it means."""
 LARGEST_BODY = 32 << 20
 MOST_MESSAGES = 4096
 NO_RETRY = {"x-should-retry": "false"}
@@ -45,7 +47,22 @@ class Opened:
     session: Session
     path: str
     key: str
-    url: str = ""
+    endpoint: Endpoint
+    names: list[str] = field(default_factory=list)
+
+    @property
+    def url(self) -> str:
+        """The address for a client."""
+        return f"{self.endpoint.url}/{self.path}/v1"
+
+    def by_name(self) -> tuple[str, str]:
+        """Address and key of one client for several sessions, each of which it names: ``X-Session-ID``."""
+        return f"{self.endpoint.url}/{BY_NAME}/v1", self.endpoint.key
+
+    def name(self, name: str) -> None:
+        """This session's name for such a client. May be called from any thread."""
+        self.names.append(name)
+        self.endpoint._named[name] = self
 
 
 @dataclass(slots=True, eq=False)
@@ -68,6 +85,8 @@ class Endpoint:
     model: str = "april"
     max_model_len: int | None = None
     _doors: dict[str, Opened] = field(default_factory=dict)
+    _named: dict[str, Opened] = field(default_factory=dict)
+    key: str = field(default_factory=lambda: secrets.token_urlsafe(24), repr=False)
     _loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.new_event_loop)
     _thread: threading.Thread | None = None
     _runner: web.AppRunner | None = None
@@ -83,8 +102,7 @@ class Endpoint:
 
     def open(self, session: Session) -> Opened:
         """An address and a key for a session, which is used on this server's loop from now on."""
-        door = Opened(session, secrets.token_hex(8), secrets.token_urlsafe(24))
-        door.url = f"{self.url}/{door.path}/v1"
+        door = Opened(session, secrets.token_hex(8), secrets.token_urlsafe(24), self)
         self._doors[door.path] = door
         return door
 
@@ -94,6 +112,8 @@ class Endpoint:
         if opened is None:
             return []
         del self._doors[opened.path]
+        for name in opened.names:
+            del self._named[name]
         self._loop.call_soon_threadsafe(opened.session.close, why)
         return opened.session.unheard()
 
@@ -134,12 +154,21 @@ class Endpoint:
 
     def _door(self, request: web.Request) -> Opened:
         """The session that the request is for; raises RequestError without its key."""
-        given = request.headers.get("x-api-key") or request.headers.get("Authorization", "").removeprefix("Bearer ")
+        by_name = request.match_info["path"] == BY_NAME
         door = self._doors.get(request.match_info["path"])
-        if door is None:
+        if door is None and not by_name:
             raise RequestError("no sample has this address, or not any more", 404, "not_found_error")
-        if not hmac.compare_digest(given.encode(), door.key.encode()):
+        key = self.key if door is None else door.key
+        # a client may bring both, one of which is a placeholder
+        given = request.headers.get("x-api-key", ""), request.headers.get("Authorization", "").removeprefix("Bearer ")
+        if not any(hmac.compare_digest(one.encode(), key.encode()) for one in given):
             raise RequestError("the API key is not that of this address", 401, "authentication_error")
+        name = request.headers.get("X-Session-ID")
+        if door is None and name is None and request.path.endswith("count_tokens"):
+            door = next(iter(self._doors.values()), None)  # a count is the same for all
+        door = door or self._named.get(name or "")
+        if door is None:
+            raise RequestError(f"no sample has the name {name!r:.100} (X-Session-ID)", 404, "not_found_error")
         return door
 
     async def _models(self, request: web.Request) -> web.Response:

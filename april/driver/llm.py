@@ -63,8 +63,11 @@ AFTER_ITS_END = "llm.generate was called after its rollout function had ended"
 class Door(Protocol):
     """An endpoint for the clients of one sample."""
 
-    url: str
-    key: str
+    @property
+    def url(self) -> str: ...
+
+    @property
+    def key(self) -> str: ...
 
 
 class ToolCall(Protocol):

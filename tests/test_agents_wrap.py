@@ -1,0 +1,316 @@
+"""What exists as a rollout function: a program in a process group of its own, an environment of verifiers."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import aiohttp
+import numpy as np
+import pytest
+
+import april
+from april.agents import ProgramResult, Verifiers, program
+from april.errors import ConfigError, RolloutError, UsageError
+from april.testing import FakeEngine, conversation
+from april.testing.gateway.script import EOS, TOKENIZER, VOCAB, reply
+
+renderers = pytest.importorskip("renderers")
+LLM: Any = SimpleNamespace(base_url="http://127.0.0.1:1/x/v1", api_key="k")
+
+
+def prompt(**data: Any) -> april.Prompt:
+    """A prompt with this data."""
+    return april.Prompt(np.array([5], np.int32), data)
+
+
+def python(code: str) -> list[str]:
+    """A program of this code."""
+    return [sys.executable, "-c", code]
+
+
+# ---------------------------------------------------------------- programs
+
+
+async def test_a_program_has_its_address_directory_and_input() -> None:
+    """Each of them is made of the prompt; the end is its exit code and what it has written."""
+    code = "import os, sys; print(os.environ['ANTHROPIC_BASE_URL'], os.environ['OPENAI_API_KEY'], os.environ['MORE'])"
+    code += "; print(os.getcwd(), sys.stdin.read()); print('no', file=sys.stderr); sys.exit(3)"
+    made = program(
+        lambda p: python(code), stdin=lambda p: p.data["task"], env={"MORE": "m"}, cwd=lambda p: p.data["where"]
+    )
+    found = await made(prompt(task="do it", where="/"), LLM)
+    assert found == ProgramResult(3, "http://127.0.0.1:1/x k m\n/ do it\n", "no\n")
+
+
+async def test_a_program_ends_with_its_sample_and_so_does_what_it_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The process group is ended when the function is cancelled, a child that ignores SIGTERM included."""
+    monkeypatch.setattr("april.agents.wrap.PATIENCE_S", 0.05)
+    pid = tmp_path / "pid"
+    child = "import os, signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); "
+    child += f"open({str(pid)!r} + '.new', 'w').write(str(os.getpid())); os.rename({str(pid)!r} + '.new', {str(pid)!r})"
+    child += "; time.sleep(600)"
+    code = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}])"
+    running = asyncio.ensure_future(program(python(code))(prompt(), LLM))
+    while not pid.exists():  # noqa: ASYNC110 - a process of its own
+        await asyncio.sleep(0.01)
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    number = int(pid.read_text("utf-8"))
+    while alive(number):  # noqa: ASYNC110 - whoever takes over orphans reaps it
+        await asyncio.sleep(0.01)
+
+
+async def test_what_a_program_leaves_running_does_not_keep_its_sample() -> None:
+    """The program's end is the sample's; a child with its streams is ended then."""
+    found = await program(["sh", "-c", "sleep 600 & echo $!"])(prompt(), LLM)
+    assert found.returncode == 0
+    while alive(int(found.stdout)):  # noqa: ASYNC110 - whoever takes over orphans reaps it
+        await asyncio.sleep(0.01)
+
+
+async def test_the_last_of_what_a_program_writes_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of each stream; a program that does not read what it is given is no error."""
+    monkeypatch.setattr("april.agents.wrap.MOST_OUTPUT", 4)
+    code = "import sys; sys.stdout.write('abcdefgh'); sys.stderr.write('12345')"
+    found = await program(python(code), stdin=lambda p: "x" * 300_000)(prompt(), LLM)
+    assert found == ProgramResult(0, "efgh", "2345")
+
+
+def alive(number: int) -> bool:
+    """Whether a process is there, and is more than the entry of one that has ended."""
+    try:
+        return Path(f"/proc/{number}/stat").read_text("utf-8").rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+async def test_a_program_that_is_not_there() -> None:
+    """It is named."""
+    with pytest.raises(RolloutError, match="no-such-program cannot be started"):
+        await program(["no-such-program"])(prompt(), LLM)
+
+
+@pytest.mark.parametrize("command", ["ls", [], [1], None])
+def test_a_command_is_a_list_of_words(command: Any) -> None:
+    """Anything else is refused at once."""
+    with pytest.raises((UsageError, TypeError)):
+        program(command)
+
+
+# ---------------------------------------------------------------- verifiers
+
+
+class Data(dict):  # type: ignore[type-arg]
+    """Stands in for TaskData."""
+
+    prompt_text = "#hello"
+    model_validate = classmethod(lambda cls, data: cls(data))
+
+    def model_dump(self, mode: str) -> dict[str, Any]:
+        return dict(self)
+
+
+class Task:
+    """Stands in for a Task."""
+
+    def __init__(self, data: Data, config: Any = None) -> None:
+        self.data, self.config = data, config
+
+    data_type = staticmethod(lambda: Data)
+
+
+@dataclass
+class Environment:
+    """Stands in for an Env: each agent of an episode asks once, by the name of its trace."""
+
+    agents: tuple[bool, ...] = (True,)
+    """Of each, whether it is trained."""
+    errors: tuple[Any, ...] = ()
+    up: int = 0
+    served: int = 0
+    said: list[Any] = field(default_factory=list)
+    urls: set[str] = field(default_factory=set)
+    before: Callable[[], Any] | None = None
+    config: Any = field(default_factory=lambda: SimpleNamespace(taskset=SimpleNamespace(task="of the taskset")))
+
+    @property
+    def taskset(self) -> Any:
+        class Taskset(list[Task]):
+            task_type = staticmethod(lambda: Task)
+
+        return Taskset(Task(Data(number=n)) for n in range(12))
+
+    @asynccontextmanager
+    async def serving(self) -> AsyncIterator[None]:
+        self.up += 1
+        self.served += 1
+        assert self.up == 1
+        here = asyncio.current_task()
+        try:
+            yield
+        finally:
+            assert asyncio.current_task() is here
+            self.up -= 1
+
+    async def run_episode(self, task: Task, context: Any, *, on_trace: Callable[[Any], None]) -> Any:
+        assert self.up == 1
+        assert task.config == "of the taskset"
+        if self.before is not None:
+            await self.before()
+        self.urls.add(context.client.base_url)
+        traces = []
+        async with aiohttp.ClientSession() as http:
+            for number, trainable in enumerate(self.agents):
+                name = f"{task.data['number']}-{number}-{id(context)}"
+                trace = SimpleNamespace(
+                    id=name, agent=SimpleNamespace(trainable=trainable), reward=number + 1.0, errors=()
+                )
+                on_trace(trace)
+                headers = {**context.client.headers, "X-Session-ID": name, "Authorization": "Bearer EMPTY"}
+                body = {"messages": [{"role": "user", "content": f"{name} #hello"}]}
+                url = f"{context.client.base_url}/chat/completions"
+                async with http.post(url, json=body, headers=headers) as response:
+                    answer = await response.json()
+                    self.said.append(answer["choices"][0]["message"]["content"] if response.ok else answer["error"])
+                traces.append(trace)
+        return SimpleNamespace(ok=not self.errors, errors=self.errors, traces=traces)
+
+
+@pytest.fixture
+def package(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The package, as far as it is needed."""
+    outer, inner = ModuleType("verifiers"), ModuleType("verifiers.v1")
+    outer.__spec__ = ModuleSpec("verifiers", None)
+    inner.EvalClientConfig = SimpleNamespace  # type: ignore[attr-defined]
+    inner.Sampling = SimpleNamespace  # type: ignore[attr-defined]
+    inner.ModelContext = lambda model, client, sampling: SimpleNamespace(client=client)  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "verifiers", outer)
+    monkeypatch.setitem(sys.modules, "verifiers.v1", inner)
+
+
+def scheduler(environment: Environment, **changes: Any) -> april.RolloutScheduler:
+    """A scheduler whose prompts, rollout function and reward are an environment's."""
+    engine = FakeEngine(
+        "e", responses=lambda request: reply(conversation(request).tolist()), vocab_size=VOCAB, eos_token_id=EOS,
+        seconds_per_token=1e-5,
+    )  # fmt: skip
+    wrapped = Verifiers(environment, TOKENIZER)
+    values = {"rollout_batch_size": 2, "n_samples_per_prompt": 2, "max_response_len": 99, "max_failed_groups": 1}
+    arguments: dict[str, Any] = {"prompts": wrapped.prompts, "rollout": wrapped.rollout, "reward": wrapped.reward}
+    return april.RolloutScheduler(
+        april.Config(**values), engines=[engine], tokenizer=TOKENIZER, check=True, progress=False,
+        renderer=renderers.Qwen3RendererConfig(enable_thinking=False), **(arguments | changes),
+    )  # fmt: skip
+
+
+def test_an_environment_of_verifiers(package: None) -> None:
+    """Each sample is an episode; one client serves all of them, and what is served is down when the last has ended."""
+    environment = Environment()
+    with scheduler(environment) as rollouts:
+        batches = [rollouts.next_batch()]
+        rollouts.weight_update()
+        batches.append(rollouts.next_batch())
+    for batch in batches:
+        assert batch.rewards.tolist() == [1.0] * 4
+        assert [TOKENIZER.decode(s.tokens[s.loss_mask == 1]) for s in batch.samples] == ["hi<|im_end|>"] * 4
+    assert len(environment.urls) == 1
+    assert (environment.up, set(environment.said)) == (0, {"hi"})
+
+
+def test_an_agent_that_is_not_trained_has_no_policy(package: None) -> None:
+    """Its request is refused by name, and no token of it is the sample's."""
+    environment = Environment((True, False))
+    with scheduler(environment) as rollouts:
+        batch = rollouts.next_batch()
+    assert batch.one_row_each
+    assert batch.rewards.tolist() == [1.0] * 4
+    refused = [said["message"] for said in environment.said if said != "hi"]
+    assert all("no sample has the name" in message for message in refused)
+    assert len(refused) >= 4
+
+
+def test_two_agents_that_are_trained_have_no_one_reward(package: None) -> None:
+    """The reward function says what to do; with one of yours, their answers are rows of one sample."""
+    environment = Environment((True, True))
+    with pytest.raises(april.AprilError, match="2 traces that are trained"), scheduler(environment) as rollouts:
+        rollouts.next_batch()
+    total = sum
+    with scheduler(
+        environment, reward=lambda prompt, response: total(t.reward for t in response.output.traces)
+    ) as rollouts:
+        batch = rollouts.next_batch()
+    assert batch.rewards.tolist() == [3.0] * len(batch.rewards)
+    assert not batch.one_row_each
+
+
+def test_an_episode_that_failed_is_a_sample_that_failed(package: None) -> None:
+    """With the error that the environment says."""
+    environment = Environment(errors=(SimpleNamespace(type="SandboxError", message="no room"),))
+    with pytest.raises(april.AprilError, match="SandboxError: no room"), scheduler(environment) as rollouts:
+        rollouts.next_batch()
+    assert environment.up == 0
+
+
+async def test_what_is_served_comes_and_goes_with_those_who_play(package: None) -> None:
+    """It is up once for all who play at once, and again for those who come after the last has left."""
+    wrapped = Verifiers(environment := Environment())
+    async with wrapped._serving:
+        async with wrapped._serving:
+            assert environment.up == 1
+        assert environment.up == 1
+    assert environment.up == 0
+    async with wrapped._serving:
+        assert (environment.up, environment.served) == (1, 2)
+
+
+async def test_who_gives_up_while_it_comes_up_leaves_nothing_behind(package: None) -> None:
+    """The start is waited for and undone; a start that fails is the failure of all who wait for it."""
+
+    class Slow(Environment):
+        @asynccontextmanager
+        async def serving(self) -> AsyncIterator[None]:
+            await started.wait()
+            if self.errors:
+                raise RuntimeError("no port")
+            async with super().serving():
+                yield
+
+    started = asyncio.Event()
+    wrapped = Verifiers(environment := Slow())
+    entering = asyncio.ensure_future(wrapped._serving.__aenter__())
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    entering.cancel()
+    await asyncio.sleep(0)
+    started.set()
+    with pytest.raises(asyncio.CancelledError):
+        await entering
+    assert (environment.up, environment.served) == (0, 1)
+    environment.errors = ("x",)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="no port"):
+            await wrapped._serving.__aenter__()
+
+
+def test_without_the_package_or_a_tokenizer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both are named."""
+    monkeypatch.setitem(sys.modules, "verifiers", None)
+    with pytest.raises(ConfigError, match="pip install verifiers"):
+        Verifiers(Environment())
+
+
+def test_prompts_need_a_tokenizer(package: None) -> None:
+    """Which is named; a host that only plays needs none."""
+    with pytest.raises(UsageError, match="tokenizer"):
+        Verifiers(Environment()).prompts  # noqa: B018
