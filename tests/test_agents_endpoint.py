@@ -30,6 +30,7 @@ CHAT = {"model": "m", "messages": HELLO}
 ANTHROPIC = {"model": "m", "messages": HELLO, "max_tokens": 99}
 TEXT = {"model": "m", "prompt": "hello"}
 ROUTES = {"chat/completions": CHAT, "messages": ANTHROPIC, "completions": TEXT}
+GENERATES = "<|im_start|>assistant\n<think>\n\n</think>\n\n"
 TOOL = {"name": "add", "description": "adds", "parameters": {"type": "object", "properties": {}}}
 
 
@@ -296,6 +297,43 @@ async def test_keys_addresses_and_sizes() -> None:
         async with w.http.get(f"{w.door.url}/models", headers=headers) as response:
             assert [m["id"] for m in (await response.json())["data"]] == ["april"]
         assert (await w.ask("chat/completions"))[0] == 200
+
+
+async def test_one_client_for_several_sessions_names_each() -> None:
+    """Address and key are those of the server; the name says which session, and a count needs none."""
+    async with world() as w:
+        other = Model("other<|im_end|>")
+        other.may.set()
+        second = w.endpoint.open(Session(other, w.door.session.template))
+        url, key = w.door.by_name()
+        assert second.by_name() == (url, key)
+        w.door.name("a")
+        second.name("b")
+
+        async def ask(body: Any, headers: Mapping[str, str], route: str = "messages") -> tuple[int, Any]:
+            async with w.http.post(f"{url}/{route}", json=body, headers=headers) as response:
+                return response.status, await response.json()
+
+        right = {"x-api-key": "EMPTY", "Authorization": f"Bearer {key}"}  # a placeholder beside it does not matter
+        for name, says in (("a", "hi"), ("b", "other")):
+            status, body = await ask(ANTHROPIC, right | {"X-Session-ID": name})
+            assert (status, words("messages", body)) == (200, says)
+        assert (await ask(ANTHROPIC, {"x-api-key": w.door.key, "X-Session-ID": "a"}))[0] == 401
+        status, body = await ask(ANTHROPIC, right | {"X-Session-ID": "c"})
+        assert (status, "'c'" in body["error"]["message"]) == (404, True)
+        assert (await ask(ANTHROPIC, right))[0] == 404
+        assert (await ask(ANTHROPIC, right, "messages/count_tokens"))[0] == 200
+        w.endpoint.shut(second, "it is over")
+        assert (await ask(ANTHROPIC, right | {"X-Session-ID": "b"}))[0] == 404
+        assert (await ask(ANTHROPIC, right | {"X-Session-ID": "a"}))[0] == 200
+
+
+async def test_a_system_message_in_the_middle() -> None:
+    """Anthropic's clients may say something as the system behind the first message."""
+    async with world() as w:
+        said = [*HELLO, {"role": "system", "content": "be brief"}]
+        assert (await w.ask("messages", ANTHROPIC | {"messages": said}))[0] == 200
+        assert w.model.asked[0][0].endswith("<|im_start|>system\nbe brief<|im_end|>\n" + GENERATES)
 
 
 async def test_a_session_that_is_shut_answers_nothing_any_more() -> None:

@@ -318,8 +318,8 @@ class Anthropic:
     @staticmethod
     def _message(i: int, message: Any) -> Iterator[Json]:
         """One message as OpenAI's: results of tools are messages of their own there."""
-        if not isinstance(message, dict) or message.get("role") not in ("user", "assistant"):
-            raise RequestError(f"messages[{i}] must be an object whose role is user or assistant")
+        if not isinstance(message, dict) or message.get("role") not in ("user", "assistant", "system"):
+            raise RequestError(f"messages[{i}] must be an object whose role is user, assistant or system")
         content = message.get("content")
         if isinstance(content, str):
             yield {"role": message["role"], "content": content}
