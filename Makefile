@@ -13,7 +13,7 @@ export PYTHONDONTWRITEBYTECODE :=
 # A process of tests per core, so one thread for each: those of torch would wait for each other.
 test random coverage: export OMP_NUM_THREADS = 1
 
-.PHONY: demo demo-vllm demo-sglang test random test-ranks test-engines test-adapters test-exporters docs verify coverage picture clean
+.PHONY: demo demo-vllm demo-sglang test random test-ranks test-engines test-adapters test-clients test-exporters docs verify coverage picture clean
 
 demo: $(VENV)/.installed
 	$(BIN)/april demo
@@ -40,6 +40,10 @@ test-engines: $(VENV)/.installed
 test-adapters: $(VENV)/.installed
 	$(BIN)/python -m tests.adapters
 
+# Clients, frameworks and coding harnesses as they are installed from pip and npm, cut in mid-call by weight updates.
+test-clients: $(VENV)/.installed
+	$(BIN)/python -m tests.clients
+
 # The exporters against the real TensorBoard and W&B, offline.
 test-exporters: $(VENV)/.installed
 	$(BIN)/python -m tests.real_exporters
@@ -53,7 +57,7 @@ docs: $(VENV)/.docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 # Everything there is.
-verify: test coverage random docs test-ranks test-engines test-adapters test-exporters demo demo-vllm demo-sglang
+verify: test coverage random docs test-ranks test-engines test-adapters test-clients test-exporters demo demo-vllm demo-sglang
 
 # The same tests in nearly twice the time, and which lines and branches they reach; less than this of the core is an error.
 coverage: $(VENV)/.installed

@@ -95,7 +95,8 @@ def environment(recipe: Recipe, within: Path = ROOT / ".venv") -> Path:
         _replace_python(where, recipe.python_of.partition("==")[0])
     if recipe.pretended is not None:
         _pretend(where, *recipe.pretended)
-    _require_cpu_torch(where)
+    if any(TORCH in call for call in recipe.pip):
+        _require_cpu_torch(where)
     stamp.write_text(recipe.digest, "utf-8")
     return where
 

@@ -34,24 +34,34 @@ LOOK_S = 0.001
 
 
 class HeldEngine(FakeEngine):
-    """A fake engine with the scripted model, that can be held in the middle of long answers, and can refuse."""
+    """A fake engine with a scripted model, that can be held in the middle of long answers, and can refuse.
 
-    def __init__(self, name: str) -> None:
+    Args:
+        name: unique label.
+        says: the tokens of the answer to a request; the script's without.
+        long: whether the engine can be held in it; the script's long answers without.
+    """
+
+    def __init__(
+        self, name: str, says: Callable[[Request], Sequence[int]] | None = None,
+        long: Callable[[Request], bool] | None = None,
+    ) -> None:  # fmt: skip
         super().__init__(
-            name, responses=lambda request: reply(conversation(request).tolist()), seconds_per_token=1e-5,
+            name, responses=says or (lambda request: reply(conversation(request).tolist())), seconds_per_token=1e-5,
             chunk_tokens=8, vocab_size=VOCAB, eos_token_id=EOS,
         )  # fmt: skip
         self.holds = self.refuses = False
         self.refused = 0
         self.standing: dict[str, asyncio.Future[None]] = {}
         self._told: set[str] = set()
+        self._long = long or (lambda request: word_of(conversation(request).tolist()) in LONG_WORDS)
 
     async def generate(self, request: Request) -> AsyncGenerator[Chunk, None]:
         """Serve one request; a long answer stands still behind each chunk while the engine is held."""
         if self.refuses:
             self.refused += 1
             raise EngineError(f"engine {self.name}: HTTP 503, generation is paused")
-        long = word_of(conversation(request).tolist()) in LONG_WORDS
+        long = self._long(request)
         async with aclosing(super().generate(request)) as chunks:
             async for chunk in chunks:
                 yield chunk

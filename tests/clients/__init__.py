@@ -1,0 +1,1 @@
+"""Clients and harnesses as people run them, before april's endpoint: ``python -m tests.clients``."""
