@@ -16,6 +16,7 @@ from functools import partial
 from types import TracebackType
 from typing import Any, ParamSpec, Protocol, Self, TypeVar, cast
 
+from april.agents.chat import ALIVE_S, COMMIT_S
 from april.agents.gateway import Gateway
 from april.config.engine_fit import check_engines, doubts_of, fits
 from april.config.engines import TransformersEngineConfig as EmbeddedConfig
@@ -79,6 +80,9 @@ class RolloutScheduler:
             ``response.text()`` need it, and ``llm.base_url``.
         renderer: how ``llm.base_url`` writes messages as tokens: a ``renderers.RendererConfig``; None means the one for
             the tokenizer's model. See docs/agents.md.
+        commit_s: seconds in which a client at ``llm.base_url`` may still be told an error by its status; then the
+            answer begins.
+        alive_s: seconds between the bytes that keep its connection alive from then on.
         check: cross-check all of april's books after every event (slow; for tests and bug hunts).
         record: a file for what happens in the run, without prompts and tokens, which ``april replay`` runs again: its
             name, or an :class:`april.RunRecord` with a size limit. See docs/report.md.
@@ -111,6 +115,8 @@ class RolloutScheduler:
         engines: Sequence[Engine] | None = None,
         tokenizer: Any = None,
         renderer: Any = None,
+        commit_s: float = COMMIT_S,
+        alive_s: float = ALIVE_S,
         check: bool = False,
         record: str | os.PathLike[str] | RunRecord | None = None,
         hosts: Hosts | None = None,
@@ -145,9 +151,7 @@ class RolloutScheduler:
             has_filter=filter is not None,
             run_id=int.from_bytes(os.urandom(8), "big"),
         )
-        if renderer is not None and tokenizer is None:
-            raise ConfigError("renderer= writes messages for llm.base_url, which needs tokenizer=, too")
-        self._gateway = self._gateway_type(tokenizer, renderer)
+        self._gateway = self._gateway_type(tokenizer, renderer, commit_s, alive_s)
         functions = UserFunctions(rollout, reward, group_reward, filter, detokenizer, self._gateway)
         self._asking: object | None = None  # the call that waits for a batch
         self._update: TrainerUpdate | None = None  # the last weight update, until a call has heard its end

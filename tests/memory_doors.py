@@ -45,7 +45,7 @@ class MemoryDoor:
 class MemoryDoors:
     """In place of a Gateway."""
 
-    def __init__(self, tokenizer: Any = None, renderer: Any = None) -> None:
+    def __init__(self, tokenizer: Any = None, renderer: Any = None, *_: float) -> None:
         self.closed = False
         self.opened = 0
 

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from toy_chat import ToyTokenizer
 
+import april
 from april.agents.chat import RequestError
 from april.agents.endpoint import LARGEST_BODY, Endpoint, Opened
 from april.agents.session import Session
@@ -22,6 +23,7 @@ from april.agents.template import Template
 from april.core.tape import Float32, Int32
 from april.core.types import FinishReason
 from april.errors import RolloutError
+from april.testing import FakeEngine
 
 renderers = pytest.importorskip("renderers")
 TOY = ToyTokenizer()
@@ -224,6 +226,24 @@ async def test_a_slow_answer_keeps_its_connection(route: str, stream: bool) -> N
         assert b"hi" in rest
         if not stream:
             assert words(route, json.loads(first + rest)) == "hi"
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"alive_s": 0}, "alive_s must be a number of seconds above 0, got 0"),
+        ({"commit_s": -1.0}, r"commit_s must be a number of seconds from 0 on, got -1\.0"),
+        ({"alive_s": float("inf")}, "alive_s must be a number of seconds above 0, got inf"),
+        ({"renderer": object()}, "renderer= .* needs tokenizer="),
+    ],
+)
+def test_the_times_of_an_endpoint_are_numbers(options: dict[str, Any], says: str) -> None:
+    """The scheduler and hosts take them, and refuse by name what cannot be; a renderer needs a tokenizer."""
+    config = april.Config(rollout_batch_size=1, max_response_len=9, engine={"kind": "simulated"})
+    with pytest.raises(april.ConfigError, match=says):
+        april.RolloutScheduler(config, prompts=[[1]], reward=None, **options)
+    with pytest.raises(april.ConfigError, match=says):
+        april.Host("a", engines=[FakeEngine("e")], address="127.0.0.1:1", token=april.new_token(), **options)
 
 
 @pytest.mark.parametrize("route", ROUTES)

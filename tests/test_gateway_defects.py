@@ -12,7 +12,7 @@ import pytest
 pytest.importorskip("renderers")
 from april.agents import endpoint, session
 from april.agents.chat import RequestError
-from april.agents.dialects import OpenAIChat
+from april.agents.dialects import OpenAIChat, OpenAIText
 from april.agents.template import Template
 from april.testing import gateway
 from april.testing.gateway import of_april
@@ -160,6 +160,33 @@ def any_number_of_messages(patch: Patch) -> None:
 def a_stream_counts_nothing(patch: Patch) -> None:
     stream = OpenAIChat.stream
     patch.setattr(OpenAIChat, "stream", lambda self, a, r: stream(self, a, replace(r, usage=False)))
+
+
+class Texts(Impatient):
+    """Asked for text completions, too; conversations need messages."""
+
+    dialects: ClassVar[Sequence[str]] = ("chat", "text")
+
+
+def a_text_is_cut(patch: Patch) -> None:
+    text = OpenAIText._text
+    patch.setattr(OpenAIText, "_text", lambda self, answer, *rest: text(replace(answer, text=answer.text[:-1]), *rest))
+
+
+def a_text_stream_counts_nothing(patch: Patch) -> None:
+    stream = OpenAIText.stream
+    patch.setattr(OpenAIText, "stream", lambda self, a, r: stream(self, a, replace(r, usage=False)))
+
+
+@pytest.mark.parametrize(
+    ("name", "plant"), [("aborts_are_no_answers", a_text_is_cut), ("shapes_agree", a_text_stream_counts_nothing)]
+)
+async def test_a_defect_of_text_completions_is_caught(name: str, plant: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """``/v1/completions`` is held to the promises that need no messages."""
+    plant(monkeypatch)
+    verdict = await gateway.promise_named(name).on(Texts)
+    assert verdict.outcome is gateway.Outcome.FAILED, str(verdict)
+    assert "text" in verdict.detail or "hm" in verdict.detail, verdict.detail
 
 
 def test_every_promise_has_a_defect() -> None:

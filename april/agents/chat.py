@@ -16,6 +16,10 @@ from april.core.tape import Float32, Int32
 Message = Mapping[str, Any]
 Tools = Sequence[Mapping[str, Any]]
 Finish = Literal["stop", "length", "tool_calls"]
+COMMIT_S = 5.0
+"""Seconds in which an error still has its own status; then 200 is sent, and what keeps the connection alive."""
+ALIVE_S = 10.0
+"""The longest silence of an answer that takes long."""
 
 
 class RequestError(Exception):

@@ -19,7 +19,7 @@ from typing import Any
 
 from aiohttp import web
 
-from april.agents.chat import Answer, ChatRequest, RequestError
+from april.agents.chat import ALIVE_S, COMMIT_S, Answer, ChatRequest, RequestError
 from april.agents.dialects import Anthropic, Dialect, OpenAIChat, OpenAIText, SseEvent
 from april.agents.responses import OpenAIResponses
 from april.agents.session import Asked, Session
@@ -27,10 +27,6 @@ from april.driver.llm import Door
 
 log = logging.getLogger("april")
 
-COMMIT_S = 5.0
-"""Seconds in which an error still has its own status; then 200 is sent, and what keeps the connection alive."""
-ALIVE_S = 10.0
-"""The longest silence of an answer that takes long."""
 SHUTDOWN_S = 1.0
 """Seconds that clients have to read what is left when the server ends."""
 BY_NAME = "by-name"

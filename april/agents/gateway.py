@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable, Coroutine, Iterable, Mapping
 from dataclasses import dataclass, replace
+from numbers import Real
 from typing import TYPE_CHECKING, Any
 
+from april.agents.chat import ALIVE_S, COMMIT_S
 from april.core.sampling import SamplingParams
 from april.core.tape import Int32
 from april.driver.llm import Completion, Door, GenerateFunction
+from april.errors import ConfigError
 
 if TYPE_CHECKING:
     from april.agents.endpoint import Endpoint
     from april.agents.session import Chat, Generate, Session
     from april.agents.template import Template
+
+
+OPTIONS = ("renderer", "commit_s", "alive_s")
+"""Arguments of the scheduler and of hosts that are this one's."""
 
 
 @dataclass(slots=True)
@@ -24,21 +32,33 @@ class Gateway:
     Args:
         tokenizer: the model's; None means that clients can give token ids only.
         renderer: a ``renderers.RendererConfig``; None means the one for the tokenizer.
+        commit_s: see COMMIT_S.
+        alive_s: see ALIVE_S.
         max_model_len: what ``/v1/models`` says.
-        commit_s, alive_s: see :class:`Endpoint`; None means its own.
+
+    Raises ConfigError for a renderer without a tokenizer, or times out of range.
     """
 
     tokenizer: Any = None
     renderer: Any = None
+    commit_s: float = COMMIT_S
+    alive_s: float = ALIVE_S
     max_model_len: int | None = None
-    commit_s: float | None = None
-    alive_s: float | None = None
     _endpoint: Endpoint | None = None
     _template: Template | None = None
 
+    def __post_init__(self) -> None:
+        if self.renderer is not None and self.tokenizer is None:
+            raise ConfigError("renderer= writes messages for llm.base_url, which needs tokenizer=, too")
+        for name, least in (("commit_s", "from 0 on"), ("alive_s", "above 0")):
+            seconds = getattr(self, name)
+            number = isinstance(seconds, Real) and not isinstance(seconds, bool) and math.isfinite(seconds)
+            if not number or seconds < 0 or (seconds == 0 and name == "alive_s"):
+                raise ConfigError(f"{name} must be a number of seconds {least}, got {seconds!r}")
+
     def open(self, generate: GenerateFunction, sampling: SamplingParams, loop: asyncio.AbstractEventLoop) -> Door:
         """Serve one more sample; its calls are made on ``loop``."""
-        from april.agents.endpoint import ALIVE_S, COMMIT_S, Endpoint  # a web server, loaded by who asks for one
+        from april.agents.endpoint import Endpoint  # a web server, loaded by who asks for one
 
         ask = self._asks(generate, sampling)
 
@@ -47,11 +67,7 @@ class Gateway:
 
         session = self._session(ask_there)
         if self._endpoint is None:
-            endpoint = Endpoint(
-                commit_s=COMMIT_S if self.commit_s is None else self.commit_s,
-                alive_s=ALIVE_S if self.alive_s is None else self.alive_s,
-                max_model_len=self.max_model_len,
-            )
+            endpoint = Endpoint(commit_s=self.commit_s, alive_s=self.alive_s, max_model_len=self.max_model_len)
             endpoint.start()
             self._endpoint = endpoint
         return self._endpoint.open(session)

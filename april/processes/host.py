@@ -13,6 +13,7 @@ from typing import Any, Self
 
 import msgspec
 
+from april.agents.chat import ALIVE_S, COMMIT_S
 from april.agents.gateway import Gateway
 from april.core import commands as do
 from april.core import events as ev
@@ -278,7 +279,8 @@ class Host:
         engines: engine objects; those of a server need nothing else, and may be none where there are functions.
         rollout, reward, group_reward, filter: as for the scheduler, which must have the same kinds of functions; with
             none of them this host only lends its engines.
-        tokenizer, renderer: as for the scheduler; a tokenizer is needed where that has one, and for ``llm.base_url``.
+        tokenizer, renderer, commit_s, alive_s: as for the scheduler; a tokenizer is needed where that has one, and for
+            ``llm.base_url``.
         address: where the scheduler's :class:`april.HostListener` listens.
         token: the listener's.
         join: instead of both, what makes a link on the host's loop.
@@ -301,6 +303,8 @@ class Host:
         filter: Callable[..., Any] | None = None,
         tokenizer: Any = None,
         renderer: Any = None,
+        commit_s: float = COMMIT_S,
+        alive_s: float = ALIVE_S,
         address: str | None = None,
         token: str | None = None,
         join: Callable[[], Awaitable[Link]] | None = None,
@@ -314,9 +318,7 @@ class Host:
         self._engines = list(engines)
         self._written: set[str] = set()
         detokenizer = None if tokenizer is None else Detokenizer(tokenizer)
-        if renderer is not None and tokenizer is None:
-            raise ConfigError("renderer= writes messages for llm.base_url, which needs tokenizer=, too")
-        self._gateway = self._gateway_type(tokenizer, renderer)
+        self._gateway = self._gateway_type(tokenizer, renderer, commit_s, alive_s)
         self._functions = UserFunctions(rollout, reward, group_reward, filter, detokenizer, self._gateway)
         self._runs_functions = rollout is not single_turn or any((reward, group_reward, filter))
         if not self._engines and not self._runs_functions:

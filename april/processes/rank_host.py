@@ -35,9 +35,10 @@ class Brought:
     model: Any
     engines: Sequence[Engine] | None
     tokenizer: Any
-    renderer: Any = None
     functions: Mapping[str, Any] = field(default_factory=dict)
     """by their names, those that were given"""
+    agents: Mapping[str, Any] = field(default_factory=dict)
+    """options of the endpoint, by their names"""
 
     def __str__(self) -> str:
         """Describe what the ranks must have alike."""
@@ -101,9 +102,8 @@ class RankHost:
         try:
             self.engines = brought.open(self._thread.run)
             self._host = Host(
-                name, engines=self.engines, tokenizer=brought.tokenizer, renderer=brought.renderer, address=address,
-                token=token,
-                **(brought.functions if brought.runs_functions else {}),
+                name, engines=self.engines, tokenizer=brought.tokenizer, address=address, token=token,
+                **brought.agents, **(brought.functions if brought.runs_functions else {}),
             )  # fmt: skip
             self._thread.run(self._host.astart)
         except BaseException:

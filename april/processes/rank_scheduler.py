@@ -21,6 +21,7 @@ from typing import Any, Self
 
 import numpy as np
 
+from april.agents.gateway import OPTIONS
 from april.config.settings import Config
 from april.core.batch import Batch, SplitBy
 from april.core.ledger import Ledger
@@ -316,7 +317,7 @@ class RankScheduler(Looks):
         functions = {name: options[name] for name in FUNCTIONS if name in options}
         self._brought = brought = Brought(
             config=config, ranks=ranks, spread=spread, model=model, engines=engines, tokenizer=tokenizer,
-            renderer=options.get("renderer"), functions=functions,
+            functions=functions, agents={name: options[name] for name in OPTIONS if name in options},
         )  # fmt: skip
         what = f"RankScheduler(config {_digest(config)}, split_by={split_by!r}, data_size={ranks.shares}, {brought})"
         point = ranks.meeting_point()

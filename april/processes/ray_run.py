@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any, Self
 
+from april.agents.gateway import OPTIONS
 from april.config.engines import EngineConfig
 from april.config.settings import Config
 from april.core.batch import SplitBy
@@ -175,7 +176,7 @@ class HostActor:
 
 log = logging.getLogger("april")
 
-OF_HOSTS = frozenset((*FUNCTIONS, "tokenizer", "renderer"))
+OF_HOSTS = frozenset((*FUNCTIONS, *OPTIONS, "tokenizer"))
 """Options of the scheduler that its hosts have, too."""
 CLOSE_S = 30.0
 """The wait for the core's actor to close, and then for its hosts; one that Ray has not placed yet never does."""

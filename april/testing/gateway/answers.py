@@ -115,7 +115,7 @@ async def logprobs_are_those_of_versions(bench: Bench) -> Figures:
 @promise(18, "After a restart the same requests are answered from their tokens, what was under way goes on, and what "
              "nobody asks for again is dropped by name.")  # fmt: skip
 async def restarts_lose_nothing(bench: Bench) -> Figures:
-    subject, dialect = bench.subject, bench.dialects[0]
+    subject, dialect = bench.subject, bench.chats[0]
     door = await subject.open()
     talk = Talk(("#add",), tools=subject.tools)
     first = await bench.ask(door, dialect, talk)

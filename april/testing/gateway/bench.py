@@ -24,6 +24,8 @@ LOOK_S = 0.002
 LONGEST = 3
 """A whole promise may take so many times the subject's patience."""
 RETRY = {"x-stainless-retry-count": "1"}
+USAGE = ("chat", "text")
+"""Dialects whose streams count tokens only if they are asked to."""
 
 
 @dataclass(slots=True)
@@ -39,6 +41,11 @@ class Bench:
         """Those that the subject speaks."""
         return self.subject.dialects
 
+    @property
+    def chats(self) -> Sequence[str]:
+        """Those of them that have messages."""
+        return [dialect for dialect in self.dialects if dialect != "text"]
+
     # ---------------------------------------------------------------- requests
 
     def body(
@@ -47,7 +54,7 @@ class Bench:
         """The bytes of a request, equal for equal arguments."""
         body = DIALECTS[dialect].body(talk, max_tokens, rewritten=rewritten)
         if stream:
-            body |= {"stream": True} | ({"stream_options": {"include_usage": True}} if dialect == "chat" else {})
+            body |= {"stream": True} | ({"stream_options": {"include_usage": True}} if dialect in USAGE else {})
         return json.dumps(body).encode()
 
     async def send(

@@ -130,6 +130,36 @@ class Chat:
         return self._said(name, {"content": text, "tool_calls": made}, finish, usage)
 
 
+class Text:
+    """OpenAI's text completions: a conversation is its texts, one behind the other."""
+
+    route = "/completions"
+
+    def body(self, talk: Talk, max_tokens: int | None, *, rewritten: bool) -> Json:
+        """The request; without a limit an answer would have 16 tokens."""
+        turns = (talk.system, *talk.turns)
+        texts = [turn if isinstance(turn, str) else turn.text if isinstance(turn, Said) else turn[1] for turn in turns]
+        return {"model": "policy", "prompt": "\n".join(filter(None, texts)), "max_tokens": max_tokens or 2000}
+
+    def whole(self, body: Any) -> Said:
+        """Read a ``text_completion``."""
+        choice, usage = body["choices"][0], body["usage"]
+        return Said(
+            id=body["id"], text=choice["text"], calls=(), finish=choice["finish_reason"],
+            prompt_tokens=usage["prompt_tokens"], completion_tokens=usage["completion_tokens"],
+        )  # fmt: skip
+
+    def stream(self, events: Sequence[SseEvent]) -> Said:
+        """Read chunks."""
+        if not events or events[-1][1] != "[DONE]":
+            raise Broken(f"the stream of {self.route} does not end with [DONE]")
+        chunks = [data for _, data in events[:-1]]
+        choices = [choice for chunk in chunks for choice in chunk["choices"]]
+        finishes = [choice["finish_reason"] for choice in choices if choice["finish_reason"]]
+        whole = {"text": "".join(choice["text"] for choice in choices), "finish_reason": finishes[-1]}
+        return self.whole({"id": chunks[-1]["id"], "choices": [whole], "usage": chunks[-1]["usage"]})
+
+
 class Messages:
     """Anthropic's messages."""
 
@@ -247,7 +277,7 @@ class Responses:
         return said
 
 
-DIALECTS: Mapping[str, Dialect] = {"chat": Chat(), "messages": Messages(), "responses": Responses()}
+DIALECTS: Mapping[str, Dialect] = {"chat": Chat(), "text": Text(), "messages": Messages(), "responses": Responses()}
 
 
 @dataclass(slots=True)

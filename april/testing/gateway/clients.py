@@ -139,6 +139,8 @@ async def refusals_have_names(bench: Bench) -> Figures:
             ("an unknown parameter", {**good, "frobnicate": 1}, door.api_key, ("frobnicate",)),
             ("100 MB", b'{"model": "' + bytes(100 << 20) + b'"}', door.api_key, ("large", "size", "MB", "entity")),
         ]
+        if dialect not in bench.chats:
+            del asked[2]  # it has no messages
         if other.base_url == door.base_url:  # there the key is what names the session
             del asked[1]
         for what, body, key, names in asked:
@@ -203,7 +205,7 @@ async def _shapes(bench: Bench, secret: str) -> int:
         talks: list[tuple[Talk, int | None, str]] = [
             (Talk((f"{secret} #hello",)), None, "stop"), (Talk((f"{secret} #long",)), 20, "length")
         ]  # fmt: skip
-        if bench.subject.tools:
+        if bench.subject.tools and dialect in bench.chats:
             talks.append((Talk((f"{secret} #add",), tools=True), None, "tool_calls"))
         for talk, budget, finish in talks:
             doors = [await bench.subject.open(budget) for _ in range(2)]

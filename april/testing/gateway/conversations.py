@@ -36,7 +36,7 @@ def _back(bench: Bench, said: Said) -> tuple[str | Said | tuple[str, str], ...]:
             "arguments that are formatted anew and \"\" for null are no change.")  # fmt: skip
 async def turns_append(bench: Bench) -> Figures:
     kept = 0
-    for dialect in bench.dialects:
+    for dialect in bench.chats:
         for rewritten in (False, True):
             door = await bench.subject.open()
             talk = _tool_talk(bench)
@@ -50,10 +50,10 @@ async def turns_append(bench: Bench) -> Figures:
 async def sampled_tokens_stay(bench: Bench) -> Figures:
     door = await bench.subject.open()
     talk = Talk(("#split",))
-    said = await bench.ask(door, bench.dialects[0], talk)
+    said = await bench.ask(door, bench.chats[0], talk)
     whole(said, says("split"))
-    await bench.ask(door, bench.dialects[0], talk.then(said, "and #hello"))
-    await _continues(bench, door, bench.dialects[0])
+    await bench.ask(door, bench.chats[0], talk.then(said, "and #hello"))
+    await _continues(bench, door, bench.chats[0])
     written, anew = reply(TOKENIZER.encode("#split"))[:-1], TOKENIZER.encode(says("split"))
     return {"tokens": len(written), "of the same text": len(anew)}
 
@@ -61,7 +61,7 @@ async def sampled_tokens_stay(bench: Bench) -> Figures:
 @promise(9, "A budget that ends inside a tool call ends the answer as length: no call, and its raw text is there.")
 async def cut_calls_are_no_calls(bench: Bench) -> Figures:
     budget = len(TOKENIZER.encode(says("add"))) - 9
-    for dialect in bench.dialects:
+    for dialect in bench.chats:
         door = await bench.subject.open(budget)
         said = await bench.ask(door, dialect, _tool_talk(bench), max_tokens=budget)
         equal((said.finish, said.calls), ("length", ()), f"{dialect}: the reason of the end, and the calls")
@@ -74,9 +74,9 @@ async def cut_calls_are_no_calls(bench: Bench) -> Figures:
 async def cuts_are_not_continued(bench: Bench) -> Figures:
     door = await bench.subject.open(7)
     talk = Talk(("#split",))
-    said = await bench.ask(door, bench.dialects[0], talk, max_tokens=7)
+    said = await bench.ask(door, bench.chats[0], talk, max_tokens=7)
     equal(said.finish, "length", "the reason of the end")
-    await bench.ask(door, bench.dialects[0], talk.then(said, "and #hello"))
+    await bench.ask(door, bench.chats[0], talk.then(said, "and #hello"))
     attempts = await bench.subject.record(door)
     before = [*attempts[-2].context, *attempts[-2].tokens]
     if list(attempts[-1].context[: len(before)]) == before:
@@ -87,7 +87,7 @@ async def cuts_are_not_continued(bench: Bench) -> Figures:
 @promise(17, "Rewritten histories, parallel calls and sub-agents are conversations of their own: each generated token "
              "is trained once, its context not at all, and the sample has one reward.")  # fmt: skip
 async def conversations_are_rows(bench: Bench) -> Figures:
-    subject, dialect = bench.subject, bench.dialects[0]
+    subject, dialect = bench.subject, bench.chats[0]
     door = await subject.open()
     talk = Talk(("#add",), system="be brief", tools=subject.tools)
     first = await bench.ask(door, dialect, talk)
@@ -116,7 +116,7 @@ async def conversations_are_rows(bench: Bench) -> Figures:
 @promise(16, "A client that is gone in the middle of its answer is named and costs a bounded number of tokens, others "
              "go on, and nothing half-heard is trained.")  # fmt: skip
 async def gone_clients_are_named(bench: Bench) -> Figures:
-    subject, dialect = bench.subject, bench.dialects[0]
+    subject, dialect = bench.subject, bench.chats[0]
     door, other = await subject.open(), await subject.open()
     await subject.hold()
     gone = await bench.begin(door, dialect, LONG_TALK, stream=True)

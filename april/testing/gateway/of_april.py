@@ -6,13 +6,11 @@ import asyncio
 import threading
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import aclosing, suppress
-from functools import partial
 from types import TracebackType
 from typing import Any, ClassVar, Self, TypeVar
 
 import numpy as np
 
-from april.agents.gateway import Gateway
 from april.config.settings import Config
 from april.core.batch import DeliveredSample
 from april.core.tape import Float32
@@ -31,6 +29,8 @@ T = TypeVar("T")
 SESSIONS = 32
 """Sessions that are there to be opened at any time."""
 LOOK_S = 0.001
+ALIVE_S = 0.02
+"""Answers begin at once, and show life all the time."""
 
 
 class HeldEngine(FakeEngine):
@@ -102,12 +102,6 @@ class HeldEngine(FakeEngine):
         self.go_on()
 
 
-class _Scheduler(RolloutScheduler):
-    """With an endpoint that answers at once with a 200, and shows life all the time."""
-
-    _gateway_type: Callable[..., Gateway] = partial(Gateway, commit_s=0.02, alive_s=0.02)
-
-
 class _Session:
     """A sample whose rollout function waits for its session to end."""
 
@@ -130,8 +124,8 @@ class AprilSubject(Subject):
     """april, as it is installed."""
 
     name: ClassVar[str] = "april"
-    dialects: ClassVar[Sequence[str]] = ("chat", "messages", "responses")
-    keep_alive_s: ClassVar[float | None] = 0.02
+    dialects: ClassVar[Sequence[str]] = ("chat", "text", "messages", "responses")
+    keep_alive_s: ClassVar[float | None] = ALIVE_S
 
     def __init__(self) -> None:
         self._engines: list[HeldEngine] = []
@@ -166,9 +160,10 @@ class AprilSubject(Subject):
         self._engines = [HeldEngine(f"e{i}") for i in range(2)]
         for engine in self._engines:
             engine.holds = self._holds
-        self._rollouts = _Scheduler(
+        self._rollouts = RolloutScheduler(
             config, prompts=_prompts(), reward=_reward, rollout=self._rollout, engines=self._engines, check=True,
             tokenizer=TOKENIZER, renderer=Qwen3RendererConfig(enable_thinking=False), progress=False,
+            commit_s=ALIVE_S, alive_s=ALIVE_S,
         )  # fmt: skip
         if state is not None:
             self._rollouts.load_state_dict(state, path="/restarted")

@@ -68,7 +68,7 @@ class Subject:
     name: ClassVar[str] = ""
     version: ClassVar[str] = ""
     dialects: ClassVar[Sequence[str]] = ("chat",)
-    """Those it speaks: chat, messages, responses."""
+    """Those it speaks: chat, text, messages, responses; one that has messages first."""
     keep_alive_s: ClassVar[float | None] = None
     """The longest silence of an answer that takes long; None means that it promises none."""
     patience_s: ClassVar[float] = 20.0
