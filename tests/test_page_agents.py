@@ -16,6 +16,8 @@ from pages import Block, executes
 
 pytest.importorskip("renderers")
 from renderers import Qwen3RendererConfig
+from test_agents_wrap import Environment
+from test_agents_wrap import package as package
 
 import april
 from april.testing import FakeEngine, conversation, gateway
@@ -108,7 +110,18 @@ def test_a_program(code: list[Block], tmp_path: Path, monkeypatch: pytest.Monkey
     assert trained(space).rewards.tolist() == [1.0] * 4
 
 
+@pytest.mark.usefixtures("package")
 @executes("agents.md-5")
+def test_an_environment_of_verifiers(code: list[Block], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its tasks are the prompts, its episodes the samples; a stand-in for the package says "hi" to each."""
+    monkeypatch.setattr(sys.modules["verifiers.v1"], "load_environment", lambda path: Environment(), raising=False)
+    with code[0].run(reader(CONFIG="of the environment"))["rollouts"] as rollouts:
+        batch = rollouts.next_batch()
+    assert batch.rewards.tolist() == [1.0] * 4
+    assert [TOKENIZER.decode(s.tokens[s.loss_mask == 1]) for s in batch.samples] == ["hi<|im_end|>"] * 4
+
+
+@executes("agents.md-6")
 async def test_an_orchestrator_outside(code: list[Block]) -> None:
     """It opens sessions until the batch is there, asks as their agent, and says their rewards."""
     space = code[0].run(reader(KEY="of the test"))
@@ -134,7 +147,7 @@ async def test_an_orchestrator_outside(code: list[Block]) -> None:
         await asyncio.to_thread(rollouts._thread.run, sessions.close)
 
 
-@executes("agents.md-6")
+@executes("agents.md-7")
 def test_a_renderer(code: list[Block]) -> None:
     """The scheduler takes the settings of one."""
 
@@ -146,7 +159,7 @@ def test_a_renderer(code: list[Block]) -> None:
         assert rollouts.next_batch().rewards.tolist() == [1.0] * 4
 
 
-@executes("agents.md-7")
+@executes("agents.md-8")
 def test_rows_of_a_sample_weigh_as_one(code: list[Block]) -> None:
     """GRPO's weights over samples of which each has two rows sum to 1."""
     batch = trained(reader(rollout=lambda prompt, llm: llm.generate() and "hi"))
@@ -156,7 +169,7 @@ def test_rows_of_a_sample_weigh_as_one(code: list[Block]) -> None:
     assert space["weights"].sum() == pytest.approx(1.0)
 
 
-@executes("agents.md-8")
+@executes("agents.md-9")
 def test_the_suite_for_gateways(code: list[Block], monkeypatch: pytest.MonkeyPatch) -> None:
     """Run by the lines of the page; one promise stands for the twenty, which test_gateway_conformance.py runs."""
     monkeypatch.setattr(gateway, "run", partial(gateway.run, promises=gateway.PROMISES[:1]))
