@@ -24,6 +24,8 @@ from april.errors import ConfigError
 from april.processes import messages as wire
 from april.processes.host import Host
 from april.processes.messages import ProtocolError, packed
+from april.testing import FakeEngine, conversation, run_virtual
+from april.testing.gateway.script import EOS, LONG, TOKENIZER, VOCAB, reply, says
 
 
 def function_at_work() -> tuple[HostSides, Sample]:
@@ -294,6 +296,60 @@ async def test_a_client_on_a_host_asks_at_its_base_url() -> None:
         p.scheduler._gateway.close()
     assert door._endpoint is None
 
+
+
+@pytest.mark.parametrize("dies", [False, True])
+def test_functions_on_hosts_chat(dies: bool) -> None:
+    """``llm.chat`` keeps a conversation in one row on a host too, and goes on elsewhere when that dies in mid-call."""
+    renderers = pytest.importorskip("renderers")
+    ran: set[str] = set()
+
+    def agent(where: str) -> Any:
+        async def rollout(prompt: april.Prompt, llm: april.LLM) -> str:
+            ran.add(where)
+            messages = [{"role": "user", "content": f"{prompt.data['i']} #split"}]
+            first = await llm.chat(messages)
+            assert first.text == says("split")
+            last = await llm.chat([*messages, first.message, {"role": "user", "content": "and #long"}])
+            return f"{last.text} {last.finish}"
+
+        return rollout
+
+    def engine(name: str) -> FakeEngine:
+        return FakeEngine(
+            name, responses=lambda request: reply(conversation(request).tolist()), vocab_size=VOCAB, eos_token_id=EOS,
+            chunk_tokens=4, seconds_per_token=0.05,
+        )  # fmt: skip
+
+    async def program() -> None:
+        options = {"tokenizer": TOKENIZER, "renderer": renderers.Qwen3RendererConfig(enable_thinking=False)}
+        config = april.Config(
+            rollout_batch_size=2, n_samples_per_prompt=2, over_sampling_batch_size=4, max_response_len=400,
+            max_sample_tokens=60, engine={"kind": "simulated"}, max_staleness=9,
+        )  # fmt: skip
+        p = Place(config, 8, [engine("here")], rollout=agent("here"), reward=lambda prompt, response: 1.0, **options)
+        try:
+            await p.host("a", [engine("f")], rollout=agent("a"))
+            if dies:
+                waiting = asyncio.ensure_future(p.all_batches())
+                await asyncio.sleep(1.5)
+                p.of_host["a"].close()
+                await waiting
+            else:
+                await p.all_batches()
+            p.scheduler.validate()
+        finally:
+            await p.end()
+        rows = [s for b in p.batches for s in b.samples]
+        assert len(rows) == 16
+        for sample in rows:
+            said = TOKENIZER.decode(sample.tokens[sample.loss_mask == 1])
+            assert said == f"{says('split')}<|im_end|>{LONG}"[: len(said)]
+            assert int(sample.loss_mask.sum()) == 60
+        assert ran == {"here", "a"}
+        assert (sum(b.metrics["lost_functions"] for b in p.batches) > 0) is dies
+
+    run_virtual(program())
 
 
 def test_a_renderer_without_a_tokenizer_is_refused_by_a_host() -> None:

@@ -236,6 +236,22 @@ def test_one_conversation_too_many_fails_the_sample_by_the_setting_s_name() -> N
         batch_of(rollout, {"max_chains": 2})
 
 
+def test_an_evaluation_chats_too() -> None:
+    """Its answers are the evaluation's, and none is trained."""
+
+    async def rollout(prompt: april.Prompt, llm: april.LLM) -> str:
+        return (await llm.chat(ask("#hello"))).text
+
+    async def program() -> None:
+        async with started(rollout, reward=lambda prompt, response: float(response.output == "hi")) as run:
+            result = await run.evaluate([[7], [8]], temperature=0)
+            assert result.rewards.tolist() == [[1.0], [1.0]]
+            assert len((await run.next_batch()).samples) == 4
+            run.validate()
+
+    run_virtual(program())
+
+
 def scheduler(rollout: Any, **config: Any) -> april.RolloutScheduler:
     """On a thread of its own, in real time."""
     return april.RolloutScheduler(
