@@ -13,11 +13,10 @@ from typing import Any
 import aiohttp
 import pytest
 from pages import Block, executes
+from verifiers_stand_in import Environment, install
 
 pytest.importorskip("renderers")
 from renderers import Qwen3RendererConfig
-from test_agents_wrap import Environment
-from test_agents_wrap import package as package
 
 import april
 from april.testing import FakeEngine, conversation, gateway
@@ -110,10 +109,10 @@ def test_a_program(code: list[Block], tmp_path: Path, monkeypatch: pytest.Monkey
     assert trained(space).rewards.tolist() == [1.0] * 4
 
 
-@pytest.mark.usefixtures("package")
 @executes("agents.md-5")
 def test_an_environment_of_verifiers(code: list[Block], monkeypatch: pytest.MonkeyPatch) -> None:
     """Its tasks are the prompts, its episodes the samples; a stand-in for the package says "hi" to each."""
+    install(monkeypatch)
     monkeypatch.setattr(sys.modules["verifiers.v1"], "load_environment", lambda path: Environment(), raising=False)
     with code[0].run(reader(CONFIG="of the environment"))["rollouts"] as rollouts:
         batch = rollouts.next_batch()
