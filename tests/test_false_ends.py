@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,7 +16,7 @@ import april
 from april.core import commands as do
 from april.core import events as ev
 from april.core.sampling import SamplingParams
-from april.core.tape import AttemptTape, TokenTape
+from april.core.tape import AttemptTape
 from april.core.types import (
     Attempt,
     AttemptFailure,
@@ -320,7 +319,7 @@ async def test_an_engine_object_that_goes_on_after_eos_is_not_believed(caplog: p
 )
 def test_results_of_a_trainers_own_servers(tokens: tuple[int, ...], more: dict[str, Any], kind: Any) -> None:
     """What a coordinator is told of them is looked at in the same place."""
-    sample: Any = SimpleNamespace(tape=TokenTape())
+    sample = Group(0, Prompt(np.ones(2, np.int32)), 1).samples[0]
     call = GenerateCall(sample.chains[0], SamplingParams(4), 0)
     attempt = Attempt(
         id="a", call=call, engine="e", token_ids=np.ones(2, np.int32), sampling=call.sampling, tape=AttemptTape(),

@@ -352,6 +352,11 @@ async def test_evaluation_of_an_engine_that_answers_at_once() -> None:
 # ---------------------------------------------------------------- what is refused, and text
 
 
+def an_llm(sampling: SamplingParams, generate: Any) -> LLM:
+    """What a rollout function has, without conversations."""
+    return LLM(SampleId(0, 0), sampling, generate, pytest.fail, pytest.fail)
+
+
 async def test_stop_strings_of_a_call_replace_the_configured_ones() -> None:
     """stop="ab" is one string and not two, and an empty list is none."""
     asked: list[Any] = []
@@ -359,7 +364,7 @@ async def test_stop_strings_of_a_call_replace_the_configured_ones() -> None:
     async def generate(sampling: SamplingParams, token_ids: Any) -> Any:
         asked.append(sampling.stop)
 
-    llm = LLM(SampleId(0, 0), SamplingParams(max_tokens=5, stop=("configured",)), generate)
+    llm = an_llm(SamplingParams(max_tokens=5, stop=("configured",)), generate)
     await llm.generate()
     for stop in ("ab", ["a", "b"], []):
         await llm.generate(stop=stop)
@@ -372,7 +377,7 @@ def test_everything_that_is_refused_has_its_sentence(name: str) -> None:
     known = list(inspect.signature(LLM.generate).parameters)[1:-1]
     assert name not in known
     with pytest.raises(TypeError, match=rf"^llm.generate: {name}: .+; april supports {', '.join(known)}$"):
-        run_virtual(LLM(SampleId(0, 0), SamplingParams(max_tokens=5), None).generate(**{name: 1}))  # type: ignore[arg-type]
+        run_virtual(an_llm(SamplingParams(max_tokens=5), None).generate(**{name: 1}))
     # what is only called otherwise in a call may be called otherwise again in the configuration
     other_names = {"max_new_tokens": "max_response_len", "stop_strings": "sampling.stop"}
     reason = UNSUPPORTED[name] if name not in other_names else f"unknown setting; do you mean {other_names[name]}?"

@@ -153,7 +153,7 @@ def take(attempt: Attempt, result: Result, current: PolicyVersion) -> ev.Event:
     whole = EngineFinish.LENGTH if full else EngineFinish.STOP
     finish = EngineFinish.ABORT if result.aborted else whole
     checks = AnswerChecks(
-        attempt, vocab_size=ANY_TOKEN, max_context=ANY_TOKEN, oldest=attempt.sample.chains[0].tape.newest_version,
+        attempt, vocab_size=ANY_TOKEN, max_context=ANY_TOKEN, oldest=attempt.call.chain.tape.newest_version,
         eos_token_ids=() if result.ends_anywhere else attempt.end_ids.union(result.stop_token_ids),
     )  # fmt: skip
     checks.aborted = result.aborted
