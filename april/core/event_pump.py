@@ -71,7 +71,8 @@ class EventPump:
         self._core = Observed(core, observers) if observers else core
         self._executors = {**executors, **dict.fromkeys(ignored, _nothing)}
         self._events: deque[Event] = deque()
-        self._runs = False
+        self.runs = False
+        """True while commands are carried out."""
 
     def post(self, event: Event) -> None:
         """Take one event; one that an executor posts comes after those that wait already.
@@ -79,9 +80,9 @@ class EventPump:
         An error of the core or of an executor ends this; the events that waited are dropped.
         """
         self._events.append(event)
-        if self._runs:
+        if self.runs:
             return
-        self._runs = True
+        self.runs = True
         try:
             while self._events:
                 for command in self._core.handle(self._events.popleft()):
@@ -90,7 +91,7 @@ class EventPump:
             self._events.clear()
             raise
         finally:
-            self._runs = False
+            self.runs = False
 
 
 def _nothing(command: Command) -> None:

@@ -48,7 +48,8 @@ class Leases:
     @property
     def full(self) -> bool:
         """So many batches are out that whatever is generated now is too old when it is trained."""
-        return len(self.batches) > min(self.bound, MOST_OUT)
+        out = len(self.batches)
+        return out > self.bound or out > MOST_OUT
 
     def why_full(self) -> str:
         """Tell the trainer why no batch can be generated, where :attr:`full`."""
@@ -132,7 +133,9 @@ class PartialBuffer:
         self.groups: dict[int, Group] = {}
         self.limit = Idle.BOUND
         """The limit of the last :meth:`room`."""
-        self._batch = settings.target
+        self.batch = settings.target
+        """The units of a batch."""
+        self._whole_groups = settings.whole_groups
         self._per_group = settings.units_per_group
         self.units = 0
         """Held units: groups, or with a quorum samples that are neither delivered nor given up."""
@@ -146,17 +149,17 @@ class PartialBuffer:
     def add(self, group: Group) -> None:
         """A prompt was drawn."""
         self.groups[group.id] = group
-        self.units += 1 if self.settings.whole_groups else group.held
+        self.units += 1 if self._whole_groups else group.held
 
     def remove(self, group: Group) -> None:
         """A group was settled."""
         del self.groups[group.id]
-        self.units -= self.settings.whole_groups
+        self.units -= self._whole_groups
 
     def changes(self, group: Group, by: int) -> None:
         """So many more or fewer samples of a group are held."""
         group.held += by
-        if not self.settings.whole_groups:
+        if not self._whole_groups:
             self.units += by
 
     def samples(self) -> Iterator[Sample]:
@@ -222,7 +225,7 @@ class PartialBuffer:
         if s.on_stale is OnStale.DROP:
             return 1
         # what is held is delivered within so many steps, whatever max_staleness is
-        return max(1, min(s.delivery_bound - len(self._leases), self.units // self._batch + 1))
+        return max(1, min(s.delivery_bound - len(self._leases), self.units // self.batch + 1))
 
     def slack(self, unit: Unit) -> int:
         """Batches after which its oldest token is too old; without tokens, as if that were of the present version."""

@@ -81,6 +81,7 @@ class Step:
         return out
 
 
+NO_REFILL = Refill.NONE
 TOO_LONG_IN_A_ROW = 1000
 """Skipped prompts without one that fits, after which the data cannot be meant for these engines."""
 
@@ -315,7 +316,7 @@ class RolloutCore:
     @property
     def train_first(self) -> bool:
         """Too many batches are out: what began now would be too old when it is trained, so steps wait for an update."""
-        return self.leases.full and not (self.over_sampler.exhausted and not self.buffer)
+        return bool(self.leased) and self.leases.full and not (self.over_sampler.exhausted and not self.buffer)
 
     def _stop_everything(self) -> None:
         self.context.stop(list(self.attempts.values()), sweep=True)
@@ -411,7 +412,7 @@ class RolloutCore:
         step = self.step
         assert step is not None
         # without refill nothing is drawn after the beginning of a step, except for groups that were given up
-        if step.filled and self.settings.refill is Refill.NONE and self.buffer.units >= self.settings.target:
+        if step.filled and self.context.settings.refill is NO_REFILL and self.buffer.units >= self.buffer.batch:
             return
         count = self.over_sampler.prompts_to_draw(
             ready=self.monitor.ready,

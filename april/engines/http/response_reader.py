@@ -7,7 +7,6 @@ before a wrong one count.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from enum import StrEnum
 from typing import Any, Generic, TypeVar
 
@@ -169,7 +168,7 @@ class ResponseReader:
             self.fail(error)
         if last and self.failure is None:
             end = chunks.pop() if chunks else empty_chunk(self._version, None)
-            chunks.append(replace(end, finish=self.finish, stopped_at=self._stopped_at))
+            chunks.append(Chunk(end.tokens, end.logprobs, end.version, self.finish, self._stopped_at))
         return chunks
 
     def fail(self, error: EngineError) -> None:
