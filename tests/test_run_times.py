@@ -21,7 +21,17 @@ import april
 from april.config.engine_fit import fits
 from april.core.batch import Batch
 from april.core.partial_buffer import Idle
-from april.core.run_times import PARTS, SECONDS, SHARES, UPDATE_PARTS, TrainerTime, bottleneck, pace, whole
+from april.core.run_times import (
+    PARTS,
+    SECONDS,
+    SHARES,
+    UPDATE_PARTS,
+    TrainerTime,
+    bottleneck,
+    bottleneck_of,
+    pace,
+    whole,
+)
 from april.core.sampling import LogprobKind
 from april.core.settings import CoreSettings
 from april.core.types import GenerationMode, Prompt, Refill, Work
@@ -114,8 +124,8 @@ async def test_the_bound_is_what_keeps_places_empty() -> None:
     batch = await run.driver.next_batch()
     assert times(batch) == pytest.approx({"step_s": 5, "trainer_wait_s": 5, "engines_busy": 1})
     assert batch.bottleneck == (
-        "generation is the bottleneck: the trainer waited 5.00 of 5.00 s for rollouts; engines were busy 100% of "
-        "the time; only more or faster ones would help"
+        "start-up: the trainer waited 5.00 of 5.00 s for the first batch; what the bottleneck is, later ones tell; "
+        "engines were busy 100% of the time"
     )
     await asyncio.sleep(100)
     await run.driver.update_weights()
@@ -300,8 +310,9 @@ PAGE = (Path(__file__).parent.parent / "docs" / "metrics.md").read_text("utf-8")
 
 
 def sentence(
-    settings: dict[str, Any] | None = None, refused: tuple[str, ...] = (), blocking: str = "", **times: float
-) -> str:
+    settings: dict[str, Any] | None = None, refused: tuple[str, ...] = (), blocking: str = "", first: bool = False,
+    **times: float,
+) -> str:  # fmt: skip
     """Of a step with these times, all others 0; what is left of the places is busy. ``refused``: settings."""
     core = CoreSettings(
         rollout_batch_size=8, n_samples_per_prompt=8, over_sampling_batch_size=16, max_response_len=400,
@@ -309,7 +320,7 @@ def sentence(
     )  # fmt: skip
     idle = sum(share for name, share in times.items() if name.startswith("idle_"))
     times = dict.fromkeys((*SECONDS, *SHARES), 0.0) | {"engines_busy": 1.0 - idle} | times
-    return bottleneck(times, core, lambda **change: change.keys().isdisjoint(refused), blocking)
+    return bottleneck(times, core, lambda **change: change.keys().isdisjoint(refused), blocking, first=first)
 
 
 SENTENCES = {
@@ -391,6 +402,29 @@ def test_every_cause_has_words(cause: Idle) -> None:
 def test_every_part_of_an_update_has_words() -> None:
     """The parts are those that are measured."""
     assert set(PARTS) == set(UPDATE_PARTS.values())
+
+
+def test_the_first_batch_blames_nobody() -> None:
+    """Everything waits for it, so a slow start is no verdict on generation; what blocked the loop is named.
+
+    Of several steps it counts only where it is alone.
+    """
+    said = sentence(step_s=60, trainer_wait_s=60, idle_over_sampling=0.3, first=True)
+    assert said.startswith(
+        "start-up: the trainer waited 60.0 of 60.0 s for the first batch; what the bottleneck is, later ones tell; "
+        "engines stood idle 30% of the time"
+    )
+    blocked = sentence(step_s=60, trainer_wait_s=60, loop_blocked_s=30.0, blocking="f", first=True)
+    assert blocked.startswith("f is the bottleneck")
+    core = CoreSettings(
+        rollout_batch_size=8, n_samples_per_prompt=8, over_sampling_batch_size=16, max_response_len=400,
+        max_in_flight=128,
+    )  # fmt: skip
+    none = dict.fromkeys((*SECONDS, *SHARES), 0.0) | {"engines_busy": 1.0}
+    start = none | {"step_s": 60.0, "trainer_wait_s": 60.0}
+    steps = [start, *[none | {"step_s": 10.0, "train_s": 9.0, "trainer_wait_s": 1.0}] * 2]
+    assert bottleneck_of(steps, core).startswith("training is the bottleneck: it took 18.0 of 20.0 s")
+    assert bottleneck_of(steps[:1], core).startswith("start-up: ")
 
 
 def test_no_time_no_words() -> None:

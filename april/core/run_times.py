@@ -6,7 +6,7 @@ time; nothing here reads a clock. :func:`bottleneck` says which side a step wait
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import StrEnum
 from statistics import fmean, median
 from typing import NamedTuple
@@ -55,7 +55,7 @@ SHARES = ("engines_busy", *(f"idle_{cause}" for cause in Idle))
 
 
 class RunTimes:
-    """Call :meth:`look` after every event of ``core``, and :meth:`delivered` where its Deliver is carried out.
+    """Call :meth:`look` after the events of each moment, and :meth:`delivered` where the Deliver is carried out.
 
     Args:
         core: all that happens to it is told, with times that never go back.
@@ -65,6 +65,8 @@ class RunTimes:
         self._core, self._places = core, core.context.places
         self.places = 0
         """Most samples in flight: ``max_in_flight``, or the engines' slots if they are fewer."""
+        self.batches = 0
+        """Batches that were delivered."""
         self._began: float | None = None
         """The last delivery, or the first request; None before that."""
         self._since = 0.0
@@ -153,6 +155,7 @@ class RunTimes:
 
     def delivered(self, now_s: float) -> dict[str, float]:
         """The metrics of the batch that is delivered now; what follows is of the next one."""
+        self.batches += 1
         began = self._began
         if began is None:  # there by the first request, out of a saved state
             began = self._since = now_s
@@ -266,11 +269,19 @@ Fits = Callable[..., bool]
 """Tells whether settings (by name, with a value to try) may be changed where the run is."""
 
 
-def bottleneck(times: Mapping[str, float], settings: CoreSettings, fits: Fits | None = None, blocking: str = "") -> str:
+def bottleneck_of(steps: Sequence[Mapping[str, float]], settings: CoreSettings) -> str:
+    """Say what several steps waited for; the first one, which has the start-up, counts only where it is alone."""
+    return bottleneck(whole(steps[1:] or steps), settings, first=len(steps) == 1)
+
+
+def bottleneck(
+    times: Mapping[str, float], settings: CoreSettings, fits: Fits | None = None, blocking: str = "", *,
+    first: bool = False,
+) -> str:  # fmt: skip
     """``times``: of :class:`.run_times.RunTimes`, or of several steps (``whole``). Empty if they took no time.
 
     ``fits``: nothing that it refuses is advised; None: what the engines allow is not known. ``blocking``: the function
-    that blocked the loop for most of ``loop_blocked_s``.
+    that blocked the loop for most of ``loop_blocked_s``. ``first``: of the first batch, for which everything waits.
     """
     step = times["step_s"]
     if step <= 0.0:
@@ -291,7 +302,13 @@ def bottleneck(times: Mapping[str, float], settings: CoreSettings, fits: Fits | 
     # where updates or evaluations took longer, faster engines would not help
     starved = starved and max(waited, ahead) >= max(times[TrainerTime.UPDATES], times[TrainerTime.EVALUATES])
     turns = times["idle_trainer"] + times["idle_update"]
-    if stepwise and min(waited / step, turns) >= TURNS:
+    if first:
+        starved = False
+        side = (
+            f"start-up: the trainer waited {_of(waited, step)} for the first batch; what the bottleneck is, later ones "
+            "tell"
+        )
+    elif stepwise and min(waited / step, turns) >= TURNS:
         side = f"trainer and engines take turns: the trainer waited {_of(waited, step)} for rollouts"
     elif not starved:
         side = _trainer_side(times)

@@ -27,7 +27,7 @@ CALLS = {Waits.UPDATE: "weight_update", Waits.EVALUATION: "evaluate"}
 
 
 class LongWaits:
-    """Call :meth:`look` after every event of ``core``.
+    """Call :meth:`look` after the events of each moment.
 
     Args:
         core: all that is waited for is read there, but for what :meth:`on` says.
@@ -55,7 +55,7 @@ class LongWaits:
         """The longest wait that was warned of, in seconds."""
 
     def look(self) -> None:
-        """Look what the trainer waits for now; call it after every event."""
+        """Look what the trainer waits for now."""
         core = self._core
         what: Waits | str = waits_of(core) if self._said is None else self._said[1]
         if what is EVALUATION and core.context.attempts.of_evaluations:

@@ -458,9 +458,11 @@ class RolloutDriver:
         if self._broken is not None:
             return
         try:
+            follows = self._pump.runs
             self._pump.post(event)
-            self._times.look(self.now())
-            self.long_waits.look()
+            if not follows:  # what follows from another event is looked at with it
+                self._times.look(self.now())
+                self.long_waits.look()
         except Exception as error:
             # the books do not balance: nothing that follows could be trusted
             self._break(error)
@@ -544,7 +546,7 @@ class RolloutDriver:
         times = self._times.delivered(self.now())
         blocked_s, blocking = self._options.blocked()
         times |= {"loop_blocked_s": blocked_s}
-        why = bottleneck(times, self.core.settings, self._options.fits, blocking)
+        why = bottleneck(times, self.core.settings, self._options.fits, blocking, first=self._times.batches == 1)
         metrics = {**batch.metrics, **times}
         metrics |= self._limit.metrics(metrics, self._times.places)
         batch = replace(batch, metrics=metrics, bottleneck=why)

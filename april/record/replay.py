@@ -14,7 +14,7 @@ import numpy as np
 from april.core import events as ev
 from april.core import snapshot
 from april.core.commands import Command, Deliver
-from april.core.run_times import RunTimes, bottleneck, whole
+from april.core.run_times import RunTimes, bottleneck_of
 from april.core.settings import CoreSettings, EngineLimits
 from april.core.state import RolloutCore
 from april.core.tape import AttemptTape
@@ -69,7 +69,7 @@ class Replay:
             "recorded": f"{self.head.get('began')}, april {self.head.get('april')}, {self.seconds:.1f} s",
             "events": f"{count}, all decided as in the run; ledgers and indices checked {self.checks} times",
             "steps": f"{self.events['StepRequested']} asked for, {core.context.batches} batches delivered",
-            "time": bottleneck(whole(self.steps), core.settings) or "none passed before a batch",
+            "time": bottleneck_of(self.steps, core.settings) or "none passed before a batch",
             "version": str(core.clock.current),
             **{name: ", ".join(f"{key} {value}" for key, value in of.items()) for name, of in ledgers.items()},
             "digest": self.decisions.digest,

@@ -10,7 +10,7 @@ from typing import Any
 
 from april.auto.question import InWork
 from april.core.partial_buffer import Idle
-from april.core.run_times import bottleneck, whole
+from april.core.run_times import bottleneck_of
 from april.server_text import printable
 from april.version import __version__
 from april.view import pictures
@@ -96,7 +96,7 @@ def _told_apart(runs: Sequence[RunData]) -> list[RunData]:
 
 def _run(run: RunData, number: int, found: Limit | None) -> str:
     steps = [batch.metrics for batch in run.batches]
-    advice = bottleneck(whole(steps), run.settings_at(run.batches[-1])) if steps else ""
+    advice = bottleneck_of(steps, run.settings_at(run.batches[-1])) if steps else ""
     parts = [
         f"<h1>{_text(run.name)}</h1>",
         f'<p class="soft">{_text(_began(run))}; {_text(run.end)}.</p>',

@@ -342,7 +342,8 @@ class Coordinator:
             self._order("fail", why)
             return
         times = self._times.delivered(_now())
-        log.info("batch %d: %s", batch.id, bottleneck(times, self.core.settings) or "it was there already")
+        said = bottleneck(times, self.core.settings, first=self._times.batches == 1)
+        log.info("batch %d: %s", batch.id, said or "it was there already")
         metrics = {**batch.metrics, **times}
         batch = replace(batch, metrics=metrics | self._limit.metrics(metrics, self._times.places))
         if self._auto is not None:
