@@ -86,8 +86,8 @@ class RolloutScheduler:
         check: cross-check all of april's books after every event (slow; for tests and bug hunts).
         record: a file for what happens in the run, without prompts and tokens, which ``april replay`` runs again: its
             name, or an :class:`april.RunRecord` with a size limit. See docs/report.md.
-        progress: a line in ``next_batch`` that says how the step stands: None: where standard error is a terminal, or
-            in a notebook; False: never; or a rich ``Console``. See docs/report.md.
+        progress: a line in ``next_batch`` that says how the step stands: None: drawn on a terminal or in a notebook,
+            elsewhere written if it takes long; False: never; or a rich ``Console``. See docs/report.md.
         exporters: where the metrics of each batch go, such as :class:`april.export.TensorBoard`; closed with this.
         sample_texts: responses per batch that they get as text, decoded by ``tokenizer``.
 

@@ -7,6 +7,7 @@ import io
 import json
 import re
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
 from itertools import pairwise
@@ -30,7 +31,8 @@ from april.record.replay import replay
 from april.record.standing import Standing, Waits, standing_of
 from april.testing import rollouts
 from april.view import progress
-from april.view.progress import WINDOW_S, Line, Progress, progress_on, short
+from april.view.bars import EVERY_S, bars
+from april.view.progress import WINDOW_S, Line, Progress, WrittenLines, progress_on, short
 from april.view.watch import KEPT, SILENT_S, Follower, Screen, watch
 
 pytestmark = on_virtual_time
@@ -253,7 +255,7 @@ def test_lines_of_other_events_need_not_be_understood(record: Path, tmp_path: Pa
 
 
 # ----------------------------------------------------------------
-# The line of progress: there where somebody looks, gone with the wait, nothing in logs, and no batch is lost by it.
+# The line of progress: there where somebody looks, gone with the wait; long waits in logs; no batch is lost.
 
 
 def standing(**changes: Any) -> Standing:
@@ -274,6 +276,20 @@ def shown_on(console: Console) -> str:
     """All that was written there, escape sequences included."""
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue()
+
+
+def test_bars_become_lines_where_nothing_can_be_drawn() -> None:
+    """Long work writes how far it is into a file or a pipe, at most every EVERY_S seconds; a terminal has its bar."""
+    for terminal_there, lines in ((False, ["simulating: 2 of 8", "simulating: 5 of 9 slow"]), (True, [])):
+        console = Console(file=io.StringIO(), force_terminal=terminal_there, width=80)
+        seconds = iter([0.0, 1.0, EVERY_S, EVERY_S, EVERY_S + 1.0, 2 * EVERY_S, 2 * EVERY_S])
+        with bars(console, now=seconds.__next__) as begin:
+            update = begin("simulating", 8)
+            update(1)
+            update(2)
+            update(3)
+            update(5, total=9, note="slow")
+        assert [line for line in shown_on(console).splitlines() if line.startswith("simulating:")] == lines
 
 
 def test_the_line_says_how_the_step_stands() -> None:
@@ -420,22 +436,62 @@ def test_an_interrupted_wait_leaves_no_line_and_loses_no_batch() -> None:
     progress._SHOWN.release()
 
 
-def test_nothing_is_shown_where_nobody_looks(
+def test_nothing_is_drawn_where_nobody_looks(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Standard error is a file: no line, and FORCE_COLOR, as many CI machines set it, changes nothing."""
+    """Standard error is a file: a short wait leaves no line, FORCE_COLOR or not, which many CI machines set."""
     monkeypatch.setenv("FORCE_COLOR", "1")
     with scheduler() as run:
         run.next_batch()
     assert "step 0" not in capfd.readouterr().err
-    assert progress_on(None, lambda tell: None) is None
-    assert progress_on(True, lambda tell: None) is None
+    assert isinstance(progress_on(None, lambda tell: None), WrittenLines)
+    assert isinstance(progress_on(True, lambda tell: None), WrittenLines)
     monkeypatch.setattr(sys, "stderr", None)  # pythonw
-    assert progress_on(None, lambda tell: None) is None
+    assert isinstance(progress_on(None, lambda tell: None), WrittenLines)
+
+
+def test_a_long_wait_writes_lines_ever_more_rarely(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Where no line can be drawn: the first after WRITTEN_AFTER_S, each next one after twice as long."""
+    pauses: list[float] = []
+
+    class Over(threading.Event):
+        """Is set after the pause before the fourth line; each pause of this wait takes no time."""
+
+        def wait(self, timeout: float | None = None) -> bool:
+            assert timeout is not None
+            pauses.append(timeout)
+            return len(pauses) > 6
+
+    answers = iter(range(100))
+    lines = WrittenLines(lambda tell: tell(float(next(answers)), standing()))
+    lines._write(Over())
+    assert pauses == [10.0, progress.ANSWER_S, 20.0, progress.ANSWER_S, 40.0, progress.ANSWER_S, 80.0]
+    written = capsys.readouterr().err.splitlines()
+    assert [line.split("  ")[:2] for line in written] == [["april: step 3", "2/8 groups"]] * 3
+
+
+def test_a_first_batch_that_takes_long_is_not_silent(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its rewards wait until the line stands on standard error, which is no terminal; nothing follows the wait."""
+    monkeypatch.setattr(progress, "WRITTEN_AFTER_S", 0.001)
+    monkeypatch.setattr(progress, "ANSWER_S", 0.001)
+    seen: list[str] = []
+
+    async def reward(prompt: Prompt, response: Any) -> float:
+        while "april: step 0" not in "".join(seen):
+            await asyncio.sleep(0.001)
+            seen.append(capsys.readouterr().err)
+        return 1.0
+
+    with scheduler(reward=reward) as run:
+        assert len(run.next_batch().samples) == 6
 
 
 def test_where_it_is_shown_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A terminal on standard error, if rich is there; not if it is dumb, nor if it is not wanted."""
+    """A terminal on standard error, if rich is there; lines now and then if it is dumb; nothing if it is not wanted."""
 
     class Terminal(io.StringIO):
         def isatty(self) -> bool:
@@ -444,14 +500,14 @@ def test_where_it_is_shown_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stderr", Terminal())
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.delenv("FORCE_COLOR", raising=False)
-    assert progress_on(None, lambda tell: None) is not None
-    assert progress_on(True, lambda tell: None) is not None
+    assert isinstance(progress_on(True, lambda tell: None), Progress)
     assert progress_on(False, lambda tell: None) is None
+    assert isinstance(progress_on(None, lambda tell: None), Progress)
     monkeypatch.setenv("TERM", "dumb")
-    assert progress_on(None, lambda tell: None) is None
+    assert isinstance(progress_on(None, lambda tell: None), WrittenLines)
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setattr(progress, "find_spec", lambda name: None)
-    assert progress_on(None, lambda tell: None) is None
+    assert isinstance(progress_on(None, lambda tell: None), WrittenLines)
 
 
 def test_what_progress_cannot_be(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""The progress line within ``next_batch`` and in ``april watch``, drawn by rich's own thread.
+"""The progress line within ``next_batch`` and in ``april watch``, drawn by rich's own thread, or written now and then.
 
 Invariant: whatever happens to the terminal, the wait for the batch does not hear of it.
 """
@@ -11,6 +11,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +31,10 @@ LEAST_WAIT_S = 3.0
 """Length of a wait from which on the line shows it."""
 PER_SECOND = 1.0
 """Frequency at which the line is drawn and the loop is asked for the state of the run."""
+WRITTEN_AFTER_S = 10.0
+"""Length of a wait after which a line is written where none can be drawn; the next ones take twice as long each."""
+ANSWER_S = 1.0
+"""Longest wait for the state of the run, before an older one is written."""
 _SHOWN = threading.Lock()
 """A process shows one line at a time."""
 
@@ -133,6 +138,37 @@ class Progress:
             _SHOWN.release()
 
 
+class WrittenLines:
+    """Lines on standard error, where none can be drawn over and over: a file, a pipe, or no rich.
+
+    A wait writes its first one when it has become long, and further ones ever more rarely.
+    """
+
+    def __init__(self, ask: Callable[[Tell], None]) -> None:
+        self._ask = ask
+
+    @contextmanager
+    def shown(self) -> Iterator[None]:
+        """Write lines while the wait inside goes on."""
+        over = threading.Event()
+        try:
+            threading.Thread(target=self._write, args=(over,), name="april-progress", daemon=True).start()
+            yield
+        finally:
+            over.set()
+
+    def _write(self, over: threading.Event) -> None:
+        wait, pause_s = _Wait(self._ask), WRITTEN_AFTER_S
+        wait.look()
+        while not over.wait(pause_s):
+            wait.look()
+            if over.wait(ANSWER_S):
+                return
+            if text := wait.look():
+                _quietly(partial(print, f"april: {text}", file=sys.stderr, flush=True))
+            pause_s *= 2
+
+
 class _Wait:
     """The line of one wait: the state is asked for when the line is drawn, and shown the next time."""
 
@@ -145,35 +181,40 @@ class _Wait:
         """Return the line for rich, in its thread."""
         from rich.text import Text
 
+        return Text(self.look(), no_wrap=True, overflow="ellipsis")
+
+    def look(self) -> str:
+        """Return the line by the latest answer, and ask for the next one."""
         if not self._asked:
             self._asked = True
             self._ask(self._answered)
-        return Text(self._text, no_wrap=True, overflow="ellipsis")
+        return self._text
 
     def _answered(self, time_s: float, standing: Standing) -> None:
         self._line.add(time_s, standing)
         self._text, self._asked = str(self._line), False
 
 
-def progress_on(wanted: Any, ask: Callable[[Tell], None]) -> Progress | None:
-    """Return the line where one is to be shown; ``wanted`` is the scheduler's ``progress``.
+def progress_on(wanted: Any, ask: Callable[[Tell], None]) -> Progress | WrittenLines | None:
+    """Return what shows how a wait stands; ``wanted`` is the scheduler's ``progress``, and False wants nothing.
 
     Raises:
         ConfigError: ``wanted`` is of another kind, or rich is not installed though a line is asked for.
     """
-    if wanted is None or isinstance(wanted, bool):
-        if wanted is True:
-            require("progress=True", "rich", extra="cli")
-        console = None if wanted is False else _own_console()
-    elif hasattr(wanted, "is_terminal"):
-        console = wanted
-    else:
+    if wanted is False:
+        return None
+    if hasattr(wanted, "is_terminal"):
+        return Progress(wanted, ask)
+    if wanted is not None and wanted is not True:
         raise ConfigError(f"progress must be True, False, None or a rich Console, got {type(wanted).__name__}")
-    return None if console is None else Progress(console, ask)
+    if wanted:
+        require("progress=True", "rich", extra="cli")
+    console = _own_console()
+    return WrittenLines(ask) if console is None else Progress(console, ask)
 
 
 def _own_console() -> Console | None:
-    """Return standard error if it is a terminal, or the notebook; None if nobody looks or rich is not installed."""
+    """Return standard error if it is a terminal, or the notebook; None if it is neither, or rich is not installed."""
     if find_spec("rich") is None:
         return None
     if "ipykernel" in sys.modules:
