@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -462,3 +466,40 @@ def test_what_cannot_be_in_work_any_more_is_left(monkeypatch: pytest.MonkeyPatch
     q = question(max_staleness=1, now=replace(NOW, over_sampling_batch_size=12, max_in_flight=48))
     assert space_of(q).base not in coarse(asked_workload(q), space_of(q))
     assert answer(q).best.over_sampling_batch_size <= 8
+
+
+def children_of(pid: int) -> list[int]:
+    """The processes that a process has started and that are not waited for yet."""
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def runs(pid: int) -> bool:
+    """Whether a process is there, and not only its exit status."""
+    try:
+        return "State:\tZ" not in Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return False
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="finds processes as Linux shows them")
+@pytest.mark.parametrize("whom", ["SIGTERM to the first process", "SIGINT to all"])
+def test_a_plan_that_is_ended_leaves_nothing_behind(whom: str, tmp_path: Path) -> None:
+    """Its processes end with it, no semaphore is left to warn of, and there is no traceback."""
+    lengths, number = tmp_path / "lengths.jsonl", getattr(signal, whom.split()[0])
+    lengths.write_text("\n".join(str(length) for length in range(100, 8000, 50)))
+    command = [sys.executable, "-W", "default", "-m", "april", "plan", str(lengths), "--processes", "2"]
+    with subprocess.Popen(
+        [*command, "--out", str(tmp_path)], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+        start_new_session=True,
+    ) as process:  # fmt: skip
+        while len(started := children_of(process.pid)) < 3:  # two that simulate, and the one that tracks semaphores
+            assert process.poll() is None
+            os.sched_yield()
+        (os.killpg if whom.endswith("all") else os.kill)(process.pid, number)
+        _, said = process.communicate(timeout=600.0)
+    assert process.returncode == 128 + number
+    assert "resource_tracker" not in said
+    assert "Traceback" not in said
+    for child in started:
+        while runs(child):
+            os.sched_yield()

@@ -8,12 +8,14 @@ the lengths that fell into them, but how near they came to their limit, times th
 from __future__ import annotations
 
 import math
+import signal
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from itertools import repeat
-from multiprocessing import get_context
+from multiprocessing import active_children, get_context
+from multiprocessing.process import BaseProcess
 
 from april.core.types import Refill, Work
 from april.simulate.run import measure
@@ -273,8 +275,12 @@ def plan(
     with ExitStack() as stack:
         run: Callable[..., Iterator[Row]] = map
         if processes > 1:
-            executor = ProcessPoolExecutor(processes, mp_context=get_context("spawn"))
+            before = set(active_children())
+            # an interrupt from the keyboard reaches all processes, and the first one ends the others
+            leave_it = (signal.SIGINT, signal.SIG_IGN)
+            executor = ProcessPoolExecutor(processes, get_context("spawn"), signal.signal, leave_it)
             stack.callback(executor.shutdown, cancel_futures=True)
+            stack.push(lambda kind, *_: kind is not None and _end(set(active_children()) - before))
             run = executor.map
         schedules = coarse(workload, space)
         if not schedules:
@@ -286,6 +292,13 @@ def plan(
         run_all(_finalists(schedules[0], list(rows.values()), share), long, 0)
     best = choose([row for row in rows.values() if row.long], share)
     return Plan(sorted(rows.values(), key=lambda r: -r.tokens_per_s), best, rows[schedules[0]])
+
+
+def _end(processes: Iterable[BaseProcess]) -> bool:
+    """End what simulates for nobody any more; False: the error that has ended the search goes on."""
+    for process in processes:
+        process.terminate()
+    return False
 
 
 def _finalists(base: Schedule, rows: list[Row], share: float) -> list[Schedule]:

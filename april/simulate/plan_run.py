@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from importlib.util import find_spec
 from pathlib import Path
 from textwrap import wrap
-from typing import Any
+from typing import Any, NoReturn
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
@@ -187,7 +189,7 @@ def plan_file(
         f"+ {cost.per_kv_token_s * 1e9:.2f} ns per token in memory; lengths: mean {lengths.mean():,.0f}, "
         f"longest {lengths.max():,}; training {workload.train_s:.1f} s per batch", soft_wrap=True,
     )  # fmt: skip
-    with bars(console) as begin:
+    with _sigterm_unwinds(), bars(console) as begin:
         shown = begin("simulating", 0)
         found = plan(workload, max_off_policy_share=max_off_policy_share, processes=processes, progress=shown)
     console.print(plan_table(found))
@@ -211,6 +213,20 @@ def plan_file(
         console.print(f"no picture: that needs matplotlib, {install('plot')}", soft_wrap=True)
     console.print(printable(f"wrote {', '.join(map(str, written))}"), soft_wrap=True)
     return found
+
+
+@contextmanager
+def _sigterm_unwinds() -> Iterator[None]:
+    """SIGTERM ends the program as an interrupt does: its processes end first, and leave no semaphores behind."""
+
+    def unwind(number: int, frame: object) -> NoReturn:
+        raise SystemExit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, unwind)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def read_workload(path: Path, given: dict[str, Any]) -> Workload:
