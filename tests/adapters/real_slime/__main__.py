@@ -12,11 +12,13 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from tests.adapters.environments import SLIME
 from tests.real_engines.environments import ROOT, environment
 
 HERE = Path(__file__).resolve().parent
+PACKAGES = ("slime", "slime_plugins", "miles", "miles_plugins")
 CHECKS = ("rounds.py", "refusals.py", "launch_flags.py")
 
 
@@ -34,9 +36,18 @@ def main() -> int:
         if not (tree / "train.py").is_file():
             parser.error(f"{tree} is no source tree of slime or miles: it has no train.py")
     python = environment(SLIME) / "bin" / "python"
+    with TemporaryDirectory() as packages:
+        for package in (tree / name for tree in trees for name in PACKAGES):
+            if package.is_dir():
+                (Path(packages) / package.name).symlink_to(package)
+        return run(python, packages, trees, o)
+
+
+def run(python: Path, packages: str, trees: list[Path], o: argparse.Namespace) -> int:
+    """Run what was asked for, where only ``packages`` of the trees can be imported; the exit status."""
     settings = {
-        # slime and miles have a package named tests, so ours are imported without that word
-        "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests"), *map(str, trees)]),
+        # a tree has a package named tests as well, which would hide ours
+        "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests"), packages]),
         "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1",
         "SLIME_TREE": str(trees[0]), "MILES_TREE": str(trees[1]) if len(trees) > 1 else "",
     }  # fmt: skip
