@@ -27,6 +27,7 @@ def judged(case: Case, quiet: Seen, cut: Seen) -> tuple[Figures, str]:
             tells = case.tells(run.output)
             if "calls" in tells and tells["calls"] != tells["requests"]:
                 raise Wrong(f"the client made {tells['calls']} calls and sent {tells['requests']} requests")
+        _equal("the number of rows of one conversation", 1, len(cut.sample))
         _equal("transcripts", case.seen(quiet.output), case.seen(cut.output))
         for what, of in (("rows", lambda run: plain_rows(run.sample)), ("requests", lambda run: _asked(run.wires))):
             _equal(what, *(sorted(re.sub(case.of_the_moment, "...", one) for one in of(run)) for run in (quiet, cut)))
