@@ -32,9 +32,12 @@ random: $(VENV)/.installed
 test-ranks: $(VENV)/.installed
 	$(BIN)/python -m tests.ranks
 
-# The real vLLM and SGLang on this CPU, each in an environment of its own below .venv, held to the conformance suite.
+# The real vLLM and SGLang on this CPU, each in an environment of its own below .venv, held to the conformance suite;
+# april's endpoint before each of them, held to the suite for gateways.
 test-engines: $(VENV)/.installed
 	$(BIN)/python -m tests.real_engines --aborts $(ABORTS)
+	$(BIN)/python -m tests.real_engines.gateway vllm
+	$(BIN)/python -m tests.real_engines.gateway sglang
 
 # The adapters against the real trainers on this CPU, each in an environment of its own below .venv.
 test-adapters: $(VENV)/.installed

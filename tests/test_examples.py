@@ -6,10 +6,12 @@ import ast
 import importlib.util
 import sys
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
+import numpy as np
 import pytest
 
+import april
 from april.record.replay import replay
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
@@ -71,3 +73,30 @@ def test_the_loop_of_ranks_runs_as_one_process(
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("step ")]
     assert [line.split(":")[0] for line in lines] == ["step 0", "step 1"]
     assert all("64 responses on 1 ranks" in line for line in lines)
+
+
+def test_the_agent_with_a_tool_trains(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """A step of examples/tool_agent.py, from OpenAI's client to the optimizer, on a model that knows no calculator."""
+    pytest.importorskip("openai")
+    pytest.importorskip("renderers")
+    from tests.real_engines.models import make_models
+
+    example = loaded("tool_agent")
+    model = make_models(tmp_path)["first"]
+
+    assert example.main(["--model", str(model), "--steps", "2"]) == [0.0, 0.0]
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == ["step", "0", "1"]
+
+
+def test_the_agent_has_its_reward_by_a_call_and_a_number() -> None:
+    """Half for the call that was asked for, half for the right number at the end, and nothing for luck in a call."""
+    pytest.importorskip("openai")
+    example = loaded("tool_agent")
+
+    def reward(called: str, said: str) -> float:
+        prompt = april.Prompt(np.array([1], np.int32), {"expression": "12 - 30"})
+        return float(example.reward(prompt, SimpleNamespace(output=example.Episode(called, said))))
+
+    assert reward("12 - 30", "-18") == 1.0
+    assert reward("12 - 30", "18") == reward("", "It is -18") == 0.5
+    assert reward("12 - 3", "9") == reward("", "CALC(12 - 30)") == 0.0

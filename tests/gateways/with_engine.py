@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 from engine import Engine
 from rich.console import Console
 
 from april.core.tape import Float32
-from april.testing.gateway import Attempt, Door, Subject, run
+from april.testing.gateway import Attempt, Door, Row, Subject, run
 from april.testing.records import fake_logprobs
 
 
@@ -24,8 +23,9 @@ class EngineSubject(Subject):
     async def record(self, door: Door) -> Sequence[Attempt]:
         return self.engine.attempts[door.id]
 
-    def recompute(self, tokens: Sequence[int], versions: Sequence[Any]) -> Float32:
-        return np.array([fake_logprobs([t], v)[0] for t, v in zip(tokens, versions, strict=True)], np.float32)
+    def recompute(self, row: Row) -> Float32:
+        pairs = zip(row.tokens, row.versions or (), strict=True)
+        return np.array([fake_logprobs([t], v)[0] for t, v in pairs], np.float32)
 
     async def hold(self) -> None:
         self.engine.holds = True

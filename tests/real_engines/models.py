@@ -17,6 +17,10 @@ from transformers.utils.logging import disable_progress_bar
 VOCAB_SIZE = 512
 CONTEXT = 4096
 EOS, END = 2, "<|im_end|>"
+CHAT = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
 SEEDS = {"first": 0, "second": 1}
 
 
@@ -58,5 +62,6 @@ def _tokenizer(eos: bool) -> PreTrainedTokenizerFast:
         ),
     )  # fmt: skip
     return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
-        tokenizer_object=bpe, eos_token=END if eos else None, pad_token="<|endoftext|>"  # noqa: S106 - no secrets
-    )
+        tokenizer_object=bpe, eos_token=END if eos else None, chat_template=CHAT,
+        pad_token="<|endoftext|>",  # noqa: S106 - no secret
+    )  # fmt: skip

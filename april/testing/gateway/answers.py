@@ -109,7 +109,7 @@ async def logprobs_are_those_of_versions(bench: Bench) -> Figures:
     await bench.subject.update()
     await bench.subject.release()
     await bench.answered(task)
-    return {"log-probabilities": recomputed(bench.subject, (await bench.subject.end(door)).rows)}
+    return recomputed(bench.subject, (await bench.subject.end(door)).rows)
 
 
 @promise(18, "After a restart the same requests are answered from their tokens, what was under way goes on, and what "

@@ -151,24 +151,36 @@ class AprilSubject(Subject):
     # ---------------------------------------------------------------- the trainer
 
     def _begin(self, state: dict[str, Any] | None) -> None:
-        from renderers import Qwen3RendererConfig
-
-        config = Config(
-            rollout_batch_size=1, n_samples_per_prompt=1, over_sampling_batch_size=SESSIONS, max_response_len=4000,
-            max_staleness=1000, max_in_flight=4 * SESSIONS,
-        )  # fmt: skip
-        self._engines = [HeldEngine(f"e{i}") for i in range(2)]
-        for engine in self._engines:
-            engine.holds = self._holds
-        self._rollouts = RolloutScheduler(
-            config, prompts=_prompts(), reward=_reward, rollout=self._rollout, engines=self._engines, check=True,
-            tokenizer=TOKENIZER, renderer=Qwen3RendererConfig(enable_thinking=False), progress=False,
-            commit_s=ALIVE_S, alive_s=ALIVE_S,
-        )  # fmt: skip
+        self._rollouts = self._start()
         if state is not None:
-            self._rollouts.load_state_dict(state, path="/restarted")
+            self._rollouts.load_state_dict(state, path=self._weights(-1))
         self._trainer = threading.Thread(target=self._train, args=(self._rollouts,), name="trainer", daemon=True)
         self._trainer.start()
+
+    def _start(self) -> RolloutScheduler:
+        """A scheduler on engines of its own."""
+        engines = [HeldEngine(f"e{i}") for i in range(2)]
+        for engine in engines:
+            engine.holds = self._holds
+        self._engines = engines
+        return self._scheduler({}, engines=engines)
+
+    def _scheduler(self, settings: dict[str, Any], **arguments: Any) -> RolloutScheduler:
+        from renderers import Qwen3RendererConfig
+
+        config = Config.from_mapping({
+            "rollout_batch_size": 1, "n_samples_per_prompt": 1, "over_sampling_batch_size": SESSIONS,
+            "max_response_len": 4000, "max_staleness": 1000, "max_in_flight": 4 * SESSIONS, **settings,
+        })  # fmt: skip
+        return RolloutScheduler(
+            config, prompts=_prompts(), reward=_reward, rollout=self._rollout, check=True, tokenizer=TOKENIZER,
+            renderer=Qwen3RendererConfig(enable_thinking=False), progress=False, commit_s=ALIVE_S, alive_s=ALIVE_S,
+            **arguments,
+        )  # fmt: skip
+
+    def _weights(self, update: int) -> str:
+        """Where the weights of an update are; -1: those of a restart."""
+        return f"/{update}"
 
     def _stop(self) -> None:
         self._rollouts.close()
@@ -179,7 +191,7 @@ class AprilSubject(Subject):
             with suppress(SchedulerClosed):
                 while True:
                     self._delivered += rollouts.next_batch().samples
-                    rollouts.weight_update(path=f"/{self._updates}")
+                    rollouts.weight_update(path=self._weights(self._updates))
                     self._updates += 1
         except BaseException as error:
             self._failure = error
@@ -259,9 +271,9 @@ class AprilSubject(Subject):
 
         return self._call(attempts)
 
-    def recompute(self, tokens: Sequence[int], versions: Sequence[Any]) -> Float32:
+    def recompute(self, row: Row) -> Float32:
         """As a fake engine makes them."""
-        pairs = zip(tokens, versions, strict=True)
+        pairs = zip(row.tokens, row.versions or (), strict=True)
         return np.array([fake_logprobs([token], version)[0] for token, version in pairs], np.float32)
 
     async def hold(self) -> None:

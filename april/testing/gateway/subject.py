@@ -77,6 +77,8 @@ class Subject:
     """How long the engine refuses: beyond the first refusal, which is enough where nothing is timed."""
     tools: ClassVar[bool] = True
     """Whether clients may bring tools."""
+    tolerance: ClassVar[float] = 1e-5
+    """The largest difference, in nats, between a log-probability and the same computed again."""
 
     async def __aenter__(self) -> Self:
         return self
@@ -106,8 +108,8 @@ class Subject:
         """The engine's own record of a session's requests, in order."""
         raise NotOffered("there is no record of the engine's")
 
-    def recompute(self, tokens: Sequence[int], versions: Sequence[Any]) -> Float32:
-        """The log-probabilities of tokens, each under the weights of its version."""
+    def recompute(self, row: Row) -> Float32:
+        """The log-probabilities of a row's tokens, each under the weights of its version; any for others."""
         raise NotOffered("log-probabilities cannot be computed again")
 
     async def hold(self) -> None:
@@ -153,6 +155,7 @@ class Subject:
         raise NotOffered("it cannot be restarted")
 
 
-def logprobs_agree(found: Sequence[float], computed: Float32) -> bool:
-    """Whether log-probabilities are those computed, float32 [T]."""
-    return bool(np.allclose(np.asarray(found, np.float32), computed, rtol=0.0, atol=1e-5))
+def farthest(found: Sequence[float], computed: Float32) -> float:
+    """The largest difference between log-probabilities and those computed, float32 [T]; infinite beside no number."""
+    differences = np.abs(np.asarray(found, np.float32) - computed)
+    return float(differences.max(initial=0.0)) if np.isfinite(differences).all() else float("inf")

@@ -1,0 +1,280 @@
+"""``python -m tests.real_engines.gateway vllm``: april's endpoint before a real server, held to the suite for gateways.
+
+The server has a tiny model, loads weights from disk at every update, is killed with ``kill -9``, and says what
+:mod:`tests.real_engines.scripted` writes. A proxy before the server refuses with HTTP 503 when it is told to.
+Writes a report into ``runs/engines``; ends with status 1 if a promise is broken.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import signal
+import sys
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Self
+from unittest import mock
+
+import numpy as np
+import typer
+from aiohttp import web
+from rich.console import Console
+
+import april.scheduler
+from april.core.tape import Float32
+from april.core.versions import PolicyVersion
+from april.engines.kinds.factory import create_engines
+from april.engines.protocol import Chunk, Engine, Request
+from april.scheduler import RolloutScheduler
+from april.testing import gateway
+from april.testing.conformance.servers import hugging_face
+from april.testing.gateway.script import LONG_WORDS, word_of
+from april.testing.gateway.subject import Attempt, Door, Row
+from april.testing.recording_engine import RecordingEngine
+from april.testing.recording_proxy import RecordingProxy
+from april.testing.records import conversation
+from tests.real_engines.commands import sglang_server, vllm_server
+from tests.real_engines.environments import ROOT, SGLANG_VERSION, VLLM_VERSION, CannotInstall
+from tests.real_engines.models import CONTEXT, make_models
+from tests.real_engines.scripted import HOLD, LIFT
+from tests.real_engines.servers import Server, ServerFailed, free_ports, running, until_ready
+
+STREAMED = 4
+"""Tokens per event: so an answer that is held has begun."""
+ROUTES = ("/generate", "/inference/v1/generate", "/v1/completions")
+
+
+class Proxy(RecordingProxy):
+    """Refuses requests for tokens, if it is told to."""
+
+    refuses = False
+    refused = 0
+
+    async def _pass_on(self, request: web.Request) -> web.StreamResponse:
+        if self.refuses and request.path in ROUTES:
+            self.refused += 1
+            return web.json_response({"error": {"message": "generation is paused", "code": 503}}, status=503)
+        return await super()._pass_on(request)
+
+
+@dataclass(slots=True)
+class Behind:
+    """What is behind all subjects, one after another: a server, and the weights that it has."""
+
+    kind: str
+    server: Server
+    proxy: Proxy
+    models: tuple[str, str]
+    hold: Path
+    now: str = ""
+    """Directory of the weights that the server has."""
+
+    def __post_init__(self) -> None:
+        self.now = self.models[0]
+
+
+class WatchedEngine(RecordingEngine):
+    """Knows which requests run, and which weights were loaded as which version."""
+
+    def __init__(self, engine: Engine, behind: Behind) -> None:
+        super().__init__(engine)
+        self._behind = behind
+        self.running: set[str] = set()
+        self.paths: dict[PolicyVersion, str] = {}
+
+    async def generate(self, request: Request) -> AsyncGenerator[Chunk, None]:
+        """Serve one request."""
+        self.running.add(request.attempt_id)
+        try:
+            async with aclosing(super().generate(request)) as chunks:
+                async for chunk in chunks:
+                    # before any update the server has what it had when april came
+                    self.paths.setdefault(chunk.version, self._behind.now)
+                    yield chunk
+        finally:
+            self.running.discard(request.attempt_id)
+
+    async def update_weights(self, version: PolicyVersion, path: str | None = None) -> None:
+        """Load them, and remember them."""
+        await super().update_weights(version, path)
+        if path is not None:
+            self._behind.now = self.paths[version] = path
+
+    @property
+    def held(self) -> int:
+        """Long answers that are under way."""
+        requests = [self.requests[i] for i in self.running if any(len(c.tokens) for c in self.handed_over[i])]
+        return sum(word_of(conversation(r).tolist()) in LONG_WORDS for r in requests)
+
+    def attempts_of(self, sample: Any) -> list[Attempt]:
+        """What was handed over for the requests of a sample."""
+        found = []
+        for name, request in self.requests.items():
+            if request.sample_key == sample:
+                chunks = self.handed_over[name]
+                found.append(Attempt(
+                    context=request.token_ids.tolist(), tokens=[t for c in chunks for t in c.tokens.tolist()],
+                    logprobs=[p for c in chunks for p in c.logprobs.tolist()],
+                    versions=[c.version for c in chunks for _ in c.tokens],
+                ))  # fmt: skip
+        return found
+
+
+class RealSubject(gateway.AprilSubject):
+    """april before a real server."""
+
+    behind: ClassVar[Behind]
+    patience_s: ClassVar[float] = 240.0
+    outage_s: ClassVar[float] = 2.0
+    tolerance: ClassVar[float] = 1e-4
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._watched: list[WatchedEngine] = []
+        """Of all schedulers of this subject; the last one's is the last."""
+
+    async def __aenter__(self) -> Self:
+        await self.release()
+        self.behind.proxy.refuses, self.behind.proxy.refused = False, 0
+        await asyncio.to_thread(until_ready, [self.behind.server])
+        await super().__aenter__()
+        await self.update()  # a server that is started anew gets the weights again that april had it load
+        return self
+
+    def _start(self) -> RolloutScheduler:
+        settings = {
+            "engine": {"kind": self.behind.kind, "urls": [self.behind.proxy.url], "max_token_loss": STREAMED},
+            "max_response_len": 2000, "allow_mismatch": True, "outage_deadline_s": 600.0,
+            # log-probabilities of what is lifted above all others, not what is left alone
+            "sampling": {"temperature": 0.0 if self.behind.kind == "sglang" else 1.0},
+        }  # fmt: skip
+
+        def watched(*arguments: Any) -> list[Engine]:
+            self._watched += [WatchedEngine(engine, self.behind) for engine in create_engines(*arguments)]
+            return [*self._watched[-1:]]
+
+        with mock.patch.object(april.scheduler, "create_engines", watched):
+            return self._scheduler(settings)
+
+    def _weights(self, update: int) -> str:
+        return self.behind.models[(update + 1) % 2]
+
+    async def record(self, door: Door) -> Sequence[Attempt]:
+        """What the engines handed over."""
+        return self._call(lambda: [a for engine in self._watched for a in engine.attempts_of(door.id)])
+
+    def recompute(self, row: Row) -> Float32:
+        """By the Hugging Face model, in one forward pass for each of the row's weights."""
+        tokens, versions = np.array(row.tokens), row.versions or ()
+        found = np.zeros(len(tokens), np.float32)
+        for version in {v for v, trained in zip(versions, row.mask, strict=True) if trained}:
+            path = next(e.paths[version] for e in self._watched if version in e.paths)
+            logits = np.array(hugging_face(path)(list(row.prompt), tokens.tolist()), np.float64)
+            if self.behind.kind == "sglang":
+                logits[np.arange(len(tokens)), tokens] = logits.max(1) + LIFT
+            highest = logits.max(1, keepdims=True)
+            whole = logits - highest - np.log(np.exp(logits - highest).sum(1, keepdims=True))
+            here = [v == version for v in versions]
+            found[here] = whole[np.arange(len(tokens)), tokens][here]
+        return found
+
+    async def hold(self) -> None:
+        """Slow the server's steps down."""
+        self.behind.hold.touch()
+
+    async def held(self) -> int:
+        """Long answers that have begun and not ended."""
+        return self._call(lambda: sum(engine.held for engine in self._watched))
+
+    async def release(self) -> None:
+        """Undo it."""
+        self.behind.hold.unlink(missing_ok=True)
+
+    async def unavailable(self) -> None:
+        """The proxy refuses."""
+        self.behind.proxy.refuses = True
+
+    async def refused(self) -> int:
+        """Requests that it has refused."""
+        return self.behind.proxy.refused
+
+    async def available(self) -> None:
+        """It passes requests on again."""
+        self.behind.proxy.refuses = False
+
+    async def kill(self) -> None:
+        """``kill -9`` of the server; it is started again at once."""
+        await asyncio.to_thread(self.behind.server.kill)
+        self.behind.now = self.behind.models[0]
+        await asyncio.to_thread(self.behind.server.start)
+
+    async def restart(self, door: Door) -> Door:
+        """As april does; then wait for the session."""
+        self._engines = []
+        return await super().restart(door)
+
+
+def scripted_server(kind: str, model: Path, out: Path, hold: Path | None = None) -> Server:
+    """A server of that kind with the script."""
+    (port,) = free_ports(1)
+    log = out / f"gateway-{kind}.log"
+    if kind == "vllm":
+        server = vllm_server(kind, model, port, log, open_routes=True, context=CONTEXT)
+        server.command = [*server.command, "--logits-processors", "tests.real_engines.scripted:VllmScript"]
+        server.environment["PYTHONPATH"] = str(ROOT)
+    elif kind != "sglang":
+        raise typer.BadParameter(f"there are servers of kind vllm and sglang, not of kind {kind}")
+    else:
+        server = sglang_server(kind, model, port, log, context=CONTEXT)
+        command = ["tests.real_engines.scripted" if word == "sglang.launch_server" else word for word in server.command]
+        server.command = [*command, "--enable-custom-logit-processor", "--disable-overlap-schedule"]
+        server.environment["PYTHONPATH"] += f":{ROOT}"
+    server.environment[HOLD] = str(hold or "")
+    return server
+
+
+async def _suite(kind: str, server: Server, models: dict[str, Path], hold: Path, only: list[int]) -> gateway.Report:
+    version = VLLM_VERSION if kind == "vllm" else SGLANG_VERSION
+    async with Proxy(server.url) as proxy:
+        behind = Behind(kind, server, proxy, (str(models["first"]), str(models["second"])), hold)
+        subject = type(
+            "Subject", (RealSubject,), {"behind": behind, "name": f"april before {kind}", "version": version}
+        )
+        promises = [p for p in gateway.PROMISES if not only or p.number in only]
+        return await gateway.run(
+            subject, promises, watch=lambda v: print(f"  {v} [{v.wall_s:.1f} s]", flush=True)
+        )  # fmt: skip
+
+
+def main(
+    kind: Annotated[str, typer.Argument(help="vllm or sglang")],
+    only: Annotated[list[int] | None, typer.Option(help="Numbers of promises.")] = None,
+    out: Annotated[Path, typer.Option(help="Where report and logs go.")] = ROOT / "runs" / "engines",
+) -> None:
+    """The twenty promises on one server."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))  # so that the server is stopped then, too
+    out = out.resolve() / f"gateway-{kind}"
+    shutil.rmtree(out, ignore_errors=True)
+    out.mkdir(parents=True)
+    hold = out / "hold"
+    models = make_models(out / "models")
+    try:
+        server = scripted_server(kind, models["first"], out, hold)
+        with running([server]):
+            until_ready([server])
+            report = asyncio.run(_suite(kind, server, models, hold, only or []))
+    except (CannotInstall, ServerFailed) as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        raise typer.Exit(1) from None
+    (out / "report.json").write_bytes(report.json())
+    Console(width=150).print(report.table())
+    passed = sum(v.outcome is gateway.Outcome.PASSED for v in report.verdicts)
+    print(f"{report.engine}: {passed} of {len(report.verdicts)} kept")
+    raise typer.Exit(0 if passed == len(report.verdicts) else 1)
+
+
+if __name__ == "__main__":
+    typer.run(main)
