@@ -98,16 +98,26 @@ class Books:
     def ask(self, of: Key, ids: list[int], number: int) -> None:
         """The call goes to the row in which it was asked before, else to the longest that it continues, or its own."""
         rows = self.rows[of]
-        for row in rows:
-            cut = ids[: self.limit(row)]
-            if row.pending and row.pending[0][0] == len(cut) and row.ids[: len(cut)] == cut:
-                asked, end = row.pending.pop(0)
-                self.seen["asked again"] += 1
-                if end is None:
-                    row.asked, row.open = asked, number
-                else:
-                    row.made.append((asked, end, number))
+        again = [(heard, i) for i, row in enumerate(rows) if (heard := self.heard_before(row, ids)) is not None]
+        if again:
+            heard, i = min(again)
+            row = rows[i]
+            for asked, end in row.pending[:heard]:
+                assert end is not None
+                row.made.append((asked, end, 0))
+            del row.pending[:heard]
+            self.seen["heard before"] += heard > 0
+            self.seen["asked again"] += 1
+            if not row.pending:
+                row.ids = ids[: self.limit(row)]
+                row.asked, row.open = len(row.ids), number
                 return
+            asked, end = row.pending.pop(0)
+            if end is None:
+                row.asked, row.open = asked, number
+            else:
+                row.made.append((asked, end, number))
+            return
         free = [r for r in rows if r.made and not r.pending and r.open is None and ids[: len(r.ids)] == r.ids]
         if free:
             row = max(free, key=lambda r: len(r.ids))
@@ -121,6 +131,15 @@ class Books:
                 rows.append(row)
             self.seen["another"] += len(rows) > 1
         row.asked, row.open = len(row.ids), number
+
+    def heard_before(self, row: Row, ids: list[int]) -> int | None:
+        """How many answers of a dead run stand in what is asked; None if it is not of this row."""
+        cut = ids[: self.limit(row)]
+        for heard, (asked, _) in enumerate(row.pending):
+            if asked == len(cut) and row.ids[:asked] == cut:
+                return heard
+        end = row.pending[-1][1] if row.pending else None
+        return None if end is None or ids[:end] != row.ids[:end] else len(row.pending)
 
     def answer(self, of: Key, number: int) -> list[int]:
         """What a complete call must be answered with."""

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from april.core.sampling import SamplingParams
-from april.driver.llm import LLM, Completion, GenerateFunction
+from april.driver.llm import LLM, Completion, GenerateFunction, Sheltered
 
 _NUMBERS = itertools.count()
 _OPEN: dict[str, MemoryDoor] = {}
@@ -24,7 +24,7 @@ class MemoryDoor:
     sampling: SamplingParams
     url: str
     key: str = ""
-    unheard: list[int] = field(default_factory=list)
+    heard: list[int] = field(default_factory=list)
     events: list[tuple[int, str, list[int]]] = field(default_factory=list)
     """(number of the request, "asks" or "hears", token ids)"""
     asked: int = 0
@@ -37,8 +37,7 @@ class MemoryDoor:
         done = await self.generate(replace(self.sampling, **changes), np.array(tokens, np.int32))
         if heard:
             self.events.append((number, "hears", done.tokens.tolist()))
-        else:
-            self.unheard.append(done.number)
+            self.heard.append(done.number)
         return done
 
 
@@ -49,18 +48,18 @@ class MemoryDoors:
         self.closed = False
         self.opened = 0
 
-    def open(self, generate: GenerateFunction, sampling: SamplingParams, loop: Any) -> MemoryDoor:
+    def open(self, behind: Sheltered, place: Any = None) -> MemoryDoor:
         """A door for one more sample."""
         assert not self.closed
         self.opened += 1
-        door = MemoryDoor(generate, sampling, f"memory:{next(_NUMBERS)}")
+        door = MemoryDoor(behind.generate, behind.sampling, f"memory:{next(_NUMBERS)}")
         _OPEN[door.url] = door
         return door
 
     def shut(self, door: MemoryDoor) -> list[int]:
-        """Numbers of calls that no client has heard."""
+        """Numbers of calls that a client has heard."""
         del _OPEN[door.url]
-        return door.unheard
+        return door.heard
 
     def close(self) -> None:
         """The end."""

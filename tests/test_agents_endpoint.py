@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import json
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
@@ -16,8 +17,9 @@ import pytest
 from toy_chat import ToyTokenizer
 
 import april
+from april.agents import endpoint as endpoint_module
 from april.agents.chat import RequestError
-from april.agents.endpoint import LARGEST_BODY, Endpoint, Opened
+from april.agents.endpoint import LARGEST_BODY, SMALL_BODY, Endpoint, Opened, Place
 from april.agents.session import Session
 from april.agents.template import Template
 from april.core.tape import Float32, Int32
@@ -105,7 +107,7 @@ async def world(says: str = "hi<|im_end|>", *, waits: bool = False, **options: A
     template = Template(TOY, renderers.Qwen3RendererConfig(enable_thinking=False))
     try:
         async with aiohttp.ClientSession() as http:
-            yield World(endpoint, endpoint.open(Session(model, template)), model, http)
+            yield World(endpoint, Place(endpoint).open(Session(model, template, 1 << 20)), model, http)
     finally:
         await asyncio.to_thread(endpoint.stop)
 
@@ -181,10 +183,39 @@ async def test_a_client_that_hung_up_and_asks_again_gets_the_answer() -> None:
         await until(lambda: not asked.clients)
         w.may()
         await until(asked.task.done)
-        assert w.door.session.unheard() == [1]
+        assert w.door.session.heard() == []
         status, body = await w.ask("chat/completions")
         assert (status, words("chat/completions", body), len(w.model.asked)) == (200, "hi", 1)
-        assert w.door.session.unheard() == []
+        assert w.door.session.heard() == [1]
+
+
+async def test_an_answer_that_nobody_waits_for_is_given_up() -> None:
+    """After the time of grace its request is cancelled, which its sample is told; who asks again gets another one."""
+    async with world(waits=True, grace_s=0.0) as w:
+        first = asyncio.create_task(w.ask("chat/completions"))
+        await until(lambda: len(w.model.asked) == 1)
+        (asked,) = next(iter(w.door.session.asked.values()))
+        first.cancel()
+        await until(asked.task.done)
+        assert asked.task.cancelled()
+        w.may()
+        assert (await w.ask("chat/completions", x_stainless_retry_count="1"))[0] == 200
+        assert w.door.session.heard() == [2]
+
+
+async def test_a_client_that_comes_back_in_time_is_waited_for() -> None:
+    """The time of grace is over, and somebody waits again: nothing is given up."""
+    async with world(waits=True, grace_s=3600.0) as w:
+        first = asyncio.create_task(w.ask("chat/completions"))
+        await until(lambda: len(w.model.asked) == 1)
+        (asked,) = next(iter(w.door.session.asked.values()))
+        first.cancel()
+        await until(lambda: not asked.clients)
+        again = asyncio.create_task(w.ask("chat/completions"))
+        await until(lambda: asked.clients)
+        w.endpoint._loop.call_soon_threadsafe(w.door.session.leave, asked)
+        w.may()
+        assert ((await again)[0], len(w.model.asked)) == (200, 1)
 
 
 @pytest.mark.parametrize("left", [0, 1])
@@ -199,7 +230,7 @@ async def test_an_answer_that_a_client_does_not_read_is_not_heard(left: int) -> 
         await w.ask("chat/completions")
         (asked,) = next(iter(w.door.session.asked.values()))
         asked.heard, asked.sending = False, [Stalled()]
-        assert w.endpoint.shut(w.door, "it is over") == [1] * left
+        assert w.endpoint.shut(w.door, "it is over") == [1] * (not left)
 
 
 async def test_sessions_of_a_client_are_told_apart() -> None:
@@ -324,7 +355,7 @@ async def test_one_client_for_several_sessions_names_each() -> None:
     async with world() as w:
         other = Model("other<|im_end|>")
         other.may.set()
-        second = w.endpoint.open(Session(other, w.door.session.template))
+        second = Place(w.endpoint).open(Session(other, w.door.session.template, 1 << 20))
         url, key = w.door.by_name()
         assert second.by_name() == (url, key)
         w.door.name("a")
@@ -354,6 +385,146 @@ async def test_a_system_message_in_the_middle() -> None:
         said = [*HELLO, {"role": "system", "content": "be brief"}]
         assert (await w.ask("messages", ANTHROPIC | {"messages": said}))[0] == 200
         assert w.model.asked[0][0].endswith("<|im_start|>system\nbe brief<|im_end|>\n" + GENERATES)
+
+
+# ---------------------------------------------------------------- hostile clients
+
+
+def wire(w: World, body: bytes, *more: str, path: str = "chat/completions", version: str = "1.1") -> bytes:
+    """A request as it is sent, which closes its connection; headers of ``more`` go before the others."""
+    head = [
+        f"POST /{w.door.path}/v1/{path} HTTP/{version}", *more, "Host: x", "Content-Type: application/json",
+        f"Authorization: Bearer {w.door.key}", f"Content-Length: {len(body)}", "Connection: close", "", "",
+    ]  # fmt: skip
+    return "\r\n".join(head).encode(errors="surrogateescape") + body
+
+
+async def sends(w: World, data: bytes) -> bytes:
+    """All that comes back."""
+    host, port = w.endpoint.url.removeprefix("http://").split(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    try:
+        writer.write(data)
+        return await reader.read()
+    finally:
+        writer.close()
+        await writer.wait_closed()
+
+
+def asks(**more: Any) -> bytes:
+    return json.dumps(CHAT | more).encode()
+
+
+QUOTE = "a secret of the prompt"
+WRONG: dict[str, tuple[Any, str, int, str]] = {
+    "compressed": (gzip.compress(asks()), "Content-Encoding: gzip", 200, "hi"),
+    "says that it is compressed": (QUOTE.encode(), "Content-Encoding: gzip", 400, "cannot be decoded"),
+    "grows when it is read": (gzip.compress(bytes(LARGEST_BODY + 1)), "Content-Encoding: gzip", 413, "larger than"),
+    "half a pair": (asks(messages=[{"role": "user", "content": QUOTE + "\ud800"}]), "", 400, "surrogate"),
+    "half a pair in bytes": (b'{"messages": "' + b"\xed\xa0\x80" + b'"}', "", 400, "not JSON"),
+    "deep": (b"[" * 10**5, "", 400, "not JSON"),
+    "endless number": (b'{"max_tokens": ' + b"9" * 5000 + b"}", "", 400, "not JSON"),
+    "calls that are no list": (asks(messages=[{"role": "assistant", "tool_calls": 5}]), "", 400, "tool_calls must be"),
+    "calls of nothing": (asks(messages=[{"role": "assistant", "tool_calls": [{"function": 1}]}]), "", 400, "function"),
+    "stops that are no text": (asks(stop=[1]), "", 400, "stop must be"),
+    "many stops": (asks(stop=["x"] * 1000), "", 400, "stop must be"),
+    "schema that is no object": (asks(tools=[{"type": "function", "function": []}]), "", 400, "tools[0]"),
+    "other key first": (asks(), "Authorization: Bearer \udcff", 401, "API key"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+async def test_a_hostile_body_is_answered_by_name(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    """The log has nothing of it, and the next client is answered."""
+    body, header, status, says = WRONG[name]
+    async with world() as w:
+        answer = (await sends(w, wire(w, body, *[header] * bool(header)))).decode()
+        assert answer.startswith(f"HTTP/1.1 {status} ")
+        assert says in answer
+        assert ("x-should-retry: false" in answer) == (status != 200)
+        assert (await w.ask("chat/completions"))[0] == 200
+    assert "secret" not in caplog.text
+
+
+@pytest.mark.parametrize("lie", [-20, 20])
+async def test_a_body_of_another_length_than_it_says(lie: int, caplog: pytest.LogCaptureFixture) -> None:
+    """A longer one is a second request that is none, a shorter one is waited for until its client goes."""
+    async with world() as w:
+        body = asks(messages=[{"role": "user", "content": QUOTE}])
+        sent = wire(w, body).replace(b"Content-Length: %d" % len(body), b"Content-Length: %d" % (len(body) + lie))
+        host, port = w.endpoint.url.removeprefix("http://").split(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        writer.write(sent)
+        assert (await w.ask("messages"))[0] == 200  # others do not wait
+        if lie < 0:
+            assert (await reader.read()).startswith(b"HTTP/1.")
+        writer.close()
+        assert (await w.ask("messages"))[0] == 200
+        assert len(w.model.asked) == 2
+    assert "secret" not in caplog.text
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_client_of_http_1_0(stream: bool) -> None:
+    """Its answer ends with the connection."""
+    async with world() as w:
+        answer = await sends(w, wire(w, asks(stream=stream), version="1.0"))
+        assert answer.startswith(b"HTTP/1.0 200 ")
+        assert b"chunked" not in answer
+        assert b"hi" in answer
+
+
+async def test_requests_in_one_piece_are_answered_in_their_order() -> None:
+    """A client may send the next before it has an answer."""
+    async with world() as w:
+        one = wire(w, asks()).replace(b"Connection: close\r\n", b"")
+        answers = (await sends(w, one + one + wire(w, asks()))).split(b"HTTP/1.1 200 OK")
+        assert [b"hi" in answer for answer in answers] == [False, True, True, True]
+        assert len(w.model.asked) == 3
+
+
+async def test_unknown_routes_are_refused_as_clients_expect_it() -> None:
+    """With an error in JSON that is not retried."""
+    async with world() as w:
+        async with w.post("embeddings", CHAT) as response:
+            assert (response.status, response.headers["x-should-retry"]) == (404, "false")
+            assert "embeddings" in (await response.json())["error"]["message"]
+        async with w.http.get(f"{w.door.url}/messages") as response:
+            assert response.status == 405
+
+
+async def test_a_client_that_does_not_read_harms_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its answer waits for it, and has not been heard; others are answered."""
+    async with world() as w:
+        with monkeypatch.context() as patch:
+            patch.setattr(endpoint_module, "_written", lambda *_: bytes(64 << 20))
+            host, port = w.endpoint.url.removeprefix("http://").split(":")
+            _, writer = await asyncio.open_connection(host, int(port), limit=1)
+            writer.write(wire(w, asks()))
+            await until(lambda: any(a.sending for same in list(w.door.session.asked.values()) for a in same))
+        assert words("messages", (await w.ask("messages"))[1]) == "hi"
+        assert w.door.session.heard() == [2]
+        writer.transport.abort()
+        await writer.wait_closed()
+
+
+async def test_a_body_for_which_the_context_has_no_room_is_not_tokenised() -> None:
+    """It would keep everybody waiting; a body of a megabyte is read whatever the context is."""
+    async with world() as w:
+        w.door.session.max_context = 64
+        answer = await sends(w, wire(w, asks(messages=[{"role": "user", "content": "x" * SMALL_BODY}])))
+        assert answer.startswith(b"HTTP/1.1 413 ")
+        assert b"x-should-retry: false" in answer
+        assert (await w.ask("chat/completions"))[0] == 200
+
+
+async def test_what_fails_is_not_kept() -> None:
+    """A client that asks for ever what cannot be answered costs no memory."""
+    async with world() as w:
+        w.model.fails = RolloutError("no chain is left")
+        for _ in range(3):
+            assert (await w.ask("chat/completions"))[0] == 400
+        assert list(w.door.session.asked.values()) == [[]]
 
 
 async def test_a_session_that_is_shut_answers_nothing_any_more() -> None:

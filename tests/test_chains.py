@@ -169,6 +169,50 @@ def test_a_sample_has_max_chains_conversations(most: int) -> None:
     assert m.dropped == {"failed": 6 * most}
 
 
+def test_a_client_that_outlives_the_process_goes_on_from_its_tokens() -> None:
+    """It asks for what it has not heard, and for nothing that it has: the answers before stand in what it asks."""
+    m = began()
+    one = m.say(P)
+    two = m.say([*one, 7])
+    m.grow(m.call([*two, 8]), 4)
+    again = m.restarted()
+    number = again.call([*two, 8])
+    assert len(again.of_call(number).token_ids) == len(two) + 1 + 4
+    again.complete(number)
+    again.returns()
+    (row,) = delivered(again).samples
+    assert row.tokens.tolist()[: len(two) - 2] == two[2:]
+    assert again.dropped == {}
+
+
+@pytest.mark.parametrize("heard", [True, False])
+def test_a_client_that_outlives_the_process_between_two_calls(heard: bool) -> None:
+    """It has heard the last answer, and goes on; or it has not, and asks for it once more."""
+    m = began()
+    one = m.say(P)
+    two = m.say([*one, 7])
+    again = m.restarted()
+    if not heard:
+        assert again.heard[FIRST, again.call([*one, 7])].conversation == two
+    three = again.say([*two, 8, 9])
+    assert again.conversations() == [three]
+    again.returns()
+    assert len(delivered(again)) == 1
+    assert again.dropped == {}
+
+
+def test_a_client_that_asks_otherwise_than_before_begins_another_conversation() -> None:
+    """What it asks is no beginning of what was answered: that is dropped by name when the function returns."""
+    m = began()
+    one = m.say(P)
+    m.say([*one, 7])
+    again = m.restarted()
+    again.say([*one, 99])
+    again.returns()
+    assert again.dropped == {"replay_diverged": 6}
+    assert [len(row.tokens) for row in delivered(again).samples] == [3]
+
+
 def test_what_was_asked_before_a_restart_and_is_not_now_takes_no_room() -> None:
     """A function that asks otherwise after a restart has its max_chains conversations anew."""
     m = began(max_chains=2)

@@ -99,7 +99,7 @@ def test_empty_queue_has_nothing_next() -> None:
     sample = Group(0, Prompt(np.array([1], np.int32)), 1).samples[0]
     queue.push(sample)
     queue.forget(sample)
-    assert queue.first() is None
+    assert queue.first(asked().core.context.places) is None
     assert queue.waiting == 0
 
 

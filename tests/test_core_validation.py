@@ -105,15 +105,15 @@ def test_every_change_of_a_sample_is_in_its_story() -> None:
 
 
 def test_a_place_is_reserved_from_the_start_of_a_function_to_its_first_call() -> None:
-    """It counts like a request in flight, is handed on with the first call, and no two are taken for one sample."""
+    """No other function starts in it, it is handed on with the first call, and no two are taken for one sample."""
     m = asked(n=2, samples=2, max_in_flight=3, auto_call=False)
     places = m.core.context.places
     assert len(places.reserved) == 3 == len(m.to_call)
-    assert places.free == 0
+    assert (places.free, places.to_start()) == (3, 0)
     m.post(ev.CallMade(m.to_call.pop(0), m.sampling))
-    assert (len(places.reserved), len(m.in_flight), places.free) == (2, 1, 0)
+    assert (len(places.reserved), len(m.in_flight), places.to_start()) == (2, 1, 0)
     m.post(ev.SampleFailed(m.to_call.pop(0), "boom"))  # it begins again, in the place that it had
-    assert (len(places.reserved), len(m.in_flight), places.free) == (2, 1, 0)
+    assert (len(places.reserved), len(m.in_flight), places.to_start()) == (2, 1, 0)
 
 
 # ---------------------------------------------------------------- books that are wrong

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
+import numpy as np
 import pytest
 
 pytest.importorskip("renderers")
@@ -100,8 +101,8 @@ def a_cut_answer_is_gone_on_with(patch: Patch) -> None:
 
     async def remembered(self: Any, request: Any, asked: Any) -> Any:
         found = await answer(self, request, asked)
-        said = [*request.messages, found.message]
-        self.conversations.remember(said, request.tools, found.prompt_ids.tolist(), found.tokens.tolist())
+        digest = self.conversations.digest([*request.messages, found.message], request.tools)
+        self.conversations.remember(digest, np.concatenate((found.prompt_ids, found.tokens)), len(found.prompt_ids))
         return found
 
     patch.setattr(session.Session, "_answer", remembered)
@@ -137,7 +138,7 @@ def a_stream_just_ends(patch: Patch) -> None:
 
 @breaks("gone_clients_are_named")
 def nobody_asks_who_heard(patch: Patch) -> None:
-    patch.setattr(session.Session, "unheard", lambda self: [])
+    patch.setattr(session.Session, "heard", lambda self: range(1000))
 
 
 @breaks("conversations_are_rows")

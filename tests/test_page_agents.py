@@ -143,7 +143,7 @@ async def test_an_orchestrator_outside(code: list[Block]) -> None:
             url = f"{sessions.url}/sessions/{session['id']}/end"
             await http.post(url, json={"reward": 2.0 * (said == "hi")})
         assert waiting.result().rewards.tolist() == [2.0] * 4
-        await asyncio.to_thread(rollouts._thread.run, sessions.close)
+    sessions.close()
 
 
 @executes("agents.md-7")

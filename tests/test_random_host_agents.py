@@ -80,7 +80,7 @@ class AgentsLife(HostsLife):
             return  # in an evaluation, which has samples of the same names
         self.told[key] = rows_of(door.events)
         self.seen["rows"] += len(self.told[key])
-        self.seen["unheard"] += len(door.unheard)
+        self.seen["unheard"] += door.asked - len(door.heard)
 
     def worth(self, response: Any) -> float:
         """All conversations count."""

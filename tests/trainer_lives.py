@@ -615,7 +615,10 @@ class Life(UpdatingPlayer):
     # ---------------------------------------------------------------- nobody is idle for no reason
 
     def check_engines_are_full(self) -> None:
-        """Continuous: no place is free while a sample waits for it, or a prompt may be drawn for it."""
+        """Continuous: no place is free while a sample waits for it, or a prompt may be drawn for it.
+
+        What is kept for functions that were started keeps others from starting, and no call.
+        """
         h, s, books = self.habits, self.settings, self.books
         quiet = self.held or self.updates or not self.begun
         troubles = h.engine_troubles or h.function_troubles or self.core.context.failure is not None
@@ -627,9 +630,11 @@ class Life(UpdatingPlayer):
         started = sum(state == "started" for state in self.functions.values())
         queued = sum(s == "waiting" and k not in generating and k[0] >= 0 for k, s in self.functions.items())
         new = sum(key not in self.functions and key not in books.finished for key in books.tapes)
-        free = s.max_in_flight - len(self.running) - started
-        assert free >= 0
-        assert not (free and queued + new), f"{free} places are free, {queued + new} samples wait"
+        places = s.max_in_flight - len(self.running)
+        assert places >= 0
+        assert not (places and queued), f"{places} places are free, {queued} samples wait"
+        free = max(0, places - started)
+        assert not (free and new), f"{free} places are free, {new} samples wait"
         held, full = self.groups_held, s.max_held_tokens is not None and books.tokens_held >= s.max_held_tokens
         if self.to_draw or full or books.position >= self.prompts:
             return

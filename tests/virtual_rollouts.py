@@ -166,6 +166,7 @@ class Rollouts:
         rollout: RolloutFunction = single_turn,
         allow_mismatch: bool = False,
         tokenizer: Any = None,
+        doors: Any = None,
         function_timeout_s: float | None = None,
         stall_timeout_s: float | None = None,
         warn_after_s: float = WARN_AFTER_S,
@@ -192,7 +193,7 @@ class Rollouts:
             prompts = [prompt_ids(i) for i in range(prompts)]
         functions = UserFunctions(
             rollout, None if group_reward else reward, group_reward, filter,
-            None if tokenizer is None else Detokenizer(tokenizer),
+            None if tokenizer is None else Detokenizer(tokenizer), doors,
         )  # fmt: skip
         self.driver = RolloutDriver(
             self.settings,

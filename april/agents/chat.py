@@ -26,11 +26,15 @@ class RequestError(Exception):
     """A request that cannot be answered.
 
     ``status`` is that of HTTP, ``kind`` is OpenAI's type of the error; ``retry`` says whether the same request may
-    succeed later, which the client is told.
+    succeed later, which the client is told, and ``retry_s`` after how many seconds (0: it may choose).
     """
 
-    def __init__(self, message: str, status: int = 400, kind: str = "invalid_request_error", *, retry: bool = False):
+    def __init__(
+        self, message: str, status: int = 400, kind: str = "invalid_request_error", *, retry: bool = False,
+        retry_s: int = 0,
+    ):  # fmt: skip
         super().__init__(message)
+        self.retry_s = retry_s
         self.status = status
         self.kind = kind
         self.retry = retry

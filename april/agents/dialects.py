@@ -79,15 +79,19 @@ class Body:
     def sampling(self, limit: Any, stops: str) -> Json:
         """The arguments of ``llm.generate``."""
         stop = self.take(stops, (str, list))
+        stop = [stop] if isinstance(stop, str) else stop
+        if stop is not None and not (len(stop) <= MOST_STOPS and all(isinstance(s, str) for s in stop)):
+            raise RequestError(f"{stops} must be a string or a list of up to {MOST_STOPS} strings")
         found = {
             "max_tokens": limit,
             "temperature": self.take("temperature", (int, float)),
             "top_p": self.take("top_p", (int, float)),
-            "stop": [stop] if isinstance(stop, str) else stop,
+            "stop": stop,
         }
         return {name: value for name, value in found.items() if value is not None}
 
 
+MOST_STOPS = 64
 IGNORED = (
     "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
     "parallel_tool_calls", "seed", "reasoning_effort", "verbosity", "prediction", "betas",
@@ -105,6 +109,8 @@ def messages_of(value: Any) -> list[Json]:
             raise RequestError(f"messages[{i}] must be an object whose role is one of {', '.join(ROLES)}")
         message = {**given, "role": "system" if given["role"] == "developer" else given["role"]}
         text_of(message.get("content"))
+        if not isinstance(message.get("tool_calls") or [], list):
+            raise RequestError(f"messages[{i}].tool_calls must be a list")
         for call in message.get("tool_calls") or ():
             function = call.get("function") if isinstance(call, dict) else None
             if not isinstance(function, dict) or not isinstance(function.get("name"), str):

@@ -23,15 +23,32 @@ from april.agents.chat import ALIVE_S, COMMIT_S, Answer, ChatRequest, RequestErr
 from april.agents.dialects import Anthropic, Dialect, OpenAIChat, OpenAIText, SseEvent
 from april.agents.responses import OpenAIResponses
 from april.agents.session import Asked, Session
-from april.driver.llm import Door
+from april.server_text import clean
 
 log = logging.getLogger("april")
+wire_log = logging.getLogger("april.agents.wire")
 
+
+def _without_content(record: logging.LogRecord) -> bool:
+    """What is no HTTP is named by its error alone: its text would have a part of what was sent."""
+    kind = record.exc_info[0] if record.exc_info else None
+    record.msg, record.args = "a connection to an agent's endpoint failed: %s", ("" if kind is None else kind.__name__,)
+    record.exc_info = record.exc_text = None
+    return True
+
+
+wire_log.addFilter(_without_content)
+
+GRACE_S = 60.0
+"""Seconds in which an answer goes on that nobody waits for, in case its client asks again."""
 SHUTDOWN_S = 1.0
 """Seconds that clients have to read what is left when the server ends."""
 BY_NAME = "by-name"
 """In the place of a session's own path: the client says which one it means."""
 LARGEST_BODY = 32 << 20
+SMALL_BODY = 1 << 20
+BYTES_PER_TOKEN = 32
+"""A body above SMALL_BODY with more than these for each token of the context is refused before it is tokenised."""
 MOST_MESSAGES = 4096
 NO_RETRY = {"x-should-retry": "false"}
 
@@ -41,9 +58,11 @@ class Opened:
     """A session under its address."""
 
     session: Session
+    endpoint: Endpoint
     path: str
     key: str
-    endpoint: Endpoint
+    asked: Callable[[], None]
+    """Called when a client asks with the key."""
     names: list[str] = field(default_factory=list)
 
     @property
@@ -61,25 +80,42 @@ class Opened:
         self.endpoint._named[name] = self
 
 
+@dataclass(frozen=True, slots=True)
+class Place:
+    """The place of a session: a server, and what is the same there after a restart (drawn where it is empty)."""
+
+    endpoint: Endpoint
+    path: str = ""
+    key: str = ""
+    asked: Callable[[], None] = lambda: None
+
+    def open(self, session: Session) -> Opened:
+        """An address and a key for a session, which is used on the server's loop from now on."""
+        path, key = self.path or secrets.token_hex(8), self.key or secrets.token_urlsafe(24)
+        return self.endpoint.add(Opened(session, self.endpoint, path, key, self.asked))
+
+
 @dataclass(slots=True, eq=False)
 class Endpoint:
-    """The server; ``open`` and ``shut`` may be called from any thread.
+    """The server; ``add`` and ``shut`` may be called from any thread.
 
     Args:
         host: the address that it listens on.
         port: 0 means any that is free.
         commit_s: see COMMIT_S.
         alive_s: see ALIVE_S.
+        grace_s: see GRACE_S.
         model: the name that ``/v1/models`` says.
-        max_model_len: the model's context.
+        more: adds routes.
     """
 
     host: str = "127.0.0.1"
     port: int = 0
     commit_s: float = COMMIT_S
     alive_s: float = ALIVE_S
+    grace_s: float = GRACE_S
     model: str = "april"
-    max_model_len: int | None = None
+    more: Callable[[web.UrlDispatcher], None] = lambda router: None
     _doors: dict[str, Opened] = field(default_factory=dict)
     _named: dict[str, Opened] = field(default_factory=dict)
     key: str = field(default_factory=lambda: secrets.token_urlsafe(24), repr=False)
@@ -96,22 +132,20 @@ class Endpoint:
         self._thread.start()
         asyncio.run_coroutine_threadsafe(self._start(), self._loop).result()
 
-    def open(self, session: Session) -> Opened:
-        """An address and a key for a session, which is used on this server's loop from now on."""
-        door = Opened(session, secrets.token_hex(8), secrets.token_urlsafe(24), self)
+    def add(self, door: Opened) -> Opened:
+        """Serve a session at its address."""
         self._doors[door.path] = door
         return door
 
-    def shut(self, door: Door, why: str) -> list[int]:
-        """Answer nothing of this session any more; returns the numbers of calls whose answers nobody has heard."""
-        opened = next((o for o in list(self._doors.values()) if o is door), None)
-        if opened is None:
-            return []
-        del self._doors[opened.path]
-        for name in opened.names:
-            del self._named[name]
-        self._loop.call_soon_threadsafe(opened.session.close, why)
-        return opened.session.unheard()
+    def shut(self, door: Opened, why: str) -> list[int]:
+        """Answer nothing of this session any more; returns the numbers of calls whose answers a client has heard."""
+        if self._doors.get(door.path) is door:
+            del self._doors[door.path]
+        for name in door.names:
+            self._named.pop(name, None)
+        if self._thread is not None:
+            self._loop.call_soon_threadsafe(door.session.close, why)
+        return door.session.heard()
 
     def stop(self) -> None:
         """End the server; its thread has ended when this returns."""
@@ -126,7 +160,8 @@ class Endpoint:
     # ---------------------------------------------------------------- on its loop
 
     async def _start(self) -> None:
-        app = web.Application(client_max_size=LARGEST_BODY)
+        app = web.Application(client_max_size=LARGEST_BODY, middlewares=[_by_name])
+        self.more(app.router)
         for base in ("/{path}", "/{path}/v1", "/{path}/v1/v1"):  # a client of Anthropic's writes /v1 itself
             for route, dialect in ROUTES.items():
                 app.router.add_post(base + route, self._handler(dialect))
@@ -134,8 +169,9 @@ class Endpoint:
             app.router.add_get(base + "/models", self._models)
         # a handler ends with its client: whether somebody listens decides what a request is that comes again
         self._runner = web.AppRunner(
-            app, access_log=None, handle_signals=False, handler_cancellation=True, shutdown_timeout=SHUTDOWN_S
-        )
+            app, access_log=None, handle_signals=False, handler_cancellation=True, shutdown_timeout=SHUTDOWN_S,
+            logger=wire_log,
+        )  # fmt: skip
         await self._runner.setup()
         await web.TCPSite(self._runner, self.host, self.port).start()
         host = f"[{self.host}]" if ":" in self.host else self.host
@@ -154,53 +190,43 @@ class Endpoint:
         door = self._doors.get(request.match_info["path"])
         if door is None and not by_name:
             raise RequestError("no sample has this address, or not any more", 404, "not_found_error")
-        key = self.key if door is None else door.key
-        # a client may bring both, one of which is a placeholder
-        given = request.headers.get("x-api-key", ""), request.headers.get("Authorization", "").removeprefix("Bearer ")
-        if not any(hmac.compare_digest(one.encode(), key.encode()) for one in given):
-            raise RequestError("the API key is not that of this address", 401, "authentication_error")
+        check_key(request, self.key if door is None else door.key, "the API key is not that of this address")
         name = request.headers.get("X-Session-ID")
         if door is None and name is None and request.path.endswith("count_tokens"):
             door = next(iter(self._doors.values()), None)  # a count is the same for all
         door = door or self._named.get(name or "")
         if door is None:
             raise RequestError(f"no sample has the name {name!r:.100} (X-Session-ID)", 404, "not_found_error")
+        door.asked()
         return door
 
     async def _models(self, request: web.Request) -> web.Response:
-        try:
-            self._door(request)
-        except RequestError as error:
-            return web.json_response(ROUTES["/chat/completions"].error(error), status=error.status, headers=NO_RETRY)
+        context = self._door(request).session.max_context
         model = {"id": self.model, "object": "model", "created": 0, "owned_by": "april"}
-        return web.json_response({"object": "list", "data": [{**model, "max_model_len": self.max_model_len}]})
+        return web.json_response({"object": "list", "data": [{**model, "max_model_len": context}]})
 
     async def _count(self, request: web.Request) -> web.Response:
         """Anthropic's count of the tokens that a request would have."""
-        dialect = ROUTES["/messages"]
-        try:
-            count = self._door(request).session.count(dialect.read(await _body(request)))
-        except RequestError as error:
-            return _refused(dialect, error)
-        return web.json_response({"input_tokens": count})
+        session = self._door(request).session
+        wanted = ROUTES["/messages"].read(await body_of(request, _most_bytes(session)))
+        return web.json_response({"input_tokens": session.count(wanted)})
 
     def _handler(self, dialect: Dialect) -> Callable[[web.Request], Any]:
         async def handle(request: web.Request) -> web.StreamResponse:
-            try:
-                door = self._door(request)
-                asked, wanted = await self._ask(door.session, dialect, request)
-            except RequestError as error:
-                return _refused(dialect, error)
+            session = self._door(request).session
+            asked, wanted = await self._ask(session, dialect, request)
             asked.clients += 1
             try:
                 return await self._reply(request, dialect, wanted, asked)
             finally:
                 asked.clients -= 1
+                if not asked.clients and not asked.task.done():
+                    self._loop.call_later(self.grace_s, session.leave, asked)
 
         return handle
 
     async def _ask(self, session: Session, dialect: Dialect, request: web.Request) -> tuple[Asked, ChatRequest]:
-        body = await _body(request)
+        body = await body_of(request, _most_bytes(session))
         wanted = dialect.read(body)
         if len(wanted.messages) > MOST_MESSAGES:
             raise RequestError(f"more than {MOST_MESSAGES} messages in one conversation")
@@ -222,14 +248,16 @@ class Endpoint:
             while not done:
                 await response.write(dialect.ping if wanted.stream else b"\n")
                 done, _ = await asyncio.wait([asked.task], timeout=self.alive_s)
+        written = b""
         try:
             answer = asked.task.result()
+            written = _written(dialect, wanted, answer)
         except asyncio.CancelledError:
             error = RequestError("this sample was given up: nothing of it is answered any more", 410, "session_closed")
         except RequestError as refused:
             error = refused
         except Exception as failure:
-            error = RequestError(str(failure) or type(failure).__name__, 400)
+            error = RequestError(clean(str(failure) or type(failure).__name__), 400)
         else:
             response = await _begin(request, wanted) if response is None else response
             to = request.transport
@@ -237,14 +265,14 @@ class Endpoint:
                 return response
             asked.sending.append(to)  # before the last byte: who has read it may be over before this goes on
             try:
-                await response.write(_written(dialect, wanted, answer))
+                await response.write(written)
                 await response.write_eof()
                 asked.heard = True
             finally:
                 asked.sending.remove(to)
             return response
         if response is None:
-            return _refused(dialect, error)
+            raise error
         if wanted.stream:
             await response.write(_event(("error", dialect.error(error))))
             await response.write_eof()
@@ -263,16 +291,66 @@ ROUTES: dict[str, Dialect] = {
 }
 
 
-async def _body(request: web.Request) -> Any:
-    """The JSON of a request; raises RequestError."""
+@web.middleware
+async def _by_name(request: web.Request, handler: Callable[[web.Request], Any]) -> web.StreamResponse:
+    """Whatever goes wrong has a name, in the words of the dialect; the log says nothing of what was asked."""
+    try:
+        response: web.StreamResponse = await handler(request)
+        return response
+    except RequestError as refused:
+        error = refused
+    except web.HTTPException as refused:
+        error = RequestError(f"{request.method} {request.path[:200]}: {refused.reason}", refused.status)
+    except (ConnectionError, asyncio.CancelledError):
+        raise  # the client has gone
+    except Exception as failure:
+        log.warning("a request to %s failed: %s", request.match_info.route.resource, type(failure).__name__)
+        error = RequestError(f"the request cannot be read: {type(failure).__name__}", 400)
+    route = next((route for route in ROUTES if request.path.endswith(route)), "/chat/completions")
+    dialect = ROUTES["/messages" if request.path.endswith("/count_tokens") else route]
+    headers = {"Retry-After": str(error.retry_s)} if error.retry_s else {} if error.retry else NO_RETRY
+    return web.json_response(dialect.error(error), status=error.status, headers=headers)
+
+
+def check_key(request: web.Request, key: str, why_not: str) -> None:
+    """Raise RequestError for a request without the key."""
+    scheme, _, token = request.headers.get("Authorization", "").partition(" ")
+    # a client may bring both, one of which is a placeholder
+    given = request.headers.get("x-api-key", ""), token.strip() if scheme.lower() == "bearer" else ""
+    if not any(hmac.compare_digest(one.encode(errors="surrogateescape"), key.encode()) for one in given):
+        raise RequestError(why_not, 401, "authentication_error")
+
+
+def _most_bytes(session: Session) -> int:
+    """A body of more bytes has no room in the context, whatever it says."""
+    return min(LARGEST_BODY, max(SMALL_BODY, BYTES_PER_TOKEN * session.max_context))
+
+
+async def body_of(request: web.Request, most: int) -> Any:
+    """The JSON of a request, of so many bytes at most; raises RequestError."""
+    large = RequestError(f"the body is larger than {most:,} bytes, for which there is no room", 413)
+    if (request.content_length or 0) > most:
+        raise large
     try:
         raw = await request.read()
     except web.HTTPRequestEntityTooLarge:
-        raise RequestError(f"the body is larger than {LARGEST_BODY >> 20} MiB", 413) from None
+        raise large from None
+    except (ConnectionError, asyncio.CancelledError):
+        raise
+    except Exception as error:  # what a decoder raises
+        raise RequestError(f"the body cannot be decoded: {type(error).__name__}") from None
+    if len(raw) > most:
+        raise large
     try:
-        return json.loads(raw)
-    except ValueError as error:
-        raise RequestError(f"the body is not JSON: {error}") from None
+        text = raw.decode()
+        body = json.loads(text or "{}")
+        if "\\ud" in text or "\\uD" in text:
+            json.dumps(body, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        raise RequestError("the body has half of a surrogate pair, which is no text") from None
+    except (ValueError, RecursionError) as error:
+        raise RequestError(f"the body is not JSON: {str(error)[:200]}") from None
+    return body
 
 
 async def _begin(request: web.Request, wanted: ChatRequest) -> web.StreamResponse:
@@ -294,8 +372,3 @@ def _event(event: SseEvent) -> bytes:
     name, data = event
     text = data if isinstance(data, str) else json.dumps(data)
     return (f"event: {name}\n" if name else "").encode() + f"data: {text}\n\n".encode()
-
-
-def _refused(dialect: Dialect, error: RequestError) -> web.Response:
-    headers = {} if error.retry else NO_RETRY
-    return web.json_response(dialect.error(error), status=error.status, headers=headers)

@@ -10,13 +10,12 @@ from numbers import Real
 from typing import TYPE_CHECKING, Any
 
 from april.agents.chat import ALIVE_S, COMMIT_S
-from april.core.sampling import SamplingParams
 from april.core.tape import Int32
-from april.driver.llm import Completion, Door, GenerateFunction
+from april.driver.llm import Completion, Door, Sheltered
 from april.errors import ConfigError
 
 if TYPE_CHECKING:
-    from april.agents.endpoint import Endpoint
+    from april.agents.endpoint import Endpoint, Place
     from april.agents.session import Chat, Generate, Session
     from april.agents.template import Template
 
@@ -34,7 +33,6 @@ class Gateway:
         renderer: a ``renderers.RendererConfig``; None means the one for the tokenizer.
         commit_s: see COMMIT_S.
         alive_s: see ALIVE_S.
-        max_model_len: what ``/v1/models`` says.
 
     Raises ConfigError for a renderer without a tokenizer, or times out of range.
     """
@@ -43,7 +41,6 @@ class Gateway:
     renderer: Any = None
     commit_s: float = COMMIT_S
     alive_s: float = ALIVE_S
-    max_model_len: int | None = None
     _endpoint: Endpoint | None = None
     _template: Template | None = None
 
@@ -56,49 +53,52 @@ class Gateway:
             if not number or seconds < 0 or (seconds == 0 and name == "alive_s"):
                 raise ConfigError(f"{name} must be a number of seconds {least}, got {seconds!r}")
 
-    def open(self, generate: GenerateFunction, sampling: SamplingParams, loop: asyncio.AbstractEventLoop) -> Door:
-        """Serve one more sample; its calls are made on ``loop``."""
-        from april.agents.endpoint import Endpoint  # a web server, loaded by who asks for one
+    def open(self, behind: Sheltered, place: Place | None = None) -> Door:
+        """Serve one more sample; ``place``: on another server than that of this process."""
+        from april.agents.endpoint import Place  # a web server, loaded by who asks for one
 
-        ask = self._asks(generate, sampling)
+        ask = self._asks(behind)
 
         async def ask_there(ids: Int32, changes: Mapping[str, Any]) -> Completion:
-            return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(ask(ids, changes), loop))
+            return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(ask(ids, changes), behind.loop))
 
-        session = self._session(ask_there)
-        if self._endpoint is None:
-            endpoint = Endpoint(commit_s=self.commit_s, alive_s=self.alive_s, max_model_len=self.max_model_len)
-            endpoint.start()
-            self._endpoint = endpoint
-        return self._endpoint.open(session)
+        return (Place(self._served()) if place is None else place).open(self._session(ask_there, behind))
 
-    def chat(self, generate: GenerateFunction, sampling: SamplingParams) -> Chat:
+    def chat(self, behind: Sheltered) -> Chat:
         """What ``llm.chat`` of one more sample asks, on the running loop: a session without a server."""
         from april.agents.session import Chat
 
-        return Chat(self._session(self._asks(generate, sampling)))
+        return Chat(self._session(self._asks(behind), behind))
 
     @staticmethod
-    def _asks(generate: GenerateFunction, sampling: SamplingParams) -> Callable[..., Coroutine[Any, Any, Completion]]:
+    def _asks(behind: Sheltered) -> Callable[..., Coroutine[Any, Any, Completion]]:
         async def ask(ids: Int32, changes: Mapping[str, Any]) -> Completion:
             plain: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in changes.items()}
-            return await generate(replace(sampling, **plain), ids)
+            return await behind.generate(replace(behind.sampling, **plain), ids)
 
         return ask
 
-    def _session(self, generate: Generate) -> Session:
+    def _session(self, generate: Generate, behind: Sheltered) -> Session:
         from april.agents.session import Session
         from april.agents.template import Template  # needs a package that most do not
 
         if self.tokenizer is not None and self._template is None:
             self._template = Template(self.tokenizer, self.renderer)
-        return Session(generate, self._template)
+        return Session(generate, self._template, behind.max_context, behind.answered)
 
-    def shut(self, door: Door) -> Iterable[int]:
-        """Answer nothing of this sample any more; returns the numbers of calls whose answers no client has heard."""
+    def _served(self) -> Endpoint:
+        """This process's own server, which is started if it was not."""
+        from april.agents.endpoint import Endpoint
+
         if self._endpoint is None:
-            return ()
-        return self._endpoint.shut(door, "its rollout function has ended")
+            endpoint = Endpoint(commit_s=self.commit_s, alive_s=self.alive_s)
+            endpoint.start()
+            self._endpoint = endpoint
+        return self._endpoint
+
+    def shut(self, door: Any) -> Iterable[int]:
+        """Answer nothing of this sample any more; returns the numbers of calls whose answers a client has heard."""
+        return door.endpoint.shut(door, "its rollout function has ended")  # type: ignore[no-any-return]
 
     def close(self) -> None:
         """End the server."""

@@ -12,7 +12,8 @@ import json
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from itertools import product
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -21,6 +22,7 @@ from april.agents.dialects import messages_of, tools_of
 from april.agents.template import Parsed, Template
 from april.core.tape import Float32, Int32
 from april.core.types import FinishReason
+from april.driver.llm import Answered
 from april.errors import UsageError
 
 
@@ -47,12 +49,52 @@ SAME_TEXT = 8
 """Answers of the same text to the same conversation whose tokens are remembered."""
 
 
-@dataclass(slots=True)
-class _Known:
-    """A conversation that ended with an answer."""
+SHELVES = 16
+"""Token sequences of which the end is looked for, to keep what goes on with one in the same array."""
 
-    prompt: list[int]
-    completion: list[int]
+
+@dataclass(slots=True, eq=False)
+class _Shelf:
+    ids: Int32
+    count: int
+
+
+class _Shelves:
+    """Keeps token sequences; one that goes on with another takes the room of what it adds."""
+
+    def __init__(self) -> None:
+        self._latest: deque[_Shelf] = deque(maxlen=SHELVES)
+
+    def keep(self, ids: Int32) -> Int32:
+        """The same ids, in an array that others share; it must not be written into."""
+        for shelf in reversed(self._latest):
+            both = min(shelf.count, len(ids))
+            if both and np.array_equal(shelf.ids[:both], ids[:both]):
+                return self._on(shelf, ids)
+        self._latest.append(_Shelf(ids, len(ids)))
+        return ids
+
+    @staticmethod
+    def _on(shelf: _Shelf, ids: Int32) -> Int32:
+        if len(ids) > len(shelf.ids):
+            grown = np.empty(max(len(ids), 2 * len(shelf.ids)), np.int32)
+            grown[: shelf.count] = shelf.ids[: shelf.count]
+            shelf.ids = grown
+        if len(ids) > shelf.count:
+            shelf.ids[shelf.count : len(ids)] = ids[shelf.count :]
+            shelf.count = len(ids)
+        return shelf.ids[: len(ids)]
+
+
+class _Known(NamedTuple):
+    """A conversation that ended with an answer: its tokens, and how many of them are the prompt's."""
+
+    ids: Int32
+    prompt: int
+
+
+MessageOf = Callable[[str, Int32, Int32, Tools, Mapping[str, Any]], Message]
+"""Of the name of an answer, its prompt and tokens, the tools and the sampling: the message that the client has."""
 
 
 class Conversations:
@@ -62,27 +104,56 @@ class Conversations:
     rendered otherwise.
     """
 
-    def __init__(self, template: Template) -> None:
+    def __init__(self, template: Template, answered: Sequence[Answered], message_of: MessageOf) -> None:
         self._template = template
         self._known: dict[str, deque[_Known]] = {}
+        self._answered = answered
+        self._message_of = message_of
 
-    def ids_of(self, messages: Sequence[Message], tools: Tools) -> list[int]:
+    def ids_of(self, messages: Sequence[Message], tools: Tools, sampling: Mapping[str, Any]) -> list[int]:
         """The tokens of a request: those of the longest known conversation that it goes on with, or all rendered anew.
 
         Raises RequestError.
         """
         digests = self._digests(messages, tools)
+        if self._answered:
+            self._recall(messages, tools, sampling, digests)
+        return self._ids_of(messages, tools, digests)
+
+    def _ids_of(self, messages: Sequence[Message], tools: Tools, digests: Sequence[str]) -> list[int]:
         for count in range(len(messages) - 1, 0, -1):
-            for known in reversed(self._known.get(digests[count - 1], ())):
-                ids = self._template.extend(known.prompt, known.completion, messages[:count], messages[count:], tools)
-                if ids is not None:
-                    return ids
+            for ids, prompt in reversed(self._known.get(digests[count - 1], ())):
+                known = ids[:prompt].tolist(), ids[prompt:].tolist()
+                found = self._template.extend(*known, messages[:count], messages[count:], tools)
+                if found is not None:
+                    return found
         return self._template.render(messages, tools)
 
-    def remember(self, messages: Sequence[Message], tools: Tools, prompt: list[int], completion: list[int]) -> None:
-        """``completion`` was answered, whose message is the last one; a partial answer is never remembered."""
-        digest = self._digests(messages, tools)[-1]
-        self._known.setdefault(digest, deque(maxlen=SAME_TEXT)).append(_Known(prompt, completion))
+    def _recall(
+        self, messages: Sequence[Message], tools: Tools, sampling: Mapping[str, Any], digests: Sequence[str]
+    ) -> None:
+        """Know again what was answered before a restart and is repeated now, by a client that has heard it."""
+        for i, message in enumerate(messages):
+            if message["role"] != "assistant" or not i or digests[i] in self._known:
+                continue
+            prompt = np.array(self._ids_of(messages[:i], tools, digests[:i]), np.int32)
+            same = [a.tokens[a.start : a.end] for a in self._answered if a.answers(prompt)]
+            said = key_of(message)
+            for number, tokens in product(range(len(same)), same):
+                if key_of(self._message_of(name_of(prompt, number), prompt, tokens, tools, sampling)) == said:
+                    self.remember(digests[i], np.concatenate((prompt, tokens)), len(prompt))
+                    break
+
+    def remember(self, digest: str, ids: Int32, prompt: int) -> None:
+        """These ``ids`` are a conversation that ends with an answer; a partial answer is never remembered.
+
+        ``prompt``: how many are before the answer. ``digest``: of the conversation, the answer's message included.
+        """
+        self._known.setdefault(digest, deque(maxlen=SAME_TEXT)).append(_Known(ids, prompt))
+
+    def digest(self, messages: Sequence[Message], tools: Tools) -> str:
+        """The digest of a conversation."""
+        return self._digests(messages, tools)[-1]
 
     @staticmethod
     def _digests(messages: Sequence[Message], tools: Tools) -> list[str]:
@@ -104,6 +175,8 @@ class Asked:
     """Connections that wait for the answer or are reading it."""
     heard: bool = False
     """True once a client has been sent the whole answer."""
+    left: bool = False
+    """Its client has left for good: nobody joins it any more."""
     sending: list[asyncio.WriteTransport] = field(default_factory=list)
     """Connections to which the whole answer has been given, and which may not have sent all of it."""
     number: int | None = None
@@ -120,22 +193,29 @@ class Session:
     """The requests of one sample. Must be used on one loop.
 
     Args:
-        generate: continues token ids.
+        generate: continues token ids; one that is cancelled is given up.
         template: the model's; None refuses messages and texts, and takes token ids.
-        sampling: arguments of ``llm.generate`` of a client that does not set them.
+        max_context: tokens that the engines have room for.
+        answered: the answers of before a restart, which a client may have heard.
     """
 
     generate: Generate
     template: Template | None
+    max_context: int
+    answered: Sequence[Answered] = ()
     conversations: Conversations | None = field(init=False)
     asked: dict[str, list[Asked]] = field(default_factory=dict)
     """By digest of the body: each request that is no retry of another."""
     closed: str = ""
     """The reason why nothing is answered any more; empty while it is."""
     _counts: dict[str, int] = field(default_factory=dict)
+    _shelves: _Shelves = field(default_factory=_Shelves)
 
     def __post_init__(self) -> None:
-        self.conversations = None if self.template is None else Conversations(self.template)
+        if self.template is None:
+            self.conversations = None
+        else:
+            self.conversations = Conversations(self.template, self.answered, self._message_of)
 
     def ask(self, request: ChatRequest, digest: str, *, retry: bool) -> Asked:
         """The request's answer to come: that of the request which this one repeats, or a new one.
@@ -145,7 +225,8 @@ class Session:
         if self.closed:
             raise RequestError(self.closed, 410, "session_closed")
         for earlier in self.asked.get(digest, ()):
-            if not earlier.reached and (retry or not earlier.clients) and not _failed(earlier.task):
+            over = earlier.reached or earlier.left or _failed(earlier.task)
+            if not over and (retry or not earlier.clients):
                 return earlier
         if retry:  # of an answer that was heard after all, as far as this side can see
             for earlier in reversed(self.asked.get(digest, ())):
@@ -153,17 +234,26 @@ class Session:
                     return earlier
         asked = Asked()
         asked.task = asyncio.get_running_loop().create_task(self._answer(request, asked))
-        self.asked.setdefault(digest, []).append(asked)
+        same = self.asked.setdefault(digest, [])
+        same.append(asked)
+        # what has failed is asked anew, and holds on to all that it was asked with
+        asked.task.add_done_callback(lambda task: same.remove(asked) if _failed(task) else None)
         return asked
 
     def count(self, request: ChatRequest) -> int:
         """The tokens of a request; raises RequestError."""
         return len(self._ids_of(request))
 
-    def unheard(self) -> list[int]:
-        """The numbers of calls whose answers no client has heard. May be called from any thread."""
+    def heard(self) -> list[int]:
+        """The numbers of calls whose answers a client has heard. May be called from any thread."""
         every = [a for several in list(self.asked.values()) for a in list(several)]
-        return [a.number for a in every if a.number is not None and not a.reached]
+        return [a.number for a in every if a.number is not None and a.reached]
+
+    def leave(self, asked: Asked) -> None:
+        """Give up a request that nobody waits for any more, unless it was answered or somebody does."""
+        if not asked.clients and not asked.task.done():
+            asked.left = True
+            asked.task.cancel()
 
     def close(self, why: str) -> None:
         """Answer nothing any more, for this reason; what is being answered is cancelled."""
@@ -176,13 +266,21 @@ class Session:
         prompt = np.array(ids, np.int32)
         done = await self.generate(prompt, request.sampling)
         asked.number = done.number
-        tokens = done.tokens.tolist()
-        name = hashlib.sha256(prompt.tobytes()).hexdigest()[:16]
+        whole = self._shelves.keep(np.concatenate((prompt, done.tokens)))
+        prompt = whole[: len(prompt)]
+        name = name_of(prompt)
         number = self._counts[name] = self._counts.get(name, -1) + 1
-        answer = self._read(request, f"{name}{number:02x}", prompt, done, tokens)
+        answer = self._read(request, name_of(prompt, number), prompt, done, done.tokens.tolist())
         if self.conversations is not None and request.token_ids is None and answer.finish != "length":
-            self.conversations.remember([*request.messages, answer.message], request.tools, ids, tokens)
+            digest = self.conversations.digest([*request.messages, answer.message], request.tools)
+            self.conversations.remember(digest, whole, len(prompt))
         return answer
+
+    def _message_of(
+        self, name: str, prompt: Int32, tokens: Int32, tools: Tools, sampling: Mapping[str, Any]
+    ) -> Message:
+        done = _Recalled(tokens, np.empty(0, np.float32))
+        return self._read(ChatRequest(tools=tools, sampling=sampling), name, prompt, done, tokens.tolist()).message
 
     def _ids_of(self, request: ChatRequest) -> list[int]:
         if request.token_ids:
@@ -191,7 +289,7 @@ class Session:
             raise RequestError("messages and texts need the model's tokenizer: give the scheduler tokenizer=...")
         if request.token_ids is not None:
             return self.template.encode(str(request.messages[0]["content"]))
-        return self.conversations.ids_of(request.messages, request.tools)
+        return self.conversations.ids_of(request.messages, request.tools, request.sampling)
 
     def _read(self, request: ChatRequest, name: str, prompt: Int32, done: Generated, tokens: list[int]) -> Answer:
         """What was generated, as the client sees it."""
@@ -242,9 +340,21 @@ class Chat:
         return answer
 
     def close(self) -> list[int]:
-        """Answer nothing any more; returns the numbers of calls whose answers the function has not got."""
+        """Answer nothing any more; returns the numbers of calls whose answers the function has got."""
         self.session.close("its rollout function has ended")
-        return self.session.unheard()
+        return self.session.heard()
+
+
+class _Recalled(NamedTuple):
+    tokens: Int32
+    logprobs: Float32
+    finish: FinishReason = FinishReason.STOP
+    number: int = 0
+
+
+def name_of(prompt: Int32, number: int | None = None) -> str:
+    """The id of an answer, which is the same after a restart: of its prompt, and which of the answers to it it is."""
+    return hashlib.sha256(prompt.tobytes()).hexdigest()[:16] + ("" if number is None else f"{number:02x}")
 
 
 def _failed(task: asyncio.Task[Answer]) -> bool:

@@ -8,25 +8,32 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import hmac
-import json
 import math
+import os
 import secrets
+import stat
 from collections import OrderedDict, deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from threading import Lock
 from typing import Any
 
 from aiohttp import web
 
-from april.core.types import Prompt, SampleId
+from april.agents.chat import ALIVE_S, COMMIT_S, RequestError
+from april.agents.endpoint import Endpoint, Place, body_of, check_key
+from april.core.types import Prompt
 from april.driver.llm import LLM
 from april.driver.rewards import Response
-from april.errors import RolloutError
+from april.errors import RolloutError, UsageError
 
 RETRY_AFTER_S = 1
 """What an orchestrator is told to wait, in seconds, when no sample is wanted."""
 REMEMBERED = 4096
 """Sessions that have ended of which the outcome is known for those who ask again."""
+LARGEST_BODY = 1 << 20
 
 
 @dataclass(slots=True, eq=False)
@@ -34,13 +41,34 @@ class _Waiting:
     """A sample whose rollout function waits for the orchestrator."""
 
     id: str
-    sample: SampleId
-    prompt: Prompt
-    url: str
     key: str
+    shown: Mapping[str, Any]
+    resumed: bool
+    """Its agent may come back, and is given no second one."""
     loop: asyncio.AbstractEventLoop
+    given: asyncio.Future[None]
+    """Done once there is an agent that works on it."""
     outcome: asyncio.Future[dict[str, Any]]
-    given: bool = False
+    taken: bool = False
+    """Somebody was given it, or has its key from before a restart."""
+    asked: bool = False
+    """Its agent has asked for something."""
+
+    def take(self, *, asks: bool = False) -> None:
+        """There is an agent: its time counts from now on."""
+        self.asked |= asks
+        if not self.taken:
+            self.taken = True
+            self.loop.call_soon_threadsafe(_done, self.given, None)
+
+    def end(self, outcome: dict[str, Any] | Exception) -> None:
+        """Tell the rollout function."""
+        self.loop.call_soon_threadsafe(_done, self.outcome, outcome)
+
+
+def _done(future: asyncio.Future[Any], value: Any) -> None:
+    if not future.done():
+        future.set_exception(value) if isinstance(value, Exception) else future.set_result(value)
 
 
 @dataclass(slots=True, eq=False)
@@ -50,136 +78,185 @@ class Sessions:
     ``POST /sessions`` opens the next one: ``{"id", "base_url", "api_key", "group", "index", "data"}``, or 429 with
     Retry-After while the plan wants no more. ``POST /sessions/ID/end`` with ``{"reward": number, "output": anything}``
     ends it, ``POST /sessions/ID/cancel`` with ``{"why": text}`` fails it; both may be repeated. ``GET /sessions`` lists
-    those that are open, which after a restart of the trainer are the same as before: their ids, and what their agents
-    had heard, stay.
+    those that are open.
+
+    With the same key and port after a restart of the trainer, ids, addresses and keys of sessions are the same, too:
+    agents that are still there go on with what they have heard, and no other is given their sessions. One of which
+    nobody asks anything for ``function_timeout_s`` fails; its sample begins again, as another session.
 
     Args:
-        key: what every request must bring as a bearer token.
-        host: the address to listen on.
+        key: what every request must bring as a bearer token; those of agents follow from it. Empty: that of
+            ``key_file``, or one that is drawn.
+        key_file: where the key is kept, for its owner alone; it is written if there is none.
+        host: the address to listen on, for agents too; base URLs have the one under which the orchestrator asks.
         port: 0 means any that is free; give one if clients are to find it again after a restart.
+        commit_s, alive_s: as for the scheduler.
     """
 
-    key: str = field(default_factory=lambda: secrets.token_urlsafe(24), repr=False)
+    key: str = field(default="", repr=False)
+    key_file: str | os.PathLike[str] | None = None
     host: str = "127.0.0.1"
     port: int = 0
+    commit_s: float = COMMIT_S
+    alive_s: float = ALIVE_S
     url: str = ""
-    _waiting: dict[str, _Waiting] = field(default_factory=dict)
-    _free: deque[str] = field(default_factory=deque)
-    _ended: OrderedDict[str, str] = field(default_factory=OrderedDict)
-    _runner: web.AppRunner | None = None
-    _starting: asyncio.Task[None] | None = None
+    _waiting: dict[str, _Waiting] = field(default_factory=dict, repr=False)
+    _free: deque[_Waiting] = field(default_factory=deque, repr=False)
+    _ended: OrderedDict[str, str] = field(default_factory=OrderedDict, repr=False)
+    _endpoint: Endpoint | None = field(default=None, repr=False)
+    _lock: Lock = field(default_factory=Lock, repr=False)
+
+    def __post_init__(self) -> None:
+        if not self.key:
+            self.key = secrets.token_urlsafe(24) if self.key_file is None else _kept(Path(self.key_file))
 
     # ---------------------------------------------------------------- the trainer's side
 
     async def rollout(self, prompt: Prompt, llm: LLM) -> dict[str, Any]:
         """The rollout function: wait until the orchestrator has ended the session; returns what it said."""
-        await self.start()
-        name = self._name(llm.sample_id)
+        endpoint = self.start()
         loop = asyncio.get_running_loop()
-        waiting = _Waiting(name, llm.sample_id, prompt, llm.base_url, llm.api_key, loop, loop.create_future())
+        name, key = self._names(prompt, llm)
+        shown = {
+            "group": llm.sample_id.group, "index": llm.sample_id.index, "evaluation": llm.life.evaluation,
+            "data": dict(prompt.data),
+        }  # fmt: skip
+        waiting = _Waiting(name, key, shown, llm.life.resumed, loop, loop.create_future(), loop.create_future())
+        llm.door(Place(endpoint, name, key, partial(waiting.take, asks=True)))
         self._waiting[name] = waiting
-        self._free.append(name)
+        if waiting.resumed:
+            waiting.take()
+        else:
+            self._free.append(waiting)
         try:
+            with llm.untimed():
+                await asyncio.wait((waiting.given, waiting.outcome), return_when=asyncio.FIRST_COMPLETED)
             return await waiting.outcome
         finally:
-            del self._waiting[name]
+            if self._waiting.get(name) is waiting:
+                del self._waiting[name]
 
     @staticmethod
     def reward(prompt: Prompt, response: Response) -> float:
         """The reward function: what the orchestrator said."""
         return float(response.output["reward"])
 
-    async def start(self) -> None:
-        """Listen, on the running loop; done by the first sample unless before."""
-        if self._starting is None:
-            self._starting = asyncio.get_running_loop().create_task(self._start())
-        await asyncio.shield(self._starting)
+    def start(self) -> Endpoint:
+        """Listen, on a thread of its own; done by the first sample unless before.
 
-    async def close(self) -> None:
+        Raises RolloutError if the address is taken.
+        """
+        with self._lock:
+            if self._endpoint is None:
+                endpoint = Endpoint(self.host, self.port, self.commit_s, self.alive_s, more=self._routes)
+                try:
+                    endpoint.start()
+                except OSError as error:
+                    where = f"{self.host}:{self.port}"
+                    raise RolloutError(f"sessions cannot listen on {where}: {error.strerror}") from error
+                self._endpoint, self.url = endpoint, endpoint.url
+            return self._endpoint
+
+    def close(self) -> None:
         """Listen no more."""
-        if self._runner is not None:
-            await self._runner.cleanup()
+        with self._lock:
+            endpoint, self._endpoint = self._endpoint, None
+        if endpoint is not None:
+            endpoint.stop()
+
+    def _names(self, prompt: Prompt, llm: LLM) -> tuple[str, str]:
+        """The session's id and its agent's key, which nobody can guess without that of all; the same after a restart.
+
+        A sample that begins again is another session, and so is one whose number another prompt has after a restart.
+        Those of evaluations do not outlive the process.
+        """
+        sample, life = llm.sample_id, llm.life
+        of = f"{prompt.epoch}/{prompt.position}/{sample}/{life.restarts}"
+        if life.evaluation is not None:
+            of = f"evaluation {secrets.token_hex(8)}"
+        marks = [hmac.new(self.key.encode(), f"{what} {of}".encode(), hashlib.sha256) for what in ("session", "agent")]
+        return f"{sample.group}-{sample.index}-{marks[0].hexdigest()[:16]}", marks[1].hexdigest()[:32]
 
     # ---------------------------------------------------------------- the orchestrator's
 
-    async def _start(self) -> None:
-        app = web.Application(client_max_size=1 << 20)
-        app.router.add_post("/sessions", self._open)
-        app.router.add_get("/sessions", self._list)
-        app.router.add_post("/sessions/{id}/end", self._end)
-        app.router.add_post("/sessions/{id}/cancel", self._cancel)
-        self._runner = web.AppRunner(app, access_log=None, handle_signals=False)
-        await self._runner.setup()
-        await web.TCPSite(self._runner, self.host, self.port).start()
-        self.url = f"http://{self.host}:{self._runner.addresses[0][1]}"
-
-    def _name(self, sample: SampleId) -> str:
-        """The session's id: that of its sample, and what nobody can guess without the key."""
-        mark = hmac.new(self.key.encode(), f"session {sample}".encode(), hashlib.sha256).hexdigest()
-        return f"{sample.group}-{sample.index}-{mark[:16]}"
+    def _routes(self, router: web.UrlDispatcher) -> None:
+        router.add_post("/sessions", self._open)
+        router.add_get("/sessions", self._list)
+        router.add_post("/sessions/{id}/end", self._end)
+        router.add_post("/sessions/{id}/cancel", self._cancel)
 
     def _check(self, request: web.Request) -> None:
-        given = request.headers.get("Authorization", "").removeprefix("Bearer ")
-        if not hmac.compare_digest(given.encode(), self.key.encode()):
-            raise web.HTTPUnauthorized(text="the key is not that of these sessions")
+        check_key(request, self.key, "the key is not that of these sessions")
 
     @staticmethod
-    def _shown(waiting: _Waiting) -> dict[str, Any]:
-        group, index = waiting.sample
-        shown = {"id": waiting.id, "base_url": waiting.url, "api_key": waiting.key, "group": group, "index": index}
-        return shown | {"data": dict(waiting.prompt.data)}
+    def _shown(request: web.Request, waiting: _Waiting) -> dict[str, Any]:
+        url = f"{request.scheme}://{request.host}/{waiting.id}/v1"
+        return {"id": waiting.id, "base_url": url, "api_key": waiting.key, **waiting.shown, "taken": waiting.taken}
 
     async def _open(self, request: web.Request) -> web.Response:
         self._check(request)
         while self._free:
-            waiting = self._waiting.get(self._free.popleft())
-            if waiting is not None and not waiting.given:
-                waiting.given = True
-                return web.json_response(self._shown(waiting))
-        headers = {"Retry-After": str(RETRY_AFTER_S)}
-        return web.json_response({"error": "no sample is wanted now"}, status=429, headers=headers)
+            waiting = self._free.popleft()
+            if self._waiting.get(waiting.id) is waiting and not waiting.taken:
+                waiting.take()
+                return web.json_response(self._shown(request, waiting))
+        raise RequestError("no sample is wanted now", 429, "no_sample", retry=True, retry_s=RETRY_AFTER_S)
 
     async def _list(self, request: web.Request) -> web.Response:
         self._check(request)
-        return web.json_response({"sessions": [self._shown(w) for w in self._waiting.values()]})
+        return web.json_response({"sessions": [self._shown(request, w) for w in list(self._waiting.values())]})
 
     async def _end(self, request: web.Request) -> web.Response:
         self._check(request)
         body = await self._body(request)
         reward = body.get("reward")
         if isinstance(reward, bool) or not isinstance(reward, (int, float)) or not math.isfinite(reward):
-            raise web.HTTPBadRequest(text=f"reward must be a finite number, got {reward!r:.100}")
-        return self._over(request, "ended", {"reward": float(reward), "output": body.get("output")}, None)
+            raise RequestError(f"reward must be a finite number, got {reward!r:.100}")
+        return self._over(request, "ended", {"reward": float(reward), "output": body.get("output")})
 
     async def _cancel(self, request: web.Request) -> web.Response:
         self._check(request)
         why = str((await self._body(request)).get("why", "no reason was given"))[:1000]
-        return self._over(request, "cancelled", None, RolloutError(f"the orchestrator cancelled the session: {why}"))
+        return self._over(request, "cancelled", RolloutError(f"the orchestrator cancelled the session: {why}"))
 
     @staticmethod
     async def _body(request: web.Request) -> Mapping[str, Any]:
-        try:
-            body = json.loads(await request.read() or b"{}")
-        except ValueError as error:
-            raise web.HTTPBadRequest(text=f"the body is not JSON: {error}") from None
+        body = await body_of(request, LARGEST_BODY)
         if not isinstance(body, dict):
-            raise web.HTTPBadRequest(text="the body must be a JSON object")
+            raise RequestError("the body must be a JSON object")
         return body
 
-    def _over(
-        self, request: web.Request, how: str, outcome: dict[str, Any] | None, error: Exception | None
-    ) -> web.Response:
+    def _over(self, request: web.Request, how: str, outcome: dict[str, Any] | Exception) -> web.Response:
         """Tell the rollout function; told again, nothing changes."""
         name = request.match_info["id"]
         waiting = self._waiting.get(name)
-        if waiting is not None and not waiting.outcome.done():
-            if error is not None:
-                waiting.outcome.set_exception(error)
-            elif outcome is not None:
-                waiting.outcome.set_result(outcome)
+        if name not in self._ended:
+            if waiting is None:
+                raise RequestError("there is no such session, or not any more: its sample was given up", 410, "gone")
+            if waiting.resumed and not waiting.asked and isinstance(outcome, dict):
+                outcome = RolloutError("its session was ended, and its agent has asked for nothing since a restart")
+            waiting.end(outcome)
             self._ended[name] = how
             while len(self._ended) > REMEMBERED:
                 self._ended.popitem(last=False)
-        elif name not in self._ended:
-            raise web.HTTPGone(text="there is no such session, or not any more: its sample was given up")
         return web.json_response({"id": name, "state": self._ended[name]})
+
+
+def _kept(path: Path) -> str:
+    """The key in a file that its owner alone can read; a file that is not there is made.
+
+    Raises UsageError for one that others can read, or that is empty.
+    """
+    try:
+        with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+            key = secrets.token_urlsafe(24)
+            file.write(key)
+        return key
+    except FileExistsError:
+        pass
+    if stat.S_IMODE(path.stat().st_mode) & 0o077:
+        raise UsageError(f"key_file: others can read {path}; chmod 600 it")
+    key = path.read_text("utf-8").strip()
+    if not key:
+        raise UsageError(f"key_file: {path} is empty; delete it, and a key is drawn")
+    return key

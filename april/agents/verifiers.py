@@ -52,7 +52,7 @@ class Verifiers:
 
         kind = type(self.environment.taskset).task_type()
         task = kind(kind.data_type().model_validate(prompt.data["task"]), self.environment.config.taskset.task)
-        door = cast(Opened, llm._open_door())
+        door = cast(Opened, llm.door())
         url, key = door.by_name()
         # one for all samples, as verifiers keeps a client for each there is; who has which key, the endpoint decides
         client = EvalClientConfig(base_url=url, headers={"Authorization": f"Bearer {key}", "x-api-key": key})

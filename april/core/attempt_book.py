@@ -111,7 +111,9 @@ class Places:
     """Places in flight: how many more requests may be sent, to whatever engine.
 
     Each attempt has one until it is accounted for. A rollout function that was started has one reserved until it asks
-    for something or ends, so that no more functions are started than can generate.
+    for something or ends, so that no more functions are started than can generate. What is reserved keeps functions
+    from starting, not calls: a function may wait for a tool or a client as long as it likes. Evaluations start without
+    regard to those of training.
     """
 
     def __init__(self, total: int, attempts: AttemptBook) -> None:
@@ -120,16 +122,27 @@ class Places:
         self._attempts = attempts
         self.reserved: set[SampleId] = set()
         """Samples whose function was started and has asked for nothing yet."""
+        self._of_evaluations = 0
+        """Those of evaluations among them."""
 
     @property
     def free(self) -> int:
-        """The number of requests that may be sent, or functions started; below 0 while too many are in flight."""
+        """The number of requests that may be sent; below 0 while too many are in flight."""
         return self.total - self.taken
 
     @property
     def taken(self) -> int:
         attempts = self._attempts
-        return len(attempts.in_flight) + len(attempts.of_evaluations) + len(self.reserved)
+        return len(attempts.in_flight) + len(attempts.of_evaluations)
+
+    def to_start(self, *, evaluation: bool = False) -> int:
+        """Return how many functions may be started, of training or of an evaluation."""
+        return self.free - (self._of_evaluations if evaluation else len(self.reserved))
+
+    def reserve(self, sample: Sample) -> None:
+        """Its function is started."""
+        self.reserved.add(sample.id)
+        self._of_evaluations += sample.evaluation is not None
 
     def change(self, total: int) -> None:
         """So many there are from now on."""
@@ -137,4 +150,6 @@ class Places:
 
     def give_back(self, sample: Sample) -> None:
         """Give the place back, if there is one: the function has asked for something, or is over."""
-        self.reserved.discard(sample.id)
+        if sample.id in self.reserved:
+            self.reserved.remove(sample.id)
+            self._of_evaluations -= sample.evaluation is not None

@@ -145,13 +145,30 @@ class SampleLives:
         """The chain of a call that may be of any conversation: where it was made before its function was lost, else the
         longest of those free that it extends. None means that it begins one.
         """
-        for chain in sample.chains:
-            start = None if chain.replay is None else chain.replay.next_start
-            if start is not None and self._asks_again(chain, token_ids, start):
-                return chain
+        claims = [(chain, self._heard_before(chain, token_ids)) for chain in sample.chains if chain.replay is not None]
+        claimed = [(heard, chain.number, chain) for chain, heard in claims if heard is not None]
+        if claimed:
+            return min(claimed)[2]
         free = (c for c in sample.chains if c.replay is None and c.open_call is None and c.calls)
         extended = (c for c in free if c.begins(token_ids, len(c.tape)))
         return max(extended, key=lambda c: len(c.prompt) + len(c.tape), default=None)
+
+    def _heard_before(self, chain: Chain, token_ids: Int32) -> int | None:
+        """Return after how many of the answers that are to be replayed a call comes; None: it is of another chain.
+
+        A function that begins anew asks for the first of them. A client that has outlived the process asks for what
+        follows on the last one that it has heard: those before stand in its tokens.
+        """
+        replay = chain.replay
+        assert replay is not None
+        starts = [call.start for call in replay.calls]
+        starts += [] if replay.open_start is None else [replay.open_start]
+        for heard, start in enumerate(starts):
+            if self._asks_again(chain, token_ids, start):
+                return heard
+        if replay.open_start is None and replay.calls and chain.begins(token_ids, replay.calls[-1].end):
+            return len(starts)
+        return None
 
     def _asks_again(self, chain: Chain, token_ids: Int32, start: int) -> bool:
         """Return whether the tokens are those before ``start``, as far as there was room for them."""
@@ -227,21 +244,29 @@ class SampleLives:
         """Answer from the tape what was answered before; a function that asks otherwise begins again."""
         replay = chain.replay
         assert replay is not None
-        start = replay.next_start
-        assert start is not None
         ids = event.token_ids
-        if not (start == chain.seen if ids is None else self._asks_again(chain, ids, start)):
+        heard = self._heard_before(chain, ids) if ids is not None else 0 if replay.next_start == chain.seen else None
+        if heard is None or (heard and not event.any_chain):
             self.diverged(chain.sample)
-        elif replay.calls:
+            return
+        for _ in range(heard):
+            call = GenerateCall(chain, event.sampling, replay.next_start or 0, state=CallState.DONE)
+            _, call.end, call.finish = replay.calls.popleft()
+            chain.calls.append(call)
+        start = replay.next_start
+        if replay.calls:
+            assert start is not None
             call = GenerateCall(chain, event.sampling, start, event.number)
             chain.calls.append(call)
             _, end, finish = replay.calls.popleft()
             if replay.next_start is None:
                 chain.replay = None  # it stood between two calls: from here on it is on its own
             self._answer(call, end, finish)
-        else:
-            chain.replay = None
-            self._open(chain, event, start)
+            return
+        chain.replay = None
+        if start is None and ids is not None:
+            self._add_environment(chain, ids)
+        self._open(chain, event, len(chain.tape) if start is None else start)
 
     def call_unheard(self, event: ev.CallUnheard) -> None:
         """A call's answer reaches nobody: it ends, and its tokens leave their chain; one that went on since stays."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable
 
+from april.core.attempt_book import Places
 from april.core.events import SourceExtended
 from april.core.settings import CoreSettings
 from april.core.types import NO_DEADLINE, GenerateCall, Refill, Sample
@@ -20,7 +21,8 @@ class OverSampler:
     def __init__(self, settings: CoreSettings) -> None:
         self.settings = settings
         self._batch, self._per_group = settings.target, settings.units_per_group
-        self._heap: list[tuple[bool, int, int, int, Sample | GenerateCall]] = []
+        self._calls: list[tuple[bool, int, int, int, Sample | GenerateCall]] = []
+        self._starts: list[tuple[bool, int, int, int, Sample | GenerateCall]] = []
         self._tickets = 0
         self.waiting = 0
         """Samples and calls in the queue (void entries left out)."""
@@ -34,11 +36,11 @@ class OverSampler:
 
     def push(self, work: Sample | GenerateCall) -> None:
         """Queue a sample that is NEW, or a call that is QUEUED."""
-        sample = work if isinstance(work, Sample) else work.sample
+        sample, heap = (work, self._starts) if isinstance(work, Sample) else (work.sample, self._calls)
         self._tickets += 1
         work.ticket = self._tickets
         self.waiting += 1
-        heapq.heappush(self._heap, (not sample.urgent, sample.id.group, sample.id.index, work.ticket, work))
+        heapq.heappush(heap, (not sample.urgent, sample.id.group, sample.id.index, work.ticket, work))
 
     def forget(self, work: Sample | GenerateCall) -> None:
         """Take something out of the queue, if it is there; its entry becomes void."""
@@ -55,23 +57,21 @@ class OverSampler:
         """There are prompts again."""
         self.exhausted = False
 
-    def first(self) -> Sample | None:
-        """The sample that goes next, or None; it stays in the queue."""
-        while self._heap:
-            *_, ticket, work = self._heap[0]
-            if work.ticket == ticket:
-                return work if isinstance(work, Sample) else work.sample
-            heapq.heappop(self._heap)
-        return None
+    def first(self, places: Places) -> Sample | GenerateCall | None:
+        """Return what goes next, if there is a place for it; it stays in the queue.
 
-    def pop(self) -> Sample | GenerateCall:
-        """Take what goes next out of the queue, in which there is something."""
-        while True:
-            *_, ticket, work = heapq.heappop(self._heap)
-            if work.ticket == ticket:
-                work.ticket = 0
-                self.waiting -= 1
+        A function that may not start yet is not waited for: calls behind it go before it.
+        """
+        calls, starts = self._calls, self._starts
+        for heap in (calls, starts):
+            while heap and heap[0][-1].ticket != heap[0][-2]:
+                heapq.heappop(heap)
+        call = calls[0][-1] if calls and places.free > 0 else None
+        if starts and not (call is not None and calls[0] < starts[0]):
+            work = starts[0][-1]
+            if places.to_start(evaluation=starts[0][1] < 0) > 0:
                 return work
+        return call
 
     def prompts_to_draw(
         self, *, ready: int, in_work: int, free_places: int, step_start: bool, fits: Callable[[], int],

@@ -417,7 +417,7 @@ class RolloutCore:
         count = self.over_sampler.prompts_to_draw(
             ready=self.monitor.ready,
             in_work=self.buffer.units - self.monitor.ready,
-            free_places=self.context.places.free - self.over_sampler.waiting,
+            free_places=self.context.places.to_start() - self.over_sampler.waiting,
             step_start=not step.filled,
             fits=lambda: self.buffer.fits,
             room=lambda: self.buffer.room(self.tokens.held),
@@ -431,16 +431,17 @@ class RolloutCore:
     def _start_waiting(self, *, training: bool) -> None:
         """Samples and calls of evaluations go first; ``training``: those of training follow."""
         context, queue = self.context, self.over_sampler
-        for _ in range(min(context.places.free, queue.waiting)):
-            if not training and (first := queue.first()) is not None and first.evaluation is None:
+        while (work := queue.first(context.places)) is not None:
+            sample = work if isinstance(work, Sample) else work.sample
+            if not training and sample.evaluation is None:
                 return
             engine = self.engines.pick(self.clock.current)
             if engine is None:
                 self._watch_outage(training=training)
                 return
-            work = queue.pop()
+            queue.forget(work)
             if isinstance(work, Sample):
-                context.places.reserved.add(work.id)
+                context.places.reserve(work)
                 context.to(work, SampleState.RUNNING, "rollout function started")
                 context.out.append(do.StartSample(work))
             elif not self.lives.spent(work):

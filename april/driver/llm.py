@@ -11,12 +11,13 @@ import asyncio
 import functools
 import inspect
 import threading
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
+from contextlib import contextmanager
 from contextvars import copy_context
 from dataclasses import dataclass, replace
 from numbers import Integral, Real
-from typing import Any, Concatenate, Never, ParamSpec, Protocol, TypeVar
+from typing import Any, Concatenate, NamedTuple, Never, ParamSpec, Protocol, TypeVar
 
 import numpy as np
 
@@ -58,6 +59,41 @@ ONE_CALL_AT_A_TIME = (
     "conversation: await the first call, or ask for more samples per prompt"
 )
 AFTER_ITS_END = "llm.generate was called after its rollout function had ended"
+
+
+class Answered(NamedTuple):
+    """A call of a function's earlier run: ``tokens`` [start, end) follow ``prompt`` and the tokens before them."""
+
+    prompt: Int32
+    tokens: Int32
+    start: int
+    end: int
+
+    def answers(self, token_ids: Int32) -> bool:
+        """Return whether these token ids are what was asked."""
+        at = len(self.prompt)
+        return (
+            len(token_ids) == at + self.start
+            and np.array_equal(token_ids[:at], self.prompt)
+            and np.array_equal(token_ids[at:], self.tokens[: self.start])
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sheltered:
+    """What is behind an endpoint: a sample whose calls ``generate`` makes on ``loop``.
+
+    A call that is cancelled is given up: nobody will hear its answer.
+    """
+
+    generate: GenerateFunction
+    sampling: SamplingParams
+    """Holds where a client asks for nothing else."""
+    loop: asyncio.AbstractEventLoop
+    max_context: int
+    """Tokens that the engines have room for."""
+    answered: Sequence[Answered] = ()
+    """The answers of before a restart, which clients may have heard."""
 
 
 class Door(Protocol):
@@ -120,28 +156,35 @@ class Chat(Protocol):
         ...
 
     def close(self) -> Iterable[int]:
-        """Answer nothing any more; returns the numbers of calls whose answers the function has not got."""
+        """Answer nothing any more; returns the numbers of calls whose answers the function has got."""
         ...
 
 
 class Doors(Protocol):
     """The server of those endpoints, which is above the driver."""
 
-    def open(
-        self, generate: GenerateFunction, sampling: SamplingParams, loop: asyncio.AbstractEventLoop
-    ) -> Door:
-        """Serve one more sample, whose calls ``generate`` makes on ``loop``; ``sampling`` holds where a client asks for
-        nothing else.
-        """
+    def open(self, behind: Sheltered, place: Any = None) -> Door:
+        """Serve one more sample; ``place``: where, if not at an address of this process's own choice."""
         ...
 
-    def chat(self, generate: GenerateFunction, sampling: SamplingParams) -> Chat:
+    def chat(self, behind: Sheltered) -> Chat:
         """What ``llm.chat`` of one more sample asks, on the running loop."""
         ...
 
     def shut(self, door: Door) -> Iterable[int]:
-        """Answer nothing of it any more; returns the numbers of calls whose answers no client has heard."""
+        """Answer nothing of it any more; returns the numbers of calls whose answers a client has heard."""
         ...
+
+
+class Life(NamedTuple):
+    """What tells a sample from others of the same id, and from itself before it began again."""
+
+    restarts: int = 0
+    """How often it has begun again from nothing."""
+    evaluation: int | None = None
+    """The number of its evaluation; None in training."""
+    resumed: bool = False
+    """Its function has run before, and clients may go on with what they have heard of it."""
 
 
 NO_ENDPOINT = (
@@ -153,17 +196,21 @@ NO_ENDPOINT = (
 class LLM:
     """The policy, as one sample sees it."""
 
-    __slots__ = ("_busy", "_generate", "_open_chat", "_open_door", "_sampling", "sample_id")
+    __slots__ = ("_busy", "_clock", "_generate", "_open_chat", "_open_door", "_sampling", "life", "sample_id")
 
     def __init__(
         self,
         sample_id: SampleId,
         sampling: SamplingParams,
         generate: GenerateFunction,
-        open_door: Callable[[], Door],
+        open_door: Callable[[Any], Door],
         open_chat: Callable[[], Chat],
+        clock: Callable[[bool], None],
+        life: Life,
     ) -> None:
         self.sample_id = sample_id
+        self.life = life
+        self._clock = clock
         self._sampling = sampling
         self._generate = generate
         self._open_door = open_door
@@ -178,12 +225,25 @@ class LLM:
         client sees an answer that takes long, however many steps and weight updates that is. The endpoint is closed
         when the function ends. Raises UsageError without a tokenizer.
         """
-        return self._open_door().url
+        return self.door().url
 
     @property
     def api_key(self) -> str:
         """The key that ``base_url`` asks for."""
-        return self._open_door().key
+        return self.door().key
+
+    def door(self, place: Any = None) -> Door:
+        """The endpoint of :attr:`base_url`; ``place``: where it is, for the first who asks for it."""
+        return self._open_door(place)
+
+    @contextmanager
+    def untimed(self) -> Iterator[None]:
+        """What is waited for inside does not count for ``function_timeout_s``."""
+        self._clock(False)
+        try:
+            yield
+        finally:
+            self._clock(True)
 
     async def generate(
         self,
@@ -325,8 +385,8 @@ def wrong_sampling(sampling: SamplingParams, vocab_size: int) -> str | None:
 
 
 def _out_of_range(sampling: SamplingParams, vocab_size: int) -> str | None:
-    if sampling.max_tokens < 1:
-        return f"max_tokens must be at least 1, got {sampling.max_tokens}"
+    if not 1 <= sampling.max_tokens < 2**31:
+        return f"max_tokens must be in [1, 2**31), got {sampling.max_tokens}"
     if not 0 <= sampling.min_tokens <= sampling.max_tokens:
         return f"min_tokens must be in [0, max_tokens={sampling.max_tokens}], got {sampling.min_tokens}"
     if not 0 <= sampling.temperature < np.inf:
@@ -413,8 +473,9 @@ def check_conversation(
         wrong = "stop strings are matched on text; give the scheduler tokenizer=..."
     if wrong is None and (token_ids is None or not len(token_ids)):
         wrong = "a conversation must have tokens"
-    if wrong is None and token_ids is not None and token_ids.max() >= vocab_size:
-        wrong = f"token id {token_ids.max()} is outside the engine's vocabulary of {vocab_size}"
+    if wrong is None and token_ids is not None and not 0 <= token_ids.min() <= token_ids.max() < vocab_size:
+        outside = token_ids[(token_ids < 0) | (token_ids >= vocab_size)][0]
+        wrong = f"token id {outside} is outside the engine's vocabulary of {vocab_size}"
     if wrong is None and token_ids is not None and len(token_ids) >= max_context:
         wrong = f"a conversation of {len(token_ids)} tokens leaves no room in the context of {max_context} tokens"
     if wrong is not None:
@@ -494,7 +555,7 @@ class BlockingLLM:
 
     def _door(self) -> Door:
         async def opened() -> Door:
-            return self._llm._open_door()
+            return self._llm.door()
 
         return asyncio.run_coroutine_threadsafe(opened(), self._loop).result()
 

@@ -16,19 +16,22 @@ from april.core import events as ev
 from april.core.lives import Function
 from april.core.sampling import SamplingParams
 from april.core.tape import Int32
-from april.core.types import Group, Sample, SampleId
+from april.core.types import FinishReason, Group, Sample, SampleId
 from april.driver.detokenizer import Detokenizer
 from april.driver.host_view import HostView
 from april.driver.llm import (
     AFTER_ITS_END,
     LLM,
     NO_ENDPOINT,
+    Answered,
     BlockingRolloutFunction,
     Chat,
     Completion,
     Door,
     Doors,
+    Life,
     RolloutFunction,
+    Sheltered,
     check_conversation,
     check_mismatch,
     checked_call,
@@ -103,6 +106,8 @@ class _Runner:
     """The endpoint of this sample, once the function has asked for it."""
     chat: Chat | None = None
     """What ``llm.chat`` asks, once it was called."""
+    asked: set[int] = field(default_factory=set)
+    """The calls of its clients and of llm.chat, by number, except those that were given up."""
     output: Any = None
 
 
@@ -201,22 +206,40 @@ class SampleFunctions:
             number = runner.made
             call: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
             runner.calls[number] = call
+            if any_chain:
+                runner.asked.add(number)
             function.stop_clock()  # parked time is not the function's
             self._post(ev.CallMade(sample.id, exact_types(sampling), token_ids, number, any_chain))
             try:
                 return await call
+            except asyncio.CancelledError:
+                if any_chain and (runner.door or runner.chat):  # its client has left, and the sample goes on
+                    runner.calls.pop(number, None)
+                    runner.asked.discard(number)
+                    self._post(ev.CallUnheard(sample.id, number))
+                raise
             finally:
-                if not runner.calls:
-                    function.start_clock()
+                clock(True)
 
-        def open_door() -> Door:
+        def clock(runs: bool) -> None:
+            if not runs:
+                function.stop_clock()
+            elif not runner.calls:
+                function.start_clock()
+
+        def behind() -> Sheltered:
+            return Sheltered(
+                generate=partial(generate, any_chain=True), sampling=default, loop=asyncio.get_running_loop(),
+                max_context=self._view.max_context, answered=answered_by(sample),
+            )  # fmt: skip
+
+        def open_door(place: Any) -> Door:
             if function.over:
                 raise RolloutError(AFTER_ITS_END)
             if runner.door is None:
                 if self._functions.doors is None:
                     raise UsageError(NO_ENDPOINT)
-                loop = asyncio.get_running_loop()
-                runner.door = self._functions.doors.open(partial(generate, any_chain=True), default, loop)
+                runner.door = self._functions.doors.open(behind(), place)
             return runner.door
 
         def open_chat() -> Chat:
@@ -225,7 +248,7 @@ class SampleFunctions:
             if runner.chat is None:
                 if self._functions.doors is None:
                     raise UsageError(NO_ENDPOINT)
-                runner.chat = self._functions.doors.chat(partial(generate, any_chain=True), default)
+                runner.chat = self._functions.doors.chat(behind())
             return runner.chat
 
         def ended(output: Any, error: BaseException | None) -> None:
@@ -246,7 +269,10 @@ class SampleFunctions:
                 why = f"{failed.error}; {_ABANDONED}" if abandoned else failed.error
                 self._post(ev.SampleFailed(sample.id, why, failed.kind))
 
-        arguments = (sample.group.prompt.copy(), LLM(sample.key, default, generate, open_door, open_chat))
+        number = None if evaluation is None else evaluation.request.evaluation
+        life = Life(sample.restarts, number, any(c.replay and c.replay.next_start is not None for c in sample.chains))
+        llm = LLM(sample.key, default, generate, open_door, open_chat, clock, life)
+        arguments = (sample.group.prompt.copy(), llm)
         function = runner.function = self._calls.begin_async(self._rollout, arguments, sample.key, ended)
 
     def _failed(self, which: Function, error: BaseException, function: Callable[..., Any], where: object) -> _Failed:
@@ -296,11 +322,11 @@ class SampleFunctions:
         doors, door, chat, runner.door, runner.chat = self._functions.doors, runner.door, runner.chat, None, None
         if door is None and chat is None:
             return []
-        unheard = set(runner.calls)
+        unheard = {*runner.asked, *runner.calls}
         if door is not None and doors is not None:
-            unheard.update(doors.shut(door))
+            unheard.difference_update(doors.shut(door))
         if chat is not None:
-            unheard.update(chat.close())
+            unheard.difference_update(chat.close())
         for call in runner.calls.values():
             call.cancel()
         runner.calls.clear()
@@ -399,6 +425,17 @@ class SampleFunctions:
             )
 
         self._calls.begin(function, (group.prompt.copy(), responses), f"group {group.id}", answered)
+
+
+def answered_by(sample: Sample) -> list[Answered]:
+    """The answers that a sample's function had, whole, when it was lost."""
+    return [
+        Answered(chain.prompt, chain.tape.tokens, call.start, call.end)
+        for chain in sample.chains
+        if chain.replay is not None
+        for call in chain.replay.calls
+        if call.finish is not FinishReason.LENGTH
+    ]
 
 
 _ABANDONED = (

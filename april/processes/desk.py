@@ -428,7 +428,7 @@ class HostDesk:
     def _start(self, command: do.StartSample) -> None:
         sample = command.sample
         known = self._know_response(sample, sample.chains[:1])  # of others it hears as its calls are answered
-        self._out.append(wire.Start(*command.sample.id, self._new_run(known)))
+        self._out.append(wire.Start(*sample.id, self._new_run(known), sample.restarts))
 
     def _submit(self, command: do.Submit) -> None:
         attempt = command.attempt

@@ -145,6 +145,7 @@ class Start(Message, tag=10):
     group: int
     index: int
     run: int
+    restarts: int = 0
 
 
 class Answer(Message, tag=11):

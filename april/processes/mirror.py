@@ -244,7 +244,7 @@ class Mirror:
         sample = self._sample(m.group, m.index)
         for chain in sample.chains:
             chain.calls.clear()
-        sample.finish = None
+        sample.finish, sample.restarts = None, m.restarts
         self._runs[sample.id], self._turns[sample.id] = m.run, 0
         return (do.StartSample(sample),)
 
@@ -383,8 +383,12 @@ class Mirror:
         return max(heard, key=lambda c: len(c.prompt) + c.seen, default=None)
 
     def _unheard(self, e: ev.CallUnheard) -> None:
-        if (run := self._runs.get(e.sample)) is not None:
-            self._out.append(wire.Unheard(*e.sample, run, e.number))
+        if (run := self._runs.get(e.sample)) is None:
+            return
+        for chain in self._sample(*e.sample).chains:
+            if chain.calls and chain.calls[-1].number == e.number:  # the next one is not of its tokens
+                chain.calls.pop()
+        self._out.append(wire.Unheard(*e.sample, run, e.number))
 
     def _scored(self, e: ev.Scored) -> None:
         first = SampleId(e.group, e.rewards[0][0])

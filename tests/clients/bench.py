@@ -20,6 +20,7 @@ from aiohttp import web
 from renderers import Qwen3RendererConfig
 
 import april.agents.endpoint
+from april.agents.chat import RequestError
 from april.agents.endpoint import Endpoint
 from april.config.settings import Config
 from april.core.batch import DeliveredSample
@@ -94,10 +95,12 @@ class Listening(Endpoint):
             name = request.headers.get("X-Session-ID") if "/by-name/" in request.path else None
             door = self._named.get(name) if name else self._doors.get(request.match_info["path"])
             LOG.setdefault("" if door is None else door.key, []).append(wire)
-            response: web.StreamResponse = await handle(request)
+            try:
+                response: web.StreamResponse = await handle(request)
+            except RequestError as error:
+                wire.status, wire.said = error.status, str(error)[:300]
+                raise
             wire.status = response.status
-            if response.status != 200 and isinstance(response, web.Response):
-                wire.said = str(response.text)[:300]
             return response
 
         return listen
