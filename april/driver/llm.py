@@ -52,7 +52,15 @@ class Completion:
 
 
 RolloutFunction = Callable[[Prompt, "LLM"], Awaitable[Any]]
-GenerateFunction = Callable[[SamplingParams, Int32 | None], Coroutine[Any, Any, Completion]]
+
+
+class GenerateFunction(Protocol):
+    """Makes a call for one sample; ``any_chain``: it may be of any conversation, beside others."""
+
+    def __call__(
+        self, sampling: SamplingParams, token_ids: Int32 | None, *, any_chain: bool = False
+    ) -> Coroutine[Any, Any, Completion]: ...
+
 
 ONE_CALL_AT_A_TIME = (
     "llm.generate was called while another call of the same sample was running; a response is one "
@@ -255,6 +263,7 @@ class LLM:
         top_p: float | None = None,
         stop_token_ids: Sequence[int] | None = None,
         stop: str | Sequence[str] | None = None,
+        any_conversation: bool = False,
         **others: Never,
     ) -> Completion:
         """Continue the conversation; returns when the response is complete, however many steps that takes.
@@ -270,6 +279,9 @@ class LLM:
             stop: strings that end the response: the token that completes one is the last that is kept, so the text
                 may run on to that token's end. A match lies in this call's tokens; the first ``min_tokens`` cannot
                 complete one. Needs the scheduler's ``tokenizer``.
+            any_conversation: ``token_ids`` may begin with anything: they go on with the longest conversation of this
+                sample that they repeat, or begin one, which becomes a row of its own. Coroutines may make such calls
+                side by side.
             others: refused by name.
 
         Raises:
@@ -283,6 +295,8 @@ class LLM:
         changes = _changed(max_tokens, min_tokens, temperature, top_p, stop_token_ids, stop)
         sampling = replace(self._sampling, **changes) if changes else self._sampling
         ids = None if token_ids is None else as_token_ids(token_ids)
+        if any_conversation:
+            return await self._generate(sampling, ids, any_chain=True)
         if self._busy:
             raise RolloutError(ONE_CALL_AT_A_TIME)
         self._busy = True
@@ -365,7 +379,7 @@ def as_token_ids(token_ids: Sequence[int] | Int32) -> Int32:
     return np.array(array, np.int32)
 
 
-def refused_argument(name: str, where: str = "llm.generate", takes: str = "token_ids") -> str:
+def refused_argument(name: str, where: str = "llm.generate", takes: str = "token_ids, any_conversation") -> str:
     """The message that refuses an argument which ``llm.generate`` does not have."""
     known = f"{takes}, max_tokens, min_tokens, temperature, top_p, stop_token_ids, stop"
     return f"{where}: {name}: {UNSUPPORTED.get(name, 'unknown argument')}; april supports {known}"
