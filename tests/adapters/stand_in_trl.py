@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,10 +17,12 @@ from april.driver.user_code import is_async
 from .stand_in_ranks import Meeting, RankAccelerator
 
 VOCAB_SIZE, EOS = 97, 1
+CALL, RESULT, GO_ON = 7, 8, 4
+"""What the policy writes before the argument of a tool, what stands around a result, and behind all results."""
 DEFAULTS: dict[str, Any] = {
     "num_generations": 2, "generation_batch_size": 4, "max_completion_length": 40, "steps_per_generation": 1,
     "temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": None, "repetition_penalty": 1.0, "generation_kwargs": None,
-    "use_vllm": False, "use_transformers_continuous_batching": False, "seed": 42,
+    "use_vllm": False, "use_transformers_continuous_batching": False, "seed": 42, "max_tool_calling_iterations": 9,
 }  # fmt: skip
 
 
@@ -35,8 +38,24 @@ def prompts(count: int) -> Rows:
     return Rows({"prompt": f"{10 + i % 80} {10 + i // 80}", "answer": i} for i in range(count))
 
 
+def conversations(count: int) -> Rows:
+    """The prompts as messages."""
+    rows = [row | {"prompt": [{"role": "user", "content": row["prompt"]}]} for row in prompts(count)]
+    return Rows(rows)
+
+
+def parse_response(tokenizer: Any, ids: list[int], prefix: Any = None, tools: Any = None) -> dict[str, Any]:
+    """As ``trl.chat_template_utils.parse_response``: a call of ``look`` for each mark with a token behind it."""
+    said: dict[str, Any] = {"role": "assistant", "content": tokenizer.decode(ids)}
+    arguments = [{"n": after} for mark, after in pairwise(ids) if mark == CALL]
+    calls = [{"type": "function", "function": {"name": "look", "arguments": a}} for a in arguments]
+    return said | {"tool_calls": calls} if calls else said
+
+
 class Words:
     """A tokenizer: each token is a word, its number."""
+
+    response_template: Any = None
 
     def decode(self, ids: list[int], skip_special_tokens: bool = False) -> str:
         return " ".join(map(str, ids))
@@ -50,7 +69,8 @@ class GRPOTrainer:
 
     def __init__(
         self, model: Any, rollout_func: Any, train_dataset: Any, accelerator: Any = None, reward_funcs: Any = (),
-        scale_rewards: str = "group", tools: Any = (), multi_objective_aggregation: str = "sum_then_normalize",
+        scale_rewards: str = "group", tools: Any = (), environment_factory: Any = None,
+        multi_objective_aggregation: str = "sum_then_normalize",
         **args: Any,
     ) -> None:  # fmt: skip
         self.args = SimpleNamespace(**(DEFAULTS | args))
@@ -61,8 +81,17 @@ class GRPOTrainer:
         self.reward_funcs, self.reward_weights = list(reward_funcs), torch.ones(len(reward_funcs))
         self.scale_rewards, self.multi_objective_aggregation = scale_rewards, multi_objective_aggregation
         self._logs: Any = {"advantages": deque(maxlen=self.args.generation_batch_size)}
-        self.tools = list(tools)
-        self.environment_factories, self.shuffle_dataset, self._is_vlm, self.num_iterations = None, True, False, 1
+        self.tools = self._standalone_tools = list(tools)
+        self.environment_factories, self._multi_environment = None, isinstance(environment_factory, dict)
+        if environment_factory is not None:
+            self.environment_factories = environment_factory if self._multi_environment else {None: environment_factory}
+            self._env_tools = {name: [factory().look] for name, factory in self.environment_factories.items()}
+            self.tools = self.tools + [tool for tools in self._env_tools.values() for tool in tools]
+        self.max_tool_calling_iterations = self.args.max_tool_calling_iterations
+        self.max_completion_length = self.args.max_completion_length
+        if self.tools:
+            self.processing_class.response_template = "of the stand-in"
+        self.shuffle_dataset, self._is_vlm, self.num_iterations = True, False, 1
         self._metrics: Any = {"train": defaultdict(list)}
         self._step, self._buffered_inputs = 0, None
         self.optimizer_step: Callable[[Any], None] = lambda output: None
@@ -98,6 +127,17 @@ class GRPOTrainer:
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         output = self.rollout_func([row["prompt"] for row in inputs], self)
+        ids, tokenizer = output["completion_ids"], self.processing_class
+        output["completions"] = tokenizer.batch_decode(ids)
+        if not isinstance(inputs[0]["prompt"], str):
+            output["completions"] = [[{"role": "assistant", "content": text}] for text in output["completions"]]
+        if self.tools:
+            loop = self._tool_call_loop(
+                [row["prompt"] for row in inputs], output["prompt_ids"], ids, output["completions"],
+                output["logprobs"], None, {},
+            )  # fmt: skip
+            output |= dict(zip(("tool_mask", "completions", "completion_ids", "logprobs"), loop, strict=False))
+            output["calls"] = loop[4:6]
         width = max(map(len, output["logprobs"]))
         logprobs = torch.zeros(len(inputs), width)
         for i, row in enumerate(output["logprobs"]):
@@ -107,15 +147,9 @@ class GRPOTrainer:
 
     def _advantages(self, inputs: list[dict[str, Any]], output: dict[str, Any]) -> torch.Tensor:
         """By the place in the batch, and what TRL logs of rewards."""
-        rewards = torch.zeros(len(inputs))
-        for function in self.reward_funcs:
-            if not (is_async(function) or hasattr(function, "parameters")):
-                columns = {"answer": [row["answer"] for row in inputs], "completion_ids": output["completion_ids"]}
-                texts = self.processing_class.batch_decode(output["completion_ids"])
-                called = function(prompts=[row["prompt"] for row in inputs], completions=texts, log_metric=print,
-                                  log_extra=lambda *values: None, **columns)  # fmt: skip
-                rewards += torch.tensor([value or 0.0 for value in called])
-        rewards, first = self.accelerator.gather(rewards), self.accelerator.process_index * len(inputs)
+        completions, ids = output["completions"], output["completion_ids"]
+        rewards = self._calculate_rewards(inputs, [row["prompt"] for row in inputs], completions, ids).nansum(1)
+        first = self.accelerator.process_index * len(inputs)
         groups = rewards.view(-1, self.args.num_generations)
         advantages = (groups - groups.mean(1, keepdim=True)).flatten()
         if self.model.training:
@@ -125,7 +159,32 @@ class GRPOTrainer:
         return advantages[first : first + len(inputs)]
 
     def _tokenize_prompts(self, prompts: list[Any]) -> Any:
-        return [[int(word) for word in prompt.split()] for prompt in prompts], None, {}
+        texts = [p if isinstance(p, str) else " ".join(said["content"] for said in p) for p in prompts]
+        return [[int(word) for word in text.split()] for text in texts], None, {}
+
+    def _tool_call_loop(
+        self, prompts: Any, prompt_ids: Any, completion_ids: Any, completions: Any, logprobs: Any, images: Any,
+        multimodal_fields: Any,
+    ) -> Any:  # fmt: skip
+        raise NotImplementedError("it generates")
+
+    def _get_tool_suffix_ids(self, tool_messages: list[dict[str, Any]]) -> list[int]:
+        """Each result between two marks, and where the policy goes on."""
+        results = [map(int, said["content"].split()) for said in tool_messages]
+        return [*(token for result in results for token in (RESULT, *result, RESULT)), GO_ON]
+
+    def _calculate_rewards(
+        self, inputs: Any, prompts: Any, completions: Any, completion_ids_list: Any
+    ) -> torch.Tensor:
+        """By row, then by function, of all ranks."""
+        columns = {key: [row[key] for row in inputs] for key in inputs[0] if key != "prompt"}
+        found = torch.zeros(len(inputs), len(self.reward_funcs))
+        for i, function in enumerate(self.reward_funcs):
+            if not (is_async(function) or hasattr(function, "parameters")):
+                called = function(prompts=prompts, completions=completions, completion_ids=completion_ids_list,
+                                  log_metric=print, log_extra=lambda *values: None, **columns)  # fmt: skip
+                found[:, i] = torch.tensor([torch.nan if value is None else value for value in called])
+        return self.accelerator.gather(found)
 
     def _get_output_dir(self, trial: Any) -> str:
         return str(self.folder)

@@ -5,10 +5,12 @@ The real package is run on two real ranks by ``make test-adapters``.
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -49,7 +51,8 @@ def one_scheduler(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def train(
     steps: int, *, settings: dict[str, Any] = PARTIALS, ranks: int = 2, rows: int = 12, folder: Path | None = None,
-    resume: Path | None = None, prepare: Callable[[Any], None] = lambda made: None, filter: Any = None, **args: Any,
+    resume: Path | None = None, prepare: Callable[[Any], None] = lambda made: None, filter: Any = None,
+    data: Callable[[int], Any] = trl.prompts, **args: Any,
 ) -> list[Any]:  # fmt: skip
     """The trainers of all ranks, trained to ``steps``; ``prepare`` is called on each before."""
     models = [tiny_model() for _ in range(ranks)]
@@ -57,7 +60,7 @@ def train(
     def run(rank: int, meeting: Meeting) -> Any:
         rollouts = adapter.rollout(settings, filter=filter)
         accelerator = RankAccelerator(meeting, rank)
-        made = Trainer(models[rank], rollouts, trl.prompts(rows), accelerator=accelerator, **THREES | args)
+        made = Trainer(models[rank], rollouts, data(rows), accelerator=accelerator, **THREES | args)
         made.folder = folder
         prepare(made)
         made.train(steps, None if resume is None else str(resume))
@@ -93,6 +96,61 @@ def test_each_rank_trains_its_rows_of_the_batch(ranks: int) -> None:
     assert everything == dict.fromkeys(range(12), 2)
     assert trained[0]._metrics == trained[1]._metrics  # april's are of the whole batch
     assert trained[0].rollout_func.ledger["prompts"].delivered == 12
+
+
+class Room:
+    """An environment that greets with the number of its row, and pays by it."""
+
+    def reset(self, answer: int, **columns: Any) -> str:
+        self.answer = answer
+        return f" {20 + answer}"
+
+    def look(self, n: int) -> str:
+        return f"{n} {self.answer}"
+
+
+def test_environments_are_on_rank_0_and_every_rank_has_its_rows_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts, messages and rewards of training and of evaluations; nobody asks reward functions once more."""
+    module = ModuleType("trl.chat_template_utils")
+    module.parse_response = trl.parse_response  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "trl.chat_template_utils", module)
+    asked: list[int] = []
+    rows = [dict(row) for row in trl.conversations(4)]
+
+    def pays(environments: list[Room], **columns: Any) -> list[float]:
+        asked.extend(room.answer for room in environments)
+        return [room.answer + len(columns["completions"][0]) / 100 for room in environments]
+
+    def evaluate(made: Any) -> None:
+        rank = made.accelerator.process_index
+        made.optimizer_step = lambda output: evaluated.append((rank, made.evaluate(rows[2 * rank :][:2])))
+
+    evaluated: list[tuple[int, Any]] = []
+    trained = train(
+        3, data=trl.conversations, environment_factory=Room, reward_funcs=[pays], prepare=evaluate,
+        max_completion_length=120,
+    )  # fmt: skip
+
+    for made in trained:
+        made.scored = [scored for scored in made.scored if len(scored) == 3]  # those of evaluations have two rows
+        for scored, output in zip(made.scored, made.outputs, strict=True):
+            for row, ids, messages in zip(scored, output["prompt_ids"], output["completions"], strict=True):
+                assert ids[-1] == 20 + row["answer"]
+                assert all(m["content"].split()[-1] == str(row["answer"]) for m in messages if m["role"] == "tool")
+    assert any(m["role"] == "tool" for made in trained for o in made.outputs for said in o["completions"] for m in said)
+    for step in range(3):
+        scored = [row for made in trained for row in made.scored[step]]
+        rewards = [
+            row["answer"] + len(said) / 100
+            for row, said in zip(
+                scored, [said for made in trained for said in made.outputs[step]["completions"]], strict=True
+            )
+        ]
+        groups = np.array(rewards).reshape(-1, 2)
+        said = torch.cat([made.outputs[step]["advantages"] for made in trained]).tolist()
+        assert said == pytest.approx((groups - groups.mean(1, keepdims=True)).flatten(), abs=1e-4)
+    for rank, output in evaluated:
+        assert [ids[-1] for ids in output["prompt_ids"]] == [20 + 2 * rank, 21 + 2 * rank]
 
 
 def test_masks_are_given_on_all_ranks_or_on_none() -> None:

@@ -21,12 +21,12 @@ def buffer_file(rank: int) -> str:
 
 
 def write(folder: Path, trainer: Any, rollouts: Callable[[], dict[str, Any]]) -> None:
-    """Called on every rank. ``rollouts``: the scheduler's state of this moment, which rank 0 asks for and writes."""
+    """Called on every rank. ``rollouts``: april's state of this moment, which rank 0 asks for and writes."""
     state = {"order": _order_of_prompts(trainer), "micro": 0, "buffers": []}
     if trainer._step % _steps_per_generation(trainer):
         state |= {"micro": trainer._step, "buffers": _write_buffer(folder, trainer)}
     if trainer.accelerator.is_main_process:  # last: a state that is there has all the buffers that it names
-        write_state(folder / STATE_FILE, KIND, state | {"rollouts": rollouts()})
+        write_state(folder / STATE_FILE, KIND, state | rollouts())
 
 
 def _write_buffer(folder: Path, trainer: Any) -> list[str]:
@@ -42,7 +42,7 @@ def _write_buffer(folder: Path, trainer: Any) -> list[str]:
 
 
 def read(folder: Path, trainer: Any) -> Any:
-    """Return the scheduler's state; a batch that was half trained goes to the trainer at once.
+    """Return what was written; a batch that was half trained goes to the trainer at once.
 
     Raises CheckpointError for a checkpoint that was saved without april or with other prompts, or is damaged.
     """
@@ -59,7 +59,7 @@ def read(folder: Path, trainer: Any) -> Any:
         )
     if state["micro"]:
         trainer._step, trainer._buffered_inputs = state["micro"], _parts(folder, state, trainer.accelerator)
-    return state["rollouts"]
+    return state
 
 
 def _parts(folder: Path, state: dict[str, Any], accelerator: Any) -> list[dict[str, Any]]:

@@ -21,9 +21,14 @@ TESTED_VERSION = "1.16.0"
 SEAMS = {
     "_generate_and_score_completions": ("self", "inputs"),
     "_tokenize_prompts": ("self", "prompts"),
+    "_tool_call_loop": (
+        "self", "prompts", "prompt_ids", "completion_ids", "completions", "logprobs", "images", "multimodal_fields",
+    ),
+    "_get_tool_suffix_ids": ("self", "tool_messages"),
+    "_calculate_rewards": ("self", "inputs", "prompts", "completions", "completion_ids_list"),
     "_save_checkpoint": ("self", "model", "trial"),
     "_load_optimizer_and_scheduler": ("self", "checkpoint"),
-}
+}  # fmt: skip
 """Methods of GRPOTrainer that are called or overridden, with their parameters."""
 _SAMPLING = {"top_p": (1.0,), "top_k": (0, None), "min_p": (None,), "repetition_penalty": (1.0,)}
 """Settings of GRPOConfig, and the values under which all tokens are drawn from softmax(logits / temperature)."""
@@ -73,7 +78,8 @@ def refuse_unsupported(trainer: Any, config: Config, *, servers: bool, filters: 
 
     ``servers`` get weights through a directory; ``filters`` means that groups may be rejected.
     """
-    early = "group_quorum below 1" if config.delivers_parts else "filter" if filters else ""
+    early = "environment_factory" if trainer.environment_factories else "filter" if filters else ""
+    early = "group_quorum below 1" if config.delivers_parts else early
     for sentence in chain(
         _objections(trainer, config, servers),
         _objections_to_batches(trainer, config, filters),
@@ -102,9 +108,6 @@ def _objections_to_early_rewards(trainer: Any, what: str) -> Iterator[str]:
     for function in trainer.reward_funcs:
         if hasattr(function, "parameters"):
             yield f"{what}: rewards by a model are computed by TRL alone, too late for it; use reward functions"
-    tokenizer = trainer.processing_class
-    if any(getattr(tokenizer, name, None) is not None for name in ("response_template", "response_schema")):
-        yield f"{what}: this tokenizer has a response template, by which TRL alone parses completions; leave one out"
 
 
 def _objections(trainer: Any, config: Config, has_weights_dir: bool) -> Iterator[str]:
@@ -128,8 +131,6 @@ def _objections(trainer: Any, config: Config, has_weights_dir: bool) -> Iterator
         yield f"GRPOConfig.generation_kwargs={sorted(args.generation_kwargs)}: april generates; see april's sampling"
     if config.allow_mismatch:
         yield "allow_mismatch: true: TRL recomputes log_softmax(logits / temperature) and nothing else; leave it out"
-    if trainer.tools or trainer.environment_factories:
-        yield "tools and environments generate inside GRPOTrainer, beside april; leave them out"
     if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
         yield (
             f"train_dataset is a {type(dataset).__name__}, which cannot be read row by row, and april orders the "

@@ -1,4 +1,4 @@
-"""TRL's data set as april's prompts, and TRL's reward functions as april's, for a filter or a quorum.
+"""TRL's data set as april's prompts, and TRL's reward functions as april's, for a filter, a quorum or an environment.
 
 Invariant: a prompt carries the number of its row and nothing else, so april's state stays small and plain, and every
 column comes from the data set itself.
@@ -7,6 +7,7 @@ column comes from the data set itself.
 from __future__ import annotations
 
 import asyncio
+import copy
 import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,10 +18,48 @@ import numpy as np
 from april.core.batch import Batch
 from april.core.tape import Float32
 from april.driver.user_code import is_async
-from april.errors import CheckpointError, RolloutError
+from april.errors import CheckpointError, ConfigError, RolloutError
 
 ROW = "row"
 """Key of a prompt's data: its row in the train dataset."""
+
+
+Row = dict[str, Any]
+Message = dict[str, Any]
+Said = str | list[Message]
+"""A completion as TRL's reward functions see it; of a conversation, its messages."""
+
+
+class Templates:
+    """The tokens of prompts, as TRL writes them; may be used beside it, by other threads."""
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+        self._of_environment = {}
+        for name in trainer.environment_factories or ():
+            # TRL keeps the environments of the batch that it works on in the trainer
+            self._of_environment[name] = copy.copy(trainer)
+            self._of_environment[name]._batch_environments = [name]
+
+    def environment_of(self, row: Mapping[str, Any]) -> Any:
+        """The name of a row's environment; None where there is one for all, or none at all."""
+        return row.get("environment") if getattr(self._trainer, "_multi_environment", False) else None
+
+    def prompt_of(self, row: Mapping[str, Any]) -> Any:
+        """A row's prompt, which an environment may bring alone."""
+        return row.get("prompt", [{"role": "user", "content": ""}]) if self._of_environment else row["prompt"]
+
+    def tokens_of(self, row: Mapping[str, Any]) -> list[int]:
+        """The token ids of a row's prompt; raises ConfigError for an environment that is not there."""
+        name, writer = self.environment_of(row), self._trainer
+        if self._of_environment:
+            if name not in self._of_environment:
+                raise ConfigError(
+                    f"a row of the dataset has environment={name!r}, and environment_factory has "
+                    f"{list(self._of_environment)}; name one of them"
+                )
+            writer = self._of_environment[name]
+        return list(writer._tokenize_prompts([self.prompt_of(row)])[0][0])
 
 
 class DatasetPasses:
@@ -29,6 +68,7 @@ class DatasetPasses:
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
         self._dataset = trainer.train_dataset
+        self.templates = Templates(trainer)
         self._epoch = 0
 
     def set_epoch(self, epoch: int) -> None:
@@ -40,86 +80,128 @@ class DatasetPasses:
         if self._trainer.shuffle_dataset:
             np.random.default_rng([self._trainer.args.seed, self._epoch]).shuffle(rows)
         for row in rows.tolist():
-            yield {"token_ids": self._tokens(self._dataset[row]), ROW: row}
+            yield {"token_ids": self.templates.tokens_of(self._dataset[row]), ROW: row}
 
-    def row_of(self, prompt: Any) -> dict[str, Any]:
-        """Return a copy of the prompt's row, which TRL may write into; CheckpointError if it is another prompt now."""
-        number = prompt.data[ROW]
-        row = dict(self._dataset[number])
-        if self._tokens(row) != prompt.token_ids.tolist():
+    def drawn(self, prompt: Any) -> Row:
+        """Return a copy of the row that a prompt was made of."""
+        return dict(self._dataset[prompt.data[ROW]])
+
+    def row_of(self, prompt: Any, asked: Any = None) -> Row:
+        """Return a copy of the prompt's row, which TRL may write into; CheckpointError if it is another prompt now.
+
+        ``asked``: the prompt as an environment has changed it.
+        """
+        row = self.drawn(prompt)
+        row["prompt"] = self.templates.prompt_of(row) if asked is None else asked
+        if self.templates.tokens_of(row) != prompt.token_ids.tolist():
             raise CheckpointError(
-                f"row {number} of train_dataset is another prompt now than when it was drawn; the dataset and the "
-                "chat template must be the same after a restart"
+                f"row {prompt.data[ROW]} of train_dataset is another prompt now than when it was drawn; the dataset "
+                "and the chat template must be the same after a restart"
             )
         return row
 
-    def _tokens(self, row: Mapping[str, Any]) -> list[int]:
-        return list(self._trainer._tokenize_prompts([row["prompt"]])[0][0])
+
+def message_of(trainer: Any, ids: list[int], prefix: list[int], tools: Sequence[Any]) -> Message:
+    """What the policy wrote, as the message that TRL reads in it; ``prefix``: the tokens before it."""
+    tokenizer = trainer.processing_class
+    if any(getattr(tokenizer, name, None) is not None for name in ("response_template", "response_schema")):
+        from trl.chat_template_utils import parse_response
+
+        return dict(parse_response(tokenizer, ids, prefix=prefix, tools=list(tools)))
+    return {"role": "assistant", "content": tokenizer.decode(ids, skip_special_tokens=True)}
 
 
-def group_reward(trainer: Any) -> Callable[[Any, Sequence[Any]], list[float]]:
-    """april's ``group_reward``, for a filter of whole groups: the trainer's reward functions are asked about one group.
+def scores(
+    trainer: Any, row: Row, completions: Sequence[Said], ids: Sequence[list[int]], **more: Any
+) -> list[list[float]]:
+    """By completion, then by reward function: what the trainer's functions give for completions of one row, or NaN.
+
+    They are called as TRL calls them, with the prompt's own columns, from a thread of april's.
+    """
+    count = len(completions)
+    arguments = {
+        **{key: [value] * count for key, value in row.items() if key not in ("prompt", "completion")},
+        "prompts": [row["prompt"]] * count,
+        "completions": completions,
+        "completion_ids": ids,
+        "trainer_state": trainer.state,
+        "log_extra": lambda *values: None,
+        "log_metric": lambda *values: None,
+        **more,
+    }
+    columns = []
+    for function in trainer.reward_funcs:
+        values = function(**arguments)
+        if is_async(function):
+            loop = getattr(trainer, "async_loop", None)  # what the function holds may belong to it
+            values = asyncio.run(values) if loop is None else asyncio.run_coroutine_threadsafe(values, loop).result()
+        columns.append([math.nan if value is None else float(value) for value in values])
+    return [list(of_one) for of_one in zip(*columns, strict=True)]
+
+
+def weighted(trainer: Any, values: Sequence[float]) -> float:
+    """The weighted sum of what the reward functions give for one response; NaN where none scores it."""
+    found = [float(w) * v for w, v in zip(trainer.reward_weights, values, strict=True) if not math.isnan(v)]
+    return sum(found) if found else math.nan
+
+
+Ask = Callable[[Any, Sequence[Any]], list[float]]
+"""Rewards of responses to one prompt; NaN where no function scores one."""
+
+
+def asking(trainer: Any, said_of: Callable[[Any], list[Message] | None]) -> Ask:
+    """The trainer's reward functions; what they log is dropped, as TRL asks them again about what is trained.
+
+    ``said_of``: the messages of a response of several turns.
+    """
+    passes = DatasetPasses(trainer)
+
+    def ask(prompt: Any, responses: Sequence[Any]) -> list[float]:
+        if ROW not in prompt.data:  # of an evaluation, which TRL scores alone
+            return [0.0] * len(responses)
+        row = passes.row_of(prompt)
+        ids = [response.tokens.tolist() for response in responses]
+        before = prompt.token_ids.tolist()
+        completions: list[Said] = trainer.processing_class.batch_decode(ids, skip_special_tokens=True)
+        if not isinstance(row["prompt"], str):
+            completions = [
+                said_of(response) or [message_of(trainer, of_one, before, ())]
+                for response, of_one in zip(responses, ids, strict=True)
+            ]
+        return [weighted(trainer, values) for values in scores(trainer, row, completions, ids)]
+
+    return ask
+
+
+def group_reward(ask: Ask) -> Callable[[Any, Sequence[Any]], list[float]]:
+    """april's ``group_reward``, for a filter of whole groups.
 
     A response that no function scores counts 0, as for TRL's own sums.
     """
-    ask = _questions(trainer)
     return lambda prompt, responses: [0.0 if math.isnan(value) else value for value in ask(prompt, responses)]
 
 
-def sample_reward(trainer: Any) -> Callable[[Any, Any], float]:
-    """april's ``reward``, for a quorum: the trainer's reward functions are asked about one response.
+def sample_reward(ask: Ask) -> Callable[[Any, Any], float]:
+    """april's ``reward``, for a quorum: about one response.
 
     Raises RolloutError for a response that no function scores: baselines are made of rewards.
     """
-    ask = _questions(trainer)
 
     def reward(prompt: Any, response: Any) -> float:
         (value,) = ask(prompt, [response])
-        if math.isnan(value):
-            raise RolloutError(
-                f"every reward function returned None or NaN for a response to row {prompt.data[ROW]} of the dataset, "
-                "and with group_quorum below 1 the advantages of its siblings are made of its reward; return a number"
-            )
-        return value
+        return scored(prompt, value)
 
     return reward
 
 
-def _questions(trainer: Any) -> Callable[[Any, Sequence[Any]], list[float]]:
-    """Weighted sums of the trainer's reward functions for responses to one prompt; NaN where none scores a response.
-
-    They are called as TRL calls them, with the prompt's own columns, from a thread of april's; what they log is
-    dropped, as TRL asks them again about what is trained.
-    """
-    passes, weights = DatasetPasses(trainer), [float(weight) for weight in trainer.reward_weights]
-
-    def ask(prompt: Any, responses: Sequence[Any]) -> list[float]:
-        count = len(responses)
-        if ROW not in prompt.data:  # of an evaluation, which TRL scores alone
-            return [0.0] * count
-        row = passes.row_of(prompt)
-        ids = [response.tokens.tolist() for response in responses]
-        completions = trainer.processing_class.batch_decode(ids, skip_special_tokens=True)
-        if not isinstance(row["prompt"], str):
-            completions = [[{"role": "assistant", "content": text}] for text in completions]
-        arguments = {
-            **{key: [value] * count for key, value in row.items() if key not in ("prompt", "completion")},
-            "prompts": [row["prompt"]] * count,
-            "completions": completions,
-            "completion_ids": ids,
-            "trainer_state": trainer.state,
-            "log_extra": lambda *values: None,
-            "log_metric": lambda *values: None,
-        }
-        sums = [math.nan] * count
-        for function, weight in zip(trainer.reward_funcs, weights, strict=True):
-            values = function(**arguments)
-            for i, value in enumerate(asyncio.run(values) if is_async(function) else values):
-                if value is not None and not math.isnan(value):
-                    sums[i] = weight * float(value) + (0.0 if math.isnan(sums[i]) else sums[i])
-        return sums
-
-    return ask
+def scored(prompt: Any, value: float) -> float:
+    """A reward that is there; raises RolloutError for NaN."""
+    if math.isnan(value):
+        raise RolloutError(
+            f"every reward function returned None or NaN for a response to row {prompt.data[ROW]} of the dataset, "
+            "and with group_quorum below 1 the advantages of its siblings are made of its reward; return a number"
+        )
+    return value
 
 
 log = logging.getLogger("april")

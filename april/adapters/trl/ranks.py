@@ -10,7 +10,10 @@ import copy
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from april.config.settings import Config
+from april.errors import RolloutError
 from april.scheduler import RolloutScheduler
 
 
@@ -40,6 +43,20 @@ def rows_of_all_ranks(trainer: Any, rows: list[list[int]]) -> list[list[int]]:
     everywhere = accelerator.gather(accelerator.pad_across_processes(padded, dim=1)).tolist()
     counts = accelerator.gather(lengths).tolist()
     return [row[:count] for row, count in zip(everywhere, counts, strict=True)]
+
+
+def of_all_ranks(trainer: Any, value: Any) -> list[Any]:
+    """What each rank brings, in the order of the ranks; called on every rank, with plain values.
+
+    Raises RolloutError for one that is not plain.
+    """
+    if trainer.accelerator.num_processes == 1:
+        return [value]
+    try:
+        data = msgspec.msgpack.encode(value)
+    except TypeError as error:
+        raise RolloutError(f"tools on several ranks: columns and messages go between them, and {error}") from error
+    return [msgspec.msgpack.decode(bytes(row)) for row in rows_of_all_ranks(trainer, [list(data)])]
 
 
 def sharding_of(trainer: Any) -> str:

@@ -20,8 +20,16 @@ from typing import Any, Self
 
 from april.adapters.trl import checkpoint
 from april.adapters.trl.checks import SEAMS, TESTED_VERSION, config_for, hint_at_one_process, refuse_unsupported
-from april.adapters.trl.data import DatasetPasses, group_reward, put_advantages, sample_reward, warn_of_other_rewards
+from april.adapters.trl.data import (
+    DatasetPasses,
+    asking,
+    group_reward,
+    put_advantages,
+    sample_reward,
+    warn_of_other_rewards,
+)
 from april.adapters.trl.ranks import rows_of_all_ranks, scheduler_of, write_weights
+from april.adapters.trl.tools import Note, ToolLoop, check_notes
 from april.config.engines import TransformersEngineConfig
 from april.config.settings import Config, read_yaml
 from april.core.batch import Batch
@@ -85,6 +93,8 @@ class Rollout:
         self._weights_dir = None if weights_dir is None else Path(weights_dir)
         self._config: Config | None = None
         self._is_main = True
+        self._tools: ToolLoop | None = None
+        """None without tools and environments."""
         self.scheduler: Any = None
         """A RolloutScheduler, or a RankScheduler on several ranks, while the trainer trains or evaluates."""
         self.ledger: dict[str, Ledger] = {}
@@ -95,6 +105,12 @@ class Rollout:
     def _forget(self) -> None:
         self._batch: Batch | None = None
         """Drawn, until TRL has its rows; of several ranks, this one's part."""
+        self._evaluated: dict[str, list[Any]] = {}
+        """With tools: what the rows of an evaluation have become, until TRL has it."""
+        self._notes: list[Note] = []
+        """With tools: those of the rows that TRL works on."""
+        self._masks: list[list[int]] = []
+        """1 where the policy wrote the token and it is not too old, of those rows."""
         self._last_batch: Batch | None = None
         self._warned = False
         """True once reward functions gave other values when they were asked again."""
@@ -114,6 +130,9 @@ class Rollout:
         config = config_for(self._settings, trainer)
         refuse_unsupported(trainer, config, servers=self._weights_dir is not None, filters=self._filter is not None)
         self._config, self._is_main = config, trainer.accelerator.is_main_process
+        self._tools = None
+        if trainer.tools or trainer.environment_factories:
+            self._tools = ToolLoop(trainer, needs_rewards=config.delivers_parts)
         hint_at_one_process(trainer)
 
     # ---------------------------------------------------------------- what TRL calls
@@ -129,7 +148,7 @@ class Rollout:
                 "log-probabilities of a rollout and would train tokens of older weights uncorrected"
             )
         if not trainer.model.training:
-            return self._evaluate(prompts, trainer)
+            return self._evaluate(prompts, trainer) if self._tools is None else self._evaluated
         batch, self._batch = self._batch, None
         if batch is None or len(batch) != len(prompts):
             raise RolloutError("TRL asked for rollouts outside of its generation step; nothing was drawn for them")
@@ -138,8 +157,10 @@ class Rollout:
             "completion_ids": [s.tokens.tolist() for s in batch.samples],
             "logprobs": [s.logprobs.tolist() for s in batch.samples],
         }
-        if batch.metrics["masked_tokens"]:  # of all ranks
-            columns["env_mask"] = [s.loss_mask.tolist() for s in batch.samples]
+        self._masks = [s.loss_mask.tolist() for s in batch.samples]
+        # with tools it comes out of their loop; else TRL takes it from here
+        if not trainer.tools and (self._tools is not None or batch.metrics["masked_tokens"]):  # of all ranks
+            columns["env_mask"] = self._masks
         return columns
 
     def next_rows(self, trainer: Any, asked: int) -> list[dict[str, Any]]:
@@ -155,7 +176,7 @@ class Rollout:
         if self._last_batch is not None:
             scheduler.commit(self._last_batch.id)  # its gradients may wait for the next one, and bring no update of it
         batch = scheduler.next_batch()
-        refuse_several_rows(batch, "TRL")
+        refuse_several_rows(batch, "TRL", "rewards.view(-1, num_generations) in _generate_and_score_completions")
         if (found := int(batch.metrics["samples"])) != wanted:
             where = "see rank 0"
             if self._is_main:
@@ -169,7 +190,50 @@ class Rollout:
                 trainer._metrics["train"][f"april/{name}"].append(value)
         self._batch = self._last_batch = batch
         passes = DatasetPasses(trainer)
-        return [passes.row_of(sample.prompt) for sample in batch.samples]
+        if self._tools is None:
+            return [passes.row_of(sample.prompt) for sample in batch.samples]
+        self._notes = self._tools.notes_of(sample.id for sample in batch.samples)
+        if self._is_main:
+            self._tools.keep(scheduler.held_groups() | set(batch.group_ids.tolist()))
+        pairs = zip(batch.samples, self._notes, strict=True)
+        return [passes.row_of(sample.prompt, note.prompt) for sample, note in pairs]
+
+    def rows_to_evaluate(self, trainer: Any, inputs: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """The rows that TRL evaluates. With tools their rollouts are made here, as environments change prompts."""
+        if self._tools is None:
+            return inputs
+        scheduler = self._open(trainer)
+        self._give_weights(trainer)
+        responses = scheduler.evaluate(self._tools.evaluation(inputs), seed=trainer.args.seed).responses
+        self._notes = self._tools.evaluated()
+        first = trainer.accelerator.process_index * len(inputs)
+        rows = [response.conversations[0] for (response,) in responses[first : first + len(inputs)]]
+        self._masks = [row.loss_mask.tolist() for row in rows]
+        self._evaluated = {
+            "prompt_ids": [row.prompt_ids.tolist() for row in rows],
+            "completion_ids": [row.tokens.tolist() for row in rows],
+            "logprobs": [row.logprobs.tolist() for row in rows],
+        }
+        if not trainer.tools:
+            self._evaluated["env_mask"] = self._masks
+        return [{**row, "prompt": note.prompt} for row, note in zip(inputs, self._notes, strict=True)]
+
+    @property
+    def rewards(self) -> list[list[float]]:
+        """By row that TRL works on, then by reward function; empty where TRL asks the functions itself."""
+        return [note.rewards for note in self._notes if note.rewards]
+
+    def tool_rows(self, completion_ids: list[list[int]], logprobs: list[list[float]]) -> tuple[Any, ...]:
+        """What TRL's own loop over tools would return, had it generated these rows."""
+        return (
+            self._masks,
+            [note.messages for note in self._notes],
+            completion_ids,
+            logprobs,
+            sum(note.calls for note in self._notes),
+            sum(note.failures for note in self._notes),
+            [[] for _ in completion_ids],  # images
+        )
 
     def put_advantages(self, trainer: Any, output: dict[str, Any]) -> None:
         """With a quorum, those of the batch that TRL has just scored, into what its loss gets."""
@@ -205,7 +269,7 @@ class Rollout:
             config,
             self._address,
             prompts=DatasetPasses(trainer),
-            **self._rewards(trainer),
+            **self._functions(trainer),
             filter=self._filter,
             model=trainer.model if isinstance(config.engine, TransformersEngineConfig) else None,
             tokenizer=trainer.processing_class,
@@ -222,11 +286,19 @@ class Rollout:
         self.scheduler = scheduler
         return scheduler
 
-    def _rewards(self, trainer: Any) -> dict[str, Any]:
-        """Return the rewards that april needs: for baselines of single responses, for a filter of groups."""
+    def _functions(self, trainer: Any) -> dict[str, Any]:
+        """The rollout function, if there are tools, and rewards: for baselines of single responses, or for a filter."""
+        tools, found = self._tools, {}
+        if tools is not None:
+            found["rollout"] = tools.rollout
+            if trainer.environment_factories:
+                return {**found, "reward": tools.reward_of}
+        ask = asking(trainer, (lambda response: None) if tools is None else tools.said_of)
         if self.config.delivers_parts:
-            return {"reward": sample_reward(trainer)}
-        return {"reward": _scored_by_trl} if self._filter is None else {"group_reward": group_reward(trainer)}
+            return {**found, "reward": sample_reward(ask)}
+        if self._filter is not None:
+            return {**found, "group_reward": group_reward(ask)}
+        return {**found, "reward": _scored_by_trl}
 
     def _give_weights(self, trainer: Any) -> None:
         """The engines have the trainer's present weights; the batches delivered before are trained on."""
@@ -277,15 +349,26 @@ class Rollout:
 
     def save(self, trainer: Any, folder: Path) -> None:
         """april's state into the trainer's checkpoint; with it the rest of a generation batch that is half trained."""
-        scheduler = self._open(trainer)
-        checkpoint.write(folder, trainer, lambda: scheduler.state_dict(trained_through=self._trained))
+        scheduler, tools = self._open(trainer), self._tools
+
+        def state() -> dict[str, Any]:
+            rollouts = scheduler.state_dict(trained_through=self._trained)
+            # behind it: what is finished in it has its note by now
+            return {"rollouts": rollouts, "notes": None if tools is None else tools.state()}
+
+        checkpoint.write(folder, trainer, state)
 
     def load(self, trainer: Any, folder: Path) -> None:
         """Go on from a checkpoint: now the batch that was half trained, at the next generation everything else.
 
         Raises CheckpointError as :func:`.checkpoint.read`.
         """
-        self._saved = checkpoint.read(folder, trainer)
+        saved = checkpoint.read(folder, trainer)
+        notes = saved.get("notes")
+        check_notes(notes, self._tools)
+        if self._tools is not None:
+            self._tools.load(notes)
+        self._saved = saved["rollouts"]
 
 
 async def _scored_by_trl(prompt: Any, response: Any) -> float:
@@ -300,6 +383,7 @@ def april_trainer(base: Any) -> Any:
         """Takes ``rollout_func=april.adapters.trl.rollout(...)``; everything else is as in its base."""
 
         trains_with_april = True
+        environment_factories: Any
 
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
@@ -315,13 +399,31 @@ def april_trainer(base: Any) -> Any:
                 return super().train(*args, **kwargs)
 
         def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
-            if not self.model.training:
-                return super()._generate_and_score_completions(inputs)  # type: ignore[no-any-return]
-            output = super()._generate_and_score_completions(self.rollout_func.next_rows(self, len(inputs)))
-            # without these TRL sets the importance ratio to 1, which is wrong for tokens of older weights
-            output["old_per_token_logps"] = output["sampling_per_token_logps"]
-            self.rollout_func.put_advantages(self, output)
+            training, rollouts = self.model.training, self.rollout_func
+            rows = rollouts.next_rows(self, len(inputs)) if training else rollouts.rows_to_evaluate(self, inputs)
+            factories = self.environment_factories
+            try:
+                self.environment_factories = None  # they have played their part, and TRL would reset them
+                output = super()._generate_and_score_completions(rows)
+            finally:
+                self.environment_factories = factories
+            if training:
+                # without these TRL sets the importance ratio to 1, which is wrong for tokens of older weights
+                output["old_per_token_logps"] = output["sampling_per_token_logps"]
+                rollouts.put_advantages(self, output)
             return output  # type: ignore[no-any-return]
+
+        def _tool_call_loop(
+            self, prompts: Any, prompt_ids: Any, completion_ids: Any, completions: Any, logprobs: Any, images: Any,
+            multimodal_fields: Any,
+        ) -> Any:  # fmt: skip
+            return self.rollout_func.tool_rows(completion_ids, logprobs)
+
+        def _calculate_rewards(self, inputs: Any, prompts: Any, completions: Any, completion_ids_list: Any) -> Any:
+            rewards = self.rollout_func.rewards
+            if not rewards:
+                return super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
+            return self.accelerator.gather(self.reward_weights.new_tensor(rewards, device=self.accelerator.device))
 
         def _save_checkpoint(self, model: Any, trial: Any) -> None:
             folder = Path(self._get_output_dir(trial=trial)) / f"checkpoint-{self.state.global_step}"
