@@ -44,6 +44,29 @@ async def busy_reward(args: Namespace, sample: Sample, **kwargs: Any) -> float:
     return float(sample.response_length)
 
 
+async def agent(prompt: Any, llm: Any) -> dict[str, Any]:
+    """A rollout function of april: for every second prompt two conversations, the second one with a tool's answer."""
+    assert prompt.data["prompt"] == f"p{prompt.data['label']}"
+    first = await llm.generate(prompt.token_ids.tolist(), any_conversation=True, max_tokens=12)
+    if int(prompt.data["label"]) % 2:
+        own = [5, *first.tokens.tolist()[:2]]
+        second = await llm.generate(own, any_conversation=True, max_tokens=6)
+        await llm.generate([*second.conversation.tolist(), 9, 9], any_conversation=True, max_tokens=6)
+    return {"label": prompt.data["label"]}
+
+
+def plain_agent(prompt: Any, llm: Any) -> None:
+    """The same conversation as ever."""
+    llm.generate()
+
+
+async def reward_of_agents(args: Namespace, sample: Sample, **kwargs: Any) -> float:
+    """By the number of the sample; notes who was asked about."""
+    assert sample.metadata["output"] == {"label": sample.label}
+    seen.append(sample.index)
+    return float(sample.index or 0)
+
+
 async def failing_reward(args: Namespace, sample: Sample, **kwargs: Any) -> float:
     """Never works."""
     raise ValueError("the judge is down")

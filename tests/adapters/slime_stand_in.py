@@ -265,6 +265,7 @@ def namespace(**changes: Any) -> Namespace:
         "log_passrate": False,
     }  # fmt: skip
     others = {"april", "sglang_router_ip", "sglang_router_port", "colocate", "offload_rollout"}
+    others.add("use_dynamic_batch_size")
     assert not set(changes) - set(values) - others
     return Namespace(**(values | changes))
 

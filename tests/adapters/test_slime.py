@@ -26,7 +26,7 @@ from april.adapters.slime import GenerateRollout, generate_rollout, make_generat
 from april.adapters.slime.hooks import SlimeHooks
 from april.core.types import DropReason
 from april.engines.simulated.engine import synthetic_response
-from april.errors import CheckpointError, DataExhausted, RolloutError
+from april.errors import CheckpointError, ConfigError, DataExhausted, RolloutError
 from april.state_file import write_state
 
 USER = "adapters.slime_functions_of_a_user"
@@ -366,6 +366,91 @@ def test_what_cannot_be_written_is_named(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="cannot be saved: a object is no plain value"):
         write_state(tmp_path / "x", "slime", {"held": {"0.0": {"image": object()}}})
     assert not list(tmp_path.iterdir())
+
+
+# ---------------------------------------------------------------- agents
+
+AGENT: dict[str, Any] = {
+    "april": {"rollout": f"{USER}.agent"}, "custom_rm_path": f"{USER}.reward_of_agents",
+    "custom_reward_post_process_path": "april.adapters.slime.post_process_rewards",
+}  # fmt: skip
+
+
+def by_response(samples: list[Sample]) -> dict[int, list[Sample]]:
+    """The rows of each response, by what slime counts once."""
+    found: dict[int, list[Sample]] = {}
+    for sample in samples:
+        assert sample.rollout_id == sample.index
+        found.setdefault(sample.rollout_id or 0, []).append(sample)
+    return found
+
+
+def test_the_conversations_of_an_agent_are_rows_that_count_once(tmp_path: Path) -> None:
+    """Tokens, masks and provenance are each row's own; reward and advantage are the response's, over restarts too."""
+    user.seen.clear()
+    rows: dict[int, list[Sample]] = {}
+    for start in (0, 3):
+        with Run(tmp_path, start, **AGENT) as run:
+            for rollout_id in range(start, start + 3):
+                groups = run(rollout_id)
+                assert len(groups) == 3
+                for group in groups:
+                    of_group = by_response(group)
+                    assert len(of_group) == 2
+                    assert not set(of_group) & set(rows)
+                    rows |= of_group
+                    raw, advantages = post_process_rewards(run.args, group)
+                    rewards = np.array([float(i) for i in of_group])
+                    expected = (rewards - rewards.mean()) / (rewards.std(ddof=1) + 1e-6)
+                    said = dict(zip(of_group, expected, strict=True))
+                    assert advantages == pytest.approx([said[s.index] for s in group], rel=1e-5)
+                    assert raw == [float(s.index) for s in group]
+                run.data.save(rollout_id)
+
+    several = 0
+    for index, of_response in rows.items():
+        sample = of_response[0]
+        prompt = Tokenizer().encode(sample.prompt, add_special_tokens=False)
+        assert sample.tokens[: len(prompt)] == prompt
+        assert len(of_response) == 1 + int(sample.label) % 2
+        for row in of_response:
+            assert (row.index, row.reward, row.group_index) == (index, float(index), sample.group_index)
+            assert len(row.loss_mask) == len(row.rollout_log_probs) == row.response_length
+            assert row.response == " ".join(map(str, row.tokens[-row.response_length :]))
+            spans = row.metadata["april"]["spans"]
+            assert row.loss_mask == [int(v is not None) for start, end, v in spans for _ in range(start, end)]
+        if len(of_response) == 2:
+            several += 1
+            second = of_response[1]
+            assert second.tokens[:3] == [5, *sample.tokens[len(prompt) :][:2]]
+            assert second.response_length <= 14
+            assert second.loss_mask.count(0) in (0, 2)
+            assert second.train_metadata["april"] is not sample.train_metadata["april"]
+    assert several > 3
+    assert set(user.seen) >= set(rows)
+    assert len(user.seen) == len(set(user.seen))  # about each response once
+
+
+def test_what_an_agent_cannot_go_with() -> None:
+    """Everything that takes rows for responses, and a second function that generates."""
+    for flags, said in (
+        ({"custom_reward_post_process_path": None}, "takes the mean reward over rows; add --custom-reward-post"),
+        ({"use_dynamic_batch_size": False}, "slime's micro-batches .build_dp_schedule.; add --use-dynamic"),
+        ({"log_passrate": True}, "--log-passrate takes n rows for a group, and april.rollout may bring several rows"),
+        ({"custom_generate_function_path": f"{USER}.generate"}, "both generate the responses; leave out one of them"),
+        ({"april": {"rollout": 7}}, "april.rollout must be the path of a function"),
+        ({"april": {"rollout": f"{USER}.generate"}}, "april.rollout"),
+    ):
+        with Run(**AGENT | flags) as run, pytest.raises(ConfigError, match=said):
+            run(0)
+
+
+def test_a_plain_agent_of_one_conversation_is_what_april_does_itself() -> None:
+    """Such a function runs in a thread."""
+    with Run(april={"rollout": f"{USER}.plain_agent"}, custom_reward_post_process_path=AGENT[
+        "custom_reward_post_process_path"]) as run:  # fmt: skip
+        for s in run.samples(0):
+            check(s, 0)
 
 
 # ---------------------------------------------------------------- quorum and samples that fail

@@ -47,6 +47,8 @@ def config_of(args: Any, urls: Sequence[str] | None, *, own_function: bool = Fal
     Raises ConfigError, in slime's names, for flags that contradict each other or ask for what april does not do.
     """
     own = _own_settings(args)
+    if own.pop("rollout", None) is not None:
+        _refuse_beside_an_agent(args, own_function)
     _refuse(args, own_function)
     values: dict[str, Any] = {
         "rollout_batch_size": args.rollout_batch_size,
@@ -119,6 +121,35 @@ def _own_settings(args: Any) -> dict[str, Any]:
                 f"april.{name} is decided by {DECIDED[name]} of slime; leave it out of --custom-config-path"
             )
     return {str(name): value for name, value in own.items()}
+
+
+def agent_path(args: Any) -> str | None:
+    """The path of april's own rollout function, if one is given; raises ConfigError."""
+    path = _own_settings(args).get("rollout")
+    if path is not None and not isinstance(path, str):
+        raise ConfigError(f"april.rollout must be the path of a function, such as package.module.rollout, got {path!r}")
+    return path
+
+
+def _refuse_beside_an_agent(args: Any, own_function: bool) -> None:
+    if own_function:
+        raise ConfigError(
+            "april.rollout and --custom-generate-function-path both generate the responses; leave out one of them"
+        )
+    rows = "april.rollout may bring several rows of one response"
+    if getattr(args, "log_passrate", False):
+        raise ConfigError(f"--log-passrate takes n rows for a group, and {rows}; leave it out")
+    if not getattr(args, "use_dynamic_batch_size", True):
+        raise ConfigError(
+            f"{rows}, so their number is not a multiple of slime's micro-batches (build_dp_schedule); add "
+            "--use-dynamic-batch-size with --max-tokens-per-gpu"
+        )
+    hook = getattr(args, "custom_reward_post_process_path", None)
+    if hook != HOOK and method_of(args) is not None:
+        raise ConfigError(
+            f"{rows}, and {hook or 'slime'} takes the mean reward over rows; add --custom-reward-post-process-path "
+            f"{HOOK}"
+        )
 
 
 def _ends(args: Any) -> dict[str, Any]:

@@ -129,8 +129,8 @@ class FunctionEngine(ServerEngine):
         sample = await self._function(args, sample, params)
         if isinstance(sample, list):
             raise RequestRefused(
-                "the custom generate function returned several samples for one, which april cannot count; use slime's "
-                "own rollout function for it"
+                "the custom generate function returned several samples for one, which april cannot count, as it has "
+                "seen none of their requests; write it as a rollout function, april.rollout of --custom-config-path"
             )
         return sample
 

@@ -106,7 +106,10 @@ class SlimeHooks:
             return self._finished[response.sample_id]
         sample = self._groups.begin(prompt, response.sample_id)
         text = response.text(special_tokens=not self._args.rollout_skip_special_tokens)
-        return fill(sample, prompt, response.tokens, response.logprobs, response.loss_mask, response.finish, text)
+        if response.output is not None:  # what an agent has returned, for the reward
+            sample.metadata = {**(sample.metadata or {}), "output": response.output}
+        prompt_ids = response.conversations[0].prompt_ids if response.conversations else prompt.token_ids
+        return fill(sample, prompt_ids, response.tokens, response.logprobs, response.loss_mask, response.finish, text)
 
     async def _hooked(self, sample: Any) -> Any:
         if not self._has_hooks:

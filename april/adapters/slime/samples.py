@@ -1,4 +1,4 @@
-"""slime's samples on both sides: groups of its data source become prompts, delivered responses become samples.
+"""slime's samples on both sides: groups of its data source become prompts, rows of a batch become samples.
 
 Invariant: a group that the data source has given is in april's books, or in ``ahead``; there is no third place.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,8 @@ from april.core.tape import Int32, Segment, SegmentKind
 from april.core.types import FinishReason, Prompt, SampleId
 from april.core.versions import PolicyVersion
 from april.corrections.advantages import Method
+from april.driver.llm import LLM
+from april.driver.user_code import is_async
 from april.errors import ConfigError, RolloutError
 
 HOOK = "april.adapters.slime.post_process_rewards"
@@ -162,9 +165,11 @@ class Groups:
         return self._encode(sample.prompt)
 
 
-def fill(sample: Any, prompt: Prompt, tokens: Int32, logprobs: Any, mask: Any, finish: FinishReason, text: str) -> Any:
+def fill(
+    sample: Any, prompt_ids: Int32, tokens: Int32, logprobs: Any, mask: Any, finish: FinishReason, text: str
+) -> Any:
     """Write a finished response into a fresh sample; the reward is still to come."""
-    sample.tokens = prompt.token_ids.tolist() + tokens.tolist()
+    sample.tokens = prompt_ids.tolist() + tokens.tolist()
     sample.response = text
     sample.response_length = len(tokens)
     sample.rollout_log_probs = logprobs.tolist()
@@ -172,6 +177,13 @@ def fill(sample: Any, prompt: Prompt, tokens: Int32, logprobs: Any, mask: Any, f
     sample.reward = None
     sample.status = sample.Status.COMPLETED if finish is FinishReason.STOP else sample.Status.TRUNCATED
     return sample
+
+
+def further(sample: Any, row: DeliveredSample, text: str) -> Any:
+    """A sample for one more conversation of a response, whose first one ``sample`` has: they share its reward."""
+    made = fill(copy.deepcopy(sample), row.prompt.token_ids, row.tokens, row.logprobs, row.loss_mask, row.finish, text)
+    made.reward = copy.deepcopy(sample.reward)
+    return made
 
 
 def finish(
@@ -250,6 +262,23 @@ def without_objects(state: Mapping[str, Any]) -> dict[str, Any]:
 def as_dict(sample: Any) -> dict[str, Any]:
     """A sample as plain values; those that come from a file are that already."""
     return dict(sample) if isinstance(sample, Mapping) else dict(sample.to_dict())
+
+
+def with_sample(function: Any, groups: Groups) -> Any:
+    """A rollout function that is given slime's fields of its sample as the data of its prompt."""
+
+    def given(prompt: Prompt, sample_id: SampleId) -> Prompt:
+        sample = groups.begin(prompt, sample_id)
+        data = {name: getattr(sample, name, None) for name in ("prompt", "label", "metadata", "index")}
+        return replace(prompt, data=data)
+
+    if not is_async(function):
+        return lambda prompt, llm: function(given(prompt, llm.sample_id), llm)
+
+    async def rollout(prompt: Prompt, llm: LLM) -> Any:
+        return await function(given(prompt, llm.sample_id), llm)
+
+    return rollout
 
 
 def key_of(sample_id: SampleId) -> str:

@@ -11,9 +11,10 @@ import logging
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from itertools import groupby, islice
 from typing import Any
 
-from april.adapters.slime.arguments import config_of, router_url, warn_of
+from april.adapters.slime.arguments import agent_path, config_of, router_url, warn_of
 from april.adapters.slime.framework import Framework
 from april.adapters.slime.functions import FunctionEngine
 from april.adapters.slime.hooks import SlimeHooks
@@ -24,20 +25,22 @@ from april.adapters.slime.samples import (
     as_dict,
     carry_path,
     finish,
+    further,
     id_of,
     key_of,
     method_of,
+    with_sample,
     without_objects,
 )
 from april.adapters.slime.servers import FollowedUpdates, Weights
-from april.core.batch import Batch
+from april.core.batch import Batch, DeliveredSample
 from april.core.types import GenerationMode
 from april.core.versions import PolicyVersion
 from april.driver.llm import single_turn
+from april.driver.user_code import check_function
 from april.engines.protocol import Engine
 from april.errors import CheckpointError, ConfigError
 from april.kept_samples import KeptSamples
-from april.one_row import refuse_several_rows
 from april.scheduler import RolloutScheduler
 from april.state_file import groups_in, read_state, write_state
 
@@ -69,6 +72,11 @@ class Session:
         self._own_engines = engines
         path = getattr(args, "custom_generate_function_path", None)
         self._function = framework.load_function(path) if path else None
+        agent = agent_path(args)
+        self._agent = framework.load_function(agent) if agent else None
+        """april's rollout function, which may hold several conversations."""
+        if self._agent is not None:
+            check_function("april.rollout", self._agent, ("prompt", "llm"))
         if tokenizer is None:
             load = framework.get("utils.processing_utils.load_tokenizer")
             tokenizer = load(args.hf_checkpoint, trust_remote_code=True)
@@ -113,7 +121,6 @@ class Session:
         return self._framework.get("rollout.base_types.RolloutFnTrainOutput")(samples=groups, metrics=metrics)
 
     def _groups_of(self, batch: Batch) -> list[list[Any]]:
-        refuse_several_rows(batch, "slime, as april hands it over,")
         method = method_of(self._args)
         advantages = batch.advantages(method, ddof=1).tolist() if method is not None else [None] * len(batch)
         done = zip(batch.samples, advantages, strict=True)
@@ -121,19 +128,24 @@ class Session:
         groups: list[list[Any]] = []
         leased = self._leased.setdefault(batch.id, {})
         for size in batch.group_sizes:
-            group = []
-            for _ in range(size):
-                delivered, advantage = next(done)
+            group: list[Any] = []
+            for sample_id, rows in groupby(islice(done, size), key=lambda row: row[0].id):
+                (first, advantage), *others = rows
                 # never in neither of the two: a checkpoint may be written at this moment
-                sample = leased[delivered.id] = self._hooks.held[delivered.id]
-                del self._hooks.held[delivered.id]
+                sample = leased[sample_id] = self._hooks.held[sample_id]
+                del self._hooks.held[sample_id]
                 if self._finished is not None:
-                    self._finished.pop(delivered.id, None)
-                group.append(
-                    finish(sample, delivered, batch.version, self._weights.names, advantage, mask_offpolicy=mask)
-                )
+                    self._finished.pop(sample_id, None)
+                if self._agent is not None and sample.rollout_id is None:
+                    sample.rollout_id = sample.index  # by which slime counts the rows of a response once
+                made = [(further(sample, row, self._text(row)), row) for row, _ in others]
+                for one, row in [(sample, first), *made]:
+                    group.append(finish(one, row, batch.version, self._weights.names, advantage, mask_offpolicy=mask))
             groups.append(group)
         return sorted(groups, key=lambda group: group[0].index)
+
+    def _text(self, row: DeliveredSample) -> str:
+        return str(self._tokenizer.decode(row.tokens.tolist(), self._args.rollout_skip_special_tokens))
 
     def _follow_weights(self, rollout_id: int, weight_version: int | None) -> None:
         """Take over what the trainer has done to servers and weights since the last call."""
@@ -178,6 +190,8 @@ class Session:
             self._finished = {}
             engine = FunctionEngine(args, framework, self._function, groups, self._finished, self._weights.urls)
             engines, rollout, engine_keeps = [engine], engine.rollout, engine.kept
+        elif self._agent is not None:
+            rollout = with_sample(self._agent, groups)
         hooks = self._hooks = SlimeHooks(args, framework, groups, self._finished)
         self._kept = KeptSamples(hooks.held, *engine_keeps)
         in_groups = bool(getattr(args, "group_rm", False))

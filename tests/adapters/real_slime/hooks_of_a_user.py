@@ -21,6 +21,13 @@ async def fails_for_one(args: Any, sample: Any, **kwargs: Any) -> float:
     return float(sample.index % 2)
 
 
+async def agent(prompt: Any, llm: Any) -> None:
+    """A rollout function of april: one to three conversations."""
+    first = await llm.generate(prompt.token_ids.tolist(), any_conversation=True)
+    for number in range(prompt.data["index"] % 3):
+        await llm.generate([5 + number, *first.tokens.tolist()[:4]], any_conversation=True, max_tokens=60)
+
+
 def mark(args: Any, sample: Any) -> None:
     """A sample hook."""
     sample.metadata["marked"] = True

@@ -255,6 +255,42 @@ def test_a_quorum_fills_batches_and_their_advantages_reach_the_training_data(url
     run.function.function.close()
 
 
+def test_the_rows_of_an_agent_count_once_in_the_training_data(url: str, work: Path) -> None:
+    """slime's manager sums a response's mask over its rows, and its schedule steps by responses."""
+    agent = {"rollout": "adapters.real_slime.hooks_of_a_user.agent"}
+    run = Run(url, work, *HOOK, april=agent, use_dynamic_batch_size=True, max_tokens_per_gpu=4096)
+    manager, schedule = run.manager(), run.trainer.get("utils.dp_schedule.build_dp_schedule")
+    load = run.trainer.get("utils.misc.load_function")
+    manager.custom_reward_post_process_func = load(run.args.custom_reward_post_process_path)
+    several = 0
+    for rollout_id in range(6):
+        _post(url, "/trainer", {"label": str(rollout_id + 1), "updates": rollout_id})
+        samples, _ = manager._get_rollout_data(rollout_id=rollout_id)
+        train = manager._convert_samples_to_train_data(samples)
+        rows = Counter(train["rollout_ids"])
+        assert len(rows) == 32
+        assert all(count == 1 + index % 3 for index, count in rows.items())
+        several += sum(count > 1 for count in rows.values())
+        masks: Counter[int] = Counter()
+        for index, mask in zip(train["rollout_ids"], train["loss_masks"], strict=True):
+            masks[index] += sum(mask)
+        assert train["rollout_mask_sums"] == [masks[index] for index in train["rollout_ids"]]
+        assert train["rewards"] == [s.metadata["april"]["advantage"] for s in samples]
+        assert train["raw_reward"] == [float(s.index % 2) for s in samples]
+        for sample in samples:
+            run.resumed += check(sample)
+        parallel = {"dp_size": 4, "cp_size": 1, "vpp_size": 1, "microbatch_group_size_per_vp_stage": 1}
+        run.args.micro_batch_size, run.args.balance_data = 2, False
+        ranks, *_ = schedule(
+            run.args, parallel, [len(t) for t in train["tokens"]], global_batch_size=32,
+            rollout_indices=train["rollout_ids"],
+        )  # fmt: skip
+        assert sorted(i for rank in ranks for i in rank) == list(range(len(samples)))
+    assert several
+    assert run.resumed
+    run.function.function.close()
+
+
 @pytest.mark.parametrize("flags", [
     [], ["--disable-grpo-std-normalization"], ["--disable-rewards-normalization"],
     ["--advantage-estimator", "reinforce_plus_plus_baseline"], ["--advantage-estimator", "ppo"],
