@@ -12,6 +12,7 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -37,7 +38,7 @@ from april.adapters.openrlhf.rollouts import Rollouts, TransferElsewhere
 from april.core.types import Prompt
 from april.driver.rewards import Response
 from april.engines.simulated.engine import synthetic_response
-from april.errors import CheckpointError, RolloutError
+from april.errors import CheckpointError, ConfigError, RolloutError
 
 ALL = Counter(row(i)[1] for i in range(ROWS))
 STEPWISE: dict[str, Any] = {"over_sampling_batch_size": 2 * GROUPS, "max_staleness": 2}
@@ -100,6 +101,59 @@ def test_a_response_is_what_the_executor_would_have_returned() -> None:
         assert response["images"] is response["mm_train_inputs"] is None
     assert len({tuple(sorted(r["extra_logs"])) for r in run.responses}) == 1
     assert {"words", "april/off_policy_share", "april/version_first"} <= set(run.responses[0]["extra_logs"])
+
+
+AGENT = str(Path(__file__).with_name("openrlhf_agent_of_a_user.py"))
+
+
+def plain(response: dict[str, Any]) -> tuple[Any, ...]:
+    """What OpenRLHF trains of a response."""
+    return (
+        response["prompt"], response["label"], tuple(response["observation_tokens"]),
+        tuple(map(tuple, response["action_ranges"])), tuple(response["rollout_log_probs"]), response["truncated"],
+        response["reward"], response["scores"],
+    )  # fmt: skip
+
+
+def test_agents_play_their_turns_and_their_rows_are_their_own() -> None:
+    """Token by token what the executor returned, over cuts; its rewards and logs, and nobody else's."""
+    with Run(train__agent_func_path=AGENT) as run:
+        run.episode()
+        assert run.rollouts._agents is not None
+        executor: Any = run.rollouts._agents._executor
+    assert Counter(run.labels) == ALL
+    assert Counter(map(plain, run.responses)) == Counter(map(plain, executor.execute.__globals__["played"]))
+    assert all(len(r["action_ranges"]) == 2 + int(r["label"]) % 2 for r in run.responses)
+    assert {r["extra_logs"]["turns"] for r in run.responses} == {1.0}
+    assert sum(r["extra_logs"]["april/resumes"] > 0 for r in run.responses) > 0
+    assert not any(engine.judged for engine in run.engines)
+
+
+def test_an_agent_goes_on_after_a_restart() -> None:
+    """Responses that were finished and not delivered keep their rewards, and what stands behind them."""
+    with Run(train__agent_func_path=AGENT) as run:
+        run.step()
+        run.step()
+        state = run.loader.state_dict()
+        first = run.labels
+    with Run(train__agent_func_path=AGENT) as run:
+        run.loader.load_state_dict(state)
+        run.episode()
+    assert Counter(first + run.labels) == ALL
+    assert all(r["observation_tokens"][-2:] == [8, 9] for r in run.responses)
+    assert not run.rollouts.ledger["tokens"].dropped
+
+
+def test_an_agent_that_returns_other_tokens_is_told(tmp_path: Path) -> None:
+    """And one that is no agent, before anything starts."""
+    file = tmp_path / "agent.py"
+    file.write_text(Path(AGENT).read_text() + "\n\nAgentExecutor = Rewrites\n")
+    settings = {"max_failed_groups": 1, "max_attempt_failures": 1}
+    with Run(settings, train__agent_func_path=str(file)) as run, pytest.raises(RolloutError, match="from token 0 on"):
+        run.step()
+    file.write_text("nothing = 1\n")
+    with pytest.raises(ConfigError, match="AttributeError: module 'agent_module' has no attribute 'AgentExecutor'"):
+        Run(train__agent_func_path=str(file))
 
 
 def test_rewards_see_the_whole_conversation() -> None:

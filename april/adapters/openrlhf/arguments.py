@@ -78,7 +78,8 @@ def config_of(args: Any, own: Mapping[str, Any]) -> Config:
     config = Config(
         rollout_batch_size=args.rollout.batch_size,
         n_samples_per_prompt=args.rollout.n_samples_per_prompt,
-        max_response_len=args.data.max_len - 1 if most is None else most,
+        # an agent's turns go on to the end of --data.max_len
+        max_response_len=args.data.max_len - 1 if most is None or args.train.agent_func_path else most,
         sampling={"temperature": args.rollout.temperature},
         seed=args.train.seed,
         **own,
@@ -116,11 +117,9 @@ def _objections(args: Any, own: Mapping[str, Any]) -> Iterator[str]:
     """Return what stands against this run, one sentence each."""
     if not args.vllm.num_engines:
         yield "--vllm.num_engines is missing or 0; april generates on OpenRLHF's vLLM engines"
-    if args.train.agent_func_path:
-        yield (
-            "--train.agent_func_path: an agent generates inside the engine's actor, where april cannot stop it and go "
-            "on later; leave it out, or run it without april"
-        )
+    agent = args.train.agent_func_path
+    if agent and not agent.endswith(".py"):
+        yield f"--train.agent_func_path {agent}: expected a Python file with a class AgentExecutor"
     if getattr(args.data, "max_images_per_prompt", 0):
         yield "--data.max_images_per_prompt: april resumes by token ids alone, and images would be lost; use text only"
     if getattr(args.train, "partial_rollout_enable", False):

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from april.adapters.openrlhf.agents import Agents
 from april.adapters.openrlhf.samples import Held, Prompts, RewardResult, judged_text, prompt_ids, responses_of
 from april.carrying_loader import KEY
 from april.config.settings import Config
@@ -22,6 +23,7 @@ from april.core.batch import Batch
 from april.core.ledger import Ledger
 from april.core.types import GenerationMode, Prompt, SampleId
 from april.daemon_pool import DaemonPool
+from april.driver.llm import single_turn
 from april.driver.rewards import Response
 from april.engines.vllm.actor import ActorEngine, capabilities_of
 from april.errors import CheckpointError, DataExhausted, RolloutError
@@ -112,8 +114,9 @@ class Rollouts:
         self.ledger: dict[str, Ledger] = {}
         """At the end."""
         self._prompts = Prompts(self._encode)
-        self._rows: Iterator[Any] | None = None
         self._scored: Held = {}
+        self._agents = Agents(args, tokenizer, self._scored) if args.train.agent_func_path else None
+        self._rows: Iterator[Any] | None = None
         self._kept = KeptSamples(self._scored)
         self._saved: dict[str, Any] | None = None
         self._pushes = 0
@@ -127,8 +130,8 @@ class Rollouts:
 
     @property
     def _has_rewards(self) -> bool:
-        """Rewards come from a function or a server; otherwise from a reward model of the trainer's, later."""
-        return bool(self._args.reward.remote_url)
+        """Rewards come from agents, a function or a server; otherwise from a reward model of the trainer's, later."""
+        return bool(self._args.reward.remote_url or self._agents)
 
     # ---------------------------------------------------------------- a step
 
@@ -209,6 +212,7 @@ class Rollouts:
         scheduler = RolloutScheduler(
             self._config, prompts=self._prompts, engines=self._engines, tokenizer=self._tokenizer, check=self._check,
             reward=self._reward if self._has_rewards else None, filter=self._in_range if filters else None,
+            rollout=single_turn if self._agents is None else self._agents.rollout,
         )  # fmt: skip
         if self._saved is not None:
             try:
@@ -228,7 +232,9 @@ class Rollouts:
         return prompt_ids(self._tokenizer, text, self._args.data.max_len, self._args.rollout.max_new_tokens)
 
     async def _reward(self, prompt: Prompt, response: Response) -> float:
-        """Asked in an engine's actor, where OpenRLHF has loaded the reward function."""
+        """Asked in an engine's actor, where OpenRLHF has loaded the reward function; an agent has said it itself."""
+        if self._agents is not None:
+            return self._scored[response.sample_id].reward
         engine = self._engines[(response.sample_id.group + response.sample_id.index) % len(self._engines)]
         query = judged_text(self._tokenizer, prompt, response)
         answer = await engine.judge(query, prompt.data["prompt"], prompt.data["label"])
@@ -269,7 +275,7 @@ class Rollouts:
         scored = {i: s for i, s in self._scored.copy().items() if i.group in groups}
         content = {
             "state": state, "prompts": drawn,
-            "scored": [[*i, s.reward, s.score, s.logs] for i, s in scored.items()],
+            "scored": [[*i, s.reward, s.score, s.logs, s.behind] for i, s in scored.items()],
         }  # fmt: skip
         import torch
 

@@ -31,6 +31,8 @@ class RewardResult:
     reward: float
     score: float
     logs: Mapping[str, float]
+    behind: Sequence[int] = ()
+    """tokens that an agent's environment added behind the last generated one"""
 
     @classmethod
     def of(cls, answer: Any) -> RewardResult:
@@ -94,7 +96,9 @@ def responses_of(batch: Batch, scored: Held, *, with_rewards: bool) -> Iterator[
     Raises RolloutError for a sample of several conversations, and for logs of the reward function that differ between
     responses: OpenRLHF cannot stack them.
     """
-    refuse_several_rows(batch, "OpenRLHF")
+    refuse_several_rows(
+        batch, "OpenRLHF", "rewards.reshape(-1, n_samples_per_prompt) in compute_advantages_and_returns"
+    )
     shared = {f"april/{name}": batch.metrics[name] for name in OF_BATCH}
     logged: tuple[str, ...] | None = None
     for sample in batch.samples:
@@ -106,15 +110,15 @@ def responses_of(batch: Batch, scored: Held, *, with_rewards: bool) -> Iterator[
                 "another; OpenRLHF needs the same ones for all"
             )
         logged = tuple(sorted(logs))
-        prompt = sample.prompt.token_ids.tolist()
+        prompt, behind = sample.prompt.token_ids.tolist(), [] if said is None else list(said.behind)
         yield {
             "prompt": sample.prompt.data["prompt"],
             "label": sample.prompt.data["label"],
             "images": None,
             "mm_train_inputs": None,
-            "observation_tokens": prompt + sample.tokens.tolist(),
+            "observation_tokens": prompt + sample.tokens.tolist() + behind,
             "action_ranges": trained_ranges(sample.loss_mask.tolist(), len(prompt)),
-            "rollout_log_probs": [0.0] * len(prompt) + sample.logprobs.tolist(),
+            "rollout_log_probs": [0.0] * len(prompt) + sample.logprobs.tolist() + [0.0] * len(behind),
             "truncated": sample.finish is FinishReason.LENGTH,
             "reward": None if said is None else said.reward,
             "scores": None if said is None else said.score,

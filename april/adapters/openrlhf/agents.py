@@ -1,0 +1,116 @@
+"""OpenRLHF's agent functions as rollout functions: its own executor, whose engine is april.
+
+Invariant: what is trained is what the executor returns, token by token; april checks that it is what was generated.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+from april.adapters.openrlhf.samples import Held, RewardResult
+from april.core.types import FinishReason, Prompt
+from april.driver.llm import LLM, Completion
+from april.errors import ConfigError, RolloutError
+
+PASSED_ON = ("temperature", "top_p", "min_tokens", "stop", "stop_token_ids")
+"""Sampling parameters that an agent may change between its turns."""
+
+
+def load_executor(path: str) -> Callable[[], Any]:
+    """The class ``AgentExecutor`` of a file; raises ConfigError."""
+    spec = importlib.util.spec_from_file_location("agent_module", path)
+    if spec is None or spec.loader is None:
+        raise ConfigError(f"--train.agent_func_path {path}: expected a Python file with a class AgentExecutor")
+    module = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+        found: Callable[[], Any] = module.AgentExecutor
+    except (OSError, ImportError, SyntaxError, AttributeError) as error:
+        raise ConfigError(f"--train.agent_func_path {path}: {type(error).__name__}: {error}") from error
+    return found
+
+
+@dataclass(slots=True)
+class AgentEngine:
+    """What an executor takes for its vLLM engine: one response's way to april."""
+
+    llm: LLM
+    tokenizer: Any
+    given: Mapping[str, Any]
+    """The sampling parameters of the run."""
+    last: Completion | None = None
+
+    async def generate(self, prompt_token_ids: Any, sampling_params: Any, multi_modal_data: Any = None) -> Any:
+        """As vLLM's request: its only output has ``token_ids``, ``text``, ``logprobs`` and ``finish_reason``."""
+        if multi_modal_data:
+            raise RolloutError("the agent sends images, and april resumes by token ids alone; use text")
+        changed = {
+            name: value
+            for name in PASSED_ON
+            if (value := getattr(sampling_params, name, None)) is not None and value != self.given.get(name)
+        }
+        done = self.last = await self.llm.generate(
+            list(prompt_token_ids), max_tokens=sampling_params.max_tokens, any_conversation=True, **changed
+        )
+        ids = done.tokens.tolist()
+        said = zip(ids, done.logprobs.tolist(), strict=True)
+        output = SimpleNamespace(
+            token_ids=ids, text=self._text(ids, done.finish, changed.get("stop") or ()),
+            logprobs=[{token: SimpleNamespace(logprob=value)} for token, value in said],
+            finish_reason="length" if done.finish is FinishReason.LENGTH else "stop",
+        )  # fmt: skip
+        return SimpleNamespace(outputs=[output], prompt_token_ids=list(prompt_token_ids))
+
+    def _text(self, ids: list[int], finish: FinishReason, stop: Any) -> str:
+        """As vLLM writes it: without the stop string, or the token, that has ended it."""
+        text: str = self.tokenizer.decode(ids, skip_special_tokens=False)
+        found = [text.find(s) for s in ((stop,) if isinstance(stop, str) else stop) if s in text]
+        if finish is FinishReason.LENGTH:
+            return text
+        return text[: min(found)] if found else str(self.tokenizer.decode(ids[:-1], skip_special_tokens=False))
+
+
+class Agents:
+    """The rollout function of a run with ``--train.agent_func_path``.
+
+    Args:
+        args: OpenRLHF's namespace.
+        scored: where the results go that executors return.
+    """
+
+    def __init__(self, args: Any, tokenizer: Any, scored: Held) -> None:
+        self._executor = load_executor(args.train.agent_func_path)
+        self._tokenizer, self._scored = tokenizer, scored
+        self._max_len: int = args.data.max_len
+        self._sampling = {
+            "temperature": args.rollout.temperature, "top_p": args.rollout.top_p, "top_k": -1, "min_tokens": 1,
+            "skip_special_tokens": False, "logprobs": 1, "max_tokens": args.rollout.max_new_tokens, "stop": None,
+            "stop_token_ids": None,
+        }  # fmt: skip
+
+    async def rollout(self, prompt: Prompt, llm: LLM) -> None:
+        """Let an executor play one response."""
+        engine = AgentEngine(llm, self._tokenizer, self._sampling)
+        result = await self._executor().execute(
+            prompt.data["prompt"], prompt.data["label"], SimpleNamespace(**self._sampling), self._max_len,
+            self._tokenizer, engine,
+        )  # fmt: skip
+        self._scored[llm.sample_id] = self._result(result, engine.last)
+
+    def _result(self, result: Mapping[str, Any], last: Completion | None) -> RewardResult:
+        if last is None:
+            raise RolloutError("the agent has ended without a request; a prompt must leave room in --data.max_len")
+        generated, ids = last.conversation.tolist(), list(result["observation_tokens"])
+        if ids[: len(generated)] != generated:
+            at = next((i for i, (a, b) in enumerate(zip(ids, generated, strict=False)) if a != b), len(ids))
+            raise RolloutError(
+                f"the agent returned observation_tokens that are not its last request and the answer to it, from token "
+                f"{at} on; return what was generated, and append to it"
+            )
+        logs = result.get("extra_logs") or {}
+        answer = RewardResult.of({"rewards": result["reward"], "scores": result.get("scores"), "extra_logs": logs})
+        return RewardResult(answer.reward, answer.score, answer.logs, ids[len(generated) :])
