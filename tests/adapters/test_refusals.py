@@ -33,7 +33,6 @@ from april.adapters.openrlhf import samples as openrlhf_samples
 from april.adapters.openrlhf.arguments import config_of as config_of_openrlhf
 from april.adapters.openrlhf.framework import require_openrlhf, undecorated
 from april.adapters.slime import generate_rollout, make_generate_rollout
-from april.adapters.slime.session import Session as SlimeSession
 from april.adapters.trl.checks import require_trl
 from april.adapters.verl import checks as verl_checks
 from april.adapters.verl.settings import settings_of
@@ -127,7 +126,7 @@ WRONG: dict[str, list[tuple[Changes, Any, str]]] = {
     ],
     "openrlhf": [
         ({"vllm__num_engines": None}, {}, "--vllm.num_engines is missing or 0"),
-        ({"train__agent_func_path": "a.py"}, {}, "--train.agent_func_path: an agent generates inside the engine"),
+        ({"train__agent_func_path": "a.txt"}, {}, "--train.agent_func_path a.txt: expected a Python file"),
         ({"data__max_images_per_prompt": 1}, {}, "--data.max_images_per_prompt:  .. images would be lost"),
         ({"train__partial_rollout_enable": True}, {}, "--train.partial_rollout_enable changes weights in the middle"),
         ({"rollout__vllm_generate_batch_size": 8}, {}, "vllm_generate_batch_size is not --rollout.batch_size"),
@@ -467,10 +466,19 @@ SUMS: Changes = {**FOURS, "multi_objective_aggregation": "normalize_then_sum"}
 DIFFER: Changes = {"filter": april.rewards_differ}
 
 
+class Room:
+    """An environment of one tool."""
+
+    def look(self) -> str:
+        return "nothing"
+
+
+
+
 @pytest.mark.parametrize(("data", "rollout", "options", "sentence"), [
     (iter([]), {}, {}, "list_iterator, which cannot be read row by row"),
     (trl.Rows([{"prompt": "1", "image": 0}]), {}, {}, "images: april resumes by token ids alone"),
-    (PROMPTS, {}, {"tools": [print]}, "tools and environments generate inside"),
+    (PROMPTS, {}, {"environment_factory": Room, **MODEL}, "environment_factory: rewards by a model"),
     (PROMPTS, {"weights_dir": "somewhere"}, {}, "weights_dir is for servers"),
     (PROMPTS, {"group_quorum": 0.75}, SUMS, "normalises each reward function over whole groups"),
     (PROMPTS, {"group_quorum": 0.75}, MODEL, "group_quorum below 1: rewards by a model"),
@@ -480,7 +488,7 @@ DIFFER: Changes = {"filter": april.rewards_differ}
 def test_what_trls_trainer_may_have_that_april_cannot_be_exact_with(
     data: Any, rollout: Changes, options: Changes, sentence: str
 ) -> None:
-    """Streams, images, tools, rewards that need whole groups, and a directory for weights that nobody reads."""
+    """Streams, images, rewards that need whole groups, and a directory for weights that nobody reads."""
     refused(PLAIN, sentence, tiny_model(), trl_adapter.rollout(**rollout), data, **options)
 
 
@@ -540,16 +548,15 @@ def delivered_by_coordinator(batch: Batch) -> object:
 
 
 TAKE_BATCH: dict[str, Callable[[Batch], object]] = {
-    "TRL trains one row": trl_rows,
-    "OpenRLHF trains one row": lambda batch: list(openrlhf_samples.responses_of(batch, {}, with_rewards=False)),
-    "slime, as april hands it over, trains one row": lambda batch: object.__new__(SlimeSession)._groups_of(batch),
-    "the trainer trains one row": delivered_by_coordinator,
+    "TRL trains one row per sample (rewards.view(-1, num_generations)": trl_rows,
+    "OpenRLHF trains one row per sample (rewards.reshape(-1, n_samples_per_prompt)": lambda batch: list(
+        openrlhf_samples.responses_of(batch, {}, with_rewards=False)
+    ),
+    "the trainer trains one row per sample": delivered_by_coordinator,
 }
 
 
 @pytest.mark.parametrize("trainer", TAKE_BATCH)
 def test_samples_of_several_conversations_are_refused_by_trainers_with_a_row_for_each(trainer: str) -> None:
     """The sentence names a sample and what to do; it comes before the trainer has got anything of the batch."""
-    refused(
-        TAKE_BATCH[trainer], f"{trainer} per sample, and sample g7.s0 of batch 4 has 3", batch()
-    )
+    refused(TAKE_BATCH[trainer], f"{trainer} .. , and sample g7.s0 of batch 4 has 3", batch())
