@@ -288,3 +288,27 @@ def test_a_client_sees_the_budget_as_length() -> None:
     with scheduler(rollout, max_sample_tokens=30) as run:
         run.next_batch()
     assert seen == [[("length", 30), ("length", 0)]] * 4
+
+
+def test_tokens_may_be_of_any_conversation() -> None:
+    """Side by side, each a row; tokens that repeat one go on with it, and without the word a second one is refused."""
+    seen: list[Any] = []
+
+    async def rollout(prompt: april.Prompt, llm: april.LLM) -> None:
+        one, two = [TOKENIZER.encode(text) for text in ("#add", "#say")]
+        first, second = await asyncio.gather(
+            llm.generate(one, any_conversation=True), llm.generate(two, any_conversation=True)
+        )
+        third = await llm.generate([*first.conversation.tolist(), 9], any_conversation=True, max_tokens=5)
+        assert first.conversation.tolist() == [*one, *first.tokens.tolist()]
+        assert third.conversation.tolist()[: len(first.conversation)] == first.conversation.tolist()
+        with pytest.raises(april.RolloutError, match="append to the conversation"):
+            await llm.generate(two)
+        seen.append((first, second, third))
+
+    rows = [s for s in batch_of(rollout).samples if s.id == (0, 0)]
+    first, second, third = seen[0]
+    assert [row.prompt.token_ids.tolist() for row in rows] == [TOKENIZER.encode("#add"), TOKENIZER.encode("#say")]
+    assert rows[0].tokens.tolist() == [*first.tokens.tolist(), 9, *third.tokens.tolist()]
+    assert rows[1].tokens.tolist() == second.tokens.tolist()
+    assert rows[0].loss_mask.tolist() == [1] * len(first.tokens) + [0] + [1] * len(third.tokens)
