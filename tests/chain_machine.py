@@ -193,7 +193,7 @@ class ChainMachine(CoreMachine):
 
     # ---------------------------------------------------------------- what there is
 
-    def chains(self, of: Key = FIRST) -> list[Chain]:
+    def chains(self, of: Key = FIRST) -> tuple[Chain, ...]:
         """The conversations of a sample."""
         return self.sample(*of).chains
 

@@ -125,7 +125,7 @@ def test_a_response_without_a_token_is_no_response() -> None:
     """A server that ends a request at once, unasked, has failed; one that was asked hands over what it has."""
     version = PolicyVersion(0, 0)
     sample: Any = SimpleNamespace(id=SampleId(0, 0))
-    sample.chains = [Chain(sample, 0, GO.token_ids)]
+    sample.chains = (Chain(sample, 0, GO.token_ids),)
     call = GenerateCall(sample.chains[0], SamplingParams(5), 0)
     attempt = Attempt(id="a", call=call, engine="e", token_ids=GO.token_ids, sampling=call.sampling, tape=AttemptTape())
     event = take(attempt, replace(NOTHING, aborted=False), version)

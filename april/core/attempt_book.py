@@ -49,14 +49,15 @@ class AttemptBook:
 
     def budget(self, call: GenerateCall) -> int:
         """Tokens the call may still generate: its own limit, and what is left of the response and of the sample."""
-        held, most = len(call.chain.tape), self._settings.max_sample_tokens
-        left = min(self.room(call.chain) - held, call.sampling.max_tokens - (held - call.start))
+        chain, most = call.chain, self._settings.max_sample_tokens
+        held = len(chain.tape.tokens)
+        left = min(self.room(chain) - held, call.sampling.max_tokens - (held - call.start))
         return left if most is None else min(left, most - call.sample.generated)
 
     def open(self, call: GenerateCall, engine: str, version: PolicyVersion) -> Attempt:
         """A new attempt that continues ``call`` where its sample stands; the engine has the weights of ``version``."""
         chain, sample = call.chain, call.sample
-        evaluation, s, held = sample.group.evaluation, self._settings, len(chain.tape)
+        evaluation, s, held = sample.evaluation, self._settings, len(chain.tape.tokens)
         run_seed, key, incarnation, attempts = s.run_seed, sample.id, version.incarnation, self.in_flight
         if evaluation is None:
             self._number = number = self._number + 1

@@ -139,7 +139,7 @@ class SampleLives:
             if error:
                 self.cannot_go_on(sample, error)
                 return
-        self._open(chain, event, len(chain.tape))
+        self._open(chain, event, len(chain.tape.tokens))
 
     def chain_of(self, sample: Sample, token_ids: Int32) -> Chain | None:
         """The chain of a call that may be of any conversation: where it was made before its function was lost, else the
@@ -193,7 +193,7 @@ class SampleLives:
             chain = sample.chains[0]
             if chain.calls or chain.replay is not None:
                 chain = Chain(sample, 1 + sample.chains[-1].number, np.array(ids, np.int32))
-                sample.chains.append(chain)
+                sample.chains += (chain,)
             elif not np.array_equal(ids, chain.prompt):
                 chain.prompt = np.array(ids, np.int32)  # the conversation that the prompt begins was never asked for
         self._add_environment(chain, ids)
@@ -225,7 +225,7 @@ class SampleLives:
             finish = FinishReason.LENGTH
         else:
             return False
-        self._answer(call, len(call.chain.tape), finish)
+        self._answer(call, len(call.chain.tape.tokens), finish)
         return True
 
     def _add_environment(self, chain: Chain, token_ids: Int32) -> str | None:
@@ -291,7 +291,7 @@ class SampleLives:
         chain.calls.pop()
         tokens.drop(chain.tape.cut(chain.calls[-1].end if chain.calls else 0), DropReason.UNHEARD)
         if not chain.calls and chain.number:
-            sample.chains.remove(chain)
+            sample.chains = tuple(c for c in sample.chains if c is not chain)
         sample.any_chain = True
         answered = [(c.calls[-1].number, c.calls[-1].finish) for c in sample.chains if c.calls and c.calls[-1].finish]
         sample.finish = max(answered)[1] if answered else None
@@ -311,7 +311,7 @@ class SampleLives:
                 self._context.tokens.drop(chain.tape.cut(end), DropReason.REPLAY_DIVERGED)
                 self._context.counters["replays_diverged"] += 1
                 chain.replay = None
-        sample.chains = [chain for chain in sample.chains if chain.number == 0 or chain.calls]
+        sample.chains = tuple(chain for chain in sample.chains if chain.number == 0 or chain.calls)
 
     def diverged(self, sample: Sample) -> None:
         """The function did not ask what it had asked before: its tokens belong to another conversation."""
@@ -341,7 +341,7 @@ class SampleLives:
 
     def submit(self, call: GenerateCall, engine: str) -> None:
         """Send what is missing of a call to an engine."""
-        context, sample, held = self._context, call.sample, len(call.chain.tape)
+        context, sample, held = self._context, call.sample, len(call.chain.tape.tokens)
         state = context.engines.states[engine]
         if context.clock.current not in state.loaded or not state.has_room:
             has = f"has versions {set(state.loaded)}, is {state.gate} and {state.health}"

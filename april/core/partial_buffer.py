@@ -215,7 +215,7 @@ class PartialBuffer:
     def age(self, sample: Sample) -> int:
         """Weight updates between the sample's oldest token and the training of the next batch; 0 without tokens."""
         chains = sample.chains
-        oldest = chains[0].tape.oldest_version if len(chains) == 1 else sample.oldest_version
+        oldest = chains[0].tape.oldest_version if len(chains) == 1 else sample.oldest_version  # a call less
         return 0 if oldest is None else self._leases.age(oldest)
 
     @property
@@ -229,7 +229,7 @@ class PartialBuffer:
 
     def slack(self, unit: Unit) -> int:
         """Batches after which its oldest token is too old; without tokens, as if that were of the present version."""
-        return self.bound(unit) - max(len(self._leases), *(self.age(sample) for sample in unit.members))
+        return self.bound(unit) - max(len(self._leases.batches), *map(self.age, unit.members))
 
     def bound(self, unit: Unit) -> int:
         """Most weight updates between its oldest token and its training: that of when it was drawn."""

@@ -75,15 +75,17 @@ class SamplingParams:
         return replace(self, max_tokens=max_tokens, min_tokens=min(self.min_tokens, max_tokens))
 
 
-def attempt_seed(
-    run_seed: int, group: int, index: int, token_offset: int, restarts: int = 0, chain: int = 0
-) -> int:
+def attempt_seed(run_seed: int, group: int, index: int, token_offset: int, restarts: int = 0, chain: int = 0) -> int:
     """Seed of one attempt, in [0, 2**63).
 
     Another offset gives another stream, so a resume repeats nothing; so does another begin from nothing (``restarts``),
     or a response that failed would fail in the same way again; and so does another conversation of the sample.
     """
-    text = f"{run_seed}/{group}/{index}/{token_offset}" + f"/{restarts}" * (restarts > 0) + f"/c{chain}" * (chain > 0)
+    text = f"{run_seed}/{group}/{index}/{token_offset}"
+    if restarts:
+        text += f"/{restarts}"
+    if chain:
+        text += f"/c{chain}"
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
 
 

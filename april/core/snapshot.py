@@ -505,8 +505,8 @@ def restored_sample(
     sample.resumes, sample.restarts = count_of(state["resumes"]), count_of(state["restarts"])
     if "prompt" in state:
         sample.chains[0].prompt = array_of(state["prompt"], "<i4")
-    others = [Chain(sample, 1 + i, array_of(c["prompt"], "<i4")) for i, c in enumerate(state.get("chains", ()))]
-    sample.chains += others
+    others = enumerate(state.get("chains", ()), 1)
+    sample.chains += tuple(Chain(sample, i, array_of(c["prompt"], "<i4")) for i, c in others)
     for chain, saved in zip(sample.chains, (state, *state.get("chains", ())), strict=True):
         _chain_in(engines, chain, saved)
     if wrong := _wrong_counts(sample):

@@ -410,7 +410,7 @@ class Sample:
     id: SampleId
     group: Group
     state: SampleState = SampleState.NEW
-    chains: list[Chain] = field(init=False)
+    chains: tuple[Chain, ...] = field(init=False)
     any_chain: bool = False
     """The present run of the function asks for any conversation, not only for the one that its prompt begins."""
     attempts: int = 0
@@ -436,8 +436,9 @@ class Sample:
     """Goes before all others, because the step owes it or a finished sibling, or waits for its evaluation."""
 
     def __post_init__(self) -> None:
-        self.chains = [Chain(self, 0, self.group.prompt.token_ids)]
-        self.evaluation = self.group.evaluation
+        group = self.group
+        self.chains = (Chain(self, 0, group.prompt.token_ids),)
+        self.evaluation = group.evaluation
         self.urgent = self.evaluation is not None
 
     @property
@@ -506,7 +507,7 @@ class Sample:
 
     def clear(self) -> None:
         """Forget all that was generated, as its function begins anew."""
-        self.chains = [Chain(self, 0, self.group.prompt.token_ids)]
+        self.chains = (Chain(self, 0, self.group.prompt.token_ids),)
         self.any_chain, self.finish = False, None
 
     def replay_all(self) -> None:

@@ -181,7 +181,7 @@ class Mirror:
                 raise ProtocolError(f"conversation {m.chain} of {sample.id} has no prompt")
             chain = Chain(sample, m.chain, ids_of(m.prompt))
             chain.replay = _BEGUN_ELSEWHERE
-            sample.chains = sorted([*sample.chains, chain], key=lambda c: c.number)
+            sample.chains = tuple(sorted([*sample.chains, chain], key=lambda c: c.number))
         elif m.prompt is not None:
             chain.prompt = ids_of(m.prompt)
         tape, brought = chain.tape, self._take_brought(sample.id, m.chain)
@@ -217,7 +217,8 @@ class Mirror:
 
     def _no_tape(self, m: wire.NoTape) -> tuple[()]:
         sample = self._sample(m.group, m.index)
-        sample.chains.remove(self._chain(sample, m.chain))
+        gone = self._chain(sample, m.chain)
+        sample.chains = tuple(chain for chain in sample.chains if chain is not gone)
         if not sample.chains:
             raise ProtocolError(f"{sample.id} is to have no conversation")
         self._take_brought(sample.id, m.chain)
