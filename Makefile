@@ -23,10 +23,11 @@ test: $(VENV)/.installed
 	$(BIN)/mypy
 	$(BIN)/python -m pytest -n auto --dist worksteal
 
-# Lives of trainers that do not wait, of hosts, and of weights that go wrong, of which `test` runs a few.
+# Lives of trainers that do not wait, of hosts, of agents, and of weights that go wrong, of which `test` runs a few.
 random: $(VENV)/.installed
 	APRIL_RANDOM_LIVES=$(LIVES) $(BIN)/python -m pytest -q -n auto tests/test_random_trainers.py tests/test_random_hosts.py tests/test_random_weights.py \
-		tests/test_random_restarts.py tests/test_random_host_protocol.py tests/test_hosts_that_lie.py
+		tests/test_random_restarts.py tests/test_random_host_protocol.py tests/test_hosts_that_lie.py \
+		tests/test_random_chains.py tests/test_random_host_agents.py tests/test_random_agent_restarts.py
 
 # Trainers of two and three ranks under torchrun: DDP, FSDP2, restarts, ranks that die.
 test-ranks: $(VENV)/.installed

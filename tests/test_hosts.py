@@ -37,26 +37,33 @@ class Place:
     """A scheduler, its hosts, and all engines and batches."""
 
     def __init__(self, config: april.Config, prompts: int, local: list[FakeEngine], **functions: Any) -> None:
-        self.door = HostDoor(deadline_s=20.0)
-        self.functions = functions or {"reward": reward}
+        self.config, self.functions = config, functions or {"reward": reward}
+        self.source = [{"token_ids": [1, 2, i + 3], "i": i} for i in range(prompts)]
         self.links: list[MemoryLink] = []
         self.of_host: dict[str, MemoryLink] = {}
-        self.engines = list(local)
+        self.engines: list[FakeEngine] = []
         self.batches: list[Batch] = []
         self.hosts: list[Host] = []
-        self.scheduler = _SameLoopScheduler(
-            config, prompts=[{"token_ids": [1, 2, i + 3], "i": i} for i in range(prompts)], engines=local, check=True,
-            hosts=self.door, **self.functions,
-        )  # fmt: skip
+        self.begin(local)
+
+    def begin(self, local: list[FakeEngine], **options: Any) -> None:
+        """A scheduler, with engines of its own."""
+        self.door = self.new_door()
+        self.engines += local
+        options = {"check": True} | self.functions | options
+        self.scheduler = _SameLoopScheduler(self.config, prompts=self.source, engines=local, hosts=self.door, **options)
+
+    def new_door(self) -> HostDoor:
+        """Where hosts come in."""
+        return HostDoor(deadline_s=20.0)
 
     async def host(self, name: str, engines: list[FakeEngine], **changes: Any) -> Host:
         """A host that has joined."""
 
         async def join() -> Link:
-            here, there = memory_links()
+            there = await self.connect(name)
             self.links.append(there)
             self.of_host[name] = there
-            self.door.accept(here)
             return self.link(there)
 
         host = Host(name, engines=engines, join=join, **(self.functions | changes))
@@ -65,6 +72,12 @@ class Place:
         self.hosts.append(host)
         self.engines += engines
         return host
+
+    async def connect(self, name: str) -> Any:
+        """The end of a new link that is the host's."""
+        here, there = memory_links()
+        self.door.accept(here)
+        return there
 
     def link(self, link: MemoryLink) -> Link:
         """What a host gets as its end of a link."""

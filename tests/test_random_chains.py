@@ -9,16 +9,16 @@ import pytest
 from chain_lives import a_life
 from seeds import seeds
 
-LIVES = int(os.environ.get("APRIL_RANDOM_CHAINS", "10"))
-"""Times 20 lives."""
+BATCH = 20
+LIVES = int(os.environ.get("APRIL_RANDOM_LIVES", "200"))
 
 
-@pytest.mark.parametrize("seed", seeds(LIVES))
+@pytest.mark.parametrize("seed", seeds(LIVES // BATCH))
 def test_every_conversation_is_answered_and_trained_once(seed: int) -> None:
     """Each answer is that of the books, each generated token in one row of one batch or dropped by its name."""
     seen: Counter[str] = Counter()
-    for life in range(20):
-        seen += a_life(20 * seed + life)
+    for life in range(BATCH):
+        seen += a_life(BATCH * seed + life)
     for what in ("asked again", "one of several", "another", "unheard", "dropped", "begins again", "rows", "restarts"):
         assert seen[what], what
     assert seen["batches"] >= 10

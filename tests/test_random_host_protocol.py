@@ -23,7 +23,7 @@ from april.core.tape import SegmentKind
 from april.driver.llm import single_turn
 from april.errors import LinkError
 from april.processes.host import Host
-from april.processes.link import Link, MemoryLink, OnFrame, OnLost
+from april.processes.link import Link, OnFrame, OnLost
 from april.testing import FaultScript
 
 pytestmark = on_virtual_time
@@ -38,7 +38,7 @@ NO_FUNCTIONS: dict[str, Any] = {"rollout": single_turn, "reward": None, "filter"
 class Unsteady(Link):
     """A host's end of a link that takes its time both ways and says some frames twice."""
 
-    def __init__(self, link: MemoryLink, luck: random.Random, repeats: float) -> None:
+    def __init__(self, link: Link, luck: random.Random, repeats: float) -> None:
         self.link, self.peer, self.luck, self.repeats = link, link.peer, luck, repeats
         self._down_s = self._up_s = 0.0
 
@@ -54,6 +54,9 @@ class Unsteady(Link):
 
     def close(self) -> None:
         self.link.close()
+
+    async def wait_closed(self) -> None:
+        await self.link.wait_closed()
 
     def _later(self, earliest: float, what: Any, frame: bytes) -> float:
         loop = asyncio.get_running_loop()
@@ -115,9 +118,17 @@ class HostsLife(Place):
         assert [r.reward for r in responses] == [self.worth(r) for r in responses]
         return bool(prompt.data["i"] % 5)
 
-    def link(self, link: MemoryLink) -> Link:
+    def link(self, link: Link) -> Link:
         """A host's end."""
         return Unsteady(link, self.luck, self.repeats)
+
+    def silence(self, link: Any) -> None:
+        """What it says goes nowhere."""
+        link._other = None
+
+    def cut(self, link: Any) -> None:
+        """Neither end reaches the other any more."""
+        link.cut("the cable was pulled")
 
     # ---------------------------------------------------------------- what happens to hosts
 
@@ -136,9 +147,9 @@ class HostsLife(Place):
             if what == "dies":
                 host._ended.cancel()
             elif what == "hangs":
-                link._other = None  # what it says goes nowhere
+                self.silence(link)
             elif what == "is cut off":
-                link.cut("the cable was pulled")
+                self.cut(link)
             elif what == "leaves":
                 await host.aclose()
             else:
