@@ -228,7 +228,7 @@ def scripted_server(kind: str, model: Path, out: Path, hold: Path | None = None)
     elif kind != "sglang":
         raise typer.BadParameter(f"there are servers of kind vllm and sglang, not of kind {kind}")
     else:
-        server = sglang_server(kind, model, port, log, context=CONTEXT)
+        server = sglang_server(kind, model, port, log, context=CONTEXT, room=64 * CONTEXT)
         command = ["tests.real_engines.scripted" if word == "sglang.launch_server" else word for word in server.command]
         server.command = [*command, "--enable-custom-logit-processor", "--disable-overlap-schedule"]
         server.environment["PYTHONPATH"] += f":{ROOT}"
