@@ -17,12 +17,12 @@ from april.driver.user_code import is_async
 from .stand_in_ranks import Meeting, RankAccelerator
 
 VOCAB_SIZE, EOS = 97, 1
-CALL, RESULT, GO_ON = 7, 8, 4
+CALLS, RESULT, GO_ON = range(7, VOCAB_SIZE, 24), 8, 4
 """What the policy writes before the argument of a tool, what stands around a result, and behind all results."""
 DEFAULTS: dict[str, Any] = {
     "num_generations": 2, "generation_batch_size": 4, "max_completion_length": 40, "steps_per_generation": 1,
     "temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": None, "repetition_penalty": 1.0, "generation_kwargs": None,
-    "use_vllm": False, "use_transformers_continuous_batching": False, "seed": 42, "max_tool_calling_iterations": 9,
+    "use_vllm": False, "use_transformers_continuous_batching": False, "seed": 42, "max_tool_calling_iterations": 99,
 }  # fmt: skip
 
 
@@ -47,7 +47,7 @@ def conversations(count: int) -> Rows:
 def parse_response(tokenizer: Any, ids: list[int], prefix: Any = None, tools: Any = None) -> dict[str, Any]:
     """As ``trl.chat_template_utils.parse_response``: a call of ``look`` for each mark with a token behind it."""
     said: dict[str, Any] = {"role": "assistant", "content": tokenizer.decode(ids)}
-    arguments = [{"n": after} for mark, after in pairwise(ids) if mark == CALL]
+    arguments = [{"n": after} for mark, after in pairwise(ids) if mark in CALLS]
     calls = [{"type": "function", "function": {"name": "look", "arguments": a}} for a in arguments]
     return said | {"tool_calls": calls} if calls else said
 

@@ -160,7 +160,7 @@ def test_a_round_too_many_and_results_that_do_not_fit_end_a_response() -> None:
     short = trainer(max_completion_length=24)
     short.train(steps=6)
 
-    for made, most in ((few, 1), (short, 9)):
+    for made, most in ((few, 1), (short, 99)):
         rows = [(row, ids) for output in made.outputs for row, ids in zip(
             output["completions"], output["completion_ids"], strict=True)]  # fmt: skip
         assert max(sum(m["role"] == "assistant" for m in messages) for messages, _ in rows) <= 1 + most

@@ -234,7 +234,7 @@ def trainer(folder: Path, longest: int = 300, settings: dict[str, Any] | None = 
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("longest", [300, 60])
+@pytest.mark.parametrize("longest", [300, 120])
 def test_tools(longest: int, tmp_path: Path) -> None:
     """Rows, masks, messages, log-probabilities and counts are TRL's, with results that do not fit, too."""
     made = trainer(tmp_path, longest, tools=[look, later], reward_funcs=of_messages)
