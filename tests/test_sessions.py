@@ -1,0 +1,123 @@
+"""Sessions over HTTP: which is given to whom, what its end says, and the keys; the trainer is a RolloutScheduler."""
+
+from __future__ import annotations
+
+import asyncio
+import stat
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+
+import april
+from april.agents import Sessions
+from april.errors import UsageError
+from april.testing.gateway.script import EOS, TOKENIZER, VOCAB
+
+pytest.importorskip("renderers")
+
+
+class Orchestrator:
+    """What is outside."""
+
+    def __init__(self, sessions: Sessions, http: aiohttp.ClientSession) -> None:
+        self.sessions, self.http = sessions, http
+
+    async def say(self, path: str, body: Any = None, key: str | None = None, method: str = "POST") -> tuple[int, Any]:
+        """Status and body of an answer; one that may come later is asked for again."""
+        headers = {"Authorization": f"Bearer {self.sessions.key if key is None else key}"}
+        async with self.http.request(method, self.sessions.url + path, json=body, headers=headers) as response:
+            if response.status == 429:
+                assert response.headers["Retry-After"] == "1"
+            return response.status, await response.json()
+
+    async def open(self) -> dict[str, Any]:
+        """The next session."""
+        while (got := await self.say("/sessions"))[0] == 429:  # noqa: ASYNC110 - the scheduler's thread
+            await asyncio.sleep(0.001)
+        assert got[0] == 200
+        return dict(got[1])
+
+
+@asynccontextmanager
+async def outside() -> AsyncIterator[tuple[Orchestrator, asyncio.Task[Any]]]:
+    """An orchestrator, and the batch of two groups of one that it works for."""
+    sessions = Sessions()
+    config = april.Config(rollout_batch_size=2, n_samples_per_prompt=1, max_response_len=50)
+    engine = april.testing.FakeEngine("f", lengths=5, seconds_per_token=1e-4, vocab_size=VOCAB, eos_token_id=EOS)
+    sessions.start()
+    async with april.RolloutScheduler(
+        config, prompts=[{"token_ids": [9 + i], "name": i} for i in range(9)], tokenizer=TOKENIZER,
+        rollout=sessions.rollout, reward=sessions.reward, engines=[engine], progress=False,
+    ) as rollouts, aiohttp.ClientSession() as http:  # fmt: skip
+        batch = asyncio.create_task(rollouts.anext_batch())
+        try:
+            yield Orchestrator(sessions, http), batch
+        finally:
+            batch.cancel()
+    sessions.close()
+
+
+async def test_each_sample_is_given_once_and_ended_by_what_is_said() -> None:
+    """No more are given than the plan wants; its end may be told again, and changes nothing then."""
+    async with outside() as (o, batch):
+        sessions = [await o.open() for _ in range(2)]
+        assert sessions[0]["id"] != sessions[1]["id"]
+        assert (await o.say("/sessions"))[0] == 429
+        for i, session in enumerate(sessions):
+            key = {"Authorization": f"Bearer {session['api_key']}"}
+            asked = {"prompt": [9, 9], "max_tokens": 5}
+            async with o.http.post(f"{session['base_url']}/completions", json=asked, headers=key) as response:
+                assert response.status == 200
+            other = {"Authorization": f"Bearer {sessions[not i]['api_key']}"}
+            async with o.http.post(f"{session['base_url']}/completions", json=asked, headers=other) as response:
+                assert response.status == 401
+            for reward in (float(i), 7.0):
+                said = await o.say(f"/sessions/{session['id']}/end", {"reward": reward})
+                assert said == (200, {"id": session["id"], "state": "ended"})
+        assert sorted((await batch).rewards.tolist()) == [0.0, 1.0]
+
+
+async def test_a_session_that_is_cancelled_begins_again_as_another() -> None:
+    """With an address and a key of its own: who had the first one is told that it is over."""
+    async with outside() as (o, _):
+        one, _ = await o.open(), await o.open()
+        assert (await o.say(f"/sessions/{one['id']}/cancel", {"why": "no"}))[1]["state"] == "cancelled"
+        again = await o.open()
+        assert (again["group"], again["index"]) == (one["group"], one["index"])
+        assert {again["id"], again["api_key"]}.isdisjoint({one["id"], one["api_key"]})
+        key = {"Authorization": f"Bearer {one['api_key']}"}
+        async with o.http.get(f"{one['base_url']}/models", headers=key) as response:
+            assert response.status == 404
+
+
+async def test_what_is_said_wrongly_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keys, ids, rewards and bodies."""
+    monkeypatch.setattr("april.agents.sessions.LARGEST_BODY", 1000)
+    async with outside() as (o, _):
+        end = f"/sessions/{(await o.open())['id']}/end"
+        for path, body, key, status in (
+            ("/sessions", None, "wrong", 401), (end, {"reward": 1.0}, "wrong", 401), (end, {}, None, 400),
+            (end, {"reward": True}, None, 400), (end, [1], None, 400), (end, {"reward": "1"}, None, 400),
+            ("/sessions/0-0-0/end", {"reward": 1.0}, None, 410), (end, {"output": "x" * 1000}, None, 413),
+        ):  # fmt: skip
+            got = await o.say(path, body, key)
+            assert (got[0], bool(got[1]["error"]["message"])) == (status, True)
+
+
+def test_a_key_is_kept_for_its_owner_alone(tmp_path: Path) -> None:
+    """It is the same each time; a file that others can read, or that is empty, is refused."""
+    path = tmp_path / "key"
+    assert Sessions(key_file=path).key == Sessions(key_file=path).key == path.read_text()
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert path.read_text() not in repr(Sessions(key_file=path))
+    path.chmod(0o644)
+    with pytest.raises(UsageError, match="chmod 600"):
+        Sessions(key_file=path)
+    path.write_text("")
+    path.chmod(0o600)
+    with pytest.raises(UsageError, match="empty"):
+        Sessions(key_file=path)
