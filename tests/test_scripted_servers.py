@@ -11,23 +11,28 @@ from april.testing.gateway.script import TOKENIZER, reply, says
 from tests.real_engines import scripted
 from tests.real_engines.scripted import Line
 
-ASKED = "<|im_start|>user\nplease #{word}<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
+CHAT = "<|im_start|>user\nplease #{word}<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
+TEXT = "before #hello please #{word}"
 
 
-@pytest.mark.parametrize("word", ["hello", "long", "add", "split"])
+@pytest.mark.parametrize("asked_for", [CHAT, TEXT], ids=["chat", "text"])
+@pytest.mark.parametrize("word", ["hello", "long", "longadd", "add", "split"])
 @pytest.mark.parametrize("cut", [0, 1, 5])
-def test_the_answer_goes_on_where_the_request_begins(word: str, cut: int) -> None:
+def test_the_answer_goes_on_where_the_request_begins(word: str, cut: int, asked_for: str) -> None:
     """A request that has the beginning of an answer gets the rest, its end included, and then the model's own."""
-    asked = TOKENIZER.encode(ASKED.format(word=word))
+    asked = TOKENIZER.encode(asked_for.format(word=word))
     whole = reply(asked)
     line = Line([*asked, *whole[:cut]])
     said = [line.next(count) for count in range(len(whole) - cut + 1)] if cut < len(whole) else []
 
     assert said == ([*whole[cut:], None] if cut < len(whole) else [])
-    assert line.long == (word == "long")
+    assert line.long == (cut < len(whole) and word in ("long", "longadd"))
 
 
-@pytest.mark.parametrize("prompt", [[7, 8, 9], TOKENIZER.encode(ASKED.format(word="nothing")), [500, 1, 300]])
+@pytest.mark.parametrize(
+    "prompt",
+    [[7, 8, 9], TOKENIZER.encode(CHAT.format(word="nothing")), TOKENIZER.encode("no #hello here"), [500, 1, 300]],
+)
 def test_what_asks_for_nothing_is_left_alone(prompt: list[int]) -> None:
     """Requests of april's probes, conversations without a word of the script, and tokens that it has not."""
     assert Line(prompt).next(0) is None

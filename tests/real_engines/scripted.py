@@ -33,6 +33,25 @@ def _answer() -> list[int]:
     return [int(word) for word in os.environ.get(ANSWER, "").split(",") if word]
 
 
+def _of_chat(ids: list[int]) -> int | None:
+    """The place at which the answer of a conversation begins; None: nothing of the script is asked for."""
+    last = len(ids) - 1 - ids[::-1].index(START)
+    begin = last + len(HEAD)
+    if ids[last:begin] != HEAD or not any(f"#{word}" in TOKENIZER.decode(ids[:begin]) for word in REPLIES):
+        return None
+    return begin + len(NO_THOUGHT) * (ids[begin : begin + len(NO_THOUGHT)] == NO_THOUGHT)
+
+
+def _of_text(ids: list[int]) -> int | None:
+    """The same of a text, which ends with the word that is asked for, or goes on with the beginning of its answer."""
+    mark = TOKENIZER.encode("#")[0]
+    last = len(ids) - 1 - ids[::-1].index(mark) if mark in ids else len(ids)
+    for begin in range(len(ids), last, -1):
+        if TOKENIZER.decode(ids[last + 1 : begin]) in REPLIES and reply(ids[:begin])[: len(ids) - begin] == ids[begin:]:
+            return begin
+    return None
+
+
 class Line:
     """What the script says behind a request's tokens, which may end in the middle of an answer."""
 
@@ -40,22 +59,11 @@ class Line:
         self.tokens: Sequence[int] = ()
         self.long = False
         ids = list(prompt)
-        if START not in ids:
-            return
         if _answer():
-            self.tokens = _answer()
-            return
-        last = len(ids) - 1 - ids[::-1].index(START)
-        if ids[last : last + len(HEAD)] != HEAD or max(ids) >= VOCAB:
-            return
-        begin = last + len(HEAD)
-        if ids[begin : begin + len(NO_THOUGHT)] == NO_THOUGHT:
-            begin += len(NO_THOUGHT)
-        asked = ids[:begin]
-        if not any(f"#{word}" in TOKENIZER.decode(asked) for word in REPLIES):
-            return
-        self.tokens = reply(asked)[len(ids) - begin :]
-        self.long = word_of(asked) in LONG_WORDS
+            self.tokens = _answer() if START in ids else ()
+        elif max(ids) < VOCAB and (begin := (_of_chat if START in ids else _of_text)(ids)) is not None:
+            self.tokens = reply(ids[:begin])[len(ids) - begin :]
+            self.long = word_of(ids[:begin]) in LONG_WORDS
 
     def next(self, count: int) -> int | None:
         """The token behind ``count`` that were generated; None: the model's own."""
