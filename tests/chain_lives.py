@@ -99,6 +99,11 @@ class Books:
         """The call goes to the row in which it was asked before, else to the longest that it continues, or its own."""
         rows = self.rows[of]
         again = [(heard, i) for i, row in enumerate(rows) if (heard := self.heard_before(row, ids)) is not None]
+        free = [r for r in rows if r.made and not r.pending and r.open is None and ids[: len(r.ids)] == r.ids]
+        longest = max((len(row.ids) for row in free), default=-1)
+        if again and min(again)[0] and longest >= (rows[min(again)[1]].pending[min(again)[0] - 1][1] or 0):
+            again = []  # this run has heard as much elsewhere
+            self.seen["heard elsewhere"] += 1
         if again:
             heard, i = min(again)
             row = rows[i]
@@ -118,7 +123,6 @@ class Books:
             else:
                 row.made.append((asked, end, number))
             return
-        free = [r for r in rows if r.made and not r.pending and r.open is None and ids[: len(r.ids)] == r.ids]
         if free:
             row = max(free, key=lambda r: len(r.ids))
             self.seen["one of several"] += len(free) > 1
@@ -351,8 +355,11 @@ class ChainLife(ChainMachine):
         """A timer runs out: aborts are asked for again, or given up; engines are asked whether they are well."""
         self.post(ev.TimerFired(self.timers.pop(self.rng.randrange(len(self.timers)))))
 
-    def keep(self, attempt_id: str, *, corrupt: bool = False) -> None:
-        """By the books, the tokens of a request go to the row that waits for it; those of no row are unheard."""
+    def keep(self, attempt_id: str, *, corrupt: bool = False, ended: bool = True) -> None:
+        """By the books, the tokens of a request go to the row that waits for it; those of no row are unheard.
+
+        One that ``ended`` with a whole answer, when its function was lost, has been answered to nobody.
+        """
         attempt = self.in_flight[attempt_id]
         tokens = [] if corrupt else attempt.tape.packed()[0].tolist()
         for rows in self.books.rows.values():
@@ -360,6 +367,10 @@ class ChainLife(ChainMachine):
                 if row.attempt == attempt_id:
                     row.ids += tokens
                     row.attempt = ""
+                    whole = tokens[-1:] == [EOS] or len(tokens) == attempt.sampling.max_tokens
+                    if ended and whole and tuple(attempt.sample.id) not in self.alive:
+                        row.made.append((row.asked, len(row.ids), 0))
+                        row.open = None
                     return
         if attempt.lost_for == "unheard":
             self.books.dropped["unheard"] += len(tokens)
@@ -442,7 +453,7 @@ class ChainLife(ChainMachine):
         state, books, memory = self.saved(), self.books, self.memory
         self.books, self.memory = deepcopy((books, memory))
         for attempt_id in sorted(self.in_flight):
-            self.keep(attempt_id)
+            self.keep(attempt_id, ended=False)
         for key in sorted(self.alive):
             self.remembers(key)
         self.kept = Kept(state, self.books, self.memory, self.generated)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from chain_machine import FIRST, ChainMachine, P, check_rows
-from core_machine import A, B, settings
+from core_machine import EOS, A, B, settings
 
 from april.core import commands as do
 from april.core import events as ev
@@ -428,6 +428,20 @@ def test_twins_that_are_asked_again_get_both_answers() -> None:
     assert not any(chain.replay for chain in m.chains())
     m.returns()
     assert m.dropped == {}
+
+
+def test_a_twin_that_is_not_asked_again_is_not_continued() -> None:
+    """Of two equal answers, what goes on is the one that this run has heard; the other is dropped by its name."""
+    m = began()
+    for number in (m.call(P), m.call(P)):
+        m.stops(m.of_call(number), EOS)
+    m.lose(0)
+    one = m.heard[FIRST, m.call(P)].conversation
+    m.complete(m.call([*one, 7]), 2)
+    m.returns()
+    assert m.dropped == {"replay_diverged": 1}
+    (row,) = delivered(m).samples
+    assert row.loss_mask.tolist() == [1, 0, 1, 1]
 
 
 def test_a_tool_that_drifts_opens_another_conversation() -> None:

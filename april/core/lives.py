@@ -147,11 +147,20 @@ class SampleLives:
         """
         claims = [(chain, self._heard_before(chain, token_ids)) for chain in sample.chains if chain.replay is not None]
         claimed = [(heard, chain.number, chain) for chain, heard in claims if heard is not None]
-        if claimed:
-            return min(claimed)[2]
         free = (c for c in sample.chains if c.replay is None and c.open_call is None and c.calls)
-        extended = (c for c in free if c.begins(token_ids, len(c.tape)))
-        return max(extended, key=lambda c: len(c.prompt) + len(c.tape), default=None)
+        extended = [(len(c.prompt) + len(c.tape), -c.number, c) for c in free if c.begins(token_ids, len(c.tape))]
+        longest, _, chain = max(extended, default=(-1, 0, None))
+        if claimed:
+            heard, _, lost = min(claimed)
+            # what this run has heard goes before an equal conversation of which it has heard nothing
+            if not heard or chain is None or self._heard_until(lost, heard) > longest:
+                return lost
+        return chain
+
+    def _heard_until(self, chain: Chain, heard: int) -> int:
+        """Tokens of its conversation with so many of the answers that are to be replayed."""
+        assert chain.replay is not None
+        return len(chain.prompt) + chain.replay.calls[heard - 1].end
 
     def _heard_before(self, chain: Chain, token_ids: Int32) -> int | None:
         """Return after how many of the answers that are to be replayed a call comes; None: it is of another chain.
