@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -473,6 +474,27 @@ def children_of(pid: int) -> list[int]:
     return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
+def test_signals_wait_while_processes_begin(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that comes as work is handed to processes is raised once all of it is; a process half begun would hang."""
+    submitted: list[bool] = []
+
+    class Executor:
+        def __init__(self, *_: Any) -> None:
+            pass
+
+        def submit(self, *_: Any) -> None:
+            signal.raise_signal(signal.SIGINT)
+            submitted.append(True)
+
+        def shutdown(self, **_: Any) -> None:
+            pass
+
+    monkeypatch.setattr(planning, "ProcessPoolExecutor", Executor)
+    with pytest.raises(KeyboardInterrupt):
+        plan(SMALL, processes=2)
+    assert len(submitted) == len(coarse(SMALL, Space.whole(SMALL)))
+
+
 def runs(pid: int) -> bool:
     """Whether a process is there, and not only its exit status."""
     try:
@@ -492,14 +514,17 @@ def test_a_plan_that_is_ended_leaves_nothing_behind(whom: str, tmp_path: Path) -
         [*command, "--out", str(tmp_path)], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
         start_new_session=True,
     ) as process:  # fmt: skip
-        while len(started := children_of(process.pid)) < 3:  # two that simulate, and the one that tracks semaphores
-            assert process.poll() is None
-            os.sched_yield()
-        (os.killpg if whom.endswith("all") else os.kill)(process.pid, number)
-        _, said = process.communicate(timeout=600.0)
-    assert process.returncode == 128 + number
+        try:
+            while len(started := children_of(process.pid)) < 3:
+                assert process.poll() is None
+                os.sched_yield()
+            (os.killpg if whom.endswith("all") else os.kill)(process.pid, number)
+            assert process.wait(timeout=600.0) == 128 + number
+            assert not any(map(runs, started[1:])), "the first is the one that tracks semaphores, and ends after them"
+            assert process.stderr is not None
+            said = process.stderr.read()
+        finally:
+            with suppress(ProcessLookupError):  # whatever goes wrong here leaves none of them running
+                os.killpg(process.pid, signal.SIGKILL)
     assert "resource_tracker" not in said
     assert "Traceback" not in said
-    for child in started:
-        while runs(child):
-            os.sched_yield()

@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import math
 import signal
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from itertools import repeat
 from multiprocessing import active_children, get_context
 from multiprocessing.process import BaseProcess
+from typing import Any
 
 from april.core.types import Refill, Work
 from april.simulate.run import measure
@@ -281,7 +283,13 @@ def plan(
             executor = ProcessPoolExecutor(processes, get_context("spawn"), signal.signal, leave_it)
             stack.callback(executor.shutdown, cancel_futures=True)
             stack.push(lambda kind, *_: kind is not None and _end(set(active_children()) - before))
-            run = executor.map
+
+            def beside(row: Callable[..., Row], *arguments: Iterable[Any]) -> Iterator[Row]:
+                with _undisturbed():  # a process that is half begun could neither be ended nor waited for
+                    began = [executor.submit(row, *each) for each in zip(*arguments, strict=False)]
+                return (future.result() for future in began)
+
+            run = beside
         schedules = coarse(workload, space)
         if not schedules:
             raise ValueError(f"no setting can be simulated with max_staleness={workload.max_staleness}")
@@ -292,6 +300,24 @@ def plan(
         run_all(_finalists(schedules[0], list(rows.values()), share), long, 0)
     best = choose([row for row in rows.values() if row.long], share)
     return Plan(sorted(rows.values(), key=lambda r: -r.tokens_per_s), best, rows[schedules[0]])
+
+
+@contextmanager
+def _undisturbed() -> Iterator[None]:
+    """Signals that end the program wait until this is over; only the main thread gets any."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    late: list[int] = []
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    before = [signal.signal(number, lambda number, frame: late.append(number)) for number in numbers]
+    try:
+        yield
+    finally:
+        for number, handler in zip(numbers, before, strict=True):
+            signal.signal(number, handler)
+        for held_back in late:
+            signal.raise_signal(held_back)
 
 
 def _end(processes: Iterable[BaseProcess]) -> bool:
