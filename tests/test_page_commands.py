@@ -212,7 +212,7 @@ def slime(words: list[str], own: Mapping[str, Any] | None = None) -> None:
             assert callable(getattr(import_module(module), function))
     given.pop("rollout_function_path", None)
     given.setdefault("n_samples_per_prompt", 8)
-    if own and "group_quorum" in own:
+    if own and own.keys() & {"group_quorum", "rollout"}:
         given |= {"custom_reward_post_process_path": "april.adapters.slime.post_process_rewards"}
     args = slime_stand_in.namespace(april=dict(own or {}), sglang_router_ip="127.0.0.1", sglang_router_port=1, **given)
     config_of_slime(args, ["http://127.0.0.1:8000"])
