@@ -169,8 +169,8 @@ class GRPOTrainer:
         raise NotImplementedError("it generates")
 
     def _get_tool_suffix_ids(self, tool_messages: list[dict[str, Any]]) -> list[int]:
-        """Each result between two marks, and where the policy goes on."""
-        results = [map(int, said["content"].split()) for said in tool_messages]
+        """The numbers of each result between two marks (an error may have none), and where the policy goes on."""
+        results = [[int(word) for word in said["content"].split() if word.isdigit()] for said in tool_messages]
         return [*(token for result in results for token in (RESULT, *result, RESULT)), GO_ON]
 
     def _calculate_rewards(
