@@ -134,7 +134,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"token_ids": Prompt(prompt_ids(0))}, "got Prompt of object; give prompt.token_ids or "),
     ({"token_ids": [*IDS, 1.5]}, "UsageError: .* flat list of integers"),
     ({"token_ids": [*IDS, -1]}, "UsageError: .* must be in"),
-    ({"max_tokens": 0}, "UsageError: llm.generate: max_tokens must be at least 1"),
+    ({"max_tokens": 0}, r"UsageError: llm.generate: max_tokens must be in \[1, 2\*\*31\), got 0"),
     ({"max_tokens": 2.5}, "llm.generate: max_tokens must be an integer, got 2.5"),
     ({"max_tokens": True}, "llm.generate: max_tokens must be an integer, got True"),
     ({"max_tokens": 4, "min_tokens": 5}, "UsageError: llm.generate: min_tokens must be in"),

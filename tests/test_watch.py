@@ -7,7 +7,6 @@ import io
 import json
 import re
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
 from itertools import pairwise
@@ -456,17 +455,18 @@ def test_a_long_wait_writes_lines_ever_more_rarely(
     """Where no line can be drawn: the first after WRITTEN_AFTER_S, each next one after twice as long."""
     pauses: list[float] = []
 
-    class Over(threading.Event):
-        """Is set after the pause before the fourth line; each pause of this wait takes no time."""
+    class GoesOn:
+        """Is let go after the pause before the fourth line; each pause of this wait takes no time."""
 
-        def wait(self, timeout: float | None = None) -> bool:
-            assert timeout is not None
+        def acquire(self, *, timeout: float) -> bool:
             pauses.append(timeout)
             return len(pauses) > 6
 
     answers = iter(range(100))
     lines = WrittenLines(lambda tell: tell(float(next(answers)), standing()))
-    lines._write(Over())
+    goes_on: Any = GoesOn()
+    lines._goes_on = goes_on
+    lines._write(goes_on)
     assert pauses == [10.0, progress.ANSWER_S, 20.0, progress.ANSWER_S, 40.0, progress.ANSWER_S, 80.0]
     written = capsys.readouterr().err.splitlines()
     assert [line.split("  ")[:2] for line in written] == [["april: step 3", "2/8 groups"]] * 3

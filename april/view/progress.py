@@ -5,6 +5,7 @@ Invariant: whatever happens to the terminal, the wait for the batch does not hea
 
 from __future__ import annotations
 
+import _thread
 import logging
 import sys
 import threading
@@ -146,23 +147,28 @@ class WrittenLines:
 
     def __init__(self, ask: Callable[[Tell], None]) -> None:
         self._ask = ask
+        self._goes_on: threading.Lock | None = None
+        """Held while the present wait goes on."""
 
     @contextmanager
     def shown(self) -> Iterator[None]:
         """Write lines while the wait inside goes on."""
-        over = threading.Event()
+        # a bare lock and thread: an interrupt inside Event or Thread.start breaks them, and hides the interrupt
+        goes_on = self._goes_on = threading.Lock()
+        goes_on.acquire()
         try:
-            threading.Thread(target=self._write, args=(over,), name="april-progress", daemon=True).start()
+            _thread.start_new_thread(self._write, (goes_on,))
             yield
         finally:
-            over.set()
+            self._goes_on = None
+            goes_on.release()
 
-    def _write(self, over: threading.Event) -> None:
+    def _write(self, goes_on: threading.Lock) -> None:
         wait, pause_s = _Wait(self._ask), WRITTEN_AFTER_S
         wait.look()
-        while not over.wait(pause_s):
+        while not goes_on.acquire(timeout=pause_s):
             wait.look()
-            if over.wait(ANSWER_S):
+            if goes_on.acquire(timeout=ANSWER_S) or self._goes_on is not goes_on:
                 return
             if text := wait.look():
                 _quietly(partial(print, f"april: {text}", file=sys.stderr, flush=True))
