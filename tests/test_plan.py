@@ -7,7 +7,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -474,6 +474,15 @@ def children_of(pid: int) -> list[int]:
     return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
+@pytest.fixture
+def heard_interrupts() -> Iterator[None]:
+    """SIGINT means what it means in a terminal, though a shell in the background may have these tests ignore it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("heard_interrupts")
 def test_signals_wait_while_processes_begin(monkeypatch: pytest.MonkeyPatch) -> None:
     """One that comes as work is handed to processes is raised once all of it is; a process half begun would hang."""
     submitted: list[bool] = []
@@ -503,6 +512,7 @@ def runs(pid: int) -> bool:
         return False
 
 
+@pytest.mark.usefixtures("heard_interrupts")
 @pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="finds processes as Linux shows them")
 @pytest.mark.parametrize("whom", ["SIGTERM to the first process", "SIGINT to all"])
 def test_a_plan_that_is_ended_leaves_nothing_behind(whom: str, tmp_path: Path) -> None:

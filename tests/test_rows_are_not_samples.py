@@ -66,9 +66,12 @@ async def agents() -> tuple[list[april.Batch], FakeEngine, Any]:
         first = await door.ask(prompt.token_ids)
         await asyncio.gather(door.ask([70, 71]), door.ask([80]), door.ask([*first.conversation, 90], max_tokens=3))
 
+    async def reward(prompt: april.Prompt, response: april.Response) -> float:  # a thread would not wait for the clock
+        return float(len(response.conversations))
+
     scheduler = _SameLoopScheduler(
         CONFIG, prompts=[{"token_ids": [1, 2, i + 3], "i": i} for i in range(6)], engines=[engine], check=True,
-        rollout=rollout, reward=lambda prompt, response: float(len(response.conversations)),
+        rollout=rollout, reward=reward,
     )  # fmt: skip
     batches = []
     try:
