@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +19,7 @@ from tiny_models import tiny_model
 
 import april
 from april.adapters import trl as adapter
+from april.adapters.trl.tools import ToolLoop
 
 from . import stand_in_trl as trl
 
@@ -211,8 +213,33 @@ def test_an_evaluation_plays_too() -> None:
     assert made.rollout_func.ledger["tokens"].balanced
 
 
-def test_finished_responses_have_their_messages_after_a_restart(tmp_path: Path) -> None:
+def test_finished_responses_have_their_messages_after_a_restart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Also those that are delivered by the next process; a checkpoint without tools is refused, and one with them."""
+    released, noted = threading.Event(), threading.Event()
+    converse = ToolLoop._converse
+
+    def one_waits(loop: ToolLoop, llm: Any, *args: Any) -> None:
+        """Group 2 has one response that is finished before the checkpoint, and one that waits for it."""
+        group, index = llm.sample_id
+        if (group, index) == (2, 1):
+            released.wait()
+        converse(loop, llm, *args)
+        if (group, index) == (2, 0):
+            noted.set()
+        elif group > 2:
+            noted.wait()
+
+    def saved(loop: ToolLoop) -> list[Any]:
+        notes = state(loop)
+        if before.state.global_step == 3:
+            released.set()
+        return notes
+
+    state = ToolLoop.state
+    monkeypatch.setattr(ToolLoop, "_converse", one_waits)
+    monkeypatch.setattr(ToolLoop, "state", saved)
     before = trainer()
     before.folder = tmp_path
     before.train(steps=3)
