@@ -266,15 +266,20 @@ class RolloutScheduler:
         )
 
     def weight_update(
-        self, path: str | None = None, transfer: Callable[[], Any] | None = None, trained: int | None = None
-    ) -> PolicyVersion:
+        self, path: str | None = None, transfer: Callable[[], Any] | None = None, trained: int | None = None,
+        weights: Any = None,
+    ) -> PolicyVersion:  # fmt: skip
         """Tell april that the trainer has updated: commits what was trained and raises the policy version.
 
         Args:
             path: directory from which the engines load the new weights, where they can; servers get it as an absolute
                 path.
             transfer: called here, in the trainer's thread, while the engines are paused, to hand weights over.
-                Neither: the engines read the model in place, as embedded ones do. Servers do not, so this is refused.
+                None of the three: the engines read the model in place, as embedded ones do. Servers do not, so this is
+                refused.
+            weights: a module, a mapping, or an iterable of (Hugging Face name, tensor) that can be gone through again:
+                sent from this process to the engines, in buckets, without a directory. An engine that fails meanwhile
+                is left out if there are others. See docs/servers.md.
             trained: number (``batch.id``) of the last batch that these weights were trained on; it and those before it
                 are committed. None: the oldest batch that is out and of no update before this one, as each is made of
                 one batch, in the order of delivery. Name it if one update trains several, or if one batch brings
@@ -297,14 +302,17 @@ class RolloutScheduler:
         batch), it waits for that end instead of updating twice; :attr:`version` tells what is in force. See
         docs/restarts.md.
         """
+        if weights is not None:
+            raise ConfigError("weight_update: weights= is not there yet; give path= or transfer=")
         run = partial(self._driver.update_weights, trained=trained)
         return self._with_weights("weight_update", run, path, transfer, trained)
 
     async def aweight_update(
-        self, path: str | None = None, transfer: Callable[[], Any] | None = None, trained: int | None = None
-    ) -> PolicyVersion:
+        self, path: str | None = None, transfer: Callable[[], Any] | None = None, trained: int | None = None,
+        weights: Any = None,
+    ) -> PolicyVersion:  # fmt: skip
         """:meth:`weight_update` in a thread, for a trainer with an event loop of its own."""
-        return await asyncio.to_thread(self.weight_update, path, transfer, trained)
+        return await asyncio.to_thread(self.weight_update, path, transfer, trained, weights)
 
     def commit(self, batch_id: int) -> None:
         """The trainer is done with this batch and those before it, and no weight update of their own follows.

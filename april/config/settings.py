@@ -32,7 +32,16 @@ from april.config.values import (
 )
 from april.core.sampling import SamplingParams, stop_id_of, wrong_stop_strings
 from april.core.settings import LEAST_QUORUM, CoreSettings, quorum_of
-from april.core.types import GenerationMode, OnDataEnd, OnFailedSample, OnLongPrompt, OnStale, Refill, Work
+from april.core.types import (
+    GenerationMode,
+    OnDataEnd,
+    OnFailedSample,
+    OnLongPrompt,
+    OnStale,
+    Refill,
+    WeightsRoute,
+    Work,
+)
 from april.errors import ConfigError
 from april.extras import install
 
@@ -159,6 +168,9 @@ class Config(Model):
     names it. None means 60 s, or outage_deadline_s if that is less."""
     outage_deadline_s: Seconds = 600.0
     """Longest wait for an engine while none is well, before the step fails, and for an engine to load weights."""
+    weights: WeightsRoute = WeightsRoute.AUTO
+    """Way of new weights to servers, where a trainer's adapter chooses: by a directory that they read (disk), sent from
+    the trainer's process (collective), or the latter where all servers offer it (auto)."""
     allow_mismatch: bool = False
     """Accept sampling parameters under which a trainer's recomputed log-probabilities cannot match."""
     seed: Seed = 0

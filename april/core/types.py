@@ -131,6 +131,17 @@ class AttemptFailure(StrEnum):
     """The tokenizer failed, so nobody knows whether a stop string is in what came last; what came before is kept."""
 
 
+class WeightsRoute(StrEnum):
+    """Ways of new weights from a trainer to servers."""
+
+    AUTO = "auto"
+    """Sent from the trainer's process where all servers take them so, by a directory elsewhere."""
+    DISK = "disk"
+    """By a directory that every server can read."""
+    COLLECTIVE = "collective"
+    """Sent from the trainer's process, without a directory."""
+
+
 class OnStale(StrEnum):
     """Policies for samples that exceed max_staleness; with all but DROP, steps wait for samples that soon would."""
 

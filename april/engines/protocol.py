@@ -67,6 +67,11 @@ class Capabilities:
     :class:`GathersWeights`."""
     updates_from_disk: bool = False
     """``update_weights`` accepts a path."""
+    collective: tuple[str, ...] = ()
+    """Back-ends ("nccl", "gloo") over which the trainer's process can send it weights. A
+    :class:`~april.engines.weight_routes.ReceivesWeights`."""
+    takes_tensors: bool = False
+    """It takes tensors of this process. A :class:`~april.engines.weight_routes.TakesTensors`."""
     abort_means: AbortMeans = AbortMeans.BY_ID
     """The way in which ``abort`` works here."""
     version_spans: bool = True
