@@ -1,0 +1,350 @@
+"""The trainer's weights, named as their checkpoint names them, one bucket after the other.
+
+A bucket holds at least one tensor and otherwise no more bytes than it was given. Parameters that are spread over ranks
+(DTensor: FSDP2, tensor parallelism) are put together one by one, on every rank at the same time, so no rank ever holds
+more than two buckets of them, where a bucket is at least the largest tensor.
+
+Nothing of torch is imported before there are weights to look at.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import TYPE_CHECKING, Any
+
+from april.engines.weight_routes import TensorSpec
+from april.errors import ConfigError
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+BUCKET_BYTES = 256 << 20
+"""Bytes of a bucket where nothing else is said."""
+WHAT_TO_GIVE = "give a torch module, a dict of tensors by name, or an iterable of (name, tensor)"
+_WRAPPERS = {"DistributedDataParallel": "module", "DataParallel": "module", "OptimizedModule": "_orig_mod"}
+"""The attribute that holds the model, by the class that wraps it."""
+_IN_BETWEEN = ("_orig_mod.", "_checkpoint_wrapped_module.")
+"""The words that torch.compile and activation checkpointing put into the names of parameters."""
+
+
+@dataclass(slots=True)
+class Bucket:
+    """Some tensors, contiguous and whole; they are dropped when the next bucket is asked for."""
+
+    specs: tuple[TensorSpec, ...]
+    tensors: list[Tensor] = field(repr=False)
+    last: bool
+    """No other one follows."""
+
+
+@dataclass(slots=True)
+class Portion:
+    """The weights of a bucket as the ranks hold them: pieces of them, where they are sharded."""
+
+    items: list[_Item]
+    last: bool
+
+    def digest(self) -> bytes:
+        """Return what is the same on two ranks if they are about to gather the same tensors."""
+        words = [(item.name, item.dtype, item.shape, item.sharded) for item in self.items]
+        return hashlib.blake2b(repr((words, self.last)).encode(), digest_size=16).digest()
+
+
+@dataclass(frozen=True, slots=True)
+class _Item:
+    name: str
+    tensor: Tensor
+    split: Callable[[str, Tensor], Mapping[str, Tensor]] | None = None
+    """Makes several tensors of a checkpoint out of it; None: it is one."""
+
+    @property
+    def sharded(self) -> bool:
+        return hasattr(self.tensor, "full_tensor")
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.tensor.shape)
+
+    @property
+    def dtype(self) -> str:
+        return name_of(self.tensor.dtype)
+
+    def bytes_as(self, dtype: torch.dtype | None) -> int:
+        sent_as = self.tensor.dtype if dtype is None or not self.tensor.is_floating_point() else dtype
+        return int(self.tensor.numel()) * sent_as.itemsize
+
+    def whole(self, dtype: torch.dtype | None) -> Tensor:
+        """Return the tensor, put together if it is spread over ranks: collective then."""
+        tensor: Any = self.tensor.detach()
+        if dtype is not None and tensor.is_floating_point():
+            tensor = tensor.to(dtype)  # a shard before it travels
+        if self.sharded:
+            tensor = tensor.full_tensor()
+            tensor = tensor.wait() if hasattr(tensor, "wait") else tensor
+        return tensor.contiguous()  # type: ignore[no-any-return]
+
+
+class WeightSource:
+    """The weights of one update.
+
+    Args:
+        weights: a torch module, a mapping from name to tensor, or an iterable of (name, tensor).
+        bucket_bytes: most bytes of a bucket; one larger tensor is a bucket by itself.
+        dtype: in which floating-point tensors are sent, as "bfloat16"; None: as they are.
+
+    Raises:
+        ConfigError: these are no weights, or not such as an engine could load. An iterator is looked at only when it is
+            drawn from.
+    """
+
+    def __init__(self, weights: Any, *, bucket_bytes: int = BUCKET_BYTES, dtype: str | None = None) -> None:
+        if bucket_bytes < 1:
+            raise ConfigError(f"weights: bucket_bytes must be at least 1, got {bucket_bytes}")
+        self._bucket_bytes = bucket_bytes
+        self._dtype = None if dtype is None else _dtype_of(dtype)
+        self._items = _items_of(weights)
+        self.repeatable = self._items is not None or not isinstance(weights, Iterator)
+        """It can be drawn again after a transfer that failed; an iterator cannot."""
+        self._again: Iterable[Any] = () if self._items is not None else weights
+        self._drawn = False
+
+    @property
+    def sharded(self) -> bool:
+        """True if all ranks must take part; False also of an iterable, of which that is not known before."""
+        return self._items is not None and any(item.sharded for item in self._items)
+
+    def portions(self) -> Iterator[Portion]:
+        """Yield what each bucket is made of. Collective in nothing.
+
+        Raises:
+            ConfigError: the iterable yields something else, a name twice, or nothing.
+        """
+        if self._drawn and not self.repeatable:
+            raise ConfigError(
+                "weights: an iterator was given, and it has been drawn from; give a list, or an object whose __iter__ "
+                "begins anew, so that weights can be sent again"
+            )
+        self._drawn = True
+        items = iter(self._items) if self._items is not None else _checked(self._again)
+        ahead = next(items, None)
+        if ahead is None:
+            raise ConfigError(f"weights: there are no tensors; {WHAT_TO_GIVE}")
+        while ahead is not None:
+            taken, size = [ahead], ahead.bytes_as(self._dtype)
+            ahead = next(items, None)
+            while ahead is not None and size + ahead.bytes_as(self._dtype) <= self._bucket_bytes:
+                size += ahead.bytes_as(self._dtype)
+                taken.append(ahead)
+                ahead = next(items, None)
+            yield Portion(taken, ahead is None)
+            taken.clear()
+
+    def gathered(self, portion: Portion) -> Bucket:
+        """Return a portion as tensors. Collective where parts of it are sharded: all ranks, at the same time."""
+        specs: list[TensorSpec] = []
+        tensors: list[Tensor] = []
+        for item in portion.items:
+            whole = item.whole(self._dtype)
+            parts = {item.name: whole} if item.split is None else item.split(item.name, whole)
+            for name, part in parts.items():
+                specs.append(TensorSpec(name, name_of(part.dtype), tuple(part.shape)))
+                tensors.append(part.contiguous())
+            del whole, parts
+        return Bucket(tuple(specs), tensors, portion.last)
+
+    def take_part(self, portion: Portion) -> None:
+        """Gather a portion for another rank, and keep nothing of it. Collective as :meth:`gathered`."""
+        for item in portion.items:
+            if item.sharded:
+                item.whole(self._dtype)
+
+    def buckets(self) -> Iterator[Bucket]:
+        """Yield all buckets, on a rank that sends them; the tensors of each are dropped when the next is asked for."""
+        for portion in self.portions():
+            bucket = self.gathered(portion)
+            portion.items.clear()
+            yield bucket
+            bucket.tensors.clear()
+
+
+def weight_source(weights: Any, *, bucket_bytes: int = BUCKET_BYTES, dtype: str | None = None) -> WeightSource:
+    """Make a :class:`WeightSource` of whatever ``weight_update(weights=...)`` was given; one that is one stays."""
+    if isinstance(weights, WeightSource):
+        return weights
+    return WeightSource(weights, bucket_bytes=bucket_bytes, dtype=dtype)
+
+
+def name_of(dtype: torch.dtype) -> str:
+    """The name of a dtype as servers take it: ``bfloat16``."""
+    return str(dtype).removeprefix("torch.")
+
+
+def _dtype_of(name: str) -> torch.dtype:
+    import torch
+
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise ConfigError(f"weights: {name!r} is no floating-point dtype of torch, such as bfloat16")
+    return dtype
+
+
+# ---------------------------------------------------------------- what was given
+
+
+def _items_of(weights: Any) -> list[_Item] | None:
+    """Return the items, where they can be looked at beforehand; None for an iterable that has to be drawn from."""
+    import torch
+
+    if isinstance(weights, torch.nn.Module):
+        return _items_of_module(weights)
+    if isinstance(weights, Mapping):
+        weights = list(weights.items())
+    if isinstance(weights, (str, bytes, torch.Tensor)) or not isinstance(weights, Iterable):
+        raise ConfigError(f"weights: got {type(weights).__name__}; {WHAT_TO_GIVE}")
+    if not isinstance(weights, (list, tuple)):
+        return None
+    items = list(_checked(weights))
+    if not items:
+        raise ConfigError(f"weights: there are no tensors; {WHAT_TO_GIVE}")
+    return items
+
+
+def _checked(pairs: Iterable[Any]) -> Iterator[_Item]:
+    """Yield items of (name, tensor); raises ConfigError for anything else."""
+    import torch
+
+    seen: set[str] = set()
+    for number, pair in enumerate(pairs):
+        if not (isinstance(pair, (tuple, list)) and len(pair) == 2 and isinstance(pair[0], str)):
+            raise ConfigError(f"weights: item {number} is {_shown(pair)}, and not (name, tensor); {WHAT_TO_GIVE}")
+        name, tensor = pair
+        if not isinstance(tensor, torch.Tensor):
+            raise ConfigError(f"weights: {name} is a {type(tensor).__name__}, and not a tensor of torch")
+        if name in seen:
+            raise ConfigError(f"weights: {name} comes twice; an engine would load one of the two")
+        seen.add(name)
+        _require_sendable(name, tensor)
+        yield _Item(name, tensor)
+        del pair, tensor  # the next one is drawn without it
+
+
+def _shown(value: Any) -> str:
+    return f"a {type(value).__name__}" + (f" of {len(value)}" if isinstance(value, (tuple, list)) else "")
+
+
+def _require_sendable(name: str, tensor: Any) -> None:
+    import torch
+
+    if tensor.is_meta:
+        raise ConfigError(f"weights: {name} is on the meta device, where tensors have no values; load the model first")
+    if tensor.layout != torch.strided or tensor.is_quantized:
+        raise ConfigError(f"weights: {name} is sparse or quantized, and engines are sent plain tensors; convert it")
+    if getattr(tensor, "ds_id", None) is not None and not tensor.numel():
+        raise ConfigError(
+            f"weights: {name} is spread over ranks by DeepSpeed ZeRO-3; give an iterable that gathers each parameter "
+            "(deepspeed.zero.GatheredParameters) and yields (name, tensor)"
+        )
+    if ".lora_A." in name or ".lora_B." in name:
+        raise ConfigError(f"weights: {name} is of an adapter; {_ADAPTERS}")
+
+
+_ADAPTERS = "send adapters as such (weight_update(adapter=...)), or merge them into a copy of the model and give that"
+
+
+# ---------------------------------------------------------------- a module
+
+
+def _items_of_module(module: Any) -> list[_Item]:
+    model = _unwrapped(module)
+    names: dict[str, tuple[str, Any]] = {}
+    tied = _tied_names(model)
+    first: dict[int, str] = {}
+    stored = {_plain(name): tensor for name, tensor in model.state_dict(keep_vars=True).items()}
+    for name, tensor in stored.items():
+        if name.endswith("_extra_state"):
+            continue  # of a layer's kernel, and none of a checkpoint's weights
+        before = first.get(id(tensor))
+        if before is not None and (name in tied or before not in tied):
+            continue
+        if before is not None:
+            del names[before]
+        first[id(tensor)] = name
+        names[name] = (name, tensor)
+    items = list(_checked(names.values()))
+    if not items:
+        raise ConfigError(f"weights: {type(model).__name__} has no parameters; {WHAT_TO_GIVE}")
+    return _as_in_checkpoint(model, items)
+
+
+def _plain(name: str) -> str:
+    for word in _IN_BETWEEN:
+        name = name.replace(word, "")
+    return name
+
+
+def _unwrapped(module: Any) -> Any:
+    """The model inside of what torch wraps around it; raises ConfigError for one whose tensors are no weights."""
+    while (wrapper := next((_WRAPPERS[k] for k in _kinds(module) if k in _WRAPPERS), None)) is not None:
+        module = getattr(module, wrapper)
+    if "FullyShardedDataParallel" in _kinds(module):
+        raise ConfigError(
+            "weights: FSDP1 keeps the parameters of a layer in one flat tensor; use FSDP2 (fully_shard), or give an "
+            "iterable of (name, tensor) that gathers them"
+        )
+    if "PeftModel" in _kinds(module) or any("BaseTunerLayer" in _kinds(part) for part in module.modules()):
+        raise ConfigError(f"weights: {type(module).__name__} is a model with adapters (PEFT); {_ADAPTERS}")
+    if getattr(module, "is_quantized", False):
+        raise ConfigError(
+            f"weights: the parameters of {type(module).__name__} are quantized, and engines are sent plain ones; "
+            "dequantize a copy of the model and give that"
+        )
+    return module
+
+
+def _kinds(module: Any) -> list[str]:
+    return [kind.__name__ for kind in type(module).__mro__]
+
+
+def _tied_names(model: Any) -> set[str]:
+    """Names that a checkpoint leaves out, as they are those of other tensors (tied embeddings)."""
+    tied: set[str] = set()
+    for prefix, part in model.named_modules():
+        keys = getattr(part, "all_tied_weights_keys", None) or getattr(part, "_tied_weights_keys", None) or ()
+        tied |= {_plain(f"{prefix}.{key}" if prefix else key) for key in keys}
+    return tied
+
+
+def _as_in_checkpoint(model: Any, items: list[_Item]) -> list[_Item]:
+    """Rename and split tensors that transformers holds otherwise than the checkpoint does (experts in one tensor).
+
+    Raises:
+        ConfigError: a tensor of the checkpoint is made of several of the model's.
+    """
+    if "PreTrainedModel" not in _kinds(model):
+        return items
+    try:
+        from transformers.core_model_loading import revert_weight_conversion
+    except ImportError:  # transformers below 5 holds them as the checkpoint does
+        return items
+    import torch
+
+    def split(name: str, tensor: Tensor) -> Mapping[str, Tensor]:
+        parts: Mapping[str, Tensor] = revert_weight_conversion(model, {name: tensor})
+        return parts
+
+    shapes = {i.name: torch.empty(i.shape, dtype=i.tensor.dtype, device="meta") for i in items}
+    whole = revert_weight_conversion(model, dict(shapes))
+    if whole.keys() == shapes.keys():
+        return items
+    parts = {name: split(name, tensor) for name, tensor in shapes.items()}
+    found = {n: t.shape for n, t in chain.from_iterable(part.items() for part in parts.values())}
+    if found != {n: t.shape for n, t in whole.items()}:
+        raise ConfigError(
+            f"weights: a checkpoint of {type(model).__name__} has tensors that are made of several of the model's; "
+            "give an iterable of (name in the checkpoint, tensor)"
+        )
+    return [i if list(parts[i.name]) == [i.name] else _Item(i.name, i.tensor, split) for i in items]

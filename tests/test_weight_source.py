@@ -1,0 +1,312 @@
+"""The trainer's weights as they are sent: names, buckets, sharded parameters, and what is refused before a pause."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+from tiny_models import tiny_model
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from april.errors import ConfigError
+from april.weights.source import Bucket, WeightSource, weight_source
+
+
+@pytest.fixture
+def one_rank(tmp_path: Path) -> Iterator[None]:
+    """A process group of this process alone."""
+    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def sent(weights: Any, **options: Any) -> dict[str, torch.Tensor]:
+    """All tensors by name, copied as they come; every bucket is as its specs say, and only the last is the last."""
+    found: dict[str, torch.Tensor] = {}
+    lasts = []
+    for bucket in WeightSource(weights, **options).buckets():
+        assert [s.name for s in bucket.specs] == list(dict.fromkeys(s.name for s in bucket.specs))
+        for spec, tensor in zip(bucket.specs, bucket.tensors, strict=True):
+            assert (spec.dtype, spec.shape) == (str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
+            assert tensor.is_contiguous()
+            assert spec.name not in found
+            found[spec.name] = tensor.clone()
+        lasts.append(bucket.last)
+    assert lasts == [False] * (len(lasts) - 1) + [True]
+    return found
+
+
+def checkpoint_of(model: Any, folder: Path) -> dict[str, torch.Tensor]:
+    """The tensors that ``save_pretrained`` writes."""
+    model.save_pretrained(folder)
+    return dict(load_file(folder / "model.safetensors"))
+
+
+def same(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> bool:
+    """Whether names and values are equal."""
+    return found.keys() == wanted.keys() and all(torch.equal(found[name], wanted[name]) for name in wanted)
+
+
+MIXTURE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "decoder_sparse_step": 1}
+
+
+@pytest.mark.parametrize(
+    ("architecture", "changes"),
+    [
+        ("qwen3", {"tie_word_embeddings": True}),
+        ("qwen3", {"tie_word_embeddings": False}),
+        ("llama", {"tie_word_embeddings": True}),
+        ("glm4", {}),
+        ("qwen3_moe", MIXTURE),
+        ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    ],
+)
+def test_a_model_is_sent_as_its_checkpoint(architecture: str, changes: dict[str, Any], tmp_path: Path) -> None:
+    """Names, shapes and values are those of the directory: tied layers once, experts one by one."""
+    model = tiny_model(architecture, **changes)
+    found = sent(model, bucket_bytes=8192)
+    assert same(found, checkpoint_of(model, tmp_path))
+
+
+def test_tied_layers_have_the_name_that_the_checkpoint_gives_them() -> None:
+    """Also where the module names the other one first."""
+
+    class Reversed(torch.nn.Module):
+        _tied_weights_keys = {"head.weight": "embed.weight"}  # noqa: RUF012 - as models of transformers have it
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.head = torch.nn.Linear(4, 8, bias=False)
+            self.embed = torch.nn.Embedding(8, 4)
+            self.embed.weight = self.head.weight
+
+    assert list(sent(Reversed())) == ["embed.weight"]
+
+
+def test_buffers_that_are_saved_are_sent() -> None:
+    """A router's bias of its experts is a buffer, which the trainer changes; what is not saved stays here."""
+    model = torch.nn.Linear(2, 2)
+    model.register_buffer("bias_of_experts", torch.ones(2))
+    model.register_buffer("angles", torch.ones(2), persistent=False)
+    assert list(sent(model)) == ["weight", "bias", "bias_of_experts"]
+
+
+def test_wrapped_models_are_sent_as_the_model_inside(one_rank: None, tmp_path: Path) -> None:
+    """DDP, torch.compile and activation checkpointing put words into names that no engine knows."""
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+    model = tiny_model()
+    wanted = checkpoint_of(model, tmp_path)
+    assert same(sent(DistributedDataParallel(model)), wanted)
+    assert same(sent(torch.compile(model, backend="eager")), wanted)
+    model.model.layers[0] = torch.compile(checkpoint_wrapper(model.model.layers[0]), backend="eager")
+    assert same(sent(DistributedDataParallel(torch.compile(model, backend="eager"))), wanted)
+
+
+def test_sharded_parameters_are_whole(one_rank: None, tmp_path: Path) -> None:
+    """FSDP2 and tensor parallelism leave pieces; what is sent is the tensor, in the dtype that was asked for."""
+    model = tiny_model(tie_word_embeddings=True)
+    wanted = checkpoint_of(model, tmp_path)
+    mesh = init_device_mesh("cpu", (1,))
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    assert WeightSource(model).sharded
+    assert same(sent(model, bucket_bytes=8192), wanted)
+    assert same(sent(model, dtype="bfloat16"), {n: t.bfloat16() for n, t in wanted.items()})
+    column = torch.arange(12.0).reshape(3, 4)
+    assert torch.equal(sent([("w", distribute_tensor(column, mesh, [Shard(1)]))])["w"], column)
+
+
+def test_another_rank_keeps_nothing(one_rank: None) -> None:
+    """It takes part in every gathering and has no bucket."""
+    mesh = init_device_mesh("cpu", (1,))
+    model = fully_shard(torch.nn.Linear(4, 4), mesh=mesh)
+    source, sender = WeightSource(model, bucket_bytes=64), WeightSource(model, bucket_bytes=64)
+    gathered: list[tuple[int, ...]] = []
+
+    class Counted:
+        """A parameter that says when it is put together."""
+
+        def __init__(self, tensor: Any) -> None:
+            self.tensor = tensor
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self.tensor, name)
+
+        def detach(self) -> Counted:
+            return Counted(self.tensor.detach())
+
+        def full_tensor(self) -> Any:
+            gathered.append(tuple(self.tensor.shape))
+            return self.tensor.full_tensor()
+
+    for portion, other in zip(source.portions(), sender.portions(), strict=True):
+        assert portion.digest() == other.digest()
+        for item in portion.items:
+            object.__setattr__(item, "tensor", Counted(item.tensor))
+        source.take_part(portion)
+    assert gathered == [(4, 4), (4,)]
+
+
+def test_ranks_that_hold_other_tensors_differ_before_they_gather() -> None:
+    """Name, shape and dtype of each, and the end: where one differs, a collective would hang."""
+
+    def digests(*pairs: tuple[str, torch.Tensor]) -> list[bytes]:
+        return [portion.digest() for portion in WeightSource(list(pairs)).portions()]
+
+    a, b = torch.zeros(2), torch.zeros(3)
+    kinds = [[("a", a)], [("b", a)], [("a", b)], [("a", a.bfloat16())], [("a", a), ("b", b)]]
+    assert len({tuple(digests(*kind)) for kind in kinds}) == len(kinds)
+    assert digests(("a", a)) == digests(("a", torch.ones(2)))
+
+
+def test_buckets_hold_no_more_than_they_may() -> None:
+    """As many tensors as fit, in order; one that is larger than a bucket is one by itself."""
+    sizes = [10, 20, 30, 100, 5, 5, 60]
+    tensors = [(f"t{i}", torch.zeros(n)) for i, n in enumerate(sizes)]
+    for given in (tensors, iter(tensors), (pair for pair in tensors)):
+        buckets = [[t.numel() for t in b.tensors] for b in WeightSource(given, bucket_bytes=60 * 4).buckets()]
+        assert buckets == [[10, 20, 30], [100], [5, 5], [60]]
+    half = WeightSource(tensors, bucket_bytes=60 * 4, dtype="bfloat16").buckets()
+    assert [[t.numel() for t in b.tensors] for b in half] == [[10, 20, 30], [100, 5, 5], [60]]
+
+
+def test_a_bucket_is_dropped_when_the_next_one_is_asked_for() -> None:
+    """Also by a loop that still names it; of an iterable at most one more tensor is there than the bucket."""
+    alive: weakref.WeakSet[torch.Tensor] = weakref.WeakSet()
+    most = 0
+
+    def tensors() -> Iterator[tuple[str, torch.Tensor]]:
+        nonlocal most
+        for number in range(12):
+            gc.collect()
+            most = max(most, len(alive) + 1)
+            tensor = torch.zeros(10)
+            alive.add(tensor)
+            yield f"t{number}", tensor
+            del tensor
+
+    bucket: Bucket
+    for bucket in WeightSource(tensors(), bucket_bytes=3 * 40).buckets():
+        assert len(bucket.tensors) == 3
+    assert most <= 4
+
+
+def test_only_floating_point_numbers_change_their_type() -> None:
+    """A counter stays a counter."""
+    found = sent({"w": torch.ones(2), "steps": torch.tensor([3])}, dtype="bfloat16")
+    assert [t.dtype for t in found.values()] == [torch.bfloat16, torch.int64]
+
+
+def test_weights_can_be_sent_again() -> None:
+    """After a transfer that failed: a module, a mapping, a list, an object that begins anew; not an iterator."""
+
+    class Anew:
+        def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+            return iter([("w", torch.ones(2))])
+
+    for weights in (torch.nn.Linear(2, 2), {"w": torch.ones(2)}, [("w", torch.ones(2))], Anew()):
+        source = WeightSource(weights)
+        assert source.repeatable
+        assert [b.specs for b in source.buckets()] == [b.specs for b in source.buckets()]
+    once = WeightSource(iter([("w", torch.ones(2))]))
+    assert not once.repeatable
+    assert len(list(once.buckets())) == 1
+    with pytest.raises(ConfigError, match="an iterator was given, and it has been drawn from"):
+        next(once.buckets())
+
+
+def test_a_source_stays_what_it_is() -> None:
+    """What weight_update makes of its argument is not made twice."""
+    source = weight_source({"w": torch.ones(2)}, dtype="bfloat16")
+    assert weight_source(source) is source
+
+
+class PeftModel(torch.nn.Linear):
+    """Named as PEFT names its own."""
+
+
+class FullyShardedDataParallel(torch.nn.Linear):
+    """Named as FSDP1 is."""
+
+
+class Quantized(torch.nn.Linear):
+    """As transformers marks it."""
+
+    is_quantized = True
+
+
+@pytest.mark.parametrize(
+    ("weights", "words"),
+    [
+        (None, "got NoneType; give a torch module, a dict of tensors by name, or an iterable"),
+        ("some/directory", "got str; give a torch module"),
+        (torch.ones(3), "got Tensor; give a torch module"),
+        ({}, "there are no tensors"),
+        ([], "there are no tensors"),
+        (torch.nn.ReLU(), "ReLU has no parameters"),
+        ([torch.ones(3)], r"item 0 is a Tensor, and not \(name, tensor\)"),
+        ([("a", torch.ones(1)), ("b",)], "item 1 is a tuple of 1"),
+        ({"a": torch.ones(1), 3: torch.ones(1)}, "item 1 is a tuple of 2"),
+        ({"a": [1.0]}, "a is a list, and not a tensor of torch"),
+        ([("a", torch.ones(1)), ("a", torch.ones(1))], "a comes twice"),
+        ({"a": torch.empty(2, device="meta")}, "a is on the meta device, where tensors have no values"),
+        ({"a": torch.eye(2).to_sparse()}, "a is sparse or quantized"),
+        ({"x.lora_A.weight": torch.ones(1)}, "x.lora_A.weight is of an adapter; send adapters as such"),
+        (PeftModel(1, 1), r"PeftModel is a model with adapters \(PEFT\); send adapters as such"),
+        (FullyShardedDataParallel(1, 1), "FSDP1 keeps the parameters of a layer in one flat tensor"),
+        (Quantized(1, 1), "the parameters of Quantized are quantized"),
+    ],
+)
+def test_what_is_no_weights_is_refused_at_once(weights: Any, words: str) -> None:
+    """Before an engine is paused, in one sentence that names the tensor and says what to give."""
+    with pytest.raises(ConfigError, match=words):
+        WeightSource(weights)
+
+
+def test_parameters_of_zero_3_are_refused() -> None:
+    """DeepSpeed leaves an empty tensor in the place of each, which would be sent as such."""
+    parameter = torch.nn.Parameter(torch.empty(0))
+    parameter.ds_id = 0  # type: ignore[attr-defined]
+    with pytest.raises(ConfigError, match="w is spread over ranks by DeepSpeed ZeRO-3"):
+        WeightSource({"w": parameter})
+
+
+@pytest.mark.parametrize(
+    ("pairs", "words"),
+    [
+        ([], "there are no tensors"),
+        ([("a", torch.ones(1)), ("a", torch.ones(1))], "a comes twice"),
+        ([("a", torch.ones(1)), None], "item 1 is a NoneType"),
+    ],
+)
+def test_an_iterator_is_refused_where_it_goes_wrong(pairs: list[Any], words: str) -> None:
+    """It is drawn while it is sent, so no sooner."""
+    source = WeightSource(iter(pairs))
+    with pytest.raises(ConfigError, match=words):
+        list(source.buckets())
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"bucket_bytes": 0}, "bucket_bytes must be at least 1"),
+        ({"dtype": "int8"}, "'int8' is no floating-point dtype"),
+        ({"dtype": "bf16"}, "'bf16' is no floating-point dtype"),
+    ],
+)
+def test_wrong_options_are_refused(options: dict[str, Any], words: str) -> None:
+    """By name, before anything else."""
+    with pytest.raises(ConfigError, match=words):
+        WeightSource({"w": torch.ones(1)}, **options)
