@@ -21,7 +21,7 @@ def module(path: Path) -> str:
 PACKAGE = ROOT / "april"
 FILES = sorted(PACKAGE.rglob("*.py"))
 MODULES = {module(path) for path in FILES}
-FLOORS = ("corrections", "core", "record", "config", "engines", "driver")
+FLOORS = ("corrections", "core", "record", "config", "engines", "weights", "driver")
 """From the ground up; scheduler, simulate, demo, doctor and cli are above them all."""
 ABOVE = ("scheduler", "processes", "export", "view", "simulate", "demo", "doctor", "cli", "adapters",
          "testing")  # fmt: skip
@@ -84,10 +84,10 @@ def test_no_adapter_imports_another() -> None:
 
 
 def test_every_engine_is_one_package() -> None:
-    """The protocol, the engines by name, a package per kind, and one for what those before servers share."""
+    """The protocols, the engines by name, a package per kind, and one for what those before servers share."""
     entries = {path.name for path in (PACKAGE / "engines").iterdir()} - {"__init__.py", "__pycache__"}
     kinds = {"vllm", "sglang", "openai", "transformers", "simulated"}
-    assert entries == {"protocol.py", "kinds", "http", *kinds}
+    assert entries == {"protocol.py", "weight_routes.py", "kinds", "http", *kinds}
     for path in (PACKAGE / "engines" / "http").glob("*.py"):
         for name in imports(path):
             assert not any(name.startswith(f"april.engines.{kind}") for kind in kinds), f"{path.name} imports {name}"
