@@ -29,7 +29,7 @@ from april.core.versions import PolicyVersion
 from april.driver.detokenizer import Detokenizer
 from april.driver.llm import BlockingRolloutFunction, RolloutFunction, exact_types, single_turn, wrong_sampling
 from april.driver.local_host import Hosts, OtherHosts, limits_of
-from april.driver.loop_thread import LoopThread
+from april.driver.loop_thread import LoopThread, Reply
 from april.driver.prompt_source import PromptSource, as_prompt
 from april.driver.rewards import EvaluationResult, rewards_differ
 from april.driver.rollout_driver import DriverOptions, RolloutDriver
@@ -43,6 +43,8 @@ from april.errors import ConfigError, RolloutError, SchedulerClosed
 from april.export import Exporter
 from april.record.file import RunRecord
 from april.view.observers import Observers
+from april.weights.sender import WeightSender
+from april.weights.source import weight_source
 
 log = logging.getLogger("april")
 
@@ -302,10 +304,8 @@ class RolloutScheduler:
         batch), it waits for that end instead of updating twice; :attr:`version` tells what is in force. See
         docs/restarts.md.
         """
-        if weights is not None:
-            raise ConfigError("weight_update: weights= is not there yet; give path= or transfer=")
         run = partial(self._driver.update_weights, trained=trained)
-        return self._with_weights("weight_update", run, path, transfer, trained)
+        return self._with_weights("weight_update", run, path, transfer, trained, weights)
 
     async def aweight_update(
         self, path: str | None = None, transfer: Callable[[], Any] | None = None, trained: int | None = None,
@@ -457,7 +457,7 @@ class RolloutScheduler:
 
     def _with_weights(
         self, what: str, run: Callable[..., Coroutine[Any, Any, PolicyVersion]], path: Any, transfer: Any,
-        named: int | None,
+        named: int | None, weights: Any = None,
     ) -> PolicyVersion:  # fmt: skip
         """``run(path, update=...)`` of the driver, where ``transfer`` runs here, in the caller's thread.
 
@@ -472,16 +472,33 @@ class RolloutScheduler:
         path = None if path is None else os.fspath(path)
         if transfer is not None and not callable(transfer):
             raise ConfigError(f"{what}: transfer must be a function, got {type(transfer).__name__}")
+        sender = None
+        hand_over: Callable[[Sequence[str]], Any] | None = None if transfer is None else lambda engines: transfer()
+        if weights is not None:
+            if path is not None or transfer is not None:
+                raise ConfigError(f"{what}: april itself sends weights=; leave out path= and transfer=")
+            sender = self._sender()
+            sender.refuse_engines(what)
+            hand_over = partial(sender.send, weight_source(weights))
         self._thread.refuse_waiting()
-        asked = (what, path, transfer is not None, named, self._driver.handed_out if named is None else None)
+        handed_out = self._driver.handed_out if named is None else None
+        asked = (what, path, transfer is not None, weights is not None, named, handed_out)
         call = self._update
         if call is None or not call.is_for(asked):
-            call = TrainerUpdate(self._thread, transfer, asked)
+            call = TrainerUpdate(self._thread, hand_over, asked, sender)
             self._update = call
         version = call.carry_out(lambda update: run(path, update=update))
         if self._update is call:
             self._update = None
         return version
+
+    def _sender(self) -> WeightSender:
+        """A sender to the engines of this process, whose calls run on the loop."""
+
+        def ask(calls: Sequence[Coroutine[Any, Any, Any]]) -> Sequence[Reply[Any]]:
+            return self._thread.call(lambda: [self._thread.follow(call) for call in calls])
+
+        return WeightSender({e.name: e for e in self._engines}, ask, self.config.outage_deadline_s)
 
     # ---------------------------------------------------------------- looking inside
 

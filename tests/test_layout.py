@@ -84,10 +84,10 @@ def test_no_adapter_imports_another() -> None:
 
 
 def test_every_engine_is_one_package() -> None:
-    """The protocols, the engines by name, a package per kind, and one for what those before servers share."""
+    """The protocols, engines by name, groups of workers, a package per kind, and one for what servers share."""
     entries = {path.name for path in (PACKAGE / "engines").iterdir()} - {"__init__.py", "__pycache__"}
     kinds = {"vllm", "sglang", "openai", "transformers", "simulated"}
-    assert entries == {"protocol.py", "weight_routes.py", "kinds", "http", *kinds}
+    assert entries == {"protocol.py", "weight_routes.py", "groups", "kinds", "http", *kinds}
     for path in (PACKAGE / "engines" / "http").glob("*.py"):
         for name in imports(path):
             assert not any(name.startswith(f"april.engines.{kind}") for kind in kinds), f"{path.name} imports {name}"

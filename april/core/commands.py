@@ -138,9 +138,10 @@ class ResumeEngine(Command, frozen=True):
 
 
 class HandOver(Command, frozen=True):
-    """The engines are paused: the trainer hands its weights over now; answer with HandedOver."""
+    """These engines are paused: the trainer hands its weights over now; answer with HandedOver."""
 
     update: int
+    engines: tuple[str, ...] = ()
 
 
 class Restore(Command, frozen=True):

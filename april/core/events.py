@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Self
 
@@ -184,6 +185,8 @@ class UpdateRequested(Event, frozen=True, kw_only=True):
     """A hash of the directory; empty where it cannot be read by whoever asked for the update."""
     transfers: bool = False
     """The trainer hands them over when HandOver says that the engines are paused."""
+    sends: bool = False
+    """april itself hands them over then, and knows of each engine what it has got: one that failed can be left out."""
     restores: bool = False
     """The weights are those of a saved state; whoever asks holds a pause (PauseRequested)."""
     trained: int | None = None
@@ -199,11 +202,23 @@ class UpdateCancelled(Event, frozen=True):
     update: int
 
 
+@dataclass(frozen=True, slots=True)
+class NotGiven:
+    """An engine that did not get the weights that were sent to it."""
+
+    engine: str
+    why: str
+    torn: bool
+    """It may have a part of them; if not, it has what it had."""
+
+
 class HandedOver(Event, frozen=True):
     """The trainer has handed its weights over, or (``error``) has broken off in the middle."""
 
     update: int
     error: str | None = None
+    not_given: tuple[NotGiven, ...] | None = None
+    """Engines that did not get them, all others having them, or, after an error, what they had; None: nobody knows."""
 
 
 class Restored(Event, frozen=True):

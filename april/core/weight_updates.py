@@ -344,9 +344,12 @@ class WeightUpdates:
         if self.phase is not Phase.HANDING_OVER or event.update != self._update.update:
             self._context.counters["late_events"] += 1
         elif event.error is None:
+            self._not_given(event.not_given or ())
             self._load()
-        else:
+        elif event.not_given is None:
             self._broken_off(event.error)
+        else:
+            self._sent_to_none(event.error, event.not_given)
 
     def restored(self, event: ev.Restored) -> None:
         """The saved state is in the core now."""
@@ -386,7 +389,8 @@ class WeightUpdates:
             self._resume()
         elif self._update.transfers:
             self.phase = Phase.HANDING_OVER
-            self._context.out.append(do.HandOver(self._update.update))
+            present = [name for name in self._context.engines.states if name not in self._left_out]
+            self._context.out.append(do.HandOver(self._update.update, tuple(present)))
         else:
             self._load()
 
@@ -404,6 +408,34 @@ class WeightUpdates:
             )
         self._failed, self._why = TRANSFER, ""
         self._resume()
+
+    def _not_given(self, fates: Sequence[ev.NotGiven]) -> None:
+        """Leave out the engines that did not get the weights which all others have; some may have left meanwhile."""
+        states = self._context.engines.states
+        for fate in [fate for fate in fates if fate.engine in states and fate.engine not in self._left_out]:
+            self._context.out.append(do.Warn(f"engine {fate.engine} is left out of the weight update: {fate.why}"))
+            self._tear(fate)
+            self._context.engine_failed(fate.engine)
+            self._left_out.add(fate.engine)
+
+    def _sent_to_none(self, why: str, fates: Sequence[ev.NotGiven]) -> None:
+        """No engine has got the weights: those with a part of them are without any, the others go on with the old."""
+        states, current = self._context.engines.states, self._context.clock.current
+        torn = [fate for fate in fates if fate.torn and fate.engine in states]
+        for fate in torn:
+            self._tear(fate)
+        if torn and not any(current in state.loaded for state in states.values()):
+            self.half_updated = (
+                f"the last transfer of weights was broken off ({why}), and no engine has whole ones; call "
+                "weight_update again before the next batch"
+            )
+        self._failed, self._why = TRANSFER, ""
+        self._resume()
+
+    def _tear(self, fate: ev.NotGiven) -> None:
+        if fate.torn:
+            self._written = True
+            self._context.engines.states[fate.engine].lose(EngineWeights.HALF)
 
     @property
     def _version(self) -> PolicyVersion:
@@ -423,7 +455,13 @@ class WeightUpdates:
             if event.result is ev.CallResult.UNREACHABLE:
                 self._calls.lost(name)
                 self._context.engine_failed(name)
-        self._leave_out({n: e for n, e in self._failures().items() if e.result is not ev.CallResult.REFUSED})
+        # what was sent can be refused by one engine alone; a directory that one refuses is wrong for all of them
+        given = [n for n, e in self._answers.items() if self._update.sends and e.result is ev.CallResult.DONE]
+        failures = self._failures()
+        if given:
+            for name in failures:
+                self._context.engines.states[name].lose(EngineWeights.HALF)
+        self._leave_out({n: e for n, e in failures.items() if given or e.result is not ev.CallResult.REFUSED})
         failed = {name: e for name, e in self._failures().items() if name not in self._left_out}
         if not self._fails_by(failed.values()):
             self.half_updated = None

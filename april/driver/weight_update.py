@@ -23,6 +23,7 @@ from april.driver.loop_thread import LoopThread, Reply, result_of
 from april.driver.user_code import call_user_code, describe
 from april.engines.http.weight_directories import why_unloadable
 from april.errors import ConfigError, EngineError, RolloutError
+from april.weights.sender import WeightSender
 
 Transfer = Callable[[], Awaitable[None]]
 """Hands the weights over while the engines are paused."""
@@ -38,10 +39,15 @@ class WeightUpdate:
     restore: Callable[[], None]
     """Called when a saved state goes into the core."""
 
+    sender: WeightSender | None = None
+    """april's own, where it is what the transfer uses: it knows what each engine has got."""
+
     def __init__(self, transfer: Transfer | None = None) -> None:
         self._transfer = transfer
         self.transfers = transfer is not None
         self.number = 0
+        self.engines: tuple[str, ...] = ()
+        """Those that are paused for it, once they are."""
 
     def begin(self, number: int) -> None:
         """Begin to wait for the update of this number."""
@@ -62,7 +68,7 @@ class WeightUpdate:
             try:
                 if transfer is not None and self.engines_paused.done():
                     begun, transfer = transfer, None
-                    await updates.hand_over(self.number, begun)
+                    await updates.hand_over(self, begun)
                 else:
                     waits: list[asyncio.Future[Any]] = [self.version]
                     waits += [] if transfer is None else [self.engines_paused]
@@ -74,6 +80,13 @@ class WeightUpdate:
         if cancelled is not None:
             raise cancelled
         return version
+
+    @property
+    def not_given(self) -> tuple[ev.NotGiven, ...] | None:
+        """The engines that did not get what was sent; None: nobody knows."""
+        if self.sender is None:
+            return None
+        return tuple(ev.NotGiven(name, fate.why, fate.torn) for name, fate in self.sender.left_out.items())
 
     def fail(self, error: BaseException) -> None:
         """End it with an error, unless it has ended."""
@@ -87,12 +100,17 @@ class TrainerUpdate(WeightUpdate):
 
     Args:
         thread: the loop's.
-        transfer: called in the trainer's thread.
+        transfer: called in the trainer's thread with the engines that are paused.
         asked: the call, its path and whether it transfers; an interrupted call that is made again is known by them.
+        sender: april's own, which the transfer uses.
     """
 
-    def __init__(self, thread: LoopThread, transfer: Callable[[], Any] | None, asked: tuple[object, ...]) -> None:
+    def __init__(
+        self, thread: LoopThread, transfer: Callable[[Sequence[str]], Any] | None, asked: tuple[object, ...],
+        sender: WeightSender | None = None,
+    ) -> None:  # fmt: skip
         super().__init__(None if transfer is None else self._hand_over)
+        self.sender = sender
         self._thread = thread
         self._function = transfer
         self._asked = asked
@@ -152,7 +170,7 @@ class TrainerUpdate(WeightUpdate):
 
     def _transfer_here(self) -> None:
         assert self._function is not None
-        self._function()
+        self._function(self.engines)
         self._transferred = True
 
     def _begin(self, run: Callable[[WeightUpdate], Coroutine[Any, Any, PolicyVersion]]) -> Reply[PolicyVersion]:
@@ -201,10 +219,15 @@ class OpenUpdates:
         self._last += 1
         update.begin(self._last)
         self._open[update.number] = update
-        self._post(ev.UpdateRequested(update=update.number, transfers=update.transfers, **request))
+        self._post(
+            ev.UpdateRequested(
+                update=update.number, transfers=update.transfers, sends=update.sender is not None, **request
+            )
+        )
 
-    async def hand_over(self, number: int, transfer: Transfer) -> None:
+    async def hand_over(self, update: WeightUpdate, transfer: Transfer) -> None:
         """Await the transfer and tell the core how it ended."""
+        number = update.number
         try:
             await transfer()
         except BaseException as error:
@@ -212,9 +235,9 @@ class OpenUpdates:
             why = describe(error)
             if isinstance(error, asyncio.CancelledError):
                 why = str(error) or "interrupted"
-            self._post(ev.HandedOver(number, why))
+            self._post(ev.HandedOver(number, why, update.not_given))
         else:
-            self._post(ev.HandedOver(number))
+            self._post(ev.HandedOver(number, None, update.not_given))
 
     def cancel(self, number: int) -> None:
         """Tell the core that the caller was cancelled."""
@@ -234,7 +257,9 @@ class OpenUpdates:
 
     def transfer_now(self, command: do.HandOver) -> None:
         """Let the transfer begin: the engines are paused."""
-        self._open[command.update].engines_paused.set_result(None)
+        update = self._open[command.update]
+        update.engines = command.engines
+        update.engines_paused.set_result(None)
 
     def restore(self, command: do.Restore) -> None:
         """Put the saved state into the core."""

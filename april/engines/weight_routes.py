@@ -50,6 +50,8 @@ class Meeting:
     backend: str
     timeout_s: float
     """After so long without the others a worker gives up."""
+    bucket_bytes: int
+    """Most bytes of a bucket, unless it is of one tensor."""
     unique_id: str = ""
     """Base64, with :attr:`Handshake.UNIQUE_ID`."""
 
@@ -58,8 +60,7 @@ class Meeting:
 class ReceivesWeights(Protocol):
     """The methods that engines whose ``capabilities.collective`` is not empty have besides those of an engine.
 
-    Each raises EngineError, or EngineUnreachable where there was no answer. An engine whose call has failed has the
-    weights of no version, unless no bucket was begun.
+    Each raises EngineError, or EngineUnreachable where there was no answer.
     """
 
     @property
@@ -92,8 +93,11 @@ class ReceivesWeights(Protocol):
         """Put the weights into use, after the last bucket. ``update_weights`` empties the caches and names them."""
         ...
 
-    async def leave(self) -> None:
-        """Give the group up, in whatever phase it is, so that a new meeting can be joined; never raises."""
+    async def leave(self) -> bool:
+        """Give the group up, in whatever phase it is, so that a new meeting can be joined; never raises.
+
+        True: the engine has the weights that it had before the meeting, all of them.
+        """
         ...
 
 
@@ -101,6 +105,6 @@ class ReceivesWeights(Protocol):
 class TakesTensors(Protocol):
     """The methods of engines in this process whose ``capabilities.takes_tensors`` is true: no group is needed."""
 
-    async def take(self, bucket: Sequence[tuple[str, Any]], last: bool) -> None:
-        """Copy these named tensors into the engine's weights; they belong to the sender and change afterwards."""
+    async def take(self, specs: Sequence[TensorSpec], tensors: Sequence[Any], last: bool) -> None:
+        """Copy these tensors into the engine's weights; they belong to the sender and change afterwards."""
         ...

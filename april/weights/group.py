@@ -2,30 +2,52 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
-from april.engines.weight_routes import Meeting
+from april.engines.weight_routes import GLOO, NCCL, Handshake, Meeting, TensorSpec
+from april.errors import ConfigError
 
 
 class Group(Protocol):
-    """The sender's end of a group: rank 0. Used by one thread, but for :meth:`close`."""
+    """The sender's end of a group: rank 0. Used by one thread."""
 
     def connect(self, goes_on: Callable[[], None]) -> None:
-        """Wait for the workers; ``goes_on`` is called now and then and may raise, as may a time limit."""
+        """Wait for the workers; ``goes_on`` is called now and then and may raise."""
         ...
 
-    def broadcast(self, tensors: Sequence[Any], goes_on: Callable[[], None]) -> None:
-        """Send one bucket, as connect waits."""
+    def broadcast(self, tensors: Sequence[Any], specs: Sequence[TensorSpec], goes_on: Callable[[], None]) -> None:
+        """Send one bucket, and wait as connect does."""
         ...
 
     def close(self) -> None:
-        """Let go of the workers: those that wait for this end fail at once, where the back-end can."""
+        """Let go of the workers: those that wait for this end fail at once, where the back-end can. Never waits."""
         ...
 
 
 def open_group(
-    backend: str, handshake: str, addresses: Sequence[str], world_size: int, timeout_s: float
+    backend: str, handshake: Handshake, address: str, world_size: int, timeout_s: float, bucket_bytes: int
 ) -> tuple[Group, Meeting]:
-    """Open a group; the meeting's ``rank_offset`` is 1, to be replaced for each engine."""
-    raise NotImplementedError
+    """Open a group, and how to join it; the meeting's ``rank_offset`` is to be replaced for each engine.
+
+    Args:
+        address: of this machine, as the workers reach it.
+    """
+    name = f"april-{os.urandom(8).hex()}"
+    meeting = Meeting(
+        address=address, port=0, world_size=world_size, rank_offset=1, group=name, backend=backend,
+        timeout_s=timeout_s, bucket_bytes=bucket_bytes,
+    )  # fmt: skip
+    if (backend, handshake) == (GLOO, Handshake.APRIL):
+        from april.engines.groups.gloo import GlooSender
+
+        gloo = GlooSender(address, name, world_size, timeout_s)
+        return gloo, replace(meeting, port=gloo.port)
+    if (backend, handshake) == (NCCL, Handshake.UNIQUE_ID):
+        from april.weights.nccl import NcclSender
+
+        nccl = NcclSender(world_size)
+        return nccl, replace(meeting, unique_id=nccl.unique_id)
+    raise ConfigError(f"april has no group over {backend} with the handshake {handshake}")

@@ -12,6 +12,7 @@ from datetime import datetime
 from email.utils import parsedate_to_datetime
 from math import isfinite
 from typing import Any
+from urllib.parse import urlsplit
 
 import aiohttp
 import msgspec
@@ -80,6 +81,12 @@ class HttpClient:
 
     def __repr__(self) -> str:
         return f"<HttpClient {self.name} {self.url}>"
+
+    @property
+    def address(self) -> tuple[str, int]:
+        """Host and port of the server."""
+        parts = urlsplit(self.url)
+        return parts.hostname or "", parts.port or (443 if parts.scheme == "https" else 80)
 
     async def call(
         self, method: str, route: str, body: Any = None, *, params: Mapping[str, str] | None = None,

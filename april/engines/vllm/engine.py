@@ -27,11 +27,12 @@ from april.engines.http.server_process import (
 )
 from april.engines.http.weight_labels import is_another_process, mark_process, require_first_weights
 from april.engines.http.wire import error_text
-from april.engines.openai.engine import CompletionsEngine, OpenAIEngine
+from april.engines.openai.engine import OpenAIEngine
 from april.engines.openai.probe import OpenAIFacts
 from april.engines.openai.wire import TokenShape
 from april.engines.protocol import AbortMeans, Engine, Health, Request
 from april.engines.vllm.probe import VllmFacts, probe_vllm
+from april.engines.vllm.transfer import TransferEngine
 from april.engines.vllm.wire import engine_id, parser_of, request_body
 from april.errors import EngineError
 from april.server_text import quoted
@@ -45,7 +46,7 @@ WEIGHT_FILES = ("*.safetensors", "*.bin", "*.pt")
 THIS_MACHINE = ("localhost", "127.0.0.1", "::1")
 
 
-class VllmEngine(CompletionsEngine):
+class VllmEngine(TransferEngine):
     """A vLLM server, made by :func:`connect_vllm`; implements :class:`april.engines.protocol.Engine`.
 
     With ``stream`` tokens are handed over as they come, always; otherwise only where a request asks for it.
@@ -112,6 +113,12 @@ class VllmEngine(CompletionsEngine):
                 succeeds.
             WeightsGone: it had weights of others at the connection, and has lost them.
         """
+        try:
+            await self._update_weights(version, path)
+        finally:
+            await self.let_others_go_on()
+
+    async def _update_weights(self, version: PolicyVersion, path: str | None) -> None:
         self.require_idle()
         if path is not None:
             self._require_loadable(path)
@@ -122,7 +129,7 @@ class VllmEngine(CompletionsEngine):
             await self._process.pause()  # the one that loads, were it another than before
         # without developer routes the trainer has loaded the weights and emptied the cache; nothing here can do it
         if self.facts.developer_routes:
-            async with self._frozen():
+            async with self._stands_still or self._frozen():
                 mark = await self._load(path, version) if path is not None else await self._handed_over(version)
                 await self._empty_cache()
                 await self._label_as(version, mark)
@@ -152,6 +159,7 @@ class VllmEngine(CompletionsEngine):
     async def _load(self, path: str, version: PolicyVersion) -> str | None:
         """New weights; returns the label of the process that has loaded them."""
         mark = await mark_process(self, self._labels, self.facts.label, version)
+        await self.forget_transfers()
         body = {"method": "reload_weights", "kwargs": {"weights_path": path}}
         self._not_whole = f"engine {self.name} is without weights until an update to {version} has succeeded"
         reply = await self._client.call("POST", "/collective_rpc", body, timeout_s=LOAD_WEIGHTS_S)
@@ -175,18 +183,26 @@ class VllmEngine(CompletionsEngine):
         return shown
 
     async def _empty_cache(self) -> None:
-        """Keys and values of old weights must not serve new ones."""
+        """Keys and values of old weights must not serve new ones, nor what they have made of images."""
         route, done, said = "/reset_prefix_cache", says("success", True), b""
         for _ in range(RESET_TRIES):
             reply = await self._client.call("POST", route, params={"reset_running_requests": "true"}, retry=True)
             self._client.require_ok(reply, route)
             if done(words_of(reply)):
+                await self._empty_encoder_cache()
                 return
             said = reply.body
             await asyncio.sleep(RESET_WAIT_S)
         raise EngineError(
             f"{self._client.url} did not empty its cache; does somebody else keep it busy? It said: {error_text(said)}"
         )
+
+    async def _empty_encoder_cache(self) -> None:
+        """A load empties the worker's and not the scheduler's: the next request with a known image would kill both."""
+        route = "/reset_encoder_cache"
+        reply = await self._client.call("POST", route, retry=True)
+        if reply.status != 404:  # servers from before there were encoders
+            self._client.require_ok(reply, route)
 
     async def _label_as(self, version: PolicyVersion, mark: str | None) -> None:
         """Name the weights of the process with this label, and of no other."""

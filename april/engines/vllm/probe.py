@@ -32,6 +32,7 @@ from april.engines.http.weight_labels import Span
 from april.engines.http.wire import read_json
 from april.engines.openai.wire import ASK_SPANS
 from april.engines.protocol import AbortMeans, Capabilities
+from april.engines.vllm.plugin import BACKENDS
 from april.engines.vllm.wire import COMPLETIONS_ROUTE, TOKEN_ROUTE
 from april.errors import ConfigError, EngineError
 from april.server_text import clean
@@ -92,6 +93,7 @@ async def probe_vllm(client: HttpClient, config: VllmEngineConfig) -> VllmFacts:
     # seeds are dropped where they would kill the server
     chunks = bool(on_cpu) and settings.get("enable_chunked_prefill") is True
     tied = developer and on_cpu is not False and _tied(files)
+    loads = developer and not (tied and on_cpu) and served.base is None
     abort_route = (
         # answers when it is done; the other one at once, and does it later
         "/abort_requests" if developer_abort
@@ -134,7 +136,8 @@ async def probe_vllm(client: HttpClient, config: VllmEngineConfig) -> VllmFacts:
             max_context=longest_request(client.url, context if isinstance(context, int) else None, config.max_len),
             eos_token_ids=eos or (),
             max_in_flight=least(None if running is None else running * copies, config.max_in_flight),
-            updates_from_disk=developer and label is not None and not (tied and on_cpu) and served.base is None,
+            collective=_collective(settings) if loads and label is not None else (),
+            updates_from_disk=loads and label is not None,
             abort_means=means,
             version_spans=spans,
             remote=True,
@@ -144,6 +147,12 @@ async def probe_vllm(client: HttpClient, config: VllmEngineConfig) -> VllmFacts:
             limits=tuple(limit for amiss, limit in limits if amiss),
         ),
     )
+
+
+def _collective(settings: dict[str, Any]) -> tuple[str, ...]:
+    """The back-ends over which weights can be sent to the server: the one that it was started with, if april has it."""
+    backend = BACKENDS.get(str(settings.get("transfers")))
+    return () if backend is None else (backend,)
 
 
 async def _offers(client: HttpClient, route: str) -> bool:
@@ -170,6 +179,9 @@ def _settings(info: Any) -> dict[str, Any]:
         values = config.get(part) if isinstance(config, dict) else None
         if isinstance(values, dict):
             found |= {name: values[name] for name in _SETTINGS if name in values}
+    transfers = config.get("weight_transfer_config") if isinstance(config, dict) else None
+    if isinstance(transfers, dict):
+        found["transfers"] = transfers.get("backend")
     speculative = config.get("speculative_config") if isinstance(config, dict) else None
     if speculative:
         method = speculative.get("method") if isinstance(speculative, dict) else None

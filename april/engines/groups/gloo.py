@@ -1,0 +1,144 @@
+"""april's own groups over gloo: for machines without GPUs, and for networks without NCCL. Both ends of them.
+
+The members meet at a store that listens on the sender's side, on one address only. A member says that it is there; who
+makes the group waits for nobody in vain, as it is made once all are. Whoever dies or lets go is seen by the others at
+once, and whoever hangs after ``timeout_s``.
+"""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+from april.engines.groups.packing import pack, places, unpack
+from april.engines.groups.waiting import wait_until
+from april.engines.weight_routes import TensorSpec
+
+
+class GlooSender:
+    """Rank 0 of a group, as :class:`april.weights.group.Group` says.
+
+    Args:
+        address: of this machine, as the workers reach it.
+    """
+
+    def __init__(self, address: str, group: str, world_size: int, timeout_s: float) -> None:
+        self._address, self._group, self._world_size, self._timeout_s = address, group, world_size, timeout_s
+        self._store = _store(address, listening(address), timeout_s)
+        self.port: int = self._store.port
+        self._process_group: Any = None
+        self._buffer: Any = None
+
+    def connect(self, goes_on: Callable[[], None]) -> None:
+        """Wait until all workers are there, and make the group."""
+        here = [_here(self._group, rank) for rank in range(1, self._world_size)]
+        wait_until(lambda: self._store.check(here), goes_on)
+        self._process_group = _group(self._store, self._group, 0, self._world_size, self._address, self._timeout_s)
+
+    def broadcast(self, tensors: Sequence[Any], specs: Sequence[TensorSpec], goes_on: Callable[[], None]) -> None:
+        """Send one bucket in one buffer, which is kept for the next one."""
+        length = places(specs)[1]
+        if self._buffer is None or len(self._buffer) < length:
+            self._buffer = None
+            self._buffer = _bytes(length)
+        if length:
+            work = _broadcast(self._process_group, pack(tensors, specs, self._buffer))
+            wait_until(work.is_completed, goes_on)
+            work.wait()
+
+    def close(self) -> None:
+        """Let go of the workers. What is still on its way keeps its memory until it times out."""
+        held = [self._process_group, self._store]
+        self._process_group = self._store = self._buffer = None
+        # the end of a group waits for what is on its way, and nobody else needs to
+        threading.Thread(target=held.clear, name="april-group-ends", daemon=True).start()
+
+
+class GlooReceiver:
+    """A worker's end; made when the sender has asked for it, and blocks until all are there.
+
+    Raises whatever torch raises where the sender, or another worker, is not there in time.
+    """
+
+    def __init__(self, address: str, port: int, group: str, rank: int, world_size: int, timeout_s: float) -> None:
+        store = _store(address, port, timeout_s)
+        store.set(_here(group, rank), "")
+        self._process_group = _group(store, group, rank, world_size, towards(address, port), timeout_s)
+
+    def receive(self, specs: Sequence[TensorSpec]) -> list[tuple[str, Any]]:
+        """The tensors of the next bucket, in one buffer of their own."""
+        flat = _bytes(places(specs)[1])
+        if len(flat):
+            _broadcast(self._process_group, flat).wait()
+        return unpack(flat, specs)
+
+    def close(self) -> None:
+        """Let go."""
+        self._process_group = None
+
+
+def listening(address: str) -> socket.socket:
+    """A socket that listens on this address only, on a port that is free."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    listens = socket.socket(family)
+    try:
+        listens.bind((address, 0))
+        listens.listen()
+    except OSError:
+        listens.close()
+        raise
+    return listens
+
+
+def towards(host: str, port: int) -> str:
+    """The address of this machine from which ``host`` is reached; nothing is sent."""
+    found = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)
+    family, kind, protocol, _, there = found[0]
+    with socket.socket(family, kind, protocol) as one:
+        one.connect(there)
+        return str(one.getsockname()[0])
+
+
+def _store(address: str, at: socket.socket | int, timeout_s: float) -> Any:
+    """The store: it listens on a socket that is given, or is the one at that port."""
+    store = _distributed().TCPStore
+    if isinstance(at, int):
+        return store(address, at, None, False, timedelta(seconds=timeout_s))
+    port = at.getsockname()[1]
+    return store(
+        address, port, None, True, timedelta(seconds=timeout_s), wait_for_workers=False, master_listen_fd=at.detach()
+    )
+
+
+def _here(group: str, rank: int) -> str:
+    return f"{group}/here/{rank}"
+
+
+def _group(store: Any, group: str, rank: int, world_size: int, address: str, timeout_s: float) -> Any:
+    distributed = _distributed()
+    gloo = distributed.ProcessGroupGloo
+    options = gloo._Options()
+    options._timeout = timedelta(seconds=timeout_s)
+    options._devices = [gloo.create_device(hostname=address)]
+    return gloo(distributed.PrefixStore(group, store), rank, world_size, options)
+
+
+def _broadcast(process_group: Any, flat: Any) -> Any:
+    options = _distributed().BroadcastOptions()
+    options.rootRank = 0
+    return process_group.broadcast([flat], options)
+
+
+def _distributed() -> Any:
+    import torch.distributed
+
+    return torch.distributed
+
+
+def _bytes(length: int) -> Any:
+    import torch
+
+    return torch.empty(length, dtype=torch.uint8)

@@ -1,0 +1,17 @@
+"""The wait of the sender's thread for what no lock tells: the other members of a group."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+SHORTEST_S, LONGEST_S = 0.0002, 0.02
+
+
+def wait_until(there: Callable[[], bool], goes_on: Callable[[], None]) -> None:
+    """Look again and again, at growing distances; ``goes_on`` is called each time and may raise."""
+    rest_s = SHORTEST_S
+    while not there():
+        goes_on()
+        time.sleep(rest_s)
+        rest_s = min(rest_s * 1.5, LONGEST_S)

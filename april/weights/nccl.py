@@ -1,0 +1,116 @@
+"""Rank 0 of an NCCL group that is made from a unique id alone, as vLLM's own back-end joins it: no store, no pickle.
+
+The calls are those of NCCL's C interface, in the library that torch has loaded: torch's own groups need a store, and
+their handshake is not that of vLLM.
+"""
+
+from __future__ import annotations
+
+import base64
+import ctypes
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Any
+
+from april.engines.groups.waiting import wait_until
+from april.engines.weight_routes import TensorSpec
+
+LIBRARY = "libnccl.so.2"
+UNIQUE_ID_BYTES = 128
+UINT8, FLOAT32, SUM = 1, 7, 0
+"""ncclDataType_t and ncclRedOp_t."""
+
+
+class _UniqueId(ctypes.Structure):
+    _fields_ = (("internal", ctypes.c_byte * UNIQUE_ID_BYTES),)
+
+
+class NcclSender:
+    """Rank 0 of a group, as :class:`april.weights.group.Group` says, on the CUDA device that is the current one."""
+
+    def __init__(self, world_size: int, library: Any = None) -> None:
+        import torch
+
+        self._torch: Any = torch
+        self._world_size = world_size
+        self._nccl = ctypes.CDLL(LIBRARY) if library is None else library
+        self._id = _UniqueId()
+        self._require(self._nccl.ncclGetUniqueId(ctypes.byref(self._id)))
+        self._device = self._torch.cuda.current_device()
+        self._group = ctypes.c_void_p()
+        self._stream: Any = None
+        self._buffer: Any = None
+
+    @property
+    def unique_id(self) -> str:
+        """Base64 of the id, for the workers."""
+        return base64.b64encode(bytes(self._id)).decode()
+
+    def connect(self, goes_on: Callable[[], None]) -> None:
+        """Wait until all workers are there; the call that waits runs in a thread, as it cannot be broken off."""
+        ended: list[BaseException | None] = []
+
+        def connect() -> None:
+            try:
+                self._torch.cuda.set_device(self._device)
+                self._require(
+                    self._nccl.ncclCommInitRank(ctypes.byref(self._group), self._world_size, self._id, 0)
+                )
+            except BaseException as error:
+                ended.append(error)
+            else:
+                ended.append(None)
+
+        threading.Thread(target=connect, name="april-nccl-joins", daemon=True).start()
+        wait_until(lambda: bool(ended), goes_on)
+        if ended[0] is not None:
+            raise ended[0]
+        self._stream = self._torch.cuda.Stream(self._device)
+        # vLLM's workers begin with a sum of one element each
+        one = self._torch.zeros(1, device=self._device)
+        self._run(goes_on, lambda stream: self._nccl.ncclAllReduce(
+            _at(one), _at(one), ctypes.c_size_t(1), FLOAT32, SUM, self._group, stream
+        ))  # fmt: skip
+
+    def broadcast(self, tensors: Sequence[Any], specs: Sequence[TensorSpec], goes_on: Callable[[], None]) -> None:
+        """Send one bucket, in one buffer without gaps, as vLLM takes a packed one."""
+        with self._torch.no_grad():
+            parts = [t.detach().to(self._device).contiguous().view(-1).view(self._torch.uint8) for t in tensors]
+            self._buffer = self._torch.cat(parts)
+        del parts
+        flat = self._buffer
+        self._run(goes_on, lambda stream: self._nccl.ncclBroadcast(
+            _at(flat), _at(flat), ctypes.c_size_t(flat.numel()), UINT8, 0, self._group, stream
+        ))  # fmt: skip
+
+    def close(self) -> None:
+        """Let go of the workers; a call that hangs is broken off where NCCL can."""
+        group, self._group, self._buffer = self._group, ctypes.c_void_p(), None
+        if group:
+
+            def abort() -> None:
+                with suppress(Exception):
+                    self._nccl.ncclCommAbort(group)
+
+            threading.Thread(target=abort, name="april-group-ends", daemon=True).start()
+
+    def _run(self, goes_on: Callable[[], None], begin: Callable[[Any], int]) -> None:
+        """Begin a call on the stream of its own, after what the trainer has begun, and wait for its end."""
+        cuda = self._torch.cuda
+        self._stream.wait_stream(cuda.current_stream(self._device))
+        with cuda.stream(self._stream):
+            self._require(begin(ctypes.c_void_p(self._stream.cuda_stream)))
+            over = cuda.Event()
+            over.record(self._stream)
+        wait_until(over.query, goes_on)
+
+    def _require(self, result: int) -> None:
+        if result:
+            self._nccl.ncclGetErrorString.restype = ctypes.c_char_p
+            what = self._nccl.ncclGetErrorString(result)
+            raise RuntimeError(f"NCCL says: {what.decode() if isinstance(what, bytes) else result}")
+
+
+def _at(tensor: Any) -> ctypes.c_void_p:
+    return ctypes.c_void_p(tensor.data_ptr())
