@@ -105,12 +105,13 @@ class FakeSglangServer(FakeServer[FakeSglangRun]):
         spans: answers say which weights made which token (0.5.20 and later).
         labels, loads, intervals: whether it knows ``/update_weight_version``, ``/v1/loads``, ``stream_interval``.
         logprobs: "temperature", or "raw" (SGLANG_RETURN_ORIGINAL_LOGPROB).
+        transfers: it takes weights in a session of begin and end (0.5.23 and later).
         common: of :class:`FakeServer`; an update takes the last part of its path for the name of the weights.
     """
 
     def __init__(
         self, *, incremental: bool = True, spans: bool = True, labels: bool = True, loads: bool = True,
-        intervals: bool = True, logprobs: str = "temperature", **common: Any,
+        intervals: bool = True, logprobs: str = "temperature", transfers: bool = True, **common: Any,
     ) -> None:  # fmt: skip
         super().__init__(**common)
         self.incremental, self.spans, self.labels, self.loads = incremental, spans, labels, loads
@@ -134,8 +135,23 @@ class FakeSglangServer(FakeServer[FakeSglangRun]):
         """Names of the adapters (LoRA) that it has besides its model."""
         self._answering: set[FakeSglangRun] = set()
         """Requests that were let in, until they are answered; a pause that aborts waits for them."""
+        self.transfers = transfers
+        self.device, self.sizes = "cpu", {"tp_size": 1, "dp_size": 1, "pp_size": 1}
+        """Where its weights are, and over how many processes, copies and stages."""
+        self.groups: dict[str, dict[str, Any]] = {}
+        """Bodies of the calls by which it has joined groups, by name."""
+        self.session = False
+        """It is in the middle of a transfer."""
+        self.coming = "w1"
+        """The weights that a group sends; part of them, before the last bucket has come."""
+        self.buckets: list[dict[str, Any]] = []
+        """Bodies of the calls by which it has taken them."""
         self.kept_caches = 0
         """So many updates load the weights, keep the cache and the label, and say so."""
+
+    def _forget(self, weights: str) -> None:
+        super()._forget(weights)
+        self.groups, self.session = {}, False
 
     def _routes(self) -> list[web.RouteDef]:
         routes = [
@@ -145,6 +161,13 @@ class FakeSglangServer(FakeServer[FakeSglangRun]):
             web.get("/model_info", self._model_info), web.get("/server_info", self._server_info),
             web.get("/v1/models", self._models), web.get("/ready", self._ready),
         ]  # fmt: skip
+        if self.transfers:
+            routes += [
+                web.post("/init_weights_update_group", self._join), web.post("/begin_weight_update", self._begin),
+                web.post("/update_weights_from_distributed", self._receive),
+                web.post("/end_weight_update", self._end_transfer),
+                web.post("/destroy_weights_update_group", self._part),
+            ]  # fmt: skip
         if self.labels:
             routes.append(web.post("/update_weight_version", self._relabel))
         if self.loads:
@@ -361,6 +384,45 @@ class FakeSglangServer(FakeServer[FakeSglangRun]):
         paused = len(self._live)
         return web.json_response({"success": True, "message": "Succeeded.", "num_paused_requests": paused})
 
+    # ---------------------------------------------------------------- weights over a group
+
+    async def _join(self, request: web.Request) -> web.Response:
+        body = await request.json()
+        self.groups[body["group_name"]] = body
+        return _said_of(True, "Succeeded to initialize custom process group.")
+
+    async def _part(self, request: web.Request) -> web.Response:
+        known = self.groups.pop((await request.json())["group_name"], None) is not None
+        return _said_of(known, "Succeeded." if known else "The group to be destroyed does not exist.")
+
+    async def _begin(self, request: web.Request) -> web.Response:
+        if self.session:
+            return _said_of(False, "a weight-update session is already open; call end_weight_update() first")
+        self.session = True
+        return _said_of(True, "Success")
+
+    async def _receive(self, request: web.Request) -> web.Response:
+        body = await request.json()
+        if not self.session or body["group_name"] not in self.groups:
+            return _said_of(False, f"Failed to receive weights: Group {body['group_name']}, session {self.session}")
+        if self.pause_mode is None:
+            self.violations.append("it takes a bucket while requests of others may run")
+        self.buckets.append(body)
+        self.weights, self.stale_cache = self.coming if body["flush_cache"] else f"part of {self.coming}", True
+        if self.relabels:
+            self.label = str(body.get("weight_version") or self.label)
+        if body["flush_cache"]:
+            if self._scheduled() and self.pause_mode != "retract":
+                return _said_of(False, "Weights were updated, but the cache was not flushed because requests run")
+            self.stale_cache = False
+        return _said_of(True, "Succeeded to update parameter online.")
+
+    async def _end_transfer(self, request: web.Request) -> web.Response:
+        if not self.session:
+            return _said_of(False, "no weight-update session is open; call begin_weight_update() first")
+        self.session = False
+        return _said_of(True, "Success")
+
     async def _relabel(self, request: web.Request) -> web.Response:
         body = await request.json()
         if body.get("abort_all_requests", True):
@@ -380,7 +442,8 @@ class FakeSglangServer(FakeServer[FakeSglangRun]):
 
     async def _server_info(self, request: web.Request) -> web.Response:
         return web.json_response({
-            "version": "0.5.23", "context_length": self.context, "dp_size": 1, "page_size": self.page_size,
+            "version": "0.5.23", "context_length": self.context, "page_size": self.page_size,
+            "device": self.device, **self.sizes,
             "max_req_input_len": min(self.context, self.memory) - 6,
             "max_running_requests": self.max_running, "max_total_num_tokens": self.memory,
             "incremental_streaming_output": self.incremental, "enable_deterministic_inference": False,
@@ -400,6 +463,10 @@ class FakeSglangServer(FakeServer[FakeSglangRun]):
         running = len(self.running)
         load = {"num_running_reqs": running, "num_waiting_reqs": len(self._queue), "token_usage": used / 65536}
         return web.json_response({"loads": [load]})
+
+
+def _said_of(success: bool, message: str) -> web.Response:
+    return web.json_response({"success": success, "message": message}, status=200 if success else 400)
 
 
 def _at_once(kind: RequestFault) -> web.Response:

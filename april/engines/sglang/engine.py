@@ -1,6 +1,6 @@
 """SGLang servers as engines: one HTTP call per attempt, ended by rid, weights loaded from disk or by the trainer.
 
-The control calls, and whether a load has succeeded, are in ``worker``.
+The control calls, and whether a load has succeeded, are in ``worker``; those of a transfer of weights in ``transfer``.
 
 Invariant: no call for an attempt is closed in order to end it, because the server would drop its tokens; and no token
 is handed over under a label that the server does not confirm.
@@ -14,16 +14,18 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from april.config.engines import SglangEngineConfig
 from april.core.sampling import attempt_seed
 from april.core.versions import PolicyVersion
-from april.engines.http.http_client import HttpClient
+from april.engines.http.http_client import HttpClient, own_address
 from april.engines.http.response_reader import ResponseReader
 from april.engines.http.response_stream import Endpoint, ResponseStream
 from april.engines.http.server_engine import ServerEngine
 from april.engines.http.server_probe import client_of, connect_all, why_not_served
 from april.engines.http.weight_labels import START_LABEL, require_first_weights
 from april.engines.protocol import Engine, EngineLoad, Health, Request
-from april.engines.sglang.probe import SglangFacts, common_facts, probe_sglang, require_same_workers
+from april.engines.sglang.probe import SglangFacts, common_facts, probe_sglang, require_same_workers, workers_of
+from april.engines.sglang.transfer import WeightTransfer, all_or_first_error
 from april.engines.sglang.wire import ReplyParser, request_body, rid_of
 from april.engines.sglang.worker import HalfUpdated, SglangWorker
+from april.engines.weight_routes import Handshake, Meeting, TensorSpec
 from april.errors import EngineError, EngineUnreachable
 from april.server_text import quoted
 
@@ -71,6 +73,9 @@ class SglangEngine(ServerEngine):
         """At whether the servers are paused; one for all requests that end meanwhile."""
         self._paused_as: tuple[str | None, ...] = (None,) * len(self.workers)
         """Label of each worker's process that was paused for an update; None: it did not say."""
+        self._transfers = tuple(WeightTransfer(worker) for worker in self.workers)
+        self._mark = ""
+        """Label of weights that are partly written, in the present transfer."""
 
     # ---------------------------------------------------------------- requests
 
@@ -152,8 +157,9 @@ class SglangEngine(ServerEngine):
         self._paused_as = tuple(None if isinstance(mark, BaseException) else mark for mark in marks)
 
     async def resume(self) -> None:
-        """Let requests in again."""
+        """Let requests in again, and those of others where a transfer has paused a worker."""
         self.is_paused_by_others = False
+        await _all(transfer.resume() for transfer in self._transfers)
         await super().resume()
 
     async def update_weights(self, version: PolicyVersion, path: str | None = None) -> None:
@@ -174,8 +180,11 @@ class SglangEngine(ServerEngine):
         )  # which holds where this call is cancelled, too
         results = await asyncio.gather(
             *(
-                worker.update(self._labels, version, path, mark, paused=not self._admission.is_open)
-                for worker, mark in zip(self.workers, self._paused_as, strict=True)
+                worker.update(
+                    self._labels, version, path, transfer.mark or mark, paused=not self._admission.is_open,
+                    stands_still=transfer.paused,
+                )
+                for worker, mark, transfer in zip(self.workers, self._paused_as, self._transfers, strict=True)
             ),
             return_exceptions=True,
         )
@@ -185,6 +194,53 @@ class SglangEngine(ServerEngine):
                 self._not_whole = before
             raise errors[0]
         self._labels.present, self._not_whole = version, ""
+        for transfer in self._transfers:
+            transfer.touched, transfer.mark = False, None
+
+    # ---------------------------------------------------------------- weights that the trainer's process sends
+
+    handshake = Handshake.TORCH
+
+    @property
+    def sender_address(self) -> str:
+        """Address of this machine as the first worker reaches it."""
+        return own_address(self.workers[0].client.url)
+
+    async def ranks(self) -> int:
+        """Count of the processes that hold a part of the weights, over all workers."""
+        return sum(await self._ranks())
+
+    async def _ranks(self) -> list[int]:
+        return await asyncio.gather(*(workers_of(worker.client) for worker in self.workers))
+
+    async def join(self, meeting: Meeting) -> None:
+        """Have all workers meet the sender, one behind the other."""
+        offset, joins = meeting.rank_offset, []
+        for transfer, count in zip(self._transfers, await self._ranks(), strict=True):
+            joins.append(transfer.join(meeting, offset))
+            offset += count
+        await all_or_first_error(joins)
+
+    async def begin(self) -> None:
+        """Pause all workers and make their weights writable."""
+        self._mark = self._labels.mark()
+        await all_or_first_error([transfer.begin() for transfer in self._transfers])
+
+    async def receive(self, bucket: Sequence[TensorSpec], last: bool) -> None:
+        """Have all workers take these tensors."""
+        self._not_whole = (
+            f"engine {self.name} is between two versions, since a transfer of weights has not come to its end; update "
+            "them again"
+        )
+        await all_or_first_error([transfer.receive(bucket, last, self._mark) for transfer in self._transfers])
+
+    async def finish(self) -> None:
+        """Put the weights into use; :meth:`update_weights` names them."""
+        await all_or_first_error([transfer.finish() for transfer in self._transfers])
+
+    async def leave(self) -> bool:
+        """Give the group up on all workers; True: all of them have the weights from before."""
+        return all(await asyncio.gather(*(transfer.leave() for transfer in self._transfers)))
 
     async def _why_not_served(self) -> str:
         """Return why a worker would not answer by the model that is trained; empty: nothing says so."""
@@ -237,7 +293,8 @@ class SglangEngine(ServerEngine):
                 raise EngineError(f"the router {self._requests.url} is not ready: /readiness answers {reply.status}")
 
     async def close(self) -> None:
-        """Calls in flight break."""
+        """Calls in flight break; a worker that stands still for a transfer goes on."""
+        await asyncio.gather(*(transfer.resume() for transfer in self._transfers), return_exceptions=True)
         await self._requests.close()
         for worker in self.workers:
             await worker.client.close()

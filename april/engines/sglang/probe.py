@@ -32,11 +32,14 @@ from april.engines.http.server_process import while_paused
 from april.engines.http.wire import NotJson, error_text, read_json
 from april.engines.protocol import Capabilities
 from april.engines.sglang.wire import Reply as GenerateReply
+from april.engines.weight_routes import GLOO, NCCL
 from april.errors import ConfigError, EngineError, WireError
 from april.server_text import clean
 
 ENDS_OF_TURNS = ("<|eom_id|>", "<|content_model_end_sampling|>", "<|ifm|im_end|>")
 """Added tokens at which SGLang stops though no file of the model says so (0.5.19: the first two; 0.5.23: all)."""
+TRANSFER_ROUTES = ("/init_weights_update_group", "/update_weights_from_distributed", "/begin_weight_update")
+"""The routes by which weights can be sent from the trainer's process; the last one is newer (0.5.23)."""
 PAUSE_S = 3.0
 """Longest wait for the answer to a pause that a server must refuse."""
 
@@ -54,6 +57,12 @@ class SglangFacts(ServerFacts):
     """True if the server tells its load."""
     adapter: str | None = None
     """That which is trained."""
+
+
+async def workers_of(client: HttpClient) -> int:
+    """Ask a server how many processes hold a part of its weights; raises EngineError if it does not answer."""
+    info = await client.json("GET", "/server_info", retry=True)
+    return (_number(info, "tp_size") if isinstance(info, dict) else None) or 1
 
 
 async def probe_sglang(client: HttpClient, config: SglangEngineConfig) -> SglangFacts:
@@ -78,6 +87,7 @@ async def probe_sglang(client: HttpClient, config: SglangEngineConfig) -> Sglang
         has_route(client, "/update_weights_from_disk"),
         has_route(client, "/update_weight_version"),
     )
+    transfers = await asyncio.gather(*(has_route(client, route) for route in TRANSFER_ROUTES))
     # by itself: nothing else that fails may leave it behind in the middle
     modes = await _pause_modes(client, loads is not None, paused=paused)
     files = await asyncio.to_thread(model_files, model["model_path"], model.get("tokenizer_path"), ENDS_OF_TURNS)
@@ -88,6 +98,8 @@ async def probe_sglang(client: HttpClient, config: SglangEngineConfig) -> Sglang
     incremental = bool(server.get("incremental_streaming_output", server.get("stream_output", False)))
     deterministic = bool(server.get("enable_deterministic_inference"))
     copies = int(server.get("dp_size") or 1)
+    stages = int(server.get("pp_size") or 1)
+    sent = all(transfers) and "retract" in modes and copies == 1 and stages == 1 and adapter is None
     limits = (
         (paused, _PAUSED),
         (not probe.spans and not paused, _NO_VERSION_SPANS),
@@ -124,6 +136,7 @@ async def probe_sglang(client: HttpClient, config: SglangEngineConfig) -> Sglang
             eos_token_ids=eos or (),
             max_in_flight=least(_number(server, "max_running_requests"), config.max_in_flight),
             updates_from_disk=disk and adapter is None,
+            collective=_backends(server) if sent else (),
             version_spans=probe.spans and labels,
             remote=True,
             # events that repeat everything cost more than what they save
@@ -133,6 +146,12 @@ async def probe_sglang(client: HttpClient, config: SglangEngineConfig) -> Sglang
             limits=tuple(limit for amiss, limit in limits if amiss),
         ),
     )
+
+
+def _backends(server: dict[str, Any]) -> tuple[str, ...]:
+    """Those over which its workers can be in a group: what torch has for their devices."""
+    device = str(server.get("device") or "cuda")
+    return (GLOO,) if device == "cpu" else (NCCL, GLOO) if device == "cuda" else ()
 
 
 async def _pause_modes(client: HttpClient, recent: bool, *, paused: bool) -> tuple[str, ...]:
@@ -328,6 +347,7 @@ def common_facts(workers: Sequence[SglangFacts]) -> SglangFacts:
             max_context=min(c.max_context for c in each),
             max_in_flight=sum(places) if len(places) == len(each) else None,
             updates_from_disk=all(c.updates_from_disk for c in each),
+            collective=tuple(b for b in first.capabilities.collective if all(b in c.collective for c in each)),
             honours_seeds=all(c.honours_seeds for c in each),
             verifies_weights=labelled,
             limits=tuple(dict.fromkeys(limit for c in each for limit in c.limits)),

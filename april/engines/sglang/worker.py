@@ -125,12 +125,13 @@ class SglangWorker:
 
     async def update(
         self, labels: WeightLabels, version: PolicyVersion, path: str | None, paused_as: str | None = None, *,
-        paused: bool = False,
+        paused: bool = False, stands_still: bool = False,
     ) -> None:  # fmt: skip
         """Load new weights from a directory (None means that they are there), empty the cache, and name them.
 
         Args:
             paused_as: what :meth:`mark` has said of the server that was ``paused`` for the update.
+            stands_still: the server itself is paused already.
 
         Raises:
             HalfUpdated: the weights are new, or may be, and the rest did not follow.
@@ -138,7 +139,8 @@ class SglangWorker:
         """
         label, loaded = labels.of(version), path is None
         try:
-            async with self._retracted() if "retract" in self.facts.pause_modes else nullcontext():
+            waits = "retract" in self.facts.pause_modes and not stands_still
+            async with self._retracted() if waits else nullcontext():
                 process = await self._process()
                 if path is None:
                     shown = await self.label()
