@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
-from april.engines.weight_routes import GLOO, NCCL, Handshake, Meeting, TensorSpec
+from april.engines.weight_routes import BACKENDS, GLOO, NCCL, Handshake, Meeting, TensorSpec
 from april.errors import ConfigError
 
 
@@ -45,6 +45,11 @@ def open_group(
 
         gloo = GlooSender(address, name, world_size, timeout_s)
         return gloo, replace(meeting, port=gloo.port)
+    if handshake is Handshake.TORCH and backend in BACKENDS:
+        from april.weights.torch_group import TorchSender
+
+        torch_group = TorchSender(backend, address, name, world_size, timeout_s)
+        return torch_group, replace(meeting, port=torch_group.port)
     if (backend, handshake) == (NCCL, Handshake.UNIQUE_ID):
         from april.weights.nccl import NcclSender
 

@@ -6,7 +6,6 @@ aiohttp's defaults are wrong for long generations; each setting here says why it
 from __future__ import annotations
 
 import asyncio
-import socket
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from datetime import datetime
@@ -440,13 +439,3 @@ def text_under(client: HttpClient, said: Any, key: str, route: str) -> str:
     if not isinstance(value, str):
         raise EngineError(f"{client.url}{route} does not say its {key}; is a proxy or another server in between?")
     return value
-
-
-def own_address(url: str) -> str:
-    """The address of this machine from which a server is reached, so that it can be reached there; nothing is sent."""
-    parts = urlsplit(url)
-    port = parts.port or (443 if parts.scheme == "https" else 80)
-    family, kind, protocol, _, there = socket.getaddrinfo(parts.hostname, port, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, kind, protocol) as way:
-        way.connect(there)
-        return str(way.getsockname()[0])

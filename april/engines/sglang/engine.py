@@ -14,7 +14,8 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from april.config.engines import SglangEngineConfig
 from april.core.sampling import attempt_seed
 from april.core.versions import PolicyVersion
-from april.engines.http.http_client import HttpClient, own_address
+from april.engines.groups.gloo import towards
+from april.engines.http.http_client import HttpClient
 from april.engines.http.response_reader import ResponseReader
 from april.engines.http.response_stream import Endpoint, ResponseStream
 from april.engines.http.server_engine import ServerEngine
@@ -204,7 +205,7 @@ class SglangEngine(ServerEngine):
     @property
     def sender_address(self) -> str:
         """Address of this machine as the first worker reaches it."""
-        return own_address(self.workers[0].client.url)
+        return towards(*self.workers[0].client.address)
 
     async def ranks(self) -> int:
         """Count of the processes that hold a part of the weights, over all workers."""
