@@ -65,8 +65,9 @@ class FakeAsyncLLM(FakeServer[LlmRun]):
     """``release``: 32 holds what reaches it while it is paused, 33 refuses it; ``common``: of :class:`FakeServer`."""
 
     def __init__(
-        self, *, mode: str = "raw_logprobs", policy: str = "fcfs", release: int = 33, **common: Any
-    ) -> None:
+        self, *, mode: str = "raw_logprobs", policy: str = "fcfs", release: int = 33, transfers: str | None = None,
+        **common: Any,
+    ) -> None:  # fmt: skip
         super().__init__(**({"weights": "tiny0", "mean_length": 60, "max_running": 1 << 20} | common))
         self.release, self.alive = release, True
         self.dead, self.cache_resets = False, True
@@ -85,8 +86,16 @@ class FakeAsyncLLM(FakeServer[LlmRun]):
                 try_get_generation_config=lambda: {"eos_token_id": [EOS, VOCAB]},
             ),
             scheduler_config=SimpleNamespace(max_num_seqs=64, policy=policy),
-            parallel_config=SimpleNamespace(data_parallel_size=2),
+            parallel_config=SimpleNamespace(data_parallel_size=2, world_size=3),
         )  # fmt: skip
+        if transfers is not None:
+            self.vllm_config.weight_transfer_config = SimpleNamespace(backend=transfers)
+        self.session = False
+        """It is in the middle of a transfer of weights."""
+        self.transfers: list[tuple[str, dict[str, Any]]] = []
+        """The calls of transfers."""
+        self.fails: set[str] = set()
+        """Those that fail."""
         self.renderer = SimpleNamespace(get_eos_token_id=lambda: EOS)
         self.output_handler: asyncio.Task[None] | None = None
         try:
@@ -169,13 +178,32 @@ class FakeAsyncLLM(FakeServer[LlmRun]):
         self.pause_mode = None
         self._changed.set()
 
-    async def collective_rpc(self, method: str, *, kwargs: dict[str, str]) -> list[None]:
+    async def collective_rpc(self, method: str, limit_s: float | None = None, *, kwargs: dict[str, Any]) -> list[None]:
         self._run_output_handler()
-        assert method == "reload_weights"
+        if method != "reload_weights":
+            return self._transfer(method, kwargs)
         if kwargs["weights_path"] == "missing":
             raise FileNotFoundError("missing")
         self.weights, self.stale_cache = kwargs["weights_path"], True
         return self.rpc_results
+
+    def _transfer(self, method: str, kwargs: dict[str, Any]) -> list[None]:
+        self.transfers.append((method, kwargs))
+        if method in self.fails:
+            raise RuntimeError(f"{method} died")
+        match method:
+            case "start_weight_update":
+                if self.session:
+                    raise RuntimeError("already started")
+                self.session = True
+            case "finish_weight_update":
+                self.session = False
+            case "update_weights":
+                assert self.session
+                self.weights, self.stale_cache = "-".join(kwargs["update_info"]["names"]), True
+            case _:
+                assert method == "init_weight_transfer_engine"
+        return [None]
 
     async def reset_prefix_cache(self) -> bool:
         self._run_output_handler()

@@ -21,6 +21,7 @@ from april.core.versions import FIRST_VERSION, PolicyVersion
 from april.driver.rewards import Response
 from april.engines.protocol import EngineFinish
 from april.engines.vllm.in_process import VllmInProcessEngine
+from april.engines.weight_routes import Handshake, Meeting, ReceivesWeights, TensorSpec
 from april.errors import ConfigError, EngineBusy, EngineError, RequestRefused
 
 PROMPT = [12, 20, 30]
@@ -239,6 +240,83 @@ async def test_a_reload_counts_when_every_worker_has_returned_nothing(results: A
         await w.engine.resume()
         assert (await w.ask()).error is not None
         assert not (await w.engine.health()).ok
+
+
+V1, V2 = PolicyVersion(0, 1), PolicyVersion(0, 2)
+NEW = (TensorSpec("new", "bfloat16", (2, 3)),)
+AT = Meeting(
+    address="127.0.0.1", port=4711, world_size=7, rank_offset=1, group="g", backend="gloo", timeout_s=30.0,
+    bucket_bytes=1 << 20,
+)  # fmt: skip
+
+
+async def transferred(engine: VllmInProcessEngine, version: PolicyVersion) -> None:
+    """A whole update by a transfer to an engine that is paused."""
+    await engine.join(AT)
+    await engine.begin()
+    await engine.receive(NEW, True)
+    await engine.finish()
+    await engine.update_weights(version)
+
+
+@both_loops
+async def test_weights_that_the_trainer_sends(own_loop: bool) -> None:
+    """To each of the workers by vLLM's own calls, on vLLM's own loop; then the cache is emptied and the label moves."""
+    async with world(own_loop, transfers="april_gloo") as w:
+        assert isinstance(w.engine, ReceivesWeights)
+        assert (w.engine.capabilities.collective, w.engine.handshake) == (("gloo",), Handshake.APRIL)
+        assert await w.engine.ranks() == 6
+        await w.engine.pause()
+        await transferred(w.engine, V1)
+        await w.engine.resume()
+        calls = dict(w.llm.transfers)
+        assert calls["init_weight_transfer_engine"]["init_info"] == {
+            "master_address": "127.0.0.1", "master_port": 4711, "rank_offset": 1, "world_size": 7, "group": "g",
+            "timeout_s": 30.0,
+        }  # fmt: skip
+        assert calls["update_weights"]["update_info"] == {
+            "names": ["new"], "dtype_names": ["bfloat16"], "shapes": [(2, 3)]
+        }  # fmt: skip
+        answer = await w.ask()
+        assert (answer.tokens, set(answer.versions)) == (w.whole(PROMPT, weights="new"), {V1})
+
+
+@pytest.mark.parametrize(
+    ("call", "kept"),
+    [("init_weight_transfer_engine", True), ("update_weights", False), ("finish_weight_update", False)],
+)
+async def test_a_transfer_that_fails_leaves_no_doubt(call: str, kept: bool) -> None:
+    """Before the weights come everything is as it was; afterwards nothing is generated until an update succeeds."""
+    async with world(transfers="april_gloo") as w:
+        await w.engine.pause()
+        w.llm.transfers.clear()
+        w.engine._forgotten = True
+        w.llm.fails = {call}
+        with pytest.raises(EngineError, match=f"{call} died"):
+            await transferred(w.engine, V1)
+        w.llm.fails = set()
+        assert await w.engine.leave() == kept
+        await w.engine.resume()
+        answer = await w.ask()
+        assert (answer.error is None) == kept
+        assert not w.llm.session
+        await w.engine.pause()
+        await transferred(w.engine, V2)
+        await w.engine.resume()
+        assert set((await w.ask()).versions) == {V2}
+
+
+def test_weights_are_sent_where_vllm_was_made_for_it() -> None:
+    """Not without a back-end, over one that april does not know, under an adapter, or to workers on other machines."""
+
+    def offered(**changes: Any) -> tuple[str, ...]:
+        llm = FakeAsyncLLM(transfers=changes.get("transfers"))
+        llm.vllm_config.parallel_config.distributed_executor_backend = changes.get("executor", "mp")
+        return VllmInProcessEngine(llm, lora_request=changes.get("lora_request")).capabilities.collective
+
+    assert offered() == offered(transfers="ipc") == offered(transfers="nccl", executor="ray") == ()
+    assert offered(transfers="nccl", lora_request=object()) == ()
+    assert (offered(transfers="nccl"), offered(transfers="april_gloo")) == (("nccl",), ("gloo",))
 
 
 async def test_weights_that_somebody_else_updates_are_noticed() -> None:

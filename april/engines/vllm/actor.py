@@ -88,7 +88,7 @@ def capabilities_of(plain: dict[str, Any]) -> Capabilities:
     known = {field.name for field in fields(Capabilities)}
     values = {name: value for name, value in plain.items() if name in known}
     values |= {"logprob_kind": LogprobKind(values["logprob_kind"]), "abort_means": AbortMeans(values["abort_means"])}
-    values |= {"streams": False, "updates_from_disk": False}
+    values |= {"streams": False, "updates_from_disk": False, "collective": (), "takes_tensors": False}
     return Capabilities(**values)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -17,10 +18,11 @@ from april.core.sampling import LogprobKind
 from april.core.versions import PolicyVersion
 from april.engine_limits import Limit, LimitCode, raw_logprobs, tied_embeddings
 from april.engines.http.loop_relay import LoopRelay, result_from
-from april.engines.http.server_engine import ServerEngine
 from april.engines.http.weight_labels import foreign_weights
 from april.engines.http.wire import chunk_of, empty_chunk, failure_of
 from april.engines.protocol import Capabilities, Chunk, EngineFinish, Health, Request
+from april.engines.vllm.plugin import BACKENDS
+from april.engines.vllm.transfer import Transfers
 from april.errors import ConfigError, EngineBusy, EngineError, WireError
 from april.server_text import clean
 
@@ -51,7 +53,7 @@ _BETWEEN = "its last weight update failed, and its weights are those of no versi
 _FINISHES = {finish.value: finish for finish in EngineFinish}
 
 
-class VllmInProcessEngine(ServerEngine):
+class VllmInProcessEngine(Transfers):
     """A ``vllm.AsyncLLM`` (v1). april uses it and does not shut it down.
 
     An AsyncLLM belongs to the event loop that it was made on, or first used on. Three cases:
@@ -60,6 +62,9 @@ class VllmInProcessEngine(ServerEngine):
       asynchronous scheduler on it, or give the AsyncLLM a loop on a thread of its own).
     * It was made outside of any loop and never used: it becomes part of april's loop, and ends with its scheduler.
     * ``loop`` is given: calls go there.
+
+    Weights can be sent to its workers (``weight_update(weights=...)``) where it was made with
+    ``weight_transfer_config={"backend": "april_gloo"}`` or ``"nccl"``.
 
     Args:
         async_llm: the object.
@@ -205,11 +210,18 @@ class VllmInProcessEngine(ServerEngine):
         Raises EngineError while requests run, for a directory that vLLM would load wrongly, or if it fails; then the
         engine gets no requests before an update succeeds.
         """
+        try:
+            await self._update_weights(version, path)
+        finally:
+            await self.let_others_go_on()
+
+    async def _update_weights(self, version: PolicyVersion, path: str | None) -> None:
         self.require_idle()
         if path is not None:
             self._require_loadable(path)
         self._not_whole = f"engine {self._name}: {_BETWEEN}"
         if path is not None:
+            await self.forget_transfers()
             results = await self._there(
                 lambda: self._llm.collective_rpc("reload_weights", kwargs={"weights_path": path})
             )
@@ -230,6 +242,22 @@ class VllmInProcessEngine(ServerEngine):
                     raise EngineError(f"engine {self._name} {what}")
             self._labelled = True
         self._labels.present, self._not_whole = version, ""
+
+    sender_address = "127.0.0.1"
+
+    async def ranks(self) -> int:
+        """Count of its workers, over all data-parallel copies."""
+        parallel = self._llm.vllm_config.parallel_config
+        return int(parallel.world_size) * int(parallel.data_parallel_size)
+
+    def _frozen(self) -> AbstractAsyncContextManager[None]:
+        return nullcontext()  # a pause has ended the requests of all others
+
+    async def _transfer(self, call: str, arguments: dict[str, Any] | None = None) -> None:
+        method = call.removeprefix("/")
+        results = await self._there(lambda: self._llm.collective_rpc(method, self._limit_s, kwargs=arguments or {}))
+        if not results or any(result is not None for result in results):  # each of its workers returns nothing
+            raise EngineError(f"engine {self._name} failed {method}: its workers returned {clean(results)}")
 
     async def health(self) -> Health:
         """Return whether vLLM's engine lives."""
@@ -322,8 +350,17 @@ def _capabilities(llm: Any, stream: bool, eos_token_ids: Sequence[int] | None, l
         version_spans=False,
         streams=stream,
         own_weights=True,
+        collective=_backends(llm) if not lora_request else (),
         limits=tuple(limit for amiss, limit in limits if amiss),
     )
+
+
+def _backends(llm: Any) -> tuple[str, ...]:
+    """Those over which weights can be sent to its workers, where all of them are on this machine."""
+    config = llm.vllm_config
+    asked = getattr(getattr(config, "weight_transfer_config", None), "backend", None)
+    elsewhere = getattr(config.parallel_config, "distributed_executor_backend", None) == "ray"
+    return (BACKENDS[asked],) if asked in BACKENDS and not elsewhere else ()
 
 
 def _eos_ids(llm: Any) -> tuple[int, ...]:
