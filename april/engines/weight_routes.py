@@ -105,6 +105,10 @@ class ReceivesWeights(Protocol):
 class TakesTensors(Protocol):
     """The methods of engines in this process whose ``capabilities.takes_tensors`` is true: no group is needed."""
 
+    def reads(self, model: Any) -> bool:
+        """Return whether this very module is what it generates from, so that nothing is to be copied."""
+        ...
+
     async def take(self, specs: Sequence[TensorSpec], tensors: Sequence[Any], last: bool) -> None:
         """Copy these tensors into the engine's weights; they belong to the sender and change afterwards."""
         ...

@@ -120,7 +120,7 @@ class WeightSender:
             EngineError: none of them has got the weights; ``left_out`` says of each what it has.
             Exception: whatever the weights raise as they are gone through.
         """
-        left = [name for name in names if not self.engines[name].capabilities.shares_weights]
+        left = [name for name in names if not self._reads(name, source)]
         while left:
             transfer = _Round(self, left)
             try:
@@ -144,6 +144,14 @@ class WeightSender:
                 )
         if self.left_out:
             raise EngineError(_sentence(self.left_out))
+
+
+    def _reads(self, name: str, source: WeightSource) -> bool:
+        """Return whether an engine generates from these weights where they are."""
+        engine = self.engines[name]
+        if not engine.capabilities.takes_tensors:
+            return engine.capabilities.shares_weights
+        return isinstance(engine, TakesTensors) and source.module is not None and engine.reads(source.module)
 
 
 class _Round:

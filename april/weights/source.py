@@ -106,6 +106,8 @@ class WeightSource:
             raise ConfigError(f"weights: bucket_bytes must be at least 1, got {bucket_bytes}")
         self._bucket_bytes = bucket_bytes
         self._dtype = None if dtype is None else _dtype_of(dtype)
+        self.module = module_of(weights)
+        """The model itself, out of what is around it; None: other things were given."""
         self._items = _items_of(weights)
         self.repeatable = self._items is not None or not isinstance(weights, Iterator)
         """It can be drawn again after a transfer that failed; an iterator cannot."""
@@ -193,6 +195,13 @@ def _dtype_of(name: str) -> torch.dtype:
 
 
 # ---------------------------------------------------------------- what was given
+
+
+def module_of(weights: Any) -> Any:
+    """Return the model inside of what torch wraps around it; None for what is no module."""
+    import torch
+
+    return _unwrapped(weights) if isinstance(weights, torch.nn.Module) else None
 
 
 def _items_of(weights: Any) -> list[_Item] | None:

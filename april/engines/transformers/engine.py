@@ -32,11 +32,13 @@ from april.core.sampling import LogprobKind
 from april.core.versions import PolicyVersion
 from april.engines.protocol import Capabilities, Chunk, Health, Request
 from april.engines.transformers.stats import EngineStats
+from april.engines.weight_routes import TensorSpec
 from april.errors import ConfigError, EngineError, WeightsInUse
 from april.extras import require
 from april.model_turns import turns_of
 
 if TYPE_CHECKING:
+    from april.engines.transformers.model_weights import TakenWeights
     from april.engines.transformers.slot_batch import SlotOutput, SlotRequest
 
 log = logging.getLogger("april")
@@ -163,6 +165,7 @@ class TransformersEngine:
             shares_weights=True,
             gathers_weights=self._weights.sharded,
             updates_from_disk=not self._weights.sharded,
+            takes_tensors=not self._weights.sharded,
         )
         self._stream_interval = stream_interval
         self._steps_per_tick = min(MAX_STEPS_PER_TICK, stream_interval or MAX_STEPS_PER_TICK)
@@ -174,6 +177,8 @@ class TransformersEngine:
         self._ticking = self._paused = self._closed = self._loading = False
         self._failure = ""
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._taken: TakenWeights | None = None
+        """The weights that are on their way into the model, a part of which has come."""
         self._overwritten = ""
         """The reason why nothing is generated before the next update: the model has changed."""
         self._generated_under: tuple[PolicyVersion, int | None] | None = None
@@ -502,13 +507,7 @@ class TransformersEngine:
         Waiting requests stay and will be generated under the new version. Raises EngineError while requests are active,
         and for a directory that does not hold exactly this model's weights, of which nothing is written then.
         """
-        if self._closed:
-            raise EngineError(f"{self._name}: the engine is closed: make a new one")
-        if self._decoder.active or self._ticking:
-            raise EngineError(
-                f"{self._name}: {self._decoder.active} requests are active under version {self._decoder.version}: "
-                "pause and abort them, then update the weights"
-            )
+        self._require_idle()
         if path is not None and self._weights.sharded:
             raise EngineError(
                 f"{self._name}: the model's parameters are sharded over ranks: load {path} into it on every rank "
@@ -526,11 +525,49 @@ class TransformersEngine:
         else:
             self._renewed(version)
 
-    def _loaded(self, done: asyncio.Future[None], version: PolicyVersion) -> None:
+    def _require_idle(self) -> None:
+        if self._closed:
+            raise EngineError(f"{self._name}: the engine is closed: make a new one")
+        if self._decoder.active or self._ticking:
+            raise EngineError(
+                f"{self._name}: {self._decoder.active} requests are active under version {self._decoder.version}: "
+                "pause and abort them, then update the weights"
+            )
+
+    def _loaded(self, done: asyncio.Future[None], version: PolicyVersion | None) -> None:
         self._loading = False
-        if not done.cancelled() and done.exception() is None:
+        if version is not None and not done.cancelled() and done.exception() is None:
             self._renewed(version)
         self._start_pump()
+
+    def reads(self, model: Any) -> bool:
+        """Return whether the parameters of this model are those that it generates from."""
+        ours, theirs = list(self._model.parameters()), list(model.parameters())
+        return len(ours) == len(theirs) and all(a is b for a, b in zip(ours, theirs, strict=True))
+
+    async def take(self, specs: Sequence[TensorSpec], tensors: Sequence[Any], last: bool) -> None:
+        """Copy tensors of another model into this one, in place; :meth:`update_weights` begins their version.
+
+        Raises EngineError while requests are active, and for tensors that are not those of the model; it has a part of
+        the new weights then, if any had come before.
+        """
+        self._require_idle()
+        if self._taken is None:
+            from april.engines.transformers.model_weights import TakenWeights
+
+            await self.quiet()
+            self._taken = TakenWeights(self._model)
+        self._loading, taken = True, self._taken
+        taking = asyncio.get_running_loop().run_in_executor(self._thread, taken.take, specs, tensors, last)
+        # a cancelled call must not open the engine over half a tensor
+        taking.add_done_callback(lambda done: self._loaded(done, None))
+        try:
+            await asyncio.shield(taking)
+        except BaseException:
+            self._taken = None
+            raise
+        if last:
+            self._taken = None
 
     def _renewed(self, version: PolicyVersion) -> None:
         self._decoder.version = version

@@ -8,7 +8,7 @@ decodes in between calls the model's own ``forward``, with FSDP2's casts of mixe
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from april.engines.weight_routes import TensorSpec
 from april.errors import ConfigError, EngineError
 
 SAMPLED = 4
@@ -251,3 +252,34 @@ def load_weights(model: Any, path: str) -> None:
         new_weights = loaded.state_dict()
         for name, weight in model.state_dict().items():
             weight.copy_(new_weights[name])
+
+
+class TakenWeights:
+    """Weights that come into a model tensor by tensor, under the names of its own state."""
+
+    def __init__(self, model: Any) -> None:
+        self._kind = type(model).__name__
+        stored = model.state_dict(keep_vars=True)
+        self._places: dict[str, Tensor] = {name: t for name, t in stored.items() if isinstance(t, Tensor)}
+        self._missing = {id(t): name for name, t in self._places.items()}
+
+    @torch.no_grad()
+    def take(self, specs: Sequence[TensorSpec], tensors: Sequence[Tensor], last: bool) -> None:
+        """Copy these tensors into the model, in place.
+
+        Raises EngineError for a name that the model does not have, another shape, or a tensor that never came.
+        """
+        for spec, tensor in zip(specs, tensors, strict=True):
+            place = self._places.get(spec.name)
+            if place is None or tuple(place.shape) != spec.shape:
+                has = "no tensor of this name" if place is None else f"one of shape {tuple(place.shape)}"
+                raise EngineError(
+                    f"{spec.name} came with shape {spec.shape}, and this {self._kind} has {has}: give weights under "
+                    "the names of the model's own state, or load a directory (path=)"
+                )
+            place.copy_(tensor)
+            self._missing.pop(id(place), None)
+        if last and self._missing:
+            name = next(iter(self._missing.values()))
+            more = f" and {len(self._missing) - 1} more" if len(self._missing) > 1 else ""
+            raise EngineError(f"{name}{more} of this {self._kind} did not come: the weights were not all of the model")
