@@ -86,6 +86,13 @@ CAUSES: dict[str, tuple[LimitCode, ...]] = {
 """Fields of :class:`~april.engines.protocol.Capabilities`, and the codes that may be the cause of their being less than
 they could be, the likeliest first."""
 
+CUTS = (
+    LimitCode.NO_VERSION_SPANS, LimitCode.NO_LABELS, LimitCode.NO_DISK_UPDATES, LimitCode.SEVERAL_PROCESSES,
+    LimitCode.SEVERAL_COPIES, LimitCode.NO_ABORT_BY_ID,
+)  # fmt: skip
+"""Codes that may be the cause why a weight update must cut the requests in flight, though others of the kind keep
+them."""
+
 PROMISES: dict[LimitCode, str] = {
     LimitCode.SEVERAL_PROCESSES: "an abort loses no token, and leaves other users of the server alone",
     LimitCode.NO_ABORT_BY_ID: "an abort loses no token",

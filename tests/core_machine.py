@@ -211,9 +211,13 @@ class CoreMachine:
         ids = np.arange(10 + have, 10 + have + count, dtype=np.int32)
         if count and have + count == end:
             ids[-1] = EOS
-        attempt.tape.append(ids, np.full(count, -0.5, np.float32), self.core.clock.current)
+        attempt.tape.append(ids, np.full(count, -0.5, np.float32), self.version_at(attempt))
         self.generated += count
         return have + count == end or count == budget
+
+    def version_at(self, attempt: Attempt) -> PolicyVersion:
+        """The version of the weights under which an attempt generates now."""
+        return self.core.clock.current
 
     def end(self, attempt_id: str, count: int = 10**6) -> list[do.Command]:
         """Let an attempt run to its end (or gain ``count`` tokens and be aborted)."""

@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 from core_machine import EOS, A, B, C, CoreMachine, asked, settings, timers
-from update_player import Server, UpdatePlayer
+from update_player import Server, UpdatePlayer, limits_of
 
 from april.core import commands as do
 from april.core import events as ev
 from april.core.engine_table import EngineGate, EngineTable, EngineWeights
 from april.core.run_times import RunTimes
 from april.core.settings import EngineLimits
-from april.core.types import AttemptFailure, Timer, TimerKind
+from april.core.types import AttemptFailure, OnWeightUpdate, Timer, TimerKind
 from april.core.versions import FIRST_VERSION, PolicyVersion
 from april.core.weight_updates import Phase
 from april.errors import InvariantError
@@ -415,8 +415,8 @@ def test_an_update_without_any_engine_is_for_those_that_join() -> None:
 class ComingAndGoing(UpdatePlayer):
     """Engines come, come anew and leave in every phase of updates, drawn from a generator of their own."""
 
-    def __init__(self, seed: int, engines: int) -> None:
-        super().__init__(seed, engines)
+    def __init__(self, seed: int, engines: int, in_flight: OnWeightUpdate) -> None:
+        super().__init__(seed, engines, in_flight=in_flight)
         self.luck = random.Random(f"come and go {seed}")
         self.away: dict[str, Server] = {}
 
@@ -468,14 +468,14 @@ class ComingAndGoing(UpdatePlayer):
         self.servers[name] = server = before if self.luck.random() < 0.5 else Server()
         server.alive, server.lost = True, False  # nobody has told its host's new client what it should have
         self.seen[f"joins while {self.core.updates.phase}"] += 1
-        self.post(ev.EnginesJoined([EngineLimits(name, 4096, None, (EOS,), remote=True)]))
+        self.post(ev.EnginesJoined([limits_of(name)]))
 
 
 def test_at_random_no_request_goes_to_an_engine_with_other_weights() -> None:
     """In every phase of an update; all updates end, and in the end all engines have the present weights."""
     seen: Counter[str] = Counter()
-    for seed in range(60):
-        player = ComingAndGoing(seed, engines=1 + seed % 3)
+    for seed in range(90):
+        player = ComingAndGoing(seed, 1 + seed % 3, list(OnWeightUpdate)[seed // 3 % 3])
         try:
             for _ in range(300):
                 player.one_event()

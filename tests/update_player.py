@@ -15,8 +15,14 @@ from core_machine import EOS, CoreMachine, settings
 from april.core import commands as do
 from april.core import events as ev
 from april.core.settings import EngineLimits
-from april.core.types import AttemptFailure, Timer, TimerKind
-from april.core.versions import FIRST_VERSION
+from april.core.types import Attempt, AttemptFailure, OnWeightUpdate, Timer, TimerKind
+from april.core.versions import FIRST_VERSION, PolicyVersion
+
+
+def limits_of(name: str) -> EngineLimits:
+    """Those of an engine that can keep requests."""
+    return EngineLimits(name, 4096, None, (EOS,), remote=True, in_flight_updates=tuple(OnWeightUpdate))
+
 
 Call = do.PauseEngine | do.LoadEngine | do.ResumeEngine
 START = "start"
@@ -47,12 +53,17 @@ class Update:
 
 
 class UpdatePlayer(CoreMachine):
-    """``silent``: servers may also lose their weights without a word."""
+    """``silent``: servers may also lose their weights without a word. ``in_flight``: what becomes of requests."""
 
-    def __init__(self, seed: int, engines: int, *, silent: bool = False) -> None:
+    def __init__(
+        self, seed: int, engines: int, *, silent: bool = False, in_flight: OnWeightUpdate = OnWeightUpdate.RESUBMIT
+    ) -> None:
         self.rng = random.Random(seed)
         self.silent = silent
-        limits = tuple(EngineLimits(f"e{i}", 4096, None, (EOS,), remote=True) for i in range(engines))
+        self.cuts, self.keeps = in_flight is OnWeightUpdate.RESUBMIT, in_flight is OnWeightUpdate.KEEP
+        self.under: dict[str, PolicyVersion] = {}
+        """The version under which each request was sent."""
+        limits = tuple(limits_of(f"e{i}") for i in range(engines))
         self.servers = {e.name: Server() for e in limits}
         self.contents = {FIRST_VERSION: START}
         """What each version stands for."""
@@ -71,9 +82,44 @@ class UpdatePlayer(CoreMachine):
         self.seen: Counter[str] = Counter()
         """What has happened, so that a test can say that it did."""
         super().__init__(
-            settings(n=2, samples=2, max_attempt_failures=50, abort_deadline_s=2.0, max_staleness=9),
+            settings(
+                n=2, samples=2, max_attempt_failures=50, abort_deadline_s=2.0, max_staleness=9,
+                on_weight_update=in_flight,
+            ),
             lambda g, i: 4 + (3 * g + i) % 9, engines=limits,
         )  # fmt: skip
+
+    # ---------------------------------------------------------------- what runs on servers
+
+    def _sound(self, attempt: Attempt) -> PolicyVersion | None:
+        """The version of the weights under which a request goes on now; None: its server stands, or says no version."""
+        server, current = self.servers[attempt.engine], self.core.clock.current
+        versions = [v for v, weights in self.contents.items() if weights == server.weights and v <= current]
+        sound = server.open and server.alive and not server.lost
+        return max(versions, default=None) if sound else None
+
+    def version_at(self, attempt: Attempt) -> PolicyVersion:
+        """That of its server's weights, where requests live through updates."""
+        return super().version_at(attempt) if self.cuts else self._sound(attempt) or self.core.clock.current
+
+    def tokens(self, attempt_id: str, count: int) -> bool:
+        """As its server generates them: where it keeps requests, none while it is paused."""
+        attempt = self.in_flight[attempt_id]
+        if self.cuts or attempt.engine not in self.servers:
+            return super().tokens(attempt_id, count)
+        version, had, state = self._sound(attempt), attempt.tape.count, self.servers[attempt.engine]
+        if version is None and state.open and state.alive and not (state.lost or attempt_id in self.abort_asked):
+            raise AssertionError(f"it goes on under {state.weights}")
+        complete = super().tokens(attempt_id, 0 if version is None else count)
+        if attempt.tape.count > had and version is not None:
+            self.seen["goes on over an update"] += version > self.under[attempt_id]
+            first, _ = attempt.tape.spans[0]
+            if self.keeps and attempt_id not in self.abort_asked:
+                assert first == self.under[attempt_id], "it has begun over keys of older weights"
+        return complete
+
+    def _silent(self, engine: str) -> tuple[str, ...]:
+        return tuple(i for i, a in self.in_flight.items() if a.engine == engine and not a.tape.count)
 
     # ---------------------------------------------------------------- what the core asks for
 
@@ -82,7 +128,7 @@ class UpdatePlayer(CoreMachine):
         current = self.core.clock.current
         match command:
             case do.Submit(attempt):
-                server = self.servers[attempt.engine]
+                server, self.under[attempt.id] = self.servers[attempt.engine], current
                 assert server.open, "sent to an engine that is paused"
                 assert server.unseen or (server.weights, server.lost) == (self.contents[current], False), (
                     f"sent under {self.contents[current]} to an engine with {server.weights}"
@@ -91,9 +137,11 @@ class UpdatePlayer(CoreMachine):
                 self.calls[command.engine] = command
             case do.LoadEngine(engine=engine, version=version, path=path):
                 assert not self.servers[engine].open, "weights are written under an engine that is open"
-                assert not any(a.engine == engine for a in self.in_flight.values())
+                here = [a for a in self.in_flight.values() if a.engine == engine]
+                assert not here or (not self.cuts and version > current)
+                assert not self.keeps or all(a.tape.count for a in here), "a request without a token is kept"
                 if version > current:
-                    assert not self.in_flight
+                    assert not (self.cuts and self.in_flight)
                     update = self.updates[min(self.updates)]
                     assert not update.cancelled, "an update that was cancelled in time loads all the same"
                     update.loads += 1
@@ -111,8 +159,13 @@ class UpdatePlayer(CoreMachine):
                 assert self.handing is None
                 assert update == min(self.updates)
                 assert not self.updates[update].cancelled
-                assert not self.in_flight
+                assert not (self.cuts and self.in_flight)
                 self.handing = update
+            case do.Deliver(batch):
+                for part in (part for sample in batch.samples for part in sample.segments):
+                    under = self.under[part.attempt_id]
+                    assert part.over == (under if self.keeps and under < part.version else None)
+                    self.seen["delivered over an update"] += under < part.version
             case do.UpdateEnded(number, version, failed):
                 update, self.failed = self.updates.pop(number), failed
                 assert version == current
@@ -162,7 +215,8 @@ class UpdatePlayer(CoreMachine):
         """A request goes on, ends, or breaks off with its server."""
         attempt_id = self.rng.choice(sorted(self.in_flight))
         attempt = self.in_flight[attempt_id]
-        if not self.servers[attempt.engine].alive or self.rng.random() < 0.05:
+        server = self.servers[attempt.engine]  # one that says the weights of each token says foreign ones too
+        if not server.alive or (server.lost and not self.cuts) or self.rng.random() < 0.05:
             del self.in_flight[attempt_id]
             self.abort_asked.discard(attempt_id)
             kind = self.rng.choice([AttemptFailure.BROKE_OFF, AttemptFailure.BUSY])
@@ -234,7 +288,8 @@ class UpdatePlayer(CoreMachine):
             server.open = isinstance(command, do.ResumeEngine)
         self.seen[f"{type(command).__name__} {result}"] += 1
         content = content if result is ev.CallResult.DONE else ""
-        self.post(ev.EngineCallEnded(name, command.call, result, f"{name}: {result}", content))
+        silent = self._silent(name) if self.keeps and done and isinstance(command, do.PauseEngine) else ()
+        self.post(ev.EngineCallEnded(name, command.call, result, f"{name}: {result}", content, silent))
 
     def _load(self, command: do.LoadEngine, server: Server, result: ev.CallResult, *, well: bool) -> None:
         here = server.weights

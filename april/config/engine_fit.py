@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 
 from april.config.settings import Config
 from april.core.sampling import LogprobKind
-from april.core.types import GenerationMode, OnStale
+from april.core.types import GenerationMode, OnStale, OnWeightUpdate
+from april.engine_limits import CUTS
 from april.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -36,6 +37,13 @@ def why_unfit(config: Config, engines: Mapping[str, Capabilities]) -> Iterator[s
             yield (
                 f"engine {name} hands over nothing when a request is aborted, so partial rollouts would lose "
                 f"their tokens; set {mode}over_sampling_batch_size to rollout_batch_size, and refill: none"
+            )
+        if (how := config.on_weight_update) is not OnWeightUpdate.RESUBMIT and how not in c.in_flight_updates:
+            why = next((limit for code in CUTS for limit in c.limits if limit.code is code), None)
+            offers = ", ".join([OnWeightUpdate.RESUBMIT, *c.in_flight_updates])
+            yield (
+                f"engine {name} cannot do on_weight_update: {how}, only {offers}; set one that all engines can"
+                f"{'' if why is None or not why.remedy else f', or {why.remedy}'}"
             )
         if continuous and c.shares_weights:
             yield (

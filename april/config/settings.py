@@ -38,6 +38,7 @@ from april.core.types import (
     OnFailedSample,
     OnLongPrompt,
     OnStale,
+    OnWeightUpdate,
     Refill,
     WeightsRoute,
     Work,
@@ -116,6 +117,10 @@ class Config(Model):
     generation: GenerationMode = GenerationMode.STEPWISE
     """Span of generation: from the request for a batch to its delivery (stepwise), or always, for engines with GPUs of
     their own (continuous)."""
+    on_weight_update: OnWeightUpdate = OnWeightUpdate.RESUBMIT
+    """Treatment of requests in flight at a weight update, with generation: continuous: they are cut and prefilled again
+    (resubmit), go on over the keys that the old weights wrote (keep), or go on after the engine has written these
+    anew (recompute)."""
     refill: Refill = Refill.NONE
     """Start of new work between two deliveries: once (none), per finished group, or per finished sample, which is the
     default with generation: continuous."""
@@ -223,6 +228,11 @@ class Config(Model):
         yield self.generation is GenerationMode.CONTINUOUS and not self.partial_rollout, (
             "{generation=} has unfinished responses at each weight update, and {partial_rollout=} would throw them "
             "away; set {partial_rollout: true}"
+        )
+        cut = self.on_weight_update is OnWeightUpdate.RESUBMIT
+        yield not cut and self.generation is not GenerationMode.CONTINUOUS, (
+            "{on_weight_update=} lets requests run through weight updates, and with {generation=} none runs then; set "
+            "{generation: continuous}, or leave it out"
         )
         yield self.refill is not Refill.NONE and not self.partial_rollout, (
             "{refill=} leaves unfinished responses at the end of a step, and {partial_rollout=} would throw them away; "

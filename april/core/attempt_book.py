@@ -78,6 +78,7 @@ class AttemptBook:
             end_ids=self._end_ids(call),
             oldest=version,
             urgent=sample.urgent,
+            in_flight=s.on_weight_update,
         )
         attempts[attempt.id] = attempt
         self._engines.states[engine].add(1)

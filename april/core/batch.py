@@ -18,7 +18,7 @@ from typing import Any, Literal, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from april.core.tape import Float32, Int32, Segment, SegmentKind, versions_of
+from april.core.tape import Float32, Int32, Segment, SegmentKind, kept_mask, versions_of
 from april.core.types import FinishReason, Prompt, Sample, SampleId
 from april.core.versions import PolicyVersion, VersionClock
 from april.corrections.advantages import BatchShare, Method, first_others_of, group_advantages
@@ -67,6 +67,12 @@ class DeliveredSample:
     def versions(self) -> Int32:
         """int32 [T, 2]: (incarnation, n) of each token."""
         return versions_of(self.segments)
+
+    @property
+    def kept_mask(self) -> UInt8:
+        """uint8 [T], 1 where a token was sampled over keys of older weights than its own (``on_weight_update: keep``):
+        its log-probability is not the one that a recomputation gives"""
+        return kept_mask(self.segments)
 
     @property
     def baseline_rewards(self) -> Float32:
@@ -245,8 +251,9 @@ class Batch:
         """Flat arrays without padding; row i is ``response_ids[response_offsets[i]:response_offsets[i + 1]]``.
 
         ``prompt_ids`` int32 [sum of P], ``prompt_offsets`` int64 [B + 1]; ``response_ids`` int32, ``logprobs`` float32,
-        ``loss_mask`` uint8, ``version_n`` and ``version_incarnation`` int32, all [sum of T], ``response_offsets``
-        int64 [B + 1]; ``rewards`` float32, ``group_ids`` int64, ``sample_numbers`` and ``staleness`` int32, all [B].
+        ``loss_mask`` and ``kept_mask`` uint8, ``version_n`` and ``version_incarnation`` int32, all [sum of T],
+        ``response_offsets`` int64 [B + 1]; ``rewards`` float32, ``group_ids`` int64, ``sample_numbers`` and
+        ``staleness`` int32, all [B].
         """
         samples = self.samples
         prompts = [s.prompt.token_ids for s in samples]
@@ -260,8 +267,9 @@ class Batch:
         """Rectangular arrays; responses are padded on the right, prompts too unless ``left_pad_prompts``.
 
         ``prompt_ids`` int32 and ``prompt_mask`` uint8 [B, P]; ``response_ids`` int32, ``response_mask`` uint8,
-        ``loss_mask`` uint8, ``logprobs`` float32, ``version_n`` and ``version_incarnation`` int32 (-1 in the padding),
-        all [B, T]; ``rewards`` float32, ``group_ids`` int64, ``sample_numbers`` and ``staleness`` int32, all [B].
+        ``loss_mask`` and ``kept_mask`` uint8, ``logprobs`` float32, ``version_n`` and ``version_incarnation`` int32 (-1
+        in the padding), all [B, T]; ``rewards`` float32, ``group_ids`` int64, ``sample_numbers`` and ``staleness``
+        int32, all [B].
 
         ``input_ids`` int32 and ``attention_mask`` uint8 have each prompt and its response without a gap. With
         ``left_pad_prompts`` they are [B, P + T] and every response begins in column P: the layout of trainers that
@@ -340,12 +348,13 @@ def batch_metrics(
     groups: int, samples: Sequence[DeliveredSample], staleness_of: Callable[[PolicyVersion], int]
 ) -> dict[str, float]:
     """Metrics that can be read off the batch itself."""
-    generated = stale = trained = 0
+    generated = stale = trained = kept = 0
     for s in samples:
         for segment in s.segments:
             if segment.kind is SegmentKind.GENERATED:
                 generated += segment.count
                 stale += segment.count if staleness_of(segment.version) else 0
+                kept += segment.count if segment.over is not None else 0
         trained += int(np.count_nonzero(s.loss_mask))
     numbers = sample_numbers(samples)
     lengths = np.bincount(numbers, [len(s.tokens) for s in samples])
@@ -359,6 +368,7 @@ def batch_metrics(
         "trained_tokens": float(generated),
         "masked_tokens": float(generated - trained),
         "off_policy_share": stale / generated if generated else 0.0,
+        "kept_share": kept / generated if generated else 0.0,
         "staleness_mean": float(ages.mean()) if len(ages) else 0.0,
         "staleness_max": float(ages.max()) if len(ages) else 0.0,
         "resumed_samples": float(sum(1 for i in first if samples[i].resumes)),
@@ -400,6 +410,7 @@ def _response_columns(samples: Sequence[DeliveredSample], pad_id: int) -> Column
     return {
         "response_ids": ([s.tokens for s in samples], np.int32, pad_id),
         "loss_mask": ([s.loss_mask for s in samples], np.uint8, 0),
+        "kept_mask": ([s.kept_mask for s in samples], np.uint8, 0),
         "logprobs": ([s.logprobs for s in samples], np.float32, 0),
         "version_n": ([v[:, 1] for v in versions], np.int32, -1),
         "version_incarnation": ([v[:, 0] for v in versions], np.int32, -1),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from april.core.batch import Batch
-from april.core.types import Attempt, AttemptFailure, DropReason, GenerateCall, Group, Sample, Timer
+from april.core.types import Attempt, AttemptFailure, DropReason, GenerateCall, Group, OnWeightUpdate, Sample, Timer
 from april.core.versions import PolicyVersion
 
 
@@ -107,12 +107,14 @@ class ProbeEngine(Command, frozen=True):
 class PauseEngine(Command, frozen=True):
     """Close the engine's admission; answer with EngineCallEnded, as UNREACHABLE after ``within_s``.
 
+    ``in_flight``: what becomes of its requests; with KEEP the answer names those that have no token.
     A call of an engine that still runs when another one is asked for is cancelled before that one begins.
     """
 
     engine: str
     call: int
     within_s: float
+    in_flight: OnWeightUpdate = OnWeightUpdate.RESUBMIT
 
 
 class LoadEngine(Command, frozen=True, kw_only=True):

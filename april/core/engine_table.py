@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from april.core.settings import EngineLimits
+from april.core.types import OnWeightUpdate
 from april.core.versions import PolicyVersion
 from april.errors import InvariantError
 
@@ -343,9 +344,13 @@ class EngineTable:
     Args:
         engines: at least one.
         version: of the policy; they have it, unless an earlier run has written their weights.
+        in_flight: what requests in flight must be able to do at a weight update.
     """
 
-    def __init__(self, engines: Sequence[EngineLimits], version: PolicyVersion) -> None:
+    def __init__(
+        self, engines: Sequence[EngineLimits], version: PolicyVersion, in_flight: OnWeightUpdate = OnWeightUpdate.RESUBMIT
+    ) -> None:  # fmt: skip
+        self._in_flight = in_flight
         self.states = {e.name: EngineState(limits=e, cap=AdmissionCap(e.max_in_flight)) for e in engines}
         self._by_load = LeastLoaded()
         for state in self.states.values():
@@ -382,6 +387,8 @@ class EngineTable:
         elif not self.eos_token_ids.issuperset(engine.eos_token_ids):
             theirs = sorted(self.eos_token_ids)
             has = f"the end-of-sequence tokens {sorted(engine.eos_token_ids)}, and those of the others are {theirs}"
+        elif self._in_flight not in (OnWeightUpdate.RESUBMIT, *engine.in_flight_updates):
+            has = f"no way to do on_weight_update: {self._in_flight}"
         elif self.logprob_kind not in ("mixed", engine.logprob_kind):
             has = f"log-probabilities of kind {engine.logprob_kind}, and those of the others are {self.logprob_kind}"
         return f"{name} cannot join: it has {has}" if has else None

@@ -251,6 +251,8 @@ class EngineCallEnded(Event, frozen=True):
     error: str = ""
     content: str = ""
     """A hash of the directory that was loaded; empty if there was none, or it cannot be read there."""
+    silent: tuple[str, ...] = ()
+    """Attempts that have no token where an engine is paused that keeps its requests."""
 
 
 class EngineProbed(Event, frozen=True, kw_only=True):

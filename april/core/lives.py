@@ -491,6 +491,10 @@ class SampleLives:
             tokens.observe(after_stop)
             tokens.drop(after_stop, DropReason.AFTER_STOP)
             context.counts(attempt.sample)["after_stop_tokens"] += after_stop
+        if unknown := event.counts.unknown:
+            tokens = context.ledger(attempt.sample)
+            tokens.observe(unknown)
+            tokens.drop(unknown, DropReason.UNKNOWN_WEIGHTS)
         context.aborts.ended(attempt.id)
         return attempt
 
@@ -506,9 +510,11 @@ class SampleLives:
             tokens.drop(count, lost_for)
             return
         chain = attempt.call.chain
-        chain.tape.add_attempt(attempt.tape, attempt.id, attempt.engine, attempt.sampling.temperature)
+        chain.tape.add_attempt(attempt.tape, attempt.id, attempt.engine, attempt.sampling.temperature, attempt.over)
         if count:  # else what an earlier attempt left elsewhere is still the best there is
-            chain.cached_on, chain.cached_under = attempt.engine, self._context.engines.states[attempt.engine].life
+            state = self._context.engines.states[attempt.engine]
+            kept = attempt.over not in (None, state.version)  # what it wrote serves no request of the present version
+            chain.cached_on, chain.cached_under = "" if kept else attempt.engine, state.life
 
     # ---------------------------------------------------------------- returns, rewards and verdicts
 

@@ -12,9 +12,10 @@ from enum import StrEnum
 from april.core.completion_monitor import Unit
 from april.core.settings import CoreSettings
 from april.core.tape import SegmentKind
-from april.core.types import NO_DEADLINE, SETTLED, Group, OnStale, Sample
+from april.core.types import NO_DEADLINE, SETTLED, Group, OnStale, OnWeightUpdate, Sample
 from april.core.versions import PolicyVersion, VersionClock
 
+RESUBMIT = OnWeightUpdate.RESUBMIT
 MOST_OUT = 64
 """Batches that may be out whatever ``max_staleness`` says: each is kept until it is trained."""
 
@@ -61,6 +62,11 @@ class Leases:
             "weight_update(trained=batch.id) if one update trains several, or commit(batch.id) after a batch that no "
             "update follows"
         )
+
+    @property
+    def current(self) -> PolicyVersion:
+        """The present version."""
+        return self._clock.current
 
     def age(self, version: PolicyVersion) -> int:
         """Weight updates between ``version`` and the training of the next batch."""
@@ -214,9 +220,16 @@ class PartialBuffer:
 
     def age(self, sample: Sample) -> int:
         """Weight updates between the sample's oldest token and the training of the next batch; 0 without tokens."""
+        oldest = self.oldest(sample)
+        return 0 if oldest is None else self._leases.age(oldest)
+
+    def oldest(self, sample: Sample) -> PolicyVersion | None:
+        """Version of its oldest token, those on running attempts included that a weight update has not cut."""
         chains = sample.chains
         oldest = chains[0].tape.oldest_version if len(chains) == 1 else sample.oldest_version  # a call less
-        return 0 if oldest is None else self._leases.age(oldest)
+        if self.settings.on_weight_update is RESUBMIT or (sent := sample.submitted_under) is None:
+            return oldest
+        return oldest if sent == self._leases.current else min(sent, oldest or sent)
 
     @property
     def horizon(self) -> int:

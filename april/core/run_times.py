@@ -42,6 +42,7 @@ UPDATE_PARTS = {
     Phase.IDLE: "update_stop_s",  # it waits for an evaluation
     Phase.STOPPING: "update_stop_s",
     Phase.PAUSING: "update_pause_s",
+    Phase.RECALLING: "update_pause_s",
     Phase.HANDING_OVER: "update_transfer_s",
     Phase.LOADING: "update_load_s",
     Phase.CHECKING: "update_load_s",

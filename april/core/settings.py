@@ -5,7 +5,16 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from april.core.types import GenerationMode, OnDataEnd, OnFailedSample, OnLongPrompt, OnStale, Refill, Work
+from april.core.types import (
+    GenerationMode,
+    OnDataEnd,
+    OnFailedSample,
+    OnLongPrompt,
+    OnStale,
+    OnWeightUpdate,
+    Refill,
+    Work,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,6 +32,7 @@ class CoreSettings:
     min_group_size: int = 1
     """With on_failed_sample: shrink, fewest samples of a group."""
     generation: GenerationMode = GenerationMode.STEPWISE
+    on_weight_update: OnWeightUpdate = OnWeightUpdate.RESUBMIT
     refill: Refill = Refill.NONE
     max_staleness: int = 5
     on_stale: OnStale = OnStale.FINISH
@@ -125,5 +135,7 @@ class EngineLimits:
     """A server: it may be started anew, and is asked for its weights and its load while it works."""
     own_weights: bool = False
     """No server, and yet its weights are not the trainer's own."""
+    in_flight_updates: tuple[OnWeightUpdate, ...] = ()
+    """What its requests in flight may do at a weight update, besides being cut."""
     written: bool = False
     """An update of an earlier run may have written its weights: they are not those of the start."""

@@ -97,10 +97,12 @@ def take(core: RolloutCore, trained_through: int | None) -> State:
     groups |= {group.id: group for group in core.buffer if group.ready}
     # what attempts in flight have is observed the moment it is written down
     for attempt in core.attempts.values():
-        tokens.observe(attempt.tape.parsed)
-        tokens.drop(attempt.tape.after_stop, DropReason.AFTER_STOP)
+        tape = attempt.tape.sure()
+        tokens.observe(tape.parsed)
+        tokens.drop(tape.after_stop, DropReason.AFTER_STOP)
+        tokens.drop(tape.unknown, DropReason.UNKNOWN_WEIGHTS)
         if attempt.lost_for is not None:
-            tokens.drop(attempt.tape.count, attempt.lost_for)
+            tokens.drop(tape.count, attempt.lost_for)
     current = core.clock.current
     # what the weight updates that follow from these batches would have announced
     current = current._replace(n=current.n + len(core.leased) - len(untrained))
@@ -166,9 +168,9 @@ def _chain_out(chain: Chain) -> State:
     calls, open_start = ([], None) if asked is None else (list(asked.calls), asked.open_start)
     attempt = call.attempt if call is not None else None
     if attempt is not None and attempt.lost_for is None:
-        tape = TokenTape(tape.tokens, tape.logprobs, list(tape.segments))
-        tape.add_attempt(attempt.tape, attempt.id, attempt.engine, attempt.sampling.temperature)
-        if attempt.tape.stopped and open_start is not None:
+        tape, came = TokenTape(tape.tokens, tape.logprobs, list(tape.segments)), attempt.tape.sure()
+        tape.add_attempt(came, attempt.id, attempt.engine, attempt.sampling.temperature, attempt.over)
+        if came.stopped and open_start is not None:
             # complete, and only the engine does not know yet
             calls.append(RecordedCall(open_start, len(tape), FinishReason.STOP))
             open_start = None
@@ -177,6 +179,7 @@ def _chain_out(chain: Chain) -> State:
         "logprobs": _packed(tape.logprobs, "<f4"),
         "segments": [
             [s.count, s.version.incarnation, s.version.n, str(s.kind), s.attempt_id, s.engine, s.temperature]
+            + ([] if s.over is None else [s.over.incarnation, s.over.n])
             for s in tape.segments
         ],
         "calls": [[c.start, c.end, str(c.finish)] for c in calls],
@@ -548,9 +551,10 @@ def _chain_in(engines: EngineTable, chain: Chain, state: State) -> None:
 
 def _tape_in(tape: TokenTape, state: State) -> None:
     start = 0
-    for count, incarnation, n, kind, attempt_id, engine, temperature in state["segments"]:
+    for count, incarnation, n, kind, attempt_id, engine, temperature, *older in state["segments"]:
         where = (SegmentKind(kind), _text(attempt_id), _text(engine), float(temperature))
-        tape.segments.append(Segment(start, count_of(count), version_of((incarnation, n)), *where))
+        over = version_of(older) if older else None
+        tape.segments.append(Segment(start, count_of(count), version_of((incarnation, n)), *where, over))
         start += count
     tape.tokens, tape.logprobs = array_of(state["tokens"], "<i4"), array_of(state["logprobs"], "<f4")
 
@@ -564,6 +568,8 @@ def _wrong_tape(tape: TokenTape) -> str | None:
         if s.kind is SegmentKind.ENVIRONMENT:
             if tape.logprobs[s.start : s.start + s.count].any():
                 return "tokens of the environment have log-probabilities"
+        elif s.over is not None and not s.over < s.version:
+            return f"tokens of version {s.version} over keys of version {s.over}"
         elif len(s.attempt_id) != ID_LENGTH or not set(s.attempt_id) <= set(string.hexdigits) or not s.engine:
             return f"tokens of attempt {s.attempt_id[:40]!r} on engine {s.engine[:40]!r}"
     return None

@@ -47,6 +47,14 @@ class Segment:
     attempt_id: str
     engine: str
     temperature: float
+    over: PolicyVersion | None = None
+    """The version of the oldest keys and values that it was sampled over, where they were kept through a weight update;
+    None: its own."""
+
+
+def kept_mask(segments: Sequence[Segment]) -> NDArray[np.uint8]:
+    """1 for each token that was sampled over keys and values of older weights than its own; uint8 [T]."""
+    return np.repeat(np.array([s.over is not None for s in segments], np.uint8), [s.count for s in segments])
 
 
 def versions_of(segments: Sequence[Segment]) -> Int32:
@@ -65,6 +73,8 @@ class AttemptCounts(NamedTuple):
     """The last of them ends the response: EOS, a stop token, or it completes a stop string."""
     after_stop: int = 0
     """Tokens that came after a stop string, to be dropped."""
+    unknown: int = 0
+    """Tokens after those whose weights nobody has named, to be dropped."""
 
     @property
     def tokens(self) -> int:
@@ -74,6 +84,16 @@ class AttemptCounts(NamedTuple):
 
 
 NOTHING_CAME = AttemptCounts()
+
+
+def first_of(spans: Sequence[tuple[PolicyVersion, int]], count: int) -> list[tuple[PolicyVersion, int]]:
+    """The versions, run-length, of the first ``count`` tokens."""
+    first = []
+    for version, tokens in spans:
+        if count > 0:
+            first.append((version, min(tokens, count)))
+        count -= tokens
+    return first
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -89,19 +109,26 @@ class AttemptTape:
     """The last token completes a stop string: nothing may be appended any more."""
     after_stop: int = 0
     """Tokens that came after it, looked at and counted, to be dropped."""
+    unsure: int = 0
+    """Tokens at its end whose version is a guess until the engine says it, at the end of the request."""
+    unknown: int = 0
+    """Such tokens that were forgotten, as the engine never said it."""
 
     @property
     def parsed(self) -> int:
         """All tokens that came."""
-        return self.count + self.after_stop
+        return self.count + self.after_stop + self.unknown
 
     @property
     def last_token(self) -> int:
         """The last token that was appended; there must be one."""
         return int(self._tokens[-1][-1])
 
-    def append(self, tokens: Int32, logprobs: Float32, version: PolicyVersion) -> None:
-        """Add one chunk, already checked, of tokens [k] int32 and logprobs [k] float32 under ``version``."""
+    def append(self, tokens: Int32, logprobs: Float32, version: PolicyVersion, *, sure: bool = True) -> None:
+        """Add one chunk, already checked, of tokens [k] int32 and logprobs [k] float32 under ``version``.
+
+        Once a version is not ``sure``, none after it is.
+        """
         count = len(tokens)
         if count == 0:
             return
@@ -112,6 +139,33 @@ class AttemptTape:
         else:
             self.spans.append((version, count))
         self.count += count
+        if self.unsure or not sure:
+            self.unsure += count
+
+    def settle(self, spans: Sequence[tuple[PolicyVersion, int]]) -> None:
+        """Take the versions of all tokens as the engine says them; those that are not here are left out."""
+        self.spans, self.unsure = first_of(spans, self.count), 0
+
+    def cut_unsure(self) -> None:
+        """Forget the tokens whose version is a guess."""
+        if not self.unsure:
+            return
+        (tokens, logprobs, spans), kept = self.packed(), self.count - self.unsure
+        self._tokens, self._logprobs = ([tokens[:kept]], [logprobs[:kept]]) if kept else ([], [])
+        self.unknown += self.unsure + self.after_stop
+        self.spans, self.count, self.stopped = first_of(spans, kept), kept, False
+        self.unsure = self.after_stop = 0
+
+    def sure(self) -> AttemptTape:
+        """What is left of it if it ends now, without a word of its engine: the tape itself, or a copy."""
+        if not self.unsure:
+            return self
+        copy = AttemptTape(
+            self._tokens, self._logprobs, self.spans, self.count, self.stopped, self.after_stop, self.unsure,
+            self.unknown,
+        )  # fmt: skip
+        copy.cut_unsure()
+        return copy
 
     def packed(self) -> tuple[Int32, Float32, list[tuple[PolicyVersion, int]]]:
         """Everything so far as (tokens [T], logprobs [T], [(version, count)])."""
@@ -154,15 +208,22 @@ class TokenTape:
                 return segment.version
         return None
 
-    def add_attempt(self, attempt: AttemptTape, attempt_id: str, engine: str, temperature: float) -> None:
-        """Append what an attempt generated; raises ValueError when its versions go backwards."""
+    def add_attempt(
+        self, attempt: AttemptTape, attempt_id: str, engine: str, temperature: float,
+        over: PolicyVersion | None = None,
+    ) -> None:  # fmt: skip
+        """Append what an attempt generated; raises ValueError when its versions go backwards.
+
+        ``over``: the version of its oldest keys and values, where they lived through weight updates.
+        """
         tokens, logprobs, spans = attempt.packed()
         newest = self.newest_version
         start = len(self.tokens)
         for version, count in spans:
             if newest is not None and version < newest:
                 raise ValueError(f"version {version} after {newest}: versions of one sample never decrease")
-            self.segments.append(Segment(start, count, version, GENERATED, attempt_id, engine, temperature))
+            kept = over if over is not None and over < version else None
+            self.segments.append(Segment(start, count, version, GENERATED, attempt_id, engine, temperature, kept))
             start += count
             newest = version
         self._extend(tokens, logprobs)

@@ -193,6 +193,17 @@ class GenerationMode(StrEnum):
     """Nothing: generation goes on while the trainer trains; only a weight update cuts, and continues, requests."""
 
 
+class OnWeightUpdate(StrEnum):
+    """Policies for requests in flight at a weight update (setting ``on_weight_update``)."""
+
+    RESUBMIT = "resubmit"
+    """They are cut, and continued by requests that prefill what there is under the new weights."""
+    KEEP = "keep"
+    """They go on under the new weights, over the keys and values that the old ones wrote."""
+    RECOMPUTE = "recompute"
+    """They go on, and the engine prefills what there is under the new weights by itself."""
+
+
 class Work(StrEnum):
     """Settings that say how much is in work, which may change between two batches; their names in the configuration."""
 
@@ -381,6 +392,8 @@ class Attempt:
     oldest: PolicyVersion | None = None
     """The weights that its engine had confirmed when it was sent: its tokens are of these or of later ones."""
     urgent: bool = False
+    in_flight: OnWeightUpdate = OnWeightUpdate.RESUBMIT
+    """What becomes of it at a weight update."""
     state: AttemptState = AttemptState.WANTED
     silent_s: float = 0.0
     """Seconds of silence when the attempt was found to be silent."""
@@ -390,11 +403,17 @@ class Attempt:
     def counts(self) -> AttemptCounts:
         """Count the tokens so far, for the event that ends the attempt."""
         tape = self.tape
-        if not tape.count:
+        if not tape.parsed:
             return NOTHING_CAME
         ids = self.end_ids
-        ends = tape.stopped or (bool(ids) and tape.count > self.sampling.min_tokens and tape.last_token in ids)
-        return AttemptCounts(tuple(tape.spans), ends, tape.after_stop)
+        long_enough = tape.count > self.sampling.min_tokens
+        ends = tape.stopped or (bool(ids) and long_enough and tape.last_token in ids)
+        return AttemptCounts(tuple(tape.spans), ends, tape.after_stop, tape.unknown)
+
+    @property
+    def over(self) -> PolicyVersion | None:
+        """The version of its oldest keys and values, where they live through weight updates."""
+        return self.oldest if self.in_flight is OnWeightUpdate.KEEP else None
 
     @property
     def sample(self) -> Sample:
@@ -496,6 +515,12 @@ class Sample:
     def tokens(self) -> int:
         """Tokens of all responses, those of the environment included."""
         return sum([len(chain.tape) for chain in self.chains])
+
+    @property
+    def submitted_under(self) -> PolicyVersion | None:
+        """The oldest version under which a request in flight was sent; None without one."""
+        attempts = (chain.calls[-1].attempt for chain in self.chains if chain.calls)
+        return min((a.oldest for a in attempts if a is not None and a.oldest is not None), default=None)
 
     @property
     def oldest_version(self) -> PolicyVersion | None:

@@ -1,5 +1,9 @@
 """A weight update: pause the engines, hand over, load, resume; who is left out, and what holds if it fails halfway.
 
+Requests in flight end before the pause; or (``on_weight_update: keep``, ``recompute``) engines keep them meanwhile, and
+those end that must not go on: with keep those without a token, whose prompt would meet keys of the old weights under
+the name of the new ones; always those at an engine that is left out, or resumes without whole weights.
+
 Invariants: the version moves only when every engine that may get requests for it has confirmed it; an engine is
 confirmed to have a version only by its own word that it has loaded it, and has none while a call to load runs and after
 one that failed; an update that is cancelled either has changed nothing or goes on to its end; no engine is left paused
@@ -17,7 +21,7 @@ from april.core import commands as do
 from april.core import events as ev
 from april.core.context import CoreContext
 from april.core.engine_table import EngineGate, EngineState, EngineWeights
-from april.core.types import AttemptState, DropReason
+from april.core.types import Attempt, AttemptState, DropReason, OnWeightUpdate
 from april.core.versions import PolicyVersion
 
 QUARANTINED_PATIENCE_S = 2.0
@@ -37,6 +41,8 @@ class Phase(StrEnum):
     STOPPING = "stopping"
     """Requests in flight end; so do calls that give weights to single engines, if no other engine is left."""
     PAUSING = "pausing"
+    RECALLING = "recalling"
+    """Engines are paused, and requests that they keep and that must not go on end."""
     HANDING_OVER = "handing over"
     LOADING = "loading"
     CHECKING = "checking"
@@ -46,7 +52,8 @@ class Phase(StrEnum):
 
 
 # names of the module: an enum's member costs 60 ns per use on Python 3.11, and these are used at every event
-IDLE, STOPPING = Phase.IDLE, Phase.STOPPING
+IDLE, STOPPING, RECALLING = Phase.IDLE, Phase.STOPPING, Phase.RECALLING
+RESUBMIT, KEEP = OnWeightUpdate.RESUBMIT, OnWeightUpdate.KEEP
 
 
 def weights_of(content: str) -> str:
@@ -74,10 +81,10 @@ class EngineCalls:
         """Grows when a step begins and when it ends: between two steps the trainer may change weights."""
         self._asked: dict[str, tuple[int, int]] = {}
 
-    def pause(self, name: str, within_s: float) -> None:
-        """Close an engine's gate."""
+    def pause(self, name: str, within_s: float, in_flight: OnWeightUpdate = RESUBMIT) -> None:
+        """Close an engine's gate; ``in_flight``: what becomes of its requests."""
         self._context.engines.states[name].gate = EngineGate.CLOSING
-        self._context.out.append(do.PauseEngine(name, self._next(name), within_s))
+        self._context.out.append(do.PauseEngine(name, self._next(name), within_s, in_flight))
 
     def load(self, name: str, version: PolicyVersion, path: str | None, contents: tuple[str, ...] = ()) -> None:
         """Have an engine load weights; until it says that it has them, its weights are unknown.
@@ -145,14 +152,17 @@ class EngineCalls:
         return moves == self.moves, (moves, turns) == (self.moves, self.turns)
 
     def lost(self, name: str) -> None:
-        """Note that an engine lost its weights: the tokens that it generates now are of unknown weights."""
+        """Note that an engine lost its weights: the tokens that it generates now are of unknown weights.
+
+        While its gate is closed it generates none, and what its requests have is sound.
+        """
         context = self._context
         context.counters["stale_engines"] += 1
         state = context.engines.states[name]
         state.lose(EngineWeights.HALF if state.weights is EngineWeights.HALF else EngineWeights.UNKNOWN)
         doubtful = [a for a in context.attempts if a.engine == name]
         for attempt in doubtful:
-            if attempt.state in (AttemptState.WANTED, AttemptState.SILENT):
+            if state.gate is not EngineGate.CLOSED and attempt.state in (AttemptState.WANTED, AttemptState.SILENT):
                 attempt.lost_for = DropReason.UNKNOWN_WEIGHTS
                 context.to(attempt, AttemptState.DOUBTFUL, f"engine {name} has other weights")
         context.stop(doubtful)
@@ -185,6 +195,10 @@ class WeightUpdates:
         self._left_out: set[str] = set()
         self._awaited: set[str] = set()
         """Engines that have yet to answer in this phase."""
+        self._recalled: list[str] = []
+        """Attempts whose end is awaited while the engines are paused."""
+        self._opens = False
+        """The engines resume when they have ended; else the weights come."""
         self._answers: dict[str, ev.EngineCallEnded] = {}
         self._failed: int | None = None
         """The call whose error ends the update."""
@@ -210,7 +224,7 @@ class WeightUpdates:
     @property
     def waits(self) -> bool:
         """True if an update waits for its time."""
-        return self.phase is STOPPING or bool(self._requests)
+        return self.phase is STOPPING or self.phase is RECALLING or bool(self._requests)
 
     @property
     def pending(self) -> bool:
@@ -231,6 +245,7 @@ class WeightUpdates:
             Phase.IDLE: "the end of an evaluation or of a pause",
             Phase.STOPPING: f"{in_flight} requests to end" if in_flight else f"{given} to get the present weights",
             Phase.PAUSING: f"{engines} to pause",
+            Phase.RECALLING: f"{len(self._recalled)} requests to end",
             Phase.HANDING_OVER: "its transfer function to return",
             Phase.LOADING: f"{engines} to load",
             Phase.CHECKING: f"{engines} to say which weights it has",
@@ -253,6 +268,7 @@ class WeightUpdates:
     def trained(self) -> int:
         """The newest batch that pending updates will commit; -1 means they commit none."""
         over = self.phase in (Phase.IDLE, Phase.CHECKING, Phase.RESUMING)
+        over |= self.phase is RECALLING and self._failed is not None
         updates = (*(() if over else (self._update,)), *self._requests)
         return max((u.trained for u in updates if u.trained is not None), default=-1)
 
@@ -281,7 +297,7 @@ class WeightUpdates:
             self._context.counters["late_events"] += 1
         elif self.phase is Phase.STOPPING:
             self._end()
-        elif self.phase in (Phase.PAUSING, Phase.HANDING_OVER):
+        elif self.phase in (Phase.PAUSING, Phase.HANDING_OVER) or (self.phase is RECALLING and self._failed is None):
             self._resume()
 
     def go_on(self, *, held: bool) -> None:
@@ -293,8 +309,11 @@ class WeightUpdates:
             self._update, self.phase = ready[0], Phase.STOPPING
             self._failed, self._why, self._adopted = None, "", False
             self._calls.moves += 1
-            context.stop(list(context.attempts.in_flight.values()), sweep=True)
-        if self.phase is Phase.STOPPING and not context.attempts.in_flight:
+            if self._in_flight is RESUBMIT:
+                context.stop(list(context.attempts.in_flight.values()), sweep=True)
+        if self.phase is RECALLING:
+            self._go_on_if_ended()
+        if self.phase is STOPPING and not (self._in_flight is RESUBMIT and context.attempts.in_flight):
             taken_back = {name for name, state in context.engines.states.items() if state.taken_back}
             if not taken_back or len(taken_back) < len(context.engines.states):
                 # an engine that gets the present weights at this moment gets the new ones afterwards
@@ -379,20 +398,45 @@ class WeightUpdates:
         hurry = not all(states[name].quarantined for name in names)
         for name in names:
             ill = hurry and states[name].quarantined
-            self._calls.pause(name, min(limit_s, QUARANTINED_PATIENCE_S) if ill else limit_s)
+            self._calls.pause(name, min(limit_s, QUARANTINED_PATIENCE_S) if ill else limit_s, self._in_flight)
         self._go_on_if_answered()
 
     def _paused(self) -> None:
-        failed = self._failures()
+        failed, attempts = self._failures(), self._context.attempts.in_flight
+        silent = [attempts[i] for e in self._answers.values() for i in e.silent if i in attempts]
         self._leave_out(failed)
         if self._fails_by(e for name, e in failed.items() if name not in self._left_out):
             self._resume()
-        elif self._update.transfers:
+        else:
+            self._recall(silent, opens=False)
+
+    def _hand_over(self) -> None:
+        if self._update.transfers:
             self.phase = Phase.HANDING_OVER
             present = [name for name in self._context.engines.states if name not in self._left_out]
             self._context.out.append(do.HandOver(self._update.update, tuple(present)))
         else:
             self._load()
+
+    def _recall(self, attempts: list[Attempt], *, opens: bool) -> None:
+        """End attempts that paused engines keep, before anything else happens."""
+        self._opens, self._recalled = opens, [attempt.id for attempt in attempts]
+        if attempts:
+            self.phase = RECALLING
+            self._context.stop(attempts, sweep=True)
+        else:
+            self._go_on_if_ended()
+
+    def _go_on_if_ended(self) -> None:
+        """Go on once all that were recalled have ended."""
+        while self._recalled and self._recalled[-1] not in self._context.attempts.in_flight:
+            self._recalled.pop()
+        if self._recalled:
+            return
+        if self._opens:
+            self._let_go_on()
+        else:
+            self._hand_over()
 
     def _broken_off(self, why: str) -> None:
         """The transfer failed: engines with a part of the new weights must not generate as if they had the old ones."""
@@ -520,7 +564,22 @@ class WeightUpdates:
         self._adopt(self._version, self._update.trained)
         self._resume()
 
+    @property
+    def _in_flight(self) -> OnWeightUpdate:
+        """What becomes of requests in flight; whoever loads a state has ended them."""
+        return RESUBMIT if self._update.restores else self._context.settings.on_weight_update
+
+    def _at(self, names: Iterable[str]) -> list[Attempt]:
+        """The attempts at these engines."""
+        here = set(names)
+        return [a for a in self._context.attempts.in_flight.values() if a.engine in here] if here else []
+
     def _resume(self) -> None:
+        states = self._context.engines.states.items()
+        torn = [name for name, state in states if not state.loaded and name not in self._left_out]
+        self._recall(self._at(torn), opens=True)
+
+    def _let_go_on(self) -> None:
         for name in self._enter(Phase.RESUMING):
             self._calls.resume(name)
         self._go_on_if_answered()
@@ -529,6 +588,7 @@ class WeightUpdates:
         """End the update: once adopted it is done, even if engines fail to resume."""
         failed = self._failures()
         self._leave_out(failed)
+        self._context.stop(self._at(failed))
         for name, event in failed.items():
             self._context.engine_failed(name)
             if self._adopted and name not in self._left_out:
@@ -576,6 +636,7 @@ class WeightUpdates:
         for name, event in failed.items():
             self._context.out.append(do.Warn(f"engine {name} is left out of the weight update: {event.error}"))
             self._context.engine_failed(name)
+        self._context.stop(self._at(failed))
         self._left_out |= set(failed)
 
     def _fails_by(self, events: Iterable[ev.EngineCallEnded]) -> bool:
@@ -588,8 +649,11 @@ class WeightUpdates:
     def check(self) -> str | None:
         """The contradiction between phase, calls and gates, or None."""
         states = self._context.engines.states
-        if self.phase not in (Phase.IDLE, Phase.STOPPING) and len(self._context.attempts):
+        cuts, attempts = self._in_flight is RESUBMIT, self._context.attempts
+        if self.phase not in (Phase.IDLE, Phase.STOPPING) and (len(attempts) if cuts else attempts.of_evaluations):
             return f"requests are in flight while an update is {self.phase}"
+        if self.phase is not RECALLING and any(i in attempts.in_flight for i in self._recalled):
+            return f"requests that must not go on are in flight while an update is {self.phase}"
         for name, state in states.items():
             part = self.running and self.phase is not Phase.STOPPING and name not in self._left_out
             if bool(state.call) != (state.taken_back or (self.phase is not Phase.CHECKING and name in self._awaited)):

@@ -8,7 +8,8 @@ With w = p / q, the trainer's probability of a token over the one it was sampled
   unbiased, and k3 = w - 1 - log w, unbiased, never negative and of less variance where w is near 1.
 
 The age of a token is the number of weight updates between it and its training. At age 0 p and q differ only by what the
-engine computes otherwise than the trainer.
+engine computes otherwise than the trainer. Kept tokens (``on_weight_update: keep``) differ by more at any age: they
+were sampled over keys that older weights wrote, and p is computed over those of one set of weights.
 """
 
 from __future__ import annotations
@@ -32,7 +33,9 @@ def off_policy_report(batch: Any, logprobs: Any, *, min_effective_sample_size: f
 
     ``ess_token`` (of the tokens' ratios), ``ess_response`` (of the products over each response), ``kl_k1`` and
     ``kl_k3`` (nats per token), ``tokens``; and for each age that occurs ``age_<a>/ess_token``, ``age_<a>/kl_k1``,
-    ``age_<a>/kl_k3`` and ``age_<a>/tokens``. Only tokens with loss count; without any, ``tokens`` is all there is.
+    ``age_<a>/kl_k3`` and ``age_<a>/tokens``. Kept tokens are in none of the ages: where there are any,
+    ``kept/ess_token``, ``kept/kl_k1``, ``kept/kl_k3``, ``kept/tokens``, and ``kept/mismatch``, the mean of abs(log w),
+    beside ``own/mismatch``, that of the others. Only tokens with loss count; without any, ``tokens`` is all there is.
 
     Args:
         batch: a :class:`april.Batch`.
@@ -53,13 +56,19 @@ def off_policy_report(batch: Any, logprobs: Any, *, min_effective_sample_size: f
     counted = arrays["loss_mask"] != 0
     check_logprobs("off_policy_report", "logprobs", own, counted)
     log_ratios = own[counted] - arrays["logprobs"][counted].astype(np.float64)
-    ages = batch.token_ages[counted]
+    ages, kept = batch.token_ages[counted], arrays["kept_mask"][counted] != 0
     report = _figures(log_ratios)
     if len(log_ratios):
         rows = np.repeat(np.arange(len(batch.lengths)), batch.lengths)[counted]
         report["ess_response"] = effective_sample_size(np.bincount(rows, log_ratios)[np.unique(rows)])
-    for age in np.unique(ages):
-        report |= {f"age_{age}/{name}": value for name, value in _figures(log_ratios[ages == age]).items()}
+    for age in np.unique(ages[~kept]):
+        here = (ages == age) & ~kept
+        report |= {f"age_{age}/{name}": value for name, value in _figures(log_ratios[here]).items()}
+    if kept.any():
+        report |= {f"kept/{name}": value for name, value in _figures(log_ratios[kept]).items()}
+        report |= {"kept/mismatch": float(np.abs(log_ratios[kept]).mean())}
+        if not kept.all():
+            report |= {"own/mismatch": float(np.abs(log_ratios[~kept]).mean())}
     found = report.get("ess_token", 1.0)
     if not found >= min_effective_sample_size:  # which NaN is not, either
         raise OffPolicyError(_sentence(batch.id, found, min_effective_sample_size, report), report)

@@ -16,7 +16,7 @@ import msgspec
 
 from april.core import commands as do
 from april.core import events as ev
-from april.core.types import Attempt, AttemptFailure
+from april.core.types import Attempt, AttemptFailure, OnWeightUpdate
 from april.driver.detokenizer import Detokenizer, StopMatcher, matcher_of
 from april.driver.host_view import HostView
 from april.driver.user_calls import TimeLimits
@@ -157,7 +157,9 @@ class AttemptStreams:
             priority=0 if attempt.urgent else 1,
             sample_key=attempt.sample.key,
             response_offset=attempt.in_call,
-            stream=stops,
+            # with KEEP, whoever has a token at a weight update goes on
+            stream=stops or (attempt.in_flight is OnWeightUpdate.KEEP and attempt.sample.evaluation is None),
+            in_flight=attempt.in_flight,
         )
         stream.sent = True
         stream.heard_s = stream.token_s = asyncio.get_running_loop().time()
@@ -176,11 +178,13 @@ class AttemptStreams:
         finally:
             await chunks.aclose()  # type: ignore[attr-defined]
             self._read_text(stream)
+            self._settle(stream)
         if stream.end is None:
             raise EngineError("the stream ended without a finish reason")
         if stream.unread:
             self._silence.stop(stream)
             await self._last_tries(stream)
+            self._settle(stream)
         return stream.checks.end(stream.end, matched=attempt.tape.stopped)
 
     async def _read_buffered(self, stream: _Stream, chunks: BufferedStream) -> None:
@@ -197,6 +201,21 @@ class AttemptStreams:
         finally:
             if chunks.waiting and streams.get(attempt_id) is stream:
                 self._take(stream, chunks)  # cut off in the middle: what has come is kept
+
+    def _settle(self, stream: _Stream) -> None:
+        """Take the versions that the end has told; without them, forget tokens for which nobody has named one."""
+        tape, end = stream.attempt.tape, stream.end
+        if end is not None and end.versions is not None:
+            tape.settle(end.versions)
+        else:
+            tape.cut_unsure()
+
+    def silent(self, engine: str) -> tuple[str, ...]:
+        """The requests at an engine that have no token."""
+        there = [stream for stream in self._open.values() if stream.attempt.engine == engine]
+        for stream in there:
+            self._catch_up(stream)
+        return tuple(s.attempt.id for s in there if not (s.attempt.tape.parsed or s.unread))
 
     def catch_up(self) -> None:
         """Look at everything that has arrived: whoever reads the tapes now misses nothing."""
@@ -244,7 +263,7 @@ class AttemptStreams:
         if chunk.finish is not None:
             stream.end = chunk
         if not attempt.sampling.stop:
-            attempt.tape.append(chunk.tokens, chunk.logprobs, chunk.version)
+            attempt.tape.append(chunk.tokens, chunk.logprobs, chunk.version, sure=chunk.sure)
         elif len(chunk.tokens):
             stream.unread.append(chunk)
             self._read_text(stream)
@@ -294,7 +313,7 @@ class AttemptStreams:
         if tape.stopped:
             tape.after_stop += len(tokens)
             return
-        tape.append(tokens[:kept], chunk.logprobs[:kept], chunk.version)
+        tape.append(tokens[:kept], chunk.logprobs[:kept], chunk.version, sure=chunk.sure)
         if kept is not None:
             tape.stopped, tape.after_stop = True, len(tokens) - kept
             if stream.end is None:
@@ -334,6 +353,7 @@ class AttemptStreams:
             stream = self._open.get(attempt_id)
             if stream is not None and stream.task is not None:
                 self._catch_up(stream)
+                stream.attempt.tape.cut_unsure()
                 del self._open[attempt_id]
                 self._silence.stop(stream)
                 stream.task.cancel()

@@ -16,11 +16,12 @@ from msgspec.structs import replace
 
 from april.core import commands as do
 from april.core import events as ev
+from april.core.types import OnWeightUpdate
 from april.driver.user_calls import WorkerThreads
 from april.driver.user_code import describe, own_cancellation
 from april.engines.http.weight_directories import content_of
-from april.engines.protocol import Engine, ReadsPaths
-from april.errors import EngineBusy, EngineUnreachable, WeightsGone
+from april.engines.protocol import Engine, KeepsRequests, ReadsPaths
+from april.errors import EngineBusy, EngineError, EngineUnreachable, WeightsGone
 
 log = logging.getLogger("april")
 
@@ -31,7 +32,10 @@ PROBE_TIMEOUT_S = 10.0
 
 
 class EngineControl:
-    """Makes them; ``post`` takes events, ``spawn`` starts background tasks, ``failed`` hears what a call has raised."""
+    """Makes them; ``post`` takes events, ``spawn`` starts background tasks, ``failed`` hears what a call has raised.
+
+    ``silent`` names the requests at an engine that have no token.
+    """
 
     def __init__(
         self,
@@ -40,8 +44,10 @@ class EngineControl:
         spawn: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]],
         failed: Callable[[int, BaseException], None],
         threads: WorkerThreads,
+        silent: Callable[[str], tuple[str, ...]] = lambda engine: (),
     ) -> None:
         self._engines = engines
+        self._silent = silent
         self._threads = threads
         self._post = post
         self._spawn = spawn
@@ -51,7 +57,11 @@ class EngineControl:
 
     def pause(self, command: do.PauseEngine) -> None:
         """Close an engine's admission."""
-        self._call(command, "pause", self._engines[command.engine].pause)
+        engine, in_flight = self._engines[command.engine], command.in_flight
+        if in_flight is OnWeightUpdate.RESUBMIT:
+            self._call(command, "pause", engine.pause)
+        else:
+            self._call(command, "pause", lambda: _pause_in_flight(engine, in_flight))
 
     def load(self, command: do.LoadEngine) -> None:
         """Give an engine weights."""
@@ -122,7 +132,9 @@ class EngineControl:
                 if error is not None:
                     self._failed(command.call, error)
                 why = "" if error is None else describe(error)
-                self._post(ev.EngineCallEnded(name, command.call, _result(error), why, "" if why else content))
+                keeps = isinstance(command, do.PauseEngine) and command.in_flight is OnWeightUpdate.KEEP
+                silent = self._silent(name) if keeps and error is None else ()
+                self._post(ev.EngineCallEnded(name, command.call, _result(error), why, "" if why else content, silent))
 
         # a cancellation that came while it ran is heard of before its end
         self._running[name] = self._spawn(call())
@@ -181,6 +193,12 @@ class EngineControl:
         for name, error in zip(engines, await asyncio.gather(*closing), strict=True):
             if error is not None:
                 log.error("engine %s could not be closed", name, exc_info=error)
+
+
+async def _pause_in_flight(engine: Engine, in_flight: OnWeightUpdate) -> None:
+    if not isinstance(engine, KeepsRequests):
+        raise EngineError(f"engine {engine.name} cannot keep requests over a weight update")
+    await engine.pause_in_flight(in_flight)
 
 
 def _result(error: Exception | None) -> ev.CallResult:

@@ -70,7 +70,9 @@ class LocalHost:
         self.streams = streams = AttemptStreams(
             self.engines, view, post, self._spawn, functions.detokenizer, settings.stall_timeout_s
         )
-        self.engine_control = calls = EngineControl(self.engines, post, self._spawn, failed, self.worker_threads)
+        self.engine_control = calls = EngineControl(
+            self.engines, post, self._spawn, failed, self.worker_threads, streams.silent
+        )
         self.executors: dict[type[do.Command], Callable[[Any], None]] = {
             do.StartSample: samples.start,
             do.Submit: streams.submit,
@@ -145,7 +147,7 @@ def limits_from(name: str, c: Capabilities) -> EngineLimits:
     return EngineLimits(
         name, c.max_context, c.max_in_flight, c.eos_token_ids, c.logprob_kind.value, c.vocab_size,
         unverified=not c.verifies_weights, remote=c.remote,
-        own_weights=c.own_weights,
+        own_weights=c.own_weights, in_flight_updates=c.in_flight_updates,
     )  # fmt: skip
 
 

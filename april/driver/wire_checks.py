@@ -6,7 +6,7 @@ Which numbers can be true at all, ``april.core.numbers`` knows, for saved states
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 import numpy as np
 
@@ -31,7 +31,9 @@ class AnswerChecks:
         oldest: the weights at its submission, or those of the token before; None: any.
     """
 
-    __slots__ = ("_context", "_ends", "_eos", "_finish", "_last", "_oldest", "_request", "_vocab", "aborted", "count")
+    __slots__ = (
+        "_context", "_ends", "_eos", "_finish", "_first", "_last", "_oldest", "_request", "_vocab", "aborted", "count",
+    )  # fmt: skip
 
     def __init__(
         self, request: Request | Attempt, *, vocab_size: int, max_context: int, eos_token_ids: Collection[int],
@@ -39,6 +41,7 @@ class AnswerChecks:
     ) -> None:  # fmt: skip
         self._request = request
         self._vocab, self._context, self._oldest = vocab_size, max_context, oldest
+        self._first = oldest
         self._eos = eos_token_ids
         self._ends = frozenset(eos_token_ids).union(request.sampling.stop_token_ids)
         self._finish: EngineFinish | None = None
@@ -58,6 +61,8 @@ class AnswerChecks:
             self._check_goes_on(chunk.tokens)
             self._oldest, self._last = chunk.version, int(chunk.tokens[-1])
             self.count += len(chunk.tokens)
+        if chunk.versions is not None:
+            check_versions(chunk.versions, self.count, self._first, newest)
 
     def _check_goes_on(self, tokens: Int32) -> None:
         """Nothing comes after a token that ends responses; before ``min_tokens`` none does."""
@@ -121,6 +126,18 @@ def check_chunk(
     wrong = wrong_ids(tokens, vocab_size) or wrong_logprobs(logprobs)
     if wrong is not None:
         raise WireError(wrong)
+
+
+def check_versions(
+    versions: Sequence[tuple[PolicyVersion, int]], count: int, oldest: PolicyVersion | None, newest: PolicyVersion
+) -> None:
+    """Raise WireError unless these, run-length, can be those of a request's ``count`` tokens."""
+    names = [version for version, _ in versions]
+    within = not names or (names[-1] <= newest and (oldest is None or oldest <= names[0]))
+    whole = sum(tokens for _, tokens in versions) == count and all(tokens > 0 for _, tokens in versions)
+    if not (whole and within and names == sorted(names)):
+        said = ", ".join(f"{tokens} of {version}" for version, tokens in versions)
+        raise WireError(f"{count} tokens ended with the versions {said}, where {oldest} to {newest} were possible")
 
 
 def check_end(

@@ -27,6 +27,7 @@ from numpy.typing import NDArray
 from april.core.sampling import LogprobKind as LogprobKind
 from april.core.sampling import SamplingParams
 from april.core.types import EngineFinish as EngineFinish
+from april.core.types import OnWeightUpdate as OnWeightUpdate
 from april.core.versions import PolicyVersion
 from april.engine_limits import CAUSES, Limit
 
@@ -77,6 +78,8 @@ class Capabilities:
     version_spans: bool = True
     """Replies say which weights made which token; if not, the version at submission is taken, and no request lives
     through a weight update."""
+    in_flight_updates: tuple[OnWeightUpdate, ...] = ()
+    """What requests may do at a weight update besides being cut; then the engine :class:`KeepsRequests`."""
     streams: bool = True
     """Tokens come while they are made; if not, an engine that dies takes those of its running requests along."""
     remote: bool = False
@@ -120,6 +123,9 @@ class Request:
     stream: bool = False
     """Tokens are wanted as they come, for april may end the request by what it reads. Engines that yield only at the
     end serve it too; what they generate in vain is dropped."""
+    in_flight: OnWeightUpdate = OnWeightUpdate.RESUBMIT
+    """What becomes of it at a weight update. With KEEP the engine lets it meet no keys and values that other weights
+    wrote, nor let others meet its own under later ones."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +138,10 @@ class Chunk:
     finish: EngineFinish | None = None
     stopped_at: int | str | None = None
     """With STOP, where the engine says it: the token, or the text, that it stopped at."""
+    sure: bool = True
+    """False: ``version`` is a guess, as a weight update has passed, and the last chunk of the request says it."""
+    versions: Sequence[tuple[PolicyVersion, int]] | None = None
+    """On the last chunk after such guesses: the versions of all tokens of the request, run-length."""
 
 
 class BufferedStream:
@@ -214,6 +224,19 @@ class ReadsPaths(Protocol):
 
     async def content_of(self, path: str) -> str:
         """Stands for what is there now: another text whenever it is something else. Empty: that cannot be said."""
+        ...
+
+
+@runtime_checkable
+class KeepsRequests(Protocol):
+    """The methods of engines whose requests may live through weight updates (``in_flight_updates``)."""
+
+    async def pause_in_flight(self, in_flight: OnWeightUpdate) -> None:
+        """Close admission and stop generating; requests stay, and go on with :meth:`Engine.resume`.
+
+        Until then ``update_weights`` may come, and an abort ends a request with what it had. With KEEP they go on over
+        their keys and values, with RECOMPUTE the engine writes these anew under the weights that it has then.
+        """
         ...
 
 

@@ -33,6 +33,7 @@ from april.core.types import (
     EngineFinish,
     FinishReason,
     Group,
+    OnWeightUpdate,
     Sample,
     SampleId,
     SampleState,
@@ -91,12 +92,14 @@ class AttemptReports:
         self._check_stop(m, tokens)
         for chunk in chunks:
             tape.append(chunk.tokens, chunk.logprobs, chunk.version)
-        tape.stopped, tape.after_stop = m.stopped, m.after_stop
+        tape.stopped, tape.after_stop, tape.unknown = m.stopped, m.after_stop, m.unknown
 
     def _check_stop(self, m: wire.Came, tokens: Int32) -> None:
         """A stop string is found once, where the text has it; what follows it has room."""
         attempt, tape = self._attempt, self._attempt.tape
-        most, parsed = attempt.sampling.max_tokens, self.checks.count + m.after_stop
+        most, parsed = attempt.sampling.max_tokens, self.checks.count + m.after_stop + m.unknown
+        if m.unknown < 0 or (m.unknown and attempt.in_flight is OnWeightUpdate.RESUBMIT):
+            raise WireError(f"{m.unknown} tokens of weights that nobody has named")
         if m.after_stop < tape.after_stop or (m.after_stop and not m.stopped) or (tape.stopped and not m.stopped):
             raise WireError(f"{m.after_stop} tokens after a stop string")
         if parsed > most:
@@ -392,7 +395,7 @@ class HostDesk:
             more.append(
                 wire.Part(
                     s.version, s.kind is SegmentKind.GENERATED, s.attempt_id, s.engine, s.temperature,
-                    packed(tape.tokens[part]), packed(tape.logprobs[part]),
+                    packed(tape.tokens[part]), packed(tape.logprobs[part]), s.over,
                 )
             )  # fmt: skip
         self._out.append(wire.Tape(*sample.id, told.count, tuple(more), chain.number, prompt))
@@ -443,7 +446,7 @@ class HostDesk:
         self._out.append(
             wire.Run(
                 attempt.id, *attempt.sample.id, attempt.engine, attempt.call.start,
-                attempt.sampling, ends, attempt.oldest, attempt.urgent, chain.number,
+                attempt.sampling, ends, attempt.oldest, attempt.urgent, chain.number, attempt.in_flight,
             )
         )  # fmt: skip
 

@@ -19,11 +19,11 @@ from april.core import commands as do
 from april.core import events as ev
 from april.core.sampling import SamplingParams
 from april.core.tape import Float32, Int32
-from april.core.types import AttemptFailure, EngineFinish, FinishReason
+from april.core.types import AttemptFailure, EngineFinish, FinishReason, OnWeightUpdate
 from april.core.versions import PolicyVersion
 from april.errors import LinkError
 
-PROTOCOL = 6
+PROTOCOL = 7
 """Raised whenever a message changes."""
 
 
@@ -99,6 +99,7 @@ class Part(Message, tag=5):
     temperature: float
     tokens: bytearray
     logprobs: bytearray
+    over: PolicyVersion | None = None
 
 
 class Tape(Message, tag=6):
@@ -137,6 +138,7 @@ class Run(Message, tag=7):
     oldest: PolicyVersion | None
     urgent: bool
     chain: int = 0
+    in_flight: OnWeightUpdate = OnWeightUpdate.RESUBMIT
 
 
 class Start(Message, tag=10):
@@ -258,6 +260,8 @@ class Came(Message, tag=42):
     stopped: bool = False
     after_stop: int = 0
     """Tokens after a stop string, of all that came so far."""
+    unknown: int = 0
+    """Tokens that are left out, as nobody has named their weights."""
 
 
 class Ended(Message, tag=43):

@@ -59,8 +59,8 @@ class Mirror:
         self._evaluations: dict[int, Evaluation] = {}
         self._attempts: dict[str, Attempt] = {}
         """That run."""
-        self._reported: dict[str, tuple[int, bool, int]] = {}
-        """Tokens of each attempt, whether a stop string was found, and tokens after it, as told last."""
+        self._reported: dict[str, tuple[int, bool, int, int]] = {}
+        """Tokens of each attempt, whether a stop string was found, tokens after it and left out, as told last."""
         self._brought: dict[SampleId, dict[str, Attempt]] = {}
         """Attempts that have ended, until it is told what became of their tokens."""
         self._runs: dict[SampleId, int] = {}
@@ -194,13 +194,14 @@ class Mirror:
                 if part.attempt_id not in brought:
                     raise ProtocolError(f"attempt {part.attempt_id} has brought nothing here")
                 a = brought[part.attempt_id]
-                tape.add_attempt(a.tape, a.id, a.engine, a.sampling.temperature)
+                tape.add_attempt(a.tape, a.id, a.engine, a.sampling.temperature, a.over)
                 continue
             tokens, logprobs = ids_of(part.tokens), logprobs_of(part.logprobs)
             kind = SegmentKind.GENERATED if part.generated else SegmentKind.ENVIRONMENT
             tape.segments.append(
                 Segment(
                     len(tape.tokens), len(tokens), part.version, kind, part.attempt_id, part.engine, part.temperature,
+                    part.over,
                 )
             )  # fmt: skip
             tape.tokens = np.concatenate((tape.tokens, tokens))
@@ -237,6 +238,7 @@ class Mirror:
             end_ids=self.eos_token_ids if m.end_ids is None else frozenset(m.end_ids),
             oldest=m.oldest,
             urgent=m.urgent,
+            in_flight=m.in_flight,
         )
         self._attempts[attempt.id] = attempt
         return (do.Submit(attempt),)
@@ -311,9 +313,10 @@ class Mirror:
             self._report(attempt)
 
     def _report(self, attempt: Attempt, *, over: bool = False) -> None:
-        tape = attempt.tape
-        stands = tape.count, tape.stopped, tape.after_stop
-        told = self._reported.get(attempt.id, (0, False, 0))
+        tape = attempt.tape if over else attempt.tape.sure()
+        unknown = tape.unknown if over else 0
+        stands = tape.count, tape.stopped, tape.after_stop, unknown
+        told = self._reported.get(attempt.id, (0, False, 0, 0))
         if stands == told:
             return
         if not over:
@@ -324,7 +327,9 @@ class Mirror:
             tokens, logprobs = tokens[at:], logprobs[at:]
             spans = _after(spans, at)
         self._out.append(
-            wire.Came(attempt.id, at, packed(tokens), packed(logprobs), tuple(spans), tape.stopped, tape.after_stop)
+            wire.Came(
+                attempt.id, at, packed(tokens), packed(logprobs), tuple(spans), tape.stopped, tape.after_stop, unknown
+            )
         )
 
     def _over(self, attempt_id: str) -> int | None:

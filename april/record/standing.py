@@ -79,7 +79,7 @@ def standing_of(core: RolloutCore, waited_s: float = 0.0) -> Standing:
     partials = oldest = 0
     now = core.clock.current
     for sample in core.buffer.samples():
-        if sample.state in UNFINISHED and (version := sample.oldest_version) is not None and version != now:
+        if sample.state in UNFINISHED and (version := core.buffer.oldest(sample)) is not None and version != now:
             partials += 1
             oldest = max(oldest, core.leases.age(version))
     engines = Counter(dict.fromkeys(core.engines.states, 0))

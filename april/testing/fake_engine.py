@@ -20,7 +20,7 @@ import numpy as np
 from april.core.sampling import LogprobKind
 from april.core.versions import FIRST_VERSION, PolicyVersion
 from april.engines.http.wire import empty_chunk
-from april.engines.protocol import Capabilities, Chunk, EngineFinish, Health, Int32, Request
+from april.engines.protocol import Capabilities, Chunk, EngineFinish, Health, Int32, OnWeightUpdate, Request
 from april.errors import EngineError
 from april.testing.fault_script import AT_TOKENS, WRONG_CHUNKS, WRONG_ENDS, AttemptFaults, Fault, FaultKind, FaultScript
 from april.testing.records import AbortRecord, AttemptRecord, conversation, fake_logprobs, fake_response
@@ -212,6 +212,7 @@ class FakeEngine:
             eos_token_ids=(eos_token_id,),
             max_in_flight=max_running,
             updates_from_disk=True,
+            in_flight_updates=(OnWeightUpdate.KEEP, OnWeightUpdate.RECOMPUTE),
         )
         self._version = version
         self._streams: dict[str, FakeStream] = {}
@@ -310,6 +311,10 @@ class FakeEngine:
         self._make_all()
         self._paused = True
         self._wake_all()
+
+    async def pause_in_flight(self, in_flight: OnWeightUpdate) -> None:
+        """As :meth:`pause`, which ends no request either."""
+        await self.pause()
 
     async def resume(self) -> None:
         now = self._start_clock()

@@ -7,6 +7,7 @@ before a wrong one count.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from enum import StrEnum
 from typing import Any, Generic, TypeVar
 
@@ -102,8 +103,8 @@ class ResponseReader:
     """
 
     __slots__ = (
-        "_held_ids", "_held_logprobs", "_ids", "_label", "_last", "_logprobs", "_parser",
-        "_prompt_tokens", "_stopped_at", "_version", "count", "failure", "finish", "labels", "progress",
+        "_guess", "_held_ids", "_held_logprobs", "_ids", "_label", "_last", "_logprobs", "_parser", "_prompt_tokens",
+        "_runs", "_stopped_at", "_sure", "_version", "_versions", "count", "failure", "finish", "labels", "progress",
     )  # fmt: skip
 
     def __init__(
@@ -111,7 +112,13 @@ class ResponseReader:
         prompt_tokens: int | None = None,
     ) -> None:  # fmt: skip
         self._parser = parser
-        self._version = version
+        self._version = self._guess = version
+        self._sure: int | None = None
+        """Tokens before the weights changed while it ran; those after it have the version ``_guess`` until its end."""
+        self._runs: list[tuple[list[int], list[float], PolicyVersion]] = []
+        """Tokens of earlier guesses that were not taken."""
+        self._versions: list[tuple[PolicyVersion, int]] | None = None
+        """Those of all tokens, by the end of a response whose weights have changed."""
         self.labels = labels
         self._label = labels.of(version) if labels is not None else ""
         self._prompt_tokens = prompt_tokens
@@ -149,6 +156,15 @@ class ResponseReader:
         except EngineError as error:
             self.fail(error)
 
+    def goes_on(self, version: PolicyVersion) -> None:
+        """What follows is of these weights, as its server is paused now: a guess, until the end names the spans."""
+        if version != self._guess:
+            if self._ids:
+                self._runs.append((self._ids, self._logprobs, self._guess))
+                self._ids, self._logprobs = [], []
+            self._sure = self.count if self._sure is None else self._sure
+            self._guess = version
+
     def take(self, *, last: bool = False) -> list[Chunk]:
         """Return what was read since the last call; ``last`` means that nothing more comes.
 
@@ -156,8 +172,10 @@ class ResponseReader:
         back.
         """
         chunks: list[Chunk] = []
-        runs = [(self._ids, self._logprobs, self._version)] if self._ids else []
-        self._ids, self._logprobs = [], []
+        runs, self._runs = self._runs, []
+        if self._ids:
+            runs.append((self._ids, self._logprobs, self._guess))
+            self._ids, self._logprobs = [], []
         if last or self.progress is not Progress.ENDED:
             runs += self._last
             self._last = []
@@ -166,9 +184,11 @@ class ResponseReader:
                 chunks.append(chunk_of(*run))
         except WireError as error:
             self.fail(error)
+        if self._sure is not None:
+            chunks = [chunk if chunk.version == self._version else replace(chunk, sure=False) for chunk in chunks]
         if last and self.failure is None:
-            end = chunks.pop() if chunks else empty_chunk(self._version, None)
-            chunks.append(Chunk(end.tokens, end.logprobs, end.version, self.finish, self._stopped_at))
+            end = chunks.pop() if chunks else empty_chunk(self._guess, None)
+            chunks.append(replace(end, finish=self.finish, stopped_at=self._stopped_at, versions=self._versions))
         return chunks
 
     def fail(self, error: EngineError) -> None:
@@ -243,11 +263,15 @@ class ResponseReader:
                 if span.version != first:
                     raise foreign_weights(self._parser.attempt_id, first, span.version, too_late=True)
         if labels is not None and total and end.spans is not None:
-            self._add_spans(labels, end.spans, ids, logprobs)
+            if self._sure is None:
+                self._add_spans(labels, end.spans, ids, logprobs)
+            else:
+                self._name_all(labels, end.spans, total)
+                self._last += [(ids, logprobs, self._guess)] if ids else []
         elif labels is not None and total and (self._held_ids or piece.label not in (None, self._label)):
             raise self._foreign(piece.label or "none")
         elif ids:
-            self._last.append((ids, logprobs, self._version))
+            self._last.append((ids, logprobs, self._guess))
         self.count = total
         if isinstance(end.reason, EngineError):
             raise end.reason
@@ -266,6 +290,19 @@ class ResponseReader:
             start, end = max(span.start - had, 0), span.end - had
             if end > start:
                 self._last.append((ids[start:end], logprobs[start:end], version))
+
+    def _name_all(self, labels: WeightLabels, spans: Sequence[Span], total: int) -> None:
+        """The versions of all tokens of a response whose weights have changed; the sure ones are as they were."""
+        if not cover(spans, total):
+            raise self._parser.wrong(f"has version spans that do not cover its {total} tokens one after the other")
+        self._versions = []
+        for span in spans:
+            version = labels.version_of(span.version, self._version)
+            early = self._sure is not None and span.start < self._sure and version != self._version
+            if span.end > span.start:
+                if version is None or early:
+                    raise self._foreign(span.version, too_late=True)
+                self._versions.append((version, span.end - span.start))
 
     def _foreign(self, label: str, *, too_late: bool = False) -> EngineError:
         return foreign_weights(self._parser.attempt_id, self._label, label, too_late=too_late)

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
+from april.core.versions import PolicyVersion
 from april.engines.http.http_client import HttpClient, ResponseBytes
 from april.engines.http.response_reader import Progress, ResponseReader
 from april.engines.http.server_engine import Admission
@@ -176,6 +177,11 @@ class Endpoint:
             if (stream := self.open.get(attempt_id)) is not None:
                 stream.abort()
 
+    def goes_on(self, version: PolicyVersion) -> None:
+        """The server is paused with its requests, and goes on with these weights."""
+        for stream in self.open.values():
+            stream.goes_on(version)
+
     def recall(self) -> None:
         """The server stands still: requests without tokens are taken back, and wait at the gate."""
         for stream in list(self.open.values()):
@@ -261,6 +267,14 @@ class ResponseStream(BufferedStream):
         self._abort_wanted = True
         if self._endpoint.abort_means is AbortMeans.CLOSE:
             self._break_off()
+
+    def goes_on(self, version: PolicyVersion) -> None:
+        """What has arrived is of the weights before, what comes now of these."""
+        if self._pieces and self.state is _READING:
+            self._chunks += self._read().take()
+            self._next(_READING)
+        if self._reader is not None:
+            self._read().goes_on(version)
 
     def recall(self) -> None:
         """Taken back if no token has come: a server that stands still would begin it later, under other weights."""

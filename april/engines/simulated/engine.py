@@ -20,7 +20,17 @@ from numpy.typing import NDArray
 
 from april.core.sampling import LogprobKind
 from april.core.versions import FIRST_VERSION, PolicyVersion
-from april.engines.protocol import Capabilities, Chunk, EngineFinish, EngineLoad, Float32, Health, Int32, Request
+from april.engines.protocol import (
+    Capabilities,
+    Chunk,
+    EngineFinish,
+    EngineLoad,
+    Float32,
+    Health,
+    Int32,
+    OnWeightUpdate,
+    Request,
+)
 from april.engines.simulated.clockwork import Finished, SimulatedDecoder
 from april.engines.simulated.decode_cost import DecodeCost
 from april.engines.simulated.response_lengths import ResponseLengths
@@ -152,6 +162,7 @@ class SimulatedEngine:
             max_in_flight=max_running,
             updates_from_disk=True,
             remote=remote,
+            in_flight_updates=(OnWeightUpdate.KEEP,),
         )
         self._kv_capacity = cost.kv_capacity_tokens
         self._length_of = length_of
@@ -220,6 +231,10 @@ class SimulatedEngine:
         if not self._decoder.stopped:
             self._stopped.clear()
             await self._stopped.wait()
+
+    async def pause_in_flight(self, in_flight: OnWeightUpdate) -> None:
+        """As :meth:`pause`: what has been decoded stays in the cache."""
+        await self.pause()
 
     async def resume(self) -> None:
         self._catch_up()

@@ -30,7 +30,7 @@ from april.engines.http.wire import error_text
 from april.engines.openai.engine import OpenAIEngine
 from april.engines.openai.probe import OpenAIFacts
 from april.engines.openai.wire import TokenShape
-from april.engines.protocol import AbortMeans, Engine, Health, Request
+from april.engines.protocol import AbortMeans, Engine, Health, OnWeightUpdate, Request
 from april.engines.vllm.probe import VllmFacts, probe_vllm
 from april.engines.vllm.transfer import TransferEngine
 from april.engines.vllm.wire import engine_id, parser_of, request_body
@@ -55,6 +55,8 @@ class VllmEngine(TransferEngine):
     def __init__(self, client: HttpClient, facts: VllmFacts, *, stream: bool = False) -> None:
         super().__init__(client, facts, facts.route, "/metrics")
         self.facts, self._stream = facts, stream
+        self._keeps: OnWeightUpdate | None = None
+        """The server is paused, or may be, with its requests; what becomes of them. None: it is not."""
         self._paused_as: str | None = None
         """Label of the process that was paused for an update; None: it was not asked, or did not say."""
 
@@ -73,6 +75,8 @@ class VllmEngine(TransferEngine):
         body = request_body(
             facts.route, facts.model, request, stream=streamed, priority=facts.priorities,
             seeds=capabilities.honours_seeds, spans=spans,
+            # the label says the version and is this engine's own: nobody else's blocks have it
+            salt=self._labels.of(self._version) if request.in_flight is OnWeightUpdate.KEEP else "",
         )  # fmt: skip
         return reader, body
 
@@ -99,6 +103,29 @@ class VllmEngine(TransferEngine):
     async def pause(self) -> None:
         """Pause as :class:`CompletionsEngine` does, and remember the label of the process."""
         await super().pause()
+        await self._remember()
+
+    async def pause_in_flight(self, in_flight: OnWeightUpdate) -> None:
+        """Pause the server with its requests; with RECOMPUTE it forgets all keys and values at that."""
+        self._admission.close()
+        self._keeps = in_flight
+        clear = "true" if in_flight is OnWeightUpdate.RECOMPUTE else "false"
+        await control(
+            self._client, "/pause", says("status", "paused"), params={"mode": "keep", "clear_cache": clear}
+        )
+        await self._process.pause()
+        await self._remember()
+
+    async def resume(self) -> None:
+        """Let requests in again, and those go on that were kept."""
+        if self._keeps is not None:
+            self._endpoint.goes_on(self._version)  # before any of their tokens can come
+            await control(self._client, "/resume", says("status", "resumed"))
+            self._keeps = None
+        await super().resume()
+
+    async def _remember(self) -> None:
+        """Remember the label of the process that is paused."""
         self._paused_as = None
         with suppress(EngineError, TimeoutError):  # if it does not answer, the update will say so
             async with asyncio.timeout(PAUSE_CHECK_S):
@@ -119,7 +146,8 @@ class VllmEngine(TransferEngine):
             await self.let_others_go_on()
 
     async def _update_weights(self, version: PolicyVersion, path: str | None) -> None:
-        self.require_idle()
+        if self._keeps is None:
+            self.require_idle()
         if path is not None:
             self._require_loadable(path)
         await self._require_model()
@@ -131,7 +159,8 @@ class VllmEngine(TransferEngine):
         if self.facts.developer_routes:
             async with self._stands_still or self._frozen():
                 mark = await self._load(path, version) if path is not None else await self._handed_over(version)
-                await self._empty_cache()
+                if self._keeps is None:  # else it is empty, or salts keep the old keys apart
+                    await self._empty_cache()
                 await self._label_as(version, mark)
         # a server that was started anew and has these weights now is the present one
         await self._process.take(version)
@@ -234,6 +263,9 @@ class VllmEngine(TransferEngine):
 
         Only while there are any: a server that is left paused, should april die here, serves nobody.
         """
+        if self._keeps is not None:
+            yield
+            return
         load = (await read_metrics(self._client)).load
         if load is not None and not load.running and not load.waiting:
             yield
@@ -288,7 +320,7 @@ class VllmEngine(TransferEngine):
 
     async def _is_paused(self) -> bool:
         """Return whether somebody else has paused the server."""
-        if not self.facts.developer_routes or self._pauses.now:
+        if not self.facts.developer_routes or self._pauses.now or self._keeps is not None:
             return False
         reply = await self._client.call("GET", "/is_paused", retry=True)
         return reply.ok and says("is_paused", True)(words_of(reply)) and not self._pauses.now

@@ -31,7 +31,7 @@ from april.engines.http.server_process import ServerMetrics, read_metrics
 from april.engines.http.weight_labels import Span
 from april.engines.http.wire import read_json
 from april.engines.openai.wire import ASK_SPANS
-from april.engines.protocol import AbortMeans, Capabilities
+from april.engines.protocol import AbortMeans, Capabilities, OnWeightUpdate
 from april.engines.vllm.plugin import BACKENDS
 from april.engines.vllm.wire import COMPLETIONS_ROUTE, TOKEN_ROUTE
 from april.errors import ConfigError, EngineError
@@ -102,6 +102,9 @@ async def probe_vllm(client: HttpClient, config: VllmEngineConfig) -> VllmFacts:
     means = AbortMeans.BY_ID if abort_route else AbortMeans.CLOSE
     if processes > 1:
         means = AbortMeans.PAUSE if developer else AbortMeans.CLOSE
+    # a pause must reach all that serve the port, and the end of a response name the weights of its tokens
+    one = processes == 1 and copies == 1
+    keeps = (OnWeightUpdate.KEEP, OnWeightUpdate.RECOMPUTE) if one and developer and abort_route and spans else ()
     limits = (
         (is_paused, _paused(client.url)),
         (not (token_route or spans), _TOKEN_ROUTE_CLOSED),
@@ -140,6 +143,7 @@ async def probe_vllm(client: HttpClient, config: VllmEngineConfig) -> VllmFacts:
             updates_from_disk=loads and label is not None,
             abort_means=means,
             version_spans=spans,
+            in_flight_updates=keeps,
             remote=True,
             verifies_weights=label is not None,
             honours_seeds=not chunks,

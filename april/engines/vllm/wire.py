@@ -35,14 +35,20 @@ def engine_id(route: str, attempt_id: str) -> str:
 
 
 def request_body(
-    route: str, model: str, request: Request, *, stream: bool, priority: bool, seeds: bool = True, spans: bool = False
-) -> bytes:
-    """The JSON of a request for either route; the token route gives ``spans`` unasked."""
+    route: str, model: str, request: Request, *, stream: bool, priority: bool, seeds: bool = True, spans: bool = False,
+    salt: str = "",
+) -> bytes:  # fmt: skip
+    """The JSON of a request for either route; the token route gives ``spans`` unasked.
+
+    ``salt``: requests with another one share no cached keys with it.
+    """
     params = sampling_of(request) | {"logprobs": 0, "ignore_eos": False}  # 0: the sampled token alone
     if not seeds:
         params.pop("seed", None)
     body: dict[str, Any] = {"model": model, "request_id": request.attempt_id, "stream": False}
     body |= STREAMED if stream else {}
+    if salt:
+        body["cache_salt"] = salt
     if priority:
         body["priority"] = request.priority
     if route == TOKEN_ROUTE:

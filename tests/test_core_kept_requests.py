@@ -1,0 +1,252 @@
+"""Requests that live through weight updates, in the core: which go on, which end, and what their tokens are called."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+from core_machine import EOS, CoreMachine, settings
+from seeds import seeds
+from update_player import UpdatePlayer, limits_of
+
+from april.core import commands as do
+from april.core import events as ev
+from april.core import snapshot
+from april.core.settings import EngineLimits
+from april.core.state import RolloutCore
+from april.core.types import GenerationMode, OnWeightUpdate
+from april.core.versions import PolicyVersion
+from april.core.weight_updates import Phase
+
+KEEP, RECOMPUTE = OnWeightUpdate.KEEP, OnWeightUpdate.RECOMPUTE
+V0, V1, V2 = (PolicyVersion(0, n) for n in range(3))
+CALLS = (do.PauseEngine, do.LoadEngine, do.ResumeEngine)
+_seen: Counter[str] = Counter()
+
+
+def play(seed: int, in_flight: OnWeightUpdate) -> UpdatePlayer:
+    """A run of 400 random events, with everything checked after each, and its end."""
+    player = UpdatePlayer(seed, engines=1 + seed % 3, silent=seed % 4 == 3, in_flight=in_flight)
+    for _ in range(400):
+        player.one_event()
+    player.end_well()
+    return player
+
+
+@pytest.mark.parametrize("in_flight", [KEEP, RECOMPUTE])
+@pytest.mark.parametrize("block", seeds(6))
+def test_random_events(block: int, in_flight: OnWeightUpdate) -> None:
+    """No request goes on under torn weights, or begins over keys of older ones; marks are right; every update ends."""
+    for seed in range(block, 60, 6):
+        try:
+            _seen.update(play(seed, in_flight).seen)
+        except BaseException as error:
+            error.add_note(f"seed {seed}")
+            raise
+
+
+@pytest.mark.no_cover
+def test_random_events_reach_all_of_it() -> None:
+    """Requests live through updates that succeed and that fail, and are recalled in all the ways there are."""
+    if not _seen:
+        for seed in range(60):
+            _seen.update(play(seed, KEEP).seen)
+    wanted = {"goes on over an update", "delivered over an update", "transfer broken=True", "refused and torn"}
+    wanted |= {f"cancelled while {phase}" for phase in ("pausing", "recalling", "handing over", "loading")}
+    wanted |= {f"ended: cancelled={c}, failed={f}" for c in (False, True) for f in (False, True)}
+    assert wanted <= set(_seen), wanted - set(_seen)
+
+
+# ---------------------------------------------------------------- one thing at a time
+
+
+class Kept(CoreMachine):
+    """Engines a and b, three requests of which the first two have tokens; ``calls`` are those that run."""
+
+    def __init__(self, in_flight: OnWeightUpdate = KEEP, **changes: Any) -> None:
+        self.calls: dict[str, Any] = {}
+        values = {"n": 1, "samples": 3, "generation": GenerationMode.CONTINUOUS, "on_weight_update": in_flight}
+        super().__init__(settings(**(values | changes)), 20, engines=(limits_of("a"), limits_of("b")))
+        self.ask()
+        self.first, self.second, self.silent = self.in_flight.values()
+        self.tokens(self.first.id, 5)
+        self.tokens(self.second.id, 4)
+        self.generates_under = V0
+
+    def version_at(self, attempt: Any) -> PolicyVersion:
+        return getattr(self, "generates_under", V0)
+
+    def _execute(self, command: do.Command) -> None:
+        super()._execute(command)
+        if isinstance(command, CALLS):
+            self.calls[command.engine] = command
+
+    def update(self, **how: Any) -> None:
+        """The trainer has new weights, in a directory unless ``how`` says otherwise."""
+        self.post(ev.UpdateRequested(update=1, **({"path": "/1"} | how)))
+
+    def answer(self, result: ev.CallResult = ev.CallResult.DONE, *names: str) -> None:
+        """The calls that run end (of these engines, or of all)."""
+        for name in names or sorted(self.calls):
+            call = self.calls.pop(name)
+            silent = tuple(i for i, a in self.in_flight.items() if a.engine == name and not a.tape.count)
+            silent = silent if isinstance(call, do.PauseEngine) and call.in_flight is KEEP else ()
+            self.post(ev.EngineCallEnded(name, call.call, result, "no", "", silent))
+
+    @property
+    def phase(self) -> Phase:
+        """Of the update that runs."""
+        return self.core.updates.phase
+
+
+def test_requests_with_tokens_go_on_and_others_are_sent_again() -> None:
+    """With keep, one without a token ends before the weights come, and goes out again under the new version."""
+    m = Kept()
+    m.update()
+    assert not m.abort_asked
+    m.answer()
+    assert (m.phase, m.abort_asked) == (Phase.RECALLING, {m.silent.id})
+    assert not m.calls
+    m.finish_aborts()
+    assert m.phase is Phase.LOADING
+    m.answer()
+    m.answer()
+    assert (m.phase, m.core.clock.current) == (Phase.IDLE, V1)
+    assert {m.first.id, m.second.id} < set(m.in_flight)
+    again = m.attempt(*m.silent.sample.id)
+    assert (again.id != m.silent.id, again.oldest, m.first.oldest) == (True, V1, V0)
+
+
+def test_with_recompute_nothing_ends() -> None:
+    """The engine writes all keys anew, so a request without a token may begin under the new weights as it is."""
+    m = Kept(RECOMPUTE)
+    m.update()
+    for _ in range(3):
+        m.answer()
+    assert (m.phase, m.core.clock.current, m.abort_asked) == (Phase.IDLE, V1, set())
+    m.generates_under = V1
+    for attempt in list(m.in_flight):
+        m.end(attempt)
+    parts = [part for sample in m.batches[0].samples for part in sample.segments]
+    assert {(part.version, part.over) for part in parts} == {(V0, None), (V1, None)}
+
+
+def test_kept_tokens_are_marked_through_batches_and_saved_states() -> None:
+    """Tokens over keys of older weights say of which; so does a state that is saved in the middle, and its batch."""
+    m = Kept()
+    m.update()
+    m.answer()
+    m.finish_aborts()
+    m.answer()
+    m.answer()
+    m.generates_under = V1
+    m.tokens(m.first.id, 3)
+    state = snapshot.take(m.core, None)
+    restored = RolloutCore(m.core.settings, [limits_of("a"), limits_of("b")], check=True)
+    snapshot.restore(restored, state)
+    (group,) = restored.buffer
+    parts = [part for part in group.samples[m.first.sample.id.index].segments]
+    assert [(part.version, part.count, part.over) for part in parts] == [(V0, 5, None), (V1, 3, V0)]
+    for attempt in list(m.in_flight):
+        m.end(attempt)
+    (batch,) = m.batches
+    rows = {sample.id.index: sample for sample in batch.samples}
+    assert rows[m.first.sample.id.index].kept_mask.tolist() == [0] * 5 + [1] * 15
+    assert rows[m.silent.sample.id.index].kept_mask.tolist() == [0] * 20
+    assert batch.metrics["kept_share"] == pytest.approx((15 + 16) / 60)
+    assert batch.padded()["kept_mask"].sum() == batch.ragged()["kept_mask"].sum() == 31
+
+
+def test_an_update_that_fails_before_anything_was_written_lets_requests_go_on() -> None:
+    """No engine could be paused: the engines are resumed, the version stays, and nothing is cut."""
+    m = Kept()
+    m.update()
+    m.answer(ev.CallResult.REFUSED)
+    assert m.phase is Phase.RESUMING
+    m.answer()
+    assert (m.phase, m.core.clock.current, m.abort_asked, len(m.in_flight)) == (Phase.IDLE, V0, set(), 3)
+
+
+def test_a_broken_transfer_ends_what_engines_have_kept() -> None:
+    """Half-written weights are never generated from: all requests end, with what they had, before the engines resume."""
+    m = Kept()
+    m.update(path=None, transfers=True)
+    m.answer()
+    m.finish_aborts()
+    assert m.phase is Phase.HANDING_OVER
+    m.post(ev.HandedOver(1, "no route"))
+    assert (m.phase, m.abort_asked) == (Phase.RECALLING, {m.first.id, m.second.id})
+    assert not m.calls
+    m.finish_aborts()
+    m.answer()
+    assert (m.phase, m.in_flight, m.core.tokens.held, m.dropped) == (Phase.IDLE, {}, 9, {})
+    assert m.core.updates.half_updated
+
+
+def test_an_engine_that_is_torn_is_left_out_and_its_requests_end() -> None:
+    """The others go on; what the torn one had generated before the update is kept, under the old version."""
+    m = Kept()
+    m.update()
+    m.answer()
+    m.finish_aborts()
+    torn, well = m.first.engine, m.second.engine
+    m.answer(ev.CallResult.UNREACHABLE, torn)
+    m.answer(ev.CallResult.DONE, well)
+    assert (m.phase, m.abort_asked) == (Phase.RESUMING, {m.first.id})
+    assert list(m.calls) == [well]
+    m.answer()
+    assert m.core.clock.current == V1
+    m.finish_aborts()
+    (part,) = m.first.sample.segments
+    assert (part.version, part.count, part.over) == (V0, 5, None)
+    assert m.second.id in m.in_flight
+    assert m.dropped == {}
+
+
+def test_a_cancelled_update_resumes_at_once() -> None:
+    """While requests without a token end, nothing has been written: the others go on, and those are sent again."""
+    m = Kept()
+    m.update()
+    m.answer()
+    m.post(ev.UpdateCancelled(1))
+    assert m.phase is Phase.RESUMING
+    m.answer()
+    m.finish_aborts()
+    assert (m.phase, m.core.clock.current, len(m.in_flight)) == (Phase.IDLE, V0, 3)
+
+
+def test_what_a_request_has_generated_counts_for_its_age() -> None:
+    """A request that lives through updates gets older with them, before its tokens are in anybody's books."""
+    m = Kept(max_staleness=1)
+    assert m.core.buffer.slack(m.first.sample.group) == 1
+    m.update()
+    m.answer()
+    m.finish_aborts()
+    m.answer()
+    m.answer()
+    assert m.core.buffer.age(m.first.sample) == 1
+    assert m.core.buffer.slack(m.first.sample.group) == 0
+    assert m.first.sample.urgent
+
+
+def test_tokens_whose_version_nobody_has_named_are_dropped_by_name() -> None:
+    """A server dies after an update: what came before it is kept, the rest is of unknown weights."""
+    m = Kept()
+    tape = m.first.tape
+    tokens, logprobs, _ = tape.packed()
+    tape.append(tokens[:2].copy(), logprobs[:2].copy(), V1, sure=False)
+    m.generated += 2
+    assert tape.sure().count == 5
+    tape.cut_unsure()
+    m.fail(m.first)
+    assert m.dropped == {"unknown_weights": 2}
+    assert m.core.tokens.held == 5
+    m.check_ledger()
+
+
+def test_an_engine_that_cannot_keep_requests_cannot_join() -> None:
+    """One that comes later must do what the others do."""
+    m = Kept()
+    assert "on_weight_update: keep" in (m.core.engines.unfit(EngineLimits("c", 4096, None, (EOS,))) or "")
+    assert m.core.engines.unfit(limits_of("c")) is None
