@@ -24,7 +24,10 @@ from april.corrections.advantages import BatchShare
 Rows = list[tuple[int, list[tuple[int, int]]]]
 """Per sample: prompt length, and its segments (tokens, version n); n of 0 has incarnation 0, others 1."""
 
-BOTH = {"logprobs": np.float32, "loss_mask": np.uint8, "version_n": np.int32, "version_incarnation": np.int32}
+BOTH = {
+    "logprobs": np.float32, "loss_mask": np.uint8, "kept_mask": np.uint8, "version_n": np.int32,
+    "version_incarnation": np.int32,
+}  # fmt: skip
 PER_SAMPLE = {"sample_numbers": np.int32, "rewards": np.float32, "group_ids": np.int64, "staleness": np.int32}
 
 

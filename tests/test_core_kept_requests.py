@@ -146,7 +146,7 @@ def test_kept_tokens_are_marked_through_batches_and_saved_states() -> None:
     restored = RolloutCore(m.core.settings, [limits_of("a"), limits_of("b")], check=True)
     snapshot.restore(restored, state)
     (group,) = restored.buffer
-    parts = [part for part in group.samples[m.first.sample.id.index].segments]
+    parts = group.samples[m.first.sample.id.index].segments
     assert [(part.version, part.count, part.over) for part in parts] == [(V0, 5, None), (V1, 3, V0)]
     for attempt in list(m.in_flight):
         m.end(attempt)
@@ -169,7 +169,7 @@ def test_an_update_that_fails_before_anything_was_written_lets_requests_go_on() 
 
 
 def test_a_broken_transfer_ends_what_engines_have_kept() -> None:
-    """Half-written weights are never generated from: all requests end, with what they had, before the engines resume."""
+    """Half-written weights are never generated from: requests end, with what they had, before the engines resume."""
     m = Kept()
     m.update(path=None, transfers=True)
     m.answer()

@@ -20,6 +20,7 @@ from april.core.types import OnWeightUpdate
 from april.core.versions import PolicyVersion
 from april.errors import InvariantError
 
+RESUBMIT = OnWeightUpdate.RESUBMIT
 FULL = 0.95
 """Share of the key-value memory from which on waiting requests wait for memory."""
 ROOM = 0.85
@@ -348,8 +349,8 @@ class EngineTable:
     """
 
     def __init__(
-        self, engines: Sequence[EngineLimits], version: PolicyVersion, in_flight: OnWeightUpdate = OnWeightUpdate.RESUBMIT
-    ) -> None:  # fmt: skip
+        self, engines: Sequence[EngineLimits], version: PolicyVersion, in_flight: OnWeightUpdate = RESUBMIT
+    ) -> None:
         self._in_flight = in_flight
         self.states = {e.name: EngineState(limits=e, cap=AdmissionCap(e.max_in_flight)) for e in engines}
         self._by_load = LeastLoaded()
@@ -387,7 +388,7 @@ class EngineTable:
         elif not self.eos_token_ids.issuperset(engine.eos_token_ids):
             theirs = sorted(self.eos_token_ids)
             has = f"the end-of-sequence tokens {sorted(engine.eos_token_ids)}, and those of the others are {theirs}"
-        elif self._in_flight not in (OnWeightUpdate.RESUBMIT, *engine.in_flight_updates):
+        elif self._in_flight not in (RESUBMIT, *engine.in_flight_updates):
             has = f"no way to do on_weight_update: {self._in_flight}"
         elif self.logprob_kind not in ("mixed", engine.logprob_kind):
             has = f"log-probabilities of kind {engine.logprob_kind}, and those of the others are {self.logprob_kind}"

@@ -460,6 +460,7 @@ class WeightUpdates:
             self._context.out.append(do.Warn(f"engine {fate.engine} is left out of the weight update: {fate.why}"))
             self._tear(fate)
             self._context.engine_failed(fate.engine)
+            self._context.stop(self._at([fate.engine]))
             self._left_out.add(fate.engine)
 
     def _sent_to_none(self, why: str, fates: Sequence[ev.NotGiven]) -> None:

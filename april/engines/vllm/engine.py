@@ -116,6 +116,11 @@ class VllmEngine(TransferEngine):
         await self._process.pause()
         await self._remember()
 
+    def require_idle(self) -> None:
+        """As :meth:`ServerEngine.require_idle`, unless the server itself is paused with its requests."""
+        if self._keeps is None:
+            super().require_idle()
+
     async def resume(self) -> None:
         """Let requests in again, and those go on that were kept."""
         if self._keeps is not None:
@@ -146,8 +151,7 @@ class VllmEngine(TransferEngine):
             await self.let_others_go_on()
 
     async def _update_weights(self, version: PolicyVersion, path: str | None) -> None:
-        if self._keeps is None:
-            self.require_idle()
+        self.require_idle()
         if path is not None:
             self._require_loadable(path)
         await self._require_model()
@@ -159,8 +163,10 @@ class VllmEngine(TransferEngine):
         if self.facts.developer_routes:
             async with self._stands_still or self._frozen():
                 mark = await self._load(path, version) if path is not None else await self._handed_over(version)
-                if self._keeps is None:  # else it is empty, or salts keep the old keys apart
+                if self._keeps is None:
                     await self._empty_cache()
+                else:  # it is empty, or salts keep old keys and new ones apart
+                    await self._empty_encoder_cache()
                 await self._label_as(version, mark)
         # a server that was started anew and has these weights now is the present one
         await self._process.take(version)
