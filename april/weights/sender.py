@@ -20,7 +20,11 @@ from april.engines.protocol import Engine
 from april.engines.weight_routes import Handshake, ReceivesWeights, TakesTensors, TensorSpec
 from april.errors import AprilError, ConfigError, EngineError, EngineUnreachable
 from april.weights.group import Group, open_group
-from april.weights.source import BUCKET_BYTES, Bucket, WeightSource
+from april.weights.source import Bucket, WeightSource
+
+EARLIER = 0.75
+"""Share of the limit after which a worker gives up that waits for others: so its answer comes before the limit of its
+engine's call, and an engine that does not answer is one that hangs itself."""
 
 
 class Answer(Protocol):
@@ -91,13 +95,11 @@ class WeightSender:
         engines: those of this process, by name.
         ask: starts their calls.
         limit_s: for each call of an engine, and for the sender's part of it.
-        bucket_bytes: most bytes that are on their way at a time; a larger tensor goes alone.
     """
 
     engines: Mapping[str, Engine]
     ask: Ask
     limit_s: float
-    bucket_bytes: int = BUCKET_BYTES
     open_group: Callable[..., Any] = open_group
     now: Callable[[], float] = time.monotonic
     left_out: dict[str, LeftOut] = field(default_factory=dict)
@@ -122,9 +124,9 @@ class WeightSender:
         """
         left = [name for name in names if not self._reads(name, source)]
         while left:
-            transfer = _Round(self, left)
+            transfer = _Round(self, left, source)
             try:
-                transfer.run(source)
+                transfer.run()
             except _Broken:
                 transfer.end()
             except BaseException:
@@ -157,8 +159,8 @@ class WeightSender:
 class _Round:
     """One try to send everything to some engines."""
 
-    def __init__(self, sender: WeightSender, names: Sequence[str]) -> None:
-        self._sender, self._names = sender, list(names)
+    def __init__(self, sender: WeightSender, names: Sequence[str], source: WeightSource) -> None:
+        self._sender, self._names, self._source = sender, list(names), source
         self._lanes: list[_Lane] = []
         self._calls = _Calls("to begin", {})
         self._begun = False
@@ -170,13 +172,13 @@ class _Round:
 
     # ---------------------------------------------------------------- the plan
 
-    def run(self, source: WeightSource) -> None:
+    def run(self) -> None:
         """Raises _Broken if engines have broken it, and whatever the weights raise."""
         self._meet()
         self._begun = True
         self._all("to make ready for new weights", lambda name: self._receiver(name).begin(), self._receivers)
         self.drew = True
-        passing: Any = source.buckets()
+        passing: Any = self._source.buckets()
         with closing(passing):
             for bucket in passing:
                 self._send(bucket)
@@ -199,7 +201,7 @@ class _Round:
             size += ranks[name]
         address = _one_of(self._receiver(name).sender_address for name in lane.engines)
         lane.group, meeting = sender.open_group(
-            lane.backend, lane.handshake, address, size, sender.limit_s, sender.bucket_bytes
+            lane.backend, lane.handshake, address, size, EARLIER * sender.limit_s, self._source.bucket_bytes
         )
         group = lane.group
         assert group is not None

@@ -104,7 +104,7 @@ class WeightSource:
     def __init__(self, weights: Any, *, bucket_bytes: int = BUCKET_BYTES, dtype: str | None = None) -> None:
         if bucket_bytes < 1:
             raise ConfigError(f"weights: bucket_bytes must be at least 1, got {bucket_bytes}")
-        self._bucket_bytes = bucket_bytes
+        self.bucket_bytes = bucket_bytes
         self._dtype = None if dtype is None else _dtype_of(dtype)
         self.module = module_of(weights)
         """The model itself, out of what is around it; None: other things were given."""
@@ -138,7 +138,7 @@ class WeightSource:
         while ahead is not None:
             taken, size = [ahead], ahead.bytes_as(self._dtype)
             ahead = next(items, None)
-            while ahead is not None and size + ahead.bytes_as(self._dtype) <= self._bucket_bytes:
+            while ahead is not None and size + ahead.bytes_as(self._dtype) <= self.bucket_bytes:
                 size += ahead.bytes_as(self._dtype)
                 taken.append(ahead)
                 ahead = next(items, None)

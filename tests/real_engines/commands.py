@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 
-from tests.real_engines.environments import HERE, SGLANG, VLLM, environment
+from april.engines.vllm.plugin import BACKEND
+from tests.real_engines.environments import HERE, SGLANG, VLLM, environment, packaged
 from tests.real_engines.servers import Server
 
 QUIET = {"HF_HUB_OFFLINE": "1", "DO_NOT_TRACK": "1", "TOKENIZERS_PARALLELISM": "false"}
@@ -25,7 +27,10 @@ def vllm_server(
     name: str, model: Path, port: int, log: Path, *, open_routes: bool, context: int, in_flight: int = 256,
     dtype: str = "float32",
 ) -> Server:  # fmt: skip
-    """vLLM; ``open_routes``: in developer mode, with the token-in token-out routes; else as a plain user has it."""
+    """vLLM; ``open_routes``: in developer mode, with the token-in token-out routes and april's back-end for weights.
+
+    Else it is as a plain user has it.
+    """
     where = environment(VLLM)
     command = [
         str(where / "bin" / "vllm"), "serve", str(model), "--served-model-name", "tiny", "--host", "127.0.0.1",
@@ -35,9 +40,10 @@ def vllm_server(
         "--no-enable-chunked-prefill", "--max-num-batched-tokens", str(max(context, 16384)),
     ]  # fmt: skip
     if open_routes:
-        command.append("--enable-scale-out")
+        command += ["--enable-scale-out", "--weight-transfer-config", json.dumps({"backend": BACKEND})]
     settings = VLLM_ON_CPU | {
         "VLLM_SERVER_DEV_MODE": "1" if open_routes else "0",
+        "PYTHONPATH": str(packaged()) if open_routes else "",
         "PATH": f"{where / 'bin'}{os.pathsep}{os.environ.get('PATH', '')}",
     }
     return Server(name, command, port, log, "/health", settings)

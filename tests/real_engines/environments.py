@@ -101,6 +101,24 @@ def environment(recipe: Recipe, within: Path = ROOT / ".venv") -> Path:
     return where
 
 
+def packaged(within: Path = ROOT / ".venv") -> Path:
+    """Directory with april as pip installs it, without what it needs: a server that has it on its path has april's
+    entry points. Made anew when april has changed.
+
+    Raises:
+        CannotInstall: pip failed.
+    """
+    where = within / "april"
+    stamp = where / ".installed"
+    files = [ROOT / "pyproject.toml", *sorted((ROOT / "april").rglob("*.py"))]
+    digest = hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
+    if not stamp.is_file() or stamp.read_text("utf-8") != digest:
+        shutil.rmtree(where, ignore_errors=True)
+        _run([sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(where), str(ROOT)])
+        stamp.write_text(digest, "utf-8")
+    return where
+
+
 def _run(command: Sequence[str]) -> None:
     done = subprocess.run(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False, cwd=HERE

@@ -1,14 +1,15 @@
 """april's own groups over gloo: for machines without GPUs, and for networks without NCCL. Both ends of them.
 
-The members meet at a store that listens on the sender's side, on one address only. A member says that it is there; who
-makes the group waits for nobody in vain, as it is made once all are. Whoever dies or lets go is seen by the others at
-once, and whoever hangs after ``timeout_s``.
+The members meet at a store that listens on the sender's side, on one address only. A worker says there that it is
+here, and makes the group when the sender says that all are, unless it says that the meeting is off: a group that waits
+for a member cannot be broken off. Whoever dies is seen by the others at once, and whoever hangs after ``timeout_s``.
 """
 
 from __future__ import annotations
 
 import socket
 import threading
+import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -16,6 +17,9 @@ from typing import Any
 from april.engines.groups.packing import pack, places, unpack
 from april.engines.groups.waiting import wait_until
 from april.engines.weight_routes import TensorSpec
+
+ALL_HERE, OFF = "all here", "off"
+"""Keys of the store, set by the sender."""
 
 
 class GlooSender:
@@ -36,6 +40,7 @@ class GlooSender:
         """Wait until all workers are there, and make the group."""
         here = [_here(self._group, rank) for rank in range(1, self._world_size)]
         wait_until(lambda: self._store.check(here), goes_on)
+        self._store.set(ALL_HERE, "")
         self._process_group = _group(self._store, self._group, 0, self._world_size, self._address, self._timeout_s)
 
     def broadcast(self, tensors: Sequence[Any], specs: Sequence[TensorSpec], goes_on: Callable[[], None]) -> None:
@@ -50,7 +55,9 @@ class GlooSender:
             work.wait()
 
     def close(self) -> None:
-        """Let go of the workers. What is still on its way keeps its memory until it times out."""
+        """Let go of the workers; those that wait for others hear of it. What is on its way keeps its memory."""
+        if self._store is not None and self._process_group is None:
+            self._store.set(OFF, "")
         held = [self._process_group, self._store]
         self._process_group = self._store = self._buffer = None
         # the end of a group waits for what is on its way, and nobody else needs to
@@ -66,6 +73,15 @@ class GlooReceiver:
     def __init__(self, address: str, port: int, group: str, rank: int, world_size: int, timeout_s: float) -> None:
         store = _store(address, port, timeout_s)
         store.set(_here(group, rank), "")
+        late = time.monotonic() + timeout_s
+
+        def goes_on() -> None:
+            if store.check([OFF]):
+                raise RuntimeError("the sender has called the transfer off")
+            if time.monotonic() > late:
+                raise RuntimeError(f"not all workers of the group were there in {timeout_s:g} s")
+
+        wait_until(lambda: store.check([ALL_HERE]), goes_on)
         self._process_group = _group(store, group, rank, world_size, towards(address, port), timeout_s)
 
     def receive(self, specs: Sequence[TensorSpec]) -> list[tuple[str, Any]]:
