@@ -47,6 +47,8 @@ class Update:
 
     weights: str
     transfers: bool
+    sends: bool = False
+    """april hands them over itself, and says of each engine what it got."""
     cancelled: bool = False
     loads: int = 0
     """Engines that were asked to load for it."""
@@ -77,6 +79,7 @@ class UpdatePlayer(CoreMachine):
         self.updates: dict[int, Update] = {}
         self.asked = 0
         self.handing: int | None = None
+        self.handed_to: tuple[str, ...] = ()
         self.failed: int | None = None
         """Of the update that ended last."""
         self.seen: Counter[str] = Counter()
@@ -155,7 +158,9 @@ class UpdatePlayer(CoreMachine):
             case do.StartTimer(timer, seconds):
                 assert seconds > 0
                 self.timers.append(timer)
-            case do.HandOver(update):
+            case do.HandOver(update, engines):
+                assert not any(self.servers[name].open for name in engines), "written while open"
+                self.handed_to = engines
                 assert self.handing is None
                 assert update == min(self.updates)
                 assert not self.updates[update].cancelled
@@ -236,10 +241,13 @@ class UpdatePlayer(CoreMachine):
         self.seen["second update meanwhile"] += bool(self.updates)
         transfers = self.rng.random() < 0.3 if transfers is None else transfers
         weights = f"transfer {self.asked}" if transfers else f"/{self.asked}"
-        self.updates[self.asked] = Update(weights, transfers)
+        sends = transfers and self.rng.random() < 0.6
+        self.updates[self.asked] = Update(weights, transfers, sends)
         path = None if transfers else weights
         trained = min(self.core.leased, default=None)
-        self.post(ev.UpdateRequested(update=self.asked, path=path, transfers=transfers, trained=trained))
+        self.post(
+            ev.UpdateRequested(update=self.asked, path=path, transfers=transfers, sends=sends, trained=trained)
+        )
 
     def cancel(self) -> None:
         """Nobody waits for an update any more."""
@@ -256,6 +264,9 @@ class UpdatePlayer(CoreMachine):
         assert number is not None
         states = self.core.engines.states
         assert all(not s.open or states[name].quarantined for name, s in self.servers.items()), "written while open"
+        if self.updates[number].sends:
+            self._send(number, well=well)
+            return
         broken = not well and self.rng.random() < 0.3
         for server in self.servers.values():
             if server.alive and (self.rng.random() < 0.5 or not (broken or server.open)):
@@ -263,6 +274,23 @@ class UpdatePlayer(CoreMachine):
                 server.lost &= broken
         self.seen[f"transfer broken={broken}"] += 1
         self.post(ev.HandedOver(number, "no route" if broken else None))
+
+    def _send(self, number: int, *, well: bool) -> None:
+        """april sends to those that are paused: each gets everything, a part, or nothing, and all of that is known."""
+        broken, fates = not well and self.rng.random() < 0.2, []
+        for name in self.handed_to:
+            server = self.servers[name]
+            torn = not well and self.rng.random() < 0.5
+            if broken or not server.alive or (not well and self.rng.random() < 0.2):
+                fates.append(ev.NotGiven(name, f"{name} did not get them", torn))
+                if torn and server.alive:
+                    server.weights, server.lost, server.unseen = "half", True, False
+                self.seen[f"sent to, torn={torn}"] += 1
+            else:
+                server.weights, server.lost, server.unseen = self.updates[number].weights, False, False
+        error = "nobody got them" if len(fates) == len(self.handed_to) else None
+        self.seen[f"sent, error={error is not None}"] += 1
+        self.post(ev.HandedOver(number, error, tuple(fates)))
 
     def answer(self, *, well: bool = False) -> None:
         """A call of an engine ends, or is lost."""

@@ -80,6 +80,11 @@ def counts(prompt: int, made: int) -> dict[str, int]:
 
 
 TOKENS, COMPLETIONS = "/inference/v1/generate", "/v1/completions"
+TRANSFER = {
+    "/init_weight_transfer_engine": "Weight transfer initialized", "/start_weight_update": "Weight update started",
+    "/update_weights": "Weights updated", "/finish_weight_update": "Weight update finished",
+}  # fmt: skip
+"""The calls of a transfer of weights, in order, and the words of their success."""
 GUARDED = ("/v1/", "/inference/")
 """What a key guards; the developer routes stay open."""
 
@@ -101,6 +106,8 @@ class FakeVllmServer(FakeServer[FakeVllmRun]):
         copies: data-parallel ones, behind one API process.
         speculation: ``speculative_config`` as ``/server_info`` shows it.
         without: routes that this version does not have.
+        transfers: the back-end for weights that it was started with (``--weight-transfer-config``).
+        world_size: workers, over all copies.
         common: of :class:`FakeServer`; a load takes the last part of its path for the name of the weights, and fails if
             that begins with "missing".
     """
@@ -109,7 +116,8 @@ class FakeVllmServer(FakeServer[FakeVllmRun]):
         self, *, developer: bool = True, scale_out: bool = True, processes: int = 1, api_key: str | None = None,
         logprobs: str = "processed", says_logprobs: bool = True, model: str = "fake", root: str = "fake/model",
         device: str = "cuda", without: tuple[str, ...] = (), chunked_prefill: bool = False, copies: int = 1,
-        speculation: dict[str, Any] | None = None, release: int = 32, **common: Any,
+        speculation: dict[str, Any] | None = None, release: int = 32, transfers: str | None = None, world_size: int = 1,
+        **common: Any,
     ) -> None:  # fmt: skip
         super().__init__(**common)
         self.model, self.release = model, release
@@ -126,6 +134,15 @@ class FakeVllmServer(FakeServer[FakeVllmRun]):
         """What the end of an answer says of the experts of all its tokens, those of the prompt too."""
         self.adapters: list[str] = []
         """Names of the adapters (LoRA) that it has besides its model."""
+        self.transfers, self.world_size = transfers, world_size
+        self.transfer_calls: list[tuple[str, Any]] = []
+        """(route, body) of what is asked for a transfer, in order."""
+        self.active, self.remembers, self.received = False, False, list[str]()
+        """A transfer is under way; layers have a part of one; the names of the tensors that have come."""
+        self.sent_weights = "sent"
+        """The weights that a transfer brings, when it is finished."""
+        self.stale_encoder = False
+        """The scheduler believes in features of images that the worker has thrown away."""
         self.resets_refused = 0
         """So many calls of ``/reset_prefix_cache`` will have no success."""
 
@@ -147,7 +164,9 @@ class FakeVllmServer(FakeServer[FakeVllmRun]):
                 web.post("/resume", self._resume), web.get("/is_paused", self._is_paused),
                 web.post("/collective_rpc", self._rpc), web.post("/reset_prefix_cache", self._reset),
                 web.get("/weight_info", self._weight_info), web.post("/update_weight_version", self._relabel),
-                web.get("/server_info", self._server_info),
+                web.get("/server_info", self._server_info), web.get("/get_world_size", self._world_size),
+                web.post("/reset_encoder_cache", self._reset_encoder),
+                *(web.post(route, self._transfer) for route in TRANSFER),
             ]  # fmt: skip
         return routes
 
@@ -193,6 +212,8 @@ class FakeVllmServer(FakeServer[FakeVllmRun]):
             return await self._paused_answer(request, run)
         if self.stale_cache:
             self.violations.append(f"{run.name} is served with keys and values of older weights")
+        if self.stale_encoder and "/reset_encoder_cache" not in self.without:
+            self.violations.append(f"{run.name} is served where the next image that is known kills the server")
         self._live.append(run)
         self._queue.append(run)
         self._changed.set()
@@ -328,8 +349,45 @@ class FakeVllmServer(FakeServer[FakeVllmRun]):
         name = PurePath((body.get("kwargs") or {}).get("weights_path", "missing")).name
         if body.get("method") != "reload_weights" or name.startswith("missing"):
             return _error(500, f"reload_weights failed: {name} is not there", close=True)
-        self.weights, self.stale_cache = name, True
+        self.weights, self.stale_cache, self.stale_encoder = name, True, True
+        if self.remembers:
+            self.violations.append("layers that remember a broken transfer were loaded from a directory")
         return web.json_response({"results": [None]})
+
+    async def _reset_encoder(self, request: web.Request) -> web.Response:
+        self.stale_encoder = False
+        return web.Response()
+
+    async def _world_size(self, request: web.Request) -> web.Response:
+        copies = self.copies if request.query.get("include_dp", "true") == "true" else 1
+        return web.json_response({"world_size": self.world_size * copies // self.copies})
+
+    async def _transfer(self, request: web.Request) -> web.Response:
+        """The four calls; out of order they are errors, and layers remember what came of a transfer that broke off."""
+        body = json.loads(await request.read() or b"null")
+        self.transfer_calls.append((request.path, body))
+        if self.transfers is None:
+            return _error(500, "Weight transfer not configured. Please set weight_transfer_config.")
+        step = list(TRANSFER).index(request.path)
+        if step == 1:
+            if self.active:
+                return _error(500, "start_weight_update called while a weight update is already active.")
+            self.active = True
+        elif step == 2:
+            if not self.active:
+                return _error(500, "start_weight_update must be called before update_weights.")
+            if self.remembers and not self.received:
+                self.violations.append("a transfer goes into layers that remember another one")
+            self.remembers = True
+            self.received += body["update_info"]["names"]
+            self.weights, self.stale_cache, self.stale_encoder = "half", True, True
+        elif step == 3:
+            if not self.active:
+                return _error(500, "finish_weight_update called without a matching start_weight_update.")
+            if self.received:
+                self.weights = self.sent_weights
+            self.active, self.remembers, self.received = False, False, []
+        return web.json_response({"message": TRANSFER[request.path]})
 
     async def _reset(self, request: web.Request) -> web.Response:
         if self.resets_refused:
@@ -354,6 +412,7 @@ class FakeVllmServer(FakeServer[FakeVllmRun]):
             },
             "parallel_config": {"data_parallel_size": self.copies, "_api_process_count": self.processes},
             "device_config": {"device": self.device}, "speculative_config": self.speculation,
+            "weight_transfer_config": None if self.transfers is None else {"backend": self.transfers},
         }})  # fmt: skip
 
     async def _models(self, request: web.Request) -> web.Response:

@@ -302,6 +302,7 @@ def trainer(model: str, urls: Sequence[str]) -> None:
 
 def main(only: str = "") -> int:
     """All of it; 1 if a promise is broken."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))  # so that all servers are stopped then, too
     with tempfile.TemporaryDirectory() as folder:
         model = make_models(Path(folder))["first"]
         servers = [

@@ -56,12 +56,16 @@ class GlooSender:
 
     def close(self) -> None:
         """Let go of the workers; those that wait for others hear of it. What is on its way keeps its memory."""
+        group, store = [self._process_group], [self._store]
         if self._store is not None and self._process_group is None:
             self._store.set(OFF, "")
-        held = [self._process_group, self._store]
+            # for workers that are on their way to it
+            later = threading.Timer(self._timeout_s, store.clear)
+            later.daemon = True
+            later.start()
         self._process_group = self._store = self._buffer = None
         # the end of a group waits for what is on its way, and nobody else needs to
-        threading.Thread(target=held.clear, name="april-group-ends", daemon=True).start()
+        threading.Thread(target=group.clear, name="april-group-ends", daemon=True).start()
 
 
 class GlooReceiver:

@@ -39,7 +39,6 @@ class Transfers(ServerEngine):
     """It may have a part of the weights that are being sent."""
     _before = ""
     """``_not_whole`` as the transfer began."""
-    _limit_s = 60.0
 
     def _frozen(self) -> AbstractAsyncContextManager[None]:
         """Requests of other clients stand still meanwhile."""
@@ -56,7 +55,6 @@ class Transfers(ServerEngine):
 
     async def join(self, meeting: Meeting) -> None:
         """Have all workers join the group."""
-        self._limit_s = meeting.timeout_s
         info: dict[str, Any] = {"rank_offset": meeting.rank_offset, "world_size": meeting.world_size}
         if meeting.backend == GLOO:
             info |= {
@@ -149,5 +147,5 @@ class TransferEngine(Transfers, CompletionsEngine):
 
     async def _transfer(self, call: str, arguments: dict[str, Any] | None = None) -> None:
         body = {} if call == FINISH else arguments
-        reply = await self._client.call("POST", call, body, timeout_s=self._limit_s)
+        reply = await self._client.call("POST", call, body, timeout_s=None)
         require_words(self._client, reply, call, _WORDS[call])
