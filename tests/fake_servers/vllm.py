@@ -141,6 +141,8 @@ class FakeVllmServer(FakeServer[FakeVllmRun]):
         """A transfer is under way; layers have a part of one; the names of the tensors that have come."""
         self.sent_weights = "sent"
         """The weights that a transfer brings, when it is finished."""
+        self.says_done: dict[str, bool] = {}
+        """By route: whether its success is said."""
         self.stale_encoder = False
         """The scheduler believes in features of images that the worker has thrown away."""
         self.resets_refused = 0
@@ -387,7 +389,8 @@ class FakeVllmServer(FakeServer[FakeVllmRun]):
             if self.received:
                 self.weights = self.sent_weights
             self.active, self.remembers, self.received = False, False, []
-        return web.json_response({"message": TRANSFER[request.path]})
+        done = self.says_done.get(request.path, True)
+        return web.json_response({"message": TRANSFER[request.path] if done else "something else"})
 
     async def _reset(self, request: web.Request) -> web.Response:
         if self.resets_refused:

@@ -255,7 +255,7 @@ class VllmInProcessEngine(Transfers):
 
     async def _transfer(self, call: str, arguments: dict[str, Any] | None = None) -> None:
         method = call.removeprefix("/")
-        results = await self._there(lambda: self._llm.collective_rpc(method, self._limit_s, kwargs=arguments or {}))
+        results = await self._there(lambda: self._llm.collective_rpc(method, None, kwargs=arguments or {}))
         if not results or any(result is not None for result in results):  # each of its workers returns nothing
             raise EngineError(f"engine {self._name} failed {method}: its workers returned {clean(results)}")
 

@@ -72,10 +72,13 @@ class Transfers(ServerEngine):
     async def begin(self) -> None:
         """Have the layers wait for weights; requests of other clients stand still from here on."""
         self.require_idle()
+        with suppress(EngineError):
+            await self.let_others_go_on()  # where the last transfer ended without an answer
+        self._got_part, self._before = False, self._not_whole
         self._stands_still = AsyncExitStack()
         await self._stands_still.enter_async_context(self._frozen())
         await self.forget_transfers()
-        self._forgotten, self._got_part, self._before = False, False, self._not_whole
+        self._forgotten = False
         self._not_whole = f"engine {self.name} is in the middle of a weight update"
         await self._transfer(START)
 
@@ -96,6 +99,7 @@ class Transfers(ServerEngine):
 
     async def leave(self) -> bool:
         """End a transfer that has broken off; True: the server has the weights that it had before."""
+        begun = self._stands_still is not None
         try:
             await self.forget_transfers()
         except EngineError:
@@ -103,7 +107,9 @@ class Transfers(ServerEngine):
         finally:
             with suppress(EngineError):
                 await self.let_others_go_on()
-        if not self._got_part and self._stands_still is not None:
+        if not begun:
+            return True
+        if not self._got_part:
             self._not_whole = self._before
         return not self._got_part
 
