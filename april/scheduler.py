@@ -478,7 +478,7 @@ class RolloutScheduler:
             if path is not None or transfer is not None:
                 raise ConfigError(f"{what}: april itself sends weights=; leave out path= and transfer=")
             sender = self._sender()
-            sender.refuse_engines(what)
+            sender.refuse_engines(what, self._elsewhere())
             hand_over = partial(sender.send, weight_source(weights))
         self._thread.refuse_waiting()
         handed_out = self._driver.handed_out if named is None else None
@@ -491,6 +491,11 @@ class RolloutScheduler:
         if self._update is call:
             self._update = None
         return version
+
+    def _elsewhere(self) -> list[str]:
+        """Engines of other processes that do not read the trainer's model in place."""
+        hosts = self._driver.hosts
+        return [] if hosts is None else self._thread.call(lambda: list(hosts.servers))
 
     def _sender(self) -> WeightSender:
         """A sender to the engines of this process, whose calls run on the loop."""

@@ -110,6 +110,10 @@ class RankHost:
             self.close()
             raise
 
+    def run(self, work: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
+        """Run a coroutine on the engines' loop, and wait for it."""
+        return self._thread.run(work)
+
     def close(self, farewell_s: float = 0.0) -> None:
         """Leave the scheduler, which may end first for ``farewell_s``, and end the engines; idempotent."""
         ended = False

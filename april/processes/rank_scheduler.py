@@ -34,6 +34,7 @@ from april.driver.prompt_source import as_prompt
 from april.driver.rewards import EvaluationResult
 from april.driver.user_code import call_user_code, refuse_inside_user_code
 from april.engines.protocol import Engine, GathersWeights, ShowsWeights
+from april.engines.weight_routes import TakesTensors
 from april.errors import ConfigError, RankError, RolloutError, SchedulerClosed
 from april.processes import content
 from april.processes import rank_messages as say
@@ -41,9 +42,11 @@ from april.processes.center import Center, OnAll
 from april.processes.content import unpack_call
 from april.processes.member import Member
 from april.processes.rank_host import FUNCTIONS, Brought, RankHost
+from april.processes.rank_weights import STEPS, RankWeights, Take, WeightsOfAll
 from april.processes.ranks import MeetingPoint, Ranks
 from april.processes.remote_hosts import HostListener
 from april.scheduler import RolloutScheduler
+from april.weights.source import Bucket, WeightSource
 
 
 def gathering(engines: Iterable[Engine]) -> list[GathersWeights]:
@@ -107,6 +110,8 @@ class OpenCall:
         """True while a caller waits for it, in whatever thread."""
         self.over = False
         """True once an interrupt of this rank in a step has ended it for all; it cannot go on."""
+        self.weights: RankWeights | None = None
+        """The weights that are sent by it, as they were given when it was first made."""
         self._runner: int | None = None
 
     def run(self, body: Callable[[OpenCall], Any], leave: Callable[[int], None]) -> None:
@@ -157,6 +162,8 @@ class _Call:
     """what the ranks make of its result"""
     transfer: Transfer | None = None
     """the step of that name, here"""
+    weights: RankWeights | None = None
+    """what its steps of weights are about, here"""
 
 
 class OwnScheduler(RolloutScheduler):
@@ -194,6 +201,8 @@ class OwnScheduler(RolloutScheduler):
             given = asked.method in ("weight_update", "load_state_dict")
             arguments = [hand_over if given and callable(a) else a for a in asked.arguments]
             method, named = asked.method, asked.named
+            if asked.weights is not None:
+                named = {**named, "weights": WeightsOfAll(asked.weights, on_all)}
         if method == JOIN:
             if missing := set(range(self._ranks.shares)) - set(shares):
                 raise ConfigError(f"ranks: nobody has the data_rank {min(missing)}, of data_size {self._ranks.shares}")
@@ -412,21 +421,25 @@ class RankScheduler(Looks):
         return await self._together_async(self._next_batch())  # type: ignore[no-any-return]
 
     def weight_update(
-        self, path: str | None = None, transfer: Transfer | None = None, trained: int | None = None
-    ) -> PolicyVersion:
-        """Update the weights as :meth:`april.RolloutScheduler.weight_update` does; here ``transfer`` is called on every
-        rank.
+        self, path: str | None = None, transfer: Transfer | None = None, trained: int | None = None,
+        weights: Any = None,
+    ) -> PolicyVersion:  # fmt: skip
+        """Update the weights as :meth:`april.RolloutScheduler.weight_update` does; here ``transfer`` is called, and
+        ``weights`` are given, on every rank.
 
-        It is called in each trainer's thread while all engines are paused, so the ranks' own collectives work inside.
-        If it raises on one rank, that rank is named in the error of all the others, and the version stays.
+        The function is called in each trainer's thread while all engines are paused, so the ranks' own collectives
+        work inside. Weights that are spread over the ranks are put together bucket by bucket, and rank 0 sends them. If
+        either fails on one rank, that rank is named in the error of all the others, and the version stays.
         """
-        return self._together(self._weight_update(path, transfer, trained))  # type: ignore[no-any-return]
+        return self._together(self._weight_update(path, transfer, trained, weights))  # type: ignore[no-any-return]
 
     async def aweight_update(
-        self, path: str | None = None, transfer: Transfer | None = None, trained: int | None = None
-    ) -> PolicyVersion:
+        self, path: str | None = None, transfer: Transfer | None = None, trained: int | None = None,
+        weights: Any = None,
+    ) -> PolicyVersion:  # fmt: skip
         """:meth:`weight_update` in a thread."""
-        return await self._together_async(self._weight_update(path, transfer, trained))  # type: ignore[no-any-return]
+        call = self._weight_update(path, transfer, trained, weights)
+        return await self._together_async(call)  # type: ignore[no-any-return]
 
     def commit(self, batch_id: int) -> None:
         """Commit a batch; see :meth:`april.RolloutScheduler.commit`."""
@@ -499,12 +512,28 @@ class RankScheduler(Looks):
     def _next_batch(self) -> _Call:
         return _Call(what="next_batch()", method="next_batch", read=content.unpack_batch)
 
-    def _weight_update(self, path: Any, transfer: Any, trained: int | None) -> _Call:
-        what = f"weight_update(path={_text(path)}, transfer={_given(transfer)}, trained={_text(trained)})"
+    def _weight_update(self, path: Any, transfer: Any, trained: int | None, weights: Any = None) -> _Call:
+        sent = "" if weights is None else ", weights=given"
+        what = f"weight_update(path={_text(path)}, transfer={_given(transfer)}, trained={_text(trained)}{sent})"
+        first = self.ranks.rank == 0
         return _Call(
             what=what, method="weight_update", arguments=(path, transfer, trained), read=self._read_version,
             transfer=transfer,
+            weights=None if weights is None else RankWeights(weights, sends=first, takes=self._taking),
         )  # fmt: skip
+
+    def _taking(self, source: WeightSource) -> Take | None:
+        """What gives a bucket to the engines of this rank that have models of their own; None: there are none."""
+        host, engines = self._host, [e for e in self.engines if isinstance(e, TakesTensors)]
+        wanting = [e for e in engines if not (source.module is not None and e.reads(source.module))]
+        if host is None or not wanting:
+            return None
+
+        def take(bucket: Bucket) -> None:
+            for engine in wanting:
+                host.run(partial(engine.take, bucket.specs, bucket.tensors, bucket.last))
+
+        return take
 
     def _load(self, state: Any, path: Any, transfer: Any) -> _Call:
         what = f"load_state_dict(path={_text(path)}, transfer={_given(transfer)})"
@@ -587,11 +616,12 @@ class RankScheduler(Looks):
         seat = self._seat
         if call.failed is not None:
             raise call.failed
+        call.weights = call.weights or made.weights
         seat.arrive(call.number, call.what, self._arguments(made, call))
         while isinstance(message := seat.next(call.number, call.steps), say.Step):
             if call.carried == call.steps:
                 try:
-                    self._step(made, message)
+                    self._step(made, call, message)
                 except BaseException as error:
                     if isinstance(error, Exception):
                         call.failed = error
@@ -612,13 +642,16 @@ class RankScheduler(Looks):
             raise say.error_of(message.error)
         return made.read(message.content)
 
-    def _step(self, made: _Call, message: say.Step) -> None:
+    def _step(self, made: _Call, call: OpenCall, message: say.Step) -> None:
         """Carry out here what all ranks do now."""
         if message.step == JOIN:
             if self._center is None:
                 self._join_rank_0(*content.unpack_plain(message.content))
         elif message.step == GATHER:
             gather(self.engines)
+        elif message.step in STEPS:
+            assert call.weights is not None
+            call.weights.step(message.step, message.content)
         else:
             assert made.transfer is not None
             call_user_code(made.transfer)

@@ -206,7 +206,12 @@ class ActorScheduler(RankScheduler):
         """None: they are in other processes."""
         return []
 
-    def _weight_update(self, path: Any, transfer: Any, trained: int | None) -> Any:
+    def _weight_update(self, path: Any, transfer: Any, trained: int | None, weights: Any = None) -> Any:
+        if weights is not None:
+            raise ConfigError(
+                "weight_update: the engines of a run are in other processes, and weights= go to engines of rank 0's; "
+                "give path=, or transfer="
+            )
         if path is None and transfer is None:
             raise ConfigError(
                 "weight_update: the engines of a run are in other processes and cannot read the trainer's model in "

@@ -20,7 +20,7 @@ from april.engines.protocol import Engine
 from april.engines.weight_routes import Handshake, ReceivesWeights, TakesTensors, TensorSpec
 from april.errors import AprilError, ConfigError, EngineError, EngineUnreachable
 from april.weights.group import Group, open_group
-from april.weights.source import Bucket, WeightSource
+from april.weights.source import Bucket, Weights
 
 EARLIER = 0.75
 """Share of the limit after which a worker gives up that waits for others: so its answer comes before the limit of its
@@ -105,8 +105,13 @@ class WeightSender:
     left_out: dict[str, LeftOut] = field(default_factory=dict)
     """Engines that did not get the weights; all others that were sent to have all of them."""
 
-    def refuse_engines(self, what: str) -> None:
-        """Raise ConfigError, of the call ``what``, if some engine cannot be sent weights."""
+    def refuse_engines(self, what: str, elsewhere: Sequence[str] = ()) -> None:
+        """Raise ConfigError, of the call ``what``, if some engine cannot be sent weights, or is in another process."""
+        if elsewhere:
+            raise ConfigError(
+                f"{what}: engine {elsewhere[0]} is in another process, and weights= go to the engines of this one; "
+                "give path=, or transfer="
+            )
         for name, engine in self.engines.items():
             can = engine.capabilities
             if not (can.collective or can.takes_tensors or can.shares_weights):
@@ -115,7 +120,7 @@ class WeightSender:
                     "which flags of its server it would); give path=, or transfer="
                 )
 
-    def send(self, source: WeightSource, names: Sequence[str]) -> None:
+    def send(self, source: Weights, names: Sequence[str]) -> None:
         """Send the weights to these engines.
 
         Raises:
@@ -148,9 +153,11 @@ class WeightSender:
             raise EngineError(_sentence(self.left_out))
 
 
-    def _reads(self, name: str, source: WeightSource) -> bool:
+    def _reads(self, name: str, source: Weights) -> bool:
         """Return whether an engine generates from these weights where they are."""
-        engine = self.engines[name]
+        engine = self.engines.get(name)
+        if engine is None:
+            return True  # another process has it, and only such engines were let through there
         if not engine.capabilities.takes_tensors:
             return engine.capabilities.shares_weights
         return isinstance(engine, TakesTensors) and source.module is not None and engine.reads(source.module)
@@ -159,7 +166,7 @@ class WeightSender:
 class _Round:
     """One try to send everything to some engines."""
 
-    def __init__(self, sender: WeightSender, names: Sequence[str], source: WeightSource) -> None:
+    def __init__(self, sender: WeightSender, names: Sequence[str], source: Weights) -> None:
         self._sender, self._names, self._source = sender, list(names), source
         self._lanes: list[_Lane] = []
         self._calls = _Calls("to begin", {})

@@ -88,8 +88,23 @@ class _Item:
         return tensor.contiguous()  # type: ignore[no-any-return]
 
 
-class WeightSource:
-    """The weights of one update.
+class Weights:
+    """Weights that can be sent, bucket by bucket."""
+
+    module: Any = None
+    """The model itself, out of what is around it; None: other things were given."""
+    bucket_bytes = BUCKET_BYTES
+    """Most bytes of a bucket; one larger tensor is a bucket by itself."""
+    repeatable = True
+    """They can be drawn again after a transfer that failed; those of an iterator cannot."""
+
+    def buckets(self) -> Iterator[Bucket]:
+        """Yield all of them, once at least; the tensors of each are dropped when the next one is asked for."""
+        raise NotImplementedError
+
+
+class WeightSource(Weights):
+    """The weights of one process.
 
     Args:
         weights: a torch module, a mapping from name to tensor, or an iterable of (name, tensor).
@@ -107,10 +122,8 @@ class WeightSource:
         self.bucket_bytes = bucket_bytes
         self._dtype = None if dtype is None else _dtype_of(dtype)
         self.module = module_of(weights)
-        """The model itself, out of what is around it; None: other things were given."""
         self._items = _items_of(weights)
         self.repeatable = self._items is not None or not isinstance(weights, Iterator)
-        """It can be drawn again after a transfer that failed; an iterator cannot."""
         self._again: Iterable[Any] = () if self._items is not None else weights
         self._drawn = False
 
@@ -173,9 +186,9 @@ class WeightSource:
             bucket.tensors.clear()
 
 
-def weight_source(weights: Any, *, bucket_bytes: int = BUCKET_BYTES, dtype: str | None = None) -> WeightSource:
-    """Make a :class:`WeightSource` of whatever ``weight_update(weights=...)`` was given; one that is one stays."""
-    if isinstance(weights, WeightSource):
+def weight_source(weights: Any, *, bucket_bytes: int = BUCKET_BYTES, dtype: str | None = None) -> Weights:
+    """Make a :class:`WeightSource` of whatever ``weight_update(weights=...)`` was given; what can be sent stays."""
+    if isinstance(weights, Weights):
         return weights
     return WeightSource(weights, bucket_bytes=bucket_bytes, dtype=dtype)
 

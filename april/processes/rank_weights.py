@@ -1,0 +1,133 @@
+"""The weights of all ranks on their way to engines: every rank holds a part of them, and rank 0 sends.
+
+Bucket by bucket all ranks draw from their own weights, compare what they have drawn, and put it together. None of them
+enters a collective before all are known to enter the same one: a rank that fails to draw, or has drawn something else,
+ends the step for all of them with its message.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from april.driver.user_code import call_user_code
+from april.errors import RolloutError
+from april.processes.center import OnAll
+from april.weights.source import Bucket, Portion, Weights, WeightSource, weight_source
+
+LOOK, BEGIN, DRAW = "looking at the weights", "beginning with the weights", "drawing of the weights"
+COMPARE, GATHER = "comparing of the weights", "gathering of a bucket of the weights"
+STEPS = frozenset((LOOK, BEGIN, DRAW, COMPARE, GATHER))
+
+
+Take = Callable[[Bucket], None]
+"""Copies a bucket into the models of a rank's own engines."""
+
+
+class RankWeights:
+    """The weights as one rank has given them.
+
+    Args:
+        given: to ``weight_update``.
+        sends: this rank keeps what is gathered, for the sender.
+        takes: what gives a bucket of these weights to engines that are here; None: none of them needs it.
+    """
+
+    def __init__(self, given: Any, *, sends: bool, takes: Callable[[WeightSource], Take | None]) -> None:
+        self._given, self._sends, self._takes = given, sends, takes
+        self.source: WeightSource | None = None
+        self._portions: Iterator[Portion] | None = None
+        self.portion: Portion | None = None
+        """The weights that were drawn and not yet put together."""
+        self.bucket: Bucket | None = None
+        """What was put together last, where this rank sends."""
+
+    def step(self, step: str, content: bytes) -> None:
+        """Carry out one of :data:`STEPS`, as all ranks do now.
+
+        Raises whatever is wrong with the weights of this rank.
+        """
+        if step == LOOK:
+            found = call_user_code(lambda: weight_source(self._given))
+            assert isinstance(found, WeightSource)
+            self.source = found
+        elif step == BEGIN:
+            self._portions = self._there().portions()
+        elif step == DRAW:
+            if self._portions is None:
+                raise RolloutError("weight_update was interrupted in the middle of sending weights; call it again")
+            drawn = self._portions
+            self.portion = call_user_code(lambda: next(drawn, None))  # an iterable may be the user's
+        elif step == COMPARE:
+            if self.portion is None or self.portion.digest() != content:
+                raise RolloutError(
+                    f"weights: this rank has {_named(self.portion)} next, and rank 0 has something else; every rank "
+                    "must give the same names, shapes and dtypes in the same order"
+                )
+        else:
+            self._gather()
+
+    def _gather(self) -> None:
+        source, portion = self._there(), self._drawn()
+        self.portion = None
+        if self._sends:
+            self.bucket = source.gathered(portion)
+        elif (take := self._takes(source)) is not None:
+            bucket = source.gathered(portion)
+            take(bucket)
+            bucket.tensors.clear()
+        else:
+            source.take_part(portion)
+        portion.items.clear()
+
+    def _there(self) -> WeightSource:
+        if self.source is None:
+            raise RolloutError("weight_update was interrupted in the middle of sending weights; call it again")
+        return self.source
+
+    def _drawn(self) -> Portion:
+        assert self.portion is not None
+        return self.portion
+
+
+class WeightsOfAll(Weights):
+    """What rank 0 sends: buckets for each of which all ranks do their part.
+
+    Args:
+        own: those of rank 0.
+        on_all: has all ranks carry out a step.
+
+    Raises:
+        RankError: a rank was given what are no weights.
+    """
+
+    def __init__(self, own: RankWeights, on_all: OnAll) -> None:
+        self._own, self._on_all = own, on_all
+        on_all(LOOK)
+        assert own.source is not None
+        self.module, self.repeatable = own.source.module, own.source.repeatable
+        self.bucket_bytes = own.source.bucket_bytes
+
+    def buckets(self) -> Iterator[Bucket]:
+        """Yield all of them; the tensors of each are dropped when the next one is asked for."""
+        self._on_all(BEGIN)
+        last = False
+        while not last:
+            self._on_all(DRAW)
+            portion = self._own.portion
+            assert portion is not None
+            self._on_all(COMPARE, portion.digest())
+            del portion
+            self._on_all(GATHER)
+            bucket, self._own.bucket = self._own.bucket, None
+            assert bucket is not None
+            last = bucket.last
+            yield bucket
+            bucket.tensors.clear()
+
+
+def _named(portion: Portion | None) -> str:
+    if portion is None:
+        return "nothing"
+    names = [item.name for item in portion.items]
+    return names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"

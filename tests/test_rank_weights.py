@@ -1,0 +1,219 @@
+"""Weights that are spread over ranks go to engines: all ranks put them together, rank 0 sends, one that fails is named.
+
+Ranks are threads; a parameter of two pieces is put together by a wait for the other rank, as a collective waits.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from rank_threads import PATIENCE_S, engine, raised, run_ranks
+
+import april
+from april.core.versions import PolicyVersion
+from april.engines.simulated.engine import SimulatedEngine
+from april.engines.weight_routes import TensorSpec
+from april.errors import EngineError
+from april.processes.rank_scheduler import RankScheduler
+
+
+class Taking(SimulatedEngine):
+    """Keeps what it is given."""
+
+    def __init__(self, fails_at: str = "") -> None:
+        made = engine()
+        vars(self).update(vars(made))
+        self._capabilities = replace(made.capabilities, takes_tensors=True, remote=True)
+        self.coming: dict[str, torch.Tensor] = {}
+        self.weights: list[dict[str, torch.Tensor]] = []
+        """Those of each update that has come to its end."""
+        self.fails_at = fails_at
+
+    def reads(self, model: Any) -> bool:
+        return False
+
+    async def take(self, specs: Sequence[TensorSpec], tensors: Sequence[Any], last: bool) -> None:
+        if any(spec.name == self.fails_at for spec in specs):
+            raise EngineError("its memory is full")
+        self.coming |= {spec.name: tensor.clone() for spec, tensor in zip(specs, tensors, strict=True)}
+        if last:
+            self.weights.append(self.coming)
+            self.coming = {}
+
+
+class Spread:
+    """Tensors of which every rank has a piece; putting one together waits for all ranks."""
+
+    def __init__(self, world_size: int, count: int = 5) -> None:
+        self.whole = {f"t{i}": torch.arange(6.0) + 10 * i for i in range(count)}
+        self._all = threading.Barrier(world_size, timeout=PATIENCE_S)
+        self.gathered: list[str] = []
+
+    def pieces(self, rename: Callable[[str], str] = str) -> list[tuple[str, torch.Tensor]]:
+        """Those of one rank."""
+        return [(rename(name), self._piece(name, whole)) for name, whole in self.whole.items()]
+
+    def _piece(self, name: str, whole: torch.Tensor) -> torch.Tensor:
+        def full_tensor() -> torch.Tensor:
+            self._all.wait()
+            self.gathered.append(name)
+            return whole
+
+        piece = torch.zeros_like(whole)
+        piece.full_tensor = full_tensor  # type: ignore[attr-defined]
+        piece.detach = lambda: piece  # type: ignore[method-assign]
+        return piece
+
+
+def test_the_ranks_send_what_is_spread_over_them() -> None:
+    """Every rank takes part in every gathering, in one order; the engine of rank 0 has whole weights, twice."""
+    spread, taking = Spread(3), Taking()
+
+    def program(rollouts: RankScheduler, rank: int) -> Any:
+        versions = []
+        for _ in range(2):
+            rollouts.next_batch()
+            versions.append(rollouts.weight_update(weights=spread.pieces()))
+        return versions
+
+    outcomes = run_ranks(program, 3, engines=lambda rank: None if rank else [taking])
+    assert outcomes == [[PolicyVersion(0, 1), PolicyVersion(0, 2)]] * 3
+    assert len(taking.weights) == 2
+    for found in taking.weights:
+        assert found.keys() == spread.whole.keys()
+        assert all(torch.equal(found[name], spread.whole[name]) for name in found)
+    assert len(spread.gathered) == 3 * 2 * 5
+
+
+def test_engines_of_other_ranks_with_models_of_their_own_get_the_weights_there() -> None:
+    """What has been put together on every rank needs no sending."""
+    spread = Spread(2)
+    taking = [Taking(), Taking()]
+    for one in taking:
+        one._capabilities = replace(one.capabilities, shares_weights=True, remote=False)
+
+    def program(rollouts: RankScheduler, rank: int) -> Any:
+        rollouts.next_batch()
+        rollouts.weight_update(weights=spread.pieces())
+        return len(rollouts.next_batch())
+
+    assert run_ranks(program, 2, engines=lambda rank: [taking[rank]]) == [3, 3]
+    for one in taking:
+        (found,) = one.weights
+        assert all(torch.equal(found[name], spread.whole[name]) for name in spread.whole)
+
+
+def failing(weights: Callable[[int], Any], world_size: int = 2, taking: Taking | None = None) -> tuple[Any, Taking]:
+    """What an update with these weights raises on each rank, and the engine; a batch has come before and comes after
+    where the ranks go on."""
+    there = taking or Taking()
+
+    def program(rollouts: RankScheduler, rank: int) -> Any:
+        rollouts.next_batch()
+        rollouts.weight_update(weights=weights(rank))
+
+    return run_ranks(program, world_size, engines=lambda rank: None if rank else [there]), there
+
+
+def broken_at(pairs: Sequence[Any], number: int) -> Iterator[Any]:
+    for place, pair in enumerate(pairs):
+        if place == number:
+            raise RuntimeError("the exporter broke")
+        yield pair
+
+
+@pytest.mark.parametrize("number", [0, 2])
+def test_a_rank_that_cannot_go_through_its_weights_ends_all(number: int) -> None:
+    """Nobody waits in a collective for it: it is named to the others before one is entered."""
+    spread = Spread(2)
+    outcomes, taking = failing(lambda rank: broken_at(spread.pieces(), number if rank else 99))
+    assert "rank 1" in str(raised(outcomes[0]))
+    assert "the exporter broke" in str(outcomes[0])
+    assert "the exporter broke" in str(outcomes[1])
+    assert not taking.weights
+    assert not spread.gathered
+
+
+def test_rank_0_that_cannot_ends_all() -> None:
+    """The same the other way round."""
+    spread = Spread(2)
+    outcomes, taking = failing(lambda rank: broken_at(spread.pieces(), 99 if rank else 1))
+    assert "the exporter broke" in str(outcomes[0])
+    assert "the exporter broke" in str(raised(outcomes[1]))
+    assert not taking.weights
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        lambda spread: spread.pieces()[::-1],
+        lambda spread: spread.pieces()[:-1],
+        lambda spread: spread.pieces(lambda name: f"model.{name}"),
+        lambda spread: [*spread.pieces(), ("more", torch.ones(1))],
+    ],
+)
+def test_ranks_that_would_gather_different_tensors_are_told(other: Callable[[Spread], Any]) -> None:
+    """Another order, another count, other names: found by a comparison, and not by a collective that hangs."""
+    spread = Spread(2)
+    outcomes, taking = failing(lambda rank: other(spread) if rank else spread.pieces())
+    assert "every rank must give the same names, shapes and dtypes" in str(outcomes[1])
+    assert "rank 1" in str(raised(outcomes[0]))
+    assert not taking.weights
+    assert not spread.gathered
+
+
+@pytest.mark.parametrize("wrong", [0, 1])
+def test_what_is_no_weights_on_one_rank_is_refused_for_all(wrong: int) -> None:
+    """Before anything is paused."""
+    spread = Spread(2)
+    outcomes, taking = failing(lambda rank: {"w": 1.0} if rank == wrong else spread.pieces())
+    assert "w is a float, and not a tensor of torch" in str(outcomes[wrong])
+    assert "w is a float" in str(raised(outcomes[1 - wrong]))
+    assert not taking.weights
+
+
+def test_an_engine_that_fails_fails_the_update_of_all_ranks() -> None:
+    """With its name and the tensor; whatever the others have drawn, no rank is left in a step."""
+    spread, taking = Spread(2), Taking(fails_at="t0")
+    outcomes, _ = failing(lambda rank: spread.pieces(), taking=taking)
+    for outcome in outcomes:
+        assert isinstance(outcome, EngineError)
+        assert "engine e failed to take tensors t0 to t4: its memory is full" in str(outcome)
+
+
+def test_all_ranks_give_weights_or_none() -> None:
+    """Another call on another rank is told as such."""
+    spread = Spread(2)
+    outcomes, _ = failing(lambda rank: None if rank else spread.pieces())
+    for outcome in outcomes:
+        assert "weights=given" in str(raised(outcome))
+
+
+def test_one_rank_is_a_rank_like_any_other() -> None:
+    """A trainer that was started alone sends what it has."""
+    spread, taking = Spread(1), Taking()
+
+    def program(rollouts: RankScheduler, rank: int) -> Any:
+        rollouts.next_batch()
+        return rollouts.weight_update(weights=dict(spread.pieces()))
+
+    assert run_ranks(program, 1, engines=lambda rank: [taking]) == [PolicyVersion(0, 1)]
+    assert len(taking.weights) == 1
+
+
+def test_engines_of_another_process_are_refused() -> None:
+    """Weights go to the engines of rank 0; where others have servers, a path or a function is needed."""
+
+    def program(rollouts: RankScheduler, rank: int) -> Any:
+        rollouts.next_batch()
+        rollouts.weight_update(weights={"w": torch.ones(1)})
+
+    outcomes = run_ranks(program, 2, engines=lambda rank: [Taking()])
+    for outcome in outcomes:
+        assert isinstance(outcome, april.ConfigError), outcome
+        assert "is in another process, and weights= go to the engines of this one" in str(outcome)
