@@ -246,7 +246,7 @@ class WeightUpdates:
             Phase.STOPPING: f"{in_flight} requests to end" if in_flight else f"{given} to get the present weights",
             Phase.PAUSING: f"{engines} to pause",
             Phase.RECALLING: f"{len(self._recalled)} requests to end",
-            Phase.HANDING_OVER: "its transfer function to return",
+            Phase.HANDING_OVER: "the weights to be sent" if self._update.sends else "its transfer function to return",
             Phase.LOADING: f"{engines} to load",
             Phase.CHECKING: f"{engines} to say which weights it has",
             Phase.RESTORING: "the saved state to be taken",

@@ -43,6 +43,8 @@ LIMIT_S = 5.0
 """outage_deadline_s: for each call of a server."""
 PATIENCE_S = 3 * LIMIT_S + 5.0
 """A round that breaks may take the limit twice, the next one little."""
+BACK_S = 20.0
+"""Until a server that was away has answered a probe, and gets requests."""
 CLOSE = 1e-3
 """Most nats between the server's log-probability of a token and that of the model of its version."""
 APART = 0.1
@@ -213,7 +215,8 @@ class Matrix:
         if left_out := [line for line in self._heard.said if "left out" in line]:
             raise NotKept(f"nothing was wrong, and {left_out[0]}")
         engines: set[str] = set()
-        for _ in range(3):
+        began = time.monotonic()
+        while time.monotonic() - began < BACK_S:
             engines |= self._generated(rollouts)
             if len(engines) == count:
                 return
