@@ -279,6 +279,9 @@ class UpdatePlayer(CoreMachine):
         """april sends to those that are paused: each gets everything, a part, or nothing, and all of that is known."""
         broken, fates = not well and self.rng.random() < 0.2, []
         for name in self.handed_to:
+            if name not in self.servers:  # it has left meanwhile
+                fates.append(ev.NotGiven(name, f"{name} is not there any more", torn=False))
+                continue
             server = self.servers[name]
             torn = not well and self.rng.random() < 0.5
             if broken or not server.alive or (not well and self.rng.random() < 0.2):

@@ -213,8 +213,6 @@ class EngineRecovery:
         gate, weights = was
         if event.result is not ev.CallResult.DONE:
             self._troubles.setdefault(name, event.error)
-        if event.result is ev.CallResult.OTHER_CONTENT:
-            state.not_given = self._context.clock.current
         if gate is EngineGate.OPENING:
             state.taken_back = False
             opened = event.result is ev.CallResult.DONE
@@ -228,7 +226,7 @@ class EngineRecovery:
                 self._ask_again(name)
             else:
                 self._take_back(name, state)
-        elif weights is EngineWeights.LOADING or name in self._troubles:
-            self._calls.resume(name)
+        elif weights is EngineWeights.LOADING or name in self._troubles or not self._updates.can_give(state):
+            self._calls.resume(name)  # an update whose weights nobody can give has come since it was paused, say
         else:
             self._calls.load(name, self._context.clock.current, self._updates.path, self._updates.contents)

@@ -127,6 +127,8 @@ class EngineCalls:
                 state.confirm(version)
             elif event.result in (ev.CallResult.BUSY, ev.CallResult.OTHER_CONTENT):
                 state.still_has_them()
+                if event.result is ev.CallResult.OTHER_CONTENT:  # an update may have come since it was asked
+                    state.not_given = version
         elif state.gate is EngineGate.OPENING:
             state.gate = EngineGate.OPEN if done else EngineGate.CLOSED
         elif done:
@@ -200,6 +202,8 @@ class WeightUpdates:
         self._opens = False
         """The engines resume when they have ended; else the weights come."""
         self._answers: dict[str, ev.EngineCallEnded] = {}
+        self._handed_to: tuple[str, ...] = ()
+        """Engines that were paused for the transfer as it began."""
         self._failed: int | None = None
         """The call whose error ends the update."""
         self._why = ""
@@ -413,8 +417,8 @@ class WeightUpdates:
     def _hand_over(self) -> None:
         if self._update.transfers:
             self.phase = Phase.HANDING_OVER
-            present = [name for name in self._context.engines.states if name not in self._left_out]
-            self._context.out.append(do.HandOver(self._update.update, tuple(present)))
+            self._handed_to = tuple(name for name in self._context.engines.states if name not in self._left_out)
+            self._context.out.append(do.HandOver(self._update.update, self._handed_to))
         else:
             self._load()
 
@@ -466,9 +470,12 @@ class WeightUpdates:
     def _sent_to_none(self, why: str, fates: Sequence[ev.NotGiven]) -> None:
         """No engine has got the weights: those with a part of them are without any, the others go on with the old."""
         states, current = self._context.engines.states, self._context.clock.current
-        torn = [fate for fate in fates if fate.torn and fate.engine in states]
+        torn = [fate for fate in fates if fate.torn]
         for fate in torn:
             self._tear(fate)
+        if torn:  # who came meanwhile may be one of those under another name
+            for state in (state for name, state in states.items() if name not in self._handed_to):
+                state.lose(EngineWeights.HALF)
         if torn and not any(current in state.loaded for state in states.values()):
             self.half_updated = (
                 f"the last transfer of weights was broken off ({why}), and no engine has whole ones; call "
@@ -480,7 +487,8 @@ class WeightUpdates:
     def _tear(self, fate: ev.NotGiven) -> None:
         if fate.torn:
             self._written = True
-            self._context.engines.states[fate.engine].lose(EngineWeights.HALF)
+            if (state := self._context.engines.states.get(fate.engine)) is not None:
+                state.lose(EngineWeights.HALF)
 
     @property
     def _version(self) -> PolicyVersion:
