@@ -40,21 +40,25 @@ class Plan:
     fault: Fault
     skip: int = 0
     """Calls of this route that go through before."""
+    lasts: bool = False
+    """All further calls go wrong too."""
     act: Callable[[], None] = lambda: None
     """Does to the server's processes what the fault says."""
 
 
 class FaultProxy(RecordingProxy):
-    """Passes everything on but for the call of its ``plan``, which it carries out once."""
+    """Passes everything on but for the call of its ``plan``, which it carries out once, or from then on."""
 
     plan: Plan | None = None
+    carried_out = False
 
     async def _pass_on(self, request: web.Request) -> web.StreamResponse:
         plan = self.plan
         if plan is not None and request.method == "POST" and request.path == plan.route:
             plan.skip -= 1
             if plan.skip < 0:
-                self.plan = None
+                self.carried_out = True
+                self.plan = plan if plan.lasts else None
                 await request.read()
                 plan.act()
                 if plan.fault is Fault.ERROR:

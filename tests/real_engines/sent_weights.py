@@ -235,7 +235,9 @@ class Matrix:
             Fault.KILLED: server.kill, Fault.STOPPED: partial(os.killpg, server.group, signal.SIGSTOP),
         }  # fmt: skip
         before = rollouts.version
-        proxy.plan = Plan(route, fault, skip, acts.get(fault, lambda: None))
+        # a cache that is not empty yet is asked for again
+        lasts = phase == "cache" and fault is Fault.SAYS_FAILED
+        proxy.plan, proxy.carried_out = Plan(route, fault, skip, lasts, acts.get(fault, lambda: None)), False
         error: april.AprilError | None = None
         took = time.monotonic()
         try:
@@ -244,7 +246,7 @@ class Matrix:
             except april.EngineError as raised:
                 error = raised
             took = time.monotonic() - took
-            if proxy.plan is not None:
+            if not proxy.carried_out:
                 raise NotKept(f"{route} was not called")
             told = str(error) if error is not None else " ".join(self._heard.said)
             if fault is Fault.SLOW:
@@ -285,7 +287,7 @@ class Matrix:
                 process.kill()
                 killed.set()
 
-            self._proxies[0].plan = Plan("/update_weights", Fault.SLOW, 2, kill)
+            self._proxies[0].plan = Plan("/update_weights", Fault.SLOW, 2, act=kill)
             process.wait(60)
             if not killed.is_set():
                 raise NotKept("the trainer has ended by itself")
