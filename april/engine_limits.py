@@ -37,6 +37,8 @@ class LimitCode(StrEnum):
     NO_DISK_UPDATES = "no disk updates"
     ADAPTER = "adapter"
     """Requests name an adapter, which whole weights of its base would not fit."""
+    ADAPTERS_ONLY = "adapters only"
+    """The same, where april can load new adapters."""
     UNUSED_ADAPTERS = "unused adapters"
     """The server has adapters, and requests name their base."""
     TIED_EMBEDDINGS = "tied embeddings"
@@ -79,7 +81,8 @@ CAUSES: dict[str, tuple[LimitCode, ...]] = {
     "honours_seeds": (LimitCode.NO_SEEDS, LimitCode.CHUNKED_PREFILL),
     "logprob_kind": (LimitCode.RAW_LOGPROBS, LimitCode.UNKNOWN_LOGPROBS),
     "updates_from_disk": (
-        LimitCode.ADAPTER, LimitCode.NO_DISK_UPDATES, LimitCode.TIED_EMBEDDINGS, LimitCode.NO_LABELS,
+        LimitCode.ADAPTER, LimitCode.ADAPTERS_ONLY, LimitCode.NO_DISK_UPDATES, LimitCode.TIED_EMBEDDINGS,
+        LimitCode.NO_LABELS,
     ),
     "verifies_weights": (LimitCode.NO_LABELS,),
 }

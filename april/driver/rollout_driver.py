@@ -300,7 +300,7 @@ class RolloutDriver:
         """
         self._raise_if_broken()
         update = update or WeightUpdate(transfer)
-        path = directory_for(self._servers(), path, written=update.transfers)
+        path = directory_for(self._here(), self._servers(), path, written=update.transfers)
         self._out("weight_update", trained)
         async with self._asking:
             content = await self._content_of(path)
@@ -363,6 +363,9 @@ class RolloutDriver:
         if self.hosts is not None:
             await self.hosts.catch_up()
 
+    def _here(self) -> list[Engine]:
+        return list(self.local.engines.values())
+
     def _servers(self) -> list[str]:
         """The engines that do not read the trainer's own model."""
         here = [name for name, engine in self.local.engines.items() if engine.capabilities.remote]
@@ -396,7 +399,9 @@ class RolloutDriver:
         Arguments and errors are those of :meth:`update_weights`, and CheckpointError.
         """
         update = update or WeightUpdate(transfer)
-        path = directory_for(self._servers(), path, written=update.transfers, what="load_state_dict")
+        path = directory_for(
+            self._here(), self._servers(), path, written=update.transfers, what="load_state_dict"
+        )
         core, prompts, sampling = parts_of(state)
         async with self.paused():
             # tried out first: a state that is refused leaves everything as it is

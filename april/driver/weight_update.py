@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from typing import Any
 
 from april.core import commands as do
@@ -21,7 +21,9 @@ from april.core import events as ev
 from april.core.versions import PolicyVersion
 from april.driver.loop_thread import LoopThread, Reply, result_of
 from april.driver.user_code import call_user_code, describe
-from april.engines.http.weight_directories import why_unloadable
+from april.engines.http.adapter_files import why_refused
+from april.engines.http.weight_directories import is_adapter
+from april.engines.protocol import Engine
 from april.errors import ConfigError, EngineError, RolloutError
 from april.weights.sender import WeightSender
 
@@ -285,16 +287,27 @@ UNCHANGED = {
 
 
 def directory_for(
-    servers: Sequence[str], path: str | None, *, written: bool, what: str = "weight_update"
+    engines: Iterable[Engine], servers: Sequence[str], path: str | None, *, written: bool, what: str = "weight_update"
 ) -> str | None:
     """The path of an update as all engines understand it: absolute for servers, which run in another directory.
 
+    Args:
+        engines: those of this process.
+        servers: names of those, here and elsewhere, that do not read the trainer's own model.
+        written: the weights are handed over by a transfer.
+        what: name of the call.
+
     Raises:
-        ConfigError: neither a path nor a transfer (``written``) is given, and there are servers: theirs would be other
-            weights than those that the version means; or the path is one of an adapter. ``what`` names the call.
+        ConfigError: neither a path nor a transfer is given, and there are servers: theirs would be other weights than
+            those that the version means; or the path is one of an adapter that an engine cannot take.
     """
-    if path is not None and (why := why_unloadable(path)) is not None:
-        raise ConfigError(f"{what}: {why}")
+    if path is not None and is_adapter(path):
+        for engine in engines:
+            can = engine.capabilities
+            if (why := why_refused(path, can.adapters)) is not None:
+                need = can.adapters_need or "save a merged copy of the whole model"
+                more = "" if can.adapters is not None else f"; {need}"
+                raise ConfigError(f"{what}: engine {engine.name}: {why}{more}")
     if servers and path is None and not written:
         raise ConfigError(
             f"{what}: {', '.join(servers)} {UNCHANGED[what]}; give path=, a directory that every server can read, or "

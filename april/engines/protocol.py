@@ -16,7 +16,7 @@ What an engine cannot do is on its :class:`Capabilities`; ``april.testing.confor
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Protocol, runtime_checkable
@@ -47,6 +47,20 @@ class AbortMeans(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterSite:
+    """A place where an engine takes adapters (LoRA) as versions of the policy."""
+
+    max_rank: int | None = None
+    """The largest rank of an adapter. None: unknown."""
+    slots: int | None = None
+    """Adapters, the model itself left out, under which requests run at the same time. None: unknown."""
+    scales: bool = True
+    """Scales and ranks by layer, and rank-stabilised ones, are followed."""
+    base: Mapping[str, tuple[int, ...]] = field(default_factory=dict, repr=False, compare=False)
+    """Shapes of the model's matrices by name of the layer, as far as they are known."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Capabilities:
     """The abilities of an engine; the layers above decide by this record, never by its name."""
 
@@ -68,6 +82,10 @@ class Capabilities:
     :class:`GathersWeights`."""
     updates_from_disk: bool = False
     """``update_weights`` accepts a path."""
+    adapters: AdapterSite | None = None
+    """``update_weights`` accepts the directory of an adapter (LoRA); None: it does not."""
+    adapters_need: str = ""
+    """The remedy where it does not, an order to the user; empty if there is none."""
     collective: tuple[str, ...] = ()
     """Back-ends ("nccl", "gloo") over which the trainer's process can send it weights. A
     :class:`~april.engines.weight_routes.ReceivesWeights`."""

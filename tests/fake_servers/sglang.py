@@ -17,6 +17,7 @@ import aiohttp
 import numpy as np
 from aiohttp import web
 
+from .adapters import FakeAdapters
 from .base import AT_ONCE, FakeRequest, FakeServer, RequestFault, event_stream
 
 FORCED_INTERVAL = 50
@@ -106,12 +107,14 @@ class FakeSglangServer(FakeServer[FakeSglangRun]):
         labels, loads, intervals: whether it knows ``/update_weight_version``, ``/v1/loads``, ``stream_interval``.
         logprobs: "temperature", or "raw" (SGLANG_RETURN_ORIGINAL_LOGPROB).
         transfers: it takes weights in a session of begin and end (0.5.23 and later).
+        loras: adapters that may be loaded and unloaded (``--enable-lora``).
         common: of :class:`FakeServer`; an update takes the last part of its path for the name of the weights.
     """
 
     def __init__(
         self, *, incremental: bool = True, spans: bool = True, labels: bool = True, loads: bool = True,
-        intervals: bool = True, logprobs: str = "temperature", transfers: bool = True, **common: Any,
+        intervals: bool = True, logprobs: str = "temperature", transfers: bool = True,
+        loras: FakeAdapters | None = None, **common: Any,
     ) -> None:  # fmt: skip
         super().__init__(**common)
         self.incremental, self.spans, self.labels, self.loads = incremental, spans, labels, loads
@@ -131,6 +134,7 @@ class FakeSglangServer(FakeServer[FakeSglangRun]):
         """Its ``speculative_algorithm``."""
         self.any_mode = False
         """It pauses whatever the mode is."""
+        self.loras = loras
         self.adapters: list[str] = []
         """Names of the adapters (LoRA) that it has besides its model."""
         self._answering: set[FakeSglangRun] = set()
@@ -167,6 +171,11 @@ class FakeSglangServer(FakeServer[FakeSglangRun]):
                 web.post("/update_weights_from_distributed", self._receive),
                 web.post("/end_weight_update", self._end_transfer),
                 web.post("/destroy_weights_update_group", self._part),
+            ]  # fmt: skip
+        if self.loras is not None:
+            routes += [
+                web.post("/load_lora_adapter", self._load_adapter),
+                web.post("/unload_lora_adapter", self._unload_adapter),
             ]  # fmt: skip
         if self.labels:
             routes.append(web.post("/update_weight_version", self._relabel))
@@ -233,6 +242,8 @@ class FakeSglangServer(FakeServer[FakeSglangRun]):
         if body.get("lora_path") is not None:
             params["lora_path"] = body["lora_path"]
         run = FakeSglangRun(body["rid"], list(body["input_ids"]), params, bool(body.get("stream")))
+        if self.loras is not None:
+            run.salt = self.loras.present.get(body.get("lora_path", ""), "")
         run.fault = self._plan()
         self.runs.append(run)
         if kind := run.hit(*AT_ONCE):
@@ -269,9 +280,10 @@ class FakeSglangServer(FakeServer[FakeSglangRun]):
         if biased:
             keys = f"logit_bias must has keys in [0, {self.vocab_size - 1}], got {biased[0]}."
             return {"error": {"message": keys}}
-        if body.get("lora_path") not in (None, *self.adapters):
-            missing = f"The following requested LoRA adapters are not loaded: {body['lora_path']}"
-            return {"error": {"message": f"{missing}\nLoaded adapters: {self.adapters}."}}
+        loaded = [*self.adapters, *(() if self.loras is None else self.loras.present)]
+        if body.get("lora_path") not in (None, *loaded):
+            missing = f"Got LoRA adapter that has never been loaded: {body['lora_path']}"
+            return {"error": {"message": f"{missing}\nAll loaded adapters: {loaded}."}}
         if self._named(body.get("rid")) is not None:
             return {"error": {"message": f"Duplicate request ID detected: {body['rid']}"}}
         if len(ids) >= self.context - 6 or len(ids) + params.get("max_new_tokens", 128) > self.context:
@@ -422,6 +434,30 @@ class FakeSglangServer(FakeServer[FakeSglangRun]):
             return _said_of(False, "no weight-update session is open; call begin_weight_update() first")
         self.session = False
         return _said_of(True, "Success")
+    def _forget(self, weights: str) -> None:
+        super()._forget(weights)
+        if self.loras is not None:
+            self.loras.present.clear()
+
+    async def _load_adapter(self, request: web.Request) -> web.Response:
+        body = await request.json()
+        assert self.loras is not None
+        if body["lora_name"] in self.loras.ever:
+            self.violations.append(f"the name {body['lora_name']} is given to a second adapter")
+        return self._told(self.loras.load(body["lora_name"], body["lora_path"]))
+
+    async def _unload_adapter(self, request: web.Request) -> web.Response:
+        """It waits for the requests of the adapter."""
+        assert self.loras is not None
+        name = (await request.json())["lora_name"]
+        while any(run.params.get("lora_path") == name for run in self._live):
+            await self._wait()
+        return self._told("" if self.loras.unload(name) else f"LoRA adapter {name} is not loaded")
+
+    def _told(self, wrong: str) -> web.Response:
+        assert self.loras is not None
+        said = {"success": not wrong, "error_message": wrong, "loaded_adapters": self.loras.present}
+        return web.json_response(said, status=400 if wrong else 200)
 
     async def _relabel(self, request: web.Request) -> web.Response:
         body = await request.json()
@@ -448,11 +484,15 @@ class FakeSglangServer(FakeServer[FakeSglangRun]):
             "max_running_requests": self.max_running, "max_total_num_tokens": self.memory,
             "incremental_streaming_output": self.incremental, "enable_deterministic_inference": False,
             "startup_time": {"total": self.starts}, "speculative_algorithm": self.speculation,
+            **({} if self.loras is None else {
+                "enable_lora": True, "max_lora_rank": self.loras.max_rank, "max_loras_per_batch": self.loras.slots,
+            }),
         })  # fmt: skip
 
     async def _models(self, request: web.Request) -> web.Response:
         card = {"id": "fake/model", "owned_by": "sglang", "root": "fake/model", "parent": None}
-        adapters = [card | {"id": a, "root": f"adapters/{a}", "parent": "fake/model"} for a in self.adapters]
+        names = [*self.adapters, *(() if self.loras is None else self.loras.present)]
+        adapters = [card | {"id": a, "root": f"adapters/{a}", "parent": "fake/model"} for a in names]
         return web.json_response({"data": [card | {"max_model_len": self.context}, *adapters]})
 
     async def _ready(self, request: web.Request) -> web.Response:

@@ -13,6 +13,7 @@ from typing import Any
 
 from aiohttp import web
 
+from .adapters import FakeAdapters
 from .base import AT_ONCE, FakeRequest, FakeServer, Parts, RequestFault
 
 HARMLESS = (RequestFault.ABORT_UNSEEN, RequestFault.UNASKED_ABORT, RequestFault.TRICKLE)
@@ -26,6 +27,8 @@ class FakeVllmRun(FakeRequest):
     MIN_TOKENS, MAX_TOKENS = "min_tokens", "max_tokens"
 
     token_route: bool = True
+    model: str = ""
+    """As the request names it."""
     usage_asked: bool = False
     """Its stream ends with the usage."""
     logprobs_mode: str = "processed"
@@ -108,6 +111,7 @@ class FakeVllmServer(FakeServer[FakeVllmRun]):
         without: routes that this version does not have.
         transfers: the back-end for weights that it was started with (``--weight-transfer-config``).
         world_size: workers, over all copies.
+        loras: adapters that may be loaded and unloaded (``--enable-lora``, VLLM_ALLOW_RUNTIME_LORA_UPDATING).
         common: of :class:`FakeServer`; a load takes the last part of its path for the name of the weights, and fails if
             that begins with "missing".
     """
@@ -117,7 +121,7 @@ class FakeVllmServer(FakeServer[FakeVllmRun]):
         logprobs: str = "processed", says_logprobs: bool = True, model: str = "fake", root: str = "fake/model",
         device: str = "cuda", without: tuple[str, ...] = (), chunked_prefill: bool = False, copies: int = 1,
         speculation: dict[str, Any] | None = None, release: int = 32, transfers: str | None = None, world_size: int = 1,
-        **common: Any,
+        loras: FakeAdapters | None = None, **common: Any,
     ) -> None:  # fmt: skip
         super().__init__(**common)
         self.model, self.release = model, release
@@ -145,6 +149,7 @@ class FakeVllmServer(FakeServer[FakeVllmRun]):
         """By route: whether its success is said."""
         self.stale_encoder = False
         """The scheduler believes in features of images that the worker has thrown away."""
+        self.loras = loras
         self.resets_refused = 0
         """So many calls of ``/reset_prefix_cache`` will have no success."""
 
@@ -160,6 +165,11 @@ class FakeVllmServer(FakeServer[FakeVllmRun]):
             web.post("/inference/v1/abort_requests", self._abort), web.get("/v1/models", self._models),
             web.get("/version", self._version), web.get("/health", self._health), web.get("/metrics", self._metrics),
         ]  # fmt: skip
+        if self.loras is not None:
+            routes += [
+                web.post("/v1/load_lora_adapter", self._load_adapter),
+                web.post("/v1/unload_lora_adapter", self._unload_adapter),
+            ]  # fmt: skip
         if self.developer:
             routes += [
                 web.post("/abort_requests", self._abort), web.post("/pause", self._pause),
@@ -244,7 +254,8 @@ class FakeVllmServer(FakeServer[FakeVllmRun]):
         if biased:
             said = f"token_id(s) {biased} in logit_bias contain out-of-vocab token ids."
             return _error(400, f"{said} Vocabulary size: {self.vocab_size}")
-        if body.get("model", self.model) not in (self.model, *self.adapters):
+        loaded = () if self.loras is None else self.loras.present
+        if body.get("model", self.model) not in (self.model, *self.adapters, *loaded):
             return _error(404, f"The model `{body['model']}` does not exist.")
         low = params.get("max_tokens", 16) < max(1, params.get("min_tokens", 0))
         if low or not ids or len(ids) >= self.context or not all(0 <= i < self.vocab_size for i in ids):
@@ -269,6 +280,9 @@ class FakeVllmServer(FakeServer[FakeVllmRun]):
             usage_asked=bool((body.get("stream_options") or {}).get("include_usage")), logprobs_mode=self.logprobs,
             process=len(self.runs) % self.processes,
         )  # fmt: skip
+        if self.loras is not None:
+            run.salt = self.loras.present.get(body.get("model", ""), "")
+        run.model = body.get("model", self.model)
         run.fault = self._plan()
         self.runs.append(run)
         return run
@@ -399,6 +413,34 @@ class FakeVllmServer(FakeServer[FakeVllmRun]):
         self.stale_cache = False
         return web.json_response({"success": True})
 
+    def _forget(self, weights: str) -> None:
+        super()._forget(weights)
+        if self.loras is not None:
+            self.loras.present.clear()
+
+    async def _load_adapter(self, request: web.Request) -> web.Response:
+        body = await request.json()
+        assert self.loras is not None
+        if not body.get("lora_name") or not body.get("lora_path"):
+            return _error(400, "Both 'lora_name' and 'lora_path' must be provided.")
+        name = body["lora_name"]
+        if name in self.loras.ever:
+            self.violations.append(f"the name {name} is given to a second adapter, and the cache goes by names")
+        if name in self.loras.present:
+            return _error(400, f"The lora adapter '{name}' has already been loaded.")
+        if self.pause_mode is not None:
+            self.violations.append("an adapter is loaded into a paused server")
+        if wrong := self.loras.load(name, body["lora_path"]):
+            return _error(404 if wrong.startswith("No adapter") else 500, f"Call to add_lora method failed: {wrong}")
+        return web.Response(text=f"Success: LoRA adapter '{name}' added successfully.")
+
+    async def _unload_adapter(self, request: web.Request) -> web.Response:
+        name = (await request.json())["lora_name"]
+        assert self.loras is not None
+        if not self.loras.unload(name):
+            return _error(404, f"The lora adapter '{name}' cannot be found.")
+        return web.Response(text=f"Success: LoRA adapter '{name}' removed successfully.")
+
     async def _weight_info(self, request: web.Request) -> web.Response:
         return web.json_response({"weight_version": self.label})
 
@@ -414,13 +456,15 @@ class FakeVllmServer(FakeServer[FakeVllmRun]):
                 "policy": "fcfs", "max_num_seqs": self.max_running, "enable_chunked_prefill": self.chunked_prefill,
             },
             "parallel_config": {"data_parallel_size": self.copies, "_api_process_count": self.processes},
+            "lora_config": self.loras and {"max_lora_rank": self.loras.max_rank, "max_loras": self.loras.slots},
             "device_config": {"device": self.device}, "speculative_config": self.speculation,
             "weight_transfer_config": None if self.transfers is None else {"backend": self.transfers},
         }})  # fmt: skip
 
     async def _models(self, request: web.Request) -> web.Response:
         card = {"id": self.model, "owned_by": "vllm", "root": self.root, "parent": None, "max_model_len": self.context}
-        adapters = [card | {"id": a, "root": f"adapters/{a}", "parent": self.model} for a in self.adapters]
+        names = [*self.adapters, *(() if self.loras is None else self.loras.present)]
+        adapters = [card | {"id": a, "root": f"adapters/{a}", "parent": self.model} for a in names]
         return web.json_response({"object": "list", "data": [card, *adapters]})
 
     async def _version(self, request: web.Request) -> web.Response:

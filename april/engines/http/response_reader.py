@@ -14,7 +14,7 @@ from typing import Any, Generic, TypeVar
 import msgspec
 
 from april.core.versions import PolicyVersion
-from april.engines.http.weight_labels import Span, WeightLabels, cover, foreign_weights
+from april.engines.http.weight_labels import ReadingLabels, Span, cover, foreign_weights
 from april.engines.http.wire import NotJson, chunk_of, empty_chunk, failure_said, read_with
 from april.engines.protocol import Chunk, EngineFinish
 from april.errors import EngineError, WireError
@@ -108,7 +108,7 @@ class ResponseReader:
     )  # fmt: skip
 
     def __init__(
-        self, parser: Parser[Any], version: PolicyVersion, labels: WeightLabels | None = None,
+        self, parser: Parser[Any], version: PolicyVersion, labels: ReadingLabels | None = None,
         prompt_tokens: int | None = None,
     ) -> None:  # fmt: skip
         self._parser = parser
@@ -277,7 +277,7 @@ class ResponseReader:
             raise end.reason
         self.finish, self._stopped_at, self.progress = end.reason, end.stopped_at, Progress.ENDED
 
-    def _add_spans(self, labels: WeightLabels, spans: Sequence[Span], ids: list[int], logprobs: list[float]) -> None:
+    def _add_spans(self, labels: ReadingLabels, spans: Sequence[Span], ids: list[int], logprobs: list[float]) -> None:
         """Split the last tokens by spans; tokens before them must be of the version at submission."""
         had, total = self.count, self.count + len(ids)
         if not cover(spans, total):

@@ -9,7 +9,9 @@ from contextlib import asynccontextmanager, suppress
 import numpy as np
 
 from april.core.versions import PolicyVersion
-from april.engines.http.weight_directories import why_unloadable
+from april.engines.http.adapter_files import why_refused
+from april.engines.http.own_adapters import OwnAdapters
+from april.engines.http.weight_directories import is_adapter
 from april.engines.http.weight_labels import WeightLabels
 from april.engines.protocol import Capabilities, Request
 from april.errors import EngineError, RequestRefused
@@ -124,6 +126,7 @@ class ServerEngine:
         self._name = name
         self._capabilities = capabilities
         self._labels = WeightLabels()
+        self._adapters = OwnAdapters(self._labels)
         self._admission = Admission()
         self._not_whole = ""
         """The reason why its weights are those of no version, since an update has failed."""
@@ -210,12 +213,23 @@ class ServerEngine:
 
     def _require_loadable(self, path: str) -> None:
         """Raises EngineError for a directory that must not be loaded here."""
+        if is_adapter(path):
+            self._require_adapter(path)
+            return
         if not self._capabilities.updates_from_disk:
             cause = self._capabilities.cause("updates_from_disk")
             reason = "nothing here loads weights" if cause is None else cause.sentence
             raise EngineError(f"engine {self.name} cannot load weights from {path}: {reason}")
-        if (why := why_unloadable(path)) is not None:
-            raise EngineError(f"engine {self.name} was not asked to load its weights: {why}")
+
+    def _require_adapter(self, path: str) -> None:
+        """Raises EngineError for an adapter that does not fit, or one for a model whose weights are torn."""
+        can = self._capabilities
+        why = why_refused(path, can.adapters)
+        if why is not None:
+            need = "" if can.adapters is not None or not can.adapters_need else f"; {can.adapters_need}"
+            raise EngineError(f"engine {self.name} was not asked to load its weights: {why}{need}")
+        if self._not_whole:
+            raise EngineError(f"{self._not_whole}: an adapter does not mend that, so give whole weights first")
 
     def require_idle(self) -> None:
         """Raises EngineError while requests run: their tokens would be of no version."""

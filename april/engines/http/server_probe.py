@@ -17,6 +17,7 @@ from april.config.engines import ServerEngineConfig, checked_key
 from april.core.sampling import LogprobKind
 from april.engine_limits import Limit, LimitCode
 from april.engines.http.http_client import HttpClient
+from april.engines.http.own_adapters import is_ours
 from april.engines.http.wire import NotJson, error_text, read_json
 from april.engines.protocol import Capabilities, Engine
 from april.errors import ConfigError, EngineError
@@ -41,6 +42,8 @@ class ServerFacts:
     """As the server names it."""
     asked: str | None = None
     """The name in the settings; None: the server's only model."""
+    base: str | None = None
+    """The model below, where ``model`` is an adapter."""
     software: str = ""
     """Version of what it runs, with a name where the engine's kind is none."""
     label: str | None = None
@@ -186,17 +189,18 @@ class ServedModel:
     adapters: tuple[str, ...] = ()
     """The adapters that the server has besides."""
 
-    @property
-    def limits(self) -> tuple[Limit, ...]:
-        """Return what follows from adapters."""
+    def limits(self, *, takes_adapters: bool = False) -> tuple[Limit, ...]:
+        """Return what follows from adapters; ``takes_adapters``: april can load new ones."""
         if self.base is not None:
+            how = "give a directory with a new adapter" if takes_adapters else (
+                "hand a new adapter over with weight_update(transfer=...)"
+            )  # fmt: skip
             return (
                 Limit(
-                    LimitCode.ADAPTER,
+                    LimitCode.ADAPTERS_ONLY if takes_adapters else LimitCode.ADAPTER,
                     f"Requests name the adapter {clean(self.name)}, made for the model {clean(self.base)}: whole "
                     "weights from a directory would change that model under it",
-                    "hand a new adapter over with weight_update(transfer=...), or train merged weights and name "
-                    f"{clean(self.base)} in engine.model",
+                    f"{how}, or train merged weights and name {clean(self.base)} in engine.model",
                 ),
             )
         if self.adapters:
@@ -209,8 +213,11 @@ def choose_model(url: str, answer: Any, name: str | None) -> ServedModel:
     """Pick the model that the settings name, or the only one, from an answer of ``/v1/models``; raises ConfigError."""
     listed = answer.get("data") if isinstance(answer, dict) else None
     cards = [c for c in listed if isinstance(c, dict) and "id" in c] if isinstance(listed, list) else []
-    adapters = {str(c["id"]): str(c["parent"]) for c in cards if c.get("parent") not in (None, "", c["id"])}
-    models = {str(c["id"]): c for c in cards if str(c["id"]) not in adapters}
+    adapters = {
+        str(c["id"]): str(c["parent"]) for c in cards
+        if c.get("parent") not in (None, "", c["id"]) and (c["id"] == name or not is_ours(str(c["id"])))
+    }  # fmt: skip
+    models = {str(c["id"]): c for c in cards if str(c["id"]) not in adapters and not is_ours(str(c["id"]))}
     if name is None:
         # one model may have several names
         if adapters or len({c.get("root") or c["id"] for c in models.values()}) != 1:
@@ -226,6 +233,17 @@ def choose_model(url: str, answer: Any, name: str | None) -> ServedModel:
         shown = f"; it serves: {_listed([*models, *adapters])}" if cards else ", and lists none"
         raise ConfigError(f"engine.model: {url} has no model {name!r}{shown}")
     return ServedModel(name=found, card=models[found], adapters=tuple(adapters))
+
+
+async def is_listed(client: HttpClient, name: str) -> bool | None:
+    """Return whether the server lists a model or adapter of this name; None: it shows no list."""
+    try:
+        reply = await client.call("GET", ROUTE, retry=True)
+        answer = read_json(reply.body) if reply.ok else None
+    except (EngineError, NotJson):
+        return None
+    listed = answer.get("data") if isinstance(answer, dict) else None
+    return any(isinstance(c, dict) and c.get("id") == name for c in listed) if isinstance(listed, list) else None
 
 
 async def why_not_served(client: HttpClient, name: str | None) -> str:

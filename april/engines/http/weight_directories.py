@@ -14,14 +14,9 @@ WEIGHTS = ".safetensors"
 """The way in which the names of files with weights end; a directory without any has them in all its files."""
 
 
-def why_unloadable(path: str) -> str | None:
-    """Say why no engine may load this directory, as far as it can be seen from here; None means nothing against it."""
-    if not (Path(path) / ADAPTER_FILE).is_file():
-        return None
-    return (
-        f"{path} has a {ADAPTER_FILE}: it is an adapter (LoRA), and loading it would break the base weights of the "
-        "server; save a merged copy of the whole model, or hand the adapter over yourself with transfer="
-    )
+def is_adapter(path: str) -> bool:
+    """Return whether a directory has an adapter (LoRA), which servers load beside their model and not over it."""
+    return (Path(path) / ADAPTER_FILE).is_file()
 
 
 def content_of(path: str) -> str:

@@ -24,6 +24,7 @@ class Span(msgspec.Struct, gc=False):
 
 START_LABEL = "default"
 """The name that servers give to the weights with which they were started."""
+MARK = "between-"
 
 
 class LabelledServer(Protocol):
@@ -35,6 +36,18 @@ class LabelledServer(Protocol):
 
     async def set_label(self, label: str) -> None:
         """Give another; raises EngineError unless the server shows it afterwards."""
+        ...
+
+
+class ReadingLabels(Protocol):
+    """Labels by which the answer to a request is read."""
+
+    def of(self, version: PolicyVersion) -> str:
+        """The label that the server shows while it has ``version``."""
+        ...
+
+    def version_of(self, label: str, since: PolicyVersion) -> PolicyVersion | None:
+        """The version of tokens under another label; None: they are nobody's."""
         ...
 
 
@@ -58,7 +71,11 @@ class WeightLabels:
 
     def mark(self) -> str:
         """A fresh name that is no version's, for weights that are not known or are about to change."""
-        return f"between-{secrets.token_hex(4)}{self._end}"
+        return f"{MARK}{secrets.token_hex(4)}{self._end}"
+
+    def is_mark(self, label: str) -> bool:
+        """Return whether :meth:`mark` has made it here."""
+        return label.startswith(MARK) and label.endswith(self._end)
 
     def version_of(self, label: str, since: PolicyVersion) -> PolicyVersion | None:
         """The version that this engine gave the label, if it is ``since`` or came after it and was confirmed.
@@ -72,6 +89,23 @@ class WeightLabels:
             return None
         version = PolicyVersion(int(incarnation), int(n))
         return version if self.of(version) == label and since <= version <= max(since, self.present) else None
+
+
+class LabelOfBase:
+    """The one label of the model below an adapter: it says nothing of versions, but must stay."""
+
+    __slots__ = ("_label",)
+
+    def __init__(self, label: str) -> None:
+        self._label = label
+
+    def of(self, version: PolicyVersion) -> str:
+        """The label of the server while requests under ``version`` run."""
+        return self._label
+
+    def version_of(self, label: str, since: PolicyVersion) -> PolicyVersion | None:
+        """None: another label means that somebody has changed the model."""
+        return None
 
 
 async def mark_process(
@@ -98,6 +132,25 @@ def is_another_process(label: str, mark: str | None, labels: WeightLabels, first
     if label in (mark, labels.of(labels.present)):
         return False
     return mark is None or label in (START_LABEL, first)
+
+
+async def require_base(
+    server: LabelledServer, labels: WeightLabels, first: str | None, base: PolicyVersion
+) -> None:
+    """Have the server show the label of the model below the adapters, ``base``; it must have that model.
+
+    Raises WeightsGone if it was started anew and has another one.
+    """
+    shown, label = await server.label(), labels.of(base)
+    if shown in (None, label):
+        return
+    fresh = shown in (START_LABEL, first) or labels.is_mark(shown)
+    if not (fresh and base == FIRST_VERSION and start_is_known(first)):
+        raise WeightsGone(
+            f"its server has the model {quoted(shown)}, and not {label}, to which the adapter belongs; update it with "
+            "whole weights"
+        )
+    await server.set_label(label)
 
 
 def start_is_known(first: str | None) -> bool:

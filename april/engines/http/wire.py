@@ -42,7 +42,7 @@ _ANY = msgspec.json.Decoder()
 _AT_REST = re.compile(r"\bis (?:paused|asleep|sleeping)\b", re.IGNORECASE)
 """The words for "no requests now" under a status that blames the request (TensorRT-LLM: 400)."""
 
-_ADAPTER_GONE = re.compile(r"\bLoRA (?:adapters are not loaded|is not enabled)\b")
+_ADAPTER_GONE = re.compile(r"\bLoRA (?:adapters are not loaded|is not enabled|adapter that has never been loaded)\b")
 """The way in which SGLang says, with such a status, that the adapter which it had at the start is not there."""
 
 

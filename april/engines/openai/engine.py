@@ -14,7 +14,7 @@ from april.engines.http.http_client import HttpClient, is_page
 from april.engines.http.response_reader import ResponseReader
 from april.engines.http.response_stream import Endpoint, ResponseStream
 from april.engines.http.server_engine import ServerEngine
-from april.engines.http.server_probe import ServerFacts, connect_all, why_not_served
+from april.engines.http.server_probe import ServerFacts, connect_all, is_listed, why_not_served
 from april.engines.http.server_process import UNSAID, Confirmation, OwnPauses, ServerProcess
 from april.engines.http.weight_labels import start_is_known
 from april.engines.openai.probe import OpenAIFacts, probe_openai
@@ -70,6 +70,14 @@ class CompletionsEngine(ServerEngine):
         """Raise EngineError if requests would not be answered by the model that is trained."""
         if why := await why_not_served(self._client, self._asked):
             raise EngineError(why)
+
+    async def _amiss(self) -> tuple[str, bool]:
+        """Return why requests would not be answered by the present version, and whether its adapter has gone."""
+        present = self._adapters.present
+        if present is None:
+            return await why_not_served(self._client, self._asked), False
+        lost = await is_listed(self._client, present.name) is False
+        return (f"the server has no adapter {present.name} any more" if lost else ""), lost
 
     async def _refuses_probe(self, *routes: str) -> str:
         """Say what is wrong with the answer to a health probe of the first route that is there; or nothing."""

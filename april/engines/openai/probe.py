@@ -162,7 +162,7 @@ async def probe_openai(client: HttpClient, config: OpenAIEngineConfig) -> OpenAI
             remote=True,
             verifies_weights=False,
             honours_seeds=seeds,
-            limits=_limits(client.url, kind, server, seeds, keeps_eos, knows_eos=bool(eos)) + served.limits,
+            limits=_limits(client.url, kind, server, seeds, keeps_eos, knows_eos=bool(eos)) + served.limits(),
         ),
     )
 

@@ -19,7 +19,8 @@ from april.engines.http.http_client import HttpClient
 from april.engines.http.response_reader import ResponseReader
 from april.engines.http.response_stream import Endpoint, ResponseStream
 from april.engines.http.server_engine import ServerEngine
-from april.engines.http.server_probe import client_of, connect_all, why_not_served
+from april.engines.http.server_probe import client_of, connect_all, is_listed, why_not_served
+from april.engines.http.weight_directories import is_adapter
 from april.engines.http.weight_labels import START_LABEL, require_first_weights
 from april.engines.protocol import Engine, EngineLoad, Health, Request
 from april.engines.sglang.probe import SglangFacts, common_facts, probe_sglang, require_same_workers, workers_of
@@ -88,11 +89,12 @@ class SglangEngine(ServerEngine):
         self._check(request)
         facts = self.facts
         parser = ReplyParser(request.attempt_id, incremental=streamed and facts.incremental)
-        labels = self._labels if facts.label is not None else None
+        labels = self._adapters.reading_labels if facts.label is not None else None
+        adapter = self._adapters.send(request.attempt_id) or facts.adapter
         reader = ResponseReader(parser, self._version, labels, len(request.token_ids))
         interval = self._interval(request) if streamed and facts.stream_interval else None
         body = request_body(
-            request, stream=streamed, stream_interval=interval, seed=self._seed(request), adapter=facts.adapter
+            request, stream=streamed, stream_interval=interval, seed=self._seed(request), adapter=adapter
         )
         return reader, body
 
@@ -139,7 +141,7 @@ class SglangEngine(ServerEngine):
         return not self._admission.is_open
 
     async def _look_for_pause(self, tell: Callable[[], None]) -> None:
-        label = self._labels.of(self._version)
+        label = self._labels.of(self._adapters.base)
         looks = await asyncio.gather(*(w.is_foreign(label) for w in self.workers), return_exceptions=True)
         self._look = None
         if self._admission.is_open and any(look is True for look in looks):
@@ -166,11 +168,16 @@ class SglangEngine(ServerEngine):
     async def update_weights(self, version: PolicyVersion, path: str | None = None) -> None:
         """Update every worker; the version counts when all of them have it.
 
+        An adapter is loaded under a new name, beside what requests run under.
+
         Raises EngineError for a worker that could not load it, and WeightsGone for one that has lost the weights of
         others.
         """
         if path is not None:
             self._require_loadable(path)
+            if is_adapter(path):
+                await self._take_adapter(version, path)
+                return
         if why := await self._why_not_served():
             raise EngineError(why)
         if path is None:
@@ -194,9 +201,11 @@ class SglangEngine(ServerEngine):
             if len(errors) == len(results) and not any(isinstance(e, HalfUpdated) for e in errors):
                 self._not_whole = before
             raise errors[0]
+        self._adapters.take(None, version)
         self._labels.present, self._not_whole = version, ""
         for transfer in self._transfers:
             transfer.touched, transfer.mark = False, None
+        await self._unload_idle()
 
     # ---------------------------------------------------------------- weights that the trainer's process sends
 
@@ -243,6 +252,31 @@ class SglangEngine(ServerEngine):
         """Give the group up on all workers; True: all of them have the weights from before."""
         return all(await asyncio.gather(*(transfer.leave() for transfer in self._transfers)))
 
+    # ---------------------------------------------------------------- adapters
+
+    async def _take_adapter(self, version: PolicyVersion, path: str) -> None:
+        """Have every worker load it, under one name; if one fails, requests go on under what they have."""
+        adapter = self._adapters.fresh(version, path)
+        await _all(w.load_adapter(self._labels, self._adapters.base, adapter) for w in self.workers)
+        self._adapters.take(adapter, version)
+        self._labels.present = version
+        await self._unload_idle()
+
+    async def _unload_idle(self) -> None:
+        """Unload adapters of no version that anybody uses; what fails now is tried again at the next update."""
+        for adapter in self._adapters.idle(self._admission.inside):
+            if all(await asyncio.gather(*(w.unload_adapter(adapter) for w in self.workers))):
+                self._adapters.gone(adapter)
+
+    async def _amiss(self) -> tuple[str, bool]:
+        """Return why requests would not be answered by the present version, and whether its adapter has gone."""
+        present = self._adapters.present
+        if present is None:
+            return await self._why_not_served(), False
+        listed = await asyncio.gather(*(is_listed(w.client, present.name) for w in self.workers))
+        lost = any(there is False for there in listed)
+        return (f"a server has no adapter {present.name} any more" if lost else ""), lost
+
     async def _why_not_served(self) -> str:
         """Return why a worker would not answer by the model that is trained; empty: nothing says so."""
         found = await asyncio.gather(*(why_not_served(w.client, self.facts.asked) for w in self.workers))
@@ -255,11 +289,11 @@ class SglangEngine(ServerEngine):
 
         A router sends requests past a dead worker, so one that lives is enough; when that one is back, its label tells.
         """
-        label = self._labels.of(self._version)
-        (router,), results, amiss = await asyncio.gather(
+        label = self._labels.of(self._adapters.base)
+        (router,), results, (amiss, lost) = await asyncio.gather(
             asyncio.gather(self._look_at_router(), return_exceptions=True),
             asyncio.gather(*map(_look_at, self.workers), return_exceptions=True),
-            self._why_not_served(),
+            self._amiss(),
         )
         sick = [r for r in (router, *results) if isinstance(r, BaseException)]
         for error in sick:
@@ -282,7 +316,7 @@ class SglangEngine(ServerEngine):
             ok=bool(well) and not self._not_whole and not amiss and not isinstance(router, BaseException),
             detail=problem,
             counters={"running": float(total.running), "waiting": float(total.waiting), "kv_usage": total.kv_usage},
-            current=not self._not_whole and other is None,
+            current=not self._not_whole and other is None and not lost,
             load=total if loads else None,
         )
 

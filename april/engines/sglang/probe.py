@@ -12,6 +12,7 @@ from typing import Any
 from april.config.engines import SglangEngineConfig
 from april.core.sampling import LogprobKind
 from april.engine_limits import UNKNOWN_LOGPROBS, Limit, LimitCode, raw_logprobs, unknown_eos
+from april.engines.http.adapter_files import base_shapes
 from april.engines.http.http_client import HttpClient, Reply
 from april.engines.http.server_probe import (
     NO_TOKEN,
@@ -30,7 +31,7 @@ from april.engines.http.server_probe import (
 )
 from april.engines.http.server_process import while_paused
 from april.engines.http.wire import NotJson, error_text, read_json
-from april.engines.protocol import Capabilities
+from april.engines.protocol import AdapterSite, Capabilities
 from april.engines.sglang.wire import Reply as GenerateReply
 from april.engines.weight_routes import GLOO, NCCL
 from april.errors import ConfigError, EngineError, WireError
@@ -40,6 +41,9 @@ ENDS_OF_TURNS = ("<|eom_id|>", "<|content_model_end_sampling|>", "<|ifm|im_end|>
 """Added tokens at which SGLang stops though no file of the model says so (0.5.19: the first two; 0.5.23: all)."""
 TRANSFER_ROUTES = ("/init_weights_update_group", "/update_weights_from_distributed", "/begin_weight_update")
 """The routes by which weights can be sent from the trainer's process; the last one is newer (0.5.23)."""
+ADAPTERS_NEED = (
+    "start the server with --enable-lora, --max-lora-rank of at least the adapter's rank, and --lora-target-modules"
+)
 PAUSE_S = 3.0
 """Longest wait for the answer to a pause that a server must refuse."""
 
@@ -100,6 +104,7 @@ async def probe_sglang(client: HttpClient, config: SglangEngineConfig) -> Sglang
     copies = int(server.get("dp_size") or 1)
     stages = int(server.get("pp_size") or 1)
     sent = all(transfers) and "retract" in modes and copies == 1 and stages == 1 and adapter is None
+    site, need = await _adapter_site(client, server, model["model_path"], copies)
     limits = (
         (paused, _PAUSED),
         (not probe.spans and not paused, _NO_VERSION_SPANS),
@@ -115,13 +120,14 @@ async def probe_sglang(client: HttpClient, config: SglangEngineConfig) -> Sglang
         (eos is None, unknown_eos()),
         (bool(server.get("speculative_algorithm")), _SPECULATION),
         (copies > 1, _several_copies(copies)),
-        *((True, limit) for limit in (() if served is None else served.limits)),
+        *((True, limit) for limit in (() if served is None else served.limits(takes_adapters=site is not None))),
     )
     return SglangFacts(
         url=client.url,
         model=adapter or str(model["model_path"]),
         asked=config.model,
         adapter=adapter,
+        base=None if served is None else served.base,
         software=str(server.get("version", "unknown")),
         label=str(label) if label is not None and labels else None,
         paused=paused,
@@ -137,6 +143,8 @@ async def probe_sglang(client: HttpClient, config: SglangEngineConfig) -> Sglang
             max_in_flight=least(_number(server, "max_running_requests"), config.max_in_flight),
             updates_from_disk=disk and adapter is None,
             collective=_backends(server) if sent else (),
+            adapters=site,
+            adapters_need=need,
             version_spans=probe.spans and labels,
             remote=True,
             # events that repeat everything cost more than what they save
@@ -152,6 +160,17 @@ def _backends(server: dict[str, Any]) -> tuple[str, ...]:
     """Those over which its workers can be in a group: what torch has for their devices."""
     device = str(server.get("device") or "cuda")
     return (GLOO,) if device == "cpu" else (NCCL, GLOO) if device == "cuda" else ()
+async def _adapter_site(
+    client: HttpClient, server: dict[str, Any], root: Any, copies: int
+) -> tuple[AdapterSite | None, str]:
+    """Where adapters go, as the server says; else what it needs for that."""
+    if not server.get("enable_lora") or not await has_route(client, "/load_lora_adapter"):
+        return None, ADAPTERS_NEED
+    if copies > 1:
+        return None, "start one server per copy, each with --dp-size 1, as copies share no adapters"
+    rank, slots = _number(server, "max_lora_rank"), _number(server, "max_loras_per_batch")
+    base = await asyncio.to_thread(base_shapes, root)
+    return AdapterSite(max_rank=rank, slots=slots, scales=False, base=base), ""
 
 
 async def _pause_modes(client: HttpClient, recent: bool, *, paused: bool) -> tuple[str, ...]:
@@ -348,11 +367,21 @@ def common_facts(workers: Sequence[SglangFacts]) -> SglangFacts:
             max_in_flight=sum(places) if len(places) == len(each) else None,
             updates_from_disk=all(c.updates_from_disk for c in each),
             collective=tuple(b for b in first.capabilities.collective if all(b in c.collective for c in each)),
+            adapters=_common_site(each),
+            adapters_need=next((c.adapters_need for c in each if c.adapters_need), ""),
             honours_seeds=all(c.honours_seeds for c in each),
             verifies_weights=labelled,
             limits=tuple(dict.fromkeys(limit for c in each for limit in c.limits)),
         ),
     )
+
+
+def _common_site(each: Sequence[Capabilities]) -> AdapterSite | None:
+    sites = [c.adapters for c in each if c.adapters is not None]
+    if len(sites) < len(each):
+        return None
+    rank, slots = (least(*(getattr(s, name) for s in sites)) for name in ("max_rank", "slots"))
+    return replace(sites[0], max_rank=rank, slots=slots)
 
 
 def _equal(worker: SglangFacts) -> dict[str, object]:

@@ -23,8 +23,10 @@ from april.engines.http.http_client import (
     text_under,
     words_of,
 )
+from april.engines.http.own_adapters import KEEPS_ADAPTER, Loaded
+from april.engines.http.server_probe import is_listed
 from april.engines.http.server_process import PAUSE_CHECK_S, while_paused
-from april.engines.http.weight_labels import WeightLabels, is_another_process, mark_process
+from april.engines.http.weight_labels import WeightLabels, is_another_process, mark_process, require_base
 from april.engines.http.wire import NotJson, error_text, read_json
 from april.engines.protocol import EngineLoad
 from april.engines.sglang.probe import SglangFacts
@@ -35,6 +37,8 @@ log = logging.getLogger("april")
 
 LOAD_WEIGHTS_S = 3600.0
 """Longest wait for a server to read its weights."""
+LOAD_ADAPTER_S = 300.0
+UNLOAD_ADAPTER_S = 10.0
 FLUSH_S = 30.0
 """Longest wait of the server for the moment in which its cache can be emptied."""
 
@@ -173,6 +177,40 @@ class SglangWorker:
             kind = HalfUpdatedAndGone if isinstance(error, EngineUnreachable) else HalfUpdated
             what = f"{self.client.url} has the weights {label}, and not all that belongs to them: {error}"
             raise kind(what) from error
+
+    async def load_adapter(self, labels: WeightLabels, base: PolicyVersion, adapter: Loaded) -> None:
+        """Have the server read an adapter of the model ``base``, and list it; nothing else changes there.
+
+        Raises EngineError unless it does.
+        """
+        await require_base(self, labels, self.facts.label, base)
+        process = await self._process()
+        body = {"lora_name": adapter.name, "lora_path": adapter.path}
+        reply = await self.client.call("POST", "/load_lora_adapter", body, timeout_s=LOAD_ADAPTER_S)
+        answer = words_of(reply)
+        text = f"{self.client.url} could not load the adapter in {adapter.path}"
+        if not (reply.ok and says("success", True)(answer)) or await is_listed(self.client, adapter.name) is False:
+            said = answer.get("error_message") if isinstance(answer, dict) else None
+            why = clean(said) if said else error_text(reply.body)
+            raise EngineError(f"{text}: it answered {reply.status}, {why}; it keeps what it had")
+        now = await self._process()
+        if await self.label() not in (None, labels.of(base)) or (process is not None and now != process):
+            raise EngineError(f"{text}: it was started anew meanwhile; update its weights again")
+
+    async def unload_adapter(self, adapter: Loaded) -> bool:
+        """Have the server forget an adapter; False, with a warning, if it may be there still."""
+        body = {"lora_name": adapter.name}
+        try:
+            reply = await self.client.call("POST", "/unload_lora_adapter", body, timeout_s=UNLOAD_ADAPTER_S, retry=True)
+            if (reply.ok and says("success", True)(words_of(reply))) or (
+                await is_listed(self.client, adapter.name) is False
+            ):
+                return True
+            why = f"it answered {reply.status}, {clean(reply.body)}"
+        except EngineError as error:
+            why = str(error)
+        log.warning(KEEPS_ADAPTER, self.client.url, adapter.name, why)
+        return False
 
     async def _process(self) -> Any:
         """Return what no two processes have in common: how long each part of its start took; None: it does not say."""

@@ -18,19 +18,21 @@ from april.core.versions import FIRST_VERSION, PolicyVersion
 from april.engines.http.http_client import HttpClient, control, nothing, says, text_under, words_of
 from april.engines.http.response_reader import ResponseReader
 from april.engines.http.response_stream import ResponseStream
-from april.engines.http.server_probe import ServerFacts, connect_all, why_not_served
+from april.engines.http.server_probe import ServerFacts, connect_all
 from april.engines.http.server_process import (
     PAUSE_CHECK_S,
     UNSAID,
     read_metrics,
     while_paused,
 )
-from april.engines.http.weight_labels import is_another_process, mark_process, require_first_weights
+from april.engines.http.weight_directories import is_adapter
+from april.engines.http.weight_labels import is_another_process, mark_process, require_base, require_first_weights
 from april.engines.http.wire import error_text
 from april.engines.openai.engine import OpenAIEngine
 from april.engines.openai.probe import OpenAIFacts
 from april.engines.openai.wire import TokenShape
 from april.engines.protocol import AbortMeans, Engine, Health, OnWeightUpdate, Request
+from april.engines.vllm.adapters import load_adapter, unload_adapter
 from april.engines.vllm.probe import VllmFacts, probe_vllm
 from april.engines.vllm.transfer import TransferEngine
 from april.engines.vllm.wire import engine_id, parser_of, request_body
@@ -71,9 +73,11 @@ class VllmEngine(TransferEngine):
         facts, capabilities = self.facts, self._capabilities
         spans = capabilities.version_spans
         parser = parser_of(facts.route, request, spans=spans)
-        reader = ResponseReader(parser, self._version, self._labels if spans else None, len(request.token_ids))
+        labels = self._adapters.reading_labels if spans else None
+        reader = ResponseReader(parser, self._version, labels, len(request.token_ids))
+        model = self._adapters.send(request.attempt_id) or facts.model
         body = request_body(
-            facts.route, facts.model, request, stream=streamed, priority=facts.priorities,
+            facts.route, model, request, stream=streamed, priority=facts.priorities,
             seeds=capabilities.honours_seeds, spans=spans,
             # the label says the version and is this engine's own: nobody else's blocks have it
             salt=self._labels.of(self._version) if request.in_flight is OnWeightUpdate.KEEP else "",
@@ -139,6 +143,9 @@ class VllmEngine(TransferEngine):
     async def update_weights(self, version: PolicyVersion, path: str | None = None) -> None:
         """Load, empty the cache, name the weights, and look whether the name is there.
 
+        An adapter is loaded under a new name, beside what requests run under, and nothing is emptied: the name is part
+        of what the cache goes by.
+
         Raises:
             EngineError: requests run, or the server cannot load from a directory, has failed, does not say that it has
                 done what it was asked, or was started anew; between two versions it gets no requests before an update
@@ -151,9 +158,12 @@ class VllmEngine(TransferEngine):
             await self.let_others_go_on()
 
     async def _update_weights(self, version: PolicyVersion, path: str | None) -> None:
-        self.require_idle()
         if path is not None:
             self._require_loadable(path)
+            if is_adapter(path):
+                await self._take_adapter(version, path)
+                return
+        self.require_idle()
         await self._require_model()
         if path is None:
             await require_first_weights(self, self._labels, self.facts.label, version)
@@ -170,7 +180,28 @@ class VllmEngine(TransferEngine):
                 await self._label_as(version, mark)
         # a server that was started anew and has these weights now is the present one
         await self._process.take(version)
+        self._adapters.take(None, version)
         self._labels.present, self._not_whole = version, ""
+        await self._unload_idle()
+
+    async def _take_adapter(self, version: PolicyVersion, path: str) -> None:
+        """Load it; if anything fails, requests go on under what they have."""
+        await require_base(self, self._labels, self.facts.label, self._adapters.base)
+        await self._process.pause()
+        adapter = self._adapters.fresh(version, path)
+        await load_adapter(self._client, adapter)
+        if await self.label() not in (None, self._labels.of(self._adapters.base)):
+            raise EngineError(f"{self._client.url} was started anew while it loaded {path}; update its weights again")
+        await self._process.take(version)
+        self._adapters.take(adapter, version)
+        self._labels.present = version
+        await self._unload_idle()
+
+    async def _unload_idle(self) -> None:
+        """Unload adapters of no version that anybody uses; what fails now is tried again at the next update."""
+        for adapter in self._adapters.idle(self._admission.inside):
+            if await unload_adapter(self._client, adapter):
+                self._adapters.gone(adapter)
 
     def _torn_by_a_restart(self, version: PolicyVersion) -> str:
         self._not_whole = (
@@ -182,6 +213,8 @@ class VllmEngine(TransferEngine):
     def _require_loadable(self, path: str) -> None:
         """vLLM dies of a directory without weights; one that cannot be seen from here may be there for the server."""
         super()._require_loadable(path)
+        if is_adapter(path):
+            return
         directory = Path(path)
         if any(True for kind in WEIGHT_FILES for _ in directory.glob(kind)):
             return
@@ -297,11 +330,11 @@ class VllmEngine(TransferEngine):
                 return Health(ok=False, detail=wrong)
             label = await self.label()
             paused = await self._is_paused()
-            amiss = await why_not_served(self._client, self.facts.asked)
+            amiss, lost = await self._amiss()
         except EngineError as error:
             return Health(ok=False, detail=str(error))
         same, metrics = await self._process.check()
-        current = same is not False and label in (None, self._labels.of(self._version))
+        current = same is not False and label in (None, self._labels.of(self._adapters.base)) and not lost
         known = same is not None or label is not None
         load = metrics.load
         counters = {} if load is None else {"running": float(load.running), "waiting": float(load.waiting)}
@@ -320,7 +353,7 @@ class VllmEngine(TransferEngine):
         if self.facts.label is None:
             return await super()._has_weights()
         try:
-            return await self.label() == self._labels.of(self._version)
+            return await self.label() == self._labels.of(self._adapters.base)
         except EngineError:
             return None
 

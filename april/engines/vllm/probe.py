@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
@@ -11,6 +11,7 @@ import msgspec
 from april.config.engines import VllmEngineConfig
 from april.core.sampling import LogprobKind
 from april.engine_limits import UNKNOWN_LOGPROBS, Limit, LimitCode, raw_logprobs, tied_embeddings, unknown_eos
+from april.engines.http.adapter_files import base_shapes
 from april.engines.http.http_client import HttpClient, Reply
 from april.engines.http.server_probe import (
     NO_TOKEN,
@@ -31,7 +32,8 @@ from april.engines.http.server_process import ServerMetrics, read_metrics
 from april.engines.http.weight_labels import Span
 from april.engines.http.wire import read_json
 from april.engines.openai.wire import ASK_SPANS
-from april.engines.protocol import AbortMeans, Capabilities, OnWeightUpdate
+from april.engines.protocol import AbortMeans, AdapterSite, Capabilities, OnWeightUpdate
+from april.engines.vllm.adapters import LOAD, NEEDED
 from april.engines.vllm.plugin import BACKENDS
 from april.engines.vllm.wire import COMPLETIONS_ROUTE, TOKEN_ROUTE
 from april.errors import ConfigError, EngineError
@@ -105,6 +107,9 @@ async def probe_vllm(client: HttpClient, config: VllmEngineConfig) -> VllmFacts:
     # a pause must reach all that serve the port, and the end of a response name the weights of its tokens
     one = processes == 1 and copies == 1
     keeps = (OnWeightUpdate.KEEP, OnWeightUpdate.RECOMPUTE) if one and developer and abort_route and spans else ()
+    site, need = await _adapter_site(client, info, processes)
+    if site is not None:
+        site = replace(site, base=await asyncio.to_thread(base_shapes, card.get("root")))
     limits = (
         (is_paused, _paused(client.url)),
         (not (token_route or spans), _TOKEN_ROUTE_CLOSED),
@@ -119,12 +124,13 @@ async def probe_vllm(client: HttpClient, config: VllmEngineConfig) -> VllmFacts:
         (chunks, _CHUNKED_PREFILL),
         ("speculation" in settings, _speculation(settings.get("speculation"))),
         (tied, tied_embeddings() if on_cpu else tied_embeddings("If the server runs on a CPU, mind:")),
-        *((True, limit) for limit in served.limits),
+        *((True, limit) for limit in served.limits(takes_adapters=site is not None)),
     )
     return VllmFacts(
         url=client.url,
         model=model,
         asked=config.model,
+        base=served.base,
         software=str(version.get("version", "unknown")),
         label=label,
         paused=is_paused,
@@ -141,6 +147,8 @@ async def probe_vllm(client: HttpClient, config: VllmEngineConfig) -> VllmFacts:
             max_in_flight=least(None if running is None else running * copies, config.max_in_flight),
             collective=_collective(settings) if loads and label is not None else (),
             updates_from_disk=loads and label is not None,
+            adapters=site,
+            adapters_need="" if site is not None else need,
             abort_means=means,
             version_spans=spans,
             in_flight_updates=keeps,
@@ -191,6 +199,24 @@ def _settings(info: Any) -> dict[str, Any]:
         method = speculative.get("method") if isinstance(speculative, dict) else None
         found["speculation"] = method if isinstance(method, str) else "of some kind"
     return found
+
+
+async def _adapter_site(client: HttpClient, info: Any, processes: int) -> tuple[AdapterSite | None, str]:
+    """Where adapters go, by the settings or by a load that must fail; else what it needs for that."""
+    if not await has_route(client, LOAD):
+        return None, NEEDED
+    if processes > 1:
+        return None, "start the server with --api-server-count 1, as only one of its processes would have the adapter"
+    config = info.get("vllm_config") if isinstance(info, dict) else None
+    if isinstance(config, dict) and "lora_config" in config:
+        lora = config["lora_config"]
+        if not isinstance(lora, dict):
+            return None, NEEDED
+        return AdapterSite(max_rank=_count(lora, "max_lora_rank"), slots=_count(lora, "max_loras")), ""
+    # no such directory: 404 where adapters are taken, 500 where they are not
+    body = {"lora_name": probe_id(), "lora_path": f"/{probe_id()}"}
+    reply = await client.call("POST", LOAD, body, timeout_s=PROBE_S)
+    return (AdapterSite(), "") if reply.status == 404 else (None, NEEDED)
 
 
 def _processes(settings: dict[str, Any], metrics: ServerMetrics) -> int:

@@ -1,0 +1,160 @@
+"""Directories with adapters (LoRA): what they hold, and why a server must not be asked to load one.
+
+Invariant: only text and headers are read, no tensor.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from april.engines.http.weight_directories import ADAPTER_FILE
+from april.engines.protocol import AdapterSite
+from april.server_text import clean
+
+TENSORS = "adapter_model.safetensors"
+MOST_HEADER_BYTES = 64 << 20
+_FLOATS = ("F64", "F32", "F16", "BF16")
+_PLAIN_STARTS = ("gaussian", "eva", "orthogonal", "mica", "lora_ga")
+"""Ways of PEFT to begin an adapter that leave the base as it is; of the others, PiSSA's and its kind do not."""
+_CHANGES: dict[str, str] = {
+    "use_dora": "DoRA",
+    "lora_bias": "a bias of its own (lora_bias)",
+    "alora_invocation_tokens": "activation by tokens (aLoRA)",
+    "layer_replication": "replicated layers",
+    "use_bdlora": "block-diagonal LoRA",
+    "use_qalora": "QALoRA",
+    "modules_to_save": "whole layers (modules_to_save)",
+    "trainable_token_indices": "rows of the embedding (trainable_token_indices)",
+}
+"""Settings of an adapter that change what is computed, and that no server is known to follow."""
+_SCALES: dict[str, str] = {
+    "use_rslora": "rank-stabilised scaling (use_rslora)",
+    "rank_pattern": "ranks by layer (rank_pattern)",
+    "alpha_pattern": "scales by layer (alpha_pattern)",
+}
+"""Settings that change the scale, and that some servers follow."""
+
+
+@dataclass(frozen=True, slots=True)
+class Adapter:
+    """An adapter as its files say it; the tensors themselves are not read."""
+
+    settings: Mapping[str, Any]
+    shapes: Mapping[str, tuple[int, ...]]
+    """By name of the tensor."""
+
+    @property
+    def rank(self) -> int:
+        """The largest of its ranks."""
+        pattern = self.settings.get("rank_pattern")
+        ranks = [self.settings.get("r"), *(pattern.values() if isinstance(pattern, dict) else ())]
+        return max((r for r in ranks if isinstance(r, int)), default=0)
+
+
+def why_unservable(settings: Mapping[str, Any], *, scales: bool) -> str | None:
+    """Say why no server computes what PEFT does with an adapter of these settings; None means that they may.
+
+    Args:
+        scales: whether the server follows scales and ranks by layer.
+    """
+    kind = settings.get("peft_type")
+    if str(getattr(kind, "value", kind)) != "LORA":
+        return f"it is of the kind {clean(getattr(kind, 'value', kind))}, and servers take LoRA"
+    start = settings.get("init_lora_weights")
+    if isinstance(start, str) and start.lower() not in _PLAIN_STARTS:
+        return f"it began with init_lora_weights={clean(start)}, which changes the base that servers do not have"
+    if settings.get("bias", "none") != "none":
+        return "it trains biases of the base, which servers do not take"
+    for name, words in (_CHANGES if scales else _CHANGES | _SCALES).items():
+        if settings.get(name):
+            return f"it has {words}, which the server does not compute"
+    return None
+
+
+def why_refused(path: str, site: AdapterSite | None) -> str | None:
+    """Say why a server must not be asked to load this adapter; None means nothing is known against it.
+
+    ``site`` None: the server takes no adapters.
+    """
+    if site is None:
+        return f"{path} has a {ADAPTER_FILE}: it is an adapter (LoRA), and nothing here takes one"
+    try:
+        adapter = _read(Path(path))
+    except _Unreadable as error:
+        return f"{path} is no whole adapter: {error}; save it with PEFT's save_pretrained, as safetensors"
+    if (why := why_unservable(adapter.settings, scales=site.scales)) is not None:
+        return f"the adapter in {path} cannot be served: {why}; give merged weights"
+    if site.max_rank is not None and adapter.rank > site.max_rank:
+        return (
+            f"the adapter in {path} has rank {adapter.rank}, and the server takes ranks up to {site.max_rank}; start "
+            f"it with --max-lora-rank {adapter.rank}"
+        )
+    if (why := _why_of_another_base(adapter.shapes, site.base)) is not None:
+        return f"the adapter in {path} is of another base than the server's: {why}"
+    return None
+
+
+class _Unreadable(Exception):
+    """Ends a sentence on what is wrong with a directory."""
+
+
+def _read(where: Path) -> Adapter:
+    try:
+        settings = json.loads((where / ADAPTER_FILE).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise _Unreadable(f"{ADAPTER_FILE} cannot be read ({type(error).__name__})") from None
+    if not isinstance(settings, dict) or not isinstance(settings.get("r", 0), int):
+        raise _Unreadable(f"{ADAPTER_FILE} has not the settings of one")
+    try:
+        return Adapter(settings, {name: shape for name, (_, shape) in header_of(where / TENSORS).items()})
+    except (OSError, ValueError, RecursionError) as error:
+        raise _Unreadable(f"{TENSORS} cannot be read ({type(error).__name__})") from None
+
+
+def header_of(file: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """(type, shape) of the tensors of a safetensors file by name; raises OSError, and ValueError for another file."""
+    with file.open("rb") as opened:
+        length = int.from_bytes(opened.read(8), "little")
+        if not 0 < length <= MOST_HEADER_BYTES:
+            raise ValueError("the header of safetensors is missing")
+        told = json.loads(opened.read(length))
+        if not isinstance(told, dict):
+            raise ValueError("the header of safetensors is no mapping")
+        rest = max((t["data_offsets"][1] for n, t in told.items() if n != "__metadata__"), default=0)
+        if opened.seek(0, 2) < 8 + length + rest:
+            raise ValueError("the file ends in the middle")
+    return {n: (str(t["dtype"]), tuple(t["shape"])) for n, t in told.items() if n != "__metadata__"}
+
+
+def base_shapes(root: object) -> dict[str, tuple[int, ...]]:
+    """Shapes of a model's matrices by the names of their layers, if its directory is on this machine; or nothing."""
+    found: dict[str, tuple[int, ...]] = {}
+    try:
+        for file in sorted(Path(str(root)).glob("*.safetensors")):
+            for name, (kind, shape) in header_of(file).items():
+                if kind in _FLOATS and len(shape) == 2:  # those of packed weights say nothing
+                    found[name.removesuffix(".weight")] = shape
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return {}
+    return found
+
+
+_PART = re.compile(r"^(?:base_model\.model\.)?(?P<layer>.+)\.lora_(?P<part>A|B)(?:\.[^.]+)?\.weight$")
+
+
+def _why_of_another_base(shapes: Mapping[str, tuple[int, ...]], base: Mapping[str, tuple[int, ...]]) -> str | None:
+    """Servers copy a matrix that is too small into a corner of its place without a word."""
+    for name, shape in shapes.items():
+        found = _PART.match(name)
+        if found is None or found["layer"] not in base or len(shape) != 2:
+            continue
+        rows, columns = base[found["layer"]]
+        mine, theirs = (shape[1], columns) if found["part"] == "A" else (shape[0], rows)
+        if mine != theirs:
+            return f"{clean(name)} is for {mine} values where the model's layer has {theirs}"
+    return None

@@ -1,0 +1,50 @@
+"""The calls by which a vLLM server loads and unloads adapters (LoRA) while it generates."""
+
+from __future__ import annotations
+
+import logging
+
+from april.engines.http.http_client import HttpClient
+from april.engines.http.own_adapters import KEEPS_ADAPTER, Loaded
+from april.engines.http.server_probe import is_listed
+from april.engines.http.wire import error_text
+from april.errors import EngineBusy, EngineError
+
+log = logging.getLogger("april")
+
+LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
+LOAD_S = 300.0
+"""Longest wait for a server to read an adapter."""
+UNLOAD_S = 10.0
+NEEDED = (
+    "start the server with VLLM_ALLOW_RUNTIME_LORA_UPDATING=True, --enable-lora and a --max-lora-rank of at least the "
+    "adapter's rank"
+)
+
+
+async def load_adapter(client: HttpClient, adapter: Loaded) -> None:
+    """Have the server read it; raises EngineError unless it says so and lists it. Nothing else changes there."""
+    body = {"lora_name": adapter.name, "lora_path": adapter.path}
+    reply = await client.call("POST", LOAD, body, timeout_s=LOAD_S)
+    text = f"{client.url} could not load the adapter in {adapter.path}"
+    if reply.status in (429, 503):
+        raise EngineBusy(f"{text}: it answered {reply.status}, {error_text(reply.body)}", reply.retry_after_s)
+    if not reply.ok:
+        raise EngineError(f"{text}: it answered {reply.status}, {error_text(reply.body)}; it keeps what it had")
+    if await is_listed(client, adapter.name) is not True:
+        raise EngineError(
+            f"{text}: it answered {reply.status}, {error_text(reply.body)}, and does not list it; it keeps what it had"
+        )
+
+
+async def unload_adapter(client: HttpClient, adapter: Loaded) -> bool:
+    """Have the server forget it; False, with a warning, if it may be there still."""
+    try:
+        reply = await client.call("POST", UNLOAD, {"lora_name": adapter.name}, timeout_s=UNLOAD_S, retry=True)
+        if reply.ok or reply.status == 404:  # gone, or never loaded
+            return True
+        why = f"it answered {reply.status}, {error_text(reply.body)}"
+    except EngineError as error:
+        why = str(error)
+    log.warning(KEEPS_ADAPTER, client.url, adapter.name, why)
+    return False
