@@ -504,7 +504,9 @@ def test_some_adapters_of_peft_are_refused() -> None:
     attach(**servers)
     model.config.tie_word_embeddings, model.get_output_embeddings().base_layer = True, None
     attach()
-    refused(attach, "the embedding or the output layer, which are one", **servers)
+    attach(**servers)  # which may take the adapter as such
+    others = servers | {"engine": {**URLS, "kind": "openai"}}
+    refused(attach, "the embedding or the output layer, which are one", **others)
     model.config.quantization_config = SimpleNamespace(quant_method="bitsandbytes")
     refused(attach, "PEFT model over a quantised base")
     del model.config.quantization_config

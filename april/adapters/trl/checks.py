@@ -8,8 +8,8 @@ from collections.abc import Iterator, Mapping
 from itertools import chain
 from typing import Any
 
-from april.adapters.trl.ranks import sharding_of, trains_tied_layers
-from april.config.engines import TransformersEngineConfig
+from april.adapters.trl.ranks import UNREADABLE, sharding_of, why_unmerged
+from april.config.engines import EngineConfig, OpenAIEngineConfig, TransformersEngineConfig
 from april.config.settings import Config
 from april.core.types import OnDataEnd, OnFailedSample
 from april.errors import ConfigError
@@ -144,9 +144,9 @@ def _objections(trainer: Any, config: Config, has_weights_dir: bool) -> Iterator
             "num_train_epochs or max_steps of GRPOConfig, and on_data_end to short or wrap"
         )
     embedded = isinstance(config.engine, TransformersEngineConfig)
-    yield from _objections_to_adapters(trainer, embedded)
+    yield from _objections_to_adapters(trainer, config.engine)
     sharding = sharding_of(trainer)
-    if embedded and sharding in ("FSDP1", "ZeRO-3"):
+    if embedded and sharding in UNREADABLE:
         yield (
             f"{sharding} leaves no rank with the whole model, from which the embedded engine generates; use FSDP2 "
             "(fsdp_version: 2), whose ranks put the weights together for it, or servers"
@@ -159,7 +159,7 @@ def _objections(trainer: Any, config: Config, has_weights_dir: bool) -> Iterator
         )
 
 
-def _objections_to_adapters(trainer: Any, embedded: bool) -> Iterator[str]:
+def _objections_to_adapters(trainer: Any, engine: EngineConfig) -> Iterator[str]:
     """Objections to adapters of PEFT."""
     model = trainer.model
     adapters = getattr(model, "peft_config", None)
@@ -173,18 +173,11 @@ def _objections_to_adapters(trainer: Any, embedded: bool) -> Iterator[str]:
                 f"PEFT adapter {name} is of the kind prompt learning, which puts virtual tokens before every prompt, "
                 "and april resumes by the tokens there are; use LoRA"
             )
-    if embedded:
-        return
-    if sharding := sharding_of(trainer):
-        yield (
-            f"PEFT model under {sharding}: servers get merged weights, and adapters are merged where one rank has the "
-            "whole model; use DDP, or generate with the embedded engine"
-        )
-    if trains_tied_layers(model):
-        yield (
-            "PEFT model whose adapters train the embedding or the output layer, which are one (tie_word_embeddings): "
-            "servers hold one tensor for both; leave these layers out of the adapter, or untie them first"
-        )
+    embedded = isinstance(engine, TransformersEngineConfig)
+    # other servers may take an adapter as such, unless its tensors are nowhere whole
+    alone = isinstance(engine, OpenAIEngineConfig) or sharding_of(trainer) in UNREADABLE
+    if not embedded and alone and (why := why_unmerged(trainer)):
+        yield why
 
 
 def hint_at_one_process(trainer: Any) -> None:

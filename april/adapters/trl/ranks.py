@@ -7,14 +7,19 @@ not give the same numbers back in bfloat16.
 from __future__ import annotations
 
 import copy
+import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from april.config.settings import Config
-from april.errors import RolloutError
+from april.engines.http.adapter_files import why_unservable
+from april.engines.protocol import Capabilities
+from april.errors import ConfigError, RolloutError
 from april.scheduler import RolloutScheduler
+from april.weights.adapter import adapter_of, is_adapted
 
 
 def scheduler_of(trainer: Any, config: Config, address: str | None, **arguments: Any) -> Any:
@@ -59,6 +64,10 @@ def of_all_ranks(trainer: Any, value: Any) -> list[Any]:
     return [msgspec.msgpack.decode(bytes(row)) for row in rows_of_all_ranks(trainer, [list(data)])]
 
 
+UNREADABLE = ("FSDP1", "ZeRO-3")
+"""Ways of spreading a model over ranks of which its parameters say nothing."""
+
+
 def sharding_of(trainer: Any) -> str:
     """``FSDP1``, ``FSDP2`` or ``ZeRO-3``: no rank has the whole model; empty: each one has."""
     if getattr(trainer, "is_deepspeed_enabled", False):
@@ -68,9 +77,61 @@ def sharding_of(trainer: Any) -> str:
     return ""
 
 
-def write_weights(trainer: Any, folder: Path) -> None:
-    """Called on every rank, as sharded weights are gathered from all of them; rank 0 writes."""
+def takes_adapters(trainer: Any, scheduler: Any) -> bool:
+    """Return whether the servers get the trained adapter as such; called on every rank, and the same on all of them.
+
+    Raises ConfigError where they cannot, and it cannot be merged either.
+    """
+    model = trainer.accelerator.unwrap_model(trainer.model)
+    if not is_adapted(model):
+        return False
+    why = ""
+    if trainer.accelerator.is_main_process:
+        sites = [engine.capabilities for engine in scheduler.engines]
+        needs = [can.adapters_need or "use servers that take adapters" for can in sites if can.adapters is None]
+        why = f"the servers take none; {needs[0]}" if needs else _why_unservable(model, sites)
+    why = str(of_all_ranks(trainer, why)[0])
+    if why and (unmerged := why_unmerged(trainer)):
+        raise ConfigError(f"{unmerged}, and it cannot be sent as an adapter: {why}")
+    return not why
+
+
+def _why_unservable(model: Any, sites: Sequence[Capabilities]) -> str:
+    try:
+        adapter = adapter_of(model)
+    except ConfigError as error:
+        return str(error)
+    scales = all(can.adapters is not None and can.adapters.scales for can in sites)
+    return why_unservable(adapter.settings, scales=scales) or ""
+
+
+def why_unmerged(trainer: Any) -> str:
+    """Say why the model that a PEFT model trains cannot be given to servers merged; empty: it can."""
+    if sharding := sharding_of(trainer):
+        return (
+            f"PEFT model under {sharding}: adapters are merged where one rank has the whole model, and none has; use "
+            "DDP, or generate with the embedded engine"
+        )
+    if trains_tied_layers(trainer.model):
+        return (
+            "PEFT model whose adapters train the embedding or the output layer, which are one (tie_word_embeddings): "
+            "servers hold one tensor for both; leave these layers out of the adapter, or untie them first"
+        )
+    return ""
+
+
+def write_weights(trainer: Any, folder: Path, *, as_adapter: bool = False) -> None:
+    """Called on every rank, as sharded weights are gathered from all of them; rank 0 writes.
+
+    ``as_adapter``: the trained adapter alone; otherwise the whole model, in which it is merged.
+    """
     accelerator = trainer.accelerator
+    if as_adapter:
+        here = bool(accelerator.is_main_process)
+        if here:
+            shutil.rmtree(folder, ignore_errors=True)  # of a run that was broken off
+        adapter_of(accelerator.unwrap_model(trainer.model)).write(folder, here=here)
+        return
     parts = {}
     if sharding_of(trainer):
         parts["state_dict"] = accelerator.get_state_dict(trainer.model_wrapped)

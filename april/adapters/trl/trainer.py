@@ -28,7 +28,7 @@ from april.adapters.trl.data import (
     sample_reward,
     warn_of_other_rewards,
 )
-from april.adapters.trl.ranks import rows_of_all_ranks, scheduler_of, write_weights
+from april.adapters.trl.ranks import rows_of_all_ranks, scheduler_of, takes_adapters, write_weights
 from april.adapters.trl.tools import Note, ToolLoop, check_notes
 from april.config.engines import TransformersEngineConfig
 from april.config.settings import Config, read_yaml
@@ -55,8 +55,9 @@ def rollout(
     Args:
         config: an :class:`april.Config`, a mapping of its settings, or a YAML file. In the latter two, what GRPOConfig
             says already (batch size, samples per prompt, length, temperature, seed) may be left out.
-        weights_dir: directory that servers of ``config.engine`` can read; new weights go through it. The embedded
-            engine needs none: it reads the trainer's model in place.
+        weights_dir: directory that servers of ``config.engine`` can read; new weights go through it: of a PEFT model
+            the adapter alone, where all servers take adapters, else the whole model. The embedded engine needs none: it
+            reads the trainer's model in place.
         filter: ``(prompt, responses) -> bool``, as for :class:`april.RolloutScheduler`: dynamic sampling with
             :func:`april.rewards_differ`. The trainer's reward functions then run for each finished group (with
             ``group_quorum`` below 1, filter or not, for each finished response), and once more for what is trained.
@@ -115,6 +116,8 @@ class Rollout:
         self._warned = False
         """True once reward functions gave other values when they were asked again."""
         self._saved: dict[str, Any] | None = None
+        self._as_adapter: bool | None = None
+        """Whether servers get a trained adapter as such; None: not known yet, or nothing is for servers."""
         self._weights_of = 0 if self._weights_dir is None else -1
         """Optimizer steps of the weights that the engines have; -1: not known."""
 
@@ -277,7 +280,7 @@ class Rollout:
         if self._saved is not None:
             try:
                 # the saved version is that of these weights, those of a batch that was half trained then included
-                self._written = self._save_weights(trainer)
+                self._written = self._save_weights(trainer, scheduler)
                 scheduler.load_state_dict(self._saved, path=self._written)
             except BaseException:
                 scheduler.close()
@@ -305,7 +308,7 @@ class Rollout:
         step = trainer.state.global_step
         if step == self._weights_of or self.scheduler is None:
             return
-        path = self._save_weights(trainer)
+        path = self._save_weights(trainer, self.scheduler)
         self.scheduler.weight_update(path=path, trained=self._trained)
         if self._is_main and self._written not in (None, path):
             shutil.rmtree(self._written, ignore_errors=True)
@@ -316,12 +319,14 @@ class Rollout:
     def _trained(self) -> int | None:
         return None if self._last_batch is None else self._last_batch.id
 
-    def _save_weights(self, trainer: Any) -> str | None:
+    def _save_weights(self, trainer: Any, scheduler: Any) -> str | None:
         """The directory from which servers get the trainer's present weights; None: the model is read in place."""
         if self._weights_dir is None:
             return None
+        if self._as_adapter is None:
+            self._as_adapter = takes_adapters(trainer, scheduler)
         path = self._weights_dir / f"step_{trainer.state.global_step}"
-        write_weights(trainer, path)
+        write_weights(trainer, path, as_adapter=self._as_adapter)
         return str(path)
 
     def close(self) -> None:

@@ -1,0 +1,151 @@
+"""A trainer's adapter (LoRA, PEFT) as a directory that servers load: its tensors alone, not the model's.
+
+Invariant: nothing of the trainer's is written to. Where the model is spread over ranks, all of them call the same
+methods at the same time, and one writes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+from collections import deque
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+from april.engines.http.adapter_files import TENSORS, why_unservable
+from april.engines.http.weight_directories import ADAPTER_FILE
+from april.errors import ConfigError
+
+KEPT = 2
+"""Directories that are kept besides those that a server may read again: one that is late may read the one before."""
+
+
+def is_adapted(model: Any) -> bool:
+    """Return whether the trained weights are those of an adapter of PEFT."""
+    return isinstance(getattr(model, "peft_config", None), Mapping) and hasattr(model, "get_base_model")
+
+
+@dataclass(frozen=True, slots=True)
+class TrainedAdapter:
+    """The active adapter of a model, before it is written."""
+
+    settings: dict[str, Any]
+    tensors: dict[str, Any] = field(repr=False)
+    """By the names of a saved adapter; parts of them on each rank, where the model is spread over ranks."""
+
+    def write(self, folder: Path, *, here: bool = True, private: bool = False) -> None:
+        """Write it into a fresh directory. Collective where tensors are spread over ranks.
+
+        Args:
+            here: by this rank; if not, by another one.
+            private: readable by this user alone.
+        """
+        whole = {}
+        for name, tensor in self.tensors.items():
+            found = tensor.detach()
+            found = found.full_tensor() if hasattr(found, "full_tensor") else found
+            if here:
+                whole[name] = found.to("cpu").contiguous()
+        if not here:
+            return
+        from safetensors.torch import save_file
+
+        os.makedirs(folder, mode=0o700 if private else 0o777)
+        save_file(whole, folder / TENSORS, metadata={"format": "pt"})
+        (folder / ADAPTER_FILE).write_text(json.dumps(self.settings, indent=1, default=_plain), encoding="utf-8")
+        for file in (TENSORS, ADAPTER_FILE) if private else ():
+            os.chmod(folder / file, 0o600)
+
+
+def adapter_of(model: Any) -> TrainedAdapter:
+    """The active adapter; raises ConfigError if it is not all that is trained, or nothing that servers compute."""
+    configs: Mapping[str, Any] = model.peft_config
+    active = getattr(model, "active_adapters", None) or [model.active_adapter]
+    names = list(active() if callable(active) else active)
+    if len(names) != 1 or names[0] not in configs:
+        raise ConfigError(f"PEFT model with the active adapters {names}: a request names one adapter; activate one")
+    (name,) = names
+    config = configs[name]
+    settings = config.to_dict() if hasattr(config, "to_dict") else dict(vars(config))
+    if (why := why_unservable(settings, scales=True)) is not None:
+        raise ConfigError(f"PEFT adapter {name}: {why}")
+    tensors = {}
+    for key, tensor in model.state_dict(keep_vars=True).items():
+        layer, part, rest = _split(key)
+        if part and (rest == name or rest.startswith(f"{name}.")):
+            tensors[f"{layer}.{part}{rest.removeprefix(name)}"] = tensor
+    if not tensors:
+        raise ConfigError(f"PEFT adapter {name} has no tensors")
+    mine = {id(tensor) for tensor in tensors.values()}
+    besides = [key for key, p in model.named_parameters() if p.requires_grad and id(p) not in mine]
+    if besides:
+        raise ConfigError(
+            f"PEFT model that trains {besides[0]} besides its adapter {name}: servers would go on with the old values; "
+            "train the adapter alone"
+        )
+    return TrainedAdapter({**settings, "inference_mode": True}, tensors)
+
+
+_PARTS = ("lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B")
+
+
+def _split(key: str) -> tuple[str, str, str]:
+    """(layer, part, adapter and the rest) of a parameter's name; no part: it is not of an adapter."""
+    for part in _PARTS:
+        layer, found, rest = key.partition(f".{part}.")
+        if found:
+            return layer, part, rest
+    return key, "", ""
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Enum):
+        return value.value
+    if isinstance(value, (set, frozenset)):
+        return sorted(value)
+    return str(value)
+
+
+class AdapterDirectories:
+    """Directories of april's own, one for each version, below one that is removed at the end.
+
+    Args:
+        within: a directory that the servers read, too; None means a temporary one of this machine.
+    """
+
+    def __init__(self, within: Path | None = None) -> None:
+        self._within = within
+        self._root: Path | None = None
+        self._number = 0
+        self._written: deque[Path] = deque()
+
+    def write(self, adapter: TrainedAdapter) -> str:
+        """Write it into a directory of its own; returns its path. Raises OSError."""
+        if self._root is None:
+            if self._within is not None:
+                self._within.mkdir(parents=True, exist_ok=True)
+            self._root = Path(tempfile.mkdtemp(prefix="april-adapters-", dir=self._within))
+        self._number += 1
+        made = self._root / str(self._number)
+        self._written.append(made)
+        adapter.write(made, private=True)
+        return str(made)
+
+    def keep(self, paths: Collection[str]) -> None:
+        """Remove all but the newest and those that servers may read again, ``paths``."""
+        for made in list(self._written)[:-KEPT]:
+            if str(made) not in paths:
+                shutil.rmtree(made, ignore_errors=True)
+                self._written.remove(made)
+
+    def close(self) -> None:
+        """Remove all of them; idempotent."""
+        if self._root is not None:
+            shutil.rmtree(self._root, ignore_errors=True)
+        self._root = None
+        self._written.clear()

@@ -1,0 +1,461 @@
+"""A version of the policy that is an adapter under a new name: what servers are asked, and whose each token is."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fake_servers.adapters import FakeAdapters, salt_of, write_adapter
+from fake_servers.base import SAYS_NOTHING, ControlFault, PlannedControlFault, uncut
+from fake_servers.sglang import FakeSglangRouter, FakeSglangServer
+from fake_servers.vllm import FakeVllmServer
+from server_fixtures import BOTH, KINDS, PROMPT, ServerThread, connected, read, request, served, settings, until, update
+
+import april
+from april.core.versions import FIRST_VERSION, PolicyVersion
+from april.engines.http.own_adapters import OwnAdapters, is_ours
+from april.engines.http.server_probe import choose_model
+from april.engines.http.weight_labels import WeightLabels
+from april.engines.kinds.factory import open_servers
+from april.errors import EngineError, EngineUnreachable, WeightsGone
+
+both = pytest.mark.parametrize("kind", BOTH)
+LOADS = {"vllm": "/v1/load_lora_adapter", "sglang": "/load_lora_adapter"}
+UNLOADS = {"vllm": "/v1/unload_lora_adapter", "sglang": "/unload_lora_adapter"}
+
+
+def version(n: int) -> PolicyVersion:
+    return PolicyVersion(0, n)
+
+
+def server_of(kind: str, **options: Any) -> Any:
+    return KINDS[kind][0](loras=FakeAdapters(), **options)
+
+
+def under(path: str | None, prompt: list[int] = PROMPT, weights: str = "w0") -> list[int]:
+    """What an uncut response says under an adapter."""
+    return uncut(prompt, weights=weights + ("" if path is None else salt_of(path)))[0]
+
+
+# ---------------------------------------------------------------- what an update asks
+
+
+@both
+async def test_a_version_is_an_adapter_under_a_new_name(kind: str, tmp_path: Path) -> None:
+    """Its requests name it and their tokens are of it; the server is not paused, and its cache is left alone."""
+    async with served(kind, server=server_of(kind)) as (server, engine):
+        assert (await read(engine, request())).tokens == under(None)
+        for n in range(1, 5):
+            path = write_adapter(tmp_path / str(n), n)
+            await update(engine, version(n), path)
+            got = await read(engine, request())
+            assert got.tokens == under(path)
+            assert set(got.versions) == {version(n)}
+            assert (await engine.health()).ok
+        assert len(set(server.loras.ever)) == 4
+        assert all(map(is_ours, server.loras.ever))
+        assert list(server.loras.present) == server.loras.ever[-1:]
+        if kind == "vllm":
+            assert server.pauses == []
+
+
+@both
+async def test_one_directory_may_be_written_again(kind: str, tmp_path: Path) -> None:
+    """Its path is the same, and so is part of a cache's key: the name is another one."""
+    async with served(kind, server=server_of(kind)) as (server, engine):
+        for n in range(1, 4):
+            path = write_adapter(tmp_path, n)
+            await update(engine, version(n), path)
+            assert (await read(engine, request())).tokens == under(path)
+        assert len(set(server.loras.ever)) == 3
+
+
+@both
+async def test_requests_go_on_under_the_adapter_that_they_began_with(kind: str, tmp_path: Path) -> None:
+    """Three versions run at the same time: no token changes its adapter, and each is unloaded when its last request
+    has ended and another update comes."""
+    paths = [write_adapter(tmp_path / str(n), n) for n in range(5)]
+    async with served(kind, server=server_of(kind), stepped=True) as (server, engine):
+        running = []
+        for n in (1, 2, 3):
+            await engine.update_weights(version(n), paths[n])
+            running.append((n, asyncio.create_task(read(engine, request([50 + n, 7, 9])))))
+            await until(lambda n=n: server.open_requests == n)  # type: ignore[misc]
+            server.step(2)
+        assert len(server.loras.present) == 3
+        server.go_on()
+        for n, task in running:
+            got = await task
+            assert got.tokens == under(paths[n], [50 + n, 7, 9])
+            assert set(got.versions) == {version(n)}
+        await engine.update_weights(version(4), paths[4])
+        assert len(server.loras.present) == 1
+
+
+@both
+async def test_a_response_that_is_cut_goes_on_under_the_newest(kind: str, tmp_path: Path) -> None:
+    """Its first part is of the old adapter and its second of the new one, each with its version."""
+    old, new = write_adapter(tmp_path / "old", 1), write_adapter(tmp_path / "new", 2)
+    async with served(kind, server=server_of(kind), stepped=True) as (server, engine):
+        await update(engine, version(1), old)
+        task = asyncio.create_task(read(engine, request(max_tokens=40)))
+        await until(lambda: server.open_requests == 1)
+        server.step(5)
+        paused = asyncio.create_task(engine.pause())
+        first = await task
+        await paused
+        await engine.update_weights(version(2), new)
+        await engine.resume()
+        assert 5 <= len(first.tokens) <= 6
+        assert first.tokens == under(old)[: len(first.tokens)]
+        server.go_on()
+        rest = await read(engine, request([*PROMPT, *first.tokens], 30))
+        assert rest.tokens == under(new, [*PROMPT, *first.tokens])[:30]
+        assert (set(first.versions), set(rest.versions)) == ({version(1)}, {version(2)})
+
+
+@both
+async def test_an_adapter_of_the_start_is_version_0(kind: str, tmp_path: Path) -> None:
+    """Requests name it until april gives another one, and never again."""
+    server = server_of(kind)
+    server.adapters.append("policy")
+    path = write_adapter(tmp_path, 1)
+    async with served(kind, server=server, config={"model": "policy"}) as (server, engine):
+        assert not engine.capabilities.updates_from_disk
+        await read(engine, request())
+        await update(engine, version(1), path)
+        server.adapters.clear()
+        assert (await engine.health()).ok
+        got = await read(engine, request())
+        assert got.tokens == under(path)
+        if kind == "sglang":
+            assert [run.params["lora_path"] for run in server.runs] == ["policy", *server.loras.ever]
+        else:
+            assert [run.model for run in server.runs] == ["policy", *server.loras.ever]
+
+
+@both
+async def test_whole_weights_after_an_adapter(kind: str, tmp_path: Path) -> None:
+    """They are the model itself again, no request names the adapter, and the next one is laid over them."""
+    (tmp_path / "whole").mkdir()
+    (tmp_path / "whole" / "model.safetensors").write_bytes(b"")
+    path = write_adapter(tmp_path / "adapter", 1)
+    async with served(kind, server=server_of(kind)) as (server, engine):
+        await update(engine, version(1), path)
+        await update(engine, version(2), str(tmp_path / "whole"))
+        got = await read(engine, request())
+        assert (got.tokens, set(got.versions)) == (under(None, weights="whole"), {version(2)})
+        assert server.loras.present == {}
+        await update(engine, version(3), path)
+        got = await read(engine, request())
+        assert (got.tokens, set(got.versions)) == (under(path, weights="whole"), {version(3)})
+        assert (await engine.health()).ok
+
+
+# ---------------------------------------------------------------- what goes wrong
+
+
+WRONG = [ControlFault.FAILS, ControlFault.ECHOED, *SAYS_NOTHING]
+
+
+@both
+@pytest.mark.parametrize("wrong", WRONG)
+async def test_a_load_that_fails_hurts_nothing(kind: str, wrong: ControlFault, tmp_path: Path) -> None:
+    """Whatever the server answers, and 200 without the adapter in its list: one sentence, the old version stays, and
+    the next update, under another name, succeeds."""
+    first, second = write_adapter(tmp_path / "1", 1), write_adapter(tmp_path / "2", 2)
+    async with served(kind, server=server_of(kind)) as (server, engine):
+        await update(engine, version(1), first)
+        server.control_faults.append(PlannedControlFault(kind=wrong, route=LOADS[kind]))
+        with pytest.raises(EngineError, match=r"could not load the adapter in .*; it keeps what it had") as caught:
+            await update(engine, version(2), second)
+        assert "\n" not in str(caught.value)
+        assert (await engine.health()).ok
+        got = await read(engine, request())
+        assert (got.tokens, set(got.versions)) == (under(first), {version(1)})
+        await update(engine, version(2), second)
+        got = await read(engine, request())
+        assert (got.tokens, set(got.versions)) == (under(second), {version(2)})
+
+
+@both
+async def test_a_load_that_hangs_hurts_nothing(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server may have it by now: under a name that no request has, and that is unloaded later."""
+    first, second = write_adapter(tmp_path / "1", 1), write_adapter(tmp_path / "2", 2)
+    monkeypatch.setattr("april.engines.vllm.adapters.LOAD_S", 0.01)
+    monkeypatch.setattr("april.engines.sglang.worker.LOAD_ADAPTER_S", 0.01)
+    async with served(kind, server=server_of(kind)) as (server, engine):
+        await update(engine, version(1), first)
+        server.control_faults.append(PlannedControlFault(kind=ControlFault.SILENT, route=LOADS[kind]))
+        with pytest.raises(EngineUnreachable, match=f"{LOADS[kind]} has not answered in 0.01 s"):
+            await update(engine, version(2), second)
+        assert len(server.loras.present) == 2
+        got = await read(engine, request())
+        assert (got.tokens, set(got.versions)) == (under(first), {version(1)})
+        monkeypatch.undo()
+        await update(engine, version(2), second)
+        assert list(server.loras.present) == server.loras.ever[-1:]
+
+
+@both
+@pytest.mark.parametrize("wrong", [ControlFault.FAILS, ControlFault.SILENT])
+async def test_an_unload_that_fails(
+    kind: str, wrong: ControlFault, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The update has succeeded all the same; a warning names the adapter, and the next update tries again."""
+    monkeypatch.setattr("april.engines.vllm.adapters.UNLOAD_S", 0.01)
+    monkeypatch.setattr("april.engines.sglang.worker.UNLOAD_ADAPTER_S", 0.01)
+    paths = [write_adapter(tmp_path / str(n), n) for n in range(4)]
+    async with served(kind, server=server_of(kind)) as (server, engine):
+        await update(engine, version(1), paths[1])
+        server.control_faults.append(PlannedControlFault(kind=wrong, route=UNLOADS[kind], times=2))
+        monkeypatch.setattr(logging.getLogger("april"), "propagate", True)
+        await update(engine, version(2), paths[2])
+        assert (await read(engine, request())).tokens == under(paths[2])
+        kept = server.loras.ever[0]
+        assert f"keeps the adapter {kept}, which april has no use for" in caplog.text
+        monkeypatch.undo()
+        server.control_faults.clear()
+        await update(engine, version(3), paths[3])
+        assert list(server.loras.present) == server.loras.ever[-1:]
+
+
+@both
+@pytest.mark.parametrize("when", [ControlFault.RESTARTS_BEFORE, ControlFault.RESTARTS_AFTER])
+async def test_a_server_that_is_started_anew_as_it_loads(kind: str, when: ControlFault, tmp_path: Path) -> None:
+    """Whether before it reads the adapter or after: the update fails, and no request names what is not there."""
+    first, second = write_adapter(tmp_path / "1", 1), write_adapter(tmp_path / "2", 2)
+    async with served(kind, server=server_of(kind)) as (server, engine):
+        await update(engine, version(1), first)
+        server.control_faults.append(PlannedControlFault(kind=when, route=LOADS[kind]))
+        with pytest.raises(EngineError, match=r"started anew|it keeps what it had"):
+            await update(engine, version(2), second)
+        health = await engine.health()
+        assert not health.current
+        await update(engine, version(2), second)
+        got = await read(engine, request())
+        assert (got.tokens, set(got.versions)) == (under(second), {version(2)})
+
+
+@both
+async def test_a_server_that_was_started_anew_gets_the_adapter_again(kind: str, tmp_path: Path) -> None:
+    """It has its model, and no adapter: requests fail as the engine's fault, its probe says that the weights are gone,
+    and the same directory loads under another name."""
+    path = write_adapter(tmp_path, 1)
+    async with served(kind, server=server_of(kind)) as (server, engine):
+        await update(engine, version(1), path)
+        await server.restart()
+        assert type((await read(engine, request())).error) is EngineError
+        health = await engine.health()
+        assert not health.current
+        await update(engine, version(1), path)
+        assert (await engine.health()).ok
+        got = await read(engine, request())
+        assert (got.tokens, set(got.versions)) == (under(path), {version(1)})
+        assert len(server.loras.ever) == 2
+
+
+@both
+async def test_somebody_else_unloads_the_adapter(kind: str, tmp_path: Path) -> None:
+    """The process is the same, and the probe sees it all the same."""
+    async with served(kind, server=server_of(kind)) as (server, engine):
+        await update(engine, version(1), write_adapter(tmp_path, 1))
+        name = server.loras.ever[0]
+        server.loras.present.clear()
+        health = await engine.health()
+        assert (health.ok, health.current) == (False, False)
+        assert f"no adapter {name} any more" in health.detail
+
+
+@both
+async def test_an_adapter_is_of_the_model_that_the_run_gave(kind: str, tmp_path: Path) -> None:
+    """A server that is started anew has lost whole weights of an update; the adapter would be laid over others."""
+    (tmp_path / "whole").mkdir()
+    (tmp_path / "whole" / "model.safetensors").write_bytes(b"")
+    path = write_adapter(tmp_path / "adapter", 1)
+    async with served(kind, server=server_of(kind)) as (server, engine):
+        await update(engine, version(1), str(tmp_path / "whole"))
+        await update(engine, version(2), path)
+        await server.restart()
+        with pytest.raises(WeightsGone, match="to which the adapter belongs; update it with whole weights"):
+            await update(engine, version(3), path)
+
+
+@both
+async def test_somebody_else_changes_the_model_below(kind: str, tmp_path: Path) -> None:
+    """Tokens of an adapter over other weights are nobody's."""
+    async with served(kind, server=server_of(kind), stepped=True) as (server, engine):
+        await update(engine, version(1), write_adapter(tmp_path, 1))
+        task = asyncio.create_task(read(engine, request()))
+        await until(lambda: server.open_requests == 1)
+        server.step(2)
+        server.label = "step-7"
+        server.go_on()
+        got = await task
+        assert "somebody else changes its weights" in str(got.error)
+        assert not (await engine.health()).current
+
+
+async def test_workers_of_a_router_have_one_name(tmp_path: Path) -> None:
+    """A request may come to any of them; if one cannot load it, all go on under what they have."""
+    workers = [FakeSglangServer(loras=FakeAdapters()) for _ in range(2)]
+    first, second = write_adapter(tmp_path / "1", 1), write_adapter(tmp_path / "2", 2)
+    with_threads = [await worker.start() for worker in workers]
+    router = FakeSglangRouter(with_threads)
+    await router.start()
+    (engine,) = await open_servers(settings("sglang", *with_threads, router=router.url))
+    try:
+        await update(engine, version(1), first)
+        assert workers[0].loras.ever == workers[1].loras.ever  # type: ignore[union-attr]
+        workers[1].control_faults.append(PlannedControlFault(kind=ControlFault.FAILS, route=LOADS["sglang"]))
+        with pytest.raises(EngineError, match="could not load the adapter"):
+            await update(engine, version(2), second)
+        for _ in workers:
+            assert (await read(engine, request())).tokens == under(first)
+        assert (await engine.health()).ok
+    finally:
+        await engine.close()
+        await router.close()
+        for worker in workers:
+            await worker.close()
+
+
+async def test_several_api_processes_take_no_adapters() -> None:
+    """A load reaches one of them, and the requests of the others would not find it."""
+    async with served("vllm", server=FakeVllmServer(loras=FakeAdapters(), processes=2)) as (_, engine):
+        assert engine.capabilities.adapters is None
+        assert "--api-server-count 1" in engine.capabilities.adapters_need
+
+
+async def test_a_vllm_without_developer_routes_says_it_by_a_refusal() -> None:
+    """It does not show its settings: a load that must fail tells whether it takes adapters."""
+    async with served("vllm", server=FakeVllmServer(developer=False, loras=FakeAdapters())) as (server, engine):
+        assert engine.capabilities.adapters is not None
+        assert server.loras.ever == []
+
+
+# ---------------------------------------------------------------- names
+
+
+def test_names_of_april_are_no_models() -> None:
+    """What a run has left behind on a server is nobody's choice, unless it is named."""
+    card = {"id": "m", "root": "/m"}
+    left = "april-v0.3-abcdef.2"
+    listed = {"data": [card, {"id": left, "parent": "m"}]}
+    assert choose_model("http://h:1", listed, None).name == "m"
+    assert choose_model("http://h:1", listed, left).base == "m"
+    assert not is_ours("april-policy")
+
+
+def test_no_name_is_given_twice() -> None:
+    """Not even to the same version of an update that failed."""
+    own = OwnAdapters(WeightLabels())
+    names = [own.fresh(version(1), "p").name for _ in range(3)]
+    assert len(set(names)) == 3
+    assert all(map(is_ours, names))
+    assert own.send("a") is None
+    assert own.base == FIRST_VERSION
+
+
+@both
+async def test_two_engines_at_one_server_leave_each_other_alone(kind: str, tmp_path: Path) -> None:
+    """Each has names of its own, and unloads no others."""
+    async with served(kind, server=server_of(kind)) as (server, engine):
+        await update(engine, version(1), write_adapter(tmp_path / "1", 1))
+        other = await connected(kind, server)
+        await update(other, version(1), write_adapter(tmp_path / "2", 2))
+        assert len(server.loras.present) == 2
+        assert (await read(engine, request())).tokens != (await read(other, request())).tokens
+        await other.close()
+
+
+# ---------------------------------------------------------------- a run
+
+
+def run_of(server: Any, kind: str, **more: Any) -> april.Config:
+    engine = {"kind": kind, "urls": [server.url], "vocab_size": 512, "eos_token_ids": [2], "max_len": 200}
+    return april.Config(
+        rollout_batch_size=2, n_samples_per_prompt=2, over_sampling_batch_size=4, max_response_len=60, engine=engine,
+        max_staleness=8, **more,
+    )  # fmt: skip
+
+
+def hold_to(sample: Any, paths: Sequence[str | None]) -> int:
+    """Every token is what the adapter of its version (None: the model) says after those before it; counts segments."""
+    before = sample.prompt.token_ids.tolist()
+    for segment in sample.segments:
+        said = sample.tokens[segment.start : segment.start + segment.count].tolist()
+        assert said == under(paths[segment.version.n], before)[: len(said)]
+        before += said
+    return len(sample.segments)
+
+
+@both
+def test_a_run_with_cut_and_resumed_responses(kind: str, tmp_path: Path) -> None:
+    """Eight updates by adapter: every token is what the adapter of its version says after those before it."""
+    server = server_of(kind)
+    prompts = [[3 + i, 7, 9] for i in range(80)]
+    paths: list[str | None] = [None]
+    segments = 0
+    with ServerThread(server):
+        config = run_of(server, kind)
+        with april.RolloutScheduler(config, prompts=prompts, reward=lambda p, r: 1.0) as scheduler:
+            for n in range(1, 9):
+                for sample in scheduler.next_batch().samples:
+                    segments += hold_to(sample, paths)
+                paths.append(write_adapter(tmp_path / str(n), n))
+                assert scheduler.weight_update(path=paths[n]) == version(n)
+            scheduler.validate()
+    assert segments > 8 * 4, "no response was cut"
+    assert not server.violations
+    assert len(server.loras.ever) == 8
+
+
+@both
+def test_a_server_that_dies_in_the_middle_is_given_the_present_adapter(kind: str, tmp_path: Path) -> None:
+    """april loads the directory of the present version again, and no token is of anything else."""
+    server = server_of(kind)
+    prompts = [[3 + i, 7, 9] for i in range(80)]
+    path = write_adapter(tmp_path, 1)
+    with ServerThread(server) as thread:
+        config = run_of(server, kind)
+        with april.RolloutScheduler(config, prompts=prompts, reward=lambda p, r: 1.0) as scheduler:
+            scheduler.next_batch()
+            scheduler.weight_update(path=path)
+            scheduler.next_batch()
+            thread.call(server.restart())
+            (response,) = scheduler.evaluate([[90, 7, 9]]).responses[0]  # which nothing that is finished can answer
+            assert response.tokens.tolist() == under(path, [90, 7, 9])[: len(response.tokens)]
+            batch = scheduler.next_batch()
+            scheduler.validate()
+            for sample in batch.samples:
+                hold_to(sample, [None, path])
+    assert len(server.loras.ever) >= 2
+    assert not server.violations
+
+
+@both
+def test_a_second_server_that_is_gone_is_left_out(kind: str, tmp_path: Path) -> None:
+    """The update goes on without it, and it gets the adapter when it is back."""
+    servers = [server_of(kind) for _ in range(2)]
+    prompts = [[3 + i, 7, 9] for i in range(200)]
+    with ServerThread(*servers) as thread:
+        config = run_of(servers[0], kind)
+        urls = (servers[0].url, servers[1].url)
+        config = config.model_copy(update={"engine": config.engine.model_copy(update={"urls": urls})})
+        with april.RolloutScheduler(config, prompts=prompts, reward=lambda p, r: 1.0) as scheduler:
+            scheduler.next_batch()
+            thread.call(servers[1].close())
+            assert scheduler.weight_update(path=write_adapter(tmp_path / "1", 1)) == version(1)
+            scheduler.next_batch()
+            thread.call(servers[1].restart())
+            assert scheduler.weight_update(path=write_adapter(tmp_path / "2", 2)) == version(2)
+            scheduler.next_batch()
+            scheduler.validate()
+    assert len(servers[0].loras.ever) == 2
+    assert not servers[0].violations
+    assert not servers[1].violations
