@@ -456,7 +456,7 @@ def test_ranks_that_share_a_model_or_its_rows_are_refused_where_april_cannot_ser
     made(model, adapter.rollout(**TO_SERVERS), trl.prompts(4), fsdp=2)
     made(model, adapter.rollout(**TO_SERVERS), trl.prompts(4), stage=3)
     model.peft_config = {}
-    with pytest.raises(april.ConfigError, match="PEFT model under ZeRO-3: adapters are merged where one rank has the whole model"):
+    with pytest.raises(april.ConfigError, match="PEFT model under ZeRO-3: adapters are merged where one rank has"):
         made(model, adapter.rollout(**TO_SERVERS), trl.prompts(4), stage=3)
 
 

@@ -155,6 +155,8 @@ class FakeSglangServer(FakeServer[FakeSglangRun]):
 
     def _forget(self, weights: str) -> None:
         super()._forget(weights)
+        if self.loras is not None:
+            self.loras.present.clear()
         self.groups, self.session = {}, False
 
     def _routes(self) -> list[web.RouteDef]:
@@ -434,11 +436,6 @@ class FakeSglangServer(FakeServer[FakeSglangRun]):
             return _said_of(False, "no weight-update session is open; call begin_weight_update() first")
         self.session = False
         return _said_of(True, "Success")
-    def _forget(self, weights: str) -> None:
-        super()._forget(weights)
-        if self.loras is not None:
-            self.loras.present.clear()
-
     async def _load_adapter(self, request: web.Request) -> web.Response:
         body = await request.json()
         assert self.loras is not None
