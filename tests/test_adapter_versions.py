@@ -459,3 +459,15 @@ def test_a_second_server_that_is_gone_is_left_out(kind: str, tmp_path: Path) -> 
     assert len(servers[0].loras.ever) == 2
     assert not servers[0].violations
     assert not servers[1].violations
+
+
+def test_requests_that_live_through_updates_have_adapters_to_their_end(tmp_path: Path) -> None:
+    """To keep them would leave them on old adapters for good: refused by name, and nothing has happened."""
+    server = server_of("vllm")
+    with ServerThread(server):
+        config = run_of(server, "vllm", generation="continuous", on_weight_update="keep")
+        with april.RolloutScheduler(config, prompts=[[3, 7, 9]] * 9, reward=lambda p, r: 1.0) as scheduler:
+            with pytest.raises(april.ConfigError, match="on_weight_update: keep would leave those in flight"):
+                scheduler.weight_update(path=write_adapter(tmp_path, 1))
+            assert scheduler.version == FIRST_VERSION
+    assert server.loras.ever == []

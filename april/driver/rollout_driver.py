@@ -300,7 +300,10 @@ class RolloutDriver:
         """
         self._raise_if_broken()
         update = update or WeightUpdate(transfer)
-        path = directory_for(self._here(), self._servers(), path, written=update.transfers)
+        path = directory_for(
+            self._here(), self._servers(), path, written=update.transfers,
+            in_flight=self.core.settings.on_weight_update,
+        )  # fmt: skip
         self._out("weight_update", trained)
         async with self._asking:
             content = await self._content_of(path)

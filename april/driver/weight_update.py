@@ -18,6 +18,7 @@ from typing import Any
 
 from april.core import commands as do
 from april.core import events as ev
+from april.core.types import OnWeightUpdate
 from april.core.versions import PolicyVersion
 from april.driver.loop_thread import LoopThread, Reply, result_of
 from april.driver.user_code import call_user_code, describe
@@ -287,8 +288,9 @@ UNCHANGED = {
 
 
 def directory_for(
-    engines: Iterable[Engine], servers: Sequence[str], path: str | None, *, written: bool, what: str = "weight_update"
-) -> str | None:
+    engines: Iterable[Engine], servers: Sequence[str], path: str | None, *, written: bool, what: str = "weight_update",
+    in_flight: OnWeightUpdate = OnWeightUpdate.RESUBMIT,
+) -> str | None:  # fmt: skip
     """The path of an update as all engines understand it: absolute for servers, which run in another directory.
 
     Args:
@@ -296,12 +298,18 @@ def directory_for(
         servers: names of those, here and elsewhere, that do not read the trainer's own model.
         written: the weights are handed over by a transfer.
         what: name of the call.
+        in_flight: what requests do meanwhile.
 
     Raises:
         ConfigError: neither a path nor a transfer is given, and there are servers: theirs would be other weights than
             those that the version means; or the path is one of an adapter that an engine cannot take.
     """
     if path is not None and is_adapter(path):
+        if in_flight is not OnWeightUpdate.RESUBMIT:
+            raise ConfigError(
+                f"{what}: {path} is an adapter, which a request keeps to its end: on_weight_update: {in_flight} would "
+                "leave those in flight on old ones; set on_weight_update: resubmit"
+            )
         for engine in engines:
             can = engine.capabilities
             if (why := why_refused(path, can.adapters)) is not None:

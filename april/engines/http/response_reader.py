@@ -291,7 +291,7 @@ class ResponseReader:
             if end > start:
                 self._last.append((ids[start:end], logprobs[start:end], version))
 
-    def _name_all(self, labels: WeightLabels, spans: Sequence[Span], total: int) -> None:
+    def _name_all(self, labels: ReadingLabels, spans: Sequence[Span], total: int) -> None:
         """The versions of all tokens of a response whose weights have changed; the sure ones are as they were."""
         if not cover(spans, total):
             raise self._parser.wrong(f"has version spans that do not cover its {total} tokens one after the other")
