@@ -43,6 +43,7 @@ from april.errors import ConfigError, RolloutError, SchedulerClosed
 from april.export import Exporter
 from april.record.file import RunRecord
 from april.view.observers import Observers
+from april.weights.adapter_updates import AdapterUpdates
 from april.weights.sender import WeightSender
 from april.weights.source import weight_source
 
@@ -157,6 +158,8 @@ class RolloutScheduler:
         functions = UserFunctions(rollout, reward, group_reward, filter, detokenizer, self._gateway)
         self._asking: object | None = None  # the call that waits for a batch
         self._update: TrainerUpdate | None = None  # the last weight update, until a call has heard its end
+        self._adapters = AdapterUpdates(config)
+        self._adapted: str | None = None  # the directory of an adapter that april has written for it
         self._thread = self._loop_type()
         others: OtherHosts | None = None
         made: Sequence[Engine] = ()
@@ -281,7 +284,8 @@ class RolloutScheduler:
                 refused.
             weights: a module, a mapping, or an iterable of (Hugging Face name, tensor) that can be gone through again:
                 sent from this process to the engines, in buckets, without a directory. An engine that fails meanwhile
-                is left out if there are others. See docs/servers.md.
+                is left out if there are others. Of a module with an adapter (PEFT LoRA) the adapter alone is written
+                into a directory of april's own, where all engines take adapters. See docs/servers.md.
             trained: number (``batch.id``) of the last batch that these weights were trained on; it and those before it
                 are committed. None: the oldest batch that is out and of no update before this one, as each is made of
                 one batch, in the order of delivery. Name it if one update trains several, or if one batch brings
@@ -474,22 +478,29 @@ class RolloutScheduler:
             raise ConfigError(f"{what}: transfer must be a function, got {type(transfer).__name__}")
         sender = None
         hand_over: Callable[[Sequence[str]], Any] | None = None if transfer is None else lambda engines: transfer()
-        if weights is not None:
-            if path is not None or transfer is not None:
-                raise ConfigError(f"{what}: april itself sends weights=; leave out path= and transfer=")
-            sender = self._sender()
-            sender.refuse_engines(what, self._elsewhere())
-            hand_over = partial(sender.send, weight_source(weights))
+        if weights is not None and (path is not None or transfer is not None):
+            raise ConfigError(f"{what}: april itself sends weights=; leave out path= and transfer=")
         self._thread.refuse_waiting()
         handed_out = self._driver.handed_out if named is None else None
         asked = (what, path, transfer is not None, weights is not None, named, handed_out)
         call = self._update
         if call is None or not call.is_for(asked):
+            self._adapted = None
+            if weights is not None:
+                self._adapted, weights = self._adapters.prepare(what, weights, self._engines, self._elsewhere())
+            if weights is not None:
+                sender = self._sender()
+                sender.refuse_engines(what, self._elsewhere())
+                hand_over = partial(sender.send, weight_source(weights))
             call = TrainerUpdate(self._thread, hand_over, asked, sender)
             self._update = call
+        path = path or self._adapted
         version = call.carry_out(lambda update: run(path, update=update))
         if self._update is call:
             self._update = None
+            if self._adapted is not None:
+                self._adapters.done(self._engines, self._thread.call)
+            self._adapted = None
         return version
 
     def _elsewhere(self) -> list[str]:
@@ -572,6 +583,7 @@ class RolloutScheduler:
             self._thread.stop(answers=ended is not False)
             self._gateway.close()
             self._observers.close()
+            self._adapters.close()
         error = closing.error()
         if error is not None and not isinstance(error, CancelledError):
             raise error

@@ -128,6 +128,8 @@ class SimulatedEngineConfig(Model):
     """Spread of log length within a prompt."""
 
 
+THIS_MACHINE = ("localhost", "127.0.0.1", "::1")
+"""Hosts in addresses of servers that see this machine's files."""
 Url = Annotated[str, AfterValidator(checked_url)]
 Urls = Annotated[tuple[Url, ...], BeforeValidator(one_or_more), Field(min_length=1)]
 

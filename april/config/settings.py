@@ -176,6 +176,9 @@ class Config(Model):
     weights: WeightsRoute = WeightsRoute.AUTO
     """Way of new weights to servers, where a trainer's adapter chooses: by a directory that they read (disk), sent from
     the trainer's process (collective), or the latter where all servers offer it (auto)."""
+    adapters_dir: str | None = None
+    """Directory that all servers read, for the adapters (LoRA) that weight_update(weights=model) writes. None means a
+    temporary one, for servers on this machine."""
     allow_mismatch: bool = False
     """Accept sampling parameters under which a trainer's recomputed log-probabilities cannot match."""
     seed: Seed = 0

@@ -228,6 +228,15 @@ class SharesModel(Protocol):
 
 
 @runtime_checkable
+class KeepsAdapters(Protocol):
+    """Engines whose server reads adapters (LoRA) from directories, perhaps again and again."""
+
+    def adapter_paths(self) -> frozenset[str]:
+        """Return those that it may read again: of the present version, and of versions under which requests run."""
+        ...
+
+
+@runtime_checkable
 class ShowsWeights(Protocol):
     """Engines whose weights can be compared with those of another process."""
 

@@ -6,6 +6,7 @@ methods at the same time, and one writes.
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import shutil
@@ -60,6 +61,19 @@ class TrainedAdapter:
         (folder / ADAPTER_FILE).write_text(json.dumps(self.settings, indent=1, default=_plain), encoding="utf-8")
         for file in (TENSORS, ADAPTER_FILE) if private else ():
             os.chmod(folder / file, 0o600)
+
+
+def merged(model: Any) -> Any:
+    """The base model of a PEFT model with the active adapters merged in: a copy in main memory."""
+    import torch
+
+    known: dict[int, Any] = {id(p): torch.nn.Parameter(_on_cpu(p), requires_grad=False) for p in model.parameters()}
+    known |= {id(b): _on_cpu(b) for b in model.buffers()}
+    return copy.deepcopy(model, known).merge_and_unload()
+
+
+def _on_cpu(tensor: Any) -> Any:
+    return tensor.detach().to("cpu", copy=True)
 
 
 def adapter_of(model: Any) -> TrainedAdapter:

@@ -274,7 +274,10 @@ def _require_sendable(name: str, tensor: Any) -> None:
         raise ConfigError(f"weights: {name} is of an adapter; {_ADAPTERS}")
 
 
-_ADAPTERS = "send adapters as such (weight_update(adapter=...)), or merge them into a copy of the model and give that"
+_ADAPTERS = (
+    "save it (save_pretrained) and give its directory as path= to servers that take adapters, or merge it into a copy "
+    "of the model and give that"
+)
 
 
 # ---------------------------------------------------------------- a module

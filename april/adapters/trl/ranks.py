@@ -6,7 +6,6 @@ not give the same numbers back in bfloat16.
 
 from __future__ import annotations
 
-import copy
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,7 +18,7 @@ from april.engines.http.adapter_files import why_unservable
 from april.engines.protocol import Capabilities
 from april.errors import ConfigError, RolloutError
 from april.scheduler import RolloutScheduler
-from april.weights.adapter import adapter_of, is_adapted
+from april.weights.adapter import adapter_of, is_adapted, merged
 
 
 def scheduler_of(trainer: Any, config: Config, address: str | None, **arguments: Any) -> Any:
@@ -140,19 +139,6 @@ def write_weights(trainer: Any, folder: Path, *, as_adapter: bool = False) -> No
         if getattr(model, "peft_config", None) is not None:
             model = merged(model)
         model.save_pretrained(folder, **parts)
-
-
-def merged(model: Any) -> Any:
-    """The base model of a PEFT model with the active adapters merged in: a copy in main memory."""
-    import torch
-
-    known: dict[int, Any] = {id(p): torch.nn.Parameter(_on_cpu(p), requires_grad=False) for p in model.parameters()}
-    known |= {id(b): _on_cpu(b) for b in model.buffers()}
-    return copy.deepcopy(model, known).merge_and_unload()
-
-
-def _on_cpu(tensor: Any) -> Any:
-    return tensor.detach().to("cpu", copy=True)
 
 
 def trains_tied_layers(model: Any) -> bool:

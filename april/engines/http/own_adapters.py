@@ -80,6 +80,10 @@ class OwnAdapters:
         used = {adapter.name for adapter in self._sent.values()}
         return [adapter for adapter in self._others.values() if adapter.name not in used]
 
+    def all(self) -> list[Loaded]:
+        """Return all that the server may have."""
+        return [*self._others.values(), *(() if self.present is None else (self.present,))]
+
     def gone(self, adapter: Loaded) -> None:
         """Record that the server does not have it any more."""
         self._others.pop(adapter.name, None)

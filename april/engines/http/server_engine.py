@@ -231,6 +231,10 @@ class ServerEngine:
         if self._not_whole:
             raise EngineError(f"{self._not_whole}: an adapter does not mend that, so give whole weights first")
 
+    def adapter_paths(self) -> frozenset[str]:
+        """Return the directories of adapters that the server may read again."""
+        return self._adapters.paths(self._admission.inside)
+
     def require_idle(self) -> None:
         """Raises EngineError while requests run: their tokens would be of no version."""
         if self._admission.inside:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Sequence
+from contextlib import suppress
 
 from april.config.engines import SglangEngineConfig
 from april.core.sampling import attempt_seed
@@ -33,6 +34,8 @@ from april.server_text import quoted
 
 ABORTS_AT_ONCE = 32
 """Abort calls on their way to one server; hundreds at the same time have killed servers."""
+FORGET_S = 5.0
+"""Longest wait at the end for the servers to forget adapters."""
 HEALTH_S = 5.0
 """Longest wait for the answers that a health probe needs."""
 STREAM_INTERVAL = 16
@@ -328,7 +331,11 @@ class SglangEngine(ServerEngine):
                 raise EngineError(f"the router {self._requests.url} is not ready: /readiness answers {reply.status}")
 
     async def close(self) -> None:
-        """Calls in flight break; a worker that stands still for a transfer goes on."""
+        """Calls in flight break, adapters are forgotten, and a worker that stands still for a transfer goes on."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(FORGET_S):
+                for adapter in self._adapters.all():
+                    await asyncio.gather(*(w.unload_adapter(adapter) for w in self.workers))
         await asyncio.gather(*(transfer.resume() for transfer in self._transfers), return_exceptions=True)
         await self._requests.close()
         for worker in self.workers:

@@ -13,7 +13,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from april.config.engines import VllmEngineConfig
+from april.config.engines import THIS_MACHINE, VllmEngineConfig
 from april.core.versions import FIRST_VERSION, PolicyVersion
 from april.engines.http.http_client import HttpClient, control, nothing, says, text_under, words_of
 from april.engines.http.response_reader import ResponseReader
@@ -41,11 +41,12 @@ from april.server_text import quoted
 
 LOAD_WEIGHTS_S = 3600.0
 """Longest wait for a server to read its weights."""
+FORGET_S = 5.0
+"""Longest wait at the end for a server to forget adapters."""
 RESET_TRIES = 20
 RESET_WAIT_S = 0.1
 """The cache cannot be emptied for a moment after the last request has gone."""
 WEIGHT_FILES = ("*.safetensors", "*.bin", "*.pt")
-THIS_MACHINE = ("localhost", "127.0.0.1", "::1")
 
 
 class VllmEngine(TransferEngine):
@@ -365,7 +366,11 @@ class VllmEngine(TransferEngine):
         return reply.ok and says("is_paused", True)(words_of(reply)) and not self._pauses.now
 
     async def close(self) -> None:
-        """Calls in flight break."""
+        """Calls in flight break, and the server forgets april's adapters."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(FORGET_S):
+                for adapter in self._adapters.all():
+                    await unload_adapter(self._client, adapter)
         await self._client.close()
 
 

@@ -1,0 +1,79 @@
+"""``weight_update(weights=...)`` of a model with an adapter (PEFT): by its directory, or merged where none is taken."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from april.config.engines import THIS_MACHINE, ServerEngineConfig
+from april.config.settings import Config
+from april.engines.http.adapter_files import why_unservable
+from april.engines.protocol import Engine, KeepsAdapters
+from april.errors import ConfigError
+from april.weights.adapter import AdapterDirectories, adapter_of, is_adapted, merged
+
+log = logging.getLogger("april")
+
+
+class AdapterUpdates:
+    """The adapters that april itself writes, in directories of its own."""
+
+    def __init__(self, config: Config) -> None:
+        within = config.adapters_dir
+        self._directories = AdapterDirectories(None if within is None else Path(within))
+        self._far = [] if within is not None or not isinstance(config.engine, ServerEngineConfig) else [
+            url for url in config.engine.urls if urlsplit(url).hostname not in THIS_MACHINE
+        ]  # fmt: skip
+        self._shared = within is not None
+        self._said = False
+
+    def prepare(
+        self, what: str, weights: Any, engines: Sequence[Engine], elsewhere: Sequence[str]
+    ) -> tuple[str | None, Any]:
+        """What an update is made with: a directory, or weights to be sent. No engine has heard of it yet.
+
+        Raises ConfigError for a model with an adapter that the engines take neither as such nor merged.
+        """
+        if not is_adapted(weights):
+            return None, weights
+        if all(engine.capabilities.shares_weights for engine in engines):
+            return None, weights
+        lacking = [engine for engine in engines if engine.capabilities.adapters is None]
+        if lacking:
+            can = lacking[0].capabilities
+            need = can.adapters_need or "use servers that take adapters"
+            if elsewhere or not all(engine.capabilities.collective for engine in engines):
+                raise ConfigError(
+                    f"{what}: weights= is a model with an adapter (PEFT), and engine {lacking[0].name} takes none; "
+                    f"{need}"
+                )
+            if not self._said:
+                log.warning(
+                    "engine %s takes no adapters, so the whole model is sent, the adapter merged into a copy; %s",
+                    lacking[0].name, need,
+                )  # fmt: skip
+            self._said = True
+            return None, merged(weights)
+        if (self._far or elsewhere) and not self._shared:
+            raise ConfigError(
+                f"{what}: {[*self._far, *elsewhere][0]} is on another machine and loads an adapter from a directory; "
+                "set adapters_dir to one that all servers read"
+            )
+        adapter = adapter_of(weights)
+        scales = all(e.capabilities.adapters is not None and e.capabilities.adapters.scales for e in engines)
+        if (why := why_unservable(adapter.settings, scales=scales)) is not None:
+            raise ConfigError(f"{what}: the adapter cannot be served: {why}; give a merged copy of the model")
+        return self._directories.write(adapter), None
+
+    def done(self, engines: Sequence[Engine], ask: Callable[[Callable[[], Any]], Any]) -> None:
+        """Remove directories that no server may read again; ``ask`` calls a function on april's loop."""
+        self._directories.keep(
+            ask(lambda: {p for e in engines if isinstance(e, KeepsAdapters) for p in e.adapter_paths()})
+        )
+
+    def close(self) -> None:
+        """Remove all directories; idempotent."""
+        self._directories.close()

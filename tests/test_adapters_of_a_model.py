@@ -1,0 +1,172 @@
+"""``weight_update(weights=model)`` of a model with an adapter: what is written for servers, where, and for how long."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from fake_servers.adapters import FakeAdapters, write_adapter
+from fake_servers.vllm import FakeVllmServer
+from safetensors.torch import load_file
+from server_fixtures import ServerThread
+
+import april
+from april.core.versions import PolicyVersion
+from april.engines.http.adapter_files import header_of, why_refused
+from april.engines.protocol import AdapterSite
+from april.errors import ConfigError
+from april.weights.adapter import AdapterDirectories, adapter_of, is_adapted
+
+
+class Adapted(torch.nn.Module):
+    """A layer with an adapter, named as PEFT names it."""
+
+    def __init__(self, *, rank: int = 2, **settings: Any) -> None:
+        super().__init__()
+        layer = torch.nn.Module()
+        layer.base_layer = torch.nn.Linear(8, 8, bias=False).requires_grad_(False)
+        for part, shape in (("lora_A", (8, rank)), ("lora_B", (rank, 8))):
+            setattr(layer, part, torch.nn.ModuleDict({"default": torch.nn.Linear(*shape, bias=False)}))
+        self.base_model = torch.nn.ModuleDict({"model": torch.nn.ModuleDict({"q_proj": layer})})
+        said = {"peft_type": "LORA", "r": rank, "lora_alpha": 4, "target_modules": {"q_proj"}, "bias": "none"}
+        self.peft_config = {"default": SimpleNamespace(to_dict=lambda: said | settings)}
+        self.active_adapter = "default"
+
+    def get_base_model(self) -> torch.nn.Module:
+        return self.base_model
+
+
+def run_of(server: FakeVllmServer, **more: Any) -> april.Config:
+    engine = {"kind": "vllm", "urls": [server.url], "vocab_size": 512, "eos_token_ids": [2], "max_len": 200}
+    return april.Config(rollout_batch_size=2, n_samples_per_prompt=2, max_response_len=30, engine=engine, **more)
+
+
+def test_the_adapter_alone_is_written(tmp_path: Path) -> None:
+    """Under the names of a saved adapter, with its settings; nobody else may read it."""
+    model = Adapted()
+    made = tmp_path / "adapter"
+    adapter_of(model).write(made, private=True)
+    tensors = load_file(made / "adapter_model.safetensors")
+    names = {f"base_model.model.q_proj.lora_{part}.weight" for part in "AB"}
+    assert tensors.keys() == names
+    layer = model.base_model["model"]["q_proj"]  # type: ignore[index]
+    assert torch.equal(tensors["base_model.model.q_proj.lora_A.weight"], layer.lora_A["default"].weight)
+    said = json.loads((made / "adapter_config.json").read_text())
+    assert (said["r"], said["target_modules"], said["inference_mode"]) == (2, ["q_proj"], True)
+    assert why_refused(str(made), AdapterSite(max_rank=2)) is None
+    assert {stat.S_IMODE(os.stat(f).st_mode) for f in made.iterdir()} == {0o600}
+    assert stat.S_IMODE(made.stat().st_mode) == 0o700
+
+
+@pytest.mark.parametrize(
+    ("settings", "why"),
+    [
+        ({"use_dora": True}, "DoRA"),
+        ({"peft_type": "IA3"}, "of the kind IA3"),
+        ({"init_lora_weights": "olora"}, "changes the base"),
+    ],
+    ids=str,
+)
+def test_what_servers_do_not_compute(settings: dict[str, Any], why: str) -> None:
+    """It is refused before anything is written."""
+    with pytest.raises(ConfigError, match=why):
+        adapter_of(Adapted(**settings))
+
+
+def test_what_is_trained_besides_the_adapter() -> None:
+    """Servers would go on with its old values; two active adapters are no one name."""
+    model = Adapted()
+    model.get_parameter("base_model.model.q_proj.base_layer.weight").requires_grad_(True)
+    with pytest.raises(ConfigError, match=r"trains base_model\.model\.q_proj\.base_layer\.weight besides its adapter"):
+        adapter_of(model)
+    model = Adapted()
+    model.active_adapters = ["default", "other"]
+    with pytest.raises(ConfigError, match="a request names one adapter"):
+        adapter_of(model)
+    assert is_adapted(model)
+    assert not is_adapted(torch.nn.Linear(2, 2))
+
+
+def test_a_run_hands_over_the_adapter_of_its_model() -> None:
+    """Each update is a directory of its own, which is gone some updates later, and at the end all are."""
+    model, server, seen = Adapted(), FakeVllmServer(loras=FakeAdapters()), list[Path]()
+    assert server.loras is not None
+    load = server.loras.load
+
+    def noted(name: str, path: str) -> str:
+        seen.append(Path(path))
+        return load(name, path)
+
+    server.loras.load = noted  # type: ignore[method-assign]
+    prompts = [[3 + i, 7, 9] for i in range(80)]
+    with ServerThread(server):
+        with april.RolloutScheduler(run_of(server), prompts=prompts, reward=lambda p, r: 1.0) as scheduler:
+            for n in range(1, 6):
+                scheduler.next_batch()
+                with torch.no_grad():
+                    model.get_parameter("base_model.model.q_proj.lora_B.default.weight").add_(1.0)
+                assert scheduler.weight_update(weights=model) == PolicyVersion(0, n)
+                assert [path.exists() for path in seen][-2:] == [True] * min(n, 2)
+                assert not any(path.exists() for path in seen[:-2])
+            assert len(set(server.loras.present.values())) == 1
+        assert not any(path.exists() for path in seen)
+        assert not seen[0].parent.exists()
+        assert server.loras.present == {}
+    assert len(seen) == 5
+    assert not server.violations
+
+
+def test_an_update_that_fails_keeps_what_requests_run_under() -> None:
+    """The directory of the present version is there still, for servers that read it again."""
+    model, server = Adapted(), FakeVllmServer(loras=FakeAdapters())
+    assert server.loras is not None
+    prompts = [[3 + i, 7, 9] for i in range(80)]
+    with ServerThread(server), april.RolloutScheduler(
+        run_of(server), prompts=prompts, reward=lambda p, r: 1.0
+    ) as scheduler:
+        scheduler.weight_update(weights=model)
+        (path,) = scheduler.engines[0].adapter_paths()  # type: ignore[attr-defined]
+        server.loras.load = lambda name, path: "worker died"  # type: ignore[method-assign]
+        for _ in range(3):
+            with pytest.raises(april.EngineError, match="worker died; it keeps what it had"):
+                scheduler.weight_update(weights=model)
+        assert Path(path).exists()
+        assert scheduler.version == PolicyVersion(0, 1)
+        assert set(map(tuple, scheduler.next_batch().samples[0].versions.tolist())) == {(0, 1)}
+
+
+def test_a_server_that_takes_no_adapters() -> None:
+    """The sentence has its flags, and nothing has happened."""
+    server = FakeVllmServer()
+    with ServerThread(server), april.RolloutScheduler(
+        run_of(server), prompts=[[3, 7, 9]] * 9, reward=lambda p, r: 1.0
+    ) as scheduler:
+        with pytest.raises(april.ConfigError, match=r"engine .* takes none; start the server with VLLM_ALLOW_RUNTIME"):
+            scheduler.weight_update(weights=Adapted())
+        assert scheduler.version == PolicyVersion(0, 0)
+
+
+def test_directories_of_servers_elsewhere(tmp_path: Path) -> None:
+    """A directory that servers read too holds one of april's own, which goes with it."""
+    directories = AdapterDirectories(tmp_path / "shared")
+    adapter = adapter_of(Adapted())
+    paths = [directories.write(adapter) for _ in range(4)]
+    assert len(set(paths)) == 4
+    directories.keep({paths[0]})
+    assert [Path(p).exists() for p in paths] == [True, False, True, True]
+    directories.close()
+    directories.close()
+    assert list((tmp_path / "shared").iterdir()) == []
+
+
+def test_headers_are_read_and_nothing_else(tmp_path: Path) -> None:
+    """Names, types and shapes of what numpy has not got a type for as well."""
+    path = Path(write_adapter(tmp_path, 3))
+    found = header_of(path / "adapter_model.safetensors")
+    assert {shape for _, shape in found.values()} == {(4, 8), (8, 4)}
