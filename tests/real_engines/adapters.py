@@ -146,8 +146,9 @@ def run_updates(settings: dict[str, Any], policies: Policies) -> tuple[dict[str,
                     before = [*prompt, *sample.tokens[: s.start].tolist()]
                     part = slice(s.start, s.start + s.count)
                     found.compare(s.version.n, before, sample.tokens[part].tolist(), sample.logprobs[part])
-            for prompt, (response,) in zip(prompts, rollouts.evaluate(prompts[:2], max_tokens=30).responses, strict=False):
-                found.compare(n, prompt, response.tokens.tolist(), response.logprobs)
+            evaluated = rollouts.evaluate(prompts[:2], max_tokens=30).responses
+            for asked, (response,) in zip(prompts[:2], evaluated, strict=True):
+                found.compare(n, asked, response.tokens.tolist(), response.logprobs)
             if n < UPDATES:
                 path, began = policies.write(n + 1), time.monotonic()
                 if rollouts.weight_update(path=path) != PolicyVersion(0, n + 1):
