@@ -37,6 +37,7 @@ test-ranks: $(VENV)/.installed
 # april's endpoint before each of them, held to the suite for gateways.
 test-engines: $(VENV)/.installed
 	$(BIN)/python -m tests.real_engines --aborts $(ABORTS)
+	$(BIN)/python -m tests.real_engines.keep --contexts 1000
 	$(BIN)/python -m tests.real_engines.gateway vllm
 	$(BIN)/python -m tests.real_engines.gateway sglang
 

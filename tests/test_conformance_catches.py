@@ -35,6 +35,7 @@ ON_FAKES: dict[type[Sound], tuple[str, str]] = {
     planted.FailsWithoutTokens: ("abort_without_tokens", "was aborted in the queue"),
     planted.IgnoresAborts: ("abort_burst", "an abort of their ids ended none of 300 requests"),
     planted.IgnoresSweeps: ("abort_burst", "an abort of all ended none of 300 requests"),
+    planted.KeepsTheOldLabel: ("kept_over_an_update", "carry version 0.0 instead of 0.1"),
     planted.VersionsGoBack: ("update_under_way", "policy version 0.0 came where"),
     planted.PausesNothing: ("pause_and_resume", "requests sent while the engine was paused got 96 tokens"),
     planted.ForgetsTheResponse: ("stop_strings", "ended with|is .*, not"),

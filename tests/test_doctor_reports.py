@@ -24,11 +24,12 @@ from april.doctor.examine import Patience, examine_config, examine_urls
 from april.doctor.findings import Examined, Finding, Level, Report, Verdict, abilities, verdict_of
 from april.engine_limits import Limit, LimitCode, unknown_eos
 from april.engines.http.server_probe import ServerFacts
-from april.engines.protocol import AbortMeans, Capabilities
+from april.engines.protocol import AbortMeans, Capabilities, OnWeightUpdate
 
 GOOD = Capabilities(
     logprob_kind=LogprobKind.TEMPERATURE, vocab_size=512, max_context=4096, eos_token_ids=(2,), max_in_flight=64,
     updates_from_disk=True,
+    in_flight_updates=(OnWeightUpdate.KEEP, OnWeightUpdate.RECOMPUTE),
 )  # fmt: skip
 WELL = ServerFacts(url="", model="tiny", software="0.32.0", label="0.0", capabilities=GOOD)
 """Of a server from which nothing is missing."""
@@ -100,6 +101,7 @@ def sentences(report: Report) -> list[str]:
         ({"logprob_kind": LogprobKind.UNKNOWN}, "log-probabilities", Level.LIMITED),
         ({"updates_from_disk": False}, "new weights", Level.LIMITED),
         ({"streams": False}, "if it dies", Level.REMARK),
+        ({"in_flight_updates": ()}, "in flight", Level.REMARK),
         ({"honours_seeds": False}, "seeds", Level.REMARK),
         ({"max_in_flight": None}, "size", Level.OK),
         ({"eos_token_ids": ()}, "ends", Level.LIMITED),

@@ -19,7 +19,7 @@ from seeds import seeds
 
 from april import Config
 from april.core.batch import Batch
-from april.core.types import GenerationMode, OnFailedSample
+from april.core.types import GenerationMode, OnFailedSample, OnWeightUpdate
 from april.errors import DataExhausted, RolloutError
 from april.testing import FakeEngine, rollouts, run_virtual
 
@@ -65,6 +65,7 @@ class Trainer:
         self.config = Config(
             rollout_batch_size=n, n_samples_per_prompt=self.samples, max_in_flight=rng.choice([3, 8]), generation=mode,
             group_quorum=share, on_failed_sample=self.policy,
+            on_weight_update=rng.choice(list(OnWeightUpdate)) if mode is GenerationMode.CONTINUOUS else "resubmit",
             max_staleness=self.bound, max_response_len=300, engine={"kind": "simulated"}, refill="sample",
         )  # fmt: skip
         self.history = History()
@@ -109,6 +110,7 @@ class Trainer:
                 with suppress(asyncio.CancelledError):
                     await task
             run.validate()
+            assert not any(engine.violations for engine in engines)
             if ended and not run.version.incarnation:
                 run.audit()  # a batch that nobody has fetched, or an older process, would be missing
             return ended

@@ -8,9 +8,9 @@ from enum import StrEnum
 from typing import Any
 
 from april.core.sampling import LogprobKind
-from april.engine_limits import CAUSES, Limit, LimitCode
+from april.engine_limits import CAUSES, CUTS, Limit, LimitCode
 from april.engine_limits import Level as Level
-from april.engines.protocol import AbortMeans, Capabilities
+from april.engines.protocol import AbortMeans, Capabilities, OnWeightUpdate
 
 CONFIGURATION = "configuration"
 """Subject of the findings against the configuration."""
@@ -166,7 +166,8 @@ def abilities(c: Capabilities, temperature: float | None = None, *, ends_given: 
         ends_given: whether the configuration says which ids end a response (none is an answer too).
     """
     return [
-        _abort(c), _versions(c), _logprobs(c, temperature), _weights(c), _ends(c, ends_given), _streaming(c),
+        _abort(c), _versions(c), _logprobs(c, temperature), _weights(c), _in_flight(c), _ends(c, ends_given),
+        _streaming(c),
         _seeds(c), _size(c), *(_of_limit(_OTHER_SUBJECTS[x.code], x) for x in c.limits if x.code in _OTHER_SUBJECTS),
     ]  # fmt: skip
 
@@ -214,6 +215,16 @@ def _weights(c: Capabilities) -> Finding:
     if c.updates_from_disk:
         return _ok("new weights", "from a directory (weight_update(path)), or from the trainer itself")
     return _less(c, "updates_from_disk")
+
+
+def _in_flight(c: Capabilities) -> Finding:
+    """Return what requests in flight may do at a weight update, and what must change that they may do more."""
+    if c.in_flight_updates:
+        return _ok("in flight", f"on_weight_update: {', '.join([OnWeightUpdate.RESUBMIT, *c.in_flight_updates])}")
+    why = next((limit for code in CUTS for limit in c.limits if limit.code is code), None)
+    remedy = "" if why is None or not why.remedy else f"; to keep them over an update, {why.remedy}"
+    cut = f"requests are cut at a weight update (on_weight_update: resubmit){remedy}"
+    return Finding("in flight", Level.REMARK, cut)
 
 
 def _ends(c: Capabilities, given: bool) -> Finding:

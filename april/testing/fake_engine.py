@@ -146,6 +146,8 @@ def spoilt_chunk(chunk: Chunk, kind: FaultKind, vocab_size: int, room: int) -> C
     return replace(chunk, tokens=tokens, logprobs=logprobs, version=version)
 
 
+TURNS = 8
+"""Turns of the loop in which a caller takes what there is."""
 EMPTY_CHUNK_S = 1.0
 """Time between two chunks without tokens."""
 
@@ -313,8 +315,11 @@ class FakeEngine:
         self._wake_all()
 
     async def pause_in_flight(self, in_flight: OnWeightUpdate) -> None:
-        """As :meth:`pause`, which ends no request either."""
+        """As :meth:`pause`, which ends no request either; returns when their tokens so far have been taken."""
         await self.pause()
+        for _ in range(TURNS):
+            if any(stream.unsent for stream in self._streams.values()):
+                await asyncio.sleep(0)
 
     async def resume(self) -> None:
         now = self._start_clock()
@@ -335,6 +340,10 @@ class FakeEngine:
             raise EngineError(f"engine {self._name}: weights change only while it is paused; await pause() first")
         if self.faults.call_fails(FaultKind.FAILED_UPDATE, self._name, self._seconds()):
             raise EngineError(f"engine {self._name}: the fault script makes this weight update fail")
+        for name, stream in self._streams.items():
+            kept = stream.record.request.in_flight is OnWeightUpdate.KEEP
+            if kept and not stream.made and stream.abort_at == math.inf:
+                self.violations.append(f"attempt {name} begins over keys of older weights")
         self._version = version
         self.updates.append((self._start_clock(), version, path))
 

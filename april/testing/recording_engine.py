@@ -12,7 +12,18 @@ import numpy as np
 
 from april.core.versions import PolicyVersion
 from april.engines.http.weight_directories import content_of
-from april.engines.protocol import Capabilities, Chunk, Engine, EngineFinish, Health, ReadsPaths, Request
+from april.engines.protocol import (
+    Capabilities,
+    Chunk,
+    Engine,
+    EngineFinish,
+    Health,
+    KeepsRequests,
+    OnWeightUpdate,
+    ReadsPaths,
+    Request,
+)
+from april.errors import EngineError
 from april.testing.records import AbortRecord
 
 
@@ -74,6 +85,11 @@ class RecordingEngine:
 
     async def pause(self) -> None:
         await self.engine.pause()
+
+    async def pause_in_flight(self, in_flight: OnWeightUpdate) -> None:
+        if not isinstance(self.engine, KeepsRequests):
+            raise EngineError(f"engine {self.name} keeps no requests over a weight update")
+        await self.engine.pause_in_flight(in_flight)
 
     async def resume(self) -> None:
         await self.engine.resume()

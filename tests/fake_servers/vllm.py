@@ -32,6 +32,9 @@ class FakeVllmRun(FakeRequest):
     usage_asked: bool = False
     """Its stream ends with the usage."""
     logprobs_mode: str = "processed"
+    cache_salt: str = ""
+    under: str = ""
+    """Weights that the server had when it came."""
     process: int = 0
     """API process that took it; an abort by id reaches process 0 only."""
 
@@ -134,6 +137,10 @@ class FakeVllmServer(FakeServer[FakeVllmRun]):
         """(route, body) of the calls that abort by id."""
         self.pauses: list[str] = []
         """Modes of the calls of ``/pause``."""
+        self._salts: set[str] = set()
+        """Of requests that have left keys in the cache."""
+        self._emptied = False
+        """The pause that is on has emptied the cache."""
         self.routed_experts: str | None = None
         """What the end of an answer says of the experts of all its tokens, those of the prompt too."""
         self.adapters: list[str] = []
@@ -152,6 +159,8 @@ class FakeVllmServer(FakeServer[FakeVllmRun]):
         self.loras = loras
         self.resets_refused = 0
         """So many calls of ``/reset_prefix_cache`` will have no success."""
+        self._stale_salts: set[str] = set()
+        """Salts under which there are keys of older weights."""
 
     RUN = FakeVllmRun
 
@@ -222,10 +231,11 @@ class FakeVllmServer(FakeServer[FakeVllmRun]):
             return _at_once(run)
         if self.release >= 33 and self.pause_mode in ("abort", "wait"):
             return await self._paused_answer(request, run)
-        if self.stale_cache:
+        if self.stale_cache and (not run.cache_salt or run.cache_salt in self._stale_salts):
             self.violations.append(f"{run.name} is served with keys and values of older weights")
         if self.stale_encoder and "/reset_encoder_cache" not in self.without:
             self.violations.append(f"{run.name} is served where the next image that is known kills the server")
+        self._salts.add(run.cache_salt)
         self._live.append(run)
         self._queue.append(run)
         self._changed.set()
@@ -278,7 +288,7 @@ class FakeVllmServer(FakeServer[FakeVllmRun]):
         run = self.RUN(
             engine_id, list(prompt), params, bool(body.get("stream")), token_route=token_route,
             usage_asked=bool((body.get("stream_options") or {}).get("include_usage")), logprobs_mode=self.logprobs,
-            process=len(self.runs) % self.processes,
+            process=len(self.runs) % self.processes, cache_salt=body.get("cache_salt") or "", under=self.weights,
         )  # fmt: skip
         if self.loras is not None:
             run.salt = self.loras.present.get(body.get("model", ""), "")
@@ -349,10 +359,13 @@ class FakeVllmServer(FakeServer[FakeVllmRun]):
                 self._abort_run(run)
         while mode == "wait" and self._live:
             await self._wait()
-        self.pause_mode = mode
+        self.pause_mode, self._emptied = mode, request.query.get("clear_cache", "true") == "true"
         return web.json_response({"status": "paused"})
 
     async def _resume(self, request: web.Request) -> web.Response:
+        begun = [run.name for run in self._live if run.cache_salt and not run.ids and run.under != self.weights]
+        if begun and not self._emptied:
+            self.violations.append(f"{begun} begin over keys and values of older weights")
         self.pause_mode = None
         self._changed.set()
         return web.json_response({"status": "resumed"})
@@ -360,12 +373,18 @@ class FakeVllmServer(FakeServer[FakeVllmRun]):
     async def _is_paused(self, request: web.Request) -> web.Response:
         return web.json_response({"is_paused": self.pause_mode is not None})
 
+    def _old_keys(self) -> None:
+        """The weights change: what is in the caches is of older ones, unless the pause that is on has emptied them."""
+        self._stale_salts |= self._salts
+        self.stale_cache, self.stale_encoder = not self._emptied, True
+
     async def _rpc(self, request: web.Request) -> web.Response:
         body = await request.json()
         name = PurePath((body.get("kwargs") or {}).get("weights_path", "missing")).name
         if body.get("method") != "reload_weights" or name.startswith("missing"):
             return _error(500, f"reload_weights failed: {name} is not there", close=True)
-        self.weights, self.stale_cache, self.stale_encoder = name, True, True
+        self.weights = name
+        self._old_keys()
         if self.remembers:
             self.violations.append("layers that remember a broken transfer were loaded from a directory")
         return web.json_response({"results": [None]})
@@ -396,7 +415,8 @@ class FakeVllmServer(FakeServer[FakeVllmRun]):
                 self.violations.append("a transfer goes into layers that remember another one")
             self.remembers = True
             self.received += body["update_info"]["names"]
-            self.weights, self.stale_cache, self.stale_encoder = "half", True, True
+            self.weights = "half"
+            self._old_keys()
         elif step == 3:
             if not self.active:
                 return _error(500, "finish_weight_update called without a matching start_weight_update.")
@@ -410,7 +430,7 @@ class FakeVllmServer(FakeServer[FakeVllmRun]):
         if self.resets_refused:
             self.resets_refused -= 1
             return web.json_response({"success": False})
-        self.stale_cache = False
+        self.stale_cache, self._stale_salts = False, set()
         return web.json_response({"success": True})
 
     def _forget(self, weights: str) -> None:

@@ -244,8 +244,9 @@ def cost(mode: str, context: int, weights: Weights, server: Server, times: int =
         tokens.wait(lambda now: len(now) == 2 * SIBLINGS and min(now.values()) > 10)
         first, began = sum(tokens.now().values()), time.monotonic()
         for n in range(times):
-            before, cpu_s, at = tokens.now(), cpu_of(server), time.monotonic()
+            cpu_s, at = cpu_of(server), time.monotonic()
             rollouts.weight_update(path=str(weights.directory(1 + n % 2)))
+            before = tokens.now()  # the engines have just been resumed
             tokens.wait(lambda now, before=before: all(now.get(s, 0) > count for s, count in before.items()))
             back.append(time.monotonic() - at)
             cpu.append(cpu_of(server) - cpu_s)

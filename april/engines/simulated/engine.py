@@ -36,6 +36,8 @@ from april.engines.simulated.decode_cost import DecodeCost
 from april.engines.simulated.response_lengths import ResponseLengths
 from april.errors import EngineError
 
+TURNS = 8
+"""Turns of the loop in which a caller takes what there is."""
 STEP = np.uint64(0x9E3779B97F4A7C15)
 MIX1 = np.uint64(0xBF58476D1CE4E5B9)
 _MIX2 = np.uint64(0x94D049BB133111EB)
@@ -233,8 +235,12 @@ class SimulatedEngine:
             await self._stopped.wait()
 
     async def pause_in_flight(self, in_flight: OnWeightUpdate) -> None:
-        """As :meth:`pause`: what has been decoded stays in the cache."""
+        """As :meth:`pause`: what has been decoded stays in the cache, and what callers have not seen they see now."""
         await self.pause()
+        self._hand_over_all()
+        for _ in range(TURNS):
+            if any(not stream.outbox.empty() for stream in self._streams.values()):
+                await asyncio.sleep(0)
 
     async def resume(self) -> None:
         self._catch_up()

@@ -124,7 +124,9 @@ class Reading(HandedOver):
 
     @property
     def versions(self) -> list[PolicyVersion]:
-        """The version of each token."""
+        """The version of each token, as the end says it where the chunks were guesses."""
+        if self.chunks and self.chunks[-1].versions is not None:
+            return [version for version, count in self.chunks[-1].versions for _ in range(count)]
         return [c.version for c in self.chunks for _ in range(len(c.tokens))]
 
     @property

@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
-from april.engines.protocol import Capabilities, Engine
-from april.testing.conformance import aborts, tokens, weights, with_april
+from april.engines.protocol import Capabilities, Engine, OnWeightUpdate
+from april.testing.conformance import aborts, kept, tokens, weights, with_april
 from april.testing.conformance.bench import Bench, Check
 from april.testing.conformance.subject import Outcome, Report, Subject, Verdict
 
@@ -28,6 +28,7 @@ def capabilities_in_words(can: Capabilities) -> dict[str, str]:
         "lost if the engine dies": "what was not sent yet" if can.streams else "all tokens of running requests",
         "log-probabilities": str(can.logprob_kind),
         "seeds": "honoured" if can.honours_seeds else "not honoured",
+        "requests at a weight update": ", ".join([OnWeightUpdate.RESUBMIT, *can.in_flight_updates]),
         "weights from disk": "yes" if can.updates_from_disk else "no",
         "weights": "the trainer's own" if can.shares_weights else "its own",
         "context": f"{can.max_context} tokens",
@@ -90,6 +91,7 @@ CHECKS: tuple[Check, ...] = (
     aborts.cut_and_resume,
     weights.version_exactness,
     weights.update_under_way,
+    kept.kept_over_an_update,
     weights.pause_and_resume,
     with_april.stop_strings,
     with_april.eos_at_a_cut,

@@ -20,8 +20,8 @@ NEAR_TIE = 1e-3
 """Logits nearer than this may change places by rounding."""
 
 
-def _other(bench: Bench) -> Weights:
-    """The other weights, if this can be tested at all."""
+def other_weights(bench: Bench) -> Weights:
+    """Return the other weights; raises NotOffered or NotTested where there is no way to them."""
     if not bench.engine.capabilities.updates_from_disk:
         why = bench.engine.capabilities.cause("updates_from_disk")
         raise NotOffered("the engine does not load weights from disk" if why is None else why.sentence)
@@ -30,10 +30,10 @@ def _other(bench: Bench) -> Weights:
     return bench.subject.other
 
 
-def _greedy_under(
+def greedy_under(
     bench: Bench, reading: Reading, weights: Weights, what: str, start: int = 0, end: int | None = None
 ) -> None:
-    """Tokens ``start`` to ``end`` are the greedy ones under ``weights``, all tokens before them given."""
+    """Raise Broken unless tokens ``start`` to ``end`` are the greedy ones under ``weights``."""
     tokens, forbidden = reading.tokens[:end], list(bench.engine.capabilities.eos_token_ids)
     if weights.reference is None or len(tokens) <= start:
         return
@@ -49,7 +49,8 @@ def _greedy_under(
         )
 
 
-def _all_of(readings: Sequence[Reading], version: object, what: str) -> None:
+def all_of(readings: Sequence[Reading], version: object, what: str) -> None:
+    """Raise Broken unless all their tokens carry this version."""
     for reading in readings:
         strange = {str(v) for v in reading.versions if v != version}
         if strange:
@@ -59,7 +60,7 @@ def _all_of(readings: Sequence[Reading], version: object, what: str) -> None:
 @check("Tokens of before an update carry the old version; those of after it carry the new one, come from the new "
        "weights, and from no cache of the old ones.")  # fmt: skip
 async def version_exactness(bench: Bench) -> Figures:
-    other, before, first_weights = _other(bench), bench.version, bench.weights
+    other, before, first_weights = other_weights(bench), bench.version, bench.weights
     # the same prompts before and after: what is left of them in a cache must not be used
     old = await bench.whole(bench.request(i, LENGTH, forced=False) for i in range(FEW))
     cut = [bench.start(bench.request(i)) for i in range(FEW)]
@@ -73,21 +74,21 @@ async def version_exactness(bench: Bench) -> Figures:
     await bench.within(bench.engine.resume(), "resume")
     await bench.ended(waiting)
     bench.no_error(waiting)
-    _all_of([*old, *cut], before, "tokens of before the update")
-    _all_of(waiting, bench.version, "tokens of after the update")
+    all_of([*old, *cut], before, "tokens of before the update")
+    all_of(waiting, bench.version, "tokens of after the update")
     resumed = await bench.whole(
         bench.request(i, len(r.tokens) + LENGTH, response=r.tokens, forced=False)
         for i, r in enumerate(cut)
         if r.finish is EngineFinish.ABORT
     )
-    _all_of(resumed, bench.version, "tokens of a resumed response after the update")
+    all_of(resumed, bench.version, "tokens of a resumed response after the update")
     changed = sum(not np.array_equal(a.tokens, b.tokens) for a, b in zip(old, waiting, strict=True))
     difference = 0.0
     if bench.subject.greedy_repeats:
         for reading in [*old, *cut]:
-            _greedy_under(bench, reading, first_weights, "before the update")
+            greedy_under(bench, reading, first_weights, "before the update")
         for reading in [*waiting, *resumed]:
-            _greedy_under(bench, reading, other, "after the update")
+            greedy_under(bench, reading, other, "after the update")
     if other.reference is not None:
         if not changed:
             raise Broken("all greedy responses are the same under both weights: nothing was loaded")
@@ -115,7 +116,7 @@ async def _difference_under(bench: Bench, weights: Weights) -> float:
 
 @check("A request that is running when weights are updated ends with its old tokens, or goes on with exact versions.")
 async def update_under_way(bench: Bench) -> Figures:
-    other, before, first_weights = _other(bench), bench.version, bench.weights
+    other, before, first_weights = other_weights(bench), bench.version, bench.weights
     if bench.engine.capabilities.shares_weights:
         raise NotOffered("the engine generates from the trainer's parameters: requests are aborted before they change")
     readings = [bench.start(bench.request(i)) for i in range(FEW)]
@@ -134,8 +135,8 @@ async def update_under_way(bench: Bench) -> Figures:
         ended += reading.finish is EngineFinish.ABORT
         lived += old < len(versions) and old > 0
         if bench.subject.greedy_repeats:
-            _greedy_under(bench, reading, first_weights, f"request {reading.id} before the update", 0, old)
-            _greedy_under(bench, reading, other, f"request {reading.id} behind the update", old)
+            greedy_under(bench, reading, first_weights, f"request {reading.id} before the update", 0, old)
+            greedy_under(bench, reading, other, f"request {reading.id} behind the update", old)
     figures = bench.compared(readings)
     if lived == 0 and ended == 0 and all(set(r.versions) == {before} for r in readings):
         raise NotTested("all requests were complete before the update; raise Subject.long_tokens")
