@@ -15,6 +15,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -28,7 +29,7 @@ from april.config.engines import ServerEngineConfig
 from april.core.sampling import SamplingParams
 from april.core.versions import PolicyVersion
 from april.engines.kinds.factory import open_servers
-from april.engines.protocol import Request
+from april.engines.protocol import Engine, Request
 from tests.real_engines.commands import sglang_server, vllm_server
 from tests.real_engines.environments import HERE, ROOT, CannotInstall
 from tests.real_engines.models import make_models
@@ -164,6 +165,48 @@ def run_updates(settings: dict[str, Any], policies: Policies) -> tuple[dict[str,
     return found.figures() | figures, wrong
 
 
+async def _generate(
+    engine: Engine, name: int, prompt: list[int], tokens: int
+) -> tuple[list[int], list[float], set[PolicyVersion]]:
+    sampling = SamplingParams(tokens, seed=name)
+    ids, got = np.array(prompt, np.int32), (list[int](), list[float](), set[PolicyVersion]())
+    async for chunk in engine.generate(Request(attempt_id=f"{name:032x}", token_ids=ids, sampling=sampling)):
+        got[0].extend(chunk.tokens.tolist())
+        got[1].extend(chunk.logprobs.tolist())
+        got[2].update([chunk.version] if len(chunk.tokens) else [])
+    return got
+
+
+async def whole_and_adapter(
+    settings: dict[str, Any], policies: Policies, others: Policies, models: dict[str, Path]
+) -> tuple[dict[str, Any], list[str]]:
+    """Whole weights go into the model of a server with adapters, an adapter over them, and the first model back."""
+    config = april.Config(rollout_batch_size=1, max_response_len=300, engine=settings)
+    assert isinstance(config.engine, ServerEngineConfig)
+    (engine,) = await open_servers(config.engine)
+    found, prompt, wrong = Found(others), list(range(100, 150)), list[str]()
+    last = Found(policies)
+    try:
+        adapter = others.write(1)
+        for name, path, n, held in (
+            (1, adapter, 0, None), (2, str(models["second"]), 0, found), (3, adapter, 1, found),
+            (4, str(models["first"]), 0, last),
+        ):  # fmt: skip
+            await engine.pause()
+            await engine.update_weights(PolicyVersion(0, name), path)
+            await engine.resume()
+            ids, logprobs, versions = await _generate(engine, name, prompt, 60)
+            if held is not None:
+                held.compare(n, prompt, ids, logprobs)
+            if versions != {PolicyVersion(0, name)}:
+                wrong.append(f"whole and adapter: tokens of version {name} are called {versions}")
+    finally:
+        await engine.close()
+    if last.worst > BOUND:
+        wrong.append(f"whole and adapter: the first model, loaded again, differs by {last.worst:.1e}")
+    return found.figures(), wrong + found.wrong("whole and adapter")
+
+
 async def three_at_once(settings: dict[str, Any], policies: Policies) -> tuple[dict[str, Any], list[str]]:
     """Requests of three versions run at the same time; the first version's end, cut, goes on under the last."""
     config = april.Config(rollout_batch_size=1, max_response_len=300, engine=settings)
@@ -171,16 +214,7 @@ async def three_at_once(settings: dict[str, Any], policies: Policies) -> tuple[d
     (engine,) = await open_servers(config.engine)
     found, alive, wrong = Found(policies), 0, list[str]()
 
-    async def generate(name: int, prompt: list[int], tokens: int) -> tuple[list[int], list[float], set[Any]]:
-        sampling = SamplingParams(tokens, min_tokens=tokens, seed=name)
-        ids = np.array(prompt, np.int32)
-        got: tuple[list[int], list[float], set[Any]] = [], [], set()
-        async for chunk in engine.generate(Request(attempt_id=f"{name:032x}", token_ids=ids, sampling=sampling)):
-            got[0].extend(chunk.tokens.tolist())
-            got[1].extend(chunk.logprobs.tolist())
-            got[2].update([chunk.version] if len(chunk.tokens) else [])
-        return got
-
+    generate = partial(_generate, engine)
     try:
         running_now = []
         prompt = list(range(100, 150))
@@ -243,16 +277,18 @@ def main(
     shutil.rmtree(out / kind, ignore_errors=True)
     (out / kind).mkdir(parents=True)
     try:
-        model = make_models(out / kind / "models")["first"]
+        models = make_models(out / kind / "models")
+        model = models["first"]
         (port,) = free_ports(1)
         server = adapters_on(kind, model, port, out / kind / "server.log")
-        policies = Policies(model, out / kind)
+        policies, others = Policies(model, out / kind), Policies(models["second"], out / kind / "second")
         with running([server]):
             until_ready([server])
             settings = {"kind": kind, "urls": [server.url]}
             parts: list[tuple[str, Callable[[], tuple[dict[str, Any], list[str]]]]] = [
                 ("updates", lambda: run_updates(settings, policies)),
                 ("three at once", lambda: asyncio.run(three_at_once(settings, policies))),
+                ("whole and adapter", lambda: asyncio.run(whole_and_adapter(settings, policies, others, models))),
             ]
             wrong = []
             for name, part in parts:
