@@ -13,10 +13,25 @@ from fake_servers.adapters import FakeAdapters, salt_of, write_adapter
 from fake_servers.base import SAYS_NOTHING, ControlFault, PlannedControlFault, uncut
 from fake_servers.sglang import FakeSglangRouter, FakeSglangServer
 from fake_servers.vllm import FakeVllmServer
-from server_fixtures import BOTH, KINDS, PROMPT, ServerThread, connected, read, request, served, settings, until, update
+from server_fixtures import (
+    BOTH,
+    KINDS,
+    PROMPT,
+    ServerThread,
+    connected,
+    listening,
+    read,
+    request,
+    served,
+    settings,
+    until,
+    update,
+)
 
 import april
 from april.core.versions import FIRST_VERSION, PolicyVersion
+from april.doctor.examine import Patience, examine_config, examine_urls
+from april.doctor.findings import Level
 from april.engines.http.own_adapters import OwnAdapters, is_ours
 from april.engines.http.server_probe import choose_model
 from april.engines.http.weight_labels import WeightLabels
@@ -471,3 +486,31 @@ def test_requests_that_live_through_updates_have_adapters_to_their_end(tmp_path:
                 scheduler.weight_update(path=write_adapter(tmp_path, 1))
             assert scheduler.version == FIRST_VERSION
     assert server.loras.ever == []
+
+
+@both
+@pytest.mark.parametrize("takes", [True, False])
+async def test_the_doctor_says_whether_adapters_are_taken(kind: str, takes: bool) -> None:
+    """Up to which rank and how many at a time, or with which flags they would be; no promise depends on it."""
+    server = KINDS[kind][0](loras=FakeAdapters() if takes else None)
+    async with listening(server) as url:
+        report = await examine_urls([url], None, Patience())
+    (found,) = [f for f in report.all if f.subject == "adapters"]
+    if takes:
+        assert (found.level, "up to rank 16, 2 at the same time" in found.sentence) == (Level.OK, True)
+    else:
+        assert (found.level, "--enable-lora" in found.sentence) == (Level.REMARK, True)
+
+
+@both
+async def test_the_doctor_on_an_adapter_of_the_start(kind: str) -> None:
+    """New weights are adapters then, and april gives them."""
+    server = server_of(kind)
+    server.adapters.append("policy")
+    async with listening(server) as url:
+        engine = settings(kind, url, model="policy").model_dump(exclude_none=True)
+        report = await examine_config(
+            april.Config(rollout_batch_size=2, max_response_len=50, engine=engine), Patience()
+        )
+    (found,) = [f for f in report.all if f.subject == "new weights"]
+    assert (found.level, found.sentence[:29]) == (Level.OK, "adapters (LoRA) from a direct")

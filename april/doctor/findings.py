@@ -166,8 +166,8 @@ def abilities(c: Capabilities, temperature: float | None = None, *, ends_given: 
         ends_given: whether the configuration says which ids end a response (none is an answer too).
     """
     return [
-        _abort(c), _versions(c), _logprobs(c, temperature), _weights(c), _in_flight(c), _ends(c, ends_given),
-        _streaming(c),
+        _abort(c), _versions(c), _logprobs(c, temperature), _weights(c), *_adapters(c), _in_flight(c),
+        _ends(c, ends_given), _streaming(c),
         _seeds(c), _size(c), *(_of_limit(_OTHER_SUBJECTS[x.code], x) for x in c.limits if x.code in _OTHER_SUBJECTS),
     ]  # fmt: skip
 
@@ -214,6 +214,9 @@ def _logprobs(c: Capabilities, temperature: float | None) -> Finding:
 def _weights(c: Capabilities) -> Finding:
     if c.updates_from_disk:
         return _ok("new weights", "from a directory (weight_update(path)), or from the trainer itself")
+    cause = c.cause("updates_from_disk")
+    if cause is not None and cause.code is LimitCode.ADAPTERS_ONLY:
+        return _ok("new weights", "adapters (LoRA) from a directory; whole weights not, as requests name an adapter")
     return _less(c, "updates_from_disk")
 
 
@@ -225,6 +228,18 @@ def _in_flight(c: Capabilities) -> Finding:
     remedy = "" if why is None or not why.remedy else f"; to keep them over an update, {why.remedy}"
     cut = f"requests are cut at a weight update (on_weight_update: resubmit){remedy}"
     return Finding("in flight", Level.REMARK, cut)
+
+
+def _adapters(c: Capabilities) -> list[Finding]:
+    """Adapters (LoRA), of servers that take them, or could."""
+    if c.adapters is not None:
+        rank = "" if c.adapters.max_rank is None else f" up to rank {c.adapters.max_rank}"
+        slots = "" if c.adapters.slots is None else f", {c.adapters.slots} at the same time"
+        return [_ok("adapters", f"LoRA policies are loaded as such{rank}{slots}, from a directory and beside requests")]
+    if not c.adapters_need:
+        return []
+    taken = f"none are taken; a LoRA policy is sent merged, as a whole model; for adapters {c.adapters_need}"
+    return [Finding("adapters", Level.REMARK, taken)]
 
 
 def _ends(c: Capabilities, given: bool) -> Finding:
