@@ -54,7 +54,10 @@ class Trainer:
         return float(abs(advantages).mean())
 
     def save(self, directory: Path) -> None:
-        """Everything that a server needs to load the model: ``model.save_pretrained(directory)`` does it."""
+        """Everything that a server needs to load the model: ``model.save_pretrained(directory)`` does it.
+
+        Of a PEFT model it writes the adapter alone, which servers take that were started with --enable-lora.
+        """
         shutil.copytree(self.model, directory)
 
     def load(self, directory: Path) -> None:

@@ -6,11 +6,11 @@ import json
 import os
 import stat
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from adapted_model import Adapted
 from fake_servers.adapters import FakeAdapters, write_adapter
 from fake_servers.vllm import FakeVllmServer
 from safetensors.torch import load_file
@@ -22,24 +22,6 @@ from april.engines.http.adapter_files import header_of, why_refused
 from april.engines.protocol import AdapterSite
 from april.errors import ConfigError
 from april.weights.adapter import AdapterDirectories, adapter_of, is_adapted
-
-
-class Adapted(torch.nn.Module):
-    """A layer with an adapter, named as PEFT names it."""
-
-    def __init__(self, *, rank: int = 2, **settings: Any) -> None:
-        super().__init__()
-        layer = torch.nn.Module()
-        layer.base_layer = torch.nn.Linear(8, 8, bias=False).requires_grad_(False)
-        for part, shape in (("lora_A", (8, rank)), ("lora_B", (rank, 8))):
-            setattr(layer, part, torch.nn.ModuleDict({"default": torch.nn.Linear(*shape, bias=False)}))
-        self.base_model = torch.nn.ModuleDict({"model": torch.nn.ModuleDict({"q_proj": layer})})
-        said = {"peft_type": "LORA", "r": rank, "lora_alpha": 4, "target_modules": {"q_proj"}, "bias": "none"}
-        self.peft_config = {"default": SimpleNamespace(to_dict=lambda: said | settings)}
-        self.active_adapter = "default"
-
-    def get_base_model(self) -> torch.nn.Module:
-        return self.base_model
 
 
 def run_of(server: FakeVllmServer, **more: Any) -> april.Config:
