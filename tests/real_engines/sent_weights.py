@@ -72,17 +72,18 @@ class Trainer:
 
     model: Any
     versions: dict[PolicyVersion, Any] = field(default_factory=dict)
+    keeps: int = 4
 
-    def change(self, seed: int) -> None:
-        """Change all weights by so much that tokens tell."""
+    def change(self, seed: int, step: float = 0.05) -> None:
+        """Change all weights by so many of their standard deviations that tokens tell."""
         noise = torch.Generator().manual_seed(seed)
         with torch.no_grad():
             for weight in self.model.parameters():
-                weight.add_(torch.randn(weight.shape, generator=noise) * weight.std() * 0.05)
+                weight.add_(torch.randn(weight.shape, generator=noise) * weight.std() * step)
 
     def now_is(self, version: PolicyVersion) -> None:
         """Keep a copy for what is generated under this version."""
-        self.versions = {version: copy.deepcopy(self.model), **dict(list(self.versions.items())[:3])}
+        self.versions = {version: copy.deepcopy(self.model), **dict(list(self.versions.items())[: self.keeps - 1])}
 
     def check(self, batch: Batch) -> set[str]:
         """Compare every token with its version's model; returns the engines that made them.
