@@ -130,6 +130,18 @@ LoadsNothing = altered(
     "takes the new version, and keeps the weights",
     update_weights=lambda self, version, path=None: self.engine.update_weights(version),
 )
+
+
+class DropsTensors(Sound):
+    """Says that it has taken tensors, and has not."""
+
+    def reads(self, model: Any) -> bool:
+        return False
+
+    async def take(self, specs: Any, tensors: Any, last: bool) -> None:
+        del specs, tensors, last
+
+
 VersionsGoBack = altered("every other chunk has the first version", chunk=every_other_is_first)
 PausesNothing = altered("generates on while it is paused", pause=nothing, resume=nothing)
 

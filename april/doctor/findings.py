@@ -213,7 +213,8 @@ def _logprobs(c: Capabilities, temperature: float | None) -> Finding:
 
 def _weights(c: Capabilities) -> Finding:
     if c.updates_from_disk:
-        return _ok("new weights", "from a directory (weight_update(path)), or from the trainer itself")
+        sent = f" or sent from the trainer over {' or '.join(c.collective)} (weights)," if c.collective else ""
+        return _ok("new weights", f"from a directory (weight_update(path)),{sent} or by a transfer of your own")
     cause = c.cause("updates_from_disk")
     if cause is not None and cause.code is LimitCode.ADAPTERS_ONLY:
         return _ok("new weights", "adapters (LoRA) from a directory; whole weights not, as requests name an adapter")

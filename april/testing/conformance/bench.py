@@ -11,8 +11,10 @@ import itertools
 import os
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
+from concurrent.futures import Future, wait
 from contextlib import aclosing
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
@@ -35,6 +37,8 @@ from april.testing.conformance.subject import (
     Witness,
 )
 from april.testing.records import HandedOver
+from april.weights.sender import WeightSender
+from april.weights.source import weight_source
 
 Held = tuple[Request, Int32, EngineFinish | None]
 """A request, the tokens that are held of it, and how it ended."""
@@ -341,6 +345,20 @@ class Bench:
         await self.within(self.engine.update_weights(version, weights.path), "update_weights")
         self.version, self.weights = version, weights
 
+    async def send_weights(self, weights: Weights) -> None:
+        """Send the tensors of a directory from this process to the engine, under the next version."""
+        tensors = await asyncio.to_thread(_tensors, weights)
+        loop, engine = asyncio.get_running_loop(), self.engine
+
+        def ask(calls: Sequence[Coroutine[Any, Any, Any]]) -> list[Any]:
+            return [_Call(asyncio.run_coroutine_threadsafe(call, loop)) for call in calls]
+
+        sender = WeightSender({engine.name: engine}, ask, self.subject.patience_s)
+        await self.within(engine.pause(), "pause")
+        await self.within(asyncio.to_thread(sender.send, weight_source(tensors), [engine.name]), "a transfer")
+        await self.next_version(replace(weights, path=None))
+        await self.within(engine.resume(), "resume")
+
     async def tidy(self) -> None:
         """Leave nothing of the last check behind: end all readings, put back the first weights."""
         tasks = [r.task for r in self._readings if not r.task.done()]
@@ -372,6 +390,35 @@ class Bench:
         """Raise NotTested where greedy responses do not repeat."""
         if not self.subject.greedy_repeats:
             raise NotTested("greedy responses do not repeat exactly on this engine (greedy_repeats=False)")
+
+
+@dataclass
+class _Call:
+    """A call of an engine, for the thread that sends."""
+
+    future: Future[Any]
+
+    def done(self) -> bool:
+        return self.future.done()
+
+    def wait(self) -> bool:
+        wait([self.future])
+        return True
+
+    def result(self) -> Any:
+        return self.future.result()
+
+
+def _tensors(weights: Weights) -> dict[str, Any]:
+    """The tensors of a directory, by their names."""
+    try:
+        from safetensors.torch import load_file
+    except ImportError:
+        raise NotTested("the transformers extra is not installed, which reads tensors") from None
+    files = sorted(Path(weights.path or "").glob("*.safetensors"))
+    if not files:
+        raise NotTested("the second set of weights has no safetensors files here")
+    return {name: tensor for file in files for name, tensor in load_file(file).items()}
 
 
 def same(got: Int32, wanted: Int32, what: str) -> None:

@@ -30,6 +30,7 @@ def capabilities_in_words(can: Capabilities) -> dict[str, str]:
         "seeds": "honoured" if can.honours_seeds else "not honoured",
         "requests at a weight update": ", ".join([OnWeightUpdate.RESUBMIT, *can.in_flight_updates]),
         "weights from disk": "yes" if can.updates_from_disk else "no",
+        "weights from the trainer's process": "yes" if can.collective or can.takes_tensors else "no",
         "weights": "the trainer's own" if can.shares_weights else "its own",
         "context": f"{can.max_context} tokens",
     }
@@ -90,6 +91,7 @@ CHECKS: tuple[Check, ...] = (
     aborts.abort_burst,
     aborts.cut_and_resume,
     weights.version_exactness,
+    weights.sent_weights,
     weights.update_under_way,
     kept.kept_over_an_update,
     weights.pause_and_resume,

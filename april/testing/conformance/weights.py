@@ -114,6 +114,31 @@ async def _difference_under(bench: Bench, weights: Weights) -> float:
     return worst
 
 
+@check("Weights that are sent from the trainer's process are whole and in use afterwards: tokens carry the new "
+       "version, come from the new weights, and from no cache of the old ones.")  # fmt: skip
+async def sent_weights(bench: Bench) -> Figures:
+    can = bench.engine.capabilities
+    if not (can.collective or can.takes_tensors):
+        raise NotOffered("no weights can be sent to the engine from the trainer's process")
+    other = bench.subject.other
+    if other is None or other.path is None:
+        raise NotTested("no second set of weights was given")
+    old = await bench.whole(bench.request(i, LENGTH, forced=False) for i in range(FEW))
+    await bench.send_weights(other)
+    new = await bench.whole(bench.request(i, LENGTH, forced=False) for i in range(FEW))
+    _all_of(new, bench.version, "tokens of after the transfer")
+    if bench.subject.greedy_repeats:
+        for reading in new:
+            _greedy_under(bench, reading, other, "after the transfer")
+    changed = sum(not np.array_equal(a.tokens, b.tokens) for a, b in zip(old, new, strict=True))
+    figures: Figures = {"responses changed": changed, "of": FEW}
+    if other.reference is not None:
+        if not changed:
+            raise Broken("all greedy responses are the same under both weights: nothing was loaded")
+        figures["largest difference to the new weights"] = await _difference_under(bench, other)
+    return figures
+
+
 @check("A request that is running when weights are updated ends with its old tokens, or goes on with exact versions.")
 async def update_under_way(bench: Bench) -> Figures:
     other, before, first_weights = other_weights(bench), bench.version, bench.weights
