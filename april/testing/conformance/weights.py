@@ -126,10 +126,10 @@ async def sent_weights(bench: Bench) -> Figures:
     old = await bench.whole(bench.request(i, LENGTH, forced=False) for i in range(FEW))
     await bench.send_weights(other)
     new = await bench.whole(bench.request(i, LENGTH, forced=False) for i in range(FEW))
-    _all_of(new, bench.version, "tokens of after the transfer")
+    all_of(new, bench.version, "tokens of after the transfer")
     if bench.subject.greedy_repeats:
         for reading in new:
-            _greedy_under(bench, reading, other, "after the transfer")
+            greedy_under(bench, reading, other, "after the transfer")
     changed = sum(not np.array_equal(a.tokens, b.tokens) for a, b in zip(old, new, strict=True))
     figures: Figures = {"responses changed": changed, "of": FEW}
     if other.reference is not None:
