@@ -426,8 +426,9 @@ class RolloutScheduler:
         return self._thread.call(lambda: self._driver.state_dict(trained_through))
 
     def load_state_dict(
-        self, state: dict[str, Any], path: str | None = None, transfer: Callable[[], Any] | None = None
-    ) -> PolicyVersion:
+        self, state: dict[str, Any], path: str | None = None, transfer: Callable[[], Any] | None = None,
+        weights: Any = None,
+    ) -> PolicyVersion:  # fmt: skip
         """Go on from a saved state; before the first batch. Begins a new incarnation of the policy version.
 
         The prompts must be the same as before, in their order; those drawn already are compared and skipped.
@@ -436,9 +437,10 @@ class RolloutScheduler:
 
         Args:
             path: how the engines get the weights of the checkpoint, as in :meth:`weight_update`.
-            transfer: the same. Neither: they read the model in place, which has them already. Servers hold whatever
-                they were started with, or the weights of a run that went on after the checkpoint, so neither is refused
-                there.
+            transfer: the same.
+            weights: the same. None of the three: they read the model in place, which has them already. Servers hold
+                whatever they were started with, or the weights of a run that went on after the checkpoint, so that is
+                refused there.
 
         Returns:
             The policy version: that of the weights in the checkpoint, in the new incarnation. Tokens that these weights
@@ -451,13 +453,14 @@ class RolloutScheduler:
             EngineError: an engine could not be paused, or could not load; the same state may be loaded again.
         """
         load = partial(self._driver.load_state_dict, state)
-        return self._with_weights("load_state_dict", load, path, transfer, id(state))
+        return self._with_weights("load_state_dict", load, path, transfer, id(state), weights)
 
     async def aload_state_dict(
-        self, state: dict[str, Any], path: str | None = None, transfer: Callable[[], Any] | None = None
-    ) -> PolicyVersion:
+        self, state: dict[str, Any], path: str | None = None, transfer: Callable[[], Any] | None = None,
+        weights: Any = None,
+    ) -> PolicyVersion:  # fmt: skip
         """:meth:`load_state_dict` in a thread, for a trainer with an event loop of its own."""
-        return await asyncio.to_thread(self.load_state_dict, state, path, transfer)
+        return await asyncio.to_thread(self.load_state_dict, state, path, transfer, weights)
 
     def _with_weights(
         self, what: str, run: Callable[..., Coroutine[Any, Any, PolicyVersion]], path: Any, transfer: Any,

@@ -478,20 +478,21 @@ class RankScheduler(Looks):
         self._together(_Call(what="extend()", method="extend", arguments=(prompts,)))
 
     def load_state_dict(
-        self, state: dict[str, Any], path: str | None = None, transfer: Transfer | None = None
+        self, state: dict[str, Any], path: str | None = None, transfer: Transfer | None = None, weights: Any = None
     ) -> PolicyVersion:
-        """Go on from a state as :meth:`april.RolloutScheduler.load_state_dict` does; ``transfer`` is called on every
-        rank.
+        """Go on from a state as :meth:`april.RolloutScheduler.load_state_dict` does; ``transfer`` is called, and
+        ``weights`` are given, on every rank.
 
         The state is the one that rank 0 gives, whatever number of ranks it is of; the others may give it too, or {}.
         """
-        return self._together(self._load(state, path, transfer))  # type: ignore[no-any-return]
+        return self._together(self._load(state, path, transfer, weights))  # type: ignore[no-any-return]
 
     async def aload_state_dict(
-        self, state: dict[str, Any], path: str | None = None, transfer: Transfer | None = None
+        self, state: dict[str, Any], path: str | None = None, transfer: Transfer | None = None, weights: Any = None
     ) -> PolicyVersion:
         """:meth:`load_state_dict` in a thread."""
-        return await self._together_async(self._load(state, path, transfer))  # type: ignore[no-any-return]
+        call = self._load(state, path, transfer, weights)
+        return await self._together_async(call)  # type: ignore[no-any-return]
 
     # ---------------------------------------------------------------- made by whoever wants to know
 
@@ -515,12 +516,13 @@ class RankScheduler(Looks):
     def _weight_update(self, path: Any, transfer: Any, trained: int | None, weights: Any = None) -> _Call:
         sent = "" if weights is None else ", weights=given"
         what = f"weight_update(path={_text(path)}, transfer={_given(transfer)}, trained={_text(trained)}{sent})"
-        first = self.ranks.rank == 0
         return _Call(
             what=what, method="weight_update", arguments=(path, transfer, trained), read=self._read_version,
-            transfer=transfer,
-            weights=None if weights is None else RankWeights(weights, sends=first, takes=self._taking),
+            transfer=transfer, weights=self._weights(weights),
         )  # fmt: skip
+
+    def _weights(self, given: Any) -> RankWeights | None:
+        return None if given is None else RankWeights(given, sends=self.ranks.rank == 0, takes=self._taking)
 
     def _taking(self, source: WeightSource) -> Take | None:
         """What gives a bucket to the engines of this rank that have models of their own; None: there are none."""
@@ -535,11 +537,12 @@ class RankScheduler(Looks):
 
         return take
 
-    def _load(self, state: Any, path: Any, transfer: Any) -> _Call:
-        what = f"load_state_dict(path={_text(path)}, transfer={_given(transfer)})"
+    def _load(self, state: Any, path: Any, transfer: Any, weights: Any = None) -> _Call:
+        sent = "" if weights is None else ", weights=given"
+        what = f"load_state_dict(path={_text(path)}, transfer={_given(transfer)}{sent})"
         return _Call(
             what=what, method="load_state_dict", arguments=(state, path, transfer), read=self._read_version,
-            transfer=transfer,
+            transfer=transfer, weights=self._weights(weights),
         )  # fmt: skip
 
     def _read_version(self, packed: bytes) -> PolicyVersion:

@@ -206,18 +206,20 @@ class ActorScheduler(RankScheduler):
         """None: they are in other processes."""
         return []
 
-    def _weight_update(self, path: Any, transfer: Any, trained: int | None, weights: Any = None) -> Any:
-        if weights is not None:
+    def _weights(self, given: Any) -> None:
+        if given is not None:
             raise ConfigError(
-                "weight_update: the engines of a run are in other processes, and weights= go to engines of rank 0's; "
-                "give path=, or transfer="
+                "weights=: the engines of a run are in other processes, and weights go to engines of rank 0's; give "
+                "path=, or transfer="
             )
-        if path is None and transfer is None:
+
+    def _weight_update(self, path: Any, transfer: Any, trained: int | None, weights: Any = None) -> Any:
+        if path is None and transfer is None and weights is None:
             raise ConfigError(
                 "weight_update: the engines of a run are in other processes and cannot read the trainer's model in "
                 "place; give path=, or transfer="
             )
-        return super()._weight_update(path, transfer, trained)
+        return super()._weight_update(path, transfer, trained, weights)
 
     def _arguments(self, made: Any, call: OpenCall) -> bytes:
         if self.ranks.rank:

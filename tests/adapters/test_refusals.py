@@ -46,6 +46,7 @@ USER = "adapters.slime_functions_of_a_user"
 ROLLOUT = "actor_rollout_ref__rollout__"
 OVER = {"over_sampling_batch_size": 8}
 URLS = {"kind": "vllm", "urls": ["http://127.0.0.1:1"]}
+OTHERS = {**URLS, "kind": "openai"}
 COLOCATED = SimpleNamespace(type="colocation", target="actor")
 Changes = dict[str, Any]
 Refuse = Callable[..., Any]
@@ -115,7 +116,9 @@ WRONG: dict[str, list[tuple[Changes, Any, str]]] = {
         ({}, {"oversampling_batch_size": 8}, "do you mean over_sampling_batch_size"),
         ({}, {"epochs": 2}, "epochs=2, on_data_end=short: the trainer decides how long it trains"),
         ({}, {"on_data_end": "wait"}, "on_data_end to short or wrap"),
-        ({}, {"engine": URLS}, "give rollout(weights_dir=...)"),
+        ({}, {"engine": URLS, "weights": "disk"}, "through a directory (weights: disk): give rollout(weights_dir=...)"),
+        ({}, {"engine": OTHERS}, "(servers of this kind take no others): give rollout(weights_dir=...)"),
+        ({}, {"engine": OTHERS, "weights": "collective"}, "(servers of this kind take no others)"),
         ({"temperature": 0.0}, {}, "GRPOConfig.temperature=0: greedy responses"),
         ({"top_p": 0.9}, {}, "GRPOConfig.top_p=0.9 is not part of the log-probabilities"),
         ({"top_k": 5}, {}, "GRPOConfig.top_k=5"),
@@ -505,7 +508,7 @@ def test_some_adapters_of_peft_are_refused() -> None:
     model.config.tie_word_embeddings, model.get_output_embeddings().base_layer = True, None
     attach()
     attach(**servers)  # which may take the adapter as such
-    others = servers | {"engine": {**URLS, "kind": "openai"}}
+    others = servers | {"engine": OTHERS}
     refused(attach, "the embedding or the output layer, which are one", **others)
     model.config.quantization_config = SimpleNamespace(quant_method="bitsandbytes")
     refused(attach, "PEFT model over a quantised base")

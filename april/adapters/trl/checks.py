@@ -8,10 +8,10 @@ from collections.abc import Iterator, Mapping
 from itertools import chain
 from typing import Any
 
-from april.adapters.trl.ranks import UNREADABLE, sharding_of, why_unmerged
+from april.adapters.trl.ranks import UNREADABLE, sharding_of, why_not_sent, why_unmerged
 from april.config.engines import EngineConfig, OpenAIEngineConfig, TransformersEngineConfig
 from april.config.settings import Config
-from april.core.types import OnDataEnd, OnFailedSample
+from april.core.types import OnDataEnd, OnFailedSample, WeightsRoute
 from april.errors import ConfigError
 from april.seams import import_trainer
 
@@ -151,12 +151,12 @@ def _objections(trainer: Any, config: Config, has_weights_dir: bool) -> Iterator
             f"{sharding} leaves no rank with the whole model, from which the embedded engine generates; use FSDP2 "
             "(fsdp_version: 2), whose ranks put the weights together for it, or servers"
         )
-    if embedded == has_weights_dir:
-        yield (
-            "weights_dir is for servers; the embedded engine reads the trainer's model in place, so leave it out"
-            if embedded
-            else f"engine {config.engine.kind} gets its weights through a directory: give rollout(weights_dir=...)"
-        )
+    if embedded and has_weights_dir:
+        yield "weights_dir is for servers; the embedded engine reads the trainer's model in place, so leave it out"
+    if not embedded and not has_weights_dir and (why := why_not_sent(trainer, config)):
+        yield f"engine {config.engine.kind} gets its weights through a directory ({why}): give rollout(weights_dir=...)"
+    if config.weights is WeightsRoute.COLLECTIVE and (why := why_not_sent(trainer, config)):
+        yield f"weights: collective: {why}; leave it out"
 
 
 def _objections_to_adapters(trainer: Any, engine: EngineConfig) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""The trainer's ranks: their scheduler, and their present weights as a directory that servers load.
+"""The trainer's ranks: their scheduler, and the way of their present weights to servers.
 
 Invariant: the trainer's own tensors are not written to. Adapters are merged into a copy, as taking them out again does
 not give the same numbers back in bfloat16.
@@ -13,7 +13,9 @@ from typing import Any
 
 import msgspec
 
+from april.config.engines import OpenAIEngineConfig
 from april.config.settings import Config
+from april.core.types import WeightsRoute
 from april.engines.http.adapter_files import why_unservable
 from april.engines.protocol import Capabilities
 from april.errors import ConfigError, RolloutError
@@ -102,6 +104,40 @@ def _why_unservable(model: Any, sites: Sequence[Capabilities]) -> str:
         return str(error)
     scales = all(can.adapters is not None and can.adapters.scales for can in sites)
     return why_unservable(adapter.settings, scales=scales) or ""
+
+
+def why_not_sent(trainer: Any, config: Config) -> str:
+    """Say why the weights cannot go to servers from this process, whatever these take; empty: they can."""
+    if config.weights is WeightsRoute.DISK:
+        return "weights: disk"
+    if isinstance(config.engine, OpenAIEngineConfig):
+        return "servers of this kind take no others"
+    if is_adapted(trainer.accelerator.unwrap_model(trainer.model)):
+        return "a PEFT model goes there as an adapter, or merged"
+    sharding = sharding_of(trainer)
+    return f"{sharding} leaves no parameters that could be sent" if sharding in UNREADABLE else ""
+
+
+def sends_weights(trainer: Any, scheduler: Any, config: Config, *, has_weights_dir: bool) -> bool:
+    """Return whether servers get weights from this process; called on every rank, and the same on all of them.
+
+    Raises ConfigError where they take none so, and there is no directory for them or no other way is wanted.
+    """
+    why = why_not_sent(trainer, config)
+    if not why and trainer.accelerator.is_main_process:
+        names = [e.name for e in scheduler.engines if not (e.capabilities.collective or e.capabilities.takes_tensors)]
+        why = f"engine {names[0]} takes none from there, and april doctor says what it would need" if names else ""
+    why = str(of_all_ranks(trainer, why)[0])
+    if why and not has_weights_dir:
+        raise ConfigError(f"weights go through a directory ({why}): give rollout(weights_dir=...)")
+    if why and config.weights is WeightsRoute.COLLECTIVE:
+        raise ConfigError(f"weights: collective: {why}")
+    return not why
+
+
+def tensors_of(trainer: Any) -> Any:
+    """The module whose weights are sent, on every rank."""
+    return trainer.model_wrapped if sharding_of(trainer) else trainer.model
 
 
 def why_unmerged(trainer: Any) -> str:

@@ -28,7 +28,14 @@ from april.adapters.trl.data import (
     sample_reward,
     warn_of_other_rewards,
 )
-from april.adapters.trl.ranks import rows_of_all_ranks, scheduler_of, takes_adapters, write_weights
+from april.adapters.trl.ranks import (
+    rows_of_all_ranks,
+    scheduler_of,
+    sends_weights,
+    takes_adapters,
+    tensors_of,
+    write_weights,
+)
 from april.adapters.trl.tools import Note, ToolLoop, check_notes
 from april.config.engines import TransformersEngineConfig
 from april.config.settings import Config, read_yaml
@@ -56,8 +63,8 @@ def rollout(
         config: an :class:`april.Config`, a mapping of its settings, or a YAML file. In the latter two, what GRPOConfig
             says already (batch size, samples per prompt, length, temperature, seed) may be left out.
         weights_dir: directory that servers of ``config.engine`` can read; new weights go through it: of a PEFT model
-            the adapter alone, where all servers take adapters, else the whole model. The embedded engine needs none: it
-            reads the trainer's model in place.
+            the adapter alone, where all servers take adapters, else the whole model. Servers that take weights from the
+            trainer's process (``weights`` of the settings) need none, and the embedded engine reads the model in place.
         filter: ``(prompt, responses) -> bool``, as for :class:`april.RolloutScheduler`: dynamic sampling with
             :func:`april.rewards_differ`. The trainer's reward functions then run for each finished group (with
             ``group_quorum`` below 1, filter or not, for each finished response), and once more for what is trained.
@@ -118,7 +125,9 @@ class Rollout:
         self._saved: dict[str, Any] | None = None
         self._as_adapter: bool | None = None
         """Whether servers get a trained adapter as such; None: not known yet, or nothing is for servers."""
-        self._weights_of = 0 if self._weights_dir is None else -1
+        self._sends: bool | None = None
+        """Whether weights go to servers from this process; None: not known yet, or nothing is for servers."""
+        self._weights_of = 0 if self._config is None or self._embedded else -1
         """Optimizer steps of the weights that the engines have; -1: not known."""
 
     @property
@@ -128,11 +137,16 @@ class Rollout:
             raise ConfigError("rollout(...) belongs to no trainer yet: give it to AprilGRPOTrainer(rollout_func=...)")
         return self._config
 
+    @property
+    def _embedded(self) -> bool:
+        return isinstance(self.config.engine, TransformersEngineConfig)
+
     def attach(self, trainer: Any) -> None:
         """Check everything against the trainer, before anything starts; raises ConfigError."""
         config = config_for(self._settings, trainer)
         refuse_unsupported(trainer, config, servers=self._weights_dir is not None, filters=self._filter is not None)
         self._config, self._is_main = config, trainer.accelerator.is_main_process
+        self._forget()
         self._tools = None
         if trainer.tools or trainer.environment_factories:
             self._tools = ToolLoop(trainer, needs_rewards=config.delivers_parts)
@@ -274,14 +288,15 @@ class Rollout:
             prompts=DatasetPasses(trainer),
             **self._functions(trainer),
             filter=self._filter,
-            model=trainer.model if isinstance(config.engine, TransformersEngineConfig) else None,
+            model=trainer.model if self._embedded else None,
             tokenizer=trainer.processing_class,
         )
         if self._saved is not None:
             try:
                 # the saved version is that of these weights, those of a batch that was half trained then included
-                self._written = self._save_weights(trainer, scheduler)
-                scheduler.load_state_dict(self._saved, path=self._written)
+                route = self._route(trainer, scheduler)
+                self._written = route.get("path")
+                scheduler.load_state_dict(self._saved, **route)
             except BaseException:
                 scheduler.close()
                 raise
@@ -308,8 +323,9 @@ class Rollout:
         step = trainer.state.global_step
         if step == self._weights_of or self.scheduler is None:
             return
-        path = self._save_weights(trainer, self.scheduler)
-        self.scheduler.weight_update(path=path, trained=self._trained)
+        route = self._route(trainer, self.scheduler)
+        self.scheduler.weight_update(**route, trained=self._trained)
+        path = route.get("path")
         if self._is_main and self._written not in (None, path):
             shutil.rmtree(self._written, ignore_errors=True)
         self._written = path
@@ -319,15 +335,20 @@ class Rollout:
     def _trained(self) -> int | None:
         return None if self._last_batch is None else self._last_batch.id
 
-    def _save_weights(self, trainer: Any, scheduler: Any) -> str | None:
-        """The directory from which servers get the trainer's present weights; None: the model is read in place."""
-        if self._weights_dir is None:
-            return None
+    def _route(self, trainer: Any, scheduler: Any) -> dict[str, Any]:
+        """The way in which servers get the trainer's present weights; empty: the model is read in place."""
+        if self._embedded:
+            return {}
+        directory = self._weights_dir
+        if self._sends is None:
+            self._sends = sends_weights(trainer, scheduler, self.config, has_weights_dir=directory is not None)
+        if self._sends or directory is None:
+            return {"weights": tensors_of(trainer)}
         if self._as_adapter is None:
             self._as_adapter = takes_adapters(trainer, scheduler)
-        path = self._weights_dir / f"step_{trainer.state.global_step}"
+        path = directory / f"step_{trainer.state.global_step}"
         write_weights(trainer, path, as_adapter=self._as_adapter)
-        return str(path)
+        return {"path": str(path)}
 
     def close(self) -> None:
         """End the engines; the next training begins anew, or from a checkpoint."""
