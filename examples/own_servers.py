@@ -1,10 +1,11 @@
-"""GRPO on servers that you have started: april generates there, your trainer writes weights into a shared directory.
+"""GRPO on servers that you have started: april generates there, and hands your trainer's weights over.
 
 Start the servers (docs/servers.md says how), then run this with the directory of the model that they serve:
 
     python examples/own_servers.py --kind vllm --urls http://127.0.0.1:8000 --model MODEL --shared-dir /shared/run
 
-``--shared-dir`` must have the same name on every server's machine. What is yours is below "yours": here it is a
+``--shared-dir`` must have the same name on every server's machine. With ``--weights collective`` the servers get their
+weights from this process (docs/weights.md), and the directory is this machine's affair. What is yours is below "yours": here it is a
 stand-in that leaves the weights as they are, so that everything else can be tried first. ``--resume`` goes on after the
 last step of a run that has ended or died, whatever the servers hold by then. ``--continuous``: they generate while you
 train (docs/staleness.md).
@@ -60,6 +61,13 @@ class Trainer:
         """
         shutil.copytree(self.model, directory)
 
+    def weights(self) -> Any:
+        """Only for ``--weights collective``: your model, or an iterable of (name in the checkpoint, tensor)."""
+        # here, and not above: nothing else needs it
+        from safetensors.torch import load_file
+
+        return load_file(self.model / "model.safetensors")
+
     def load(self, directory: Path) -> None:
         """With ``--resume``: model and optimizer as they were when ``directory`` was saved."""
 
@@ -70,21 +78,25 @@ class Trainer:
 # ---------------------------------------------------------------- april
 
 
-def publish(rollouts: april.RolloutScheduler, trainer: Trainer, directory: Path, *, loads: bool) -> None:
+def publish(rollouts: april.RolloutScheduler, trainer: Trainer, directory: Path, route: str) -> None:
     """The servers get the trainer's weights; raises EngineError if they did not take them."""
     trainer.save(directory)
-    if loads:
+    if route == "disk":
         rollouts.weight_update(path=str(directory))
+    elif route == "collective":
+        rollouts.weight_update(weights=trainer.weights())
     else:
         rollouts.weight_update(transfer=lambda: trainer.hand_over(directory))
 
 
-def go_on(rollouts: april.RolloutScheduler, trainer: Trainer, directory: Path, *, loads: bool) -> None:
+def go_on(rollouts: april.RolloutScheduler, trainer: Trainer, directory: Path, route: str) -> None:
     """The servers get the weights of ``directory``, and april goes on where it stood when they were new."""
     trainer.load(directory)
     state = msgspec.msgpack.decode((directory / STATE).read_bytes())
-    if loads:
+    if route == "disk":
         rollouts.load_state_dict(state, path=str(directory))
+    elif route == "collective":
+        rollouts.load_state_dict(state, weights=trainer.weights())
     else:
         rollouts.load_state_dict(state, transfer=lambda: trainer.hand_over(directory))
 
@@ -104,20 +116,20 @@ def last_step(shared: Path) -> int:
     return max((int(file.parent.name.removeprefix("step_")) for file in shared.glob(f"step_*/{STATE}")), default=0)
 
 
-def train(config: april.Config, trainer: Trainer, shared: Path, steps: int, *, loads: bool, after: int = 0) -> None:
+def train(config: april.Config, trainer: Trainer, shared: Path, steps: int, route: str, after: int = 0) -> None:
     """Batches up to step ``steps``, with a weight update after each; ``after`` the last one of an earlier run."""
     previous = shared / f"step_{after}" if after else None
     with april.RolloutScheduler(config, prompts=prompts(), reward=reward) as rollouts:
         if previous is not None:
-            go_on(rollouts, trainer, previous, loads=loads)
+            go_on(rollouts, trainer, previous, route)
         for step in range(after + 1, steps + 1):
             batch = rollouts.next_batch()
             size = trainer.update(batch)
             directory = shared / f"step_{step}"
             shutil.rmtree(directory, ignore_errors=True)  # of a run that died before the step was complete
-            publish(rollouts, trainer, directory, loads=loads)
+            publish(rollouts, trainer, directory, route)
             save_state(directory / STATE, rollouts.state_dict())
-            # a server that is started anew gets its weights from the directory of the last update, so that one stays
+            # a server that is started anew may get its weights from the directory of the last update, so that one stays
             if previous is not None:
                 shutil.rmtree(previous)
             previous = directory
@@ -136,6 +148,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--urls", nargs="+", required=True, help="one per server")
     parser.add_argument("--model", type=Path, required=True, help="directory of the model that the servers serve")
     parser.add_argument("--shared-dir", type=Path, required=True, help="for weights, seen by every server as here")
+    parser.add_argument("--weights", choices=["disk", "collective"], default="disk", help="their way to the servers")
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--continuous", action="store_true", help="the servers go on while the trainer trains")
     parser.add_argument("--resume", action="store_true", help="go on with the run in --shared-dir")
@@ -164,7 +177,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         generation="continuous" if options.continuous else "stepwise",
         engine=engine,
     )
-    train(config, Trainer(options.model), shared, options.steps, loads=options.kind != "openai", after=after)
+    route = "yours" if options.kind == "openai" else options.weights
+    train(config, Trainer(options.model), shared, options.steps, route, after)
 
 
 if __name__ == "__main__":

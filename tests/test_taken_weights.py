@@ -70,6 +70,15 @@ async def test_wrong_tensors_are_named() -> None:
     await engine.close()
 
 
+async def test_a_shape_that_would_be_spread_is_refused() -> None:
+    """One number in the place of a row is no row."""
+    engine = tiny_engine(tiny_model(seed=2))
+    await engine.pause()
+    with pytest.raises(EngineError, match=r"model\.norm\.weight came with shape \(1,\)"):
+        await given(engine, {"model.norm.weight": torch.ones(1)})
+    await engine.close()
+
+
 async def test_nothing_is_written_under_requests() -> None:
     """Tokens of two models in one response would be of no version."""
     engine = tiny_engine(tiny_model(seed=2))

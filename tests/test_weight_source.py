@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -183,24 +181,18 @@ def test_buckets_hold_no_more_than_they_may() -> None:
 
 
 def test_a_bucket_is_dropped_when_the_next_one_is_asked_for() -> None:
-    """Also by a loop that still names it; of an iterable at most one more tensor is there than the bucket."""
-    alive: weakref.WeakSet[torch.Tensor] = weakref.WeakSet()
-    most = 0
+    """Also by a loop that still names it: no tensor of an iterable is drawn while an earlier bucket holds any."""
+    seen: list[Bucket] = []
 
     def tensors() -> Iterator[tuple[str, torch.Tensor]]:
-        nonlocal most
         for number in range(12):
-            gc.collect()
-            most = max(most, len(alive) + 1)
-            tensor = torch.zeros(10)
-            alive.add(tensor)
-            yield f"t{number}", tensor
-            del tensor
+            assert not any(bucket.tensors for bucket in seen)
+            yield f"t{number}", torch.zeros(10)
 
-    bucket: Bucket
     for bucket in WeightSource(tensors(), bucket_bytes=3 * 40).buckets():
         assert len(bucket.tensors) == 3
-    assert most <= 4
+        seen.append(bucket)
+    assert len(seen) == 4
 
 
 def test_only_floating_point_numbers_change_their_type() -> None:

@@ -139,6 +139,7 @@ WRONG: dict[str, list[tuple[Changes, Any, str]]] = {
         ({"rollout__top_p": 0.9}, {}, "--rollout.top_p 0.9 is not part of the log-probabilities"),
         ({"rollout__temperature": 0.0}, {}, "--rollout.temperature 0: greedy responses of a group are all equal"),
         ({"rollout__max_new_tokens": 200}, {}, "--rollout.max_new_tokens 200 leaves no room for a prompt"),
+        ({}, {"weights": "disk"}, "april.weights disk: OpenRLHF sends its weights"),
         ({}, {"allow_mismatch": True}, "april.allow_mismatch"),
         ({}, QUORUM, "april.group_quorum=0.5:  .. groups are delivered whole"),
         ({}, {"on_failed_sample": "shrink"}, "april.on_failed_sample: shrink:  .. so none may have fewer; use replace"),

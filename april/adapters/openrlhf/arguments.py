@@ -151,6 +151,8 @@ def _objections(args: Any, own: Mapping[str, Any]) -> Iterator[str]:
             f"--rollout.top_p {args.rollout.top_p:g} is not part of the log-probabilities that OpenRLHF recomputes "
             "(log_softmax(logits / T)), so its ratios would be wrong; leave it out"
         )
+    if own.get("weights") == "disk":
+        yield "april.weights disk: OpenRLHF sends its weights to its engines itself; leave it out"
     if own.get("allow_mismatch"):
         yield "april.allow_mismatch: OpenRLHF recomputes log_softmax(logits / T) and nothing else; leave it out"
     if own.get("group_quorum", 1) != 1:

@@ -40,12 +40,15 @@ class Noted(short_runs.Watched):
     def __init__(self, **arguments: Any) -> None:
         super().__init__(**arguments)
         self.responses: list[list[Any]] = []
+        self.updates = 0
+        """Weight updates before the last batch."""
         self.generated = 0
         """Tokens that the engine of this rank has generated for them, and for those that are unfinished."""
 
     def _note(self, batch: Any, output: Any) -> None:
         super()._note(batch, output)
         self.responses += [[s.prompt.data["row"], s.id.group, s.id.index, s.tokens.tolist()] for s in batch.samples]
+        self.updates = batch.version.n
         engines = self.rollout_func.scheduler.engines
         self.generated = sum(engine.stats.generated_tokens for engine in engines if hasattr(engine, "stats"))
 
@@ -81,6 +84,7 @@ def seen(made: Noted) -> dict[str, Any]:
         "stale_tokens": made.stale_tokens,
         "tokens": made.tokens,
         "generated": made.generated,
+        "updates": made.updates,
         "largest_error": max(made.logprob_errors, default=0.0),
         "largest_stale_difference": max(made.stale_differences, default=0.0),
         "delivered_prompts": ledger["prompts"].delivered if ledger else None,
@@ -156,19 +160,28 @@ def fails(folder: Path) -> dict[str, Any]:
 
 
 def servers(folder: Path) -> dict[str, Any]:
-    """A server generates, with and without LoRA in training: ``folder`` has its ``url`` and its ``model``."""
+    """A server generates: ``folder`` has its ``url`` and its ``model``.
+
+    It gets whole models through a directory and from this process, those with LoRA merged, and those that FSDP2 has
+    spread over the ranks from this process.
+    """
     engine = {"kind": "vllm", "urls": [(folder / "url").read_text("utf-8")]}
     # without early ends, random weights would make all responses as long as they may be
     settings = {"engine": engine, "over_sampling_batch_size": 6, "sampling": {"stop_token_ids": list(range(300, 320))}}
     lora = LoraConfig(r=4, task_type="CAUSAL_LM", init_lora_weights=False, target_modules="all-linear")
     found = {}
-    for name, peft_config in (("whole", None), ("adapters", lora)):
+    for name, route, peft_config in (
+        ("whole", "disk", None), ("adapters", "auto", lora), ("sent", "collective", None), ("sharded", "auto", None),
+    ):  # fmt: skip
+        if name == "sharded":
+            offer_fsdp2()
         made = trainer(
-            folder / name, settings, weights_dir=folder / f"weights of {name}", peft_config=peft_config,
+            folder / name, settings | {"weights": route}, peft_config=peft_config,
+            weights_dir=folder / f"weights of {name}" if route == "disk" or peft_config is not None else None,
             model=AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32),
             tokenizer=AutoTokenizer.from_pretrained(folder / "model"),
             reward=lambda completion_ids, **columns: [sum(t % 2 for t in ids) / len(ids) for ids in completion_ids],
-            max_steps=10, save_strategy="no",
+            max_steps=12, save_strategy="no",
         )  # fmt: skip
         made.train()
         found[name] = seen(made)

@@ -1,4 +1,5 @@
-"""The unmodified GRPOTrainer on two ranks, with a real vLLM that generates: whole models, and LoRA merged for it."""
+"""The unmodified GRPOTrainer on two ranks, with a real vLLM that generates: whole models by a directory and sent from
+the ranks, under DDP and FSDP2, and LoRA merged for it."""
 
 from __future__ import annotations
 
@@ -18,12 +19,12 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "real_trl"))
 
 import ranks
 
-STEPS, BATCH = 10, ranks.GROUPS * ranks.SAMPLES
+STEPS, BATCH = 12, ranks.GROUPS * ranks.SAMPLES
 
 
 @pytest.fixture(scope="module")
 def reports(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, dict[str, Any]]]:
-    """Of both ranks, after two trainings on one server."""
+    """Of both ranks, after four trainings on one server."""
     folder = tmp_path_factory.mktemp("vllm")
     shutil.copytree(make_models(folder / "models")["first"], folder / "model")
     (port,) = free_ports(1)
@@ -34,7 +35,7 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, dict[str
         return ranks.run("servers", folder)
 
 
-@pytest.mark.parametrize("what", ["whole", "adapters"])
+@pytest.mark.parametrize("what", ["whole", "adapters", "sent", "sharded"])
 def test_two_ranks_train_on_what_a_server_generates(what: str, reports: list[dict[str, dict[str, Any]]]) -> None:
     """Rank 0 hands the weights over; each response is trained once, and both ranks recompute its log-probabilities."""
     of_ranks = [report[what] for report in reports]
@@ -44,6 +45,7 @@ def test_two_ranks_train_on_what_a_server_generates(what: str, reports: list[dic
     assert set(Counter(row for row, _, _ in delivered).values()) == {ranks.SAMPLES}
     for report in of_ranks:
         assert report["steps"] == STEPS
+        assert report["updates"] == STEPS // 2
         assert report["stale_tokens"]
         assert report["largest_error"] <= 1e-3
         assert report["largest_stale_difference"] > 10 * report["largest_error"]
