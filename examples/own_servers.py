@@ -5,10 +5,10 @@ Start the servers (docs/servers.md says how), then run this with the directory o
     python examples/own_servers.py --kind vllm --urls http://127.0.0.1:8000 --model MODEL --shared-dir /shared/run
 
 ``--shared-dir`` must have the same name on every server's machine. With ``--weights collective`` the servers get their
-weights from this process (docs/weights.md), and the directory is this machine's affair. What is yours is below "yours": here it is a
-stand-in that leaves the weights as they are, so that everything else can be tried first. ``--resume`` goes on after the
-last step of a run that has ended or died, whatever the servers hold by then. ``--continuous``: they generate while you
-train (docs/staleness.md).
+weights from this process (docs/weights.md), and the directory is this machine's affair. What is yours is below "yours":
+here it is a stand-in that leaves the weights as they are, so that everything else can be tried first. ``--resume`` goes
+on after the last step of a run that has ended or died, whatever the servers hold by then. ``--continuous``: they
+generate while you train (docs/staleness.md).
 """
 
 from __future__ import annotations
