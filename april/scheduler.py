@@ -485,6 +485,9 @@ class RolloutScheduler:
             raise ConfigError(f"{what}: april itself sends weights=; leave out path= and transfer=")
         self._thread.refuse_waiting()
         handed_out = self._driver.handed_out if named is None else None
+        # april's own transfers have limits of their own, and on a virtual clock a thread takes no time
+        limited = sender is None and self._thread.threads_wake_it
+        limit_s = 2 * self.config.outage_deadline_s if limited else None
         asked = (what, path, transfer is not None, weights is not None, named, handed_out)
         call = self._update
         if call is None or not call.is_for(asked):
@@ -495,7 +498,7 @@ class RolloutScheduler:
                 sender = self._sender()
                 sender.refuse_engines(what, self._elsewhere())
                 hand_over = partial(sender.send, weight_source(weights))
-            call = TrainerUpdate(self._thread, hand_over, asked, sender)
+            call = TrainerUpdate(self._thread, hand_over, asked, sender, limit_s)
             self._update = call
         path = path or self._adapted
         version = call.carry_out(lambda update: run(path, update=update))

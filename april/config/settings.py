@@ -172,7 +172,8 @@ class Config(Model):
     """Wait for the same thing (a transfer of weights, an engine, prompts, a function of yours) after which a warning
     names it. None means 60 s, or outage_deadline_s if that is less."""
     outage_deadline_s: Seconds = 600.0
-    """Longest wait for an engine while none is well, before the step fails, and for an engine to load weights."""
+    """Longest wait for an engine while none is well, before the step fails, and for an engine to load weights or to
+    take a part of them; a transfer of your own has twice as long."""
     weights: WeightsRoute = WeightsRoute.AUTO
     """Way of new weights to servers, where a trainer's adapter chooses: by a directory that they read (disk), sent from
     the trainer's process (collective), or the latter where all servers offer it (auto)."""

@@ -11,7 +11,9 @@ progress is one attribute each, set by one assignment, so a signal handler canno
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
+import signal
 import threading
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from typing import Any
@@ -27,6 +29,8 @@ from april.engines.http.weight_directories import is_adapter
 from april.engines.protocol import Engine
 from april.errors import ConfigError, EngineError, RolloutError
 from april.weights.sender import WeightSender
+
+log = logging.getLogger("april")
 
 Transfer = Callable[[], Awaitable[None]]
 """Hands the weights over while the engines are paused."""
@@ -106,14 +110,17 @@ class TrainerUpdate(WeightUpdate):
         transfer: called in the trainer's thread with the engines that are paused.
         asked: the call, its path and whether it transfers; an interrupted call that is made again is known by them.
         sender: april's own, which the transfer uses.
+        limit_s: for a transfer of the trainer's own, after which the update is given up; None: no limit, or its own.
     """
 
     def __init__(
         self, thread: LoopThread, transfer: Callable[[Sequence[str]], Any] | None, asked: tuple[object, ...],
-        sender: WeightSender | None = None,
+        sender: WeightSender | None = None, limit_s: float | None = None,
     ) -> None:  # fmt: skip
         super().__init__(None if transfer is None else self._hand_over)
-        self.sender = sender
+        self.sender, self._limit_s = sender, limit_s
+        self._given_up = ""
+        """The reason why the transfer is not waited for any more."""
         self._thread = thread
         self._function = transfer
         self._asked = asked
@@ -166,6 +173,8 @@ class TrainerUpdate(WeightUpdate):
                 self._wake()
             if self._void is not None and self._reply is not None:
                 self._reply.wait()  # the engines go on with the version that they have
+            if self._given_up and isinstance(error, KeyboardInterrupt):
+                raise EngineError(self._given_up) from None
             raise
         finally:
             self._asker = None
@@ -195,7 +204,25 @@ class TrainerUpdate(WeightUpdate):
         self._handed_over = asyncio.get_running_loop().create_future()
         self._ready.give(None)
         self._go_on()
-        await self._handed_over
+        try:
+            async with asyncio.timeout(self._limit_s):
+                await self._handed_over
+        except TimeoutError:
+            self._given_up = (
+                f"weight_update: its transfer function had not returned in {self._limit_s:g} s, and nobody knows what "
+                "the servers have of the new weights; call weight_update again, with a transfer that ends, or raise "
+                "outage_deadline_s, of which this is twice as long"
+            )
+            log.error("%s", self._given_up)
+            self._interrupt()
+            raise EngineError(self._given_up) from None
+
+    def _interrupt(self) -> None:
+        """Let the trainer's thread out of its function, as Ctrl-C would; others hear when it returns."""
+        main = threading.main_thread().ident
+        usual = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        if main is not None and self._asker == main and usual and not self._transferred:
+            signal.pthread_kill(main, signal.SIGINT)
 
     def _go_on(self) -> None:
         waits = self._handed_over

@@ -1,0 +1,76 @@
+"""A transfer function that does not return: the update is given up by a sentence, wherever it was called."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+import april
+from april.testing import FakeEngine
+
+LIMIT_S = 0.05
+
+
+def rollouts() -> april.RolloutScheduler:
+    config = april.Config(
+        rollout_batch_size=1, n_samples_per_prompt=2, max_response_len=8, outage_deadline_s=LIMIT_S, warn_after_s=60.0
+    )
+    engine = FakeEngine("e", seconds_per_token=1e-4)
+    return april.RolloutScheduler(
+        config, engines=[engine], prompts=[[1, i] for i in range(2, 50)], reward=lambda p, r: 1.0, progress=False
+    )
+
+
+def test_it_hangs_in_the_main_thread(caplog: pytest.LogCaptureFixture) -> None:
+    """It is broken off as by Ctrl-C; the error names weight_update and its transfer, and so does the log."""
+    with rollouts() as run:
+        run.next_batch()
+        with pytest.raises(april.EngineError, match=r"weight_update: its transfer function had not returned in 0.1 s"):
+            run.weight_update(transfer=threading.Event().wait)
+        assert "its transfer function had not returned" in caplog.text
+        assert run.version.n == 0
+        assert run.weight_update(transfer=lambda: None).n == 1
+        assert len(run.next_batch().samples) == 2
+
+
+def test_it_hangs_in_another_thread(caplog: pytest.LogCaptureFixture) -> None:
+    """Nothing can be broken off there: others go on, and who called is told when the function has returned."""
+    told: list[BaseException] = []
+    inside, released = threading.Event(), threading.Event()
+    with rollouts() as run:
+        run.next_batch()
+
+        def hand_over() -> None:
+            inside.set()
+            released.wait()
+
+        def update() -> None:
+            try:
+                run.weight_update(transfer=hand_over)
+            except april.EngineError as error:
+                told.append(error)
+
+        thread = threading.Thread(target=update)
+        thread.start()
+        inside.wait()
+        run.next_batch()  # waits for the end of the update
+        assert "its transfer function had not returned" in caplog.text
+        assert not told
+        released.set()
+        thread.join()
+        assert "its transfer function had not returned" in str(told[0])
+        assert run.version.n == 0
+
+
+def test_an_interrupt_by_hand_stays_one() -> None:
+    """Ctrl-C in a transfer is no error of april's."""
+
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    with rollouts() as run:
+        run.next_batch()
+        with pytest.raises(KeyboardInterrupt):
+            run.weight_update(transfer=interrupted)
+        assert run.version.n == 0
