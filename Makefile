@@ -43,6 +43,8 @@ test-engines: $(VENV)/.installed
 	$(BIN)/python -m tests.real_engines.adapters sglang
 	$(BIN)/python -m tests.real_engines.gateway vllm
 	$(BIN)/python -m tests.real_engines.gateway sglang
+	$(BIN)/python -m tests.real_engines.weight_routes vllm
+	$(BIN)/python -m tests.real_engines.weight_routes sglang
 
 # The adapters against the real trainers on this CPU, each in an environment of its own below .venv.
 test-adapters: $(VENV)/.installed

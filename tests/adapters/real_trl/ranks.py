@@ -28,7 +28,7 @@ def torchrun(part: str, folder: Path, ranks: int = 2) -> subprocess.CompletedPro
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     return subprocess.run(
         [*command, str(SCRIPT), str(folder), part], env=os.environ | {"ACCELERATE_USE_CPU": "true"}, text=True,
-        capture_output=True, timeout=240,
+        capture_output=True, timeout=600,
     )  # fmt: skip
 
 
