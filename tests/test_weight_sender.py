@@ -207,6 +207,16 @@ def test_all_tensors_go_to_all_engines_in_order() -> None:
         assert engine.asked == ["ranks", "join", "begin", "receive", "receive", "receive", "finish"]
 
 
+def test_tensors_of_wide_numbers_come_first() -> None:
+    """A worker looks at a buffer without gaps as numbers of a dtype, which begin at a multiple of their size."""
+    desk = Desk(Receiver("a"))
+    mixed = {"odd": torch.ones(3, dtype=torch.bfloat16), "wide": torch.ones(2), "long": torch.ones(1).double()}
+    desk.sender.send(WeightSource(mixed, bucket_bytes=1 << 10), ["a"])
+    desk.loop.close()
+    assert list(desk.engines[0].got) == ["long", "wide", "odd"]
+    assert [t.dtype.itemsize for t in desk.groups[0].sent[0]] == [8, 4, 2]
+
+
 def test_every_worker_has_a_rank_of_its_own() -> None:
     """The sender is rank 0; an engine's workers follow those of the engine before it."""
     desk = Desk(Receiver("a", 2), Receiver("b", 4), Receiver("c"))

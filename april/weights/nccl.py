@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import ctypes
+import importlib
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -29,10 +30,8 @@ class _UniqueId(ctypes.Structure):
 class NcclSender:
     """Rank 0 of a group, as :class:`april.weights.group.Group` says, on the CUDA device that is the current one."""
 
-    def __init__(self, world_size: int, library: Any = None) -> None:
-        import torch
-
-        self._torch: Any = torch
+    def __init__(self, world_size: int, library: Any = None, torch: Any = None) -> None:
+        self._torch = importlib.import_module("torch") if torch is None else torch
         self._world_size = world_size
         self._nccl = ctypes.CDLL(LIBRARY) if library is None else library
         self._id = _UniqueId()

@@ -219,18 +219,22 @@ class _Round:
         )  # fmt: skip
 
     def _send(self, bucket: Bucket) -> None:
+        # those of wide numbers first: then each begins where its dtype may, also in a buffer without gaps
+        order = sorted(range(len(bucket.specs)), key=lambda i: -bucket.tensors[i].element_size())
+        specs, tensors = [bucket.specs[i] for i in order], [bucket.tensors[i] for i in order]
+
         def take(name: str) -> Coroutine[Any, Any, None]:
             engine = self._engine(name)
             if isinstance(engine, TakesTensors) and engine.capabilities.takes_tensors:
-                return engine.take(bucket.specs, bucket.tensors, bucket.last)
-            return self._receiver(name).receive(bucket.specs, bucket.last)
+                return engine.take(specs, tensors, bucket.last)
+            return self._receiver(name).receive(specs, bucket.last)
 
         def broadcast(goes_on: Callable[[], None]) -> None:
             for lane in self._lanes:
                 if lane.group is not None:
-                    lane.group.broadcast(bucket.tensors, bucket.specs, goes_on)
+                    lane.group.broadcast(tensors, specs, goes_on)
 
-        self._with(f"to take {_some(bucket.specs)}", take, self._names, broadcast)
+        self._with(f"to take {_some(specs)}", take, self._names, broadcast)
 
     # ---------------------------------------------------------------- calls of engines
 
