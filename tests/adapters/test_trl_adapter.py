@@ -6,8 +6,9 @@ The real package is held against it by ``make test-adapters``.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -20,6 +21,8 @@ import april
 from april.adapters import trl as adapter
 from april.adapters.trl.checkpoint import BUFFER_FILE, STATE_FILE
 from april.adapters.trl.data import ROW, DatasetPasses
+from april.weights.sender import WeightSender
+from april.weights.source import Weights
 
 from . import stand_in_trl as trl
 
@@ -189,6 +192,55 @@ def test_servers_get_each_new_weights_through_a_directory(tmp_path: Path) -> Non
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step_3", "step_of_mine"]
     assert sum(delivered(made).values()) == 8
     assert set(delivered(made).values()) == {1}
+
+
+class NotedSender(WeightSender):
+    """Goes through the weights, and notes their names."""
+
+    sent: ClassVar[list[list[str]]] = []
+
+    def send(self, source: Weights, names: Sequence[str]) -> None:
+        self.sent.append([spec.name for bucket in source.buckets() for spec in bucket.specs])
+
+
+@pytest.fixture
+def sent(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    """The names of each update that was sent."""
+    monkeypatch.setattr("april.scheduler.WeightSender", NotedSender)
+    monkeypatch.setattr(NotedSender, "sent", [])
+    return NotedSender.sent
+
+
+@pytest.mark.parametrize("route", [{}, {"weights": "collective"}, {"weights_dir": True}, {"weights": "disk"}], ids=str)
+def test_servers_get_weights_from_the_trainers_process_where_they_take_them(
+    route: dict[str, Any], sent: list[list[str]], tmp_path: Path
+) -> None:
+    """Under their names in a checkpoint, and no directory is needed; with both ways there is a choice."""
+    server = FakeVllmServer(max_running=4, turns=5, transfers="april_gloo")
+    disk = route.get("weights") == "disk"
+    settings = route | ({"weights_dir": tmp_path} if disk or "weights_dir" in route else {})
+    with ServerThread(server):
+        engine = {"kind": "vllm", "urls": [server.url], **KNOWN}
+        rollouts = adapter.rollout(engine=engine, over_sampling_batch_size=3, **settings)
+        made = Trainer(tiny_model(), rollouts, trl.prompts(12))
+        made.train(steps=4)
+
+    assert len(sent) == (0 if disk else 4)
+    assert all(names == list(made.model.state_dict()) for names in sent)
+    assert [path.name for path in tmp_path.iterdir()] == (["step_3"] if disk else [])
+    assert sum(delivered(made).values()) == 8
+
+
+def test_servers_that_take_weights_by_a_directory_alone_need_one(tmp_path: Path) -> None:
+    """Known when they were asked; where the other way is asked for by name, a directory does not do."""
+    server = FakeVllmServer(max_running=4, turns=5)
+    with ServerThread(server):
+        engine = {"kind": "vllm", "urls": [server.url], **KNOWN}
+        with pytest.raises(april.ConfigError, match=r"takes none from there, .* give rollout\(weights_dir=\.\.\.\)"):
+            Trainer(tiny_model(), adapter.rollout(engine=engine), trl.prompts(12)).train(steps=1)
+        rollouts = adapter.rollout(engine=engine, weights="collective", weights_dir=tmp_path)
+        with pytest.raises(april.ConfigError, match=r"weights: collective: engine .* takes none from there"):
+            Trainer(tiny_model(), rollouts, trl.prompts(12)).train(steps=1)
 
 
 def test_servers_get_the_weights_of_a_checkpoint_under_its_version(tmp_path: Path) -> None:
