@@ -195,7 +195,7 @@ def weight_source(weights: Any, *, bucket_bytes: int = BUCKET_BYTES, dtype: str 
 
 def name_of(dtype: torch.dtype) -> str:
     """The name of a dtype as servers take it: ``bfloat16``."""
-    return str(dtype).removeprefix("torch.")
+    return str(dtype).rpartition(".")[2]
 
 
 def _dtype_of(name: str) -> torch.dtype:
