@@ -368,7 +368,7 @@ def test_the_servers_on_the_page_are_started_as_the_suite_starts_them() -> None:
     for text, word, without, more in zip(
         started,
         ("VLLM_CPU_KVCACHE_SPACE", "SGLANG_USE_CPU_ENGINE", "launch_router"),
-        ({"--served-model-name"}, {"--enable-metrics"}, {"--prometheus-port"}),
+        ({"--served-model-name", "--weight-transfer-config"}, {"--enable-metrics"}, {"--prometheus-port"}),
         (SAID, set[str](), set[str]()),
         strict=True,
     ):

@@ -551,7 +551,7 @@ def test_the_rooms_of_the_house_are_there(code: list[Block]) -> None:
     assert packages <= named <= there
 
 
-@executes("architecture.md-0", "architecture.md-1", "servers.md-1")
+@executes("architecture.md-0", "architecture.md-1", "weights.md-0")
 def test_drawings_name_what_is_there(code: list[Block]) -> None:
     """Names in a drawing are methods of the scheduler, or of the core; the last two, of different pages, have some."""
     drawn = [set(re.findall(r"\w+_\w+|\w+(?=\()", block.text)) - {"step_7", "step_8", "step"} for block in code]

@@ -5,7 +5,6 @@ Invariant: only text and headers are read, no tensor.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from april.engines.http.weight_directories import ADAPTER_FILE
+from april.engines.http.wire import read_json
 from april.engines.protocol import AdapterSite
 from april.server_text import clean
 
@@ -86,7 +86,7 @@ def why_refused(path: str, site: AdapterSite | None) -> str | None:
     try:
         adapter = _read(Path(path))
     except _Unreadable as error:
-        return f"{path} is no whole adapter: {error}; save it with PEFT's save_pretrained, as safetensors"
+        return f"{path} is no whole adapter: {clean(error)}; save it with PEFT's save_pretrained, as safetensors"
     if (why := why_unservable(adapter.settings, scales=site.scales)) is not None:
         return f"the adapter in {path} cannot be served: {why}; give merged weights"
     if site.max_rank is not None and adapter.rank > site.max_rank:
@@ -105,14 +105,14 @@ class _Unreadable(Exception):
 
 def _read(where: Path) -> Adapter:
     try:
-        settings = json.loads((where / ADAPTER_FILE).read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
+        settings = read_json((where / ADAPTER_FILE).read_bytes())
+    except (OSError, ValueError) as error:
         raise _Unreadable(f"{ADAPTER_FILE} cannot be read ({type(error).__name__})") from None
     if not isinstance(settings, dict) or not isinstance(settings.get("r", 0), int):
         raise _Unreadable(f"{ADAPTER_FILE} has not the settings of one")
     try:
         return Adapter(settings, {name: shape for name, (_, shape) in header_of(where / TENSORS).items()})
-    except (OSError, ValueError, RecursionError) as error:
+    except (OSError, ValueError) as error:
         raise _Unreadable(f"{TENSORS} cannot be read ({type(error).__name__})") from None
 
 
@@ -122,7 +122,7 @@ def header_of(file: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
         length = int.from_bytes(opened.read(8), "little")
         if not 0 < length <= MOST_HEADER_BYTES:
             raise ValueError("the header of safetensors is missing")
-        told = json.loads(opened.read(length))
+        told = read_json(opened.read(length))
         if not isinstance(told, dict):
             raise ValueError("the header of safetensors is no mapping")
         rest = max((t["data_offsets"][1] for n, t in told.items() if n != "__metadata__"), default=0)
