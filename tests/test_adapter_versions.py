@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,7 @@ from april.engines.http.server_probe import choose_model
 from april.engines.http.weight_labels import WeightLabels
 from april.engines.kinds.factory import open_servers
 from april.errors import EngineError, EngineUnreachable, WeightsGone
+from april.testing import conformance
 
 both = pytest.mark.parametrize("kind", BOTH)
 LOADS = {"vllm": "/v1/load_lora_adapter", "sglang": "/load_lora_adapter"}
@@ -514,3 +516,43 @@ async def test_the_doctor_on_an_adapter_of_the_start(kind: str) -> None:
         )
     (found,) = [f for f in report.all if f.subject == "new weights"]
     assert (found.level, found.sentence[:29]) == (Level.OK, "adapters (LoRA) from a direct")
+
+
+# ---------------------------------------------------------------- conformance
+
+
+class OneLabel:
+    """An engine that calls all tokens those of its newest version."""
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+    async def generate(self, request: Any) -> Any:
+        async for chunk in self._engine.generate(request):
+            yield replace(chunk, version=self._engine._version)
+
+
+@both
+@pytest.mark.parametrize("wrong", [False, True], ids=["sound", "one label"])
+async def test_the_conformance_suite_on_adapters(kind: str, wrong: bool, tmp_path: Path) -> None:
+    """Three versions run at once; whoever calls their tokens by the newest is found out."""
+    paths = [write_adapter(tmp_path / str(n), n) for n in (1, 2)]
+    server = server_of(kind, mean_length=10**9, max_running=64, turns=40)
+    async with listening(server) as url:
+
+        async def opened() -> Any:
+            (engine,) = await open_servers(settings(kind, url))
+            return OneLabel(engine) if wrong else engine
+
+        subject = conformance.Subject(open=opened, adapters=[conformance.Weights(path) for path in paths])
+        verdict = await conformance.check_named("adapter_versions")(subject)
+    if wrong:
+        assert verdict.outcome is conformance.Outcome.FAILED
+        assert "tokens of requests that were sent under version 0." in verdict.detail
+    else:
+        assert (verdict.outcome, verdict.detail) == (conformance.Outcome.PASSED, "")
+        assert verdict.figures["versions at the same time"] == 3
+    assert len(server.loras.ever) == 2

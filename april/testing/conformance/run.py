@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from april.engines.protocol import Capabilities, Engine, OnWeightUpdate
-from april.testing.conformance import aborts, kept, tokens, weights, with_april
+from april.testing.conformance import aborts, adapters, kept, tokens, weights, with_april
 from april.testing.conformance.bench import Bench, Check
 from april.testing.conformance.subject import Outcome, Report, Subject, Verdict
 
@@ -94,6 +94,7 @@ CHECKS: tuple[Check, ...] = (
     weights.sent_weights,
     weights.update_under_way,
     kept.kept_over_an_update,
+    adapters.adapter_versions,
     weights.pause_and_resume,
     with_april.stop_strings,
     with_april.eos_at_a_cut,

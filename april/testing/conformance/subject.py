@@ -86,6 +86,8 @@ class Subject:
     """The weights that the engine has when it is opened; the suite leaves it with them."""
     other: Weights | None = None
     """Others, to be loaded from disk and back."""
+    adapters: Sequence[Weights] = ()
+    """Two adapters (LoRA) for ``now``: directories, and the model with each of them as reference."""
     first_version: PolicyVersion = FIRST_VERSION
     """The version that a new engine object puts on its tokens."""
     tolerance: float = 1e-4
