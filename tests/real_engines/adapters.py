@@ -168,7 +168,7 @@ def run_updates(settings: dict[str, Any], policies: Policies) -> tuple[dict[str,
 async def _generate(
     engine: Engine, name: int, prompt: list[int], tokens: int
 ) -> tuple[list[int], list[float], set[PolicyVersion]]:
-    sampling = SamplingParams(tokens, seed=name)
+    sampling = SamplingParams(tokens, min_tokens=tokens, seed=name)
     ids, got = np.array(prompt, np.int32), (list[int](), list[float](), set[PolicyVersion]())
     async for chunk in engine.generate(Request(attempt_id=f"{name:032x}", token_ids=ids, sampling=sampling)):
         got[0].extend(chunk.tokens.tolist())
