@@ -35,6 +35,8 @@ class LimitCode(StrEnum):
     NO_LABELS = "no labels"
     """The weights have no label that april could read or set."""
     NO_DISK_UPDATES = "no disk updates"
+    NO_TRANSFERS = "no transfers"
+    """Weights cannot be sent from the trainer's process."""
     ADAPTER = "adapter"
     """Requests name an adapter, which whole weights of its base would not fit."""
     ADAPTERS_ONLY = "adapters only"

@@ -146,15 +146,18 @@ def test_openai_that_cannot_be_used(server: FakeOpenAIServer, words: str) -> Non
 
 
 PROCESSED = "processed_logprobs"
+SENDING = ["--weight-transfer-config"]
 
 
 def vllm_server(
-    *, developer: bool, scale_out: bool, mode: str = "raw_logprobs", processes: int = 1, root: str = "nowhere"
+    *, developer: bool, scale_out: bool, mode: str = "raw_logprobs", processes: int = 1, root: str = "nowhere",
+    sends: bool = False,
 ) -> Answer:  # fmt: skip
     """The routes that the probe of a vLLM server asks, as vLLM 0.32 answers them with these flags."""
     config = {
         "model_config": {"logprobs_mode": mode}, "scheduler_config": {"max_num_seqs": 128, "policy": "fcfs"},
         "parallel_config": {"data_parallel_size": 1, "_api_process_count": processes},
+        "weight_transfer_config": {"backend": "nccl"} if sends else None,
     }  # fmt: skip
     models = {"data": [{"id": "tiny", "owned_by": "vllm", "root": root, "max_model_len": 4096}]}
     answers = {"/version": http(200, {"version": "0.32.0"}), "/v1/models": http(200, models)}
@@ -194,16 +197,20 @@ def vllm_server(
         ),
         (
             {"developer": True, "scale_out": True}, Verdict.LIMITED, ["log-probabilities"],
-            ["--logprobs-mode processed_logprobs"], [],
+            ["--logprobs-mode processed_logprobs"], SENDING,
         ),
         (
             {"developer": True, "scale_out": True, "mode": PROCESSED, "processes": 2}, Verdict.LIMITED,
-            ["abort"], ["--api-server-count 1"], [],
+            ["abort"], ["--api-server-count 1"], SENDING,
         ),
-        ({"developer": True, "scale_out": False, "mode": PROCESSED}, Verdict.EXACT, [], [], ["--enable-scale-out"]),
-        ({"developer": True, "scale_out": True, "mode": PROCESSED}, Verdict.EXACT, [], [], []),
+        (
+            {"developer": True, "scale_out": False, "mode": PROCESSED}, Verdict.EXACT, [], [],
+            ["--enable-scale-out", *SENDING],
+        ),
+        ({"developer": True, "scale_out": True, "mode": PROCESSED}, Verdict.EXACT, [], [], SENDING),
+        ({"developer": True, "scale_out": True, "mode": PROCESSED, "sends": True}, Verdict.EXACT, [], [], []),
     ],
-    ids=["plain", "scale-out", "developer mode", "two processes", "no scale-out", "everything"],
+    ids=["plain", "scale-out", "developer mode", "two processes", "no scale-out", "no transfers", "everything"],
 )  # fmt: skip
 def test_vllm(
     server: dict[str, Any], verdict: Verdict, limited: list[str], flags: list[str], optional: list[str], tmp_path: Path

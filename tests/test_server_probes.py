@@ -34,10 +34,11 @@ V1 = PolicyVersion(0, 1)
 @pytest.mark.parametrize(
     ("options", "means", "spans", "disk", "words"),
     [
-        ({}, AbortMeans.BY_ID, True, True, None),
+        ({"transfers": "nccl"}, AbortMeans.BY_ID, True, True, None),
+        ({}, AbortMeans.BY_ID, True, True, "--weight-transfer-config"),
         ({"developer": False}, AbortMeans.BY_ID, False, False, "VLLM_SERVER_DEV_MODE=1"),
         ({"scale_out": False}, AbortMeans.BY_ID, False, True, "--enable-scale-out"),
-        ({"scale_out": False, "release": 33}, AbortMeans.BY_ID, True, True, None),
+        ({"scale_out": False, "release": 33, "transfers": "nccl"}, AbortMeans.BY_ID, True, True, None),
         ({"scale_out": False, "release": 33, "developer": False}, AbortMeans.CLOSE, False, False, "VLLM_SERVER_DEV"),
         ({"developer": False, "scale_out": False}, AbortMeans.CLOSE, False, False, "cannot be aborted by id"),
         ({"processes": 2}, AbortMeans.PAUSE, True, True, "--api-server-count 1"),

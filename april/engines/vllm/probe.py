@@ -34,7 +34,7 @@ from april.engines.http.wire import read_json
 from april.engines.openai.wire import ASK_SPANS
 from april.engines.protocol import AbortMeans, AdapterSite, Capabilities, OnWeightUpdate
 from april.engines.vllm.adapters import LOAD, NEEDED
-from april.engines.vllm.plugin import BACKENDS
+from april.engines.vllm.plugin import BACKEND, BACKENDS
 from april.engines.vllm.wire import COMPLETIONS_ROUTE, TOKEN_ROUTE
 from april.errors import ConfigError, EngineError
 from april.server_text import clean
@@ -115,6 +115,7 @@ async def probe_vllm(client: HttpClient, config: VllmEngineConfig) -> VllmFacts:
         (not (token_route or spans), _TOKEN_ROUTE_CLOSED),
         (label is None, _NO_LABELS),
         (not developer, _NO_DISK_UPDATES),
+        (loads and label is not None and not _collective(settings), _NO_TRANSFERS),
         (not abort_route, _NO_ABORT_BY_ID),
         (processes > 1, _several_processes(processes, means)),
         (kind is LogprobKind.RAW, _RAW_LOGPROBS),
@@ -348,6 +349,13 @@ _NO_DISK_UPDATES = Limit(
     "both",
     f"start the server with {_DEVELOPER}, bound to a private address, as its key does not guard those routes",
     (_DEVELOPER,),
+)
+_NO_TRANSFERS = Limit(
+    LimitCode.NO_TRANSFERS,
+    "Weights cannot be sent to the server from the trainer's process (weight_update(weights=...))",
+    f"""start it with --weight-transfer-config '{{"backend": "nccl"}}', or, with april installed beside vLLM, """
+    f"""'{{"backend": "{BACKEND}"}}', which needs no GPU""",
+    ("--weight-transfer-config",),
 )
 _NO_ABORT_BY_ID = Limit(
     LimitCode.NO_ABORT_BY_ID,
