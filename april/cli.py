@@ -241,6 +241,11 @@ def simulate(
                       "(colocated), which stand still while it trains."),
     ] = None,
     fetch_ahead: Annotated[int, _in(_TRAINER, "Batches that it asks for while it trains one.", min=0)] = 0,
+    keep: Annotated[
+        bool,
+        _in(_TRAINER, "Also continuous generation whose requests go on over weight updates (on_weight_update: keep). "
+                      "Engines prefill the prompt of a group once per version then.", "--keep"),
+    ] = False,
     max_response_len: Annotated[int, _in(_LENGTHS, "Most tokens of a response.", min=1)] = 16_384,
     prompt_len: Annotated[int, _in(_LENGTHS, "Tokens of a prompt.", min=1)] = 128,
     lengths_file: Annotated[

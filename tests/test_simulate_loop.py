@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 
 from april.core.types import OnStale, Refill
+from april.engines.simulated.clockwork import SimulatedDecoder
+from april.engines.simulated.decode_cost import DecodeCost
 from april.simulate import workload
 from april.simulate.figure import draw_loop
 from april.simulate.run import measure, simulate
@@ -170,3 +172,30 @@ def test_report_of_a_colocated_loop() -> None:
     assert report["loop"]["placement"] == "colocated"
     assert len(report["sweep"]) == 5
     assert "one after the other" in verdict(report)[0]
+
+
+def test_requests_that_go_on_over_updates_prefill_nothing_again() -> None:
+    """With keep each bound is run a second time so; what updates cut and prefill otherwise is generated instead."""
+    w = replace(SMALL, keep=True, bounds=False, max_staleness=3, prompt_len=2000)
+    assert list(w.modes)[3:] == ["continuous 3", "continuous 3 keep"]
+    cut, kept = (measure(w, w.modes[name]).figures for name in ("continuous 3", "continuous 3 keep"))
+    assert (cut["on_weight_update"], kept["on_weight_update"]) == ("resubmit", "keep")
+    assert cut["reprefill_tokens"] > 0 == kept["reprefill_tokens"]
+    assert kept["trained_tokens_per_s"] > 1.05 * cut["trained_tokens_per_s"]
+    assert kept["staleness_max"] <= 3
+    assert max(cut["fraction_of_limit"], kept["fraction_of_limit"]) < 1.02
+    with pytest.raises(ValueError, match="keep is for continuous generation"):
+        replace(w, train_time=None)
+
+
+def test_siblings_share_the_prefill_of_their_prompt() -> None:
+    """With keep an engine prefills a group's prompt once per version; a preempted request does so again."""
+    cost = DecodeCost(base_s=0.0, per_sequence_s=0.0, per_kv_token_s=0.0, per_prefill_token_s=1.0)
+    decoder = SimulatedDecoder(cost, 4, 0.0)
+    decoder.add("a", 100, 5)
+    decoder.add("b", 100, 5, cached=100)
+    decoder.advance(99.0)
+    assert decoder.counters().prefill_tokens == 100
+    assert SMALL.limit_s([50] * 8, 8) - replace(SMALL, keep=True).limit_s([50] * 8, 8) == pytest.approx(
+        SMALL.cost.prefill_s(SMALL.prompt_len) * 8 * 3 / 4 / SMALL.engines
+    )

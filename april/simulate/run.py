@@ -69,7 +69,7 @@ def measure(workload: Workload, schedule: Schedule, progress: Progress = lambda 
     simulation = Simulation(
         workload.core_settings(schedule), workload.cost, workload.lengths, engines=workload.engines,
         prompt_len=workload.prompt_len, train_s=workload.train_s, fetch_ahead=workload.fetch_ahead,
-        watch=lambda at, running: busy.append((at, running)),
+        watch=lambda at, running: busy.append((at, running)), shares_prompts=workload.keep,
     )  # fmt: skip
     before = _totals(simulation)
     for step in range(workload.steps):
@@ -134,6 +134,7 @@ def _figures(
         ages.update(step.token_ages)
     return {
         "over_sampling_batch_size": schedule.over,
+        "on_weight_update": "keep" if schedule.keeps else "resubmit",
         "generation": "stepwise" if schedule.continuous is None else "continuous",
         "refill": str(schedule.refill),
         "group_quorum": schedule.quorum,

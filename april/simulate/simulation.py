@@ -28,7 +28,7 @@ from april.core.run_times import RunTimes
 from april.core.sampling import SamplingParams
 from april.core.settings import CoreSettings, EngineLimits
 from april.core.state import RolloutCore
-from april.core.types import Attempt, EngineFinish, Prompt, SampleId
+from april.core.types import Attempt, EngineFinish, OnWeightUpdate, Prompt, SampleId
 from april.core.versions import PolicyVersion
 from april.engines.simulated.clockwork import SimulatedDecoder
 from april.engines.simulated.decode_cost import DecodeCost
@@ -39,13 +39,15 @@ from april.record.file import RunRecord
 from april.record.recorder import Recorder
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Running:
     """An attempt in a decoder, with the tokens it will have if it is left alone."""
 
     attempt: Attempt
     count: int
     complete: bool
+    had: int = 0
+    """Tokens on its tape, from before a weight update that it has lived through."""
 
 
 class SimulatedEngines:
@@ -60,6 +62,7 @@ class SimulatedEngines:
         now: virtual time, in seconds.
         version: gives the version of the engines' weights.
         post: is called with every event.
+        shares_prompts: an engine prefills the prompt of a group once per version, not once per sample.
     """
 
     def __init__(
@@ -71,8 +74,11 @@ class SimulatedEngines:
         now: Callable[[], float],
         version: Callable[[], PolicyVersion],
         post: Callable[[ev.Event], None],
+        shares_prompts: bool = False,
     ) -> None:
         self.decoders = decoders
+        self._prompts: dict[str, set[int]] | None = {name: set() for name in decoders} if shares_prompts else None
+        """Groups whose prompts each engine has in its cache."""
         self._length, self._now, self._version, self._post = length, now, version, post
         self._blank = np.zeros(longest, np.int32)
         self._blank_logprobs = np.zeros(longest, np.float32)
@@ -85,8 +91,8 @@ class SimulatedEngines:
         self.executors: dict[type[do.Command], Callable[[Any], None]] = {
             do.Submit: self._submit,
             do.Abort: self._abort,
-            do.PauseEngine: self._called,
-            do.LoadEngine: self._called,
+            do.PauseEngine: self._paused,
+            do.LoadEngine: self._loaded,
             do.ResumeEngine: self._called,
         }
 
@@ -111,7 +117,7 @@ class SimulatedEngines:
             self._advance(engine)
 
     def tokens_in_flight(self) -> list[tuple[SampleId, int]]:
-        """Return (sample, tokens made and on no tape yet) of every running request."""
+        """Return (sample, tokens made and not in the core's books yet) of every running request."""
         return [
             (r.attempt.sample.id, self.decoders[r.attempt.engine].tokens_of(attempt_id))
             for attempt_id, r in self._running.items()
@@ -124,7 +130,7 @@ class SimulatedEngines:
         self._touched.add(engine)
         for finished in self.decoders[engine].advance(self._now()):
             running = self._running.pop(finished.request_id)
-            self._append(running.attempt, running.count)
+            self._append(running, running.count)
             finish = EngineFinish.STOP if running.complete else EngineFinish.LENGTH
             self._post(ev.AttemptEnded.of(running.attempt, finish))
 
@@ -133,21 +139,45 @@ class SimulatedEngines:
         self._advance(attempt.engine)
         left = self._length(attempt.sample.id) - len(attempt.call.chain.tape)
         count = min(left, attempt.sampling.max_tokens)
-        self.decoders[attempt.engine].add(attempt.id, len(attempt.token_ids), count)
+        cached, group = 0, attempt.sample.id.group
+        if self._prompts is not None:
+            there = self._prompts[attempt.engine]
+            cached = len(attempt.call.chain.prompt) if group in there else 0
+            there.add(group)
+        self.decoders[attempt.engine].add(attempt.id, len(attempt.token_ids), count, cached)
         self._running[attempt.id] = _Running(attempt, count, complete=count == left)
 
     def _abort(self, command: do.Abort) -> None:
         self._advance(command.engine)
         for attempt_id, count in self.decoders[command.engine].abort(command.attempt_ids).items():
-            attempt = self._running.pop(attempt_id).attempt
-            self._append(attempt, count)
-            self._post(ev.AttemptEnded.of(attempt, EngineFinish.ABORT))
+            running = self._running.pop(attempt_id)
+            self._append(running, count)
+            self._post(ev.AttemptEnded.of(running.attempt, EngineFinish.ABORT))
 
-    def _called(self, command: do.PauseEngine | do.LoadEngine | do.ResumeEngine) -> None:
+    def _paused(self, command: do.PauseEngine) -> None:
+        """What requests have at this moment is of the weights of before, if they live through the update."""
+        silent: list[str] = []
+        if command.in_flight is not OnWeightUpdate.RESUBMIT:
+            self._advance(command.engine)
+            for attempt_id, running in self._running.items():
+                if running.attempt.engine == command.engine:
+                    self._append(running, self.decoders[command.engine].tokens_of(attempt_id))
+                    silent += [] if running.had else [attempt_id]
+        done = ev.CallResult.DONE
+        self._post(ev.EngineCallEnded(command.engine, command.call, done, silent=tuple(silent)))
+
+    def _loaded(self, command: do.LoadEngine) -> None:
+        if self._prompts is not None:
+            self._prompts[command.engine].clear()
+        self._called(command)
+
+    def _called(self, command: do.LoadEngine | do.ResumeEngine) -> None:
         self._post(ev.EngineCallEnded(command.engine, command.call, ev.CallResult.DONE))
 
-    def _append(self, attempt: Attempt, count: int) -> None:
-        attempt.tape.append(self._blank[:count], self._blank_logprobs[:count], self._version())
+    def _append(self, running: _Running, count: int) -> None:
+        """Put what is new of so many tokens onto its tape."""
+        new, running.had = count - running.had, count
+        running.attempt.tape.append(self._blank[:new], self._blank_logprobs[:new], self._version())
 
 
 class SimulatedRewards:
@@ -296,6 +326,7 @@ class Simulation:
         train_s, fetch_ahead: see :class:`SimulatedTrainer`.
         choose: answers, in no time, what is best; needed where settings are ``auto``.
         most_in_flight: slots of all engines, where max_in_flight may change.
+        shares_prompts: see :class:`SimulatedEngines`.
         failing: share of the samples, drawn for each by itself, whose reward raises at every try, once they are whole.
         reward_s: seconds that the reward of a sample takes, once it is whole.
         rewards_at_once: most rewards that are computed at the same time; None means no limit.
@@ -316,6 +347,7 @@ class Simulation:
         fetch_ahead: int = 0,
         choose: Callable[[Question], Answer] | None = None,
         most_in_flight: int | None = None,
+        shares_prompts: bool = False,
         failing: float = 0.0,
         reward_s: float = 0.0,
         rewards_at_once: int | None = None,
@@ -345,6 +377,7 @@ class Simulation:
         self.engines = SimulatedEngines(
             self.decoders, length=self._length, longest=settings.max_response_len, now=lambda: self.now,
             version=lambda: self.core.clock.current, post=lambda event: self._pump.post(event),
+            shares_prompts=shares_prompts,
         )  # fmt: skip
         self._requests = RequestLog(self.core, lambda: self.now)
         self._recorder = None

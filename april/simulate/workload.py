@@ -20,8 +20,8 @@ from numpy.typing import NDArray
 
 from april.config.settings import Config
 from april.core.settings import CoreSettings
-from april.core.types import GenerationMode, OnStale, Refill
-from april.engines.simulated.decode_cost import DecodeCost, in_flight_that_fits, limit_s, limit_tokens_per_s, roofline
+from april.core.types import GenerationMode, OnStale, OnWeightUpdate, Refill
+from april.engines.simulated.decode_cost import DecodeCost, in_flight_that_fits, limit_s, roofline
 from april.engines.simulated.response_lengths import LognormalLengths, ResponseLengths, TraceLengths
 from april.errors import ConfigError
 
@@ -54,6 +54,7 @@ class Schedule:
         in_flight: most samples in flight, the number of decode slots.
         continuous: max_staleness of continuous generation; None means stepwise, with that of the workload.
         quorum: share of a group that is to be finished before what is finished of it counts.
+        keeps: requests go on over weight updates (on_weight_update: keep).
     """
 
     over: int
@@ -61,6 +62,7 @@ class Schedule:
     in_flight: int
     continuous: int | None = None
     quorum: float = 1.0
+    keeps: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,6 +83,8 @@ class Workload:
             None means that training takes no time.
         placement: the place of the trainer, where there is a train time; None means separate.
         fetch_ahead: batches that a trainer on GPUs of its own asks for while it trains one.
+        keep: whether continuous generation is run with on_weight_update: keep as well; then each engine prefills the
+            prompt of a group once per version, in all modes.
         bounds: whether continuous generation is run at each of BOUNDS, or at max_staleness only.
         lengths_file: JSONL of lengths (see :meth:`TraceLengths.from_jsonl`); None means the lognormal one.
         median_len, sigma_between, sigma_within: of the lognormal distribution; None means the defaults above.
@@ -116,6 +120,7 @@ class Workload:
     placement: Placement | None = None
     fetch_ahead: int = 0
     bounds: bool = True
+    keep: bool = False
     lengths_file: Path | None = None
     median_len: float | None = None
     sigma_between: float | None = None
@@ -147,6 +152,8 @@ class Workload:
                 f"fetch_ahead={self.fetch_ahead} asks for batches while the trainer trains, and colocated engines "
                 "stand still meanwhile; leave it out"
             )
+        if self.keep and not self.separate:
+            raise ValueError("keep is for continuous generation, beside a trainer on GPUs of its own; give train_time")
         assert self.train_s >= 0.0  # reads the train time
         capacity, context = self.cost.kv_capacity_tokens, self.prompt_len + self.max_response_len
         if capacity is not None and context > capacity:
@@ -205,12 +212,18 @@ class Workload:
         """Seconds for these responses on all engines, kept full with ``in_flight`` samples all the time."""
         if not lengths:
             return 0.0
-        return limit_s(self.cost, lengths, in_flight / self.engines, self.prompt_len) / self.engines
+        seconds = limit_s(self.cost, lengths, in_flight / self.engines, self.prompt_len)
+        return (seconds - self._saved_s(len(lengths))) / self.engines
 
     def long_run_limit(self, in_flight: int) -> float:
         """Tokens per second of all engines, kept full for ever with responses of this distribution."""
-        per_engine = in_flight / self.engines
-        return self.engines * limit_tokens_per_s(self.cost, self.length_sample.ravel(), per_engine, self.prompt_len)
+        lengths = self.length_sample.ravel()
+        seconds = limit_s(self.cost, lengths, in_flight / self.engines, self.prompt_len) - self._saved_s(lengths.size)
+        return self.engines * (float(lengths.sum()) / seconds)
+
+    def _saved_s(self, responses: int) -> float:
+        """Seconds of prefill that so many responses save where those of a group share its prompt."""
+        return self.cost.prefill_s(self.prompt_len) * responses * (1 - 1 / self.samples) if self.keep else 0.0
 
     @cached_property
     def batch_s(self) -> float:
@@ -263,6 +276,8 @@ class Workload:
             refill = replace(modes["refill"], quorum=quorum)
             for bound in BOUNDS if self.bounds else (self.max_staleness,):
                 modes[f"continuous {bound}"] = replace(refill, continuous=bound)
+                if self.keep:
+                    modes[f"continuous {bound} keep"] = replace(refill, continuous=bound, keeps=True)
         return modes
 
     @property
@@ -290,6 +305,7 @@ class Workload:
             "partial_rollout": True,
             "max_response_len": self.max_response_len,
             "generation": GenerationMode.STEPWISE if schedule.continuous is None else GenerationMode.CONTINUOUS,
+            "on_weight_update": OnWeightUpdate.KEEP if schedule.keeps else OnWeightUpdate.RESUBMIT,
             "refill": schedule.refill,
             "group_quorum": schedule.quorum,
             "max_in_flight": schedule.in_flight,

@@ -69,6 +69,8 @@ class _Sequence:
     request_id: str
     prefix_tokens: int
     new_tokens: int
+    cached: int = 0
+    """Tokens of the prefix that its first prefill finds in the cache."""
     generated: int = 0
     """Up to date only while waiting."""
     kv_offset: int = 0
@@ -172,8 +174,10 @@ class SimulatedDecoder:
 
     # -- what it is told ---------------------------------------------------------------------------------------------
 
-    def add(self, request_id: str, prefix_tokens: int, new_tokens: int) -> None:
+    def add(self, request_id: str, prefix_tokens: int, new_tokens: int, cached: int = 0) -> None:
         """Queue a request at ``now``: prefill ``prefix_tokens``, then generate exactly ``new_tokens`` tokens.
+
+        The first ``cached`` of them take no time the first time, as another request has prefilled them.
 
         Raises:
             ValueError: the id is in use, a count is impossible, or the request could never fit into the KV cache.
@@ -187,7 +191,7 @@ class SimulatedDecoder:
                 f"request {request_id!r} needs {prefix_tokens} + {new_tokens} tokens of KV cache, the engine has "
                 f"{self._capacity}; shorten it or give the engine more KV"
             )
-        self._waiting[request_id] = _Sequence(request_id, prefix_tokens, new_tokens)
+        self._waiting[request_id] = _Sequence(request_id, prefix_tokens, new_tokens, cached)
         self._counters.requests += 1
         self._next = None
 
@@ -296,7 +300,8 @@ class SimulatedDecoder:
             heappush(self._ends, (sequence.last_step, self._tie, sequence))
             self._kv_offsets += sequence.kv_offset
             kv += resident
-            prefill += resident
+            prefill += resident - sequence.cached
+            sequence.cached = 0
             n += 1
         if n == 0:
             return False
