@@ -190,7 +190,7 @@ def test_requests_that_go_on_over_updates_prefill_nothing_again() -> None:
 
 def test_siblings_share_the_prefill_of_their_prompt() -> None:
     """With keep an engine prefills a group's prompt once per version; a preempted request does so again."""
-    cost = DecodeCost(base_s=0.0, per_sequence_s=0.0, per_kv_token_s=0.0, per_prefill_token_s=1.0)
+    cost = DecodeCost(base_s=1.0, per_sequence_s=0.0, per_kv_token_s=0.0, per_prefill_token_s=1.0)
     decoder = SimulatedDecoder(cost, 4, 0.0)
     decoder.add("a", 100, 5)
     decoder.add("b", 100, 5, cached=100)
