@@ -54,9 +54,9 @@ def response_logprobs(
     """Return log_softmax(logits) of every response token under the present weights: float32 [T_i]."""
     result: list[Float32] = [np.empty(0, dtype=np.float32)] * len(responses)
     with torch.no_grad():
-        for rows in _chunks(range(len(responses)), prompts, responses):
+        for rows in chunks(range(len(responses)), prompts, responses):
             chunk = [prompts[i] for i in rows], [responses[i] for i in rows]
-            found = _token_logprobs(model, *chunk).numpy()
+            found = token_logprobs(model, *chunk).numpy()
             for row, i in enumerate(rows):
                 first = len(prompts[i]) - 1
                 result[i] = found[row, first : first + len(responses[i])].copy()
@@ -109,9 +109,9 @@ class GrpoTrainer:
         active = [i for i in range(count) if advantages[i] != 0 and np.any(batch.loss_masks[i])]
         mean_length = torch.tensor(sum(np.count_nonzero(m) for m in batch.loss_masks) / count)
         loss_sum = clipped = drift_sum = tokens = 0.0
-        for rows in _chunks(active, batch.prompts, batch.responses):
+        for rows in chunks(active, batch.prompts, batch.responses):
             prompts, responses = [batch.prompts[i] for i in rows], [batch.responses[i] for i in rows]
-            now = _token_logprobs(self.model, prompts, responses)
+            now = token_logprobs(self.model, prompts, responses)
             behaviour = _placed(prompts, [batch.behaviour_logprobs[i] for i in rows], now.shape[1])
             masks = [np.asarray(batch.loss_masks[i], dtype=np.float32) != 0 for i in rows]
             mask = _placed(prompts, masks, now.shape[1])
@@ -139,7 +139,7 @@ class GrpoTrainer:
         return self.learning_rate * min(1.0, rising, max(0.0, 1.0 - self.updates / self.total_steps))
 
 
-def _chunks(which: Sequence[int], prompts: Sequence[Int32], responses: Sequence[Int32]) -> Iterator[list[int]]:
+def chunks(which: Sequence[int], prompts: Sequence[Int32], responses: Sequence[Int32]) -> Iterator[list[int]]:
     """Yield indices ``which``, longest first; no chunk has more than CHUNK_TOKENS padded tokens, or one row."""
     lengths = {i: len(prompts[i]) + len(responses[i]) for i in which}
     left = sorted(which, key=lambda i: -lengths[i])
@@ -149,7 +149,7 @@ def _chunks(which: Sequence[int], prompts: Sequence[Int32], responses: Sequence[
         left = left[rows:]
 
 
-def _token_logprobs(
+def token_logprobs(
     model: PreTrainedModel, prompts: Sequence[Int32], responses: Sequence[Int32]
 ) -> Tensor:
     """Return log-probabilities of all tokens but the first, float32 [rows, longest - 1]; padding has no meaning.
@@ -167,7 +167,7 @@ def _token_logprobs(
 
 
 def _placed(prompts: Sequence[Int32], values: Sequence[NDArray[np.generic]], width: int) -> Tensor:
-    """Return values per response token at the columns of :func:`_token_logprobs`, else 0: float32 [rows, width]."""
+    """Return values per response token at the columns of :func:`token_logprobs`, else 0: float32 [rows, width]."""
     placed = np.zeros((len(prompts), width), dtype=np.float32)
     for row, (prompt, value) in enumerate(zip(prompts, values, strict=True)):
         placed[row, len(prompt) - 1 : len(prompt) - 1 + len(value)] = value

@@ -16,6 +16,7 @@ numbers only.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
@@ -40,15 +41,29 @@ PROMPT_LENGTH: Final = 5
 RESPONSE_CAP: Final = 400
 """Most tokens of a response, EOS included."""
 
-# Short answers have 1 to 5 numbers after the first, long ones 30 to 69; one prompt in ten is long.
-LONG_SHARE = 0.1
-LONG_FROM, LONG_TO = 30, 69
-SHORT_TO = 5
-# Two thirds of the demonstrations have no draft; a draft counts down from a lognormal number.
-DRAFT_PROBABILITY = 0.35
-DRAFT_MEDIAN, DRAFT_SIGMA, DRAFT_MAX = 10.0, 1.0, 99
-# Demonstrations slip in this share of the written numbers; it is what the reward teaches to avoid.
-SLIP_PROBABILITY = 0.1
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sizes:
+    """Which questions are asked, and how the demonstrations answer them."""
+
+    long_share: float = 0.1
+    """Share of the prompts that are long."""
+    long_from: int = 30
+    long_to: int = 69
+    """Long answers have this many numbers after the first."""
+    short_to: int = 5
+    """Short answers have 1 to this many."""
+    draft_probability: float = 0.35
+    """Probability of a draft, and of each further one; it counts down from a lognormal number."""
+    draft_median: float = 10.0
+    draft_sigma: float = 1.0
+    draft_max: int = 99
+    slip_probability: float = 0.1
+    """Demonstrations slip in this share of the written numbers; it is what the reward teaches to avoid."""
+
+
+DEMO: Final = Sizes()
+TAIL: Final = Sizes(slip_probability=0.04, long_share=0.25, long_from=15, long_to=49)
+"""Long answers that can be learned: a quarter of the prompts."""
 
 _TRAINING, _HELD_OUT, _DEMONSTRATION = 0, 1, 2
 
@@ -58,13 +73,13 @@ def is_held_out(number: int) -> bool:
     return (7 * (number // 10) + 3 * (number % 10)) % 4 == 1
 
 
-def prompt_ids(seed: int, index: int, held_out: bool = False) -> Int32:
+def prompt_ids(seed: int, index: int, held_out: bool = False, sizes: Sizes = DEMO) -> Int32:
     """Prompt ``index`` of the training stream of ``seed``, or of its held-out stream: int32 [PROMPT_LENGTH].
 
     Depends on nothing but the arguments. Raises ValueError for a negative seed or index.
     """
     rng = np.random.default_rng([_HELD_OUT if held_out else _TRAINING, seed, index])
-    return encode_prompt(*_question(rng, held_out))
+    return encode_prompt(*_question(rng, held_out, sizes))
 
 
 def encode_prompt(number: int, unit: int = 10) -> Int32:
@@ -92,7 +107,7 @@ def decode_prompt(prompt: Int32) -> tuple[int, int]:
 def answer_ids(number: int, unit: int = 10) -> list[int]:
     """The one right end of a response: ANSWER, the number, those below it down to the round one, EOS."""
     stop = number // unit * unit
-    return [ANSWER_ID, *_digits(number, PROMPT_DIGITS), *_written(range(number - 1, stop - 1, -1)), EOS_ID]
+    return [ANSWER_ID, *_digits(number, PROMPT_DIGITS), *written(range(number - 1, stop - 1, -1)), EOS_ID]
 
 
 def reward(prompt: Int32, response: Int32) -> float:
@@ -107,25 +122,35 @@ def reward(prompt: Int32, response: Int32) -> float:
     return float(np.array_equal(tokens[answers[0] :], answer_ids(*decode_prompt(prompt))))
 
 
-def demonstration(seed: int, index: int) -> tuple[Int32, Int32]:
+def demonstration(seed: int, index: int, sizes: Sizes = DEMO) -> tuple[Int32, Int32]:
     """Prompt and imperfect response ``index`` for the warm-up of ``seed``; at most RESPONSE_CAP response tokens."""
     rng = np.random.default_rng([_DEMONSTRATION, seed, index])
-    number, unit = _question(rng, held_out=False)
+    number, unit = _question(rng, held_out=False, sizes=sizes)
     response: list[int] = []
-    while rng.random() < DRAFT_PROBABILITY:
-        start = int(np.clip(np.rint(DRAFT_MEDIAN * np.exp(DRAFT_SIGMA * rng.standard_normal())), 1, DRAFT_MAX))
-        response += [DRAFT_ID, *_written(_slipping(rng, start, 0))]
-    counted = _written(_slipping(rng, number - 1, number // unit * unit))
+    while rng.random() < sizes.draft_probability:
+        size = sizes.draft_median * np.exp(sizes.draft_sigma * rng.standard_normal())
+        start = int(np.clip(np.rint(size), 1, sizes.draft_max))
+        response += [DRAFT_ID, *written(slipping(rng, start, 0, sizes.slip_probability))]
+    counted = written(slipping(rng, number - 1, number // unit * unit, sizes.slip_probability))
     response += [ANSWER_ID, *_digits(number, PROMPT_DIGITS), *counted, EOS_ID]
     return encode_prompt(number, unit), np.array(response[:RESPONSE_CAP], dtype=np.int32)
 
 
-def _question(rng: np.random.Generator, held_out: bool) -> tuple[int, int]:
+def questions(sizes: Sizes = DEMO) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+    """All held-out questions, each once: (number, unit) of the short and of the long ones."""
+    numbers = [number for number in range(1, 1000) if number % 10 and is_held_out(number)]
+    return (
+        [(number, 10) for number in numbers if number % 10 <= sizes.short_to],
+        [(number, 100) for number in numbers if sizes.long_from <= number % 100 <= sizes.long_to],
+    )
+
+
+def _question(rng: np.random.Generator, held_out: bool, sizes: Sizes) -> tuple[int, int]:
     """A number and a unit: mostly short answers, some very long ones."""
-    long = rng.random() < LONG_SHARE
+    long = rng.random() < sizes.long_share
     while True:
         number = 10 * int(rng.integers(0, 100)) + int(rng.integers(1, 10))
-        fits = LONG_FROM <= number % 100 <= LONG_TO if long else number % 10 <= SHORT_TO
+        fits = sizes.long_from <= number % 100 <= sizes.long_to if long else number % 10 <= sizes.short_to
         if fits and is_held_out(number) == held_out:
             return number, 100 if long else 10
 
@@ -134,16 +159,17 @@ def _digits(number: int, first_id: int) -> tuple[int, int, int]:
     return first_id + number // 100, first_id + 10 + number // 10 % 10, first_id + 20 + number % 10
 
 
-def _written(numbers: Iterable[int]) -> list[int]:
+def written(numbers: Iterable[int]) -> list[int]:
+    """The digit tokens of numbers, three of each."""
     return [token for number in numbers for token in _digits(number, DIGITS)]
 
 
-def _slipping(rng: np.random.Generator, start: int, stop: int) -> list[int]:
+def slipping(rng: np.random.Generator, start: int, stop: int, probability: float) -> list[int]:
     """Count from start to stop, writing a wrong last digit now and then and counting on from what was written."""
     numbers: list[int] = []
     number = start
     while True:
-        if rng.random() < SLIP_PROBABILITY:
+        if rng.random() < probability:
             number = number - number % 10 + int(rng.integers(0, 10))
         numbers.append(number)
         if number == stop:

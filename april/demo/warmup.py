@@ -25,17 +25,21 @@ FINAL_RATE = 0.03
 _POOL = 512
 _IGNORED = -100
 
+Demonstration = Callable[[int, int], tuple[task.Int32, task.Int32]]
+"""Prompt and response ``index`` for the warm-up of ``seed``."""
 Progress = Callable[[int, int, float], None]
 """Called as progress(steps done, steps in all, loss of the last step in nats per token)."""
 
 
-def build_model(seed: int, for_servers: bool = False) -> Qwen3ForCausalLM:
+def build_model(
+    seed: int, for_servers: bool = False, *, vocab_size: int = task.VOCAB_SIZE, context: int = 512
+) -> Qwen3ForCausalLM:
     """An untrained Qwen3 of about 0.1 M parameters in float32; leaves torch's global generator as it was.
 
     ``for_servers``: vLLM has no CPU attention for heads below 32, and on a CPU does not reload tied embeddings rightly.
     """
     config = Qwen3Config(  # type: ignore[call-arg]  # its declaration hides what every configuration takes
-        vocab_size=task.VOCAB_SIZE,
+        vocab_size=vocab_size,
         hidden_size=64,
         intermediate_size=128,
         initializer_range=0.08,
@@ -44,7 +48,7 @@ def build_model(seed: int, for_servers: bool = False) -> Qwen3ForCausalLM:
         num_key_value_heads=2,
         head_dim=32 if for_servers else 16,
         rope_parameters={"rope_type": "default", "rope_theta": 10_000.0},
-        max_position_embeddings=512,
+        max_position_embeddings=context,
         tie_word_embeddings=not for_servers,
         bos_token_id=task.BOS_ID,
         eos_token_id=task.EOS_ID,
@@ -61,25 +65,33 @@ def build_model(seed: int, for_servers: bool = False) -> Qwen3ForCausalLM:
 def warm_up(
     seed: int, progress: Progress | None = None, steps: int = STEPS, for_servers: bool = False
 ) -> Qwen3ForCausalLM:
-    """Train a fresh model on ``steps`` batches of demonstrations and return it, in eval mode.
+    """Return a fresh model that has learned from ``steps`` batches of demonstrations."""
+    model = build_model(seed, for_servers)
+    imitate(model, seed, task.demonstration, steps, progress)
+    return model
+
+
+def imitate(
+    model: Qwen3ForCausalLM, seed: int, demonstration: Demonstration, steps: int = STEPS,
+    progress: Progress | None = None, tokens_per_step: int = TOKENS_PER_STEP,
+) -> None:  # fmt: skip
+    """Train the model on ``steps`` batches of demonstrations.
 
     AdamW, the learning rate rising for RISING_STEPS and then falling linearly to FINAL_RATE of its peak.
     """
-    model = build_model(seed, for_servers)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.0)
-    for step, (ids, labels) in enumerate(_batches(seed, steps)):
+    for step, (ids, labels) in enumerate(_batches(seed, steps, demonstration, tokens_per_step)):
         for group in optimizer.param_groups:
             group["lr"] = LEARNING_RATE * _rate(step, steps)
         logits = model(input_ids=ids, use_cache=False).logits.float()
         predicted, wanted = logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
-        loss = cross_entropy(predicted, wanted, ignore_index=_IGNORED, reduction="sum") / TOKENS_PER_STEP
+        loss = cross_entropy(predicted, wanted, ignore_index=_IGNORED, reduction="sum") / tokens_per_step
         optimizer.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         if progress is not None:
             progress(step + 1, steps, loss.item())
-    return model
 
 
 def _rate(step: int, steps: int) -> float:
@@ -88,18 +100,20 @@ def _rate(step: int, steps: int) -> float:
     return min(rising, falling)
 
 
-def _batches(seed: int, steps: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+def _batches(
+    seed: int, steps: int, demonstration: Demonstration, tokens_per_step: int
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """``steps`` batches of right-padded ids and labels, int64 [rows, length]; the prompt and padding carry no loss."""
     batches: list[tuple[torch.Tensor, torch.Tensor]] = []
     order = np.random.default_rng([seed, _POOL])
     drawn = 0
     while len(batches) < steps:
-        pool = [task.demonstration(seed, index) for index in range(drawn, drawn + _POOL)]
+        pool = [demonstration(seed, index) for index in range(drawn, drawn + _POOL)]
         drawn += _POOL
         pool.sort(key=lambda pair: len(pair[1]))
         fresh = []
         while pool:
-            rows = max(1, TOKENS_PER_STEP // (task.PROMPT_LENGTH + len(pool[-1][1])))
+            rows = max(1, tokens_per_step // sum(map(len, pool[-1])))
             fresh.append(_padded(pool[-rows:]))
             del pool[-rows:]
         batches += [fresh[i] for i in order.permutation(len(fresh))]
