@@ -13,7 +13,7 @@ export PYTHONDONTWRITEBYTECODE :=
 # A process of tests per core, so one thread for each: those of torch would wait for each other.
 test random coverage: export OMP_NUM_THREADS = 1
 
-.PHONY: demo demo-vllm demo-sglang test random test-ranks test-engines test-adapters test-clients test-exporters docs verify coverage picture clean
+.PHONY: demo demo-vllm demo-sglang study test random test-ranks test-engines test-adapters test-clients test-exporters docs verify coverage picture clean
 
 demo: $(VENV)/.installed
 	$(BIN)/april demo
@@ -61,6 +61,11 @@ test-exporters: $(VENV)/.installed
 # The demo on a real server, which is started and stopped.
 demo-vllm demo-sglang: demo-%: $(VENV)/.installed
 	$(BIN)/python -m tests.real_engines.demo $*
+
+# What partial rollouts do to what is learned: hours of small trainings, which go on where they were stopped, and the
+# page of them, docs/study.md.
+study: $(VENV)/.installed
+	$(BIN)/python -m benchmarks.study
 
 # The pages as a site, runs/site/index.html; a broken link or a signature that is not documented is an error.
 docs: $(VENV)/.docs

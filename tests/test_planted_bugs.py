@@ -130,13 +130,13 @@ def runner() -> Iterator[Runner]:
 
 @pytest.fixture(scope="module")
 def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """april, its tests and their configuration; the pages that some of them read are those of here.
+    """april, its benchmarks, tests and their configuration; the pages that some of them read are those of here.
 
     One for all bugs of this process. Its bytecode goes by what stands in a file, not by when that was written: no file
     is taken for what it was with another bug.
     """
     target = tmp_path_factory.mktemp("planted")
-    for name in ("april", "tests"):
+    for name in ("april", "benchmarks", "tests"):
         shutil.copytree(ROOT / name, target / name, ignore=shutil.ignore_patterns("__pycache__", "planted"))
     shutil.copy(ROOT / "pyproject.toml", target)
     (target / "docs").symlink_to(ROOT / "docs")

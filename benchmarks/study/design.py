@@ -1,0 +1,151 @@
+"""The design of the study, read from ``design.toml``: which trainings, in which order, and what is claimed of them."""
+
+from __future__ import annotations
+
+import itertools
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from benchmarks.study.training import Settings
+
+DESIGN = Path(__file__).with_name("design.toml")
+
+
+class Sizes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The trainings of one task."""
+
+    steps: int
+    groups: int
+    samples: int
+    learning_rate: float
+    evaluate_every: int
+    train_time: float
+    """Of an update, in decode steps, where generation goes on meanwhile."""
+    warm_up_steps: int | None = None
+    early: int
+    """Step of sync whose reward is the first target of decode steps."""
+    late: int
+    """Step of sync whose reward is the second one."""
+    core_seconds: float
+    """CPU seconds of a training step of sync, measured before; the budget is made of them."""
+
+
+class Block(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Trainings that belong together: every combination of what is listed, for every seed.
+
+    Attributes:
+        what: for the page.
+        tasks, arms, losses, delays, rates, minibatches: what is combined; rates are factors of the task's.
+        seeds: number of seeds, from the first.
+        steps: instead of the task's; a prefix of a training is one, as the rate is constant.
+        token_mean: see :class:`Trainer`.
+    """
+
+    what: str
+    tasks: list[str]
+    arms: list[str]
+    losses: list[str]
+    delays: tuple[int, ...] = (0,)
+    rates: tuple[float, ...] = (1.0,)
+    minibatches: tuple[int, ...] = (1,)
+    seeds: int
+    steps: int | None = None
+    token_mean: bool = True
+
+
+class Claim(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A claim, and when it counts as refuted; see ``claims.py`` for the kinds.
+
+    Attributes:
+        id: short name.
+        says: the claim in words.
+        refuted_if: when it is refuted, in words.
+        kind: how that is computed.
+        task: of these trainings.
+        arm: name of the trainings.
+        against: what it is paired with.
+        limit: the number in ``refuted_if``.
+    """
+
+    id: str
+    says: str
+    refuted_if: str
+    kind: str
+    task: str
+    arm: str = ""
+    against: str = "sync"
+    limit: float
+
+
+class Design(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """All of it."""
+
+    first_seed: int
+    margin: float
+    budget_core_hours: float
+    recommended: str
+    """Loss of the arms, where none is named."""
+    tasks: dict[str, Sizes]
+    arms: dict[str, dict[str, Any]]
+    """What an arm changes in :class:`Settings`."""
+    blocks: list[Block]
+    claims: list[Claim]
+
+    def trainings(self) -> dict[str, Settings]:
+        """Return all trainings by name, in the order in which they are run, each once."""
+        found: dict[str, Settings] = {}
+        for block in self.blocks:
+            for offset in range(block.seeds):
+                for name, settings in self._of(block, self.first_seed + offset):
+                    if found.setdefault(name, settings) != settings:
+                        raise ValueError(f"design: {name} stands for two trainings: {found[name]} and {settings}")
+        return found
+
+    def _of(self, block: Block, seed: int) -> Iterator[tuple[str, Settings]]:
+        combined = itertools.product(
+            block.tasks, block.arms, block.losses, block.delays, block.rates, block.minibatches
+        )  # fmt: skip
+        for task, arm, loss, delay, rate, minibatches in combined:
+            sizes = self.tasks[task]
+            settings = Settings(
+                task=task, seed=seed, steps=block.steps or sizes.steps, groups=sizes.groups, samples=sizes.samples,
+                loss=loss, learning_rate=rate * sizes.learning_rate, delay=delay, minibatches=minibatches,
+                token_mean=block.token_mean, evaluate_every=sizes.evaluate_every, warm_up_steps=sizes.warm_up_steps,
+            )  # fmt: skip
+            change = dict(self.arms[arm])
+            if "generation" in change.get("april", {}):
+                change["train_time"] = sizes.train_time
+            named = self.named(arm, loss, delay, rate, minibatches, block.token_mean)
+            yield f"{task}/{named}/{seed}", msgspec.structs.replace(settings, **change)
+
+    def named(
+        self, arm: str, loss: str, delay: int = 0, rate: float = 1.0, minibatches: int = 1, token_mean: bool = True
+    ) -> str:
+        """Return the name of trainings that differ in nothing but their seed."""
+        parts = [arm]
+        parts += [loss] if loss != self.recommended else []
+        parts += [f"delay{delay}"] if delay else []
+        parts += [f"rate{rate:g}"] if rate != 1.0 else []
+        parts += [f"minibatches{minibatches}"] if minibatches != 1 else []
+        parts += [] if token_mean else ["samplemean"]
+        return "-".join(parts)
+
+    def core_hours(self) -> float:
+        """Return what all trainings cost, by the steps of sync."""
+        seconds = sum(s.steps * self.tasks[s.task].core_seconds for s in self.trainings().values())
+        return seconds / 3600
+
+
+def read(path: Path = DESIGN) -> Design:
+    """Return a design; msgspec.ValidationError or ValueError says what is wrong with it."""
+    design = msgspec.convert(tomllib.loads(path.read_text("utf-8")), Design)
+    named = {name.rpartition("/")[0] for name in design.trainings()}
+    for claim in design.claims:
+        for arm in filter(None, (claim.arm, claim.against)):
+            if claim.kind != "guard" and f"{claim.task}/{arm}" not in named:
+                raise ValueError(f"design: claim {claim.id} names {claim.task}/{arm}, which no block runs")
+    return design

@@ -1,0 +1,202 @@
+"""The page of the study: a few tables, one figure. All of it is made from the raw outcomes, nothing by hand."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from benchmarks.study import analysis
+from benchmarks.study.claims import HOLDS, OPEN, REFUTED, Verdict, judge, shown, times
+from benchmarks.study.design import Design
+from benchmarks.study.statistics import Estimate
+from benchmarks.study.training import Outcome
+
+PRIMARY = ("over-1.25", "over-2", "refill", "quorum-0.5")
+"""Arms in the table of the page; figures.json has them all."""
+HARM = 0.05
+"""A loss breaks at the delay at which it ends so far below sync."""
+WORDS = 500
+"""Most words of the page."""
+
+
+def figures(design: Design, outcomes: Mapping[str, Outcome]) -> dict[str, Any]:
+    """Return every figure there is, by task and arm, and the verdicts; plain values, no infinity."""
+    arms: dict[str, Any] = {}
+    for task, of_task in analysis.by_arm(outcomes).items():
+        sizes, sync = design.tasks[task], of_task.get("sync", {})
+        for name, seeds in of_task.items():
+            row: dict[str, Any] = {
+                "trainings": len(seeds),
+                "end": _mean([analysis.end(o) for o in seeds.values()]),
+                "end_of_long_prompts": _mean([analysis.end(o, "long") for o in seeds.values()]),
+                "old_share": _mean([o.old_share for o in seeds.values()]),
+                "staleness": _mean([_over(o, "staleness") for o in seeds.values()]),
+                "places": _mean([o.places for o in seeds.values()]),
+                "length": _mean([_over(o, "length") for o in seeds.values()]),
+                "falls": sum(analysis.fall(o) is not None for o in seeds.values()),
+                "kl_alarms": sum(analysis.kl_alarm(o) is not None for o in seeds.values()),
+                "ess_alarms": sum(analysis.ess_alarm(o) is not None for o in seeds.values()),
+            }
+            if name != "sync" and seeds.keys() & sync.keys():
+                row |= {
+                    "end_minus_sync": _plain(analysis.difference(seeds, sync)),
+                    "long_minus_sync": _plain(analysis.difference(seeds, sync, "long")),
+                    "minus_sync_at_equal_decode_steps": _plain(analysis.at_equal(seeds, sync, "decode_steps")),
+                    "minus_sync_at_equal_trained_tokens": _plain(analysis.at_equal(seeds, sync, "trained_tokens")),
+                    "log_decode_steps_per_training_step": _plain(analysis.spent_ratio(seeds, sync)),
+                }
+                for target in ("early", "late"):
+                    step = getattr(sizes, target)
+                    for of in ("decode_steps", "trained_tokens", "step"):
+                        row[f"log_{of}_to_{target}"] = _plain(analysis.ratio(seeds, sync, step, of))
+            arms[f"{task}/{name}"] = row
+    return {
+        "trainings": len(outcomes),
+        "planned": len(design.trainings()),
+        "arms": arms,
+        "guards": {
+            "kl_k3": _guard(outcomes, analysis.kl_alarm),
+            "effective sample size": _guard(outcomes, analysis.ess_alarm),
+        },
+        "claims": [{"id": v.claim.id, "verdict": v.verdict, "figures": v.figures} for v in judge(design, outcomes)],
+    }
+
+
+def _over(outcome: Outcome, what: str) -> float:
+    quarters = outcome.quarters[what]
+    return sum(quarters) / len(quarters)
+
+
+def _mean(values: list[float]) -> float:
+    return round(sum(values) / len(values), 4)
+
+
+def _plain(found: Estimate) -> dict[str, float | int | None]:
+    names = ("mean", "low", "high", "lower", "upper", "sd")
+    numbers = {name: getattr(found, name) for name in names}
+    return {n: round(v, 4) if math.isfinite(v) else None for n, v in numbers.items()} | {
+        "n": found.n, "censored": found.censored,
+    }  # fmt: skip
+
+
+def _guard(outcomes: Mapping[str, Outcome], alarm: analysis.Alarm) -> dict[str, int]:
+    found = analysis.guard(list(outcomes.values()), alarm)
+    return {"falls": found.falls, "in_time": found.in_time, "sound": found.sound, "false": found.false}
+
+
+# ---------------------------------------------------------------- the page
+
+
+def page(design: Design, outcomes: Mapping[str, Outcome]) -> str:
+    """Return docs/study.md."""
+    by_task = analysis.by_arm(outcomes)
+    verdicts = judge(design, outcomes)
+    count = {verdict: sum(v.verdict == verdict for v in verdicts) for verdict in (HOLDS, REFUTED, OPEN)}
+    missing = len(design.trainings()) - len(outcomes)
+    lines = [
+        "# Study",
+        "",
+        f"`make study` trains small models {len(outcomes)} times on three tasks"
+        + (f" ({missing} more are planned)" if missing else "")
+        + ", in arms and with claims fixed before the first ran"
+        " ([the design](../benchmarks/study/design.toml)). Arms are paired with synchronous training by seed. Brackets:"
+        " 95 % over pairs.",
+        "",
+        "![Reward against decode steps](images/study.png)",
+        "",
+        "|task, arm|held-out reward at the end, minus sync's|decode steps to sync's reward|",
+        "|---|---|---|",
+        *_arm_rows(design, by_task),
+        "",
+        "## Losses",
+        "",
+        f"Rollouts trained D updates late: the end minus sync's; bold: {HARM:g} lower or more.",
+        "",
+        *_loss_table(design, by_task),
+        "",
+        "## Guards",
+        "",
+        *_guard_lines(outcomes),
+        "",
+        "## Refuted",
+        "",
+        f"Of {len(verdicts)} claims {count[HOLDS]} hold, {count[REFUTED]} are refuted, {count[OPEN]} are open.",
+        "",
+    ]
+    refuted = [v for v in verdicts if v.verdict == REFUTED]
+    whole = [*lines, *(f"* {v.claim.says} {v.figures}." for v in refuted)]
+    if len(" ".join(whole).split()) > WORDS:  # then by the names that the design gives them
+        whole = [*lines, *(f"* `{v.claim.id}`: {v.figures.partition(';')[0]}" for v in refuted)]
+    return "\n".join(whole).rstrip() + "\n"
+
+
+def _arm_rows(design: Design, by_task: Mapping[str, Mapping[str, analysis.Seeds]]) -> list[str]:
+    rows = []
+    for task, arms in by_task.items():
+        for name in PRIMARY:
+            if name in arms and (sync := arms.get("sync")):
+                spent = analysis.ratio(arms[name], sync, design.tasks[task].late)
+                rows.append(f"|{task}, {name}|{shown(analysis.difference(arms[name], sync))}|{times(spent)}|")
+    return rows
+
+
+def _loss_table(design: Design, by_task: Mapping[str, Mapping[str, analysis.Seeds]]) -> list[str]:
+    delays = sorted({s.delay for s in design.trainings().values()} - {0})
+    losses = list(dict.fromkeys(s.loss for s in design.trainings().values() if s.delay))
+    rows = [f"|task, loss|{'|'.join(f'D={d}' for d in delays)}|", f"|---|{'---|' * len(delays)}"]
+    for task, arms in by_task.items():
+        for loss in losses:
+            cells = []
+            for delay in delays:
+                seeds, sync = arms.get(design.named("sync", loss, delay), {}), arms.get("sync", {})
+                if not seeds.keys() & sync.keys():
+                    cells.append("")
+                    continue
+                mean = analysis.difference(seeds, sync).mean
+                cells.append(f"**{mean:+.2f}**" if mean <= -HARM else f"{mean:+.2f}")
+            if any(cells):
+                rows.append(f"|{task}, {loss}|{'|'.join(cells)}|")
+    return rows
+
+
+def _guard_lines(outcomes: Mapping[str, Outcome]) -> list[str]:
+    found = []
+    for name, alarm in (("kl_k3", analysis.kl_alarm), ("ess_token", analysis.ess_alarm)):
+        did = analysis.guard(list(outcomes.values()), alarm)
+        found.append(
+            f"* `{name}`: {did.in_time} of {did.falls} falls in time, {did.false} false alarms in {did.sound} other"
+            " trainings."
+        )
+    return found
+
+
+def verdict_rows(verdicts: list[Verdict]) -> list[str]:
+    """Return a line per claim, for a terminal."""
+    return [f"{v.verdict:8} {v.claim.id}: {v.claim.says} [{v.claim.refuted_if}] {v.figures}" for v in verdicts]
+
+
+# ---------------------------------------------------------------- the figure
+
+
+def draw(design: Design, outcomes: Mapping[str, Outcome], path: Path) -> None:
+    """Draw the mean held-out reward against training steps and against decode steps, a row per task."""
+    from matplotlib.figure import Figure
+
+    by_task = analysis.by_arm(outcomes)
+    figure = Figure(figsize=(9.0, 2.8 * len(by_task)), layout="constrained")
+    grid = figure.subplots(len(by_task), 2, squeeze=False)
+    for row, (task, arms) in zip(grid, by_task.items(), strict=True):
+        for name in ("sync", *PRIMARY):
+            if seeds := arms.get(name):
+                rewards = sum(analysis.series(o, "reward") for o in seeds.values()) / len(seeds)
+                for axes, of in zip(row, ("step", "decode_steps"), strict=True):
+                    spent = sum(analysis.series(o, of) for o in seeds.values()) / len(seeds)
+                    axes.plot(spent, rewards, label=name, linewidth=1.4)
+        row[0].set_ylabel(f"{task}\nheld-out reward")
+        row[0].set_xlabel("training steps")
+        row[1].set_xlabel("decode steps")
+        row[1].legend(fontsize="small", loc="lower right")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=110)
