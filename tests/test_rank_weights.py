@@ -217,3 +217,24 @@ def test_engines_of_another_process_are_refused() -> None:
     for outcome in outcomes:
         assert isinstance(outcome, april.ConfigError), outcome
         assert "is in another process, and weights= go to the engines of this one" in str(outcome)
+
+
+def test_a_state_is_loaded_with_weights_of_all_ranks() -> None:
+    """After a restart the engine has those of the checkpoint, under its version."""
+    saved: list[dict[str, Any]] = []
+
+    def before(rollouts: RankScheduler, rank: int) -> None:
+        rollouts.next_batch()
+        rollouts.weight_update(weights=spread.pieces())
+        if rank == 0:
+            saved.append(rollouts.state_dict())
+
+    def after(rollouts: RankScheduler, rank: int) -> Any:
+        return rollouts.load_state_dict({} if rank else saved[0], weights=spread.pieces())
+
+    spread = Spread(2)
+    assert run_ranks(before, 2, engines=lambda rank: None if rank else [Taking()]) == [None, None]
+    taking = Taking()
+    assert run_ranks(after, 2, engines=lambda rank: None if rank else [taking]) == [PolicyVersion(1, 1)] * 2
+    (found,) = taking.weights
+    assert all(torch.equal(found[name], spread.whole[name]) for name in spread.whole)
