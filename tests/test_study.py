@@ -386,6 +386,8 @@ def test_figures_of_a_training_by_hand() -> None:
     assert analysis.reached(one, 0.65, "step") == pytest.approx(12.5)
     assert analysis.reached(one, 0.5) == 0.0
     assert math.isinf(analysis.reached(one, 0.95))
+    lucky = outcome("tail/sync/1000", [0.5, 0.5, 0.8, 0.5, 0.5])
+    assert math.isinf(analysis.reached(lucky, 0.7))
     assert analysis.reward_after(one, 250.0) == pytest.approx(0.65)
 
 
