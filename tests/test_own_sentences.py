@@ -33,6 +33,7 @@ ALLOWED = {
     ("adapters/slime/functions.py", "evaluation"): "parameters of a user's function",
     ("processes/coordinator/asked_host.py", "response_len"): "names of metrics",
     ("processes/coordinator/asked_host.py", "reward_"): "names of metrics",
+    ("engines/http/adapter_files.py", ".weight"): "names of parameters",
     ("agents/dialects.py", "input_schema"): "keys of a request",
     ("agents/dialects.py", "tool_calls"): "keys of a message",
     ("corrections/importance.py", "torch."): "names of dtypes",
