@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from april.engines.groups.gloo import GlooReceiver
 from april.engines.weight_routes import GLOO, Handshake, TensorSpec
 from april.weights.group import open_group
 
@@ -76,3 +78,28 @@ def test_a_meeting_that_is_called_off_ends() -> None:
     group.close()
     assert group._thread is not None
     assert not group._thread.is_alive()
+
+
+def test_groups_of_aprils_carry_every_dtype_and_shape() -> None:
+    """Tensor by tensor into one buffer of the worker's: empty ones, numbers, odd lengths, and views of others."""
+    tensors = [
+        torch.arange(5.0), torch.tensor(3), torch.empty(0), torch.arange(6, dtype=torch.bfloat16).view(2, 3).T,
+        torch.tensor([True, False, True]),
+    ]  # fmt: skip
+    specs = [TensorSpec(f"t{i}", str(t.dtype).removeprefix("torch."), tuple(t.shape)) for i, t in enumerate(tensors)]
+    group, meeting = open_group(GLOO, Handshake.APRIL, "127.0.0.1", 2, PATIENCE_S, 1 << 20)
+    found: list[tuple[str, torch.Tensor]] = []
+
+    def receive() -> None:
+        worker = GlooReceiver("127.0.0.1", meeting.port, meeting.group, 1, 2, PATIENCE_S)
+        found.extend(worker.receive(specs))
+        worker.close()
+
+    thread = threading.Thread(target=receive)
+    thread.start()
+    group.connect(lambda: None)
+    group.broadcast(tensors, specs, lambda: None)
+    thread.join(PATIENCE_S)
+    group.close()
+    assert [name for name, _ in found] == [spec.name for spec in specs]
+    assert all(torch.equal(there, here) for (_, there), here in zip(found, tensors, strict=True))

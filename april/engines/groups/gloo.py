@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
-from april.engines.groups.packing import pack, places, unpack
+from april.engines.groups.packing import bytes_of, places, unpack
 from april.engines.groups.waiting import wait_until
 from april.engines.weight_routes import TensorSpec
 
@@ -34,7 +34,6 @@ class GlooSender:
         self._store = _store(address, listening(address), timeout_s)
         self.port: int = self._store.port
         self._process_group: Any = None
-        self._buffer: Any = None
 
     def connect(self, goes_on: Callable[[], None]) -> None:
         """Wait until all workers are there, and make the group."""
@@ -44,14 +43,11 @@ class GlooSender:
         self._process_group = _group(self._store, self._group, 0, self._world_size, self._address, self._timeout_s)
 
     def broadcast(self, tensors: Sequence[Any], specs: Sequence[TensorSpec], goes_on: Callable[[], None]) -> None:
-        """Send one bucket in one buffer, which is kept for the next one."""
-        length = places(specs)[1]
-        if self._buffer is None or len(self._buffer) < length:
-            self._buffer = None
-            self._buffer = _bytes(length)
-        if length:
-            work = _broadcast(self._process_group, pack(tensors, specs, self._buffer))
-            wait_until(work.is_completed, goes_on)
+        """Send one bucket, tensor by tensor, as each is: a buffer for all would be a bucket more in memory."""
+        ready = [t.detach().to("cpu").contiguous() for t in tensors]
+        works = [_broadcast(self._process_group, bytes_of(t)) for t in ready if t.numel()]
+        wait_until(lambda: all(work.is_completed() for work in works), goes_on)
+        for work in works:
             work.wait()
 
     def close(self) -> None:
@@ -63,7 +59,7 @@ class GlooSender:
             later = threading.Timer(self._timeout_s, store.clear)
             later.daemon = True
             later.start()
-        self._process_group = self._store = self._buffer = None
+        self._process_group = self._store = None
         # the end of a group waits for what is on its way, and nobody else needs to
         threading.Thread(target=group.clear, name="april-group-ends", daemon=True).start()
 
@@ -90,9 +86,10 @@ class GlooReceiver:
 
     def receive(self, specs: Sequence[TensorSpec]) -> list[tuple[str, Any]]:
         """The tensors of the next bucket, in one buffer of their own."""
-        flat = _bytes(places(specs)[1])
-        if len(flat):
-            _broadcast(self._process_group, flat).wait()
+        found, length = places(specs)
+        flat = _bytes(length)
+        for work in [_broadcast(self._process_group, flat[at : at + size]) for at, size in found if size]:
+            work.wait()
         return unpack(flat, specs)
 
     def close(self) -> None:

@@ -32,17 +32,11 @@ def dtype_of(name: str) -> Any:
     return dtype
 
 
-def pack(tensors: Sequence[Any], specs: Sequence[TensorSpec], into: Any) -> Any:
-    """Copy tensors into the beginning of a flat buffer of bytes; returns that part of it."""
+def bytes_of(tensor: Any) -> Any:
+    """The values of a contiguous tensor, as flat bytes in the same place."""
     import torch
 
-    found, length = places(specs)
-    flat = into[:length]
-    with torch.no_grad():
-        for tensor, spec, (at, size) in zip(tensors, specs, found, strict=True):
-            if size:
-                flat[at : at + size].view(dtype_of(spec.dtype)).view(spec.shape).copy_(tensor)
-    return flat
+    return tensor.reshape(-1).view(torch.uint8)
 
 
 def unpack(flat: Any, specs: Sequence[TensorSpec]) -> list[tuple[str, Any]]:
