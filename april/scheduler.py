@@ -486,7 +486,7 @@ class RolloutScheduler:
         self._thread.refuse_waiting()
         handed_out = self._driver.handed_out if named is None else None
         # april's own transfers have limits of their own, and on a virtual clock a thread takes no time
-        limited = sender is None and self._thread.threads_wake_it
+        limited = weights is None and self._thread.threads_wake_it
         limit_s = 2 * self.config.outage_deadline_s if limited else None
         asked = (what, path, transfer is not None, weights is not None, named, handed_out)
         call = self._update

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import threading
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
 
 import pytest
+import torch
 
 import april
 from april.testing import FakeEngine
@@ -12,11 +17,26 @@ from april.testing import FakeEngine
 LIMIT_S = 0.05
 
 
-def rollouts() -> april.RolloutScheduler:
+class Taking(FakeEngine):
+    """An engine in this process that takes tensors."""
+
+    def __init__(self) -> None:
+        super().__init__("e", seconds_per_token=1e-4)
+        self._capabilities = replace(self._capabilities, takes_tensors=True, own_weights=True)
+        self.names: list[str] = []
+
+    def reads(self, model: Any) -> bool:
+        return False
+
+    async def take(self, specs: Any, tensors: Any, last: bool) -> None:
+        self.names += [spec.name for spec in specs]
+
+
+def rollouts(engine: FakeEngine | None = None) -> april.RolloutScheduler:
     config = april.Config(
         rollout_batch_size=1, n_samples_per_prompt=2, max_response_len=8, outage_deadline_s=LIMIT_S, warn_after_s=60.0
     )
-    engine = FakeEngine("e", seconds_per_token=1e-4)
+    engine = engine or FakeEngine("e", seconds_per_token=1e-4)
     return april.RolloutScheduler(
         config, engines=[engine], prompts=[[1, i] for i in range(2, 50)], reward=lambda p, r: 1.0, progress=False
     )
@@ -73,4 +93,36 @@ def test_an_interrupt_by_hand_stays_one() -> None:
         run.next_batch()
         with pytest.raises(KeyboardInterrupt):
             run.weight_update(transfer=interrupted)
+        assert run.version.n == 0
+
+
+class Slow:
+    """Weights whose sending takes longer than a transfer function may; no step of it does."""
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        late = time.monotonic() + 3 * LIMIT_S
+        yield "first", torch.ones(1)
+        while time.monotonic() < late:
+            time.sleep(LIMIT_S / 10)
+        yield "last", torch.ones(1)
+
+
+def test_sent_weights_have_the_limits_of_their_steps() -> None:
+    """However many steps there are, the limit of a transfer function is none of theirs."""
+    engine = Taking()
+    with rollouts(engine) as run:
+        run.next_batch()
+        assert run.weight_update(weights=Slow()).n == 1
+        assert engine.names == ["first", "last"]
+
+
+def test_weights_that_fail_before_the_first_one() -> None:
+    """Nothing was written anywhere: the old version stays, and generation goes on."""
+    engine = Taking()
+    with rollouts(engine) as run:
+        run.next_batch()
+        with pytest.raises(april.ConfigError, match="there are no tensors"):
+            run.weight_update(weights=iter(()))
+        assert not engine.names
+        assert len(run.next_batch().samples) == 2
         assert run.version.n == 0

@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import torch
 
+from april.core.events import NotGiven
+from april.driver.weight_update import WeightUpdate
 from april.engines.protocol import Capabilities, LogprobKind
 from april.engines.weight_routes import GLOO, Handshake, Meeting, TensorSpec
 from april.errors import ConfigError, EngineError, EngineUnreachable
@@ -293,6 +295,46 @@ def test_two_engines_fail_one_after_the_other() -> None:
     assert sorted(desk.sender.left_out) == ["x", "y"]
     assert len(desk.groups) == 3
     assert desk.got_all(desk.engines[2])
+
+
+def test_what_an_engine_got_in_an_earlier_round_counts() -> None:
+    """It is torn by the first round, though the second one, to which nobody else was left, ended before any tensor."""
+    desk = Desk(Receiver("bad", fails=("receive", "refuses", 1)), Receiver("good", fails=("ranks", "refuses", 1)))
+    with pytest.raises(EngineError, match=r"engine bad failed to take tensor b.*good failed to say how many workers"):
+        desk.send()
+    assert {name: fate.torn for name, fate in desk.sender.left_out.items()} == {"bad": True, "good": True}
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_an_interrupt(again: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines are torn by it; if another one breaks off the end of the transfer, nobody knows what they have."""
+
+    def weights() -> Iterator[tuple[str, torch.Tensor]]:
+        yield "a", torch.ones(4)
+        yield "b", torch.ones(4)
+        raise KeyboardInterrupt
+
+    if again:
+        monkeypatch.setattr(Desk, "ask", interrupted_at_the_end(Desk.ask))
+    desk = Desk(Receiver("a"))
+    update = WeightUpdate()
+    update.sender = desk.sender
+    with pytest.raises(KeyboardInterrupt):
+        desk.send(weights())
+    assert update.not_given == (None if again else (NotGiven("a", desk.sender.left_out["a"].why, torn=True),))
+
+
+def interrupted_at_the_end(ask: Callable[..., Any]) -> Callable[..., Any]:
+    """As ``ask``, with an interrupt where engines are to leave the group."""
+
+    def asks(desk: Desk, calls: Sequence[Any]) -> Any:
+        if calls[0].__name__ == "_left":
+            for call in calls:
+                call.close()
+            raise KeyboardInterrupt
+        return ask(desk, calls)
+
+    return asks
 
 
 def test_an_iterator_cannot_be_sent_again() -> None:

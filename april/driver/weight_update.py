@@ -91,7 +91,7 @@ class WeightUpdate:
     @property
     def not_given(self) -> tuple[ev.NotGiven, ...] | None:
         """The engines that did not get what was sent; None: nobody knows."""
-        if self.sender is None:
+        if self.sender is None or not self.sender.knows:
             return None
         return tuple(ev.NotGiven(name, fate.why, fate.torn) for name, fate in self.sender.left_out.items())
 

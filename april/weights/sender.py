@@ -104,6 +104,10 @@ class WeightSender:
     now: Callable[[], float] = time.monotonic
     left_out: dict[str, LeftOut] = field(default_factory=dict)
     """Engines that did not get the weights; all others that were sent to have all of them."""
+    knows: bool = True
+    """``left_out`` is right; not so while weights are on their way, nor where the end of a transfer was broken off."""
+    torn: set[str] = field(default_factory=set)
+    """Engines that have got a part of them in some round, and not all since."""
 
     def refuse_engines(self, what: str, elsewhere: Sequence[str] = ()) -> None:
         """Raise ConfigError, of the call ``what``, if some engine cannot be sent weights, or is in another process."""
@@ -137,21 +141,24 @@ class WeightSender:
             except BaseException:
                 transfer.end()
                 self.left_out |= transfer.fates(left)
+                self.knows = True
                 raise
             else:
+                self.knows = True
                 return
             blamed = transfer.fates(transfer.blamed)
             self.left_out |= blamed
             left = [name for name in left if name not in blamed]
             if left and transfer.drew and not source.repeatable:
                 self.left_out |= transfer.fates(left)
+                self.knows = True
                 raise EngineError(
                     f"{_sentence(blamed)}; the others cannot be sent the weights again, as they were given as an "
                     "iterator: give a module, a mapping, or what can be gone through again"
                 )
+        self.knows = True
         if self.left_out:
             raise EngineError(_sentence(self.left_out))
-
 
     def _reads(self, name: str, source: Weights) -> bool:
         """Return whether an engine generates from these weights where they are."""
@@ -170,7 +177,7 @@ class _Round:
         self._sender, self._names, self._source = sender, list(names), source
         self._lanes: list[_Lane] = []
         self._calls = _Calls("to begin", {})
-        self._begun = False
+        self._begun = self._sent = False
         self._left: dict[str, bool] = {}
         self.drew = False
         """The weights were looked at."""
@@ -182,7 +189,7 @@ class _Round:
     def run(self) -> None:
         """Raises _Broken if engines have broken it, and whatever the weights raise."""
         self._meet()
-        self._begun = True
+        self._sender.knows, self._begun = False, True
         self._all("to make ready for new weights", lambda name: self._receiver(name).begin(), self._receivers)
         self.drew = True
         passing: Any = self._source.buckets()
@@ -234,6 +241,7 @@ class _Round:
                 if lane.group is not None:
                     lane.group.broadcast(tensors, specs, goes_on)
 
+        self._sent = True
         self._with(f"to take {_some(specs)}", take, self._names, broadcast)
 
     # ---------------------------------------------------------------- calls of engines
@@ -319,6 +327,14 @@ class _Round:
         for name, answer in zip(asked, answers, strict=True):
             answer.wait()
             self._left[name] = answer.result()[0] is True
+        # for good: after a later round, of which it got nothing, an engine says that it is as it was before that one
+        self._sender.torn |= {name for name in self._names if self._tore(name)}
+
+    def _tore(self, name: str) -> bool:
+        """Return whether an engine may have got a part of the weights in this round, and not all."""
+        if not self._engine(name).capabilities.collective:
+            return self._sent
+        return self._begun and not self._left.get(name, False)
 
     def _unreachable(self, name: str) -> bool:
         return isinstance(self._calls.failed().get(name), EngineUnreachable)
@@ -326,10 +342,7 @@ class _Round:
     def fates(self, names: Iterable[str]) -> dict[str, LeftOut]:
         """What became of these engines, after the round has ended."""
         why = f"the transfer was broken off when engines were {self._calls.doing}"
-        return {
-            name: LeftOut(self._errors.get(name, why), torn=self._begun and not self._left.get(name, False))
-            for name in names
-        }
+        return {name: LeftOut(self._errors.get(name, why), torn=name in self._sender.torn) for name in names}
 
 
 async def _limited(
