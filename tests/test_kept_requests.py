@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fake_servers.base import PlannedFault, RequestFault, uncut
+from fake_servers.base import ControlFault, PlannedControlFault, PlannedFault, RequestFault, uncut
 from fake_servers.vllm import FakeVllmServer
 from real_schedulers import reward
 from server_fixtures import PROMPT, ServerThread, facts_of, request, served, settings, until
@@ -266,3 +266,21 @@ def test_a_scheduler_over_servers_that_keep(tmp_path: Path, in_flight: OnWeightU
             assert run.ledger()["tokens"].balanced
     assert max(shares) > 0 if in_flight is KEEP else shares == [0.0] * 8
     assert not any(server.violations for server in servers)
+
+
+async def test_a_pause_that_failed_empties_nothing(tmp_path: Path) -> None:
+    """The server comes back later and is given the present weights: its cache has keys of older ones by then."""
+    async with served("vllm", stepped=True, mean_length=LONG) as (server, engine):
+        first = await begun(server, engine, 4, RECOMPUTE)
+        server.control_faults.append(PlannedControlFault(kind=ControlFault.FAILS, route="/pause"))
+        with pytest.raises(EngineError):
+            await engine.pause_in_flight(RECOMPUTE)
+        await engine.abort([first.asked.attempt_id])
+        await first.task
+        await engine.pause()
+        await engine.update_weights(V1, saved(tmp_path, "w1"))
+        await engine.resume()
+        later = await begun(server, engine, 1, RECOMPUTE)
+        await engine.abort([later.asked.attempt_id])
+        await later.task
+        assert (later.under(sure=True), server.violations, server.pause_mode) == ([V1], [], None)

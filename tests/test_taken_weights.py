@@ -12,7 +12,7 @@ from tiny_models import collect, tiny_engine, tiny_model, tiny_request
 
 import april
 from april.core.versions import PolicyVersion
-from april.engines.weight_routes import TakesTensors
+from april.engines.weight_routes import TakesTensors, TensorSpec
 from april.errors import ConfigError, EngineError
 from april.weights.source import WeightSource
 
@@ -67,6 +67,21 @@ async def test_wrong_tensors_are_named() -> None:
     await given(engine, trained)
     await engine.resume()
     assert all(torch.equal(a, b) for a, b in zip(own.parameters(), trained.parameters(), strict=True))
+    await engine.close()
+
+
+async def test_what_came_in_an_update_that_ended_counts_no_more() -> None:
+    """A tensor of the broken transfer is none of the next one's: that it did not come is said."""
+    trained, own = tiny_model(seed=1), tiny_model(seed=2)
+    engine = tiny_engine(own)
+    await engine.pause()
+    await engine.take((TensorSpec("model.norm.weight", "float32", (32,)),), [torch.ones(32)], False)
+    await engine.resume()  # its other tensors could not be drawn, say
+    await engine.pause()
+    whole = dict(trained.state_dict())
+    del whole["model.norm.weight"]
+    with pytest.raises(EngineError, match=r"model\.norm\.weight of this .* did not come"):
+        await given(engine, whole)
     await engine.close()
 
 

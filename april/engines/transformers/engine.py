@@ -498,6 +498,7 @@ class TransformersEngine:
                 "the old ones: abort them, call update_weights, then resume"
             )
         self._paused = False
+        self._taken = None  # of a transfer that has broken off
         self._start_pump()
 
     async def update_weights(self, version: PolicyVersion, path: str | None = None) -> None:

@@ -107,6 +107,10 @@ class VllmEngine(TransferEngine):
 
     async def pause(self) -> None:
         """Pause as :class:`CompletionsEngine` does, and remember the label of the process."""
+        if self._keeps is not None:  # from a pause that failed: the server may be paused, or have emptied nothing
+            self._admission.close()
+            await control(self._client, "/resume", says("status", "resumed"))
+            self._keeps = None
         await super().pause()
         await self._remember()
 
