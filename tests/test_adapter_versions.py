@@ -478,6 +478,36 @@ def test_a_second_server_that_is_gone_is_left_out(kind: str, tmp_path: Path) -> 
     assert not servers[1].violations
 
 
+@both
+def test_an_adapter_lies_over_the_whole_weights_of_the_run(
+    kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A server that was gone when those came is left out, until it has whole ones again."""
+    servers = [server_of(kind) for _ in range(2)]
+    whole = []
+    for name in ("w1", "w3"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "model.safetensors").write_bytes(b"")
+        whole.append(str(tmp_path / name))
+    with ServerThread(*servers) as thread:
+        config = run_of(servers[0], kind)
+        urls = (servers[0].url, servers[1].url)
+        config = config.model_copy(update={"engine": config.engine.model_copy(update={"urls": urls})})
+        prompts = [[3 + i, 7, 9] for i in range(200)]
+        with april.RolloutScheduler(config, prompts=prompts, reward=lambda p, r: 1.0) as scheduler:
+            scheduler.next_batch()
+            thread.call(servers[1].close())
+            scheduler.weight_update(path=whole[0])
+            thread.call(servers[1].restart())
+            scheduler.weight_update(path=write_adapter(tmp_path / "2", 2))
+            assert [len(server.loras.ever) for server in servers] == [1, 0]
+            assert "the whole weights of version 0.0, and the adapter of version 0.2 belongs to those" in caplog.text
+            scheduler.weight_update(path=whole[1])
+            scheduler.weight_update(path=write_adapter(tmp_path / "4", 4))
+            assert [len(server.loras.ever) for server in servers] == [2, 1]
+            scheduler.validate()
+
+
 def test_requests_that_live_through_updates_have_adapters_to_their_end(tmp_path: Path) -> None:
     """To keep them would leave them on old adapters for good: refused by name, and nothing has happened."""
     server = server_of("vllm")

@@ -129,6 +129,8 @@ class LoadEngine(Command, frozen=True, kw_only=True):
     version: PolicyVersion
     path: str | None
     contents: tuple[str, ...] = ()
+    base: PolicyVersion | None = None
+    """The version whose whole weights the engine must have below an adapter; None: these are whole ones."""
 
 
 class ResumeEngine(Command, frozen=True):

@@ -229,4 +229,5 @@ class EngineRecovery:
         elif weights is EngineWeights.LOADING or name in self._troubles or not self._updates.can_give(state):
             self._calls.resume(name)  # an update whose weights nobody can give has come since it was paused, say
         else:
-            self._calls.load(name, self._context.clock.current, self._updates.path, self._updates.contents)
+            updates = self._updates
+            self._calls.load(name, self._context.clock.current, updates.path, updates.contents, updates.base)

@@ -183,6 +183,8 @@ class UpdateRequested(Event, frozen=True, kw_only=True):
     """The directory to load from; None means that the trainer hands the weights over, or that they are in place."""
     content: str = ""
     """A hash of the directory; empty where it cannot be read by whoever asked for the update."""
+    adapter: bool = False
+    """The directory has an adapter, which is laid over the whole weights that the engines have."""
     transfers: bool = False
     """The trainer hands them over when HandOver says that the engines are paused."""
     sends: bool = False

@@ -86,10 +86,13 @@ class EngineCalls:
         self._context.engines.states[name].gate = EngineGate.CLOSING
         self._context.out.append(do.PauseEngine(name, self._next(name), within_s, in_flight))
 
-    def load(self, name: str, version: PolicyVersion, path: str | None, contents: tuple[str, ...] = ()) -> None:
+    def load(
+        self, name: str, version: PolicyVersion, path: str | None, contents: tuple[str, ...] = (),
+        base: PolicyVersion | None = None,
+    ) -> None:  # fmt: skip
         """Have an engine load weights; until it says that it has them, its weights are unknown.
 
-        The directory must hold one of ``contents``; empty means that anything will do.
+        The directory must hold one of ``contents``; empty means that anything will do. ``base``: as in LoadEngine.
         """
         state = self._context.engines.states[name]
         self._loading[name] = version, path is not None or state.weights is EngineWeights.HALF
@@ -98,9 +101,10 @@ class EngineCalls:
         within_s = self._context.settings.outage_deadline_s
         self._context.out.append(
             do.LoadEngine(
-                engine=name, call=self._next(name), within_s=within_s, version=version, path=path, contents=contents
+                engine=name, call=self._next(name), within_s=within_s, version=version, path=path, contents=contents,
+                base=base,
             )
-        )
+        )  # fmt: skip
 
     def resume(self, name: str) -> None:
         """Open an engine's gate."""
@@ -213,7 +217,10 @@ class WeightUpdates:
         self._adopted = False
         self._written = False
         """True if some update, of this run or an earlier one, has begun to write weights, however it ended."""
-        self._first = context.clock.current
+        self._first = self._whole = context.clock.current
+        """``_whole``: the version of the last whole weights, over which adapters are laid."""
+        self.base: PolicyVersion | None = None
+        """That version while the present weights are an adapter; else None."""
 
     @property
     def none_yet(self) -> bool:
@@ -497,8 +504,9 @@ class WeightUpdates:
 
     def _load(self) -> None:
         self._written = True
+        base = self._whole if self._update.adapter else None
         for name in self._enter(Phase.LOADING):
-            self._calls.load(name, self._version, self._update.path)
+            self._calls.load(name, self._version, self._update.path, base=base)
         self._go_on_if_answered()
 
     def _loaded(self) -> None:
@@ -523,6 +531,8 @@ class WeightUpdates:
                 loaded.add(update.content)
             self.path, self.contents = update.path, tuple(sorted(loaded))
             self._known = bool(loaded) and not update.transfers
+            self._whole = self._whole if update.adapter else self._version
+            self.base = self._whole if update.adapter else None
             if self._update.restores:
                 self.phase = Phase.RESTORING
                 self._context.out.append(do.Restore(self._update.update))

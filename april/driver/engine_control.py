@@ -20,7 +20,7 @@ from april.core.types import OnWeightUpdate
 from april.driver.user_calls import WorkerThreads
 from april.driver.user_code import describe, own_cancellation
 from april.engines.http.weight_directories import content_of
-from april.engines.protocol import Engine, KeepsRequests, ReadsPaths
+from april.engines.protocol import Engine, KeepsAdapters, KeepsRequests, ReadsPaths
 from april.errors import EngineBusy, EngineError, EngineUnreachable, WeightsGone
 
 log = logging.getLogger("april")
@@ -73,6 +73,11 @@ class EngineControl:
         if path is None:
             await engine.update_weights(command.version)
             return ""
+        if command.base is not None and isinstance(engine, KeepsAdapters) and engine.whole_version != command.base:
+            raise WeightsGone(
+                f"engine {command.engine} has the whole weights of version {engine.whole_version}, and the adapter of "
+                f"version {command.version} belongs to those of {command.base}; update it with whole weights"
+            )
         before = await self._content_of(engine, path)
         if command.contents and before not in command.contents:
             has = "holds other weights than those of" if before else "cannot be read here, so nobody knows if it has"

@@ -41,6 +41,7 @@ from april.driver.sample_functions import RolloutSettings, UserFunctions
 from april.driver.user_calls import marked
 from april.driver.user_code import Outcome, describe
 from april.driver.weight_update import OpenUpdates, Transfer, WeightUpdate, directory_for
+from april.engines.http.weight_directories import is_adapter
 from april.engines.protocol import Engine
 from april.errors import (
     AprilError,
@@ -311,7 +312,8 @@ class RolloutDriver:
             if trained is None:
                 out = self._out("weight_update", trained)
                 trained = min((b for b in out if b > self.core.updates.trained), default=max(out, default=None))
-            self.updates.begin(update, path=path, content=content, trained=trained)
+            adapter = path is not None and is_adapter(path)
+            self.updates.begin(update, path=path, content=content, adapter=adapter, trained=trained)
         return await update.ended(self.updates)
 
     async def _content_of(self, path: str | None) -> str:
@@ -430,7 +432,10 @@ class RolloutDriver:
                 update.restore = restore
                 content = await self._content_of(path)
                 self._raise_if_broken()
-                self.updates.begin(update, path=path, content=content, version=trial.clock.current, restores=True)
+                self.updates.begin(
+                    update, path=path, content=content, adapter=path is not None and is_adapter(path),
+                    version=trial.clock.current, restores=True,
+                )  # fmt: skip
                 await update.ended(self.updates)
             finally:
                 self._loading = False

@@ -231,6 +231,11 @@ class SharesModel(Protocol):
 class KeepsAdapters(Protocol):
     """Engines whose server reads adapters (LoRA) from directories, perhaps again and again."""
 
+    @property
+    def whole_version(self) -> PolicyVersion:
+        """The version of the whole weights below them."""
+        ...
+
     def adapter_paths(self) -> frozenset[str]:
         """Return those that it may read again: of the present version, and of versions under which requests run."""
         ...

@@ -231,6 +231,11 @@ class ServerEngine:
         if self._not_whole:
             raise EngineError(f"{self._not_whole}: an adapter does not mend that, so give whole weights first")
 
+    @property
+    def whole_version(self) -> PolicyVersion:
+        """The version of the whole weights below adapters."""
+        return self._adapters.base
+
     def adapter_paths(self) -> frozenset[str]:
         """Return the directories of adapters that the server may read again."""
         return self._adapters.paths(self._admission.inside)
