@@ -8,6 +8,9 @@ turns by both routes, and requests are in flight when it comes. The JSON has, fo
 to its return (a directory is written in them), those of writing, CPU seconds, and the peak of this process's memory on
 the device above the model's. Nothing is compared with anything: ``tests.real_engines.weight_routes`` holds both routes
 to the log-probabilities of the new weights.
+
+With ``--modes`` it measures as well what an update costs the requests in flight by each ``on_weight_update`` (keep and
+recompute need vLLM): seconds until all have a further token, and tokens per second.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ import statistics
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -27,17 +31,20 @@ import torch
 import april
 from april.weights.source import BUCKET_BYTES, WeightSource
 from benchmarks.gpu.device import chosen, facts, synchronize
+from benchmarks.gpu.going_on import NothingMoves, going_on
 
 ROUTES = ("collective", "disk")
+MODES = ("resubmit", "keep", "recompute")
+SIBLINGS = 4
 CHANGE = 0.01
 """Of the spread of each weight: what is added before each update."""
 
 
-def prompts(vocab_size: int) -> Iterator[list[int]]:
-    """Token ids that no two requests share."""
+def prompts(vocab_size: int, length: int = 64) -> Iterator[list[int]]:
+    """Token ids that no two prompts share."""
     numbers = torch.Generator().manual_seed(0)
     while True:
-        yield torch.randint(vocab_size // 2, (64,), generator=numbers).tolist()
+        yield torch.randint(vocab_size // 2, (length,), generator=numbers).tolist()
 
 
 def change(model: Any, seed: int) -> None:
@@ -95,12 +102,35 @@ def measured(options: argparse.Namespace) -> dict[str, Any]:
             shutil.rmtree(options.shared_dir / f"update_{number - 1}", ignore_errors=True)
             print(f"update {number} ({route}): {updates[route][-1]['seconds']:.2f} s", flush=True)
         backends = sorted({name for engine in rollouts.engines for name in engine.capabilities.collective[:1]})
+    in_flight = {mode: of_requests(mode, model, options) for mode in options.modes}
     size = sum(p.numel() * p.element_size() for p in model.parameters())
     return {
         "facts": facts(device), "kind": options.kind, "servers": len(options.urls), "model_bytes": size,
         "back-ends": backends, "bucket_bytes": options.bucket_mb << 20,
-        "updates": {route: found[1:] for route, found in updates.items()},
+        "updates": {route: found[1:] for route, found in updates.items()}, "in_flight": in_flight,
     }  # fmt: skip
+
+
+def of_requests(mode: str, model: Any, options: argparse.Namespace) -> dict[str, float]:
+    """The cost of updates for the requests in flight, groups of four with long prompts, by the first of the routes."""
+    groups = max(1, options.in_flight // SIBLINGS)
+    config = april.Config(
+        rollout_batch_size=groups, n_samples_per_prompt=SIBLINGS, max_in_flight=groups * SIBLINGS,
+        generation="continuous", on_weight_update=mode, max_response_len=options.response, max_staleness=1000,
+        outage_deadline_s=options.limit, engine={"kind": options.kind, "urls": options.urls, "max_token_loss": 64},
+    )  # fmt: skip
+
+    def update(number: int) -> None:
+        change(model, number)
+        folder = options.shared_dir / f"{mode}_{number}"
+        one_update(rollouts, options.routes[0], model, folder, options.bucket_mb << 20)
+        shutil.rmtree(options.shared_dir / f"{mode}_{number - 1}", ignore_errors=True)
+
+    drawn = islice(prompts(model.config.vocab_size, options.context), groups)
+    with april.RolloutScheduler(config, prompts=drawn, reward=None, progress=False) as rollouts:
+        found = going_on(rollouts, groups * SIBLINGS, update, options.updates)
+    print(f"{mode}: {json.dumps(found)}", flush=True)
+    return found
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -115,6 +145,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--updates", type=int, default=10, help="by each route, after one that is not counted")
     parser.add_argument("--in-flight", type=int, default=64, help="requests")
     parser.add_argument("--response", type=int, default=512, help="most tokens of a response")
+    parser.add_argument("--modes", nargs="*", choices=MODES, default=(), help="of on_weight_update, to compare")
+    parser.add_argument("--context", type=int, default=8192, help="tokens of a prompt with --modes")
     parser.add_argument("--bucket-mb", type=int, default=BUCKET_BYTES >> 20, help="that are on their way at a time")
     parser.add_argument("--limit", type=float, default=600.0, help="seconds that a call of a server may take")
     parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
@@ -123,7 +155,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
     try:
         report = measured(options)
-    except april.AprilError as error:
+    except (april.AprilError, NothingMoves) as error:
         print(error, file=sys.stderr)
         return 1
     options.out.mkdir(parents=True, exist_ok=True)

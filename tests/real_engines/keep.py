@@ -31,6 +31,7 @@ from transformers.utils.logging import disable_progress_bar
 
 import april
 from april.core.batch import DeliveredSample
+from benchmarks.gpu.going_on import NothingMoves, going_on
 from tests.real_engines.commands import vllm_server
 from tests.real_engines.environments import ROOT, CannotInstall
 from tests.real_engines.models import CONTEXT, VOCAB_SIZE, make_models
@@ -105,7 +106,7 @@ def main(
             print(f"BROKEN: {line}", flush=True)
         if contexts:
             found["costs"] = costs([int(c) for c in contexts.split(",")], out)
-    except (CannotInstall, ServerFailed) as error:
+    except (CannotInstall, NothingMoves, ServerFailed) as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         raise typer.Exit(1) from None
     (out / "keep.json").write_text(json.dumps(found, indent=1) + "\n", "utf-8")
@@ -237,61 +238,11 @@ def cost(mode: str, context: int, weights: Weights, server: Server, times: int =
         max_in_flight=2 * SIBLINGS, max_response_len=1000, max_staleness=9,
         engine={"kind": "vllm", "urls": [server.url], "max_token_loss": 64},
     )  # fmt: skip
-    back, cpu = [], []
     with april.RolloutScheduler(config, prompts=prompts_of([context], 2), reward=lambda p, r: 0.0) as rollouts:
-        ask = _Batches(rollouts)
-        tokens = _Tokens(rollouts)
-        tokens.wait(lambda now: len(now) == 2 * SIBLINGS and min(now.values()) > 10)
-        first, began = sum(tokens.now().values()), time.monotonic()
-        for n in range(times):
-            cpu_s, at = cpu_of(server), time.monotonic()
-            rollouts.weight_update(path=str(weights.directory(1 + n % 2)))
-            before = tokens.now()  # the engines have just been resumed
-            tokens.wait(lambda now, before=before: all(now.get(s, 0) > count for s, count in before.items()))
-            back.append(time.monotonic() - at)
-            cpu.append(cpu_of(server) - cpu_s)
-            time.sleep(2.0)
-        rate = (sum(tokens.now().values()) - first) / (time.monotonic() - began)
-        del ask
-    return {
-        "seconds until all go on": float(np.mean(back)),
-        "CPU seconds": float(np.mean(cpu)),
-        "tokens per second": rate,
-    }
-
-
-class _Batches:
-    """Asks for a batch that is never waited for, so that generation goes on."""
-
-    def __init__(self, rollouts: april.RolloutScheduler) -> None:
-        rollouts._thread.call(lambda: rollouts._driver.post(april.core.events.StepRequested()))
-
-
-class _Tokens:
-    """Tokens of each response, those of running requests included."""
-
-    def __init__(self, rollouts: april.RolloutScheduler) -> None:
-        self._rollouts = rollouts
-
-    def now(self) -> dict[Any, int]:
-        """By sample."""
-        return self._rollouts._thread.call(self._count)
-
-    def _count(self) -> dict[Any, int]:
-        driver = self._rollouts._driver
-        driver.local.streams.catch_up()
-        came = {s.id: s.tokens for s in driver.core.buffer.samples()}
-        for attempt in driver.core.attempts.values():
-            came[attempt.sample.id] += attempt.tape.parsed
-        return came
-
-    def wait(self, done: Any, longest_s: float = 300.0) -> None:
-        """Until it is so."""
-        began = time.monotonic()
-        while not done(self.now()):
-            if time.monotonic() - began > longest_s:
-                raise ServerFailed(f"nothing moves any more: {self._rollouts}")
-            time.sleep(0.005)
+        return going_on(
+            rollouts, 2 * SIBLINGS, lambda n: rollouts.weight_update(path=str(weights.directory(1 + n % 2))), times,
+            lambda: cpu_of(server),
+        )  # fmt: skip
 
 
 def cpu_of(server: Server) -> float:
