@@ -285,7 +285,7 @@ class RolloutScheduler:
             weights: a module, a mapping, or an iterable of (Hugging Face name, tensor) that can be gone through again:
                 sent from this process to the engines, in buckets, without a directory. An engine that fails meanwhile
                 is left out if there are others. Of a module with an adapter (PEFT LoRA) the adapter alone is written
-                into a directory of april's own, where all engines take adapters. See docs/servers.md.
+                into a directory of april's own, where all engines take adapters. See docs/weights.md.
             trained: number (``batch.id``) of the last batch that these weights were trained on; it and those before it
                 are committed. None: the oldest batch that is out and of no update before this one, as each is made of
                 one batch, in the order of delivery. Name it if one update trains several, or if one batch brings
@@ -298,8 +298,8 @@ class RolloutScheduler:
             has reached them all. An engine that was found dead before is left out until a later call has reached it.
 
         Raises:
-            ConfigError: an argument has a wrong type, there are servers and neither is given, or there is no such
-                batch; nothing has happened.
+            ConfigError: an argument has a wrong type, there are servers and none of the three is given, or there is no
+                such batch; nothing has happened.
             EngineError: an engine could not be paused or could not load.
             SchedulerClosed: after :meth:`close`.
 
@@ -449,7 +449,8 @@ class RolloutScheduler:
         Raises:
             CheckpointError: the state was changed, or is of other prompts, or of settings or engines with which it
                 cannot go on (docs/restarts.md has the list); nothing has changed then.
-            ConfigError: an argument has a wrong type, or there are servers and neither is given; nothing has changed.
+            ConfigError: an argument has a wrong type, or there are servers and none of the three is given;
+                nothing has changed.
             EngineError: an engine could not be paused, or could not load; the same state may be loaded again.
         """
         load = partial(self._driver.load_state_dict, state)
@@ -520,7 +521,8 @@ class RolloutScheduler:
         def ask(calls: Sequence[Coroutine[Any, Any, Any]]) -> Sequence[Reply[Any]]:
             return self._thread.call(lambda: [self._thread.follow(call) for call in calls])
 
-        return WeightSender({e.name: e for e in self._engines}, ask, self.config.outage_deadline_s)
+        engines = {e.name: e for e in self._engines}
+        return WeightSender(engines, ask, self.config.outage_deadline_s, elsewhere=self._elsewhere)
 
     # ---------------------------------------------------------------- looking inside
 

@@ -95,6 +95,7 @@ class WeightSender:
         engines: those of this process, by name.
         ask: starts their calls.
         limit_s: for each call of an engine, and for the sender's part of it.
+        elsewhere: the engines of other processes that do not read the trainer's model; called as the sending begins.
     """
 
     engines: Mapping[str, Engine]
@@ -102,6 +103,7 @@ class WeightSender:
     limit_s: float
     open_group: Callable[..., Any] = open_group
     now: Callable[[], float] = time.monotonic
+    elsewhere: Callable[[], Iterable[str]] = tuple
     left_out: dict[str, LeftOut] = field(default_factory=dict)
     """Engines that did not get the weights; all others that were sent to have all of them."""
     knows: bool = True
@@ -131,7 +133,10 @@ class WeightSender:
             EngineError: none of them has got the weights; ``left_out`` says of each what it has.
             Exception: whatever the weights raise as they are gone through.
         """
-        left = [name for name in names if not self._reads(name, source)]
+        for name in set(self.elsewhere()).intersection(names):
+            why = f"engine {name} came from another process as weights= were about to go to the engines of this one"
+            self.left_out[name] = LeftOut(why, torn=False)
+        left = [name for name in names if name not in self.left_out and not self._reads(name, source)]
         while left:
             transfer = _Round(self, left, source)
             try:
@@ -157,14 +162,14 @@ class WeightSender:
                     "iterator: give a module, a mapping, or what can be gone through again"
                 )
         self.knows = True
-        if self.left_out:
+        if names and self.left_out.keys() == set(names):
             raise EngineError(_sentence(self.left_out))
 
     def _reads(self, name: str, source: Weights) -> bool:
         """Return whether an engine generates from these weights where they are."""
         engine = self.engines.get(name)
         if engine is None:
-            return True  # another process has it, and only such engines were let through there
+            return True  # another process has it
         if not engine.capabilities.takes_tensors:
             return engine.capabilities.shares_weights
         return isinstance(engine, TakesTensors) and source.module is not None and engine.reads(source.module)
