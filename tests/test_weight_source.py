@@ -219,6 +219,18 @@ def test_weights_can_be_sent_again() -> None:
         next(once.buckets())
 
 
+def test_the_rest_of_a_generator_is_not_all() -> None:
+    """One that an earlier call has begun with is refused before anything happens, whole or not."""
+    begun = torch.nn.Linear(2, 2).named_parameters()
+    next(WeightSource(begun, bucket_bytes=1).buckets())
+    with pytest.raises(ConfigError, match="an iterator was given, and it has been drawn from"):
+        WeightSource(begun)
+    ended = torch.nn.Linear(2, 2).named_parameters()
+    assert len(list(ended)) == 2
+    with pytest.raises(ConfigError, match="an iterator was given, and it has been drawn from"):
+        WeightSource(ended)
+
+
 def test_a_source_stays_what_it_is() -> None:
     """What weight_update makes of its argument is not made twice."""
     source = weight_source({"w": torch.ones(2)}, dtype="bfloat16")

@@ -10,6 +10,7 @@ Nothing of torch is imported before there are weights to look at.
 from __future__ import annotations
 
 import hashlib
+import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import chain
@@ -25,6 +26,10 @@ if TYPE_CHECKING:
 BUCKET_BYTES = 256 << 20
 """Bytes of a bucket where nothing else is said."""
 WHAT_TO_GIVE = "give a torch module, a dict of tensors by name, or an iterable of (name, tensor)"
+_DRAWN = (
+    "weights: an iterator was given, and it has been drawn from; give a list, or an object whose __iter__ begins anew, "
+    "so that weights can be sent again"
+)
 _WRAPPERS = {"DistributedDataParallel": "module", "DataParallel": "module", "OptimizedModule": "_orig_mod"}
 """The attribute that holds the model, by the class that wraps it."""
 _IN_BETWEEN = ("_orig_mod.", "_checkpoint_wrapped_module.")
@@ -125,7 +130,10 @@ class WeightSource(Weights):
         self._items = _items_of(weights)
         self.repeatable = self._items is not None or not isinstance(weights, Iterator)
         self._again: Iterable[Any] = () if self._items is not None else weights
-        self._drawn = False
+        # what is left of one that an earlier call has drawn from would be sent as if it were all
+        self._drawn = inspect.isgenerator(weights) and inspect.getgeneratorstate(weights) != inspect.GEN_CREATED
+        if self._drawn:
+            raise ConfigError(_DRAWN)
 
     @property
     def sharded(self) -> bool:
@@ -139,10 +147,7 @@ class WeightSource(Weights):
             ConfigError: the iterable yields something else, a name twice, or nothing.
         """
         if self._drawn and not self.repeatable:
-            raise ConfigError(
-                "weights: an iterator was given, and it has been drawn from; give a list, or an object whose __iter__ "
-                "begins anew, so that weights can be sent again"
-            )
+            raise ConfigError(_DRAWN)
         self._drawn = True
         items = iter(self._items) if self._items is not None else _checked(self._again)
         ahead = next(items, None)
