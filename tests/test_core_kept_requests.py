@@ -186,6 +186,23 @@ def test_a_broken_transfer_ends_what_engines_have_kept() -> None:
     assert m.core.updates.half_updated
 
 
+@pytest.mark.parametrize("result", [ev.CallResult.BUSY, ev.CallResult.OTHER_CONTENT, ev.CallResult.REFUSED])
+def test_who_was_written_to_and_does_not_take_the_name_has_not_its_old_weights(result: ev.CallResult) -> None:
+    """An engine that is busy has what it had before it was asked, and that is what the transfer has left there."""
+    m = Kept()
+    m.update(path=None, transfers=True)
+    m.answer()
+    m.finish_aborts()
+    m.post(ev.HandedOver(1))
+    m.answer(result)
+    assert (m.phase, m.abort_asked) == (Phase.RECALLING, {m.first.id, m.second.id})
+    m.finish_aborts()
+    m.answer()
+    assert (m.phase, m.core.clock.current, m.in_flight) == (Phase.IDLE, V0, {})
+    assert not any(state.loaded for state in m.core.engines.states.values())
+    assert m.core.updates.half_updated
+
+
 def test_an_engine_that_is_torn_is_left_out_and_its_requests_end() -> None:
     """The others go on; what the torn one had generated before the update is kept, under the old version."""
     m = Kept()

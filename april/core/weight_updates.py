@@ -519,7 +519,7 @@ class WeightUpdates:
         # what was sent can be refused by one engine alone; a directory that one refuses is wrong for all of them
         given = [n for n, e in self._answers.items() if self._update.sends and e.result is ev.CallResult.DONE]
         failures = self._failures()
-        if given:
+        if self._update.transfers:  # written to before they were asked, whatever they answer
             for name in failures:
                 self._context.engines.states[name].lose(EngineWeights.HALF)
         self._leave_out({n: e for n, e in failures.items() if given or e.result is not ev.CallResult.REFUSED})
