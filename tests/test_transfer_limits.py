@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -30,6 +31,14 @@ class Taking(FakeEngine):
 
     async def take(self, specs: Any, tensors: Any, last: bool) -> None:
         self.names += [spec.name for spec in specs]
+
+
+@pytest.fixture(autouse=True)
+def interrupts() -> Iterator[None]:
+    """Python's own handler of Ctrl-C, which a shell takes away from what it runs in the background."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 def rollouts(engine: FakeEngine | None = None) -> april.RolloutScheduler:
