@@ -321,13 +321,16 @@ def test_functions_on_hosts_chat(dies: bool) -> None:
             chunk_tokens=4, seconds_per_token=0.05,
         )  # fmt: skip
 
+    async def one(prompt: april.Prompt, response: april.Response) -> float:  # the clock would not wait for a thread
+        return 1.0
+
     async def program() -> None:
         options = {"tokenizer": TOKENIZER, "renderer": renderers.Qwen3RendererConfig(enable_thinking=False)}
         config = april.Config(
             rollout_batch_size=2, n_samples_per_prompt=2, over_sampling_batch_size=4, max_response_len=400,
             max_sample_tokens=60, engine={"kind": "simulated"}, max_staleness=9,
         )  # fmt: skip
-        p = Place(config, 8, [engine("here")], rollout=agent("here"), reward=lambda prompt, response: 1.0, **options)
+        p = Place(config, 8, [engine("here")], rollout=agent("here"), reward=one, **options)
         try:
             await p.host("a", [engine("f")], rollout=agent("a"))
             if dies:

@@ -187,7 +187,7 @@ def test_the_doctor_recognises_it() -> None:
     assert "engine.vocab_size" in found.findings[0].sentence
     (found,) = report_of(server, configured=True).servers
     assert found.version == f"TensorRT-LLM {VERSION}"
-    assert [f.subject for f in found.findings if f.level is Level.REMARK] == ["seeds"]
+    assert [f.subject for f in found.findings if f.level is Level.REMARK] == ["in flight", "seeds"]
     assert any("without speculative decoding" in note for note in found.changes)
     assert any("up to 1 s after april has closed its stream" in note for note in found.changes)
     assert server.asked["/metrics"] == 0
