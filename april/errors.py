@@ -51,6 +51,10 @@ class RequestRefused(EngineError):
     """The engine says that this request is wrong (HTTP 4xx); the same one would be refused again."""
 
 
+class AttachmentError(RequestRefused):
+    """An image, or whatever else comes with a prompt, cannot be had, or is not what it was."""
+
+
 class WeightsInUse(EngineError):
     """The weights that an engine generates with were written meanwhile, or were about to be."""
 

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from april.core.attachments import rows_of
 from april.core.engine_table import EngineTable
 from april.core.sampling import attempt_seed
 from april.core.settings import CoreSettings
@@ -66,6 +67,7 @@ class AttemptBook:
             run_seed, key, incarnation = evaluation.request.seed, sample.key, EVALUATION_MARK
             attempts = self.of_evaluations
             evaluation.in_flight += 1
+        extras = s.extras if evaluation is None else ()
         seed = attempt_seed(run_seed, key.group, key.index, held, sample.restarts, chain.number)
         sampling = call.sampling.after(held - call.start, seed).capped(self.budget(call))
         attempt = Attempt(
@@ -74,7 +76,9 @@ class AttemptBook:
             engine=engine,
             token_ids=np.concatenate((chain.prompt, chain.tape.tokens)) if held else chain.prompt,
             sampling=sampling,
-            tape=AttemptTape(),
+            tape=AttemptTape(needs_rows=bool(extras)),
+            extras=extras,
+            extras_from=rows_of(chain.extras),
             end_ids=self._end_ids(call),
             oldest=version,
             urgent=sample.urgent,

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Self
 
+from april.core.attachments import Placed
 from april.core.sampling import SamplingParams
 from april.core.settings import EngineLimits
 from april.core.tape import NOTHING_CAME, AttemptCounts, Int32
@@ -41,6 +42,8 @@ class CallMade(Event, frozen=True):
     """The number by which the function knows the call."""
     any_chain: bool = False
     """``token_ids`` may be any conversation: one that extends a chain continues it, any other begins a chain."""
+    attached: tuple[Placed, ...] = ()
+    """What is attached to ``token_ids``, in order; without them, what the conversation has."""
     chain: int | None = None
     """With ``any_chain``: the number of the chain, NEW_CHAIN for a new one; None means that the tokens tell."""
 

@@ -39,6 +39,8 @@ class DropReason(StrEnum):
     """The rollout function ended, or its client left, before the answer was heard."""
     LATE = "late"
     """The tokens came when their sample had gone on without the request that generated them."""
+    NO_EXTRAS = "no_extras"
+    """They came without the rows that were asked for with them: the request broke off before its engine gave those."""
     OVER_BUDGET = "over_budget"
     """The server generated them beyond the limit that it was given."""
 

@@ -45,6 +45,8 @@ class SamplingParams:
         top_p: nucleus mass in (0, 1].
         stop_token_ids: ids that end the response, EOS included; the id itself is kept in the tokens.
         seed: seed of this request, or None for the engine's own stream.
+        banned_ids: ids that are never sampled, as they stand in prompts for what is no token, such as an image. The
+            log-probabilities of all others stay what they would be without a ban, where the engine can say those.
         stop: strings that end the response once its text has them; april's affair, engines never see them.
     """
 
@@ -55,6 +57,7 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     seed: int | None = None
     stop: tuple[str, ...] = ()
+    banned_ids: tuple[int, ...] = ()
 
     def after(self, tokens_held: int, seed: int | None) -> SamplingParams:
         """Parameters for the rest of a response of which ``tokens_held`` tokens are there."""
@@ -66,6 +69,7 @@ class SamplingParams:
             self.stop_token_ids,
             seed,
             self.stop,
+            self.banned_ids,
         )
 
     def capped(self, max_tokens: int) -> SamplingParams:

@@ -36,6 +36,10 @@ class CoreSettings:
     refill: Refill = Refill.NONE
     max_staleness: int = 5
     on_stale: OnStale = OnStale.FINISH
+    attachments: tuple[str, ...] = ()
+    """Kinds of attachments that prompts may have; every engine must take them."""
+    extras: tuple[str, ...] = ()
+    """Names of the rows that engines give with the tokens of training; every engine must give them."""
     max_age: int = 24
     """Weight updates after which a group goes first and the step waits for it, whatever on_stale says."""
     max_resumes: int = 100
@@ -137,5 +141,9 @@ class EngineLimits:
     """No server, and yet its weights are not the trainer's own."""
     in_flight_updates: tuple[OnWeightUpdate, ...] = ()
     """What its requests in flight may do at a weight update, besides being cut."""
+    attachments: tuple[str, ...] = ()
+    """Kinds of attachments that it takes."""
+    extras: tuple[str, ...] = ()
+    """Names of the rows that it can give with its tokens."""
     written: bool = False
     """An update of an earlier run may have written its weights: they are not those of the start."""

@@ -14,6 +14,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from april.core.attachments import NO_EXTRAS, Extras, first_rows
 from april.core.versions import PolicyVersion
 
 Int32 = NDArray[np.int32]
@@ -75,6 +76,8 @@ class AttemptCounts(NamedTuple):
     """Tokens that came after a stop string, to be dropped."""
     unknown: int = 0
     """Tokens after those whose weights nobody has named, to be dropped."""
+    bare: int = 0
+    """Tokens that came without the rows that were asked for with them, to be dropped."""
 
     @property
     def tokens(self) -> int:
@@ -113,11 +116,17 @@ class AttemptTape:
     """Tokens at its end whose version is a guess until the engine says it, at the end of the request."""
     unknown: int = 0
     """Such tokens that were forgotten, as the engine never said it."""
+    needs_rows: bool = False
+    """Its tokens count only with the rows that its engine gives at the end."""
+    extras: Extras = field(default_factory=lambda: NO_EXTRAS)
+    """Those rows: of its ``count`` tokens, and before them of tokens that had none."""
+    bare: int = 0
+    """Tokens that were forgotten for want of rows."""
 
     @property
     def parsed(self) -> int:
         """All tokens that came."""
-        return self.count + self.after_stop + self.unknown
+        return self.count + self.after_stop + self.unknown + self.bare
 
     @property
     def last_token(self) -> int:
@@ -146,6 +155,17 @@ class AttemptTape:
         """Take the versions of all tokens as the engine says them; those that are not here are left out."""
         self.spans, self.unsure = first_of(spans, self.count), 0
 
+    def give_rows(self, extras: Extras, missing: int) -> None:
+        """Take the rows of all tokens, and of ``missing`` ones before them; those after a stop string are left out."""
+        self.extras = first_rows(extras, missing + self.count)
+
+    def cut_bare(self) -> None:
+        """Forget all tokens if they are to have rows and have none."""
+        if self.needs_rows and not self.extras and self.parsed:
+            self.bare = self.parsed
+            self._tokens, self._logprobs, self.spans, self.count, self.stopped = [], [], [], 0, False
+            self.unsure = self.after_stop = self.unknown = 0
+
     def cut_unsure(self) -> None:
         """Forget the tokens whose version is a guess."""
         if not self.unsure:
@@ -158,12 +178,10 @@ class AttemptTape:
 
     def sure(self) -> AttemptTape:
         """What is left of it if it ends now, without a word of its engine: the tape itself, or a copy."""
-        if not self.unsure:
+        if not (self.unsure or (self.needs_rows and not self.extras)):
             return self
-        copy = AttemptTape(
-            self._tokens, self._logprobs, self.spans, self.count, self.stopped, self.after_stop, self.unsure,
-            self.unknown,
-        )  # fmt: skip
+        copy = replace(self)
+        copy.cut_bare()
         copy.cut_unsure()
         return copy
 

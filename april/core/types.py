@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
-from dataclasses import InitVar, dataclass, field
+from dataclasses import InitVar, dataclass, field, replace
 from enum import StrEnum
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import msgspec
 import numpy as np
 
+from april.core.attachments import NO_EXTRAS, Extras, Placed, before, first_rows, joined
 from april.core.ledger import DropReason as DropReason
 from april.core.ledger import Ledger
 from april.core.sampling import SamplingParams
@@ -229,16 +230,19 @@ class Prompt:
     """A prompt: ``token_ids`` int32 [P], and ``data`` for rewards and rollout functions (never looked into).
 
     ``epoch`` and ``position`` (within the epoch) are set when april draws it; together they name the prompt.
+    ``attached`` is what comes with it, such as images, in order; ``token_ids`` have as many tokens for each as the
+    model reads it as.
     """
 
     token_ids: Int32
     data: Mapping[str, Any] = field(default_factory=dict)
     epoch: int = 0
     position: int = 0
+    attached: tuple[Placed, ...] = ()
 
     def copy(self) -> Prompt:
         """Copy the prompt for a user who may write into its array; ``data`` stays the same object."""
-        return Prompt(self.token_ids.copy(), self.data, self.epoch, self.position)
+        return replace(self, token_ids=self.token_ids.copy())
 
 
 class EvaluationRequested(Event, frozen=True, kw_only=True):
@@ -284,14 +288,21 @@ class Chain:
     of the batch; a call continues the one that it extends.
     """
 
-    __slots__ = ("cached_on", "cached_under", "calls", "number", "prompt", "replay", "sample", "tape")
+    __slots__ = (
+        "attached", "cached_on", "cached_under", "calls", "extras", "number", "prompt", "replay", "sample", "tape",
+    )  # fmt: skip
 
-    def __init__(self, sample: Sample, number: int, prompt: Int32) -> None:
+    def __init__(self, sample: Sample, number: int, prompt: Int32, attached: tuple[Placed, ...] = ()) -> None:
         self.sample = sample
         self.number = number
         self.prompt = prompt
         """int32 [P]: the group's prompt; of a later chain, what its first call was given."""
         self.tape = TokenTape()
+        self.attached = attached
+        """What is attached to the prompt and to what followed, in order."""
+        self.extras: Extras = NO_EXTRAS
+        """Rows of the conversation's tokens, from its second on, as far as they were made: up to the last one that was
+        generated."""
         self.calls: list[GenerateCall] = []
         """Calls of the present run of the function, in order; the last one may be open."""
         self.replay: Replay | None = None
@@ -324,17 +335,32 @@ class Chain:
             return len(self.tape)
         return self.calls[-1].end if self.calls else 0
 
+    def add_extras(self, rows: Extras) -> None:
+        """Rows that an attempt brought with its tokens, those of tokens before them that had none included."""
+        if rows:
+            self.extras = joined(self.extras, rows)
+
+    def cut(self, end: int) -> int:
+        """Forget what follows the first ``end`` tokens of the tape; returns how many of it were generated."""
+        length = len(self.prompt) + end
+        self.attached = before(self.attached, length)
+        self.extras = first_rows(self.extras, max(length - 1, 0))
+        return self.tape.cut(end)
+
     def conversation(self, end: int) -> Int32:
         """The prompt and the first ``end`` tokens of the tape."""
         return np.concatenate((self.prompt, self.tape.tokens[:end])) if end else self.prompt
 
-    def begins(self, token_ids: Int32, end: int) -> bool:
-        """Return whether ``token_ids`` begin with the prompt and the first ``end`` tokens of the tape."""
+    def begins(self, token_ids: Int32, end: int, attached: Sequence[Placed] = ()) -> bool:
+        """Return whether ``token_ids`` and what is attached to them begin with the prompt, the first ``end`` tokens of
+        the tape, and what is attached to those.
+        """
         at, prompt = len(self.prompt), self.prompt
         return (
             len(token_ids) >= at + end
             and np.array_equal(token_ids[:at], prompt)
             and np.array_equal(token_ids[at : at + end], self.tape.tokens[:end])
+            and (not (attached or self.attached) or before(attached, at + end) == before(self.attached, at + end))
         )
 
 
@@ -387,6 +413,10 @@ class Attempt:
     """Prompt plus the response so far."""
     sampling: SamplingParams
     tape: AttemptTape
+    extras: tuple[str, ...] = ()
+    """Names of the rows that its engine is asked for."""
+    extras_from: int = 0
+    """The first row that is missing."""
     end_ids: frozenset[int] = frozenset()
     """Tokens that end the response: EOS, and stop tokens of the request."""
     oldest: PolicyVersion | None = None
@@ -408,7 +438,7 @@ class Attempt:
         ids = self.end_ids
         long_enough = tape.count > self.sampling.min_tokens
         ends = tape.stopped or (bool(ids) and long_enough and tape.last_token in ids)
-        return AttemptCounts(tuple(tape.spans), ends, tape.after_stop, tape.unknown)
+        return AttemptCounts(tuple(tape.spans), ends, tape.after_stop, tape.unknown, tape.bare)
 
     @property
     def over(self) -> PolicyVersion | None:
@@ -418,6 +448,11 @@ class Attempt:
     @property
     def sample(self) -> Sample:
         return self.call.sample
+
+    @property
+    def attached(self) -> tuple[Placed, ...]:
+        """What is attached to its conversation."""
+        return self.call.chain.attached
 
     @property
     def in_call(self) -> int:
@@ -467,7 +502,7 @@ class Sample:
 
     def __post_init__(self) -> None:
         group = self.group
-        self.chains = (Chain(self, 0, group.prompt.token_ids),)
+        self.chains = (Chain(self, 0, group.prompt.token_ids, group.prompt.attached),)
         self.evaluation = group.evaluation
         self.urgent = self.evaluation is not None
 
@@ -543,7 +578,7 @@ class Sample:
 
     def clear(self) -> None:
         """Forget all that was generated, as its function begins anew."""
-        self.chains = (Chain(self, 0, self.group.prompt.token_ids),)
+        self.chains = (Chain(self, 0, self.group.prompt.token_ids, self.group.prompt.attached),)
         self.any_chain, self.finish = False, None
 
     def replay_all(self) -> None:

@@ -10,6 +10,9 @@ Semantic contract, for every engine:
 * EOS (or the stop token) is in the tokens, with its log-probability.
 * The version on a chunk is that of the weights which produced its tokens.
 * While paused, no token is generated and new requests wait.
+* No token of ``sampling.banned_ids`` is generated.
+* A request's attachments are read as its tokens say, each by its digest and never by another name: whatever the engine
+  keeps of them is not used after an update of the weights.
 
 What an engine cannot do is on its :class:`Capabilities`; ``april.testing.conformance`` holds it to the rest.
 """
@@ -24,6 +27,7 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
+from april.core.attachments import NO_EXTRAS, Extras, Placed
 from april.core.sampling import LogprobKind as LogprobKind
 from april.core.sampling import SamplingParams
 from april.core.types import EngineFinish as EngineFinish
@@ -110,6 +114,12 @@ class Capabilities:
     """The engine shows which weights it has; if not, new ones are unverified, taken on the word of others."""
     honours_seeds: bool = True
     """A request that is repeated with its seed gives the same tokens."""
+    attachments: tuple[str, ...] = ()
+    """Kinds of attachments ("image") that it takes with a prompt."""
+    extras: tuple[str, ...] = ()
+    """Names of the arrays ("routed_experts") that it can give with the tokens that it generates."""
+    bans: bool = False
+    """``sampling.banned_ids`` are honoured."""
     limits: tuple[Limit, ...] = ()
     """Facts that a user should know of this engine: promises that it does not offer and why."""
 
@@ -144,6 +154,18 @@ class Request:
     in_flight: OnWeightUpdate = OnWeightUpdate.RESUBMIT
     """What becomes of it at a weight update. With KEEP the engine lets it meet no keys and values that other weights
     wrote, nor let others meet its own under later ones."""
+    attached: tuple[Placed, ...] = ()
+    """What is attached to the conversation, in order; ``token_ids`` have as many tokens for each as the model reads it
+    as. An engine that expands prompts itself is sent :func:`april.core.attachments.collapsed`."""
+    extras: tuple[str, ...] = ()
+    """Names of the arrays that are wanted with the tokens."""
+    extras_from: int = 0
+    """With k tokens generated, the last chunk has rows [extras_from, len(token_ids) + k - 1) of them: row i is of the
+    step that read token i of the conversation, and so made, or would have made, token i + 1."""
+
+    def rows_wanted(self, generated: int) -> int:
+        """The number of rows that the last chunk has, with so many tokens generated."""
+        return len(self.token_ids) + generated - 1 - self.extras_from
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,6 +182,9 @@ class Chunk:
     """False: ``version`` is a guess, as a weight update has passed, and the last chunk of the request says it."""
     versions: Sequence[tuple[PolicyVersion, int]] | None = None
     """On the last chunk after such guesses: the versions of all tokens of the request, run-length."""
+    extras: Extras = field(default_factory=lambda: NO_EXTRAS)
+    """On the last chunk: the rows that the request asked for, of all its tokens, as :attr:`Request.extras_from` says.
+    Without them the tokens are dropped, and generated again."""
 
 
 class BufferedStream:

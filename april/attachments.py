@@ -1,0 +1,29 @@
+"""The bytes of attachments, which are in memory or in files."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+from april.core.attachments import Attachment
+from april.errors import AttachmentError
+
+
+def content(attachment: Attachment) -> bytes:
+    """Return the bytes of an attachment, from its file where they are not in memory.
+
+    Raises:
+        AttachmentError: the file cannot be read, or has other content than it had when the prompt was drawn.
+    """
+    if attachment.data is not None:
+        return attachment.data
+    what = f"the {attachment.kind} {attachment.path}"
+    try:
+        data = Path(attachment.path).read_bytes()
+    except OSError as error:
+        raise AttachmentError(f"{what} cannot be read: {error.strerror or error}") from None
+    if hashlib.sha256(data).hexdigest() != attachment.digest:
+        raise AttachmentError(
+            f"{what} has other content than when its prompt was drawn; a response that has begun cannot go on with it"
+        )
+    return data
