@@ -257,7 +257,7 @@ def test_tokens_whose_version_nobody_has_named_are_dropped_by_name() -> None:
     tape.append(tokens[:2].copy(), logprobs[:2].copy(), V1, sure=False)
     m.generated += 2
     assert tape.sure().count == 5
-    tape.cut_unsure()
+    tape.cut_unsaid()
     m.fail(m.first)
     assert m.dropped == {"unknown_weights": 2}
     assert m.core.tokens.held == 5
@@ -308,7 +308,7 @@ def test_a_host_tells_how_many_tokens_have_no_name() -> None:
     sides.brings(attempt, 5)
     updated_on_a_host(sides)
     attempt.tape.append(np.arange(15, 18, dtype=np.int32), np.full(3, -0.5, np.float32), V1, sure=False)
-    attempt.tape.cut_unsure()
+    attempt.tape.cut_unsaid()
     sides.mirror.post(ev.AttemptFailed.of(attempt, "reset"))
     sides.up()
     assert {str(reason): n for reason, n in sides.core.tokens.dropped.items() if n} == {"unknown_weights": 3}

@@ -18,8 +18,10 @@ if TYPE_CHECKING:
     from april.engines.protocol import Capabilities, Engine
 
 
-def why_unfit(config: Config, engines: Mapping[str, Capabilities]) -> Iterator[str]:
-    """Yield a sentence for each reason against ``config`` on ``engines`` (by name)."""
+def why_unfit(
+    config: Config, engines: Mapping[str, Capabilities], attachments: Sequence[str] = ()
+) -> Iterator[str]:
+    """Yield a sentence for each reason against ``config`` on ``engines`` (by name), with such attachments."""
     if not config.allow_mismatch:
         yield from _wrong_logprobs(config.sampling.temperature, engines)
     for name, c in engines.items():
@@ -45,6 +47,12 @@ def why_unfit(config: Config, engines: Mapping[str, Capabilities]) -> Iterator[s
                 f"engine {name} cannot do on_weight_update: {how}, only {offers}; set one that all engines can"
                 f"{'' if why is None or not why.remedy else f', or {why.remedy}'}"
             )
+        for kind in attachments:
+            if kind not in c.attachments:
+                yield (
+                    f"engine {name} takes no {kind}s, and processor= is for prompts that have some; `april doctor` "
+                    "says what the engine needs; for text give tokenizer= instead"
+                )
         if continuous and c.shares_weights:
             yield (
                 f"engine {name} generates with the trainer's own model, which cannot be trained meanwhile; set "
@@ -52,8 +60,10 @@ def why_unfit(config: Config, engines: Mapping[str, Capabilities]) -> Iterator[s
             )
 
 
-def check_engines(config: Config, engines: Sequence[Engine], *, gathers: bool, hosts: bool) -> None:
-    """Raise ConfigError for what cannot work with these engines."""
+def check_engines(
+    config: Config, engines: Sequence[Engine], *, gathers: bool, hosts: bool, attachments: Sequence[str] = ()
+) -> None:
+    """Raise ConfigError for what cannot work with these engines; ``attachments``: kinds that prompts may have."""
     if not engines and not hosts:
         raise ConfigError("engines: at least one engine is needed")
     for engine in engines:
@@ -67,7 +77,7 @@ def check_engines(config: Config, engines: Sequence[Engine], *, gathers: bool, h
     names = [e.name for e in engines]
     if len(set(names)) != len(names):
         raise ConfigError(f"engines: names must be unique, got {names}")
-    for sentence in why_unfit(config, {e.name: e.capabilities for e in engines}):
+    for sentence in why_unfit(config, {e.name: e.capabilities for e in engines}, attachments):
         raise ConfigError(sentence)
 
 

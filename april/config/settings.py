@@ -382,9 +382,13 @@ class Config(Model):
         return out
 
     def core_settings(
-        self, *, has_reward: bool, group_reward: bool, run_id: int, has_filter: bool = False
-    ) -> CoreSettings:
-        """Return the core's settings: those of the same name, and those that follow from others."""
+        self, *, has_reward: bool, group_reward: bool, run_id: int, has_filter: bool = False,
+        attachments: tuple[str, ...] = (),
+    ) -> CoreSettings:  # fmt: skip
+        """Return the core's settings: those of the same name, and those that follow from others.
+
+        ``attachments`` are the kinds that prompts may have.
+        """
         same = {f.name: getattr(self, f.name) for f in fields(CoreSettings) if f.name in type(self).model_fields}
         return CoreSettings(**same | {
             "over_sampling_batch_size": self.groups_in_work,
@@ -396,6 +400,7 @@ class Config(Model):
             "has_reward": has_reward,
             "group_reward": group_reward,
             "has_filter": has_filter,
+            "attachments": attachments,
             "retry_pause_s": RETRY_PAUSE_S,
             "run_seed": self.seed,
             "run_id": run_id,

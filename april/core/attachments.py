@@ -100,6 +100,16 @@ def first_rows(extras: Extras, count: int) -> Extras:
     return {name: rows[:count] for name, rows in extras.items()} if rows_of(extras) > count else extras
 
 
+def whole_rows(extras: Extras, count: int) -> Extras:
+    """``count`` rows, read-only; the last one stands for tokens behind it that have none, on which nothing rests."""
+    whole = {}
+    for name, rows in extras.items():
+        missing = np.repeat(rows[-1:], count - len(rows), axis=0)
+        whole[name] = np.concatenate((rows, missing)) if len(missing) else rows[:]
+        whole[name].flags.writeable = False
+    return whole
+
+
 def wrong_rows(extras: Extras, names: Sequence[str], count: int, held: Extras = NO_EXTRAS) -> str | None:
     """Describe why these cannot be the ``count`` rows that were asked for, after ``held``; None means that they can."""
     for name in names:

@@ -18,6 +18,7 @@ from typing import Any, Literal, get_args
 import numpy as np
 from numpy.typing import NDArray
 
+from april.core.attachments import NO_EXTRAS, Extras, Placed, before, whole_rows
 from april.core.tape import Float32, Int32, Segment, SegmentKind, kept_mask, versions_of
 from april.core.types import FinishReason, Prompt, Sample, SampleId
 from april.core.versions import PolicyVersion, VersionClock
@@ -62,6 +63,11 @@ class DeliveredSample:
     """of these, continued a call in the middle"""
     chain: int = 0
     """number of its conversation"""
+    attached: tuple[Placed, ...] = ()
+    """what is attached to its conversation, such as images: to ``prompt``, and to what a tool wrote behind it"""
+    extras: Extras = field(default_factory=lambda: NO_EXTRAS, compare=False)
+    """arrays by name, [P + T - 1, ...], read-only: row i was made when token i of prompt and response was read, by the
+    attempt that generated token i + 1; behind the last generated token the last row is repeated"""
 
     @property
     def versions(self) -> Int32:
@@ -247,13 +253,19 @@ class Batch:
             _warned_of.add(why)
             log.warning("all advantages of batch %d are 0, so it teaches nothing: %s", self.id, why)
 
+    @property
+    def extras(self) -> tuple[str, ...]:
+        """Names of the arrays that its rows have with their tokens."""
+        return tuple(self.samples[0].extras) if self.samples else ()
+
     def ragged(self) -> dict[str, NDArray[Any]]:
         """Flat arrays without padding; row i is ``response_ids[response_offsets[i]:response_offsets[i + 1]]``.
 
         ``prompt_ids`` int32 [sum of P], ``prompt_offsets`` int64 [B + 1]; ``response_ids`` int32, ``logprobs`` float32,
         ``loss_mask`` and ``kept_mask`` uint8, ``version_n`` and ``version_incarnation`` int32, all [sum of T],
         ``response_offsets`` int64 [B + 1]; ``rewards`` float32, ``group_ids`` int64, ``sample_numbers`` and
-        ``staleness`` int32, all [B].
+        ``staleness`` int32, all [B]. With extras, each under its name, [sum of P + T - 1, ...], and ``extras_offsets``
+        int64 [B + 1].
         """
         samples = self.samples
         prompts = [s.prompt.token_ids for s in samples]
@@ -261,6 +273,9 @@ class Batch:
         for name, (rows, dtype, _) in _response_columns(samples, 0).items():
             arrays[name] = _joined(rows, dtype)
         arrays["response_offsets"] = _offsets([s.tokens for s in samples])
+        for name in self.extras:
+            rows = [s.extras[name] for s in samples]
+            arrays |= {name: np.concatenate(rows), "extras_offsets": _offsets(rows)}
         return arrays | _per_row(samples)
 
     def padded(self, pad_id: int = 0, *, left_pad_prompts: bool = False) -> dict[str, NDArray[Any]]:
@@ -274,7 +289,8 @@ class Batch:
         ``input_ids`` int32 and ``attention_mask`` uint8 have each prompt and its response without a gap. With
         ``left_pad_prompts`` they are [B, P + T] and every response begins in column P: the layout of trainers that
         cut the last T columns off the logits. Without, they are [B, longest sum], padded on the right only, and
-        response i begins in column ``prompt_mask[i].sum()``.
+        response i begins in column ``prompt_mask[i].sum()``. With extras, each is under its name, [B, P + T, ...]: a
+        row in the column of the token that was read for it, and 0 elsewhere.
 
         Raises TypeError for a ``pad_id`` that is no integer.
         """
@@ -300,6 +316,11 @@ class Batch:
             whole = [np.concatenate(pair) for pair in zip(prompts, responses, strict=True)]
             arrays["input_ids"] = pad(whole, pad_id, np.int32)
             arrays["attention_mask"] = pad(_ones(whole), 0, np.uint8)
+        for name in self.extras:
+            rows, starts = [s.extras[name] for s in samples], (arrays["attention_mask"] != 0).argmax(axis=1)
+            out = arrays[name] = np.zeros((*arrays["input_ids"].shape, *rows[0].shape[1:]), np.result_type(*rows))
+            for i, (start, row) in enumerate(zip(starts, rows, strict=True)):
+                out[i, start : start + len(row)] = row
         return arrays | _per_row(samples)
 
 
@@ -315,7 +336,7 @@ def deliver_sample(
     prompt = sample.group.prompt
     rows, chains = [], sample.chains
     for chain in chains if len(chains) == 1 else [c for c in chains if c.tape.generated] or chains[:1]:
-        tape = chain.tape
+        tape, attached = chain.tape, chain.attached
         mask = tape.loss_mask()
         staleness = 0
         for segment in tape.segments:
@@ -327,7 +348,7 @@ def deliver_sample(
         rows.append(
             DeliveredSample(
                 id=sample.id,
-                prompt=Prompt(chain.prompt.copy(), prompt.data, prompt.epoch, prompt.position),
+                prompt=replace(prompt, token_ids=chain.prompt.copy(), attached=before(attached, len(chain.prompt))),
                 tokens=tape.tokens.copy(),
                 logprobs=tape.logprobs.copy(),
                 loss_mask=mask,
@@ -339,6 +360,8 @@ def deliver_sample(
                 attempts=sample.attempts,
                 resumes=sample.resumes,
                 chain=chain.number,
+                attached=attached,
+                extras=whole_rows(chain.extras, len(chain.prompt) + len(tape) - 1),
             )
         )
     return rows

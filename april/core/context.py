@@ -46,7 +46,9 @@ class CoreContext:
     def __init__(self, settings: CoreSettings, engines: Sequence[EngineLimits], clock: VersionClock) -> None:
         self.settings = settings
         self.clock = clock
-        self.engines = EngineTable(engines, clock.current, settings.on_weight_update)
+        self.engines = EngineTable(
+            engines, clock.current, settings.on_weight_update, settings.attachments, settings.extras
+        )
         self.over_sampler = OverSampler(settings)
         self.monitor = CompletionMonitor(settings.target)
         self.aborts = AbortController(settings.abort_deadline_s, settings.abort_resend_s)

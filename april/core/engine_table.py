@@ -346,12 +346,14 @@ class EngineTable:
         engines: at least one.
         version: of the policy; they have it, unless an earlier run has written their weights.
         in_flight: what requests in flight must be able to do at a weight update.
+        attachments, extras: what requests have, and what is wanted with their tokens.
     """
 
     def __init__(
-        self, engines: Sequence[EngineLimits], version: PolicyVersion, in_flight: OnWeightUpdate = RESUBMIT
-    ) -> None:
-        self._in_flight = in_flight
+        self, engines: Sequence[EngineLimits], version: PolicyVersion, in_flight: OnWeightUpdate = RESUBMIT,
+        attachments: Sequence[str] = (), extras: Sequence[str] = (),
+    ) -> None:  # fmt: skip
+        self._in_flight, self._attachments, self._extras = in_flight, attachments, extras
         self.states = {e.name: EngineState(limits=e, cap=AdmissionCap(e.max_in_flight)) for e in engines}
         self._by_load = LeastLoaded()
         for state in self.states.values():
@@ -390,6 +392,10 @@ class EngineTable:
             has = f"the end-of-sequence tokens {sorted(engine.eos_token_ids)}, and those of the others are {theirs}"
         elif self._in_flight not in (RESUBMIT, *engine.in_flight_updates):
             has = f"no way to do on_weight_update: {self._in_flight}"
+        elif lacks := [*set(self._attachments).difference(engine.attachments)]:
+            has = f"no way to take prompts with {', '.join(sorted(lacks))} attached"
+        elif lacks := [*set(self._extras).difference(engine.extras)]:
+            has = f"no {', '.join(sorted(lacks))} to give with its tokens"
         elif self.logprob_kind not in ("mixed", engine.logprob_kind):
             has = f"log-probabilities of kind {engine.logprob_kind}, and those of the others are {self.logprob_kind}"
         return f"{name} cannot join: it has {has}" if has else None

@@ -13,7 +13,7 @@ is at an engine any more, and is then answered from the tape.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from enum import StrEnum
 from typing import NamedTuple
 
@@ -21,6 +21,7 @@ import numpy as np
 
 from april.core import commands as do
 from april.core import events as ev
+from april.core.attachments import Placed
 from april.core.context import CoreContext
 from april.core.numbers import held_reward, wrong_reward
 from april.core.settings import CoreSettings
@@ -135,20 +136,23 @@ class SampleLives:
             self._replay(chain, event)
             return
         if event.token_ids is not None:
-            error = self._add_environment(chain, event.token_ids)
+            error = self._add_environment(chain, event.token_ids, event.attached)
             if error:
                 self.cannot_go_on(sample, error)
                 return
         self._open(chain, event, len(chain.tape.tokens))
 
-    def chain_of(self, sample: Sample, token_ids: Int32) -> Chain | None:
+    def chain_of(self, sample: Sample, token_ids: Int32, attached: Sequence[Placed] = ()) -> Chain | None:
         """The chain of a call that may be of any conversation: where it was made before its function was lost, else the
         longest of those free that it extends. None means that it begins one.
         """
-        claims = [(chain, self._heard_before(chain, token_ids)) for chain in sample.chains if chain.replay is not None]
+        lost_ones = [chain for chain in sample.chains if chain.replay is not None]
+        claims = [(chain, self._heard_before(chain, token_ids, attached)) for chain in lost_ones]
         claimed = [(heard, chain.number, chain) for chain, heard in claims if heard is not None]
         free = (c for c in sample.chains if c.replay is None and c.open_call is None and c.calls)
-        extended = [(len(c.prompt) + len(c.tape), -c.number, c) for c in free if c.begins(token_ids, len(c.tape))]
+        extended = [
+            (len(c.prompt) + len(c.tape), -c.number, c) for c in free if c.begins(token_ids, len(c.tape), attached)
+        ]
         longest, _, chain = max(extended, default=(-1, 0, None))
         if claimed:
             heard, _, lost = min(claimed)
@@ -162,7 +166,7 @@ class SampleLives:
         assert chain.replay is not None
         return len(chain.prompt) + chain.replay.calls[heard - 1].end
 
-    def _heard_before(self, chain: Chain, token_ids: Int32) -> int | None:
+    def _heard_before(self, chain: Chain, token_ids: Int32, attached: Sequence[Placed]) -> int | None:
         """Return after how many of the answers that are to be replayed a call comes; None: it is of another chain.
 
         A function that begins anew asks for the first of them. A client that has outlived the process asks for what
@@ -173,23 +177,28 @@ class SampleLives:
         starts = [call.start for call in replay.calls]
         starts += [] if replay.open_start is None else [replay.open_start]
         for heard, start in enumerate(starts):
-            if self._asks_again(chain, token_ids, start):
+            if self._asks_again(chain, token_ids, start, attached):
                 return heard
-        if replay.open_start is None and replay.calls and chain.begins(token_ids, replay.calls[-1].end):
+        if replay.open_start is None and replay.calls and chain.begins(token_ids, replay.calls[-1].end, attached):
             return len(starts)
         return None
 
-    def _asks_again(self, chain: Chain, token_ids: Int32, start: int) -> bool:
+    def _asks_again(self, chain: Chain, token_ids: Int32, start: int, attached: Sequence[Placed]) -> bool:
         """Return whether the tokens are those before ``start``, as far as there was room for them."""
-        asked = token_ids[: len(chain.prompt) + self._context.attempts.room(chain)]
-        return len(asked) == len(chain.prompt) + start and chain.begins(asked, start)
+        asked = token_ids[: self._room_for(chain, attached)]
+        return len(asked) == len(chain.prompt) + start and chain.begins(asked, start, attached)
+
+    def _room_for(self, chain: Chain, attached: Sequence[Placed]) -> int:
+        """The most tokens of a conversation that a chain has room for; no attachment is there in part."""
+        most = len(chain.prompt) + self._context.attempts.room(chain)
+        return next((placed.at for placed in attached if placed.end > most), most) if attached else most
 
     def _call_of_any_chain(self, sample: Sample, event: ev.CallMade) -> None:
         """Answer from a tape what was answered before; else continue a chain, or begin one."""
-        ids, sample.any_chain = event.token_ids, True
+        ids, attached, sample.any_chain = event.token_ids, event.attached, True
         assert ids is not None
         if event.chain is None:
-            chain = self.chain_of(sample, ids)
+            chain = self.chain_of(sample, ids, attached)
         else:
             chain = next((c for c in sample.chains if c.number == event.chain), None)
         if chain is not None and chain.replay is not None:
@@ -201,11 +210,12 @@ class SampleLives:
                 return
             chain = sample.chains[0]
             if chain.calls or chain.replay is not None:
-                chain = Chain(sample, 1 + sample.chains[-1].number, np.array(ids, np.int32))
+                chain = Chain(sample, 1 + sample.chains[-1].number, np.array(ids, np.int32), attached)
                 sample.chains += (chain,)
-            elif not np.array_equal(ids, chain.prompt):
-                chain.prompt = np.array(ids, np.int32)  # the conversation that the prompt begins was never asked for
-        self._add_environment(chain, ids)
+            elif not np.array_equal(ids, chain.prompt) or attached != chain.attached:
+                # the conversation that the prompt begins was never asked for
+                chain.prompt, chain.attached = np.array(ids, np.int32), attached
+        self._add_environment(chain, ids, attached)
         self._open(chain, event, len(chain.tape))
 
     def _no_chain(self, sample: Sample, token_ids: Int32) -> str | None:
@@ -237,16 +247,17 @@ class SampleLives:
         self._answer(call, len(call.chain.tape.tokens), finish)
         return True
 
-    def _add_environment(self, chain: Chain, token_ids: Int32) -> str | None:
+    def _add_environment(self, chain: Chain, token_ids: Int32, attached: Sequence[Placed]) -> str | None:
         """Make a segment of what the function added since its last call, cut to the room; returns what is wrong."""
         have = len(chain.prompt) + len(chain.tape)
-        if not chain.begins(token_ids, len(chain.tape)):
+        if not chain.begins(token_ids, len(chain.tape), attached):
             return (
-                "llm.generate was given tokens that do not begin with the prompt and everything generated so far; "
-                "append to the conversation, never rewrite it"
+                "llm.generate was given a conversation that does not begin with the prompt and everything generated so "
+                "far, with what is attached to them; append to the conversation, never rewrite it"
             )
-        added = token_ids[have : len(chain.prompt) + self._context.attempts.room(chain)]
-        chain.tape.add_environment(np.array(added, np.int32), self._context.clock.current)
+        end = self._room_for(chain, attached)
+        chain.tape.add_environment(np.array(token_ids[have:end], np.int32), self._context.clock.current)
+        chain.attached += tuple(placed for placed in attached if have <= placed.at < end)
         return None
 
     def _replay(self, chain: Chain, event: ev.CallMade) -> None:
@@ -254,7 +265,10 @@ class SampleLives:
         replay = chain.replay
         assert replay is not None
         ids = event.token_ids
-        heard = self._heard_before(chain, ids) if ids is not None else 0 if replay.next_start == chain.seen else None
+        if ids is not None:
+            heard = self._heard_before(chain, ids, event.attached)
+        else:
+            heard = 0 if replay.next_start == chain.seen else None
         if heard is None or (heard and not event.any_chain):
             self.diverged(chain.sample)
             return
@@ -274,7 +288,7 @@ class SampleLives:
             return
         chain.replay = None
         if start is None and ids is not None:
-            self._add_environment(chain, ids)
+            self._add_environment(chain, ids, event.attached)
         self._open(chain, event, len(chain.tape) if start is None else start)
 
     def call_unheard(self, event: ev.CallUnheard) -> None:
@@ -294,11 +308,11 @@ class SampleLives:
         chain, tokens = call.chain, context.ledger(sample)
         context.note(sample, f"call {call.number} is heard by nobody")
         if chain.replay is not None:
-            tokens.drop(chain.tape.cut(call.end), DropReason.REPLAY_DIVERGED)  # it would have followed the answer
+            tokens.drop(chain.cut(call.end), DropReason.REPLAY_DIVERGED)  # it would have followed the answer
             context.counters["replays_diverged"] += 1
             chain.replay = None
         chain.calls.pop()
-        tokens.drop(chain.tape.cut(chain.calls[-1].end if chain.calls else 0), DropReason.UNHEARD)
+        tokens.drop(chain.cut(chain.calls[-1].end if chain.calls else 0), DropReason.UNHEARD)
         if not chain.calls and chain.number:
             sample.chains = tuple(c for c in sample.chains if c is not chain)
         sample.any_chain = True
@@ -317,7 +331,7 @@ class SampleLives:
         for chain in sample.chains:
             if chain.replay is not None:
                 end = chain.calls[-1].end if chain.calls else 0
-                self._context.tokens.drop(chain.tape.cut(end), DropReason.REPLAY_DIVERGED)
+                self._context.tokens.drop(chain.cut(end), DropReason.REPLAY_DIVERGED)
                 self._context.counters["replays_diverged"] += 1
                 chain.replay = None
         sample.chains = tuple(chain for chain in sample.chains if chain.number == 0 or chain.calls)
@@ -491,10 +505,14 @@ class SampleLives:
             tokens.observe(after_stop)
             tokens.drop(after_stop, DropReason.AFTER_STOP)
             context.counts(attempt.sample)["after_stop_tokens"] += after_stop
-        if unknown := event.counts.unknown:
-            tokens = context.ledger(attempt.sample)
-            tokens.observe(unknown)
-            tokens.drop(unknown, DropReason.UNKNOWN_WEIGHTS)
+        for unsaid, reason in (
+            (event.counts.unknown, DropReason.UNKNOWN_WEIGHTS),
+            (event.counts.bare, DropReason.NO_EXTRAS),
+        ):
+            if unsaid:
+                tokens = context.ledger(attempt.sample)
+                tokens.observe(unsaid)
+                tokens.drop(unsaid, reason)
         context.aborts.ended(attempt.id)
         return attempt
 
@@ -512,6 +530,7 @@ class SampleLives:
         chain = attempt.call.chain
         chain.tape.add_attempt(attempt.tape, attempt.id, attempt.engine, attempt.sampling.temperature, attempt.over)
         if count:  # else what an earlier attempt left elsewhere is still the best there is
+            chain.add_extras(attempt.tape.extras)
             state = self._context.engines.states[attempt.engine]
             kept = attempt.over not in (None, state.version)  # what it wrote serves no request of the present version
             chain.cached_on, chain.cached_under = "" if kept else attempt.engine, state.life

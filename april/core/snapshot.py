@@ -12,6 +12,7 @@ refused if the present settings promise what cannot be kept for all that it hold
 
 from __future__ import annotations
 
+import itertools
 import math
 import string
 from collections import deque
@@ -22,6 +23,7 @@ from typing import Any
 
 import numpy as np
 
+from april.core.attachments import Attachment, Placed, joined, rows_of
 from april.core.completion_monitor import Unit
 from april.core.engine_table import EngineTable
 from april.core.events import WorkChanged
@@ -95,12 +97,14 @@ def take(core: RolloutCore, trained_through: int | None) -> State:
     groups = {sample.id.group: sample.group for sample in ready}
     prompts.delivered -= sum(number not in core.buffer.groups for number in groups)
     groups |= {group.id: group for group in core.buffer if group.ready}
+    held = {sample.group.id: sample.group for sample in ready} | core.buffer.groups
     # what attempts in flight have is observed the moment it is written down
     for attempt in core.attempts.values():
         tape = attempt.tape.sure()
         tokens.observe(tape.parsed)
         tokens.drop(tape.after_stop, DropReason.AFTER_STOP)
         tokens.drop(tape.unknown, DropReason.UNKNOWN_WEIGHTS)
+        tokens.drop(tape.bare, DropReason.NO_EXTRAS)
         if attempt.lost_for is not None:
             tokens.drop(tape.count, attempt.lost_for)
     current = core.clock.current
@@ -117,10 +121,25 @@ def take(core: RolloutCore, trained_through: int | None) -> State:
         "prompts": without_held(prompts),
         "lengths": lengths.as_dict(),
         "counters": dict(core.counters),
+        "attachments": _attachments_out(held.values()),
         "ready": [_group_out(group, back) for group in groups.values()],
         "waiting": [_group_out(group, back) for group in core.buffer if not group.ready],
         "order": [list(sample.id) for sample in ready],
     }
+
+
+def _attachments_out(groups: Iterable[Group]) -> State:
+    """Every attachment once, by digest: its bytes, or the path of the file that has them."""
+    chains = (chain for group in groups for sample in group.samples for chain in sample.chains)
+    placed = itertools.chain((p for g in groups for p in g.prompt.attached), (p for c in chains for p in c.attached))
+    return {
+        a.digest: {"kind": a.kind, "size": a.size, "data": a.data, "path": a.path}
+        for a in (p.attachment for p in placed)
+    }
+
+
+def _attached_out(attached: Iterable[Placed]) -> list[Any]:
+    return [[p.attachment.digest, p.at, p.count, list(p.stands)] for p in attached]
 
 
 def _group_out(group: Group, back: Collection[Sample]) -> State:
@@ -132,6 +151,7 @@ def _group_out(group: Group, back: Collection[Sample]) -> State:
         "epoch": prompt.epoch,
         "position": prompt.position,
         "prompt": _packed(prompt.token_ids, "<i4"),
+        "attached": _attached_out(prompt.attached),
         "data": data,
         "unchecked": unchecked,
         "drawn_under": list(group.drawn_under),
@@ -164,17 +184,18 @@ def _sample_out(sample: Sample) -> State:
 
 
 def _chain_out(chain: Chain) -> State:
-    tape, asked, call = chain.tape, chain.asked, chain.open_call
+    tape, asked, call, extras = chain.tape, chain.asked, chain.open_call, chain.extras
     calls, open_start = ([], None) if asked is None else (list(asked.calls), asked.open_start)
     attempt = call.attempt if call is not None else None
     if attempt is not None and attempt.lost_for is None:
         tape, came = TokenTape(tape.tokens, tape.logprobs, list(tape.segments)), attempt.tape.sure()
         tape.add_attempt(came, attempt.id, attempt.engine, attempt.sampling.temperature, attempt.over)
+        extras = joined(extras, came.extras) if came.count else extras
         if came.stopped and open_start is not None:
             # complete, and only the engine does not know yet
             calls.append(RecordedCall(open_start, len(tape), FinishReason.STOP))
             open_start = None
-    return {
+    state: State = {
         "tokens": _packed(tape.tokens, "<i4"),
         "logprobs": _packed(tape.logprobs, "<f4"),
         "segments": [
@@ -185,6 +206,12 @@ def _chain_out(chain: Chain) -> State:
         "calls": [[c.start, c.end, str(c.finish)] for c in calls],
         "open_call": open_start,
     }
+    if chain.attached != (() if chain.number else chain.sample.group.prompt.attached):
+        state["attached"] = _attached_out(chain.attached)
+    if rows_of(extras):
+        little = {name: rows.astype(rows.dtype.newbyteorder("<"), copy=False) for name, rows in extras.items()}
+        state["extras"] = {name: [rows.dtype.str, list(rows.shape), rows.tobytes()] for name, rows in little.items()}
+    return state
 
 
 def _packed(array: Any, dtype: str) -> bytes | None:
@@ -278,8 +305,9 @@ def _restore(core: RolloutCore, state: State) -> None:
     context = core.context
     branches = {int(i): count_of(n) for i, n in state["branches"].items()}
     clock = VersionClock(version_of(state["version"]), branches)
-    ready = [_group_in(core, g, ready=True) for g in state["ready"]]
-    waiting = [_group_in(core, g, ready=False) for g in state["waiting"]]
+    attachments = _attachments_in(state.get("attachments", {}))
+    ready = [_group_in(core, g, attachments, ready=True) for g in state["ready"]]
+    waiting = [_group_in(core, g, attachments, ready=False) for g in state["waiting"]]
     for group in (*ready, *waiting):
         for version in (group.drawn_under, *(part.version for s in group.samples for part in s.segments)):
             clock.staleness(version)  # raises for a version that cannot have been
@@ -326,11 +354,46 @@ def _count_in(core: RolloutCore, state: State) -> None:
         core.monitor.accept(sample)
 
 
-def _group_in(core: RolloutCore, state: State, *, ready: bool) -> Group:
+def _attachments_in(state: State) -> dict[str, Attachment]:
+    """The attachments of a state by digest; a digest is that of the bytes, where the state has them."""
+    found = {}
+    for digest, saved in state.items():
+        kind, path, data = _text(saved["kind"]), _text(saved["path"]), saved["data"]
+        if data is None:
+            if not path:
+                raise ValueError(f"the {kind} {digest[:12]} has neither bytes nor a path")
+            found[digest] = Attachment(kind, digest, count_of(saved["size"]), path=path)
+        elif not isinstance(data, bytes) or (attachment := Attachment.of(kind, data, path)).digest != digest:
+            raise ValueError(f"the {kind} {digest[:12]} has other bytes than its name says")
+        else:
+            found[digest] = attachment
+    return found
+
+
+def _attached_in(
+    core: RolloutCore, attachments: Mapping[str, Attachment], state: Iterable[Any], tokens: int
+) -> tuple[Placed, ...]:
+    """What is attached to a conversation of so many tokens."""
+    attached, end = [], 0
+    for digest, at, count, stands in state:
+        placed = Placed(attachments[digest], count_of(at), count_of(count), tuple(count_of(i) for i in stands))
+        if placed.at < end or not placed.count or placed.end > tokens or not placed.stands:
+            raise ValueError(f"an attachment at tokens {placed.at} to {placed.end} of {tokens}, after token {end}")
+        if placed.attachment.kind not in core.settings.attachments:
+            raise CheckpointError(
+                f"the state has prompts with {placed.attachment.kind}s, and this scheduler has no processor= for them"
+            )
+        attached.append(placed)
+        end = placed.end
+    return tuple(attached)
+
+
+def _group_in(core: RolloutCore, state: State, attachments: Mapping[str, Attachment], *, ready: bool) -> Group:
     ids = array_of(state["prompt"], "<i4")
     if wrong := wrong_ids(ids, core.engines.vocab_size):
         raise CheckpointError(f"a prompt of the state does not fit these engines: {wrong}")
-    prompt = Prompt(ids, dict(state["data"]), count_of(state["epoch"]), count_of(state["position"]))
+    attached = _attached_in(core, attachments, state.get("attached", ()), len(ids))
+    prompt = Prompt(ids, dict(state["data"]), count_of(state["epoch"]), count_of(state["position"]), attached)
     n, settings = core.settings.n_samples_per_prompt, core.settings
     if not n <= len(state["samples"]) <= MOST_SAMPLES * n:
         raise ValueError(f"a group of {len(state['samples'])} samples")
@@ -344,6 +407,10 @@ def _group_in(core: RolloutCore, state: State, *, ready: bool) -> Group:
             group.samples.append(_settled(sample_id, group, saved))
             continue
         sample = restored_sample(core.engines, sample_id, group, saved, keeps_finished=keeps_finished)
+        for chain, part in zip(sample.chains, (saved, *saved.get("chains", ())), strict=True):
+            if "attached" in part:
+                chain.attached = _attached_in(core, attachments, part["attached"], len(chain.prompt) + len(chain.tape))
+            _extras_in(core, chain, part.get("extras", {}))
         group.samples.append(sample)
         longest = max(len(chain.tape) for chain in sample.chains)
         if longest > settings.max_response_len:
@@ -547,6 +614,28 @@ def _chain_in(engines: EngineTable, chain: Chain, state: State) -> None:
             raise CheckpointError(f"{name} of the state does not fit these engines: {wrong}")
     if calls or open_call is not None:
         chain.replay = Replay(deque(calls), open_call)
+
+
+def _extras_in(core: RolloutCore, chain: Chain, state: State) -> None:
+    """Restore the rows of a conversation, as far as they are wanted now; those of its tokens cannot be made again."""
+    extras = {}
+    for name in core.settings.extras:
+        if name not in state:
+            if chain.rows_due:
+                raise CheckpointError(
+                    f"the state holds tokens of {chain.sample.id} without {name}, which the setting extras wants with "
+                    "every token; leave it out until a new run, or begin without the state"
+                )
+            continue
+        dtype, shape, data = state[name]
+        kind = np.dtype(_text(dtype))
+        if kind.kind not in "iuf" or not isinstance(data, bytes):
+            raise ValueError(f"{chain.sample.id}: rows of {name} that are no numbers")
+        rows = np.frombuffer(data, kind).reshape([count_of(n) for n in shape])
+        if len(rows) != chain.rows_due:
+            raise ValueError(f"{chain.sample.id}: {len(rows)} rows of {name}, and its tokens have {chain.rows_due}")
+        extras[name] = rows.astype(kind.newbyteorder("="))
+    chain.extras = extras
 
 
 def _tape_in(tape: TokenTape, state: State) -> None:

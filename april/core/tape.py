@@ -159,15 +159,12 @@ class AttemptTape:
         """Take the rows of all tokens, and of ``missing`` ones before them; those after a stop string are left out."""
         self.extras = first_rows(extras, missing + self.count)
 
-    def cut_bare(self) -> None:
-        """Forget all tokens if they are to have rows and have none."""
-        if self.needs_rows and not self.extras and self.parsed:
+    def cut_unsaid(self) -> None:
+        """Forget the tokens of which the engine was still to say something: their rows, or their version."""
+        if self.needs_rows and not self.extras:
             self.bare = self.parsed
             self._tokens, self._logprobs, self.spans, self.count, self.stopped = [], [], [], 0, False
             self.unsure = self.after_stop = self.unknown = 0
-
-    def cut_unsure(self) -> None:
-        """Forget the tokens whose version is a guess."""
         if not self.unsure:
             return
         (tokens, logprobs, spans), kept = self.packed(), self.count - self.unsure
@@ -181,8 +178,7 @@ class AttemptTape:
         if not (self.unsure or (self.needs_rows and not self.extras)):
             return self
         copy = replace(self)
-        copy.cut_bare()
-        copy.cut_unsure()
+        copy.cut_unsaid()
         return copy
 
     def packed(self) -> tuple[Int32, Float32, list[tuple[PolicyVersion, int]]]:

@@ -15,7 +15,7 @@ from april.core.attachments import NO_EXTRAS, Extras, Placed, before, first_rows
 from april.core.ledger import DropReason as DropReason
 from april.core.ledger import Ledger
 from april.core.sampling import SamplingParams
-from april.core.tape import NOTHING_CAME, AttemptCounts, AttemptTape, Int32, Segment, TokenTape
+from april.core.tape import GENERATED, NOTHING_CAME, AttemptCounts, AttemptTape, Int32, Segment, TokenTape
 from april.core.versions import FIRST_VERSION, PolicyVersion
 
 NO_DEADLINE = 1 << 30
@@ -340,12 +340,18 @@ class Chain:
         if rows:
             self.extras = joined(self.extras, rows)
 
+    @property
+    def rows_due(self) -> int:
+        """Rows of a conversation whose generated tokens have all of theirs."""
+        last = next((s for s in reversed(self.tape.segments) if s.kind is GENERATED), None)
+        return 0 if last is None else len(self.prompt) + last.start + last.count - 1
+
     def cut(self, end: int) -> int:
         """Forget what follows the first ``end`` tokens of the tape; returns how many of it were generated."""
-        length = len(self.prompt) + end
-        self.attached = before(self.attached, length)
-        self.extras = first_rows(self.extras, max(length - 1, 0))
-        return self.tape.cut(end)
+        self.attached = before(self.attached, len(self.prompt) + end)
+        generated = self.tape.cut(end)
+        self.extras = first_rows(self.extras, self.rows_due)
+        return generated
 
     def conversation(self, end: int) -> Int32:
         """The prompt and the first ``end`` tokens of the tape."""
@@ -453,6 +459,11 @@ class Attempt:
     def attached(self) -> tuple[Placed, ...]:
         """What is attached to its conversation."""
         return self.call.chain.attached
+
+    @property
+    def missing_rows(self) -> int:
+        """Rows of tokens before those that it generates, which its engine gives too."""
+        return len(self.token_ids) - 1 - self.extras_from
 
     @property
     def in_call(self) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
+from april.core.attachments import rows_of
 from april.core.context import CoreContext
 from april.core.types import (
     AttemptState,
@@ -115,6 +116,8 @@ def validate(context: CoreContext, updates: WeightUpdates) -> None:
                     fail(f"{sample}: {wrong}", sample)
                 if len(chain.tape) > context.settings.max_response_len:
                     fail(f"{sample} is longer than max_response_len={context.settings.max_response_len}", sample)
+                if (rows := rows_of(chain.extras)) not in (0, chain.rows_due):
+                    fail(f"{sample} has {rows} rows of extras where its tokens have {chain.rows_due}", sample)
             wrong = check_calls(sample)
             if wrong:
                 fail(f"{sample}: {wrong}", sample)

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import msgspec
+import numpy as np
 
 from april.core import commands as do
 from april.core import events as ev
@@ -101,7 +102,7 @@ class AttemptStreams:
         able = self._engines[attempt.engine].capabilities
         checks = AnswerChecks(
             attempt, vocab_size=able.vocab_size, max_context=able.max_context,
-            eos_token_ids=self._view.eos_token_ids, oldest=attempt.oldest,
+            eos_token_ids=self._view.eos_token_ids, oldest=attempt.oldest, held=attempt.call.chain.extras,
         )  # fmt: skip
         stream = _Stream(attempt, self, checks)
         self._open[attempt.id] = stream
@@ -150,6 +151,8 @@ class AttemptStreams:
         engine = self._engines[attempt.engine]
         if stops and self._detokenizer is None:  # a function on a host with a tokenizer asks for it
             raise RequestRefused("llm.generate: stop strings are matched on text; give the scheduler tokenizer=...")
+        if attempt.sampling.banned_ids:
+            refuse_loose(attempt)
         request = Request(
             attempt_id=attempt.id,
             token_ids=attempt.token_ids,
@@ -160,6 +163,9 @@ class AttemptStreams:
             # with KEEP, whoever has a token at a weight update goes on
             stream=stops or (attempt.in_flight is OnWeightUpdate.KEEP and attempt.sample.evaluation is None),
             in_flight=attempt.in_flight,
+            attached=attempt.attached,
+            extras=attempt.extras,
+            extras_from=attempt.extras_from,
         )
         stream.sent = True
         stream.heard_s = stream.token_s = asyncio.get_running_loop().time()
@@ -203,12 +209,13 @@ class AttemptStreams:
                 self._take(stream, chunks)  # cut off in the middle: what has come is kept
 
     def _settle(self, stream: _Stream) -> None:
-        """Take the versions that the end has told; without them, forget tokens for which nobody has named one."""
+        """Take the versions and rows that the end has told; without them, forget the tokens that want them."""
         tape, end = stream.attempt.tape, stream.end
+        if end is not None and end.extras:
+            tape.give_rows(end.extras, stream.attempt.missing_rows)
         if end is not None and end.versions is not None:
             tape.settle(end.versions)
-        else:
-            tape.cut_unsure()
+        tape.cut_unsaid()
 
     def silent(self, engine: str) -> tuple[str, ...]:
         """The requests at an engine that have no token."""
@@ -353,11 +360,27 @@ class AttemptStreams:
             stream = self._open.get(attempt_id)
             if stream is not None and stream.task is not None:
                 self._catch_up(stream)
-                stream.attempt.tape.cut_unsure()
+                stream.attempt.tape.cut_unsaid()
                 del self._open[attempt_id]
                 self._silence.stop(stream)
                 stream.task.cancel()
                 self._over(stream, ev.AttemptEnded.of(stream.attempt, EngineFinish.ABORT, fenced=True))
+
+
+def refuse_loose(attempt: Attempt) -> None:
+    """Raise RequestRefused for a token that stands for an attachment where none is: engines take it for text, and
+    trainers for an attachment that is missing.
+    """
+    loose = np.isin(attempt.token_ids, attempt.sampling.banned_ids)
+    if loose.any():
+        for placed in attempt.attached:
+            loose[placed.at : placed.end] = False
+    if loose.any():
+        at = int(loose.argmax())
+        raise RequestRefused(
+            f"token {attempt.token_ids[at]} at place {at} of the conversation stands for an image, or the like, and "
+            "none is attached there; give as many images as there are placeholders"
+        )
 
 
 class _Rejected(Exception):

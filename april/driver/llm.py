@@ -22,6 +22,7 @@ from typing import Any, Concatenate, NamedTuple, Never, ParamSpec, Protocol, Typ
 import numpy as np
 
 from april.config.mistakes import UNSUPPORTED
+from april.core.attachments import Placed, before
 from april.core.sampling import SamplingParams, stop_id_of, wrong_stop_strings
 from april.core.tape import Float32, Int32, versions_of
 from april.core.types import Chain, FinishReason, Prompt, RecordedCall, Sample, SampleId
@@ -55,11 +56,16 @@ RolloutFunction = Callable[[Prompt, "LLM"], Awaitable[Any]]
 
 
 class GenerateFunction(Protocol):
-    """Makes a call for one sample; ``any_chain``: it may be of any conversation, beside others."""
+    """Makes a call for one sample; ``any_chain``: it may be of any conversation, beside others.
+
+    ``attached`` is what is attached to ``token_ids``; None means what is attached to the prompt, and was to what
+    followed.
+    """
 
     def __call__(
-        self, sampling: SamplingParams, token_ids: Int32 | None, *, any_chain: bool = False
-    ) -> Coroutine[Any, Any, Completion]: ...
+        self, sampling: SamplingParams, token_ids: Int32 | None, *, any_chain: bool = False,
+        attached: tuple[Placed, ...] | None = None,
+    ) -> Coroutine[Any, Any, Completion]: ...  # fmt: skip
 
 
 ONE_CALL_AT_A_TIME = (
@@ -76,14 +82,17 @@ class Answered(NamedTuple):
     tokens: Int32
     start: int
     end: int
+    attached: tuple[Placed, ...] = ()
+    """What is attached to the prompt and to the tokens."""
 
-    def answers(self, token_ids: Int32) -> bool:
-        """Return whether these token ids are what was asked."""
+    def answers(self, token_ids: Int32, attached: tuple[Placed, ...] = ()) -> bool:
+        """Return whether these token ids, with what is attached to them, are what was asked."""
         at = len(self.prompt)
         return (
             len(token_ids) == at + self.start
             and np.array_equal(token_ids[:at], self.prompt)
             and np.array_equal(token_ids[at:], self.tokens[: self.start])
+            and attached == before(self.attached, at + self.start)
         )
 
 

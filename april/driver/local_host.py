@@ -147,7 +147,7 @@ def limits_from(name: str, c: Capabilities) -> EngineLimits:
     return EngineLimits(
         name, c.max_context, c.max_in_flight, c.eos_token_ids, c.logprob_kind.value, c.vocab_size,
         unverified=not c.verifies_weights, remote=c.remote,
-        own_weights=c.own_weights, in_flight_updates=c.in_flight_updates,
+        own_weights=c.own_weights, in_flight_updates=c.in_flight_updates, attachments=c.attachments, extras=c.extras,
     )  # fmt: skip
 
 

@@ -11,8 +11,11 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from april.core import commands as do
 from april.core import events as ev
+from april.core.attachments import Placed
 from april.core.lives import Function
 from april.core.sampling import SamplingParams
 from april.core.tape import Int32
@@ -188,8 +191,9 @@ class SampleFunctions:
         function: Call
 
         async def generate(
-            sampling: SamplingParams, token_ids: Int32 | None, *, any_chain: bool = False
-        ) -> Completion:
+            sampling: SamplingParams, token_ids: Int32 | None, *, any_chain: bool = False,
+            attached: tuple[Placed, ...] | None = None,
+        ) -> Completion:  # fmt: skip
             if function.over:
                 raise RolloutError(AFTER_ITS_END)
             if runner.calls and not any_chain:
@@ -202,6 +206,8 @@ class SampleFunctions:
                 check_conversation(token_ids, sampling, settings.vocab_size, self._view.max_context, can_stop)
             else:
                 token_ids = checked_call(sample, sampling, token_ids, settings.vocab_size, longest, can_stop)
+            if token_ids is not None and attached is None:
+                attached = known_attached(sample, token_ids, any_chain=any_chain)
             runner.made += 1
             number = runner.made
             call: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
@@ -209,7 +215,7 @@ class SampleFunctions:
             if any_chain:
                 runner.asked.add(number)
             function.stop_clock()  # parked time is not the function's
-            self._post(ev.CallMade(sample.id, exact_types(sampling), token_ids, number, any_chain))
+            self._post(ev.CallMade(sample.id, exact_types(sampling), token_ids, number, any_chain, attached or ()))
             try:
                 return await call
             except asyncio.CancelledError:
@@ -427,10 +433,21 @@ class SampleFunctions:
         self._calls.begin(function, (group.prompt.copy(), responses), f"group {group.id}", answered)
 
 
+def known_attached(sample: Sample, token_ids: Int32, *, any_chain: bool) -> tuple[Placed, ...]:
+    """Return what is attached to a conversation whose function names nothing: what is attached to the prompt, where it
+    begins with that, and to what followed in the sample's only conversation.
+    """
+    prompt = sample.group.prompt
+    if not any_chain:
+        return sample.chains[0].attached
+    begins = np.array_equal(token_ids[: len(prompt.token_ids)], prompt.token_ids)
+    return prompt.attached if begins else ()
+
+
 def answered_by(sample: Sample) -> list[Answered]:
     """The answers that a sample's function had, whole, when it was lost."""
     return [
-        Answered(chain.prompt, chain.tape.tokens, call.start, call.end)
+        Answered(chain.prompt, chain.tape.tokens, call.start, call.end, chain.attached)
         for chain in sample.chains
         if chain.replay is not None
         for call in chain.replay.calls

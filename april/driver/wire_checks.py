@@ -10,6 +10,7 @@ from collections.abc import Collection, Sequence
 
 import numpy as np
 
+from april.core.attachments import NO_EXTRAS, Extras, wrong_rows
 from april.core.numbers import wrong_ids, wrong_logprobs
 from april.core.tape import Int32
 from april.core.types import Attempt
@@ -29,17 +30,20 @@ class AnswerChecks:
         vocab_size, max_context: of the engine.
         eos_token_ids: ids that end every response; empty: not known, and the engine's word is taken for it.
         oldest: the weights at its submission, or those of the token before; None: any.
+        held: rows of the conversation that are there.
     """
 
     __slots__ = (
-        "_context", "_ends", "_eos", "_finish", "_first", "_last", "_oldest", "_request", "_vocab", "aborted", "count",
+        "_banned", "_context", "_ends", "_eos", "_finish", "_first", "_held", "_last", "_oldest", "_request", "_vocab",
+        "aborted", "count",
     )  # fmt: skip
 
     def __init__(
         self, request: Request | Attempt, *, vocab_size: int, max_context: int, eos_token_ids: Collection[int],
-        oldest: PolicyVersion | None,
+        oldest: PolicyVersion | None, held: Extras = NO_EXTRAS,
     ) -> None:  # fmt: skip
-        self._request = request
+        self._request, self._held = request, held
+        self._banned = request.sampling.banned_ids
         self._vocab, self._context, self._oldest = vocab_size, max_context, oldest
         self._first = oldest
         self._eos = eos_token_ids
@@ -59,10 +63,24 @@ class AnswerChecks:
         self._finish = chunk.finish
         if len(chunk.tokens):
             self._check_goes_on(chunk.tokens)
+            for token in self._banned:
+                if (chunk.tokens == token).any():
+                    raise WireError(f"token {token} came, which was banned: it stands for what is attached to prompts")
             self._oldest, self._last = chunk.version, int(chunk.tokens[-1])
             self.count += len(chunk.tokens)
         if chunk.versions is not None:
             check_versions(chunk.versions, self.count, self._first, newest)
+        if chunk.finish is not None and self._request.extras:
+            self._check_rows(chunk)
+
+    def _check_rows(self, end: Chunk) -> None:
+        """The end has the rows that were asked for, or, if it is a cut, none."""
+        request = self._request
+        if not end.extras and (end.finish is EngineFinish.ABORT or not self.count):
+            return
+        wanted = len(request.token_ids) - 1 - request.extras_from + self.count
+        if wrong := wrong_rows(end.extras, request.extras, wanted, self._held):
+            raise WireError(f"{self.count} tokens came with {wrong}")
 
     def _check_goes_on(self, tokens: Int32) -> None:
         """Nothing comes after a token that ends responses; before ``min_tokens`` none does."""

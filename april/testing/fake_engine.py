@@ -23,7 +23,7 @@ from april.engines.http.wire import empty_chunk
 from april.engines.protocol import Capabilities, Chunk, EngineFinish, Health, Int32, OnWeightUpdate, Request
 from april.errors import EngineError
 from april.testing.fault_script import AT_TOKENS, WRONG_CHUNKS, WRONG_ENDS, AttemptFaults, Fault, FaultKind, FaultScript
-from april.testing.records import AbortRecord, AttemptRecord, conversation, fake_logprobs, fake_response
+from april.testing.records import AbortRecord, AttemptRecord, as_read, fake_logprobs, fake_response
 
 Lengths = int | Mapping[tuple[int, int], int] | Callable[[Request], int]
 
@@ -215,6 +215,8 @@ class FakeEngine:
             max_in_flight=max_running,
             updates_from_disk=True,
             in_flight_updates=(OnWeightUpdate.KEEP, OnWeightUpdate.RECOMPUTE),
+            attachments=("image",),
+            bans=True,
         )
         self._version = version
         self._streams: dict[str, FakeStream] = {}
@@ -476,7 +478,9 @@ class FakeEngine:
                 return said
             said, length = said[:-1], least
         vocab_size = self._capabilities.vocab_size
-        drawn = fake_response(conversation(request), request.sample_key, length, vocab_size, self._eos, stop_ids)
+        drawn = fake_response(
+            as_read(request), request.sample_key, length, vocab_size, self._eos, stop_ids, request.sampling.banned_ids
+        )
         return np.concatenate((said, drawn[len(said) :]))
 
     def _length(self, request: Request) -> int:

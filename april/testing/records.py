@@ -25,6 +25,15 @@ def conversation(request: Request) -> Int32:
     return request.token_ids[: len(request.token_ids) - request.response_offset]
 
 
+def as_read(request: Request) -> Int32:
+    """The same as a :class:`FakeEngine` reads it: numbers of its own for each attachment, by digest; int32 [P]."""
+    ids = conversation(request).copy()
+    for placed in request.attached:
+        first = int(placed.attachment.digest[:7], 16)
+        ids[placed.at : placed.end] = first + np.arange(len(ids[placed.at : placed.end]), dtype=np.int32)
+    return ids
+
+
 def fake_response(
     conversation_ids: Sequence[int] | Int32,
     sample_key: tuple[int, int] | None,
@@ -32,12 +41,17 @@ def fake_response(
     vocab_size: int = 1000,
     eos_token_id: int = 0,
     stop_token_ids: Sequence[int] = (),
+    banned_ids: Sequence[int] = (),
 ) -> Int32:
-    """The response int32 [length] that a :class:`FakeEngine` gives to a conversation; the last token is the stop."""
+    """The response int32 [length] that a :class:`FakeEngine` gives to a conversation; the last token is the stop.
+
+    ``banned_ids`` are not in it.
+    """
     if length < 1:
         raise ValueError(f"a response has at least one token, got length {length}")
     stops = {eos_token_id, *stop_token_ids}
-    tokens, _ = synthetic_response(np.asarray(conversation_ids, np.int32), sample_key, 0, length, vocab_size, [*stops])
+    ids, never = np.asarray(conversation_ids, np.int32), [*stops, *banned_ids]
+    tokens, _ = synthetic_response(ids, sample_key, 0, length, vocab_size, never)
     tokens[-1] = (*stop_token_ids, eos_token_id)[0]
     return tokens
 
