@@ -1,0 +1,186 @@
+"""Extras: every token has the rows of the attempt that generated it, over cuts, restarts and batches, or is dropped."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from core_machine import EOS, PROMPT, A, CoreMachine, asked, settings
+
+from april.core import commands as do
+from april.core import events as ev
+from april.core import snapshot
+from april.core.settings import EngineLimits
+from april.core.types import Attempt
+from april.errors import CheckpointError, InvariantError
+
+GIVES = EngineLimits("e0", 4096, None, (EOS,), extras=("experts",))
+P = len(PROMPT.token_ids)
+
+
+class Giving(CoreMachine):
+    """A core whose engine gives two numbers per token: (the token that was read, the attempt's number)."""
+
+    def rows(self, attempt: Attempt) -> dict[str, Any]:
+        """The rows of all tokens of an attempt, and of those before that had none."""
+        read = np.concatenate((attempt.token_ids, attempt.tape.packed()[0]))[attempt.extras_from : -1]
+        number = int(attempt.id[-12:], 16)
+        return {name: np.stack([read, np.full_like(read, number)], 1) for name in attempt.extras}
+
+    def end(self, attempt_id: str, count: int = 10**6) -> list[do.Command]:
+        """As before, with rows."""
+        attempt, before = self.in_flight[attempt_id], self.length
+        self.tokens(attempt_id, count)
+        if attempt.tape.count:
+            attempt.tape.give_rows(self.rows(attempt), attempt.missing_rows)
+        commands = super().end(attempt_id, 0)
+        assert self.length is before
+        return commands
+
+
+def giving(length: Any = 20, **changes: Any) -> Giving:
+    """A machine that is asked for a batch of one sample, with rows."""
+    return asked(length, (GIVES,), Giving, **({"extras": ("experts",)} | changes))
+
+
+def test_each_row_is_of_the_attempt_that_generated_its_token() -> None:
+    """Cut twice: the prompt's rows and the first tokens' are the first attempt's, the others those of later ones."""
+    m = giving()
+    for count in (7, 0, 5):
+        (attempt,) = m.in_flight.values()
+        m.end(attempt.id, count)
+        assert not m.core.validate()
+    m.finish(0)
+    (row,) = m.batches[-1].samples
+    ids = np.concatenate((row.prompt.token_ids, row.tokens))
+    experts = row.extras["experts"]
+    assert experts.shape == (P + 20 - 1, 2)
+    assert not experts.flags.writeable
+    assert np.array_equal(experts[:, 0], ids[:-1])
+    made_by = [*[1] * (P - 1 + 7), *[3] * 5, *[4] * 8]  # the second attempt brought nothing
+    assert experts[:, 1].tolist() == made_by
+    padded, ragged = m.batches[-1].padded(), m.batches[-1].ragged()
+    assert m.batches[-1].extras == ("experts",)
+    assert np.array_equal(padded["experts"][0, : len(ids) - 1], experts)
+    assert not padded["experts"][0, len(ids) - 1 :].any()
+    assert np.array_equal(ragged["experts"], experts)
+    assert ragged["extras_offsets"].tolist() == [0, len(experts)]
+
+
+def test_rows_stand_in_the_columns_of_the_tokens_that_were_read() -> None:
+    """With prompts padded on the left, too."""
+    m = giving(n=2, samples=1, length={0: 3, 1: 9})
+    m.finish(0, 1)
+    arrays = m.batches[-1].padded(left_pad_prompts=True)
+    for ids, mask, rows in zip(arrays["input_ids"], arrays["attention_mask"], arrays["experts"], strict=True):
+        there = np.flatnonzero(mask)
+        assert np.array_equal(rows[there[:-1], 0], ids[there[:-1]])
+        assert not rows[there[-1]].any()
+
+
+def test_tokens_without_their_rows_are_dropped_by_name_and_generated_again() -> None:
+    """An attempt that is cut before its engine gave rows loses its tokens; the sample goes on from what has rows."""
+    m = giving()
+    m.end(m.only.id, 7)
+    attempt = m.only
+    m.tokens(attempt.id, 6)
+    attempt.tape.cut_unsaid()
+    assert attempt.tape.parsed == 6
+    assert not attempt.tape.count
+    CoreMachine.end(m, attempt.id, 0)
+    assert m.dropped == {"no_extras": 6}
+    m.check_ledger()
+    assert m.only.extras_from == P + 7 - 1
+    assert len(m.only.token_ids) == P + 7
+    m.finish(0)
+    assert len(m.batches[-1].samples[0].extras["experts"]) == P + 20 - 1
+
+
+def test_a_state_has_the_rows_and_not_the_tokens_that_have_none_yet() -> None:
+    """A running attempt has no rows yet, so its tokens are in no state; what was cut before is, with its rows."""
+    m = giving()
+    m.end(m.only.id, 7)
+    m.tokens(m.only.id, 4)
+    state = msgspec.msgpack.decode(msgspec.msgpack.encode(snapshot.take(m.core, None)))
+    again = Giving(settings(n=1, samples=1, extras=("experts",)), 20, engines=(GIVES,))
+    snapshot.restore(again.core, state)
+    again.generated = again.core.tokens.observed
+    assert again.dropped == {"no_extras": 4}
+    again.post(ev.WeightsUpdated(again.core.clock.current))
+    again.ask()
+    assert again.only.extras_from == P + 7 - 1
+    again.finish(0)
+    experts = again.batches[-1].samples[0].extras["experts"]
+    assert experts[:, 1].tolist()[: P - 1 + 7] == [1] * (P - 1 + 7)
+    assert len(experts) == P + 20 - 1
+    assert experts.dtype == np.int32
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (lambda e: e["experts"].__setitem__(1, [8, 3]), "damaged"),
+        (lambda e: e["experts"].__setitem__(0, "|O"), "no numbers"),
+        (lambda e: e["experts"].__setitem__(2, b"1234"), "damaged"),
+        (lambda e: e.clear(), "without experts"),
+    ],
+)
+def test_wrong_rows_of_a_state_are_refused(change: Any, why: str) -> None:
+    """Rows of another number or type, or none, never meet the tokens of a state."""
+    m = giving()
+    m.end(m.only.id, 7)
+    state = msgspec.msgpack.decode(msgspec.msgpack.encode(snapshot.take(m.core, None)))
+    change(state["waiting"][0]["samples"][0]["extras"])
+    again = Giving(settings(n=1, samples=1, extras=("experts",)), 20, engines=(GIVES,))
+    with pytest.raises(CheckpointError, match=why):
+        snapshot.restore(again.core, state)
+
+
+def test_an_engine_without_rows_cannot_join() -> None:
+    """Whoever lacks what every token is to have is told so, and so is one without attachments."""
+    m = giving(attachments=())
+    assert m.core.engines.unfit(A) == "engine a cannot join: it has no experts to give with its tokens"
+    m = asked(attachments=("image",), engines=(EngineLimits("e", 99, None, (EOS,), attachments=("image",)),))
+    assert "image" in str(m.core.engines.unfit(A))
+
+
+def test_books_that_miss_a_row_are_found() -> None:
+    """The core's own check counts rows against tokens."""
+    m = giving()
+    m.end(m.only.id, 7)
+    chain = m.sample(0).chains[0]
+    chain.extras = {"experts": chain.extras["experts"][:-1]}
+    with pytest.raises(InvariantError, match="rows of extras"):
+        m.core.validate()
+
+
+def test_random_runs_have_all_rows() -> None:
+    """Cuts at any token, weight updates and failures: every delivered token has the row of its own attempt."""
+    for seed in range(30):
+        rng = random.Random(seed)
+        m = Giving(settings(n=2, samples=2, over=4, extras=("experts",)), lambda g, i: 3 + (g * 7 + i * 5) % 40,
+                   engines=(GIVES,))  # fmt: skip
+        for _ in range(4):
+            batch = m.step(rng)
+            assert batch is not None
+            for row in batch.samples:
+                experts, ids = row.extras["experts"], np.concatenate((row.prompt.token_ids, row.tokens))
+                assert np.array_equal(experts[:, 0], ids[:-1])
+                for s in row.segments:
+                    at = P + s.start - 1
+                    assert set(experts[at : at + s.count, 1]) == {int(s.attempt_id[-12:], 16)}
+            m.finish_aborts()
+            m.update()
+
+
+def test_evaluations_want_no_rows() -> None:
+    """Rows are for training: an evaluation asks for none, and keeps its tokens."""
+    m = giving()
+    m.finish(0)
+    m.evaluate()
+    assert m.only.sample.evaluation is not None
+    assert m.only.extras == ()
+    assert not m.only.tape.needs_rows
