@@ -30,7 +30,8 @@ from april.driver.detokenizer import Detokenizer
 from april.driver.llm import BlockingRolloutFunction, RolloutFunction, exact_types, single_turn, wrong_sampling
 from april.driver.local_host import Hosts, OtherHosts, limits_of
 from april.driver.loop_thread import LoopThread, Reply
-from april.driver.prompt_source import PromptSource, as_prompt
+from april.driver.prompt_reader import PromptReader
+from april.driver.prompt_source import PromptSource
 from april.driver.rewards import EvaluationResult, rewards_differ
 from april.driver.rollout_driver import DriverOptions, RolloutDriver
 from april.driver.sample_functions import RolloutSettings, UserFunctions
@@ -41,6 +42,7 @@ from april.engines.kinds.factory import create_engines
 from april.engines.protocol import Engine
 from april.errors import ConfigError, RolloutError, SchedulerClosed
 from april.export import Exporter
+from april.images.placing import Images
 from april.record.file import RunRecord
 from april.view.observers import Observers
 from april.weights.adapter_updates import AdapterUpdates
@@ -66,7 +68,7 @@ class RolloutScheduler:
     Args:
         config: see :class:`april.Config`.
         prompts: iterable of :class:`april.Prompt`, of mappings with ``token_ids`` or ``input_ids`` (what a tokenizer or
-            ``apply_chat_template`` returns for one prompt), or of lists of token ids.
+            ``apply_chat_template`` returns for one prompt) or with ``messages`` (a chat), or of lists of token ids.
         reward: ``(prompt, response) -> float``, sync or async; sync functions run in threads. Without a reward
             function all rewards of a batch are 0, which the log warns of; ``reward=None`` says that it is meant.
         group_reward: ``(prompt, responses) -> [float] * n``, called once per group; instead of ``reward``.
@@ -81,6 +83,8 @@ class RolloutScheduler:
             ``model`` and ``engines`` it waits for the first. See docs/processes.md.
         tokenizer: with ``decode(ids, skip_special_tokens=False) -> str``, as those of Hugging Face; stop strings and
             ``response.text()`` need it, and ``llm.base_url``.
+        processor: the processor of a model that reads images, an object or the path of one; it has the tokenizer, too.
+            Prompts may have ``images`` then. See docs/images.md.
         renderer: how ``llm.base_url`` writes messages as tokens: a ``renderers.RendererConfig``; None means the one for
             the tokenizer's model. See docs/agents.md.
         commit_s: seconds in which a client at ``llm.base_url`` may still be told an error by its status; then the
@@ -117,6 +121,7 @@ class RolloutScheduler:
         model: Any = None,
         engines: Sequence[Engine] | None = None,
         tokenizer: Any = None,
+        processor: Any = None,
         renderer: Any = None,
         commit_s: float = COMMIT_S,
         alive_s: float = ALIVE_S,
@@ -145,6 +150,8 @@ class RolloutScheduler:
         self.config = config
         for doubt in doubts_of(config):
             log.warning("%s", doubt)
+        images = None if processor is None else Images(processor, config.images)
+        tokenizer = images.tokenizer if images is not None and tokenizer is None else tokenizer
         detokenizer = None if tokenizer is None else Detokenizer(tokenizer)
         if config.sampling.stop and detokenizer is None:
             raise ConfigError("sampling.stop: stop strings are matched on text; give the scheduler tokenizer=...")
@@ -153,7 +160,9 @@ class RolloutScheduler:
             group_reward=group_reward is not None,
             has_filter=filter is not None,
             run_id=int.from_bytes(os.urandom(8), "big"),
+            attachments=() if images is None else (images.kind,),
         )
+        self._sampling = config.sampling_params(() if images is None else images.banned_ids)
         self._gateway = self._gateway_type(tokenizer, renderer, commit_s, alive_s)
         functions = UserFunctions(rollout, reward, group_reward, filter, detokenizer, self._gateway)
         self._asking: object | None = None  # the call that waits for a batch
@@ -183,9 +192,10 @@ class RolloutScheduler:
                     self._thread.run(others.first)
             first = [*map(limits_of, self._engines), *(() if others is None else others.first_engines)]
             self._vocab_size: int = min(engine.vocab_size for engine in first)
-            source = PromptSource(prompts, self._vocab_size, config.passes, self._refuse_prompt)
+            self._reader = PromptReader(self._vocab_size, tokenizer, images)
+            source = PromptSource(prompts, self._reader, config.passes, self._refuse_prompt)
             rollouts = RolloutSettings(
-                sampling=config.sampling_params(), allow_mismatch=config.allow_mismatch,
+                sampling=self._sampling, allow_mismatch=config.allow_mismatch,
                 function_timeout_s=config.function_timeout_s, stall_timeout_s=config.stall_timeout_s,
                 warn_after_s=config.warned_after_s,
             )  # fmt: skip
@@ -379,7 +389,7 @@ class RolloutScheduler:
                 raise ConfigError(f"evaluate: {name} must be a whole number and at least {least}, got {value!r}")
             if value > MOST and name != "seed":
                 raise ConfigError(f"evaluate: {name} must be at most {MOST:,}, got {without_contents(value)}")
-        base = self.config.sampling_params()
+        base = self._sampling
         sampling = replace(
             base,
             temperature=base.temperature if temperature is None else temperature,
@@ -391,7 +401,7 @@ class RolloutScheduler:
             raise ConfigError(f"evaluate: {wrong}")
         if isinstance(prompts, (str, bytes)) or not isinstance(prompts, Iterable):
             raise ConfigError(f"evaluate: prompts must be an iterable of prompts, got {type(prompts).__name__}")
-        checked = [as_prompt(p, self._vocab_size, i) for i, p in enumerate(prompts)]
+        checked = [self._reader.read(p, i) for i, p in enumerate(prompts)]
         if not checked:
             raise ConfigError("evaluate: there are no prompts")
         return partial(self._driver.evaluate, checked, n_samples, exact_types(sampling), seed)

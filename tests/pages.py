@@ -23,6 +23,7 @@ from april.config.engines import (
     TransformersEngineConfig,
 )
 from april.config.flags import Setting, choices, settings_of
+from april.config.images import ImagesConfig
 from april.config.settings import Config, SamplingConfig
 
 ROOT = Path(__file__).parent.parent
@@ -102,6 +103,7 @@ def settings_page() -> str:
     tables = "\n\n".join([
         _table(s for s in settings_of(Config) if "." not in s.path),
         "## sampling", _table(settings_of(SamplingConfig)),
+        "## images", _table(settings_of(ImagesConfig)),
         "## engine",
         "`kind` is `transformers` (default), `simulated`, `vllm`, `sglang` or `openai`, and decides on the others.",
         "### transformers: [the embedded engine](embedded.md)", _table(_without_kind(TransformersEngineConfig)),

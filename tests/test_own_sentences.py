@@ -41,7 +41,7 @@ ALLOWED = {
     ("core/snapshot.py", "prompt"): "keys of a state",
     ("core/snapshot.py", "settled"): "keys of a state",
     ("core/sealed.py", "april"): "keys of a state",
-    ("driver/prompt_source.py", "attention_mask"): "keys of a user's row",
+    ("driver/prompt_reader.py", "attention_mask"): "keys of a user's row",
     ("engines/http/wire.py", r"\bis (?:paused|asleep|sleeping)\b"): "what a server says",
     ("engines/kinds/identify.py", "/v1/models"): "routes that answered",
     ("engines/sglang/probe.py", "retract"): "pause modes",

@@ -13,7 +13,8 @@ import torch
 from tiny_tokenizers import END, tokenizer
 
 from april.core.types import Prompt
-from april.driver.prompt_source import PromptSource, as_prompt
+from april.driver.prompt_reader import as_prompt
+from april.driver.prompt_source import PromptSource
 from april.errors import CheckpointError, ConfigError
 
 

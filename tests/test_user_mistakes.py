@@ -27,7 +27,7 @@ from april.core.sampling import SamplingParams
 from april.core.types import Prompt
 from april.core.versions import PolicyVersion
 from april.driver import prompt_source
-from april.driver.prompt_source import as_prompt
+from april.driver.prompt_reader import as_prompt
 from april.driver.rewards import checked_reward
 from april.engines.protocol import Chunk, Request
 from april.engines.transformers import model_support

@@ -16,6 +16,7 @@ from typing import Annotated, Any, Self
 from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, model_validator
 
 from april.config.engines import ENGINE_CONFIGS, EngineConfig, TransformersEngineConfig
+from april.config.images import ImagesConfig
 from april.config.mistakes import UNSUPPORTED, Mistake, Named, WrongSettings, contradiction
 from april.config.values import (
     AUTO,
@@ -184,6 +185,7 @@ class Config(Model):
     """Accept sampling parameters under which a trainer's recomputed log-probabilities cannot match."""
     seed: Seed = 0
     """Seed of all sampling; the seed of an attempt follows from it, the sample and the token offset."""
+    images: ImagesConfig = ImagesConfig()
     engine: EngineConfig = TransformersEngineConfig()
 
     def __init__(self, **values: Any) -> None:
@@ -406,9 +408,9 @@ class Config(Model):
             "run_id": run_id,
         })  # fmt: skip
 
-    def sampling_params(self) -> SamplingParams:
+    def sampling_params(self, banned_ids: tuple[int, ...] = ()) -> SamplingParams:
         """Return the sampling parameters of a whole response; the seed is set per attempt."""
-        return SamplingParams(max_tokens=self.max_response_len, **self.sampling.model_dump())
+        return SamplingParams(max_tokens=self.max_response_len, banned_ids=banned_ids, **self.sampling.model_dump())
 
 
 def read_yaml(path: str | Path) -> Any:

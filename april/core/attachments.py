@@ -25,7 +25,7 @@ Extras = Mapping[str, Rows]
 NO_EXTRAS: Extras = {}
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, weakref_slot=True)
 class Attachment:
     """Bytes that come with a prompt, in memory (``data``) or in a file (``path``); equal if their content is."""
 

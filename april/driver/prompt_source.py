@@ -12,13 +12,11 @@ import logging
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from itertools import tee
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from april.core.types import Prompt
+from april.driver.prompt_reader import PromptReader
 from april.driver.user_code import describe
 from april.errors import CheckpointError, ConfigError
 
@@ -81,13 +79,13 @@ class RestOfPrompts(NamedTuple):
 
 
 class PromptSource:
-    """Draws from an iterable of :class:`Prompt`, mappings with ``token_ids`` or ``input_ids``, or lists of token ids.
+    """Draws from an iterable of what a :class:`PromptReader` reads.
 
     Args:
         prompts: iterated once per epoch. If it has ``set_epoch(epoch)``, as samplers that shuffle have, that is called
             before each pass. With a true ``resumes`` it is brought to where it stood by its owner when a state is
             loaded: nothing is passed over then.
-        vocab_size: token ids must be below.
+        reader: makes prompts of what they are, or the size of the vocabulary below which their token ids must be.
         epochs: passes over the prompts; None: for ever.
         refuse: raises ConfigError for a prompt that cannot be used for another reason.
 
@@ -96,10 +94,10 @@ class PromptSource:
     """
 
     def __init__(
-        self, prompts: Iterable[Any], vocab_size: int, epochs: int | None = 1,
+        self, prompts: Iterable[Any], reader: PromptReader | int, epochs: int | None = 1,
         refuse: Callable[[Prompt], None] | None = None,
     ) -> None:  # fmt: skip
-        self._vocab_size = vocab_size
+        self._reader = PromptReader(reader) if isinstance(reader, int) else reader
         self._refuse = refuse
         self._epochs = epochs
         self._prompts = prompts
@@ -127,7 +125,7 @@ class PromptSource:
         """True if the iterator has raised and nothing has come since."""
         self._over = ""
         """The reason why nothing more comes before the prompts have ended."""
-        self.is_slow = not isinstance(prompts, Sequence)
+        self.is_slow = self._reader.is_slow or not isinstance(prompts, Sequence)
         """True if a draw may take long, as it may read files or ask a server."""
         self._iterator = self._begin(prompts, 0)
         self._once = self._iterator is prompts
@@ -246,13 +244,13 @@ class PromptSource:
 
     def _marked(self, digest: bytes, item: Any) -> bytes:
         try:
-            return _and(digest, self._prompt(item, 0))
+            return _and(digest, self._prompt(item, 0, again=True))
         except ConfigError:
             return _and(digest, None)
 
-    def _prompt(self, item: Any, position: int, epoch: int = 0) -> Prompt:
-        """Make a prompt of an item; raises ConfigError if it is unusable."""
-        prompt = as_prompt(item, self._vocab_size, position, epoch)
+    def _prompt(self, item: Any, position: int, epoch: int = 0, *, again: bool = False) -> Prompt:
+        """Make a prompt of an item; raises ConfigError if it is unusable. ``again``: it was drawn before."""
+        prompt = self._reader.read(item, position, epoch, again=again)
         if self._refuse is not None:
             self._refuse(prompt)
         return prompt
@@ -335,7 +333,7 @@ class PromptSource:
             if item is _END:
                 raise CheckpointError(_ended(position, epoch, count))
             try:
-                found = _and(found, self._prompt(item, position, epoch))
+                found = _and(found, self._prompt(item, position, epoch, again=True))
             except ConfigError as error:
                 found, wrong = _and(found, None), wrong or f" ({error})"
         if found != digest:
@@ -366,7 +364,9 @@ _END = object()
 def _and(digest: bytes, prompt: Prompt | None) -> bytes:
     """Digest of everything before and one more prompt; None: an unusable one."""
     ids = b"" if prompt is None else prompt.token_ids.astype("<i4").tobytes()
-    return hashlib.blake2b(ids, key=digest, digest_size=16).digest()
+    attached = () if prompt is None else prompt.attached
+    content = "".join(placed.attachment.digest for placed in attached)
+    return hashlib.blake2b(ids + content.encode(), key=digest, digest_size=16).digest()
 
 
 def _position_of(state: Mapping[str, Any]) -> Position:
@@ -401,70 +401,6 @@ def _ended_with_a_failure(epoch: int, drawn: int) -> str:
     )
 
 
-TEMPLATE = (
-    'make token ids of text and chats first: tokenizer.apply_chat_template(messages, add_generation_prompt=True, '
-    'return_dict=True)["input_ids"] (docs/rollouts.md)'
-)
-
-
-def _is_chat(item: Any) -> bool:
-    return isinstance(item, Sequence) and bool(item) and isinstance(item[0], Mapping)
-
-
-def as_prompt(item: Any, vocab_size: int, position: int, epoch: int = 0) -> Prompt:
-    """Make a prompt of what a user's data set yields; raises ConfigError naming its position."""
-    ids: Any
-    data: Mapping[str, Any] = {}
-    if isinstance(item, Prompt):
-        ids, data = item.token_ids, item.data
-    elif isinstance(item, Mapping):
-        ids, data = _of_mapping(item, position)
-    elif (isinstance(item, Sequence) or hasattr(item, "__array__")) and not isinstance(item, (str, bytes)):
-        ids = item
-    else:
-        raise ConfigError(
-            f"prompt {position} is of type {type(item).__name__}; expected token ids, a mapping with token_ids or "
-            f"input_ids, or april.Prompt; {TEMPLATE}"
-        )
-    try:
-        array = np.asarray(ids)
-    except (ValueError, TypeError, RuntimeError):  # rows of different lengths, a tensor on a GPU
-        array = np.empty(0)
-    if array.ndim == 2 and len(array) == 1:
-        array = array[0]  # a tokenizer's batch of one
-    if array.ndim != 1 or array.size == 0 or not np.issubdtype(array.dtype, np.integer):
-        shape = f" of shape {list(array.shape)}, {array.dtype}" if array.ndim and array.size else ""
-        text = array.dtype.kind == "U" or _is_chat(ids)
-        what = "a list of chat messages" if _is_chat(ids) else f"{type(ids).__name__}{shape}"
-        raise ConfigError(
-            f"prompt {position}: token_ids must be a non-empty flat list of integers, or an array of them on the CPU, "
-            f"got {what}{f'; {TEMPLATE}' if text else ''}"
-        )
-    if array.min() < 0 or array.max() >= vocab_size:
-        bad = array[(array < 0) | (array >= vocab_size)][0]
-        raise ConfigError(f"prompt {position}: token id {bad} is outside the engine's vocabulary of {vocab_size}")
-    # a copy: a data loader may use its buffer again
-    return Prompt(np.array(array, np.int32), data, epoch, position)
-
-
-def _of_mapping(item: Mapping[str, Any], position: int) -> tuple[Any, Mapping[str, Any]]:
-    """Token ids and data of a mapping; what a tokenizer returns is one, under a name of its own."""
-    name = next((name for name in ("token_ids", "input_ids") if name in item), None)
-    if name is None:
-        raise ConfigError(
-            f"prompt {position} has neither token_ids nor input_ids; its keys are {sorted(map(str, item))}; {TEMPLATE}"
-        )
-    taken = {name}
-    if name == "input_ids" and "attention_mask" in item:
-        taken.add("attention_mask")
-        whole = True
-        with suppress(ValueError, TypeError, RuntimeError):  # the ids are no array either, and refused as such
-            whole = bool(np.asarray(item["attention_mask"]).all())
-        if not whole:
-            raise ConfigError(f"prompt {position} is padded (its attention_mask has zeros); give it without padding")
-    return item[name], {k: v for k, v in item.items() if k not in taken}
-
-
 _said: set[str] = set()
 """Digests that this process has put into the store: its own second scheduler is no other rank."""
 
@@ -479,7 +415,7 @@ def warn_of_equal_rollouts(seed: int, first: Prompt) -> threading.Thread | None:
         return None
     if torch_ranks.get_world_size() < 2:
         return None
-    digest = hashlib.sha256(f"{seed}/".encode() + first.token_ids.tobytes()).hexdigest()[:32]
+    digest = hashlib.sha256(f"{seed}/".encode() + _and(NOTHING_DRAWN, first)).hexdigest()[:32]
     if digest in _said:
         return None
     _said.add(digest)

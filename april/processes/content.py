@@ -22,7 +22,7 @@ from april.core.types import DropReason, FinishReason, Prompt, SampleId
 from april.core.versions import PolicyVersion
 from april.corrections.advantages import BatchShare
 from april.driver.detokenizer import Detokenizer
-from april.driver.prompt_source import as_prompt
+from april.driver.prompt_reader import as_prompt
 from april.driver.rewards import Conversation, EvaluationResult, Response
 from april.driver.weight_update import absolute
 from april.errors import ConfigError, RankError, RolloutError

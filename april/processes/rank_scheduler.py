@@ -30,7 +30,7 @@ from april.core.versions import PolicyVersion
 from april.driver.detokenizer import Detokenizer
 from april.driver.local_host import Hosts
 from april.driver.loop_thread import Reply
-from april.driver.prompt_source import as_prompt
+from april.driver.prompt_reader import as_prompt
 from april.driver.rewards import EvaluationResult
 from april.driver.user_code import call_user_code, refuse_inside_user_code
 from april.engines.protocol import Engine, GathersWeights, ShowsWeights

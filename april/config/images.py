@@ -1,0 +1,43 @@
+"""The settings of images: their limits, and where they may come from."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Annotated
+
+from pydantic import AfterValidator, BeforeValidator
+
+from april.config.values import Model, PositiveInt, one_or_more
+
+
+class InState(StrEnum):
+    """What a saved state has of an image that comes from a file."""
+
+    REFERENCE = "reference"
+    """Its path and its hash: the file must be there, unchanged, after a restart."""
+    VALUE = "value"
+    """Its bytes."""
+
+
+def _host(host: str) -> str:
+    name = host.strip().lower().removeprefix("*.")
+    if not name or any(c in name for c in "/@?#* ") or name.count(":") == 1 or "[" in name:
+        raise ValueError(f"a host is a name such as a.example.com, or *.example.com for those below it, got {host!r}")
+    return f"*.{name}" if host.strip().startswith("*.") else name
+
+
+class ImagesConfig(Model):
+    """Limits of images, which are checked before one is decoded, and the hosts that they may be fetched from."""
+
+    max_bytes: PositiveInt = 20_000_000
+    """Most bytes of an image, encoded."""
+    max_pixels: PositiveInt = 50_000_000
+    """Most pixels of an image."""
+    max_per_prompt: PositiveInt = 64
+    """Most images of a conversation."""
+    hosts: Annotated[tuple[Annotated[str, AfterValidator(_host)], ...], BeforeValidator(one_or_more)] = ()
+    """Hosts from which images may be fetched by http(s); `*.example.com` means those below it that are public. No image
+    is fetched from any other."""
+    in_state: InState = InState.REFERENCE
+    """What a saved state has of an image that comes from a file: its path and hash (reference), or its bytes
+    (value)."""

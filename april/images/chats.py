@@ -1,0 +1,96 @@
+"""Images in chats: taken out of the messages, which keep a mark where each one was.
+
+The marks are content parts ``{"type": "image"}``, as chat templates know them; the dialects of OpenAI, Anthropic,
+transformers and data sets are read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from april.errors import ConfigError
+
+MARK: Mapping[str, Any] = {"type": "image"}
+_IMAGES = ("image", "image_url", "input_image")
+_TEXTS = ("text", "input_text", "output_text")
+_CONTENT = ("image_url", "image", "source", "url", "path", "bytes", "base64", "data")
+
+
+def is_image(part: Mapping[str, Any]) -> bool:
+    """Return whether a content part is an image."""
+    kind = part.get("type")
+    return kind in _IMAGES if kind is not None else any(part.get(name) is not None for name in _IMAGES)
+
+
+def of_part(part: Mapping[str, Any]) -> Any:
+    """Return the image that a content part has, in one of the forms that are read; None if it has none."""
+    for name in _CONTENT:
+        if (found := part.get(name)) is not None:
+            return {"type": "base64", "data": found} if name in ("base64", "data") else _whole(part, name, found)
+    return None
+
+
+def _whole(part: Mapping[str, Any], name: str, found: Any) -> Any:
+    return {"bytes": part.get("bytes"), "path": part.get("path")} if name in ("bytes", "path") else found
+
+
+def taken_out(
+    messages: Sequence[Mapping[str, Any]], images: Iterable[Any], where: str
+) -> tuple[list[dict[str, Any]], list[Any]]:
+    """Return the messages with marks in place of images, and all images in their order.
+
+    Args:
+        messages: of a chat.
+        images: those of parts that have none themselves, in order; where there are no such parts, they stand at the
+            beginning of the first message of the user.
+        where: for messages of errors.
+
+    Raises:
+        ConfigError: there are more or fewer images than parts, or a part is neither text nor an image.
+    """
+    rest = list(images)
+    given, used, marks = len(rest), 0, False
+    found: list[Any] = []
+    plain: list[dict[str, Any]] = []
+    for message in messages:
+        if not isinstance(message, Mapping):
+            raise ConfigError(f"{where}: messages must be mappings with role and content, got {type(message).__name__}")
+        kept = {name: value for name, value in message.items() if value is not None}
+        if isinstance(content := message.get("content"), (list, tuple)):
+            parts: list[Any] = []
+            for part in content:
+                if not isinstance(part, Mapping):
+                    parts.append({"type": "text", "text": part})
+                elif is_image(part):
+                    item = of_part(part)
+                    if item is None:
+                        marks, used = True, used + 1
+                        item = rest.pop(0) if rest else None
+                    found.append(item)
+                    parts.append(dict(MARK))
+                elif part.get("type", "text") in _TEXTS:
+                    parts.append({"type": "text", "text": part.get("text") or ""})
+                else:
+                    raise ConfigError(f"{where} has a part of type {part.get('type')!r}; april takes text and images")
+            kept["content"] = parts
+        plain.append(kept)
+    if given and not marks and not found and _put_first(plain, given):
+        return plain, rest
+    if used != given:
+        raise ConfigError(
+            f'{where} has {given} images beside its messages, and {used} parts {{"type": "image"}} in them; give one '
+            "for each"
+        )
+    return plain, found
+
+
+def _put_first(plain: list[dict[str, Any]], count: int) -> bool:
+    """Put marks before what the user says first."""
+    for message in plain:
+        if message.get("role") == "user":
+            content = message.get("content")
+            said = content if isinstance(content, list) else [{"type": "text", "text": content or ""}]
+            message["content"] = [*(dict(MARK) for _ in range(count)), *said]
+            return True
+    return False

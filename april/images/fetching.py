@@ -1,0 +1,111 @@
+"""Images by http(s), from hosts that the settings allow by name.
+
+Invariant: no connection is made to a host that is not allowed, nor, unless that very host is named, to an address that
+is not public; the address that was checked is the one that is connected to.
+"""
+
+from __future__ import annotations
+
+import http.client
+import ipaddress
+import socket
+import ssl
+import threading
+from collections.abc import Sequence
+from contextlib import closing, suppress
+from urllib.parse import SplitResult, urlsplit
+
+from april.errors import ConfigError
+from april.server_text import clean
+
+TIMEOUT_S = 30.0
+"""Longest time that an image takes to come."""
+_PIECE = 1 << 16
+
+
+def fetched(url: str, hosts: Sequence[str], max_bytes: int, where: str) -> bytes:
+    """Return the bytes behind ``url``; raises ConfigError in one sentence, without what may be a secret in the URL."""
+    try:
+        parts = urlsplit(url)
+        host, port = (parts.hostname or "").lower(), parts.port or (443 if parts.scheme == "https" else 80)
+    except ValueError:
+        host = ""
+    if not host:
+        raise ConfigError(f"{where} has a URL without a host; give a whole one, or the image itself")
+    named = host in hosts
+    if not named and not any(h.startswith("*.") and host.endswith(h[1:]) for h in hosts):
+        raise ConfigError(
+            f"{where} is at {clean(host, 100)}, and images are fetched from the hosts in images.hosts alone; name it "
+            "there, or give the image itself"
+        )
+    what = f"{where}, from {clean(host, 100)},"
+    address = _address(host, port, what, private=named)
+    if parts.username or parts.password:
+        raise ConfigError(f"{what} has a user or a password in its URL; give the image itself")
+    try:
+        with closing(socket.create_connection((address, port), TIMEOUT_S)) as connection:
+            return _read(connection, parts, host, max_bytes, what)
+    except (OSError, http.client.HTTPException, ValueError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise ConfigError(f"{what} cannot be fetched: {clean(error, 100) or type(error).__name__}") from None
+
+
+def _address(host: str, port: int, what: str, *, private: bool) -> str:
+    """The address of a host; all that it has must be public, unless it may be private."""
+    try:
+        found = [str(info[4][0]) for info in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)]
+    except (OSError, UnicodeError) as error:
+        raise ConfigError(f"{what} cannot be fetched: {clean(error, 100)}") from None
+    for address in found:
+        if not private and not ipaddress.ip_address(address.partition("%")[0]).is_global:
+            raise ConfigError(
+                f"{what} is at {address}, which is not a public address; name that very host in images.hosts if it is "
+                "meant"
+            )
+    return found[0]
+
+
+def _read(connection: socket.socket, parts: SplitResult, host: str, max_bytes: int, what: str) -> bytes:
+    speaker = http.client.HTTPConnection(host, connection.getpeername()[1])
+    speaker.sock = connection
+    # a timeout of the socket's own begins anew with every byte
+    late = threading.Timer(TIMEOUT_S, _break_off, (speaker,))
+    late.daemon = True
+    late.start()
+    try:
+        if parts.scheme == "https":
+            speaker.sock = ssl.create_default_context().wrap_socket(connection, server_hostname=host)
+        path = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
+        default = 443 if parts.scheme == "https" else 80
+        at = f"[{host}]" if ":" in host else host
+        port = parts.port or default
+        speaker.request("GET", path, headers={"Host": at if port == default else f"{at}:{port}", "Accept": "image/*"})
+        with closing(speaker.getresponse()) as response:
+            if 300 <= response.status < 400:
+                raise ConfigError(f"{what} is elsewhere, says its server (HTTP {response.status}); give its last URL")
+            if response.status != 200:
+                raise ConfigError(f"{what} cannot be fetched: HTTP {response.status}")
+            if (response.length or 0) > max_bytes:
+                raise ConfigError(_too_long(what, max_bytes))
+            data = bytearray()
+            while piece := response.read(_PIECE):
+                data += piece
+                if len(data) > max_bytes:
+                    raise ConfigError(_too_long(what, max_bytes))
+            if response.length:
+                raise ConfigError(f"{what} broke off after {len(data):,} bytes")
+            return bytes(data)
+    finally:
+        late.cancel()
+        with suppress(OSError):
+            speaker.sock.close()
+
+
+def _break_off(speaker: http.client.HTTPConnection) -> None:
+    with suppress(OSError):
+        speaker.sock.shutdown(socket.SHUT_RDWR)
+
+
+def _too_long(what: str, max_bytes: int) -> str:
+    return f"{what} has more bytes than images.max_bytes, {max_bytes:,}; make it smaller, or raise that"

@@ -1,0 +1,257 @@
+"""Images at their places among tokens, as a model's processor makes them.
+
+Invariant: a conversation that is placed has the tokens that the processor would make of the same text and images; this
+is seen once, before anything starts, on two small images.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from april.config.images import ImagesConfig
+from april.core.attachments import Attachment, Placed
+from april.errors import ConfigError
+from april.extras import require
+from april.images.reading import IMAGE, Picture, Reader
+from april.server_text import clean
+
+Int32 = NDArray[np.int32]
+_TRIED = ((56, 84), (200, 140))
+"""(height, width) of the images on which a processor is tried."""
+_MOST_KNOWN = 4096
+"""Sizes of images for which what stands for them is remembered."""
+
+
+class Images:
+    """The way in of images: a processor's placeholders, and the reader of what users give.
+
+    Args:
+        processor: a transformers processor with an image processor and a tokenizer, or the path or name of one.
+        limits: the settings.
+
+    Raises:
+        ConfigError: it is none, or one whose expansion of prompts cannot be followed.
+    """
+
+    def __init__(self, processor: Any, limits: ImagesConfig | None = None) -> None:
+        self.limits = ImagesConfig() if limits is None else limits
+        self.reader = Reader(self.limits)
+        if isinstance(processor, (str, os.PathLike)):
+            require("processor=", "transformers")
+            import transformers
+
+            try:
+                loader: Any = transformers.AutoProcessor
+                processor = loader.from_pretrained(processor)
+            except Exception as error:  # a path that is none, a model without a processor, a package that it needs
+                raise ConfigError(f"processor: it cannot be loaded: {clean(error)}") from error
+        self.processor = processor
+        self.name = type(processor).__name__
+        self.tokenizer: Any = getattr(processor, "tokenizer", None)
+        """The tokenizer that it has."""
+        missing = [
+            name for name in ("tokenizer", "image_processor", "image_token") if getattr(processor, name, None) is None
+        ]
+        if not callable(processor) or missing:
+            raise ConfigError(
+                f"processor: {self.name} has no {' nor '.join(missing) or '__call__'}; give the model's own: "
+                "transformers.AutoProcessor.from_pretrained(...)"
+            )
+        self._placeholder = str(processor.image_token)
+        self._id = self._id_of(self._placeholder)
+        self.banned_ids = tuple(sorted({self._id, *self._ids_of_media()}))
+        """Ids that stand for what is no token, and are never to be generated."""
+        self._counts = False
+        self._sizes: dict[tuple[int, int], Int32] = {}
+        self._lock = threading.RLock()
+        self._try()
+
+    def _id_of(self, token: str) -> int:
+        found = self.tokenizer.convert_tokens_to_ids(token)
+        if type(found) is not int:
+            raise ConfigError(f"processor: the tokenizer of {self.name} does not know its placeholder {clean(token)}")
+        return found
+
+    def _ids_of_media(self) -> Iterator[int]:
+        for medium in ("image", "video", "audio"):
+            ids = getattr(self.processor, f"{medium}_token_ids", None) or ()
+            for found in (getattr(self.processor, f"{medium}_token_id", None), *ids):
+                if isinstance(found, int):
+                    yield found
+
+    def _try(self) -> None:
+        """Place two images, and compare with what the processor makes of the same text and images."""
+        mark = self._placeholder
+        pictures = [Picture(Attachment.of(IMAGE, b""), *size) for size in _TRIED]
+        alone = [self._by_processor(mark, [size]) for size in _TRIED]
+        runs = all((ids == self._id).all() for ids in alone)
+        self._counts = runs and [self._count(*size) for size in _TRIED] == [len(ids) for ids in alone]
+        texts = [f"a{mark}b{mark}c", self._chat_of_two()]
+        for text in filter(None, texts):
+            theirs = self._by_processor(text, _TRIED)
+            ours, _ = self.place(self.encode(text), pictures, "a prompt")
+            if not np.array_equal(ours, theirs):
+                raise ConfigError(
+                    f"processor: {self.name} makes other tokens of a prompt with images ({len(theirs)}) than april "
+                    f"({len(ours)}), which follows processors that put the same tokens in place of each "
+                    f"{clean(mark)}; this model's images cannot be used"
+                )
+
+    def _chat_of_two(self) -> str:
+        content = [{"type": IMAGE}, {"type": "text", "text": "a"}, {"type": IMAGE}]
+        try:
+            text = self._text([{"role": "user", "content": content}], None)
+        except Exception:  # it has no template, or one that takes other messages: then there are no chats
+            return ""
+        return text if text.count(self._placeholder) == len(_TRIED) else ""
+
+    def _by_processor(self, text: str, sizes: Sequence[tuple[int, int]]) -> Int32:
+        from PIL import Image
+
+        blank = [Image.new("RGB", (width, height)) for height, width in sizes]
+        try:
+            made = self.processor(text=[text], images=blank, add_special_tokens=False)
+            return np.array(made["input_ids"][0], np.int32)
+        except Exception as error:
+            size = " and ".join(f"{width} x {height}" for height, width in sizes)
+            raise ConfigError(f"{self.name} does not take an image of {size} pixels: {clean(error)}") from error
+
+    def _count(self, height: int, width: int) -> int:
+        """Tokens of an image, as the processor counts them without looking at it; -1: it cannot."""
+        try:
+            made = self.processor._get_num_multimodal_tokens(image_sizes=[(height, width)])
+            return int(made["num_image_tokens"][0])
+        except (AttributeError, KeyError, TypeError):
+            return -1
+        except Exception as error:  # a size that it does not take
+            raise ConfigError(
+                f"{self.name} does not take an image of {width} x {height} pixels: {clean(error)}"
+            ) from error
+
+    @property
+    def kind(self) -> str:
+        """The kind of what it places."""
+        return IMAGE
+
+    # ---------------------------------------------------------------- text
+
+    def encode(self, text: str) -> Int32:
+        """Text as tokens, with one placeholder per image."""
+        with self._lock:
+            return np.array(self.tokenizer(text, add_special_tokens=False)["input_ids"], np.int32)
+
+    def _text(self, messages: Sequence[Mapping[str, Any]], tools: Any) -> str:
+        with self._lock:
+            write = self.processor if getattr(self.processor, "chat_template", None) else self.tokenizer
+            options = {"tools": tools} if tools else {}
+            text: str = write.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True, **options)
+        return text
+
+    def render(self, messages: Sequence[Mapping[str, Any]], tools: Any, where: str) -> Int32:
+        """The tokens of a chat whose images are content parts of type ``image``; one placeholder for each."""
+        try:
+            return self.encode(self._text(messages, tools))
+        except Exception as error:  # whatever a template raises
+            raise ConfigError(f"{where}: the chat template does not take its messages: {clean(error)}") from error
+
+    # ---------------------------------------------------------------- places
+
+    def read(self, images: Sequence[Any], where: str, *, decode: bool = True) -> list[Picture]:
+        """Read all images of a conversation, in order; raises ConfigError naming the one that cannot be used."""
+        self.reader.check_count(len(images), where)
+        return [self.reader.read(item, f"{where}, image {i}", decode=decode) for i, item in enumerate(images, 1)]
+
+    def place(self, token_ids: Any, pictures: Sequence[Picture], where: str) -> tuple[Int32, tuple[Placed, ...]]:
+        """Return the tokens as the model reads them, and where each image is.
+
+        Args:
+            token_ids: with one placeholder per image, or with all that stand for it.
+            pictures: the images, in order.
+            where: for messages.
+
+        Raises:
+            ConfigError: there are more or fewer placeholders than images, or one that is of no image.
+        """
+        ids = np.asarray(token_ids, np.int32)
+        stand_in = [self._replacement(picture, f"{where}, image {i}") for i, picture in enumerate(pictures, 1)]
+        starts = self._expanded(ids, stand_in)
+        if starts is None:
+            at = np.flatnonzero(ids == self._id)
+            others = self._others(ids, at)
+            if len(at) != len(pictures) or others:
+                raise ConfigError(self._wrong_places(len(at), others, stand_in, where))
+            ids, starts = _expand(ids, at, stand_in)
+        stands = (self._id,)
+        return ids, tuple(
+            Placed(picture.attachment, start, len(tokens), stands)
+            for picture, start, tokens in zip(pictures, starts, stand_in, strict=True)
+        )
+
+    def _replacement(self, picture: Picture, where: str) -> Int32:
+        """The tokens that the model reads an image as, which depend on its size alone."""
+        size = (picture.height, picture.width)
+        with self._lock:
+            known = self._sizes.get(size)
+            if known is None:
+                try:
+                    known = (
+                        np.full(self._count(*size), self._id, np.int32)
+                        if self._counts
+                        else self._by_processor(self._placeholder, [size])
+                    )
+                except ConfigError as error:
+                    raise ConfigError(f"{where}: {error}") from error.__cause__
+                if len(self._sizes) >= _MOST_KNOWN:
+                    self._sizes.clear()
+                self._sizes[size] = known
+        return known
+
+    def _expanded(self, ids: Int32, stand_in: Sequence[Int32]) -> list[int] | None:
+        """Where each image begins in tokens that have all that stands for it; None if they have not."""
+        starts, at = [], 0
+        taken = np.zeros(len(ids), bool)
+        for tokens in stand_in:
+            places = np.flatnonzero(ids[at:] == tokens[0]) + at
+            start = next((int(i) for i in places if np.array_equal(ids[i : i + len(tokens)], tokens)), None)
+            if start is None:
+                return None
+            starts.append(start)
+            at = start + len(tokens)
+            taken[start:at] = True
+        return None if np.isin(ids[~taken], self.banned_ids).any() else starts
+
+    def _others(self, ids: Int32, at: NDArray[np.int64]) -> int:
+        """The number of placeholders that are not of images."""
+        return int(np.isin(np.delete(ids, at), self.banned_ids).sum())
+
+    def _wrong_places(self, found: int, others: int, stand_in: Sequence[Int32], where: str) -> str:
+        mark, images = clean(self._placeholder), len(stand_in)
+        if others and found == images:
+            return f"{where} has {others} placeholders of video or sound, which april does not take; it takes images"
+        whole = sum(int((tokens == self._id).sum()) for tokens in stand_in)
+        all_of_them = f", or all {whole} that {self.name} makes of them" if images else ""
+        return (
+            f"{where} has {_some(found, 'placeholder')} {mark} (id {self._id}) and {_some(images, 'image')}; give it "
+            f"one placeholder for each image{all_of_them}"
+        )
+
+
+def _expand(ids: Int32, at: NDArray[np.int64], stand_in: Sequence[Int32]) -> tuple[Int32, list[int]]:
+    parts: list[Int32] = []
+    starts, done, length = [], 0, 0
+    for place, tokens in zip(at, stand_in, strict=True):
+        parts += [ids[done:place], tokens]
+        starts.append(length + int(place) - done)
+        length = starts[-1] + len(tokens)
+        done = int(place) + 1
+    return np.concatenate([*parts, ids[done:]]), starts
+
+
+def _some(count: int, what: str) -> str:
+    return f"{count or 'no'} {what}{'' if count == 1 else 's'}"
