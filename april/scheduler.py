@@ -185,7 +185,8 @@ class RolloutScheduler:
             if engines is None:
                 engines = made = create_engines(config.engine, model, config.seed, self._thread.run)
             self._engines = list(engines)
-            check_engines(config, self._engines, gathers=self._gathers, hosts=hosts is not None)
+            kinds = settings.attachments
+            check_engines(config, self._engines, gathers=self._gathers, hosts=hosts is not None, attachments=kinds)
             if hosts is not None:
                 others = self._thread.call(lambda: hosts.begin(config, tokenizer=detokenizer is not None))
                 if not self._engines:
@@ -374,9 +375,7 @@ class RolloutScheduler:
         top_p: float | None = None, max_tokens: int | None = None, seed: int = 0,
     ) -> EvaluationResult:  # fmt: skip
         """:meth:`evaluate` for a trainer with an event loop of its own."""
-        return await self._thread.run_async(
-            self._evaluation(prompts, n_samples, temperature, top_p, max_tokens, seed)
-        )
+        return await self._thread.run_async(self._evaluation(prompts, n_samples, temperature, top_p, max_tokens, seed))
 
     def _evaluation(
         self, prompts: Iterable[Any], n_samples: int, temperature: float | None, top_p: float | None,
