@@ -10,6 +10,7 @@ from core_machine import EOS, settings
 
 from april.core import commands as do
 from april.core import events as ev
+from april.core.attachments import Placed
 from april.core.event_pump import EventPump
 from april.core.sampling import SamplingParams
 from april.core.settings import CoreSettings, EngineLimits
@@ -20,7 +21,7 @@ from april.processes.desk import HostDesk
 from april.processes.mirror import Forgotten, Mirror
 
 SAMPLING = SamplingParams(1000)
-ENGINES = (EngineLimits("h/e0", 4096, None, (EOS,)),)
+ENGINES = (EngineLimits("h/e0", 4096, None, (EOS,), attachments=("image",), extras=("experts", "states")),)
 
 
 def welcome(core: RolloutCore, name: str = "h") -> wire.Welcome:
@@ -56,6 +57,8 @@ class HostSides:
         self.others: list[do.Command] = []
         self.drawn, self.prompts = 0, prompts
         self.data: dict[str, Any] = {}
+        self.attached: tuple[Placed, ...] = ()
+        """What is attached to all prompts."""
         here: dict[type[do.Command], Callable[[Any], None]] = {}
         here |= dict.fromkeys(do.Command.__subclasses__(), self.others.append)
         there = dict.fromkeys(self.desk._executors, self.desk.execute)
@@ -71,7 +74,9 @@ class HostSides:
         count = min(command.count, self.prompts - self.drawn)
         first, self.drawn = self.drawn, self.drawn + count
         numbers = range(first, first + count)
-        prompts = [Prompt(np.array([1, 2, i], np.int32), self.data or {"i": i}, 0, i) for i in numbers]
+        prompts = [
+            Prompt(np.array([1, 2, i], np.int32), self.data or {"i": i}, 0, i, self.attached) for i in numbers
+        ]
         self.pump.post(ev.PromptsDrawn(prompts, exhausted=count < command.count))
 
     def _deliver(self, command: do.Deliver) -> None:

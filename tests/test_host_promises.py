@@ -15,15 +15,8 @@ from april.core import events as ev
 from april.core.tape import SegmentKind
 from april.core.types import DropReason, EngineFinish, GenerationMode, Prompt, SampleState
 from april.processes import messages as wire
-from april.processes.messages import (
-    ProtocolError,
-    ids_of,
-    logprobs_of,
-    of_plain_bytes,
-    packed,
-    plain_bytes,
-    why_not_plain,
-)
+from april.processes.messages import ProtocolError, ids_of, logprobs_of, packed
+from april.processes.plain_values import of_plain_bytes, plain_bytes, why_not_plain
 
 # -------------------------------------------------------------------- told twice
 

@@ -24,7 +24,8 @@ from april.core import commands as do
 from april.core import events as ev
 from april.processes import messages as wire
 from april.processes.link import Link, MemoryLink
-from april.processes.messages import ProtocolError, of_plain_bytes
+from april.processes.messages import ProtocolError
+from april.processes.plain_values import of_plain_bytes
 
 pytestmark = on_virtual_time
 

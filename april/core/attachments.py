@@ -123,3 +123,17 @@ def wrong_rows(extras: Extras, names: Sequence[str], count: int, held: Extras = 
         if name in held and rows.shape[1:] != held[name].shape[1:]:
             return f"rows of {name} of shape {rows.shape[1:]}, after rows of shape {held[name].shape[1:]}"
     return None
+
+
+def wrong_places(attached: Sequence[Placed], length: int, kinds: Sequence[str], vocab_size: int) -> str | None:
+    """Describe why these cannot be attached to ``length`` tokens; None means that they can."""
+    end = 0
+    for placed in attached:
+        if placed.at < end or placed.count < 1 or placed.end > length:
+            return f"something attached to tokens {placed.at} to {placed.end} of {length}, from {end} on"
+        if placed.attachment.kind not in kinds:
+            return f"an attachment of another kind than {', '.join(kinds) or 'none'}"
+        if not placed.stands or not all(0 <= token < vocab_size for token in placed.stands):
+            return f"an attachment that ids stand for outside of the vocabulary of {vocab_size}"
+        end = placed.end
+    return None

@@ -27,7 +27,7 @@ from april.driver.rewards import Conversation, EvaluationResult, Response
 from april.driver.weight_update import absolute
 from april.errors import ConfigError, RankError, RolloutError
 from april.processes import rank_messages as say
-from april.processes.messages import plain_bytes
+from april.processes.plain_values import plain_bytes
 
 
 class _Prompt(msgspec.Struct, array_like=True):

@@ -21,6 +21,7 @@ from msgspec.structs import replace
 
 from april.core import commands as do
 from april.core import events as ev
+from april.core.attachments import Placed, wrong_places, wrong_rows
 from april.core.engine_table import EngineTable
 from april.core.numbers import wrong_ids, wrong_reward
 from april.core.settings import EngineLimits
@@ -45,7 +46,9 @@ from april.driver.wire_checks import AnswerChecks
 from april.engines.protocol import Chunk
 from april.errors import EngineBusy, EngineError, EngineUnreachable, RolloutError, WeightsGone, WireError
 from april.processes import messages as wire
+from april.processes.brought_along import Attached, RowsCome, places
 from april.processes.messages import ProtocolError, ids_of, logprobs_of, packed
+from april.processes.plain_values import of_plain_bytes, why_not_plain
 from april.server_text import clean
 
 log = logging.getLogger("april")
@@ -61,12 +64,13 @@ class AttemptReports:
         detokenizer: looks at the stop strings that the host has found; None: it is taken at its word.
     """
 
-    __slots__ = ("_attempt", "_detokenizer", "checks")
+    __slots__ = ("_attempt", "_detokenizer", "_rows", "checks")
 
     def __init__(
         self, attempt: Attempt, table: EngineTable, max_context: int, detokenizer: Detokenizer | None
     ) -> None:
         self._attempt, self._detokenizer = attempt, detokenizer
+        self._rows = RowsCome(attempt.extras, self._rows_of(attempt.sampling.max_tokens))
         self.checks = AnswerChecks(
             attempt, vocab_size=table.vocab_size, max_context=max_context, eos_token_ids=table.eos_token_ids,
             oldest=attempt.oldest,
@@ -92,12 +96,32 @@ class AttemptReports:
         self._check_stop(m, tokens)
         for chunk in chunks:
             tape.append(chunk.tokens, chunk.logprobs, chunk.version)
-        tape.stopped, tape.after_stop, tape.unknown = m.stopped, m.after_stop, m.unknown
+        tape.stopped, tape.after_stop, tape.unknown, tape.bare = m.stopped, m.after_stop, m.unknown, m.bare
+
+    def rows(self, m: wire.Rows) -> None:
+        """Rows of its tokens."""
+        self._rows.add(m)
+
+    def _rows_of(self, tokens: int) -> int:
+        """The rows that so many tokens have, with those before them that had none."""
+        return len(self._attempt.token_ids) + tokens - 1 - self._attempt.extras_from
+
+    def _take_rows(self) -> None:
+        """All tokens have rows, or none counts."""
+        attempt, tape = self._attempt, self._attempt.tape
+        if not (tape.needs_rows and tape.count):
+            return
+        extras, count = self._rows.extras(), self._rows_of(tape.count)
+        if (wrong := wrong_rows(extras, attempt.extras, count, attempt.call.chain.extras)) is not None:
+            raise WireError(wrong)
+        tape.give_rows(extras, count - tape.count)
 
     def _check_stop(self, m: wire.Came, tokens: Int32) -> None:
         """A stop string is found once, where the text has it; what follows it has room."""
         attempt, tape = self._attempt, self._attempt.tape
-        most, parsed = attempt.sampling.max_tokens, self.checks.count + m.after_stop + m.unknown
+        most, parsed = attempt.sampling.max_tokens, self.checks.count + m.after_stop + m.unknown + m.bare
+        if m.bare and not (tape.needs_rows and m.bare == parsed):
+            raise WireError(f"{m.bare} tokens without rows")
         if m.unknown < 0 or (m.unknown and attempt.in_flight is OnWeightUpdate.RESUBMIT):
             raise WireError(f"{m.unknown} tokens of weights that nobody has named")
         if m.after_stop < tape.after_stop or (m.after_stop and not m.stopped) or (tape.stopped and not m.stopped):
@@ -120,6 +144,9 @@ class AttemptReports:
         self._check_count(m.count)
         if m.fenced and not (fenced and m.finish is EngineFinish.ABORT):
             raise WireError(f"the response has ended ({m.finish}) as if it had been cut off here")
+        if self._attempt.tape.bare:
+            return EngineFinish(m.finish)
+        self._take_rows()
         return self.checks.end(_END[m.finish], matched=self._attempt.tape.stopped)
 
     def failed(self, m: wire.Failed) -> None:
@@ -127,6 +154,7 @@ class AttemptReports:
         self._check_count(m.count)
         if m.rejected < 0 or not 0 <= m.busy_s < float("inf"):
             raise WireError(f"{m.rejected} tokens were rejected, and it is busy for {m.busy_s} s")
+        self._take_rows()
 
     def _check_count(self, count: int) -> None:
         """All that it has brought was reported before its end."""
@@ -153,6 +181,7 @@ class _Told:
     """A conversation of a sample as the host knows it."""
 
     prompt: Int32
+    attached: tuple[Placed, ...]
     segments: list[Segment] = field(default_factory=list)
     """The tape's own list, of which the host was told the first ``count``; a tape that was cut has another."""
     count: int = 0
@@ -210,6 +239,7 @@ class HostDesk:
         """Version that the host was told last."""
         self._groups: dict[int, Group] = {}
         """That the host has heard of."""
+        self._attached = Attached(f"host {name}", paths=False)
         self._known: dict[SampleId, _Known] = {}
         self.attempts: dict[str, Attempt] = {}
         """That run there."""
@@ -248,6 +278,8 @@ class HostDesk:
         self._readers: dict[type, Callable[[Any], ev.Event | None]] = {
             wire.Heartbeat: lambda m: None,
             wire.Came: self._came,
+            wire.Rows: self._rows,
+            wire.Attach: self._attach,
             wire.Ended: self._ended,
             wire.Failed: self._attempt_failed,
             wire.Happened: lambda m: self._readers[type(m.event)](m.event),
@@ -278,17 +310,17 @@ class HostDesk:
         self._executors[type(command)](command)
 
     def take(self) -> bytes | None:
-        """The next frame; None: there is nothing to say."""
+        """The next frame, of several perhaps; None: there is nothing to say."""
         if not self._out:
             return None
         if (now := self._core.clock.current) != self._now:
             self._now = now
             self._out.insert(0, wire.Now(now))
-        frame = wire.encode(self._out)
+        frame, count = wire.first_frame(self._out)
         self.frames_out += 1
-        self.messages_out += len(self._out)
+        self.messages_out += count
         self.bytes_out += len(frame)
-        self._out = []
+        del self._out[:count]
         return frame
 
     def receive(self, frame: bytes) -> Iterator[ev.Event]:
@@ -329,6 +361,7 @@ class HostDesk:
         for attempt_id in list(self.attempts):
             attempt = self._over(attempt_id)
             if attempt is not None:
+                attempt.tape.cut_bare()
                 lied = attempt_id == self._unbelieved
                 yield ev.AttemptFailed.of(
                     attempt, error, AttemptFailure.CORRUPT if lied else AttemptFailure.BROKE_OFF
@@ -343,13 +376,15 @@ class HostDesk:
         self._groups[group.id] = group
         prompt, e = group.prompt, group.evaluation
         # only functions read the data; where those cannot travel, functions run elsewhere
-        data = dict(prompt.data) if self.functions and wire.why_not_plain(prompt.data) is None else {}
+        data = dict(prompt.data) if self.functions and why_not_plain(prompt.data) is None else {}
         of = None
         if e is not None:
             of = e.request.evaluation, e.groups[0].id, e.request.n_samples, e.request.sampling
+        self._attached.keep(group.id, prompt.attached)
+        self._out += self._attached.news(group.id, prompt.attached)
         self._out.append(
             wire.NewPrompt(
-                group.id, packed(prompt.token_ids), data, prompt.epoch, prompt.position, of,
+                group.id, packed(prompt.token_ids), data, prompt.epoch, prompt.position, of, places(prompt.attached),
             )
         )  # fmt: skip
 
@@ -360,7 +395,8 @@ class HostDesk:
         known = self._known.get(sample.id)
         if known is None:
             self._know(sample.group)
-            known = self._known[sample.id] = _Known({0: _Told(sample.group.prompt.token_ids)})
+            prompt = sample.group.prompt
+            known = self._known[sample.id] = _Known({0: _Told(prompt.token_ids, prompt.attached)})
         if len(known.chains) > 1:
             for number in known.chains.keys() - {chain.number for chain in sample.chains}:
                 del known.chains[number]
@@ -373,7 +409,7 @@ class HostDesk:
         sample, tape, told = chain.sample, chain.tape, known.chains.get(chain.number)
         prompt: bytearray | None = None
         if told is None:
-            told = known.chains[chain.number] = _Told(chain.prompt)
+            told = known.chains[chain.number] = _Told(chain.prompt, ())
             prompt = packed(chain.prompt)
         elif told.prompt is not chain.prompt:
             told.prompt, prompt = chain.prompt, packed(chain.prompt)
@@ -382,7 +418,13 @@ class HostDesk:
             told.segments, told.count = tape.segments, 0
         else:
             changed = told.count != len(tape.segments)
-        if not changed and prompt is None:
+        attached: tuple[wire.Place, ...] | None = None
+        if told.attached is not chain.attached and told.attached != chain.attached:
+            self._attached.keep(sample.id.group, chain.attached)
+            self._out += self._attached.news(sample.id.group, chain.attached)
+            attached = places(chain.attached)
+        told.attached = chain.attached
+        if not changed and prompt is None and attached is None:
             return
         more: list[wire.OwnPart | wire.Part] = []
         for s in tape.segments[told.count :]:
@@ -398,7 +440,7 @@ class HostDesk:
                     packed(tape.tokens[part]), packed(tape.logprobs[part]), s.over,
                 )
             )  # fmt: skip
-        self._out.append(wire.Tape(*sample.id, told.count, tuple(more), chain.number, prompt))
+        self._out.append(wire.Tape(*sample.id, told.count, tuple(more), chain.number, prompt, attached))
         told.count = len(tape.segments)
         told.brought.clear()
 
@@ -415,6 +457,7 @@ class HostDesk:
                 self._judged.pop(number, None)
                 for member in self._groups.pop(number).samples:
                     self._known.pop(member.id, None)
+                self._attached.forget(number)
                 self._out.append(wire.Forget(number))
                 continue
             gone = tuple(i for i in indices if self._known.pop(SampleId(number, i), None) is not None)
@@ -447,6 +490,7 @@ class HostDesk:
             wire.Run(
                 attempt.id, *attempt.sample.id, attempt.engine, attempt.call.start,
                 attempt.sampling, ends, attempt.oldest, attempt.urgent, chain.number, attempt.in_flight,
+                attempt.extras, attempt.extras_from,
             )
         )  # fmt: skip
 
@@ -526,6 +570,15 @@ class HostDesk:
         except (EngineError, ProtocolError) as error:
             raise self._disbelieve(attempt, error) from None
 
+    def _rows(self, m: wire.Rows) -> None:
+        attempt = self.attempts.get(m.attempt_id)
+        if attempt is None:
+            return
+        try:
+            self._reports[m.attempt_id].rows(m)
+        except EngineError as error:
+            raise self._disbelieve(attempt, error) from None
+
     def _ended(self, m: wire.Ended) -> ev.Event | None:
         attempt = self.attempts.get(m.attempt_id)
         if attempt is None:
@@ -564,6 +617,10 @@ class HostDesk:
         held = self._core.context.group(group)
         return None if known is None or known.run != run or not run or held is None else (held.samples[index], known)
 
+    def _attach(self, m: wire.Attach) -> None:
+        if m.group in self._groups:  # else it is settled, and forgotten there, too
+            self._attached.came(m, has=False)
+
     def _called(self, m: wire.Called) -> ev.Event | None:
         running = self._running(m.group, m.index, m.run)
         if running is None:
@@ -589,9 +646,16 @@ class HostDesk:
             if (wrong := wrong_ids(added, self._core.engines.vocab_size)) is not None:
                 raise ProtocolError(f"host {self.name}: {sample.id} calls generate: {wrong}")
             token_ids = added if chain is None else np.concatenate((chain.conversation(m.seen), added))
+        attached = self._attached.placed(m.group, m.attached)
+        length, core = 0 if token_ids is None else len(token_ids), self._core
+        wrong = wrong_places(attached, length, core.settings.attachments, core.engines.vocab_size)
+        if wrong is not None:
+            raise ProtocolError(f"host {self.name}: {sample.id} calls generate: {wrong}")
+        for placed in attached:  # this run began after it has heard of the group: it has them as long
+            self._attached.known(m.group, placed.attachment.digest)
         if m.any_chain and (token_ids is None or not len(token_ids)):
             raise ProtocolError(f"host {self.name}: {sample.id} calls generate: a conversation must have tokens")
-        return ev.CallMade(sample.id, m.sampling, token_ids, m.turn, m.any_chain)
+        return ev.CallMade(sample.id, m.sampling, token_ids, m.turn, m.any_chain, attached)
 
     def _unheard(self, m: wire.Unheard) -> ev.Event | None:
         running = self._running(m.group, m.index, m.run)
@@ -606,7 +670,7 @@ class HostDesk:
         if sample.state is not SampleState.RUNNING or sample.asks:
             raise ProtocolError(f"host {self.name}: {sample.id} returned, and is {sample!r}")
         if sample.evaluation is not None:
-            self._function_returned(sample, None if m.output is None else wire.of_plain_bytes(m.output))
+            self._function_returned(sample, None if m.output is None else of_plain_bytes(m.output))
             if m.why_not and not self._warned:
                 self._warned = True
                 log.warning(

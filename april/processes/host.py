@@ -217,7 +217,7 @@ class Serving:
         if self._mirror is None or self.ended.done():
             return
         try:
-            if (frame := self._mirror.take()) is not None:
+            while (frame := self._mirror.take()) is not None:
                 self._link.send(frame)
         except LinkError as error:
             self._break(error)

@@ -1,15 +1,20 @@
 """Messages between the core's process and its hosts: MessagePack, no code.
 
 The core's commands and events travel as they are where they refer to no live object; the others have messages of their
-own here. A frame is a list of messages, in order. Arrays travel as little-endian bytes (int32, float32), read as
-bytearrays so that nothing is copied again. Both sides are of one version of april, which a host says first.
+own here. A frame is a list of messages, in order, and no longer than need be: each is a sign of life. Arrays travel as
+little-endian bytes, read as bytearrays so that nothing is copied again. Both sides are of one version of april, which a
+host says first.
+
+An attachment travels once to each side that has not got it, for a group, by a message of its own before the first one
+that names it by its digest; it is forgotten with the group. Its bytes travel where they are in memory; of one that is
+kept as the path of a file the path does, for a file that all processes can read. Rows of tokens travel from the host
+that has made them, once, in pieces before the end of their attempt, and to no host.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
-from itertools import chain
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -23,8 +28,12 @@ from april.core.types import AttemptFailure, EngineFinish, FinishReason, OnWeigh
 from april.core.versions import PolicyVersion
 from april.errors import LinkError
 
-PROTOCOL = 7
+PROTOCOL = 8
 """Raised whenever a message changes."""
+
+
+FRAME_BYTES = 16 << 20
+"""Bytes that end a frame: what follows goes into the next one."""
 
 
 class ProtocolError(LinkError):
@@ -33,6 +42,29 @@ class ProtocolError(LinkError):
 
 class Message(msgspec.Struct, array_like=True, gc=False):
     """Base of all messages; a tag names the type."""
+
+
+# -------------------------------------------------------------------- attachments, of either side
+
+
+class Attach(Message, tag=15):
+    """An attachment of a group that the other side has not got: its bytes, or the path of a file that has them."""
+
+    group: int
+    kind: str
+    digest: str
+    size: int
+    data: bytes | None
+    path: str
+
+
+class Place(msgspec.Struct, array_like=True, gc=False):
+    """An attachment at its place in a conversation, as :class:`april.core.attachments.Placed`, by its digest."""
+
+    digest: str
+    at: int
+    count: int
+    stands: tuple[int, ...]
 
 
 # -------------------------------------------------------------------- the core's process to a host
@@ -81,6 +113,7 @@ class NewPrompt(Message, tag=3):
     epoch: int
     position: int
     evaluation: tuple[int, int, int, SamplingParams] | None = None
+    attached: tuple[Place, ...] = ()
 
 
 class OwnPart(Message, tag=4):
@@ -106,6 +139,7 @@ class Tape(Message, tag=6):
     """A response as it stands: its first ``keep`` segments are those that the host has; these follow.
 
     Of a response of several conversations it is one, ``chain``. ``prompt``: its own, where the host has another.
+    ``attached``: all that is attached to the conversation, where the host knows it otherwise.
     """
 
     group: int
@@ -114,6 +148,7 @@ class Tape(Message, tag=6):
     more: tuple[OwnPart | Part, ...]
     chain: int = 0
     prompt: bytearray | None = None
+    attached: tuple[Place, ...] | None = None
 
 
 class NoTape(Message, tag=9):
@@ -139,6 +174,9 @@ class Run(Message, tag=7):
     urgent: bool
     chain: int = 0
     in_flight: OnWeightUpdate = OnWeightUpdate.RESUBMIT
+    extras: tuple[str, ...] = ()
+    """Names of the rows that are wanted."""
+    extras_from: int = 0
 
 
 class Start(Message, tag=10):
@@ -262,6 +300,22 @@ class Came(Message, tag=42):
     """Tokens after a stop string, of all that came so far."""
     unknown: int = 0
     """Tokens that are left out, as nobody has named their weights."""
+    bare: int = 0
+    """Tokens that are left out, as they came without their rows."""
+
+
+class Rows(Message, tag=52):
+    """A piece of the rows of one name that an attempt brings, from row ``at`` of them on; it ends after the last one.
+
+    ``dtype``: as numpy writes it; ``shape``: of one row.
+    """
+
+    attempt_id: str
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    at: int
+    data: bytearray
 
 
 class Ended(Message, tag=43):
@@ -288,7 +342,8 @@ class Called(Message, tag=47):
     """CallMade: the conversation is the first ``seen`` tokens of the response, and ``added`` (None: as it is).
 
     ``turn`` counts the calls of this run, from 1, and is the call's number. ``any_chain``: it may be of any
-    conversation; ``chain`` is one that it extends, or None: all of it is in ``added``.
+    conversation; ``chain`` is one that it extends, or None: all of it is in ``added``. ``attached``: all that is
+    attached to it, where it is ``added`` to.
     """
 
     group: int
@@ -300,6 +355,7 @@ class Called(Message, tag=47):
     added: bytearray | None
     any_chain: bool = False
     chain: int | None = 0
+    attached: tuple[Place, ...] = ()
 
 
 class Unheard(Message, tag=51):
@@ -359,15 +415,18 @@ class Quieted(Message, tag=57):
 
 
 ToHost = (
-    Welcome | Refusal | Now | NewPrompt | Tape | NoTape | Run | Do | Start | Answer | Score | Judge | Cancel | Forget
-    | AskTapes | AskQuiet | Goodbye
+    Welcome | Refusal | Now | Attach | NewPrompt | Tape | NoTape | Run | Do | Start | Answer | Score | Judge | Cancel
+    | Forget | AskTapes | AskQuiet | Goodbye
 )  # fmt: skip
 FromHost = (
-    Joined | Heartbeat | Came | Ended | Failed | Called | Unheard | Returned | Raised | Rewards | Happened | TapesSent
-    | Quieted | Goodbye
+    Joined | Heartbeat | Came | Rows | Attach | Ended | Failed | Called | Unheard | Returned | Raised | Rewards
+    | Happened | TapesSent | Quieted | Goodbye
 )  # fmt: skip
 
+_LARGE = frozenset({Attach, Rows})
+"""Messages that may be longer than a frame should be."""
 _BIG_ENDIAN = sys.byteorder == "big"
+
 
 def _number(value: Any) -> int | float:
     """Turn numpy's numbers, which users may have given for sampling, into plain ones."""
@@ -378,7 +437,7 @@ def _number(value: Any) -> int | float:
     raise TypeError(f"a value of type {type(value).__name__}")
 
 
-_ENCODER = msgspec.msgpack.Encoder(enc_hook=_number)
+ENCODER = msgspec.msgpack.Encoder(enc_hook=_number)
 _TO_HOST = msgspec.msgpack.Decoder(list[ToHost])
 _FROM_HOST = msgspec.msgpack.Decoder(list[FromHost])
 
@@ -390,9 +449,22 @@ def encode(messages: Sequence[Message]) -> bytes:
         ProtocolError: the data of a prompt are no plain numbers, strings, bytes, lists and mappings.
     """
     try:
-        return _ENCODER.encode(messages)
+        return ENCODER.encode(messages)
     except (TypeError, ValueError, OverflowError) as error:
         raise ProtocolError(f"this cannot travel between processes: {error}") from None
+
+
+def first_frame(messages: Sequence[Message]) -> tuple[bytes, int]:
+    """A frame of the first messages, and how many they are: all, but where some are large; as :func:`encode`."""
+    if not any(type(message) in _LARGE for message in messages):
+        return encode(messages), len(messages)
+    parts, size = [], 0
+    for message in messages:
+        parts.append(encode([message])[1:])  # one byte says that the list has one item
+        size += len(parts[-1])
+        if size >= FRAME_BYTES:
+            break
+    return b"".join((b"\xdd", len(parts).to_bytes(4, "big"), *parts)), len(parts)
 
 
 def decode_to_host(frame: bytes) -> list[ToHost]:
@@ -409,74 +481,6 @@ def decode_from_host(frame: bytes) -> list[FromHost]:
         return _FROM_HOST.decode(frame)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise ProtocolError(f"a host sent what cannot be read: {error}") from None
-
-
-def plain_bytes(value: Any, where: str = "it") -> bytes:
-    """Encode what a user gave; what would arrive as another thing than it is does not travel.
-
-    Raises TypeError, which says what that is; ``where``: what the value is called there.
-    """
-    try:
-        _refuse_odd(value, where)
-        return _ENCODER.encode(value)
-    except (ValueError, OverflowError, RecursionError) as error:
-        raise TypeError(_why_not_written(value, where) or f"{where} cannot be written: {error}") from None
-
-
-def of_plain_bytes(data: bytes) -> Any:
-    """The other way; raises ProtocolError."""
-    try:
-        return msgspec.msgpack.decode(data)
-    except (msgspec.DecodeError, ValueError, RecursionError, TypeError) as error:
-        raise ProtocolError(f"a host sent what cannot be read: {error}") from None
-
-
-def why_not_plain(data: Mapping[str, Any]) -> str | None:
-    """Return why the data of a prompt cannot travel between processes, or None."""
-    try:
-        plain_bytes(dict(data), "data")
-    except TypeError as error:
-        return str(error)
-    return next((f"the key {key!r}, which is no string" for key in data if type(key) is not str), None)
-
-
-_SCALARS = frozenset({type(None), bool, int, float, str, bytes})
-LEVELS = 100
-"""The most levels of lists and dicts in one value: what is read at another depth of calls is read all the same."""
-
-
-def _refuse_odd(value: Any, where: str, levels: int = LEVELS) -> None:
-    kind = type(value)
-    if not levels and kind in (dict, list):
-        raise TypeError(f"{where[:100]} ... has more than {LEVELS} levels")
-    if kind is dict:
-        for key, item in value.items():
-            if type(key) not in _SCALARS:
-                raise TypeError(f"{where} has a key of type {type(key).__name__}")
-            if type(item) not in _SCALARS:
-                _refuse_odd(item, f"{where}[{key!r}]", levels - 1)
-    elif kind is list:
-        for i, item in enumerate(value):
-            if type(item) not in _SCALARS:
-                _refuse_odd(item, f"{where}[{i}]", levels - 1)
-    elif kind not in _SCALARS:
-        raise TypeError(f"{where} is a {kind.__name__}")
-
-
-def _why_not_written(value: Any, where: str) -> str | None:
-    if type(value) is dict:
-        keys = (_why_not_written(key, f"the key {key!r} of {where}") for key in value)
-        items = (_why_not_written(item, f"{where}[{key!r}]") for key, item in value.items())
-        return next(filter(None, chain(keys, items)), None)
-    if type(value) is list:
-        return next(filter(None, (_why_not_written(item, f"{where}[{i}]") for i, item in enumerate(value))), None)
-    try:
-        _ENCODER.encode(value)
-    except UnicodeEncodeError:
-        return f"{where} is text with half a character (a surrogate), which UTF-8 does not have"
-    except OverflowError:
-        return f"{where} is a number of more than 64 bits"
-    return None
 
 
 # -------------------------------------------------------------------- plain forms

@@ -7,13 +7,14 @@ no asyncio: whoever owns the mirror carries the frames.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
 from april.core import commands as do
 from april.core import events as ev
+from april.core.attachments import NO_EXTRAS, Placed
 from april.core.sampling import SamplingParams
 from april.core.tape import AttemptTape, Int32, Segment, SegmentKind, TokenTape
 from april.core.types import (
@@ -32,7 +33,9 @@ from april.core.types import (
 )
 from april.core.versions import PolicyVersion
 from april.processes import messages as wire
+from april.processes.brought_along import Attached, pieces, places
 from april.processes.messages import ProtocolError, ids_of, logprobs_of, packed
+from april.processes.plain_values import plain_bytes
 
 _BEGUN_ELSEWHERE = Replay(deque(), None)
 """The replay of all samples here, from which nobody takes."""
@@ -56,11 +59,13 @@ class Mirror:
         self.abort_deadline_s = welcome.abort_deadline_s
         self._longest, self._context = welcome.max_response_len, welcome.max_context
         self._groups: dict[int, Group] = {}
+        self._attached = Attached("the core's process", paths=True)
         self._evaluations: dict[int, Evaluation] = {}
         self._attempts: dict[str, Attempt] = {}
         """That run."""
-        self._reported: dict[str, tuple[int, bool, int, int]] = {}
-        """Tokens of each attempt, whether a stop string was found, tokens after it and left out, as told last."""
+        self._reported: dict[str, tuple[int, bool, int, int, int]] = {}
+        """Tokens of each attempt, whether a stop string was found, tokens after it and left out (for want of a version,
+        of rows), as told last."""
         self._brought: dict[SampleId, dict[str, Attempt]] = {}
         """Attempts that have ended, until it is told what became of their tokens."""
         self._runs: dict[SampleId, int] = {}
@@ -70,6 +75,7 @@ class Mirror:
         """Returns the result of a sample's rollout function here."""
         self._readers: dict[type[wire.Message], Callable[[Any], Iterable[do.Command | Forgotten | Question]]] = {
             wire.Now: self._now,
+            wire.Attach: self._attach,
             wire.NewPrompt: self._new_prompt,
             wire.Tape: self._tape,
             wire.NoTape: self._no_tape,
@@ -128,10 +134,11 @@ class Mirror:
         self._out.append(message)
 
     def take(self) -> bytes | None:
-        """The next frame; None: there is nothing to say."""
+        """The next frame, of several perhaps; None: there is nothing to say."""
         if not self._out:
             return None
-        frame, self._out = wire.encode(self._out), []
+        frame, count = wire.first_frame(self._out)
+        del self._out[:count]
         return frame
 
     # ---------------------------------------------------------------- what is told
@@ -158,8 +165,13 @@ class Mirror:
         self.current = m.version
         return ()
 
+    def _attach(self, m: wire.Attach) -> tuple[()]:
+        self._attached.came(m)
+        return ()
+
     def _new_prompt(self, m: wire.NewPrompt) -> tuple[()]:
-        prompt = Prompt(ids_of(m.tokens), m.data, m.epoch, m.position)
+        attached = self._attached.placed(m.group, m.attached)
+        prompt = Prompt(ids_of(m.tokens), m.data, m.epoch, m.position, attached)
         evaluation = None
         if m.evaluation is not None:
             number, first, samples, sampling = m.evaluation
@@ -184,6 +196,8 @@ class Mirror:
             sample.chains = tuple(sorted([*sample.chains, chain], key=lambda c: c.number))
         elif m.prompt is not None:
             chain.prompt = ids_of(m.prompt)
+        if m.attached is not None:
+            chain.attached = self._attached.placed(m.group, m.attached)
         tape, brought = chain.tape, self._take_brought(sample.id, m.chain)
         if m.keep == 0:
             tape = chain.tape = TokenTape()
@@ -234,7 +248,9 @@ class Mirror:
             engine=m.engine,
             token_ids=chain.conversation(len(chain.tape)),
             sampling=sampling,
-            tape=AttemptTape(),
+            tape=AttemptTape(needs_rows=bool(m.extras)),
+            extras=m.extras,
+            extras_from=m.extras_from,
             end_ids=self.eos_token_ids if m.end_ids is None else frozenset(m.end_ids),
             oldest=m.oldest,
             urgent=m.urgent,
@@ -292,6 +308,7 @@ class Mirror:
             return []
         if m.indices is None:
             del self._groups[m.group]
+            self._attached.forget(m.group)
             samples = group.samples
         else:
             samples = [self._sample(m.group, index) for index in m.indices]
@@ -314,9 +331,9 @@ class Mirror:
 
     def _report(self, attempt: Attempt, *, over: bool = False) -> None:
         tape = attempt.tape if over else attempt.tape.sure()
-        unknown = tape.unknown if over else 0
-        stands = tape.count, tape.stopped, tape.after_stop, unknown
-        told = self._reported.get(attempt.id, (0, False, 0, 0))
+        unknown, bare = (tape.unknown, tape.bare) if over else (0, 0)
+        stands = tape.count, tape.stopped, tape.after_stop, unknown, bare
+        told = self._reported.get(attempt.id, (0, False, 0, 0, 0))
         if stands == told:
             return
         if not over:
@@ -328,17 +345,22 @@ class Mirror:
             spans = _after(spans, at)
         self._out.append(
             wire.Came(
-                attempt.id, at, packed(tokens), packed(logprobs), tuple(spans), tape.stopped, tape.after_stop, unknown
+                attempt.id, at, packed(tokens), packed(logprobs), tuple(spans), tape.stopped, tape.after_stop, unknown,
+                bare,
             )
-        )
+        )  # fmt: skip
 
     def _over(self, attempt_id: str) -> int | None:
         """Tokens that it has brought, which are reported with that; None: it is over already."""
         attempt = self._attempts.pop(attempt_id, None)
         if attempt is None:
             return None
+        attempt.tape.cut_bare()
         self._report(attempt, over=True)
         self._reported.pop(attempt_id, None)
+        if attempt.tape.count:
+            self._out += pieces(attempt_id, attempt.tape.extras)
+        attempt.tape.extras = NO_EXTRAS
         if attempt.tape.count and attempt.sample.id.group in self._groups:
             self._brought.setdefault(attempt.sample.id, {})[attempt_id] = attempt
         return attempt.tape.parsed
@@ -361,7 +383,7 @@ class Mirror:
         output, why_not, group = None, "", self._groups.get(e.sample.group)
         if group is not None and group.evaluation is not None:  # nobody else asks for it
             try:
-                output = wire.plain_bytes(self.output_of(e.sample))
+                output = plain_bytes(self.output_of(e.sample))
             except TypeError as error:
                 why_not = str(error)
         self._run_over(e.sample, wire.Returned, output, why_not)
@@ -370,22 +392,26 @@ class Mirror:
         run, seen, added, number = self._runs.get(e.sample), 0, None, None if e.any_chain else 0
         if run is None:
             return  # of a run that was cancelled
+        attached: tuple[Placed, ...] = ()
         if e.token_ids is not None:
             chain: Chain | None = self._sample(*e.sample).chains[0]
             if e.any_chain:
-                chain = self._longest_begun(e.sample, e.token_ids)
+                chain = self._longest_begun(e.sample, e.token_ids, e.attached)
             if chain is not None:
                 seen, number = chain.seen, chain.number
-            added = packed(e.token_ids[0 if chain is None else len(chain.prompt) + seen :])
+            added, attached = packed(e.token_ids[0 if chain is None else len(chain.prompt) + seen :]), e.attached
+            self._out += self._attached.news(e.sample.group, attached, as_bytes=True)
         self._turns[e.sample] += 1
         turn = self._turns[e.sample]
-        self._out.append(wire.Called(*e.sample, run, turn, e.sampling, seen, added, e.any_chain, number))
+        self._out.append(
+            wire.Called(*e.sample, run, turn, e.sampling, seen, added, e.any_chain, number, places(attached))
+        )
 
-    def _longest_begun(self, sample: SampleId, token_ids: Int32) -> Chain | None:
+    def _longest_begun(self, sample: SampleId, token_ids: Int32, attached: Sequence[Placed]) -> Chain | None:
         """The conversation of which the function has heard most, and that it goes on with; what of it does not travel
         again. Which conversation the call is of is the core's to say.
         """
-        heard = [c for c in self._sample(*sample).chains if c.calls and c.begins(token_ids, c.seen)]
+        heard = [c for c in self._sample(*sample).chains if c.calls and c.begins(token_ids, c.seen, attached)]
         return max(heard, key=lambda c: len(c.prompt) + c.seen, default=None)
 
     def _unheard(self, e: ev.CallUnheard) -> None:

@@ -41,8 +41,8 @@ from april.processes.messages import (
     Welcome,
     decode_from_host,
     encode,
-    why_not_plain,
 )
+from april.processes.plain_values import why_not_plain
 from april.server_text import clean
 
 
@@ -582,7 +582,7 @@ class RemoteHosts:
 
     def _send(self, guest: Guest) -> None:
         try:
-            if (frame := guest.desk.take()) is not None:
+            while (frame := guest.desk.take()) is not None:
                 guest.link.send(frame)
         except LinkError as error:
             guest.link.close()
