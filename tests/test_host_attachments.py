@@ -94,13 +94,16 @@ def test_a_function_on_a_host_brings_images_to_the_core_once() -> None:
     tokens = np.array([1, 2, 0, 7, 8, 9], np.int32)
     attached = (*HERE, Placed(OTHER, 4, 2, (2,)))
     sides.mirror.post(ev.CallMade(sample.id, SAMPLING, tokens, 1, True, attached))
-    frame = sides.mirror.take() or b""
+    frame = sides.up()
     assert [m[3] for m in attached_messages(frame)] == [OTHER.digest]
-    (call,) = sides.desk.receive(frame)
-    assert isinstance(call, ev.CallMade)
-    assert call.attached == attached
-    assert (call.attached[1].attachment.data, call.attached[1].attachment.path) == (OTHER.data, "")
-    assert not sides.desk._attached.news(0, attached)
+    down = sides.desk.take()
+    assert not attached_messages(down)
+    (attempt,) = submitted(list(sides.mirror.receive(down or b"")))  # type: ignore[arg-type]
+    assert attempt.attached == attached
+    held = sides.sample(attempt).chains[-1].attached
+    assert held == attached
+    assert held[1].attachment.data == OTHER.data
+    assert held[1].attachment.path == ""
 
 
 def test_an_image_in_a_file_of_the_host_comes_as_bytes(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from april.core.attachments import NO_EXTRAS, Extras, first_rows
+from april.core.attachments import NO_EXTRAS, Extras, first_rows, rows_of
 from april.core.versions import PolicyVersion
 
 Int32 = NDArray[np.int32]
@@ -170,6 +170,7 @@ class AttemptTape:
         (tokens, logprobs, spans), kept = self.packed(), self.count - self.unsure
         self._tokens, self._logprobs = ([tokens[:kept]], [logprobs[:kept]]) if kept else ([], [])
         self.unknown += self.unsure + self.after_stop
+        self.extras = first_rows(self.extras, rows_of(self.extras) - self.unsure)
         self.spans, self.count, self.stopped = first_of(spans, kept), kept, False
         self.unsure = self.after_stop = 0
 

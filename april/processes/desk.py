@@ -70,7 +70,7 @@ class AttemptReports:
         self, attempt: Attempt, table: EngineTable, max_context: int, detokenizer: Detokenizer | None
     ) -> None:
         self._attempt, self._detokenizer = attempt, detokenizer
-        self._rows = RowsCome(attempt.extras, self._rows_of(attempt.sampling.max_tokens))
+        self._rows = RowsCome(attempt.extras, attempt.missing_rows + attempt.sampling.max_tokens)
         self.checks = AnswerChecks(
             attempt, vocab_size=table.vocab_size, max_context=max_context, eos_token_ids=table.eos_token_ids,
             oldest=attempt.oldest,
@@ -102,19 +102,16 @@ class AttemptReports:
         """Rows of its tokens."""
         self._rows.add(m)
 
-    def _rows_of(self, tokens: int) -> int:
-        """The rows that so many tokens have, with those before them that had none."""
-        return len(self._attempt.token_ids) + tokens - 1 - self._attempt.extras_from
-
     def _take_rows(self) -> None:
         """All tokens have rows, or none counts."""
         attempt, tape = self._attempt, self._attempt.tape
         if not (tape.needs_rows and tape.count):
             return
-        extras, count = self._rows.extras(), self._rows_of(tape.count)
-        if (wrong := wrong_rows(extras, attempt.extras, count, attempt.call.chain.extras)) is not None:
-            raise WireError(wrong)
-        tape.give_rows(extras, count - tape.count)
+        extras, missing = self._rows.extras(), attempt.missing_rows
+        wrong = wrong_rows(extras, attempt.extras, missing + tape.count, attempt.call.chain.extras)
+        if wrong is not None:
+            raise WireError(f"{tape.count} tokens came with {wrong}")
+        tape.give_rows(extras, missing)
 
     def _check_stop(self, m: wire.Came, tokens: Int32) -> None:
         """A stop string is found once, where the text has it; what follows it has room."""
@@ -361,7 +358,7 @@ class HostDesk:
         for attempt_id in list(self.attempts):
             attempt = self._over(attempt_id)
             if attempt is not None:
-                attempt.tape.cut_bare()
+                attempt.tape.cut_unsaid()
                 lied = attempt_id == self._unbelieved
                 yield ev.AttemptFailed.of(
                     attempt, error, AttemptFailure.CORRUPT if lied else AttemptFailure.BROKE_OFF

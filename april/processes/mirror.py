@@ -355,7 +355,7 @@ class Mirror:
         attempt = self._attempts.pop(attempt_id, None)
         if attempt is None:
             return None
-        attempt.tape.cut_bare()
+        attempt.tape.cut_unsaid()
         self._report(attempt, over=True)
         self._reported.pop(attempt_id, None)
         if attempt.tape.count:
@@ -401,6 +401,7 @@ class Mirror:
                 seen, number = chain.seen, chain.number
             added, attached = packed(e.token_ids[0 if chain is None else len(chain.prompt) + seen :]), e.attached
             self._out += self._attached.news(e.sample.group, attached, as_bytes=True)
+            self._attached.keep(e.sample.group, attached)
         self._turns[e.sample] += 1
         turn = self._turns[e.sample]
         self._out.append(
