@@ -277,7 +277,8 @@ class Center:
             try:
                 content = await asyncio.to_thread(self._there().look, asked.method, asked.arguments)
                 if (link := self._links.get(rank)) is not None:
-                    link.send(say.encode(say.Shown(asked.number, content)))
+                    for frame in say.frames(say.Shown(asked.number, content)):
+                        link.send(frame)
             except Exception as error:  # also what is too long: that is nobody's end, as a share would be
                 self._send(rank, say.Shown(asked.number, error=say.told(error, self._name)))
 
@@ -338,7 +339,8 @@ class Center:
         if link is None:
             return
         try:
-            link.send(say.encode(message))
+            for frame in say.frames(message):
+                link.send(frame)
         except LinkError as error:  # a share that is too large
             if self._meeting.lost(rank, str(error), self._now()):
                 self._go_on()

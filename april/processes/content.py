@@ -1,13 +1,15 @@
 """Batches, evaluations, ledgers and calls on their way between ranks and the core, in msgpack.
 
-Tokens travel once, as 9 bytes each: int32 id, float32 log-probability, uint8 loss mask.
+Tokens travel once, as 9 bytes each: int32 id, float32 log-probability, uint8 loss mask; and with them the rows that
+they have. What is attached to a batch's prompts travels once, however many rows have it: its bytes, or the path of the
+file that the user keeps it in.
 """
 
 from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,6 +17,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from april.core.attachments import Attachment, Placed, before
 from april.core.batch import Batch, DeliveredSample
 from april.core.ledger import Ledger
 from april.core.tape import Segment
@@ -29,12 +32,33 @@ from april.errors import ConfigError, RankError, RolloutError
 from april.processes import rank_messages as say
 from april.processes.plain_values import plain_bytes
 
+_Place = tuple[int, int, int, tuple[int, ...]]
+"""The place of an attachment among those of the message, and ``at``, ``count`` and ``stands``."""
+_Rows = tuple[str, tuple[int, ...], bytes]
+"""Type, shape and content of an array."""
+
+
+class _Attachment(msgspec.Struct, array_like=True):
+    kind: str
+    digest: str
+    size: int
+    data: bytes | None
+    path: str
+
 
 class _Prompt(msgspec.Struct, array_like=True):
     tokens: bytes
     data: dict[Any, Any]
     epoch: int
     position: int
+    attached: list[_Place]
+
+
+class _PromptAlone(msgspec.Struct, array_like=True):
+    tokens: bytes
+    data: dict[Any, Any]
+    attached: list[_Place]
+    attachments: list[_Attachment]
 
 
 class _Sample(msgspec.Struct, array_like=True):
@@ -54,6 +78,9 @@ class _Sample(msgspec.Struct, array_like=True):
     chain: int
     own_prompt: bytes | None
     """what its row begins with, where that is not the prompt at its place"""
+    attached: list[_Place] | None
+    """what is attached to its conversation, where that is not what is attached to the prompt at its place"""
+    extras: dict[str, _Rows]
 
 
 class _Batch(msgspec.Struct, array_like=True):
@@ -65,6 +92,7 @@ class _Batch(msgspec.Struct, array_like=True):
     bottleneck: str
     branches: dict[int, int]
     share: BatchShare
+    attachments: list[_Attachment]
     prompts: list[_Prompt]
     samples: list[_Sample]
 
@@ -111,11 +139,51 @@ def _plain_or_none(output: Any) -> Any:
     return output
 
 
+# ---------------------------------------------------------------- attachments and rows
+
+
+class _Attachments:
+    """The attachments of a message, each once."""
+
+    def __init__(self) -> None:
+        self.all: list[_Attachment] = []
+        self._place: dict[str, int] = {}
+
+    def places(self, attached: Iterable[Placed]) -> list[_Place]:
+        """Attachments at their places, by their numbers."""
+        return [(self._number(p.attachment), p.at, p.count, p.stands) for p in attached]
+
+    def _number(self, a: Attachment) -> int:
+        number = self._place.setdefault(a.digest, len(self.all))
+        if number == len(self.all):
+            self.all.append(_Attachment(a.kind, a.digest, a.size, a.data, a.path))
+        return number
+
+
+def _placed(attachments: Sequence[Attachment], places: Iterable[_Place]) -> tuple[Placed, ...]:
+    return tuple(Placed(attachments[number], at, count, stands) for number, at, count, stands in places)
+
+
+def _attachments(packed: Iterable[_Attachment]) -> list[Attachment]:
+    return [Attachment(a.kind, a.digest, a.size, a.data, a.path) for a in packed]
+
+
+def _rows(array: NDArray[Any]) -> _Rows:
+    little = np.ascontiguousarray(array, array.dtype.newbyteorder("<"))
+    return little.dtype.str, little.shape, little.tobytes()
+
+
+def _array_of(rows: _Rows) -> NDArray[Any]:
+    dtype, shape, content = rows
+    return np.frombuffer(content, dtype).reshape(shape).astype(np.dtype(dtype).newbyteorder("="), copy=False)
+
+
 # ---------------------------------------------------------------- batches
 
 
 def pack_batch(batch: Batch) -> bytes:
     """A batch or a share of one, whose prompts have plain data."""
+    attachments = _Attachments()
     prompts: list[Prompt] = []
     place: dict[int, int] = {}
     for sample in batch.samples:
@@ -124,20 +192,29 @@ def pack_batch(batch: Batch) -> bytes:
             prompts.append(sample.prompt)
 
     def own_prompt(row: DeliveredSample) -> bytes | None:
-        ids = row.prompt.token_ids
-        return None if np.array_equal(ids, prompts[place[row.id.group]].token_ids) else _bytes(ids)
+        first, own = prompts[place[row.id.group]], row.prompt
+        same = own.attached == first.attached and np.array_equal(own.token_ids, first.token_ids)
+        return None if same else _bytes(own.token_ids)
+
+    def own_attached(row: DeliveredSample) -> list[_Place] | None:
+        return None if row.attached == prompts[place[row.id.group]].attached else attachments.places(row.attached)
 
     return msgspec.msgpack.encode(
         _Batch(
             id=batch.id, version=batch.version, group_sizes=batch.group_sizes, metrics=dict(batch.metrics),
             logprob_kind=batch.logprob_kind, bottleneck=batch.bottleneck, branches=dict(batch.branches),
             share=batch.share,
-            prompts=[_Prompt(_bytes(p.token_ids), dict(p.data), p.epoch, p.position) for p in prompts],
+            attachments=attachments.all,
+            prompts=[
+                _Prompt(_bytes(p.token_ids), dict(p.data), p.epoch, p.position, attachments.places(p.attached))
+                for p in prompts
+            ],
             samples=[
                 _Sample(
                     id=s.id, prompt=place[s.id.group], **_packed(s), segments=list(s.segments), staleness=s.staleness,
                     reward=s.reward, cohort=s.cohort, finish=s.finish, attempts=s.attempts, resumes=s.resumes,
-                    chain=s.chain, own_prompt=own_prompt(s),
+                    chain=s.chain, own_prompt=own_prompt(s), attached=own_attached(s),
+                    extras={name: _rows(rows) for name, rows in s.extras.items()},
                 )
                 for s in batch.samples
             ],
@@ -145,17 +222,28 @@ def pack_batch(batch: Batch) -> bytes:
     )  # fmt: skip
 
 
+_PROMPT_ALONE = msgspec.msgpack.Decoder(_PromptAlone)
 _BATCHES = msgspec.msgpack.Decoder(_Batch)
 
 
 def unpack_batch(content: bytes) -> Batch:
     """Unpack a batch; its arrays are its own and may be written into."""
     b = _BATCHES.decode(content)
-    prompts = [Prompt(_array(p.tokens, np.int32), p.data, p.epoch, p.position) for p in b.prompts]
+    attachments = _attachments(b.attachments)
+    prompts = [
+        Prompt(_array(p.tokens, np.int32), p.data, p.epoch, p.position, _placed(attachments, p.attached))
+        for p in b.prompts
+    ]
+
+    def attached_of(s: _Sample) -> tuple[Placed, ...]:
+        return prompts[s.prompt].attached if s.attached is None else _placed(attachments, s.attached)
 
     def prompt_of(s: _Sample) -> Prompt:
         prompt = prompts[s.prompt]
-        return prompt.copy() if s.own_prompt is None else replace(prompt, token_ids=_array(s.own_prompt, np.int32))
+        if s.own_prompt is None:
+            return prompt.copy()
+        ids = _array(s.own_prompt, np.int32)
+        return replace(prompt, token_ids=ids, attached=before(attached_of(s), len(ids)))
 
     return Batch(
         id=b.id, version=PolicyVersion(*b.version), group_sizes=b.group_sizes, metrics=b.metrics,
@@ -164,7 +252,8 @@ def unpack_batch(content: bytes) -> Batch:
             DeliveredSample(
                 id=SampleId(*s.id), prompt=prompt_of(s), **_unpacked(s), segments=tuple(s.segments),
                 staleness=s.staleness, reward=s.reward, cohort=s.cohort, finish=s.finish, attempts=s.attempts,
-                resumes=s.resumes, chain=s.chain,
+                resumes=s.resumes, chain=s.chain, attached=attached_of(s),
+                extras={name: _array_of(rows) for name, rows in s.extras.items()},
             )
             for s in b.samples
         ),
@@ -321,8 +410,8 @@ def unpack_call(content: bytes, transfer: Callable[[], None]) -> tuple[str, list
     def made(code: int, data: memoryview) -> Any:
         if code == _TRANSFER:
             return transfer
-        ids, extras = msgspec.msgpack.decode(data)
-        return Prompt(np.frombuffer(ids, np.int32).copy(), extras)
+        p = _PROMPT_ALONE.decode(data)
+        return Prompt(_array(p.tokens, np.int32), p.data, attached=_placed(_attachments(p.attachments), p.attached))
 
     method, arguments, named = msgspec.msgpack.decode(content, ext_hook=made)
     if method == _FAILED:
@@ -334,7 +423,10 @@ def unpack_call(content: bytes, transfer: Callable[[], None]) -> tuple[str, list
 
 def _as_ext(prompt: Prompt) -> msgspec.msgpack.Ext:
     refuse_not_plain(prompt)
-    return msgspec.msgpack.Ext(_PROMPT, msgspec.msgpack.encode((prompt.token_ids.tobytes(), dict(prompt.data))))
+    attachments = _Attachments()
+    places = attachments.places(prompt.attached)
+    alone = _PromptAlone(_bytes(prompt.token_ids), dict(prompt.data), places, attachments.all)
+    return msgspec.msgpack.Ext(_PROMPT, msgspec.msgpack.encode(alone))
 
 
 def _plain(value: Any) -> Any:

@@ -42,6 +42,8 @@ class Member:
         """The reason for which the center cannot be asked any more."""
         self._come: dict[int, list[say.Step | say.Answer]] = {}
         """Messages of the calls that have not ended here."""
+        self._parts: dict[tuple[int, bool], list[bytes]] = {}
+        """What came ahead of an answer, or of what is shown."""
         self._made = (-1, "")
         """The last call."""
         self._ended = 0
@@ -180,6 +182,10 @@ class Member:
         except LinkError as wrong:
             self._lost(str(wrong))
             return
+        if isinstance(message, (say.Answer, say.Shown)) and self._parts:
+            shown = isinstance(message, say.Shown)
+            parts = self._parts.pop((message.number if isinstance(message, say.Shown) else message.call, shown), [])
+            message.content = b"".join((*parts, message.content))
         match message:
             case say.Joined(call):
                 self.first = call
@@ -188,6 +194,8 @@ class Member:
                 # of the call that this one is made instead of: the center will say that they differ
                 if call != number or message.what in ("", what):
                     self._come.setdefault(call, []).append(message)
+            case say.Part(number, content, shown):
+                self._parts.setdefault((number, shown), []).append(content)
             case say.Shown(number, content):
                 asked = self._asked.pop(number)
                 asked.give(content, None if message.error is None else say.error_of(message.error))
