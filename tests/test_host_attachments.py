@@ -79,12 +79,21 @@ def test_images_are_forgotten_with_their_group_and_sent_again_with_another() -> 
         sides.pump.post(ev.StepRequested())
 
 
-def test_a_file_travels_as_its_path_to_a_host() -> None:
-    """What the user keeps in files is not read by the core: the host has the path and the digest of its content."""
-    sides, _ = with_images((Placed(Attachment("image", IMAGE.digest, IMAGE.size, None, "/data/a.png"), 1, 1, (2,)),))
-    attempts = submitted(sides.down())
-    came = attempts[0].attached[0].attachment
-    assert (came.data, came.path, came.digest, came.size) == (None, "/data/a.png", IMAGE.digest, IMAGE.size)
+def test_an_image_in_a_file_travels_as_bytes_or_where_it_cannot_be_read_as_its_path(tmp_path: Path) -> None:
+    """A host needs no disk in common with the core; a file that is not there for the core may be there for the host,
+    whose engine says what is wrong if it is not.
+    """
+    path = tmp_path / "a.png"
+    path.write_bytes(IMAGE.data or b"")
+    kept = (Placed(Attachment("image", IMAGE.digest, IMAGE.size, None, str(path)), 1, 1, (2,)),)
+    for there in (True, False):
+        if not there:
+            path.unlink()
+        sides, _ = with_images(kept)
+        attempts = submitted(sides.down())
+        came = attempts[0].attached[0].attachment
+        assert (came.digest, came.size) == (IMAGE.digest, IMAGE.size)
+        assert (came.data, came.path) == ((IMAGE.data, "") if there else (None, str(path)))
 
 
 def test_a_function_on_a_host_brings_images_to_the_core_once() -> None:

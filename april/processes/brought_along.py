@@ -13,7 +13,7 @@ import numpy as np
 
 from april.attachments import content
 from april.core.attachments import NO_EXTRAS, Attachment, Extras, Placed
-from april.errors import WireError
+from april.errors import AttachmentError, WireError
 from april.processes import messages as wire
 from april.processes.messages import ProtocolError
 
@@ -42,19 +42,26 @@ class Attached:
         """The number of groups of which something is remembered."""
         return len(self._here.keys() | self._there.keys())
 
-    def news(self, group: int, attached: Sequence[Placed], *, as_bytes: bool = False) -> list[wire.Message]:
-        """Those that the other side has not got, to be sent before they are named; ``as_bytes``: from their files.
+    def news(self, group: int, attached: Sequence[Placed], *, read: bool = False) -> list[wire.Message]:
+        """Those that the other side has not got, to be sent before they are named.
 
-        Raises AttachmentError for a file that cannot be read.
+        Raises AttachmentError for a file that cannot be read here, if it is to be ``read``; else its path goes, and
+        whoever needs it there says what is wrong.
         """
         if not attached:
             return []
         there = self._there.get(group, set())
         news: dict[str, wire.Message] = {}
+        data: bytes | None
         for a in [placed.attachment for placed in attached]:
             if a.digest not in there and a.digest not in news:
-                data, path = (content(a), "") if as_bytes else (a.data, a.path)
-                news[a.digest] = wire.Attach(group, a.kind, a.digest, a.size, data, path)
+                try:
+                    data = content(a)
+                except AttachmentError:
+                    if read:
+                        raise
+                    data = None
+                news[a.digest] = wire.Attach(group, a.kind, a.digest, a.size, data, a.path if data is None else "")
         self._there.setdefault(group, set()).update(news)
         return list(news.values())
 
@@ -64,7 +71,7 @@ class Attached:
             raise ProtocolError(f"{self._peer}: an attachment of group {m.group} has come without its bytes")
         attachment = Attachment(m.kind, m.digest, m.size, None, m.path)
         if m.data is not None:
-            attachment = Attachment.of(m.kind, m.data, m.path)
+            attachment = Attachment.of(m.kind, m.data)
             if (attachment.digest, attachment.size) != (m.digest, m.size):
                 raise ProtocolError(f"{self._peer}: an attachment of group {m.group} has another digest than it says")
         self._here.setdefault(m.group, {}).setdefault(attachment.digest, attachment)

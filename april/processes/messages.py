@@ -6,9 +6,10 @@ little-endian bytes, read as bytearrays so that nothing is copied again. Both si
 host says first.
 
 An attachment travels once to each side that has not got it, for a group, by a message of its own before the first one
-that names it by its digest; it is forgotten with the group. Its bytes travel where they are in memory; of one that is
-kept as the path of a file the path does, for a file that all processes can read. Rows of tokens travel from the host
-that has made them, once, in pieces before the end of their attempt, and to no host.
+that names it by its digest; it is forgotten with the group. Its bytes travel, also of one that is kept as the path of a
+file: no two processes need to have a disk in common. Where the core's process cannot read that file its path travels,
+for the host that can; a host names none. Rows of tokens travel from the host that has made them, once, in pieces before
+the end of their attempt, and to no host.
 """
 
 from __future__ import annotations

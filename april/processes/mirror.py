@@ -400,7 +400,7 @@ class Mirror:
             if chain is not None:
                 seen, number = chain.seen, chain.number
             added, attached = packed(e.token_ids[0 if chain is None else len(chain.prompt) + seen :]), e.attached
-            self._out += self._attached.news(e.sample.group, attached, as_bytes=True)
+            self._out += self._attached.news(e.sample.group, attached, read=True)
             self._attached.keep(e.sample.group, attached)
         self._turns[e.sample] += 1
         turn = self._turns[e.sample]
