@@ -70,6 +70,8 @@ class LimitCode(StrEnum):
     """The server dies of a seed, so none is sent."""
     SPECULATION = "speculation"
     SEVERAL_COPIES = "several copies"
+    NO_EXPERTS = "no experts"
+    """The experts that the model chooses do not come with its tokens."""
     NO_LOAD = "no load"
     NO_START_TIME = "no start time"
     """The server does not say when its process began."""
@@ -171,6 +173,12 @@ def raw_logprobs(remedy: str, *flags: str) -> Limit:
         "top_p and the like"
     )
     return Limit(LimitCode.RAW_LOGPROBS, consequence, remedy, flags)
+
+
+def no_experts(remedy: str, *flags: str) -> Limit:
+    """A model with experts is served by a server that keeps back which ones it chose."""
+    consequence = "The experts that the model chooses do not come with its tokens (extras: routed_experts)"
+    return Limit(LimitCode.NO_EXPERTS, consequence, remedy, flags)
 
 
 def unknown_eos(

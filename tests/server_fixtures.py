@@ -18,6 +18,7 @@ from fake_servers.vllm import FakeVllmServer
 from steady_loop import turn_of_all
 
 from april.config.engines import OpenAIEngineConfig, ServerEngineConfig, SglangEngineConfig, VllmEngineConfig
+from april.core.attachments import Extras
 from april.core.sampling import SamplingParams
 from april.core.versions import PolicyVersion
 from april.engines.http.http_client import HttpClient
@@ -43,13 +44,15 @@ _numbers = itertools.count()
 
 
 def request(
-    prompt: Sequence[int] = PROMPT, max_tokens: int = 64, *, temperature: float = 1.0, stream: bool = False, **more: Any
-) -> Request:
+    prompt: Sequence[int] = PROMPT, max_tokens: int = 64, *, temperature: float = 1.0, stream: bool = False,
+    extras: tuple[str, ...] = (), extras_from: int = 0, **more: Any,
+) -> Request:  # fmt: skip
     """A fresh attempt with an id as april makes them."""
     sampling = SamplingParams(max_tokens, temperature=temperature, **more)
     return Request(
-        attempt_id=f"{next(_numbers):032x}", token_ids=np.array(prompt, np.int32), sampling=sampling, stream=stream
-    )
+        attempt_id=f"{next(_numbers):032x}", token_ids=np.array(prompt, np.int32), sampling=sampling, stream=stream,
+        extras=extras, extras_from=extras_from,
+    )  # fmt: skip
 
 
 @dataclass
@@ -61,6 +64,7 @@ class Got:
     versions: list[PolicyVersion] = field(default_factory=list)
     finish: EngineFinish | None = None
     chunks: int = 0
+    extras: Extras = field(default_factory=dict)
     error: Exception | None = None
 
 
@@ -76,6 +80,8 @@ async def read(engine: Any, asked: Request, got: Got | None = None) -> Got:
                 got.versions += [chunk.version] * len(chunk.tokens)
                 got.finish = chunk.finish
                 got.chunks += 1
+                assert got.finish is not None or not chunk.extras, "rows before the last chunk"
+                got.extras = chunk.extras
     except Exception as error:
         got.error = error
     return got

@@ -363,7 +363,7 @@ def counts_and_waits() -> list[tuple[str, str]]:
         if not setting.path.startswith("engine."):
             if name.endswith("_s"):
                 found.append((setting.path, "seconds"))
-            elif "int" in kind:
+            elif "int" in kind and not name.endswith("_bytes"):
                 found.append((setting.path, "count"))
     assert len({kind for _, kind in found}) == 2
     return found
@@ -456,13 +456,14 @@ def test_every_setting_of_a_server_but_its_key_is_a_flag() -> None:
         "--engine-kind", "vllm", "--engine-urls", *URLS, "--engine-api-key-env", "KEY", "--engine-max-in-flight", "64",
         "--max-in-flight", "100", "--engine-max-token-loss", "0", "--engine-vocab-size", "512", "--engine-max-len",
         "4096", "--engine-eos-token-ids", "2", "3", "--engine-logprobs", "processed", "--engine-connect-timeout-s",
-        "2.5", "--engine-probe-timeout-s", "20", "--engine-model", "tiny",
+        "2.5", "--engine-probe-timeout-s", "20", "--engine-model", "tiny", "--engine-expert-shape", "3", "2",
     )  # fmt: skip
 
     assert config.max_in_flight == 100
     assert config.engine == VllmEngineConfig(
         urls=URLS, api_key_env="KEY", max_in_flight=64, max_token_loss=0, vocab_size=512, max_len=4096,
         eos_token_ids=(2, 3), logprobs="processed", connect_timeout_s=2.5, probe_timeout_s=20, model="tiny",
+        expert_shape=(3, 2),
     )  # fmt: skip
     given = {name for name in VllmEngineConfig.model_fields if getattr(config.engine, name) is not None}
     assert given == set(VllmEngineConfig.model_fields) - {"api_key"}
@@ -476,7 +477,7 @@ def test_both_limits_on_requests_in_flight_are_told_apart() -> None:
     """One is over all engines, the other for one server; each says so and names no default of the other."""
     text = " ".join(april.add_april_arguments(argparse.ArgumentParser()).format_help().split())
     assert "--max-in-flight INT|auto Samples generated at the same time, on all engines together." in text
-    assert "Most requests at one server at the same time, within the max_in_flight of all servers together." in text
+    assert "Most requests at one server at the same time, within the max_in_flight of all together." in text
 
 
 REQUIRED = "the addresses of the servers, such as http://127.0.0.1:8000"
@@ -500,7 +501,7 @@ ENGINE_MISTAKES: list[tuple[Any, str]] = [
         {"kind": "sglang", "urls": URLS, "colour": 1},
         "engine.colour: unknown setting; engine.kind sglang has urls, api_key, api_key_env, max_in_flight, "
         "max_token_loss, vocab_size, max_len, eos_token_ids, logprobs, connect_timeout_s, probe_timeout_s, model, "
-        "router",
+        "expert_shape, router",
     ),
     # addresses
     ({**ONE, "urls": "localhost:8000"}, f"engine.urls.0: {LOOKS} 'localhost:8000'; write http://localhost:8000"),

@@ -33,6 +33,9 @@ def why_unfit(
         bad = [i for i in config.sampling.stop_token_ids if i >= c.vocab_size]
         if bad:
             yield f"sampling.stop_token_ids: {bad[0]} is outside the vocabulary of {c.vocab_size} of engine {name}"
+        if missing := [extra for extra in config.extras if extra not in c.extras]:
+            need = f"; {c.extras_need}" if c.extras_need else ""
+            yield f"engine {name} does not give {', '.join(missing)} with its tokens, as extras asks{need}"
         continuous = config.generation is GenerationMode.CONTINUOUS
         if config.leaves_partials and not c.returns_partials:
             mode = "generation: stepwise, " if continuous else ""

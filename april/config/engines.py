@@ -119,7 +119,7 @@ class SimulatedEngineConfig(Model):
     max_len: PositiveInt = 32768
     """Longest prompt plus response."""
     vocab_size: PositiveInt = 32000
-    """Size of the vocabulary; token ids are below it."""
+    """Size of the vocabulary."""
     median_len: PositiveFloat = 2500.0
     """Median response length, in tokens."""
     sigma_between: NonNegativeFloat = 0.6
@@ -145,13 +145,12 @@ class ServerEngineConfig(Model):
     api_key_env: str | None = None
     """Environment variable that holds the key, where the servers want one."""
     max_in_flight: PositiveInt | None = None
-    """Most requests at one server at the same time, within the max_in_flight of all servers together. None means
-    that april finds out from what the server says of its memory."""
+    """Most requests at one server at the same time, within the max_in_flight of all together. None means what the
+    server's memory allows."""
     max_token_loss: NonNegativeInt | None = None
-    """Most tokens of one response that may be lost when its server dies: tokens are then streamed at least that often.
-    None means what costs least on this kind of server."""
+    """Most tokens of one response that may be lost when its server dies. None means what costs least there."""
     vocab_size: PositiveInt | None = None
-    """Size of the vocabulary; token ids are below it. None means what the server says."""
+    """Size of the vocabulary. None means what the server says."""
     max_len: PositiveInt | None = None
     """Longest prompt plus response. None means what the server says."""
     eos_token_ids: tuple[NonNegativeInt, ...] | None = None
@@ -164,6 +163,8 @@ class ServerEngineConfig(Model):
     """Longest wait at the start for a server to say what it can do."""
     model: str | None = None
     """Name under which the servers list the model, or the adapter (LoRA), that is trained. None means the only one."""
+    expert_shape: tuple[PositiveInt, PositiveInt] | None = None
+    """Layers and experts per token, of routed_experts. None means what the model's files say."""
 
     @field_validator("api_key")
     @classmethod

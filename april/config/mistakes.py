@@ -32,7 +32,7 @@ UNSUPPORTED: dict[str, str] = {
     **dict.fromkeys(("image_data", "images", "multi_modal_data", "audio_data", "video_data"), _IMAGES),
     **dict.fromkeys(("logprobs", "prompt_logprobs", "top_logprobs", "return_logprob"), _LOGPROBS),
     **dict.fromkeys(("include_stop_str_in_output", "no_stop_trim"), _STOP_TEXT),
-    "return_routed_experts": "april does not carry the experts of a token over an abort, so a replay would have holes",
+    "return_routed_experts": "set Config.extras to routed_experts",
     "seed": "april seeds each attempt by (run, sample, token offset): a resume repeats nothing; set Config.seed",
     "priority": "april decides who goes first, by age and staleness",
     "echo": "the prompt is yours already: Completion.conversation has it in front",

@@ -20,6 +20,7 @@ from april.config.images import ImagesConfig
 from april.config.mistakes import UNSUPPORTED, Mistake, Named, WrongSettings, contradiction
 from april.config.values import (
     AUTO,
+    Bytes,
     Model,
     NonNegativeFloat,
     NonNegativeInt,
@@ -58,6 +59,13 @@ def _stop_strings(stop: tuple[str, ...]) -> tuple[str, ...]:
     if wrong := wrong_stop_strings(stop):
         raise ValueError(wrong)
     return stop
+
+
+def _each_once(names: tuple[str, ...]) -> tuple[str, ...]:
+    for name in names:
+        if not name.isidentifier() or names.count(name) > 1:
+            raise ValueError(f"names of rows, each once, such as routed_experts, got {without_contents(names)}")
+    return names
 
 
 def _stop_id(given: Any) -> Any:
@@ -112,16 +120,15 @@ class Config(Model):
     conversations."""
     max_sample_tokens: PositiveInt | None = None
     """Most tokens that a sample may generate in all its conversations; requests that run side by side each get what was
-    left as they began. None means no limit."""
+    left as they began."""
     max_chains: PositiveInt = 64
     """Most conversations of a sample; one more fails it."""
     generation: GenerationMode = GenerationMode.STEPWISE
     """Span of generation: from the request for a batch to its delivery (stepwise), or always, for engines with GPUs of
     their own (continuous)."""
     on_weight_update: OnWeightUpdate = OnWeightUpdate.RESUBMIT
-    """Treatment of requests in flight at a weight update, with generation: continuous: they are cut and prefilled again
-    (resubmit), go on over the keys that the old weights wrote (keep), or go on after the engine has written these
-    anew (recompute)."""
+    """Treatment of requests in flight at a weight update, with generation: continuous: cut and prefilled again
+    (resubmit), continued over the old keys (keep), or after the engine has written these anew (recompute)."""
     refill: Refill = Refill.NONE
     """Start of new work between two deliveries: once (none), per finished group, or per finished sample, which is the
     default with generation: continuous."""
@@ -152,8 +159,12 @@ class Config(Model):
     given (wait), or the prompts begin again, for ever (wrap)."""
     max_filtered_groups: PositiveInt = 1000
     """Number of groups that the filter may reject in a row before the step fails."""
+    extras: Annotated[tuple[str, ...], BeforeValidator(one_or_more), AfterValidator(_each_once)] = ()
+    """Rows that come with every trained token: routed_experts, for trainers that replay those."""
     max_held_tokens: PositiveInt | None = None
     """Number of held tokens from which on no prompt is drawn beyond what the step needs."""
+    max_extras_bytes: Bytes = 8 << 30
+    """Bytes of held rows from which on the same holds."""
     max_attempt_failures: PositiveInt = 3
     """Number of failures (engine, rollout or reward) after which a sample's group is dropped and replaced."""
     max_failed_groups: PositiveInt = 8
@@ -167,24 +178,24 @@ class Config(Model):
     abort_resend_s: Seconds = 1.0
     """Time between two requests for the same abort."""
     stall_timeout_s: Seconds | None = 1800.0
-    """Longest time without a token of a request, or without the answer of one that comes whole; then its engine is
-    asked to end it, and what came is continued."""
+    """Longest time without a token of a request, or the answer of one that comes whole; then it is ended, and what came
+    is continued."""
     warn_after_s: Seconds | None = None
-    """Wait for the same thing (a transfer of weights, an engine, prompts, a function of yours) after which a warning
+    """Wait for the same thing (weights, an engine, prompts, a function of yours) after which a warning
     names it. None means 60 s, or outage_deadline_s if that is less."""
     outage_deadline_s: Seconds = 600.0
     """Longest wait for an engine while none is well, before the step fails, and for an engine to load weights or to
     take a part of them; a transfer of your own has twice as long."""
     weights: WeightsRoute = WeightsRoute.AUTO
-    """Way of new weights to servers, where a trainer's adapter chooses: by a directory that they read (disk), sent from
-    the trainer's process (collective), or the latter where all servers offer it (auto)."""
+    """Way of new weights to servers, where a trainer's adapter chooses: a directory (disk), from the trainer's
+    process (collective), or the latter where all servers offer it (auto)."""
     adapters_dir: str | None = None
     """Directory that all servers read, for the adapters (LoRA) that weight_update(weights=model) writes. None means a
     temporary one, for servers on this machine."""
     allow_mismatch: bool = False
     """Accept sampling parameters under which a trainer's recomputed log-probabilities cannot match."""
     seed: Seed = 0
-    """Seed of all sampling; the seed of an attempt follows from it, the sample and the token offset."""
+    """Seed of all sampling, from which that of each attempt follows."""
     images: ImagesConfig = ImagesConfig()
     engine: EngineConfig = TransformersEngineConfig()
 

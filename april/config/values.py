@@ -49,6 +49,7 @@ LONGEST_S = 1e9
 # pydantic takes true for 1
 Number = BeforeValidator(_no_bool)
 PositiveInt = Annotated[int, Field(ge=1, le=MOST), Number]
+Bytes = Annotated[int, Field(ge=1, le=2**53), Number]
 NonNegativeInt = Annotated[int, Field(ge=0, le=MOST), Number]
 Seed = Annotated[int, Field(ge=0, le=2**63 - 1), Number]
 """A seed goes into checkpoints, whose formats have no longer numbers."""

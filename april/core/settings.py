@@ -52,6 +52,8 @@ class CoreSettings:
     """Tokens that all of them together may generate at most."""
     max_held_tokens: int | None = None
     """Held tokens from which on no prompt is drawn beyond what the step needs."""
+    max_extras_bytes: int | None = None
+    """Bytes of held rows (extras) from which on the same holds."""
     group_reward: bool = False
     has_reward: bool = True
     has_filter: bool = False

@@ -166,7 +166,7 @@ def abilities(c: Capabilities, temperature: float | None = None, *, ends_given: 
         ends_given: whether the configuration says which ids end a response (none is an answer too).
     """
     return [
-        _abort(c), _versions(c), _logprobs(c, temperature), _weights(c), *_adapters(c), _in_flight(c),
+        _abort(c), _versions(c), _logprobs(c, temperature), _weights(c), *_adapters(c), *_extras(c), _in_flight(c),
         _ends(c, ends_given), _streaming(c),
         _seeds(c), _size(c), *(_of_limit(_OTHER_SUBJECTS[x.code], x) for x in c.limits if x.code in _OTHER_SUBJECTS),
     ]  # fmt: skip
@@ -241,6 +241,11 @@ def _adapters(c: Capabilities) -> list[Finding]:
         return []
     taken = f"none are taken; a LoRA policy is sent merged, as a whole model; for adapters {c.adapters_need}"
     return [Finding("adapters", Level.REMARK, taken)]
+
+
+def _extras(c: Capabilities) -> list[Finding]:
+    """Rows with tokens, of servers that give them."""
+    return [_ok("extras", f"{', '.join(c.extras)}: rows come with the tokens, for extras")] if c.extras else []
 
 
 def _ends(c: Capabilities, given: bool) -> Finding:

@@ -118,6 +118,8 @@ class Capabilities:
     """Kinds of attachments ("image") that it takes with a prompt."""
     extras: tuple[str, ...] = ()
     """Names of the arrays ("routed_experts") that it can give with the tokens that it generates."""
+    extras_need: str = ""
+    """The remedy where it cannot and perhaps could, an order to the user; empty if there is none."""
     bans: bool = False
     """``sampling.banned_ids`` are honoured."""
     limits: tuple[Limit, ...] = ()

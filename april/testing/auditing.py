@@ -181,6 +181,7 @@ class _Auditor:
                 ("version", sample.versions[where], record.versions[taken]),
             ):
                 self.equal(sample, what, segment.start, got, expected, record)
+            self.rows(sample, record, segment.start, taken)
             if tuple(segment.version) > tuple(batch.version):
                 self.wrong(sample, f"has tokens of version {segment.version} in a batch of version {batch.version}")
         self.masks(sample, batch)
@@ -198,6 +199,17 @@ class _Auditor:
             rows = np.flatnonzero((got != expected).reshape(len(got), -1).any(axis=1))
             i = int(rows[0])
             self.wrong(sample, f"has {what} {got[i]} at {start + i}; {_name(record)} handed over {expected[i]}")
+
+    def rows(self, sample: DeliveredSample, record: AttemptRecord, start: int, taken: slice) -> None:
+        """Check that the tokens of a segment have the rows that came with them, and so have those before the attempt's
+        first ones that had none."""
+        request, prompt = record.request, len(sample.prompt.token_ids)
+        before = len(request.token_ids) - 1 - request.extras_from
+        first = 0 if taken.start == 0 else before + taken.start
+        at = prompt + start - 1 - (before + taken.start - first)
+        for name in request.extras:
+            expected = record.chunks[-1].extras.get(name, np.empty(0))[first : before + taken.stop]
+            self.equal(sample, f"row of {name}", at, sample.extras[name][at : at + len(expected)], expected, record)
 
     def request(self, sample: DeliveredSample, record: AttemptRecord, start: int) -> None:
         """Check that an attempt continued exactly what the sample had, prompt and response."""
@@ -255,7 +267,8 @@ class _Auditor:
             ("observed", handed_over - running, ledger.observed),
             ("delivered", delivered, ledger.delivered),
             ("held or dropped", handed_over - running - delivered, ledger.held + dropped),
-            ("corrupt", rejected, corrupt),
+            # those of a rejected attempt that were read before the wrong chunk had no rows yet
+            ("corrupt", rejected, min(max(rejected, corrupt), corrupt + ledger.dropped[DropReason.NO_EXTRAS])),
         ):
             if counted != booked:
                 self.problems.append(f"the ledger has {booked} tokens {what}, the engines' records say {counted}")

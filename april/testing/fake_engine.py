@@ -21,6 +21,7 @@ from april.core.sampling import LogprobKind
 from april.core.versions import FIRST_VERSION, PolicyVersion
 from april.engines.http.wire import empty_chunk
 from april.engines.protocol import Capabilities, Chunk, EngineFinish, Health, Int32, OnWeightUpdate, Request
+from april.engines.simulated.engine import with_rows
 from april.errors import EngineError
 from april.testing.fault_script import AT_TOKENS, WRONG_CHUNKS, WRONG_ENDS, AttemptFaults, Fault, FaultKind, FaultScript
 from april.testing.records import AbortRecord, AttemptRecord, as_read, fake_logprobs, fake_response
@@ -167,6 +168,7 @@ class FakeEngine:
         max_running: requests served at the same time; more wait inside.
         prefix_abort: an abort hits every request whose id begins with a given id, as SGLang's does.
         weight_update_s: how long ``update_weights`` takes. A path is accepted, written down and not read.
+        extras: names of the rows that it gives with its tokens, as :mod:`april.engines.simulated.synthetic_rows` says.
         vocab_size, eos_token_id, max_context, version: as in :class:`april.engines.protocol.Capabilities`.
 
     What april asked for and must not ask for (an id used twice, a response continued behind its end) is refused and
@@ -189,6 +191,7 @@ class FakeEngine:
         eos_token_id: int = 0,
         max_context: int = 1 << 20,
         version: PolicyVersion = FIRST_VERSION,
+        extras: Sequence[str] = (),
     ) -> None:
         for what, value, good in (
             ("seconds_per_token", seconds_per_token, 0 < seconds_per_token < math.inf),
@@ -217,6 +220,7 @@ class FakeEngine:
             in_flight_updates=(OnWeightUpdate.KEEP, OnWeightUpdate.RECOMPUTE),
             attachments=("image",),
             bans=True,
+            extras=tuple(extras),
         )
         self._version = version
         self._streams: dict[str, FakeStream] = {}
@@ -284,6 +288,8 @@ class FakeEngine:
             while not record.end:
                 chunk = await self._next(stream)
                 if chunk is not None:
+                    if record.end and request.extras:
+                        chunk = self._with_rows(stream, chunk)
                     yield self._write_down(record, chunk)
             if stream.finish.value == record.end and self._hits(stream, FaultKind.CHUNK_AFTER_FINISH):
                 record.wrong = FaultKind.CHUNK_AFTER_FINISH
@@ -585,6 +591,21 @@ class FakeEngine:
         for kind in wrong:
             stream.record.wrong = kind
             chunk = spoilt_chunk(chunk, kind, self._capabilities.vocab_size, room)
+        return chunk
+
+    def _with_rows(self, stream: FakeStream, chunk: Chunk) -> Chunk:
+        """The end of a request that asked for rows, with them, unless the script says otherwise."""
+        record = stream.record
+        aborted = chunk.finish is EngineFinish.ABORT
+        if chunk.finish is None or (aborted and self._hits(stream, FaultKind.ABORT_NO_ROWS)):
+            return chunk
+        if not aborted and self._hits(stream, FaultKind.NO_ROWS):
+            record.wrong = FaultKind.NO_ROWS
+            return chunk
+        chunk = with_rows(record.request, [*record.chunks, chunk])
+        if chunk.extras and self._hits(stream, FaultKind.SHORT_ROWS):
+            record.wrong = FaultKind.SHORT_ROWS
+            chunk = replace(chunk, extras={name: rows[:-1] for name, rows in chunk.extras.items()})
         return chunk
 
     def _hits(self, stream: FakeStream, kind: FaultKind) -> Fault | None:

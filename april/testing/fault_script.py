@@ -61,6 +61,12 @@ class FaultKind(StrEnum):
     """The last chunk comes twice."""
     NO_FINISH = "no_finish"
     """All tokens come, and then the stream ends without saying why."""
+    NO_ROWS = "no_rows"
+    """The end comes without the rows (extras) that were asked for."""
+    SHORT_ROWS = "short_rows"
+    """It comes with one row less."""
+    ABORT_NO_ROWS = "abort_no_rows"
+    """The end of an aborted request comes without rows, as of one that the engine had put back: nothing is wrong."""
     SICK_PROBE = "sick_probe"
     """A health probe finds the engine unwell."""
     FAILED_UPDATE = "failed_update"
@@ -80,6 +86,8 @@ WRONG_CHUNKS = (
 """Numbers that cannot be true."""
 WRONG_ENDS = {FaultKind.EARLY_LENGTH: EngineFinish.LENGTH, FaultKind.EARLY_STOP: EngineFinish.STOP}
 """Ends that cannot be true."""
+ROW_FAULTS = (FaultKind.NO_ROWS, FaultKind.SHORT_ROWS, FaultKind.ABORT_NO_ROWS)
+"""Faults of requests that ask for rows (extras)."""
 AT_TOKENS = (
     FaultKind.BREAK_OFF, FaultKind.ENGINE_DIES, FaultKind.STALL, FaultKind.EMPTY_CHUNKS, *WRONG_CHUNKS, *WRONG_ENDS
 )  # fmt: skip
@@ -96,7 +104,7 @@ _SECONDS = {
 ALL_FAULTS = tuple(FaultKind)
 """Every kind."""
 STREAM_FAULTS = tuple(
-    kind for kind in FaultKind if kind not in _ABOUT_THE_ENGINE and kind is not FaultKind.ABORT_REPEATS
+    kind for kind in FaultKind if kind not in (*_ABOUT_THE_ENGINE, *ROW_FAULTS, FaultKind.ABORT_REPEATS)
 )
 """Kinds that april has to deal with alone: no call of the trainer raises for a few of them, and no response changes.
 (abort_repeats changes it: above an engine a token sent twice looks like one sampled twice.)"""

@@ -19,6 +19,7 @@ from typing import Any, ClassVar, Generic, TypeVar
 import numpy as np
 from aiohttp import web
 from aiohttp.typedefs import Handler
+from numpy.typing import NDArray
 
 
 class RequestFault(StrEnum):
@@ -228,6 +229,8 @@ class FakeRequest:
     fault: PlannedFault | None = None
     salt: str = ""
     """Draws other tokens from the same weights."""
+    made_under: list[str] = field(default_factory=list)
+    """Weights that made each token."""
     news: asyncio.Event = field(default_factory=asyncio.Event)
 
     def hit(self, *kinds: RequestFault) -> RequestFault | None:
@@ -267,6 +270,7 @@ class FakeRequest:
         if token in held_back and (count <= self.params[self.MIN_TOKENS] or self.params.get("ignore_eos")):
             token = next(t for t in range(token + 1, token + vocab_size) if t % vocab_size not in stops) % vocab_size
         self.ids.append(token)
+        self.made_under.append(weights)
         self.logprobs.append(self.as_said(logprob))
         if self.spans and self.spans[-1][0] == label:
             self.spans[-1] = (label, self.spans[-1][1], count)
@@ -279,7 +283,7 @@ class FakeRequest:
 
     def lose_unsent(self) -> None:
         """Drop the tokens that have not left the server."""
-        del self.ids[self.sent :], self.logprobs[self.sent :]
+        del self.ids[self.sent :], self.logprobs[self.sent :], self.made_under[self.sent :]
         self.spans = [(name, a, min(b, self.sent)) for name, a, b in self.spans if a < self.sent]
 
     # ---------------------------------------------------------------- in the words of the server
@@ -377,6 +381,28 @@ def next_token(weights: str, prefix: list[int], vocab_size: int, eos: int, mean_
     return token, float(np.float32(-0.5 - 3 * int.from_bytes(digest[16:], "big") / 2**64))
 
 
+@dataclass(frozen=True, slots=True)
+class Experts:
+    """The experts of a model without any: each token is read by some, by its conversation and the weights."""
+
+    layers: int = 3
+    top_k: int = 2
+    count: int = 300
+
+    def rows(self, conversation: Sequence[int], made_under: Sequence[str]) -> NDArray[np.int32]:
+        """What is read before the last token, [T - 1, layers, top_k]; ``made_under``: weights of the last tokens.
+
+        A prompt is read under the first of them.
+        """
+        ids, rows = np.array(conversation, np.int32), []
+        prompt = len(ids) - len(made_under)
+        for i in range(len(ids) - 1):
+            key = made_under[max(i + 1 - prompt, 0)].encode()[:64]
+            digest = hashlib.blake2b(ids[: i + 1].tobytes(), digest_size=4 * self.layers * self.top_k, key=key).digest()
+            rows.append(np.frombuffer(digest, "<u4") % self.count)
+        return np.array(rows, np.int32).reshape(-1, self.layers, self.top_k)
+
+
 def uncut(
     prompt: Sequence[int], *, weights: str = "w0", max_tokens: int = 64, vocab_size: int = 512, eos: int = 2,
     mean_length: int = 24,
@@ -420,6 +446,10 @@ class FakeServer(Generic[R]):
         """One turn of the event loop; whoever has clients on other loops may wait for theirs too."""
         self.first_weights = weights
         """Those of every new process."""
+        self.experts: Experts | None = None
+        """It gives the experts of tokens (``--enable-return-routed-experts``)."""
+        self.rows_said: Callable[[R, NDArray[np.int32]], Any] = lambda run, rows: rows
+        """What it says of the rows of a request in place of them; None: nothing."""
         self.faults: list[PlannedFault] = []
         self.control_faults: list[PlannedControlFault] = []
         self.runs: list[R] = []

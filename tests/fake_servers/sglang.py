@@ -6,6 +6,7 @@ There is no model and no clock: generation goes one token per so many turns of t
 from __future__ import annotations
 
 import asyncio
+import base64
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -34,6 +35,8 @@ class FakeSglangRun(FakeRequest):
     """It was aborted in the queue: its last answer is put together in another way."""
     abort_seen: bool = False
     """The server passes one abort per request on and no more."""
+    rows_from: int | None = None
+    """The first row of experts that is wanted; None: they are not asked for."""
 
     @property
     def interval(self) -> int:
@@ -246,6 +249,8 @@ class FakeSglangServer(FakeServer[FakeSglangRun]):
         run = FakeSglangRun(body["rid"], list(body["input_ids"]), params, bool(body.get("stream")))
         if self.loras is not None:
             run.salt = self.loras.present.get(body.get("lora_path", ""), "")
+        if body.get("return_routed_experts"):
+            run.rows_from = body.get("routed_experts_start_len", 0)
         run.fault = self._plan()
         self.runs.append(run)
         if kind := run.hit(*AT_ONCE):
@@ -288,6 +293,8 @@ class FakeSglangServer(FakeServer[FakeSglangRun]):
             return {"error": {"message": f"{missing}\nAll loaded adapters: {loaded}."}}
         if self._named(body.get("rid")) is not None:
             return {"error": {"message": f"Duplicate request ID detected: {body['rid']}"}}
+        if body.get("return_routed_experts") and not 0 <= body.get("routed_experts_start_len", 0) <= len(ids):
+            return {"error": {"message": "routed_experts_start_len is higher than the number of input tokens"}}
         if len(ids) >= self.context - 6 or len(ids) + params.get("max_new_tokens", 128) > self.context:
             return {"error": {"message": f"{len(ids)} tokens and max_new_tokens exceed the context {self.context}"}}
         if params.get("min_new_tokens", 0) > params.get("max_new_tokens", 128) or params.get("max_new_tokens", 0) < 0:
@@ -308,6 +315,12 @@ class FakeSglangServer(FakeServer[FakeSglangRun]):
             run, label=self.label, incremental=self.incremental, spans=self.spans, fault=kind,
             vocab_size=self.vocab_size,
         )  # fmt: skip
+        if self.experts is not None and run.rows_from is not None and said["meta_info"]["finish_reason"] is not None:
+            rows = self.experts.rows(run.prompt + run.ids, run.made_under) if run.started and run.ids else None
+            rows = None if rows is None or run.queue_abort else self.rows_said(run, rows[run.rows_from :])
+            if rows is not None:
+                raw = rows if isinstance(rows, str) else base64.b64encode(np.asarray(rows, "<i4").tobytes()).decode()
+                said["meta_info"]["routed_experts"] = raw
         text = json.dumps(said)
         if due and run.hit(RequestFault.TRUNCATED):
             return text[: len(text) // 2].rstrip("}")
@@ -480,7 +493,8 @@ class FakeSglangServer(FakeServer[FakeSglangRun]):
             "max_req_input_len": min(self.context, self.memory) - 6,
             "max_running_requests": self.max_running, "max_total_num_tokens": self.memory,
             "incremental_streaming_output": self.incremental, "enable_deterministic_inference": False,
-            "startup_time": {"total": self.starts}, "speculative_algorithm": self.speculation,
+            "enable_return_routed_experts": self.experts is not None, "startup_time": {"total": self.starts},
+             "speculative_algorithm": self.speculation,
             **({} if self.loras is None else {
                 "enable_lora": True, "max_lora_rank": self.loras.max_rank, "max_loras_per_batch": self.loras.slots,
             }),

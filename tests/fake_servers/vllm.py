@@ -6,15 +6,18 @@ and must not be asked is in ``violations``; every request is in ``runs``.
 
 from __future__ import annotations
 
+import base64
+import io
 import json
 from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Any
 
+import numpy as np
 from aiohttp import web
 
 from .adapters import FakeAdapters
-from .base import AT_ONCE, FakeRequest, FakeServer, Parts, RequestFault
+from .base import AT_ONCE, Experts, FakeRequest, FakeServer, Parts, RequestFault
 
 HARMLESS = (RequestFault.ABORT_UNSEEN, RequestFault.UNASKED_ABORT, RequestFault.TRICKLE)
 """After these april has every token that the server handed over, without an error."""
@@ -297,6 +300,15 @@ class FakeVllmServer(FakeServer[FakeVllmRun]):
         self.runs.append(run)
         return run
 
+    def _rows(self, run: FakeVllmRun, experts: Experts) -> str | None:
+        """The experts of all tokens but the last, as a file of numpy's in base64."""
+        rows = self.rows_said(run, experts.rows(run.prompt + run.ids, run.made_under))
+        if rows is None or isinstance(rows, str):
+            return rows
+        file = io.BytesIO()
+        np.save(file, rows.astype(np.uint8 if experts.count <= 256 else np.uint16))
+        return base64.b64encode(file.getvalue()).decode()
+
     def _failure(self, run: FakeVllmRun) -> web.Response | None:
         return _error(500, "EngineCore encountered an issue.", close=True) if run.failed else None
 
@@ -322,6 +334,8 @@ class FakeVllmServer(FakeServer[FakeVllmRun]):
         said = run.answer(parts, self.model, spans=self.developer)
         if run.finish is not None:
             said["choices"][0]["routed_experts"] = self.routed_experts
+        if self.experts is not None and run.finish is not None and run.token_route and run.ids:
+            said["choices"][0]["routed_experts"] = self._rows(run, self.experts)
         text = json.dumps(self._shaped(run, said))
         return text[: len(text) // 2].rstrip("}") if due and run.hit(RequestFault.TRUNCATED) else text
 
@@ -470,8 +484,10 @@ class FakeVllmServer(FakeServer[FakeVllmRun]):
 
     async def _server_info(self, request: web.Request) -> web.Response:
         model = {"logprobs_mode": f"{self.logprobs}_logprobs"} if self.says_logprobs else {}
+        gives = {"enable_return_routed_experts": self.experts is not None}
         return web.json_response({"vllm_config": {
-            "model_config": model,
+            "model_config": model | (gives if self.release < 33 else {}),
+            "aux_output_config": gives if self.release >= 33 else None,
             "scheduler_config": {
                 "policy": "fcfs", "max_num_seqs": self.max_running, "enable_chunked_prefill": self.chunked_prefill,
             },

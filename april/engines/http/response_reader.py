@@ -13,10 +13,11 @@ from typing import Any, Generic, TypeVar
 
 import msgspec
 
+from april.core.attachments import NO_EXTRAS, Extras, wrong_rows
 from april.core.versions import PolicyVersion
 from april.engines.http.weight_labels import ReadingLabels, Span, cover, foreign_weights
 from april.engines.http.wire import NotJson, chunk_of, empty_chunk, failure_said, read_with
-from april.engines.protocol import Chunk, EngineFinish
+from april.engines.protocol import Chunk, EngineFinish, Request
 from april.errors import EngineError, WireError
 
 E = TypeVar("E")
@@ -31,6 +32,9 @@ class End(msgspec.Struct, gc=False):
     stopped_at: int | str | None = None
     spans: Sequence[Span] | None = None
     """The weights of all tokens; None: they have the label of the piece."""
+    extras: Extras = NO_EXTRAS
+    """Rows of the conversation, from its row ``extras_from`` on."""
+    extras_from: int = 0
 
 
 class Piece(msgspec.Struct, gc=False):
@@ -100,18 +104,22 @@ class ResponseReader:
         labels: of the engine, where the server says which weights made which token; otherwise every token has
             ``version``.
         prompt_tokens: how many were sent, compared with what the server says of them; None means no comparison.
+        request: what asked for rows with the tokens (extras); None means that nothing did.
     """
 
     __slots__ = (
-        "_guess", "_held_ids", "_held_logprobs", "_ids", "_label", "_last", "_logprobs", "_parser", "_prompt_tokens",
-        "_runs", "_stopped_at", "_sure", "_version", "_versions", "count", "failure", "finish", "labels", "progress",
+        "_extras", "_guess", "_held_ids", "_held_logprobs", "_ids", "_label", "_last", "_logprobs", "_parser",
+        "_prompt_tokens", "_request", "_runs", "_stopped_at", "_sure", "_version", "_versions", "count", "failure",
+        "finish", "labels", "progress",
     )  # fmt: skip
 
     def __init__(
         self, parser: Parser[Any], version: PolicyVersion, labels: ReadingLabels | None = None,
-        prompt_tokens: int | None = None,
+        prompt_tokens: int | None = None, request: Request | None = None,
     ) -> None:  # fmt: skip
         self._parser = parser
+        self._request = request if request is not None and request.extras else None
+        self._extras: Extras = NO_EXTRAS
         self._version = self._guess = version
         self._sure: int | None = None
         """Tokens before the weights changed while it ran; those after it have the version ``_guess`` until its end."""
@@ -188,7 +196,9 @@ class ResponseReader:
             chunks = [chunk if chunk.version == self._version else replace(chunk, sure=False) for chunk in chunks]
         if last and self.failure is None:
             end = chunks.pop() if chunks else empty_chunk(self._guess, None)
-            chunks.append(replace(end, finish=self.finish, stopped_at=self._stopped_at, versions=self._versions))
+            chunks.append(replace(
+                end, finish=self.finish, stopped_at=self._stopped_at, versions=self._versions, extras=self._extras
+            ))  # fmt: skip
         return chunks
 
     def fail(self, error: EngineError) -> None:
@@ -275,7 +285,23 @@ class ResponseReader:
         self.count = total
         if isinstance(end.reason, EngineError):
             raise end.reason
+        if self._request is not None and total:
+            self._extras = self._rows(self._request, end, total)
         self.finish, self._stopped_at, self.progress = end.reason, end.stopped_at, Progress.ENDED
+
+    def _rows(self, request: Request, end: End, total: int) -> Extras:
+        """The rows that were asked for, out of those that came.
+
+        None for a request that the server had put back when it was ended: what it made without rows is made again.
+        """
+        if not end.extras and end.reason is EngineFinish.ABORT:
+            return NO_EXTRAS
+        before = request.extras_from - end.extras_from
+        rows = {name: end.extras[name][max(before, 0) :] for name in request.extras if name in end.extras}
+        wrong = wrong_rows(rows, request.extras, request.rows_wanted(total))
+        if wrong is not None:
+            raise self._parser.wrong(f"has {wrong}")
+        return rows
 
     def _add_spans(self, labels: ReadingLabels, spans: Sequence[Span], ids: list[int], logprobs: list[float]) -> None:
         """Split the last tokens by spans; tokens before them must be of the version at submission."""

@@ -105,12 +105,15 @@ def _plain(text: bytes) -> list[bytes] | None:
 BYTES_PER_TOKEN = 1 << 12
 """JSON bytes beyond what a token takes: some 140 on vLLM, 2,000 for the longest with its text, bytes and all. Tokens
 of the prompt count too: a vLLM that returns routed experts sends up to 2,000 for each of them, and others its id."""
+ROW_BYTES = 1 << 14
+"""The same for rows that come with tokens (extras): 12,000 for 8 experts in each of 288 layers, as SGLang says them."""
 OTHER_BYTES = 1 << 20
 
 
 def answer_bytes(request: Request) -> int:
     """Most bytes of the answer, or of one event of its stream, as some servers repeat everything in each event."""
-    return OTHER_BYTES + BYTES_PER_TOKEN * (len(request.token_ids) + request.sampling.max_tokens)
+    each = BYTES_PER_TOKEN + ROW_BYTES * len(request.extras)
+    return OTHER_BYTES + each * (len(request.token_ids) + request.sampling.max_tokens)
 
 
 class StreamState(StrEnum):

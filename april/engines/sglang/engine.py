@@ -91,10 +91,13 @@ class SglangEngine(ServerEngine):
     def _prepare(self, request: Request, streamed: bool) -> tuple[ResponseReader, bytes]:
         self._check(request)
         facts = self.facts
-        parser = ReplyParser(request.attempt_id, incremental=streamed and facts.incremental)
+        parser = ReplyParser(
+            request.attempt_id, incremental=streamed and facts.incremental,
+            routing=facts.routing if request.extras else None, extras_from=request.extras_from,
+        )  # fmt: skip
         labels = self._adapters.reading_labels if facts.label is not None else None
         adapter = self._adapters.send(request.attempt_id) or facts.adapter
-        reader = ResponseReader(parser, self._version, labels, len(request.token_ids))
+        reader = ResponseReader(parser, self._version, labels, len(request.token_ids), request)
         interval = self._interval(request) if streamed and facts.stream_interval else None
         body = request_body(
             request, stream=streamed, stream_interval=interval, seed=self._seed(request), adapter=adapter

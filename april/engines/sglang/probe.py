@@ -11,7 +11,7 @@ from typing import Any
 
 from april.config.engines import SglangEngineConfig
 from april.core.sampling import LogprobKind
-from april.engine_limits import UNKNOWN_LOGPROBS, Limit, LimitCode, raw_logprobs, unknown_eos
+from april.engine_limits import UNKNOWN_LOGPROBS, Limit, LimitCode, no_experts, raw_logprobs, unknown_eos
 from april.engines.http.adapter_files import base_shapes
 from april.engines.http.http_client import HttpClient, Reply
 from april.engines.http.server_probe import (
@@ -30,6 +30,7 @@ from april.engines.http.server_probe import (
     vocabulary_in_refusal,
 )
 from april.engines.http.server_process import while_paused
+from april.engines.http.token_rows import NO_EXPERTS, ROUTED_EXPERTS, Routing, WrongRows, experts_of_numbers, routing_of
 from april.engines.http.wire import NotJson, error_text, read_json
 from april.engines.protocol import AdapterSite, Capabilities
 from april.engines.sglang.wire import Reply as GenerateReply
@@ -44,6 +45,7 @@ TRANSFER_ROUTES = ("/init_weights_update_group", "/update_weights_from_distribut
 ADAPTERS_NEED = (
     "start the server with --enable-lora, --max-lora-rank of at least the adapter's rank, and --lora-target-modules"
 )
+EXPERTS_NEED = "start the server with --enable-return-routed-experts"
 PAUSE_S = 3.0
 """Longest wait for the answer to a pause that a server must refuse."""
 
@@ -61,6 +63,8 @@ class SglangFacts(ServerFacts):
     """True if the server tells its load."""
     adapter: str | None = None
     """That which is trained."""
+    routing: Routing | None = None
+    """The shape of the experts that it gives with tokens; None: it gives none."""
 
 
 async def workers_of(client: HttpClient) -> int:
@@ -96,6 +100,7 @@ async def probe_sglang(client: HttpClient, config: SglangEngineConfig) -> Sglang
     modes = await _pause_modes(client, loads is not None, paused=paused)
     files = await asyncio.to_thread(model_files, model["model_path"], model.get("tokenizer_path"), ENDS_OF_TURNS)
     probe = _Replies() if paused else await _one_token(client, vocab)
+    routing, experts_need = await _routing(client, config, server, files, vocab, paused=paused)
     kind = probe.kind if config.logprobs is None else LogprobKind(config.logprobs)
     label = model.get("weight_version")
     eos = config.eos_token_ids if config.eos_token_ids is not None else eos_of(files)
@@ -116,6 +121,7 @@ async def probe_sglang(client: HttpClient, config: SglangEngineConfig) -> Sglang
         (kind is LogprobKind.RAW, _RAW_LOGPROBS),
         (kind is LogprobKind.UNKNOWN, UNKNOWN_LOGPROBS),
         (not deterministic, _NO_SEEDS),
+        (routing is None and routing_of(files) is not None and not paused, _NO_EXPERTS),
         (loads is None, _NO_LOAD),
         (eos is None, unknown_eos()),
         (bool(server.get("speculative_algorithm")), _SPECULATION),
@@ -135,6 +141,7 @@ async def probe_sglang(client: HttpClient, config: SglangEngineConfig) -> Sglang
         stream_interval=probe.stream_interval,
         pause_modes=modes,
         loads=loads is not None,
+        routing=routing,
         capabilities=Capabilities(
             logprob_kind=kind,
             vocab_size=vocab,
@@ -145,6 +152,8 @@ async def probe_sglang(client: HttpClient, config: SglangEngineConfig) -> Sglang
             collective=_backends(server) if sent else (),
             adapters=site,
             adapters_need=need,
+            extras=() if routing is None else (ROUTED_EXPERTS,),
+            extras_need=experts_need,
             version_spans=probe.spans and labels,
             remote=True,
             # events that repeat everything cost more than what they save
@@ -160,6 +169,43 @@ def _backends(server: dict[str, Any]) -> tuple[str, ...]:
     """Those over which its workers can be in a group: what torch has for their devices."""
     device = str(server.get("device") or "cuda")
     return (GLOO,) if device == "cpu" else (NCCL, GLOO) if device == "cuda" else ()
+
+
+async def _routing(
+    client: HttpClient, config: SglangEngineConfig, server: dict[str, Any], files: list[dict[str, Any]], vocab: int, *,
+    paused: bool,
+) -> tuple[Routing | None, str]:  # fmt: skip
+    """The shape of the experts of a token, if the server gives them as the model's files, or the settings, say."""
+    said = routing_of(files)
+    if said is None and files and config.expert_shape is None:
+        return None, NO_EXPERTS
+    if not server.get("enable_return_routed_experts"):
+        return None, EXPERTS_NEED
+    if config.expert_shape is not None:
+        said = Routing(*config.expert_shape, None if said is None else said.experts)
+    if said is None:
+        return None, (
+            "set engine.expert_shape to its model's layers and experts per token (num_hidden_layers and "
+            "num_experts_per_tok of its config.json, which is not on this machine)"
+        )
+    if paused:
+        return None, "continue the server, as only a reply shows them"
+    prompt = [i % vocab for i in (3, 4, 5)]
+    answer = await _token(client, prompt, {"temperature": 0.0}, return_routed_experts=True)
+    if isinstance(answer, Reply):
+        raise EngineError(f"{client.url}/generate answered {answer.status}: {error_text(answer.body)}")
+    try:
+        rows = experts_of_numbers(answer.meta_info.routed_experts or "", said)
+    except WrongRows as wrong:
+        raise WireError(f"{client.url}/generate answers with {wrong}; is engine.expert_shape right?") from None
+    if len(rows) != len(prompt):
+        raise WireError(
+            f"{client.url}/generate was asked for the experts of {len(prompt)} tokens and answered with {len(rows)} "
+            f"rows of {said.layers} layers with {said.top_k} experts per token; is engine.expert_shape right?"
+        )
+    return said, ""
+
+
 async def _adapter_site(
     client: HttpClient, server: dict[str, Any], root: Any, copies: int
 ) -> tuple[AdapterSite | None, str]:
@@ -273,13 +319,14 @@ async def _one_token(client: HttpClient, vocab: int) -> _Replies:
     return found
 
 
-async def _token(client: HttpClient, prompt: list[int], params: dict[str, Any]) -> Any:
+async def _token(client: HttpClient, prompt: list[int], params: dict[str, Any], **asked: Any) -> Any:
     """The answer to a request of one token; a :class:`Reply` if it was refused."""
     body = {
         "rid": probe_id(),
         "input_ids": prompt,
         "return_logprob": True,
         "sampling_params": {"max_new_tokens": 1, "top_k": -1, "ignore_eos": True, **params},
+        **asked,
     }
     reply = await client.call("POST", "/generate", body, timeout_s=PROBE_S)
     if reply.status == 400:
@@ -390,7 +437,7 @@ def _equal(worker: SglangFacts) -> dict[str, object]:
     return {
         "vocab_size": c.vocab_size, "eos_token_ids": c.eos_token_ids, "logprob_kind": c.logprob_kind,
         "spans": c.version_spans, "incremental": worker.incremental, "version": worker.software,
-        "adapter": worker.adapter,
+        "adapter": worker.adapter, "routed experts": worker.routing,
     }  # fmt: skip
 
 
@@ -447,6 +494,7 @@ _NO_SEEDS = Limit(
 _NO_LOAD = Limit(
     LimitCode.NO_LOAD, "The server does not tell its load (/v1/loads is missing, SGLang below 0.5.9)", "upgrade SGLang"
 )
+_NO_EXPERTS = no_experts(EXPERTS_NEED, "--enable-return-routed-experts")
 _SPECULATION = Limit(
     LimitCode.SPECULATION,
     "The server speculates (speculative_algorithm): whether its log-probabilities are those of the tokens then was not "

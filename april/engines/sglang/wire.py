@@ -10,7 +10,9 @@ from typing import Any
 
 import msgspec
 
+from april.core.attachments import NO_EXTRAS, Extras
 from april.engines.http.response_reader import End, Parser, Piece
+from april.engines.http.token_rows import ROUTED_EXPERTS, Routing, WrongRows, experts_of_numbers
 from april.engines.http.weight_labels import Span
 from april.engines.http.wire import failure_of
 from april.engines.protocol import EngineFinish, Request
@@ -45,6 +47,8 @@ class Meta(msgspec.Struct):
     weight_version: str | None = None
     weight_versions: list[Span] | None = None
     output_token_logprobs: list[TokenLogprob] = []
+    routed_experts: str | None = None
+    """int32 in base64, of the conversation's tokens but its last; only with the end."""
 
 
 class Reply(msgspec.Struct):
@@ -97,18 +101,26 @@ def request_body(
     }
     if adapter is not None:
         body["lora_path"] = adapter
+    if ROUTED_EXPERTS in request.extras:
+        body |= {"return_routed_experts": True, "routed_experts_start_len": request.extras_from}
     return msgspec.json.encode(body)
 
 
 class ReplyParser(Parser[Reply]):
-    """The parser of ``/generate``; if ``incremental``, events have the new tokens only, otherwise all tokens so far."""
+    """The parser of ``/generate``; if ``incremental``, events have the new tokens only, otherwise all tokens so far.
 
-    __slots__ = ("_incremental", "_rid")
+    ``routing``: the shape of the experts that the request asked for; ``extras_from``: the row from which on it did.
+    """
+
+    __slots__ = ("_extras_from", "_incremental", "_rid", "_routing")
 
     count_may_follow = False
 
-    def __init__(self, attempt_id: str, *, incremental: bool) -> None:
+    def __init__(
+        self, attempt_id: str, *, incremental: bool, routing: Routing | None = None, extras_from: int = 0
+    ) -> None:
         super().__init__(attempt_id, DECODER, _LIST_DECODER)
+        self._routing, self._extras_from = routing, extras_from
         self._rid = rid_of(attempt_id)
         self._incremental = incremental
 
@@ -120,7 +132,7 @@ class ReplyParser(Parser[Reply]):
         if meta.id != self._rid:
             raise WireError(f"attempt {self.attempt_id} got the answer of {quoted(meta.id)}")
         ids, logprobs = self._fresh(event, meta, had)
-        end = None if meta.finish_reason is None else self._end(meta.finish_reason, meta.weight_versions)
+        end = None if meta.finish_reason is None else self._end(meta.finish_reason, meta)
         return Piece(ids, logprobs, end, meta.weight_version, meta.prompt_tokens)
 
     def _fresh(self, reply: Reply, meta: Meta, had: int) -> tuple[list[int], list[float]]:
@@ -157,7 +169,16 @@ class ReplyParser(Parser[Reply]):
             raise self.wrong("has log-probabilities of other tokens than its ids")
         return ids, [one.logprob for one in scored]
 
-    def _end(self, finish: Finish, spans: list[Span] | None) -> End:
+    def _extras(self, meta: Meta) -> Extras:
+        """The rows that came, if any were asked for."""
+        if self._routing is None or meta.routed_experts is None:
+            return NO_EXTRAS
+        try:
+            return {ROUTED_EXPERTS: experts_of_numbers(meta.routed_experts, self._routing)}
+        except WrongRows as wrong:
+            raise self.wrong(f"has {wrong}") from None
+
+    def _end(self, finish: Finish, meta: Meta) -> End:
         status, matched = finish.status_code, finish.matched
         reason: EngineFinish | EngineError | None = _FINISHES.get(finish.type)
         if finish.type == "abort" and status is not None and 400 <= status < 600:
@@ -166,4 +187,7 @@ class ReplyParser(Parser[Reply]):
             )
         elif reason is None:
             reason = WireError(f"attempt {self.attempt_id}: unknown finish reason {quoted(finish.type)}")
-        return End(reason, None if isinstance(matched, list) else matched, spans or None)
+        return End(
+            reason, None if isinstance(matched, list) else matched, meta.weight_versions or None, self._extras(meta),
+            self._extras_from,
+        )  # fmt: skip

@@ -13,7 +13,7 @@ import asyncio
 import hashlib
 import math
 from collections.abc import AsyncGenerator, Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,22 +33,14 @@ from april.engines.protocol import (
 )
 from april.engines.simulated.clockwork import Finished, SimulatedDecoder
 from april.engines.simulated.decode_cost import DecodeCost
+from april.engines.simulated.mixing import STEP, splitmix64
 from april.engines.simulated.response_lengths import ResponseLengths
+from april.engines.simulated.synthetic_rows import rows_of_attempt
 from april.errors import EngineError
 
 TURNS = 8
 """Turns of the loop in which a caller takes what there is."""
-STEP = np.uint64(0x9E3779B97F4A7C15)
-MIX1 = np.uint64(0xBF58476D1CE4E5B9)
-_MIX2 = np.uint64(0x94D049BB133111EB)
 _LOWEST_LOGPROB = 4.0
-
-
-def splitmix64(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Return a counter through the mixer of splitmix64; unsigned arithmetic of arrays wraps."""
-    x = (x ^ (x >> np.uint64(30))) * MIX1
-    x = (x ^ (x >> np.uint64(27))) * _MIX2
-    return x ^ (x >> np.uint64(31))
 
 
 def synthetic_logprobs(mixed: NDArray[np.uint64]) -> Float32:
@@ -106,9 +98,19 @@ class _Stream:
     handed_over: int = 0  # tokens put into the outbox
     yielded: int = 0  # tokens taken out of it
     ended: bool = False  # the last item has been taken out
+    taken: list[Chunk] = field(default_factory=list)
+    """What was taken out, of a request that wants rows."""
     outbox: asyncio.Queue[tuple[int, PolicyVersion, EngineFinish | None] | EngineError] = field(
         default_factory=asyncio.Queue
     )
+
+
+def with_rows(request: Request, chunks: Sequence[Chunk]) -> Chunk:
+    """The last of a request's chunks, with the rows that it asked for."""
+    made = np.concatenate([chunk.tokens for chunk in chunks])
+    versions = [(chunk.version, len(chunk.tokens)) for chunk in chunks if len(chunk.tokens)]
+    rows = rows_of_attempt(request.extras, request.token_ids, made, versions, request.extras_from)
+    return replace(chunks[-1], extras=rows)
 
 
 class SimulatedEngine:
@@ -133,6 +135,7 @@ class SimulatedEngine:
         admission_reserve: tokens of KV that stay free per running sequence when a request is admitted.
         remote: it is asked for its load while it works, as a server is.
         check_prefix: refuse a resumed request whose response tokens are not those that this engine would have made.
+        extras: names of the rows that it gives with its tokens, as :mod:`april.engines.simulated.synthetic_rows` says.
     """
 
     def __init__(
@@ -151,6 +154,7 @@ class SimulatedEngine:
         check_prefix: bool = True,
         admission_reserve: int = 128,
         remote: bool = False,
+        extras: Sequence[str] = (),
     ) -> None:
         if vocab_size < 2 or not 0 <= eos_token_id < vocab_size:
             raise ValueError(f"need vocab_size >= 2 and eos_token_id inside it, not {vocab_size}, {eos_token_id}")
@@ -165,6 +169,7 @@ class SimulatedEngine:
             updates_from_disk=True,
             remote=remote,
             in_flight_updates=(OnWeightUpdate.KEEP,),
+            extras=tuple(extras),
         )
         self._kv_capacity = cost.kv_capacity_tokens
         self._length_of = length_of
@@ -397,7 +402,11 @@ class SimulatedEngine:
         stream.ended = finish is not None
         if finish is EngineFinish.STOP:
             tokens[-1] = self._stop_ids(request)[0]
-        return Chunk(tokens, logprobs, version, finish)
+        chunk = Chunk(tokens, logprobs, version, finish)
+        if not request.extras:
+            return chunk
+        stream.taken.append(chunk)
+        return with_rows(request, stream.taken) if finish is not None else chunk
 
     def _stop_ids(self, request: Request) -> tuple[int, ...]:
         return request.sampling.stop_token_ids or (self._eos,)

@@ -73,9 +73,9 @@ class VllmEngine(TransferEngine):
         self._check(request)
         facts, capabilities = self.facts, self._capabilities
         spans = capabilities.version_spans
-        parser = parser_of(facts.route, request, spans=spans)
+        parser = parser_of(facts.route, request, spans=spans, routing=facts.routing)
         labels = self._adapters.reading_labels if spans else None
-        reader = ResponseReader(parser, self._version, labels, len(request.token_ids))
+        reader = ResponseReader(parser, self._version, labels, len(request.token_ids), request)
         model = self._adapters.send(request.attempt_id) or facts.model
         body = request_body(
             facts.route, model, request, stream=streamed, priority=facts.priorities,
@@ -403,7 +403,7 @@ async def connect_vllm(config: VllmEngineConfig) -> list[VllmEngine | OpenAIEngi
 def _closing_streams(client: HttpClient, facts: VllmFacts) -> OpenAIEngine:
     common = {f.name: getattr(facts, f.name) for f in fields(ServerFacts)}
     common["capabilities"] = replace(
-        facts.capabilities, updates_from_disk=False, version_spans=False, verifies_weights=False
+        facts.capabilities, updates_from_disk=False, version_spans=False, verifies_weights=False, extras=()
     )
     common["label"] = None  # april neither sets nor asks it there
     return OpenAIEngine(client, OpenAIFacts(token_shape=TokenShape.RETURN_TOKEN_IDS, keeps_eos=None, **common))

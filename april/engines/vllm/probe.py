@@ -10,7 +10,15 @@ import msgspec
 
 from april.config.engines import VllmEngineConfig
 from april.core.sampling import LogprobKind
-from april.engine_limits import UNKNOWN_LOGPROBS, Limit, LimitCode, raw_logprobs, tied_embeddings, unknown_eos
+from april.engine_limits import (
+    UNKNOWN_LOGPROBS,
+    Limit,
+    LimitCode,
+    no_experts,
+    raw_logprobs,
+    tied_embeddings,
+    unknown_eos,
+)
 from april.engines.http.adapter_files import base_shapes
 from april.engines.http.http_client import HttpClient, Reply
 from april.engines.http.server_probe import (
@@ -29,20 +37,32 @@ from april.engines.http.server_probe import (
     vocabulary_in_refusal,
 )
 from april.engines.http.server_process import ServerMetrics, read_metrics
+from april.engines.http.token_rows import (
+    NO_EXPERTS,
+    ROUTED_EXPERTS,
+    Routing,
+    WrongRows,
+    experts_of_npy,
+    routing_of,
+)
 from april.engines.http.weight_labels import Span
-from april.engines.http.wire import read_json
+from april.engines.http.wire import NotJson, read_json
 from april.engines.openai.wire import ASK_SPANS
 from april.engines.protocol import AbortMeans, AdapterSite, Capabilities, OnWeightUpdate
 from april.engines.vllm.adapters import LOAD, NEEDED
 from april.engines.vllm.plugin import BACKEND, BACKENDS
-from april.engines.vllm.wire import COMPLETIONS_ROUTE, TOKEN_ROUTE
-from april.errors import ConfigError, EngineError
+from april.engines.vllm.wire import COMPLETIONS_ROUTE, TOKEN_ROUTE, TokenReply
+from april.errors import ConfigError, EngineError, WireError
 from april.server_text import clean
 
 _MODES = {
     "raw_logprobs": LogprobKind.RAW,
     "processed_logprobs": LogprobKind.PROCESSED,
 }
+
+
+EXPERTS_SETTING = "enable_return_routed_experts"
+EXPERTS_NEED = "start the server with --enable-return-routed-experts and --enable-scale-out"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,6 +76,8 @@ class VllmFacts(ServerFacts):
     """The place where requests are aborted by id; empty: nowhere."""
     priorities: bool
     """Requests are scheduled by priority."""
+    routing: Routing | None = None
+    """The shape of the experts that it gives with tokens; None: it gives none."""
 
 
 async def probe_vllm(client: HttpClient, config: VllmEngineConfig) -> VllmFacts:
@@ -110,6 +132,11 @@ async def probe_vllm(client: HttpClient, config: VllmEngineConfig) -> VllmFacts:
     site, need = await _adapter_site(client, info, processes)
     if site is not None:
         site = replace(site, base=await asyncio.to_thread(base_shapes, card.get("root")))
+    routing, experts_need = None, EXPERTS_NEED
+    if files and routing_of(files) is None and config.expert_shape is None:
+        experts_need = NO_EXPERTS
+    elif token_route and means is not AbortMeans.CLOSE and settings.get(ROUTED_EXPERTS) is not False:
+        routing, experts_need = await _routing(client, config, model, files, paused=is_paused)
     limits = (
         (is_paused, _paused(client.url)),
         (not (token_route or spans), _TOKEN_ROUTE_CLOSED),
@@ -121,6 +148,7 @@ async def probe_vllm(client: HttpClient, config: VllmEngineConfig) -> VllmFacts:
         (kind is LogprobKind.RAW, _RAW_LOGPROBS),
         (kind is LogprobKind.UNKNOWN, UNKNOWN_LOGPROBS),
         (eos is None, unknown_eos()),
+        (routing is None and routing_of(files) is not None and not is_paused, _NO_EXPERTS),
         (copies > 1, _several_copies(copies)),
         (chunks, _CHUNKED_PREFILL),
         ("speculation" in settings, _speculation(settings.get("speculation"))),
@@ -140,6 +168,7 @@ async def probe_vllm(client: HttpClient, config: VllmEngineConfig) -> VllmFacts:
         developer_routes=developer,
         abort_route=abort_route,
         priorities=settings.get("policy") == "priority",
+        routing=routing,
         capabilities=Capabilities(
             logprob_kind=kind,
             vocab_size=vocab,
@@ -150,6 +179,8 @@ async def probe_vllm(client: HttpClient, config: VllmEngineConfig) -> VllmFacts:
             updates_from_disk=loads and label is not None,
             adapters=site,
             adapters_need="" if site is not None else need,
+            extras=() if routing is None else (ROUTED_EXPERTS,),
+            extras_need=experts_need,
             abort_means=means,
             version_spans=spans,
             in_flight_updates=keeps,
@@ -192,6 +223,9 @@ def _settings(info: Any) -> dict[str, Any]:
         values = config.get(part) if isinstance(config, dict) else None
         if isinstance(values, dict):
             found |= {name: values[name] for name in _SETTINGS if name in values}
+    if isinstance(config, dict):  # where it stands has changed with 0.33
+        parts = (config.get("model_config"), config.get("aux_output_config"))
+        found[ROUTED_EXPERTS] = any(isinstance(p, dict) and bool(p.get(EXPERTS_SETTING)) for p in parts)
     transfers = config.get("weight_transfer_config") if isinstance(config, dict) else None
     if isinstance(transfers, dict):
         found["transfers"] = transfers.get("backend")
@@ -200,6 +234,36 @@ def _settings(info: Any) -> dict[str, Any]:
         method = speculative.get("method") if isinstance(speculative, dict) else None
         found["speculation"] = method if isinstance(method, str) else "of some kind"
     return found
+
+
+async def _routing(
+    client: HttpClient, config: VllmEngineConfig, model: str, files: list[dict[str, Any]], *, paused: bool
+) -> tuple[Routing | None, str]:
+    """The shape of the experts of a token, as a reply of one token has them; else what it needs for that."""
+    said = routing_of(files)
+    if paused:
+        return None, "resume the server, as only a reply shows them"
+    body = {
+        "model": model, "token_ids": [3, 4, 5], "request_id": probe_id(),
+        "sampling_params": {"max_tokens": 1, "temperature": 0.0, "ignore_eos": True},
+    }  # fmt: skip
+    reply = await client.call("POST", TOKEN_ROUTE, body, timeout_s=PROBE_S)
+    client.require_ok(reply, TOKEN_ROUTE)
+    try:
+        choices = read_json(reply.body, TokenReply).choices or []
+        text = choices[0].routed_experts if choices else None
+        rows = None if text is None else experts_of_npy(text)
+    except (NotJson, WrongRows) as error:
+        raise WireError(f"{client.url}{TOKEN_ROUTE} answers with {error}") from None
+    if rows is None:
+        return None, EXPERTS_NEED
+    shape = Routing(rows.shape[1], rows.shape[2], None if said is None else said.experts)
+    if len(rows) != len(body["token_ids"]) or config.expert_shape not in (None, (shape.layers, shape.top_k)):
+        raise WireError(
+            f"{client.url}{TOKEN_ROUTE} was asked for 3 rows of experts and answered with {len(rows)}, of "
+            f"{shape.layers} layers with {shape.top_k} experts per token; is engine.expert_shape right?"
+        )
+    return shape, ""
 
 
 async def _adapter_site(client: HttpClient, info: Any, processes: int) -> tuple[AdapterSite | None, str]:
@@ -367,6 +431,7 @@ _NO_ABORT_BY_ID = Limit(
 _RAW_LOGPROBS = raw_logprobs(
     "start the server with --logprobs-mode processed_logprobs", "--logprobs-mode processed_logprobs"
 )
+_NO_EXPERTS = no_experts(EXPERTS_NEED, "--enable-return-routed-experts", "--enable-scale-out")
 _CHUNKED_PREFILL = Limit(
     LimitCode.CHUNKED_PREFILL,
     "The server runs on a CPU with chunked prefill: it dies of a request with a seed whose prompt it reads in chunks, "

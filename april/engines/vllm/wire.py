@@ -11,7 +11,9 @@ from typing import Any
 
 import msgspec
 
+from april.core.attachments import NO_EXTRAS, Extras
 from april.engines.http.response_reader import End, Parser, Piece
+from april.engines.http.token_rows import ROUTED_EXPERTS, Routing, WrongRows, experts_of_npy
 from april.engines.http.weight_labels import Span
 from april.engines.openai.wire import (
     ASK_SPANS,
@@ -75,6 +77,8 @@ class _Choice(msgspec.Struct):
     stop_reason: int | str | None = None
     weight_versions: list[Span] | None = None
     logprobs: _Logprobs | None = None
+    routed_experts: str | None = None
+    """A file of numpy's in base64, of the conversation's tokens but its last; only with the end."""
 
 
 class TokenReply(msgspec.Struct):
@@ -91,17 +95,26 @@ _TOKEN_LIST_DECODER = msgspec.json.Decoder(list[TokenReply])
 _NOTHING = _Choice()
 
 
-def parser_of(route: str, request: Request, *, spans: bool = False) -> Parser[Any]:
-    """Return a parser for the answers of either route; version spans come with the last event."""
+def parser_of(
+    route: str, request: Request, *, spans: bool = False, routing: Routing | None = None
+) -> Parser[Any]:
+    """Return a parser for the answers of either route; version spans come with the last event.
+
+    ``routing``: the shape of the experts that the token route gives, where it is known.
+    """
     if route == TOKEN_ROUTE:
-        return TokenParser(request.attempt_id, TOKEN_DECODER, _TOKEN_LIST_DECODER)
+        return TokenParser(request, routing)
     return CompletionParser(TokenShape.RETURN_TOKEN_IDS, request, spans=spans)
 
 
 class TokenParser(Parser[TokenReply]):
     """The parser of the token route."""
 
-    __slots__ = ()
+    __slots__ = ("_extras_wanted", "_routing")
+
+    def __init__(self, request: Request, routing: Routing | None = None) -> None:
+        super().__init__(request.attempt_id, TOKEN_DECODER, _TOKEN_LIST_DECODER)
+        self._extras_wanted, self._routing = ROUTED_EXPERTS in request.extras, routing
 
     def piece(self, event: TokenReply, payload: bytes, had: int) -> Piece:
         """Return what one event brings; see :class:`Parser`."""
@@ -122,5 +135,14 @@ class TokenParser(Parser[TokenReply]):
         piece = Piece(ids, logprobs)
         if choice.finish_reason is not None:
             reason = finish_of(self.attempt_id, choice.finish_reason)
-            piece.end = End(reason, choice.stop_reason, choice.weight_versions or [])
+            piece.end = End(reason, choice.stop_reason, choice.weight_versions or [], self._extras(choice))
         return piece if usage is None else counted(piece, usage)
+
+    def _extras(self, choice: _Choice) -> Extras:
+        """The rows that came, from the conversation's first on; a server that gives them gives them unasked."""
+        if not self._extras_wanted or choice.routed_experts is None:
+            return NO_EXTRAS
+        try:
+            return {ROUTED_EXPERTS: experts_of_npy(choice.routed_experts, self._routing)}
+        except WrongRows as wrong:
+            raise self.wrong(f"has {wrong}") from None
