@@ -22,11 +22,15 @@ from april.errors import ConfigError
 
 
 def create_engines(
-    config: EngineConfig, model: Any, seed: int, run: Callable[[Coroutine[Any, Any, list[Engine]]], list[Engine]]
+    config: EngineConfig,
+    model: Any,
+    seed: int,
+    run: Callable[[Coroutine[Any, Any, list[Engine]]], list[Engine]],
+    processor: Any = None,
 ) -> list[Engine]:
     """Make the engines that ``config`` describes, with a ``model`` object for those that embed one.
 
-    ``run`` runs a coroutine on the event loop that will use the engines: servers are asked there what they can do.
+    ``processor`` is transformers' for the images of prompts, for engines that process them in this process. ``run`` runs a coroutine on the event loop that will use the engines: servers are asked there what they can do.
 
     Raises:
         ConfigError: a model is missing or superfluous, packages are not installed, a server cannot do what april needs,
@@ -34,7 +38,7 @@ def create_engines(
         EngineError: a server could not be asked.
     """
     if isinstance(config, TransformersEngineConfig):
-        return [_transformers(config, model, seed)]
+        return [_transformers(config, model, seed, processor)]
     if model is not None:
         raise ConfigError(f"engine kind {config.kind} takes no model object; leave model out or change engine.kind")
     if isinstance(config, SimulatedEngineConfig):
@@ -74,12 +78,13 @@ async def open_servers(config: VllmEngineConfig | SglangEngineConfig | OpenAIEng
     return list[Engine](await connect_openai(config))
 
 
-def _transformers(config: TransformersEngineConfig, model: Any, seed: int) -> Engine:
+def _transformers(config: TransformersEngineConfig, model: Any, seed: int, processor: Any) -> Engine:
     options: dict[str, Any] = {
         "slots": config.slots,
         "max_len": config.max_len,
         "stream_interval": config.stream_interval,
         "seed": seed,
+        "processor": processor,
     }
     if model is not None:
         return TransformersEngine(model, **options)

@@ -33,13 +33,13 @@ from april.core.versions import PolicyVersion
 from april.engines.protocol import Capabilities, Chunk, Health, Request
 from april.engines.transformers.stats import EngineStats
 from april.engines.weight_routes import TensorSpec
-from april.errors import ConfigError, EngineError, WeightsInUse
+from april.errors import AttachmentError, ConfigError, EngineError, WeightsInUse
 from april.extras import require
 from april.model_turns import turns_of
 
 if TYPE_CHECKING:
     from april.engines.transformers.model_weights import TakenWeights
-    from april.engines.transformers.slot_batch import SlotOutput, SlotRequest
+    from april.engines.transformers.slot_requests import SlotOutput, SlotRequest
 
 log = logging.getLogger("april")
 
@@ -89,6 +89,7 @@ class TransformersEngine:
         eos_token_ids: ids that end every response; None means those of the generation configuration.
         num_threads: set torch's thread count, which is the whole process's; None means leave it alone.
         check: decode a few tokens at once (FSDP2: in the first :meth:`gather`) and compare with a full forward pass.
+        processor: transformers' processor of a model that sees; without it prompts are text alone.
 
     Raises:
         ConfigError: an argument is out of range, or the model is one that this engine cannot drive exactly.
@@ -106,6 +107,7 @@ class TransformersEngine:
         eos_token_ids: Iterable[int] | None = None,
         num_threads: int | None = None,
         check: bool = True,
+        processor: Any = None,
     ) -> None:
         require("the transformers engine", "torch", "transformers")
         import torch
@@ -121,6 +123,7 @@ class TransformersEngine:
         )
         from april.engines.transformers.model_weights import inner_model, weights_of
         from april.engines.transformers.slot_batch import SlotDecoder
+        from april.engines.transformers.vision import IMAGE, vision_of
 
         for label, value in (("slots", slots), ("max_len", max_len), ("stream_interval", stream_interval)):
             if value is not None and value < 1:
@@ -138,6 +141,7 @@ class TransformersEngine:
         self._model = model
         self._max_len = max_len or (affordable_context(model) if check else context_of(model))
         refuse_unsupported(model, self._max_len)
+        self._vision = vision_of(model, processor)
         self._autocast = autocast_here(next(model.parameters()).device)
         self._thread = concurrent.futures.ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"april-{name}")
         self._weights = weights_of(model)
@@ -153,7 +157,7 @@ class TransformersEngine:
             self._thread.shutdown(wait=False)
             raise
         self.stats = EngineStats()
-        self._decoder = SlotDecoder(model, slots, self._max_len, self.stats)
+        self._decoder = SlotDecoder(model, slots, self._max_len, self.stats, self._vision)
         self._name = name
         self._eos = eos_ids_of(model) if eos_token_ids is None else tuple(sorted(set(eos_token_ids)))
         self._capabilities = Capabilities(
@@ -166,6 +170,8 @@ class TransformersEngine:
             gathers_weights=self._weights.sharded,
             updates_from_disk=not self._weights.sharded,
             takes_tensors=not self._weights.sharded,
+            attachments=() if self._vision is None else (IMAGE,),
+            bans=True,
         )
         self._stream_interval = stream_interval
         self._steps_per_tick = min(MAX_STEPS_PER_TICK, stream_interval or MAX_STEPS_PER_TICK)
@@ -189,11 +195,15 @@ class TransformersEngine:
     def from_pretrained(
         cls, path: str, *, dtype: Any = "auto", device: Any = None, **options: Any
     ) -> TransformersEngine:
-        """Load ``AutoModelForCausalLM`` from a directory or model id (safetensors only); options as for the class."""
+        """Load the model of a directory or model id (safetensors only), its vision tower included; options as for the
+        class.
+        """
         require("the transformers engine", "torch", "transformers", "safetensors")
-        from transformers import AutoModelForCausalLM
+        from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, use_safetensors=True)
+        sees = hasattr(AutoConfig.from_pretrained(path), "vision_config")
+        kind = AutoModelForImageTextToText if sees else AutoModelForCausalLM
+        model = kind.from_pretrained(path, dtype=dtype, use_safetensors=True)
         return cls(model if device is None else model.to(device), **options)
 
     @property
@@ -253,7 +263,7 @@ class TransformersEngine:
 
     def _checked(self, request: Request) -> SlotRequest:
         """The request in the decoder's terms; EngineError, before anything is spent, if it makes no sense."""
-        from april.engines.transformers.slot_batch import slot_request, wrong_request
+        from april.engines.transformers.slot_requests import slot_request, wrong_images, wrong_request
 
         where = f"{self._name}, attempt {request.attempt_id}"
         wrong: str | None
@@ -265,6 +275,8 @@ class TransformersEngine:
             wrong = wrong_request(request, self._capabilities.vocab_size, self._max_len, self._eos)
         if wrong is not None:
             raise EngineError(f"{where}: {wrong}")
+        if (wrong := wrong_images(request, self._vision)) is not None:
+            raise AttachmentError(f"{where}: {wrong}")
         if not self._weights.ready:
             raise EngineError(
                 f"{where}: the model's parameters are sharded over ranks and were not gathered; they are inside "
@@ -306,7 +318,7 @@ class TransformersEngine:
         for output in outputs:
             attempt_id, tokens, logprobs = output.request.attempt_id, output.tokens, output.logprobs
             stream = self._streams[attempt_id]
-            over = output.finish is not None or cause is not None
+            over = output.finish is not None or output.refused is not None or cause is not None
             if over:
                 del self._streams[attempt_id]
             if stream.left or stream.error is not None:
@@ -325,6 +337,8 @@ class TransformersEngine:
                 tokens, logprobs, finish = tokens[:good], logprobs[:good], None
                 if not over:
                     self._inbox.append([attempt_id])
+            elif output.refused is not None:
+                stream.error = AttachmentError(f"{self._name}, attempt {attempt_id}: {output.refused}")
             elif isinstance(cause, WeightsInUse):
                 stream.error = WeightsInUse(str(cause), output.unsound)
             elif cause is not None and finish is None:
@@ -410,7 +424,7 @@ class TransformersEngine:
 
         self._state.note()
         with self._autocast(), self._weights.tried():
-            check_model(self._model, self._max_len)
+            check_model(self._model, self._max_len, self._vision)
         self._state.ignore_changes()
 
     def _work(self) -> tuple[list[SlotOutput], Exception | None]:

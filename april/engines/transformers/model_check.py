@@ -18,8 +18,9 @@ hardly moves, whatever goes wrong.
 
 from __future__ import annotations
 
+import itertools
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -39,8 +40,11 @@ from april.engines.transformers.model_support import (
     text_config,
     why_not_exact,
 )
-from april.engines.transformers.slot_batch import SlotDecoder, SlotRequest, _Batch
+from april.engines.transformers.slot_batch import SlotDecoder, _Batch
+from april.engines.transformers.slot_requests import SlotRequest
 from april.engines.transformers.stats import EngineStats
+from april.engines.transformers.vision import Vision
+from april.engines.transformers.vision_trial import TrialPrompt, prompts_with_images
 from april.errors import ConfigError
 
 log = logging.getLogger("april")
@@ -63,19 +67,25 @@ _MOST_NATS, _MOST_NATS_HALF = 2e-2, 0.5
 """However noisy the model: in float32 on a GPU, where TF32 may be on, and below float32."""
 
 
-def recompute(model: Any, tokens: Tensor, last: int | None = None) -> Tensor:
-    """Log-probabilities float32 [last, V] of the ``last`` of ``tokens`` int64 [T]; None means all but the first."""
+def recompute(
+    model: Any, tokens: Tensor, last: int | None = None, images: Mapping[str, Tensor] | None = None
+) -> Tensor:
+    """Log-probabilities float32 [last, V] of the ``last`` of ``tokens`` int64 [T]; None means all but the first.
+
+    ``images``: what the model's processor gives for the prompt, beside its tokens.
+    """
     last = len(tokens) - 1 if last is None else last
     with torch.no_grad():
-        logits = model(input_ids=tokens[None], use_cache=False, logits_to_keep=last + 1).logits[0, -last - 1 : -1]
+        output = model(input_ids=tokens[None], use_cache=False, logits_to_keep=last + 1, **(images or {}))
+        logits = output.logits[0, -last - 1 : -1]
     return logits.float().log_softmax(-1)  # type: ignore[no-any-return]
 
 
 class _WitnessedDecoder(SlotDecoder):
     """Keeps the whole distribution from which each token was drawn, float32 [V] each, by attempt."""
 
-    def __init__(self, model: Any, max_len: int) -> None:
-        super().__init__(model, len(_PROMPT_LENGTHS), max_len, EngineStats())
+    def __init__(self, model: Any, max_len: int, vision: Vision | None) -> None:
+        super().__init__(model, len(_PROMPT_LENGTHS), max_len, EngineStats(), vision)
         self.seen: dict[str, list[Tensor]] = {}
         self.asks_length = False
         """True if a row depends on the length of the cache, which is that of the longest row."""
@@ -85,12 +95,12 @@ class _WitnessedDecoder(SlotDecoder):
             self.seen.setdefault(request.attempt_id, []).append(row.float().log_softmax(-1))
         return super()._sample(logits, batch)
 
-    def _step(self, tokens: Tensor, position: Tensor, window: int) -> Tensor:
+    def _step(self, tokens: Tensor, position: Tensor, rope: Tensor, window: int) -> Tensor:
         """Without rounding in the way: the same step, while the cache says that it is as long as the shortest row."""
-        logits = super()._step(tokens, position, window)
-        again = super()._step(tokens, position, window)
+        logits = super()._step(tokens, position, rope, window)
+        again = super()._step(tokens, position, rope, window)
         with self._cache.said_to_hold(int(position.min())):
-            other = super()._step(tokens, position, window)
+            other = super()._step(tokens, position, rope, window)
         first, second, third = (rows.nan_to_num() for rows in (logits, again, other))
         self.asks_length |= torch.equal(first, second) and not torch.equal(first, third)
         return logits
@@ -109,6 +119,7 @@ class _Trial:
     """int64 [prompt + n]."""
     decoded: Tensor
     alone: Tensor
+    images: Mapping[str, Tensor]
 
     @property
     def n(self) -> int:
@@ -125,14 +136,19 @@ def _typical(distances: Tensor) -> float:
     return float(distances.sort().values[len(distances) // 2])
 
 
-def check_model(model: Any, max_len: int) -> float:
+def check_model(model: Any, max_len: int, vision: Vision | None = None) -> float:
     """Mean difference in nats between decoded and recomputed log-probabilities; ConfigError if it is too large.
 
-    Prompts of different lengths, so that padding, positions and a moved slot all take part.
+    Prompts of different lengths, so that padding, positions and a moved slot all take part; with ``vision`` such with
+    images, too.
     """
     if max_len < _SHORTEST:
         raise ConfigError(f"max_len is {max_len}: the transformers engine needs at least {_SHORTEST}")
-    difference, noise = _compare(model, [_PROMPT_LENGTHS], None, "")
+    difference, noise = _compare(model, _prompts(model, _PROMPT_LENGTHS), None, "")
+    if vision is not None:
+        seeing = prompts_with_images(model, vision, max_len - _NEW_TOKENS)
+        (short,) = _prompts(model, _SHORT_NEIGHBOURS)
+        _compare(model, [[*seeing, *short]], noise, " of prompts with images", vision)
     lengths = {n: name for n, name in named_lengths(model, max_len).items() if n > max(_PROMPT_LENGTHS)}
     cheap = min(
         max_len,
@@ -149,18 +165,32 @@ def check_model(model: Any, max_len: int) -> float:
             where += f" ({name} in its configuration: a max_len of at most {safe_below(length)} avoids it)"
             if cost_of_trial(model, length) > _WORTH_A_LINE:
                 log.info("trying the model with %d tokens, as %s is %d", crossing[-1], name, length)
-        _compare(model, [_SHORT_NEIGHBOURS, crossing], noise, where)
+        _compare(model, _prompts(model, _SHORT_NEIGHBOURS, crossing), noise, where)
     return difference
 
 
+def _prompts(model: Any, *admissions: Sequence[int]) -> list[list[TrialPrompt]]:
+    """Prompts of such lengths, none like another."""
+    vocab_size, numbers = int(text_config(model).vocab_size), itertools.count()
+    return [
+        [TrialPrompt(((np.arange(n) * 7 + 3 * next(numbers) + 1) % vocab_size).astype(np.int32)) for n in lengths]
+        for lengths in admissions
+    ]
+
+
 def _compare(
-    model: Any, admissions: Sequence[Sequence[int]], known_noise: float | None, where: str
+    model: Any,
+    admissions: Sequence[Sequence[TrialPrompt]],
+    known_noise: float | None,
+    where: str,
+    vision: Vision | None = None,
 ) -> tuple[float, float]:
-    """(mean difference in nats, the model's own noise) for prompts of such lengths; ConfigError if they do not fit."""
+    """(mean difference in nats, the model's own noise) for such prompts; ConfigError if they do not fit."""
     kind = text_config(model).model_type
     try:
         with generation_mode(model):
-            decoder = _WitnessedDecoder(model, max(map(max, admissions)) + _NEW_TOKENS)
+            longest = max(prompt.tokens.size for prompts in admissions for prompt in prompts)
+            decoder = _WitnessedDecoder(model, longest + _NEW_TOKENS, vision)
             trials = _decode(decoder, admissions)
             halves = any(dtype.itemsize < 4 for dtype in decoder.dtypes)
             exact = decoder.device.type == "cpu" and not halves
@@ -194,24 +224,30 @@ def _compare(
     return difference, noise
 
 
-def _decode(decoder: _WitnessedDecoder, admissions: Sequence[Sequence[int]]) -> list[_Trial]:
-    """Responses to prompts of such lengths; each of ``admissions`` is prefilled by itself, beside those before it."""
-    vocab_size = int(text_config(decoder._model).vocab_size)
-    count = 0
-    for lengths in admissions:
-        for length in lengths:
-            prompt = ((np.arange(length) * 7 + 3 * count + 1) % vocab_size).astype(np.int32)
-            new = _NEW_TOKENS if count else _EARLY_TOKENS
-            decoder.submit(SlotRequest(str(count), prompt, new, 0, 0.0, 1.0, (), 0))
-            count += 1
+def _decode(decoder: _WitnessedDecoder, admissions: Sequence[Sequence[TrialPrompt]]) -> list[_Trial]:
+    """Responses to such prompts; each of ``admissions`` is prefilled by itself, beside those before it."""
+    prompts: dict[str, TrialPrompt] = {}
+    for together in admissions:
+        for prompt in together:
+            name, new = str(len(prompts)), _NEW_TOKENS if prompts else _EARLY_TOKENS
+            prompts[name] = prompt
+            decoder.submit(
+                SlotRequest(
+                    name, prompt.tokens, new, 0, 0.0, 1.0, (), 0, banned_ids=prompt.banned, attached=prompt.attached
+                )
+            )
         decoder.tick(0)
     trials = []
     while not decoder.idle:
         for output in decoder.tick(1):
+            if output.refused is not None:
+                raise output.refused
+            name = output.request.attempt_id
             sequence = np.concatenate([output.request.tokens, output.tokens]).astype(np.int64)
-            tokens = torch.from_numpy(sequence).to(decoder.device)
-            decoded = torch.stack(decoder.seen[output.request.attempt_id])
-            trials.append(_Trial(tokens, decoded, recompute(decoder._model, tokens, len(decoded))))
+            tokens, images = torch.from_numpy(sequence).to(decoder.device), prompts[name].images(len(sequence))
+            images = {key: tensor.to(decoder.device) for key, tensor in images.items()}
+            decoded = torch.stack(decoder.seen[name])
+            trials.append(_Trial(tokens, decoded, recompute(decoder._model, tokens, len(decoded), images), images))
     return trials
 
 
@@ -227,7 +263,7 @@ def _noise(model: Any, trials: list[_Trial], dtypes: set[torch.dtype], batched: 
     """
     whole = [t for t in trials if t.n == _NEW_TOKENS]
     with torch.no_grad(), _rounded_once_more(model, max(torch.finfo(dtype).eps for dtype in dtypes)):
-        found = [_typical(_distances(recompute(model, t.tokens, t.n), t.alone)) for t in whole]
+        found = [_typical(_distances(recompute(model, t.tokens, t.n, t.images), t.alone)) for t in whole]
     if not batched:
         return max(found)
     # right-padded: with causal attention the padding cannot be seen, and needs no mask

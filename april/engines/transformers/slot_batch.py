@@ -15,8 +15,6 @@ step needs; both advance by one addition per step and are aligned again when the
 from __future__ import annotations
 
 import heapq
-import math
-import random
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,12 +23,17 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from april.core.attachments import Placed
 from april.core.versions import FIRST_VERSION, PolicyVersion
-from april.engines.protocol import EngineFinish, Float32, Int32, Request
+from april.engines.protocol import EngineFinish
+from april.engines.transformers.id_rows import IdRows, table_of
 from april.engines.transformers.model_support import DecodeMasks, attention_patterns, cache_argument, text_config
 from april.engines.transformers.slot_cache import SlotCache, window_of
+from april.engines.transformers.slot_requests import SlotOutput, SlotRequest
 from april.engines.transformers.stats import EngineStats
 from april.engines.transformers.token_sampler import SamplingRows, sample, uniforms
+from april.engines.transformers.vision import Vision
+from april.errors import AttachmentError
 
 PREFILL_SEQUENCES = 16
 """Most sequences per prefill call: more padding than gain beyond it."""
@@ -40,42 +43,10 @@ _FIRST_COLUMNS = 128
 # Uniform numbers are made for this many steps ahead: few at first, for the slots change often in short runs.
 _NOISE_AHEAD, _NOISE_AHEAD_LATER = 8, 32
 
-# Rows of the slot matrix. The first four also live on the device and grow by one per decode step.
-_POSITION, _TOKENS, _CELL, _PLACE, _STORE_ROW, _SEED, _MIN_TOKENS, _MAX_TOKENS = range(8)
-_ON_DEVICE = 4
-
-
-@dataclass(slots=True, eq=False)
-class SlotRequest:
-    """An attempt. ``max_tokens`` fits the context, ``stop_ids`` has the end-of-sequence ids in it."""
-
-    attempt_id: str
-    tokens: Int32
-    max_tokens: int
-    min_tokens: int
-    temperature: float
-    top_p: float
-    stop_ids: tuple[int, ...]
-    seed: int
-    priority: int = 0
-    stream_interval: int | None = None
-    """Hand tokens out as soon as there are so many; None means at the end."""
-    slot: int = -1
-    """-1 while not active."""
-    taken: int = 0
-    """Generated tokens that were handed out already."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SlotOutput:
-    """The tokens that a request generated since the last output; tokens [k], log-probabilities [k]."""
-
-    request: SlotRequest
-    tokens: Int32
-    logprobs: Float32
-    finish: EngineFinish | None
-    unsound: int = 0
-    """Further tokens, which were dropped: the weights changed while they were sampled."""
+# Rows of the slot matrix. The first five also live on the device and grow by one per decode step. _ROPE is the position
+# that the model is told, which behind an image may be another than that of the token.
+_POSITION, _TOKENS, _CELL, _PLACE, _ROPE, _STORE_ROW, _SEED, _MIN_TOKENS, _MAX_TOKENS = range(9)
+_ON_DEVICE = 5
 
 
 @dataclass(slots=True)
@@ -88,8 +59,11 @@ class _Batch:
     position: Tensor
     cell: Tensor
     place: Tensor
+    rope: Tensor
     sampling: SamplingRows
     stop_ids: Tensor | None
+    banned: Tensor | None
+    """bool [B, V]"""
     longest: int
     most_tokens: int
     until_length: int
@@ -108,10 +82,11 @@ class SlotDecoder:
         slots: most requests decoded at the same time.
         max_len: most tokens of prompt plus response.
         stats: counters to write to.
+        vision: what the model reads images with; None: it is given none.
     """
 
-    def __init__(self, model: Any, slots: int, max_len: int, stats: EngineStats) -> None:
-        self._model, self._stats = model, stats
+    def __init__(self, model: Any, slots: int, max_len: int, stats: EngineStats, vision: Vision | None = None) -> None:
+        self._model, self._stats, self._vision = model, stats, vision
         self.slots, self.max_len = slots, max_len
         self.version: PolicyVersion = FIRST_VERSION
         config = text_config(model)
@@ -130,10 +105,10 @@ class SlotDecoder:
         self._ended: list[SlotOutput] = []
         self._sound: dict[str, int] = {}
         """Tokens of each active request that were there before the last tick and not handed out."""
-        self._rows = np.zeros((8, slots), dtype=np.int64)
+        self._rows = np.zeros((9, slots), dtype=np.int64)
         self._temperature = np.zeros(slots)
         self._top_p = np.ones(slots)
-        self._stops = np.full((slots, 1), -1, dtype=np.int64)
+        self._stops, self._bans = IdRows(slots, self._vocab_size), IdRows(slots, self._vocab_size)
         self._free_rows = list(range(slots - 1, -1, -1))
         self._device_rows = torch.zeros(_ON_DEVICE, slots, dtype=torch.int64, device=self.device)
         self._new_tokens = torch.zeros(slots, _FIRST_COLUMNS, dtype=torch.int64, device=self.device)
@@ -231,7 +206,7 @@ class SlotDecoder:
 
         The outputs have no finish; those of requests that waited are empty.
         """
-        self._stats.failures += len(self._ended)
+        self._stats.failures += sum(output.refused is None for output in self._ended)
         outputs = self.fail()
         waited = [self._empty_output(r, None) for r in self._waiting.values()]
         self._stats.failures += len(waited)
@@ -279,28 +254,48 @@ class SlotDecoder:
             request = self._waiting.pop(heapq.heappop(self._queue)[2], None)
             if request is not None:
                 self._admitting.append(request)
-        # Samples of one group start from the same tokens: these go through the model once.
-        alike: dict[bytes, list[SlotRequest]] = {}
+        # Samples of one group start from the same tokens and images: these go through the model once.
+        alike: dict[tuple[bytes, tuple[Placed, ...]], list[SlotRequest]] = {}
         for request in self._admitting:
-            alike.setdefault(request.tokens.tobytes(), []).append(request)
+            alike.setdefault((request.tokens.tobytes(), request.attached), []).append(request)
         ended: dict[int, EngineFinish] = {}
         call: list[list[SlotRequest]] = []
-        for requests in sorted(alike.values(), key=lambda group: group[0].tokens.size):
+        for requests in sorted(alike.values(), key=lambda group: (bool(group[0].attached), group[0].tokens.size)):
+            if requests[0].attached and not self._look_at(requests):
+                continue
             padded = (len(call) + 1) * requests[0].tokens.size
-            if call and (len(call) == PREFILL_SEQUENCES or padded > PREFILL_TOKENS):
+            mixed = call and bool(call[0][0].attached) is not bool(requests[0].attached)
+            if call and (mixed or len(call) == PREFILL_SEQUENCES or padded > PREFILL_TOKENS):
                 ended |= self._prefill(call)
                 call = []
             call.append(requests)
-        ended |= self._prefill(call)
+        if call:
+            ended |= self._prefill(call)
         self._admitting = []
         self._end(ended)
+
+    def _look_at(self, requests: list[SlotRequest]) -> bool:
+        """Read the images of requests that have the same ones; False: that cannot be, and they are over."""
+        assert self._vision is not None
+        try:
+            seen = self._vision.see(requests[0].tokens, requests[0].attached)
+        except AttachmentError as error:
+            self._stats.failures += len(requests)
+            self._ended += [self._empty_output(request, None, error) for request in requests]
+            refused = {request.attempt_id for request in requests}
+            self._admitting = [r for r in self._admitting if r.attempt_id not in refused]
+            return False
+        for request in requests:
+            request.seen = seen
+        return True
 
     def _prefill(self, groups: list[list[SlotRequest]]) -> dict[int, EngineFinish]:
         """Call the model once for ``groups`` of requests with equal tokens, right-padded; sample first tokens."""
         sequences = [group[0].tokens for group in groups]
         requests = [request for group in groups for request in group]
         length, first = max(s.size for s in sequences), self.active
-        ids = np.zeros((len(sequences), length), dtype=np.int64)
+        # what pads a row stands for no image
+        ids = np.full((len(sequences), length), 0 if self._vision is None else self._vision.no_image, dtype=np.int64)
         for row, sequence in zip(ids, sequences, strict=True):
             row[: sequence.size] = sequence
         lengths = np.array([s.size for s in sequences])
@@ -309,11 +304,17 @@ class SlotDecoder:
         # Logits at the distinct last positions only: over a whole batch they would outweigh everything else.
         kept, last = np.unique(lengths - 1, return_inverse=True)
 
+        positions = torch.arange(length, device=self.device).expand(len(sequences), -1)
+        tokens, images = self._upload(ids), dict[str, Tensor]()
+        if self._vision is not None and (seen := [group[0].seen for group in groups if group[0].seen is not None]):
+            positions, images = self._vision.arguments(seen, tokens, positions)
+
         self._cache.begin_prefill(first, len(requests), length, source)
         logits = self._model(
-            input_ids=self._upload(ids),
-            position_ids=torch.arange(length, device=self.device).expand(len(sequences), -1),
+            input_ids=tokens,
+            position_ids=positions,
             use_cache=True,
+            **images,
             **self._cached,
             logits_to_keep=self._upload(kept),
         ).logits
@@ -338,15 +339,12 @@ class SlotDecoder:
     def _occupy(self, request: SlotRequest) -> None:
         slot = request.slot = self.active
         self._active.append(request)
-        stops = [i for i in request.stop_ids if 0 <= i < self._vocab_size]
-        if len(stops) > self._stops.shape[1]:
-            wider = np.full((self.slots, len(stops)), -1, dtype=np.int64)
-            wider[:, : self._stops.shape[1]] = self._stops
-            self._stops = wider
-        self._stops[slot] = -1
-        self._stops[slot, : len(stops)] = stops
+        self._stops.put(slot, request.stop_ids)
+        self._bans.put(slot, request.banned_ids)
         column = self._rows[:, slot]
         column[_POSITION], column[_TOKENS] = request.tokens.size, 0
+        column[_ROPE] = request.tokens.size + (0 if request.seen is None else request.seen.offset)
+        request.seen = None  # pixels are for a prefill
         column[_STORE_ROW] = self._free_rows.pop()
         column[_SEED] = np.uint64(request.seed & (2**64 - 1)).astype(np.int64)
         column[_MIN_TOKENS], column[_MAX_TOKENS] = request.min_tokens, request.max_tokens
@@ -364,7 +362,7 @@ class SlotDecoder:
         if self._last is None:
             self._last = self._new_tokens.view(-1).index_select(0, batch.place - 1)
         window = self._cache.begin_decode(batch.hi, batch.longest + batch.steps + 1, batch.cell)
-        logits = self._step(self._last.unsqueeze(1), batch.position.unsqueeze(1), window)
+        logits = self._step(self._last.unsqueeze(1), batch.position.unsqueeze(1), batch.rope.unsqueeze(1), window)
         self._last, stopped = self._sample(logits, batch)
         batch.counters.add_(1)
         batch.steps += 1
@@ -375,12 +373,12 @@ class SlotDecoder:
         if batch.steps >= batch.until_length or stopped.any():
             self._end(self._endings(batch, stopped, rows))
 
-    def _step(self, tokens: Tensor, position: Tensor, window: int) -> Tensor:
-        """Logits [B, V] of what follows ``tokens`` int64 [B, 1] at ``position`` int64 [B, 1]."""
+    def _step(self, tokens: Tensor, position: Tensor, rope: Tensor, window: int) -> Tensor:
+        """Logits [B, V] of what follows ``tokens`` int64 [B, 1] at ``position`` int64 [B, 1], told to be ``rope``."""
         logits: Tensor = self._model(
             input_ids=tokens,
             attention_mask=self._masks.at(position, window),
-            position_ids=position,
+            position_ids=rope,
             use_cache=True,
             **self._cached,
         ).logits
@@ -404,7 +402,7 @@ class SlotDecoder:
         rows[_CELL] = np.arange(lo, hi) * self._cache.columns + rows[_POSITION]
         rows[_PLACE] = rows[_STORE_ROW] * self._new_tokens.shape[1] + rows[_TOKENS]
         counters.copy_(torch.from_numpy(rows[:_ON_DEVICE]))
-        stops = self._stops[lo:hi]
+        stop_ids, banned = self._stops.of(lo, hi), self._bans.of(lo, hi)
         return _Batch(
             lo=lo,
             hi=hi,
@@ -412,8 +410,10 @@ class SlotDecoder:
             position=counters[_POSITION],
             cell=counters[_CELL],
             place=counters[_PLACE],
+            rope=counters[_ROPE],
             sampling=SamplingRows.of(self._temperature[lo:hi], self._top_p[lo:hi], self.device),
-            stop_ids=self._upload(stops) if (stops >= 0).any() else None,
+            stop_ids=None if stop_ids is None else self._upload(stop_ids),
+            banned=None if banned is None else table_of(self._upload(banned), self._vocab_size),
             longest=int(rows[_POSITION].max()),
             most_tokens=int(rows[_TOKENS].max()),
             until_length=int((rows[_MAX_TOKENS] - rows[_TOKENS]).min()),
@@ -422,8 +422,7 @@ class SlotDecoder:
 
     def _sample(self, logits: Tensor, batch: _Batch) -> tuple[Tensor, NDArray[np.bool_]]:
         """Draw and store one token per row of ``batch``; returns them and bool [B]: is it a stop token?"""
-        forbidden = self._forbidden(batch) if batch.steps < batch.until_minimum else None
-        tokens, logprobs = sample(logits, batch.sampling, self._noise(batch), forbidden)
+        tokens, logprobs = sample(logits, batch.sampling, self._noise(batch), self._forbidden(batch))
         self._new_tokens.view(-1).index_copy_(0, batch.place, tokens)
         self._new_logprobs.view(-1).index_copy_(0, batch.place, logprobs)
         if batch.stop_ids is None:
@@ -445,16 +444,14 @@ class SlotDecoder:
         return batch.noise[:, step : step + 1]
 
     def _forbidden(self, batch: _Batch) -> Tensor | None:
-        """bool [B, V]: stop tokens of the rows that are below their minimum."""
-        if batch.stop_ids is None:
-            return None
+        """bool [B, V]: banned tokens, and stop tokens of the rows that are below their minimum; None: nothing is."""
+        if batch.stop_ids is None or batch.steps >= batch.until_minimum:
+            return batch.banned
         if batch.stop_table is None:
-            # Rows with fewer ids point the rest at one column too many, which is cut off again.
-            columns = torch.where(batch.stop_ids < 0, self._vocab_size, batch.stop_ids)
-            table = torch.zeros(batch.hi - batch.lo, self._vocab_size + 1, dtype=torch.bool, device=self.device)
-            batch.stop_table = table.scatter_(1, columns, True)[:, : self._vocab_size]
+            batch.stop_table = table_of(batch.stop_ids, self._vocab_size)
         rows = self._rows[:, batch.lo : batch.hi]
-        return batch.stop_table & self._upload(rows[_TOKENS] < rows[_MIN_TOKENS]).unsqueeze(1)
+        early = batch.stop_table & self._upload(rows[_TOKENS] < rows[_MIN_TOKENS]).unsqueeze(1)
+        return early if batch.banned is None else early | batch.banned
 
     # ------------------------------------------------------------------ ending, reading, moving
 
@@ -481,7 +478,8 @@ class SlotDecoder:
             self._cache.move(self._upload(np.array(to)), self._upload(np.array(source)))
             for numbers in (self._rows, self._temperature, self._top_p):
                 numbers[..., to] = numbers[..., source]
-            self._stops[to] = self._stops[source]
+            self._stops.move(to, source)
+            self._bans.move(to, source)
             for i, j in zip(to, source, strict=True):
                 self._active[i] = self._active[j]
                 self._active[i].slot = i
@@ -513,9 +511,15 @@ class SlotDecoder:
         return outputs
 
     @staticmethod
-    def _empty_output(request: SlotRequest, finish: EngineFinish | None) -> SlotOutput:
+    def _empty_output(
+        request: SlotRequest, finish: EngineFinish | None, refused: AttachmentError | None = None
+    ) -> SlotOutput:
         return SlotOutput(
-            request=request, tokens=np.empty(0, np.int32), logprobs=np.empty(0, np.float32), finish=finish
+            request=request,
+            tokens=np.empty(0, np.int32),
+            logprobs=np.empty(0, np.float32),
+            finish=finish,
+            refused=refused,
         )
 
     def _reserve_tokens(self, columns: int) -> None:
@@ -532,52 +536,3 @@ class SlotDecoder:
     def _upload(self, array: NDArray[Any]) -> Tensor:
         """Copy to the device of the model; the array is copied, for it may change while the device still reads it."""
         return torch.from_numpy(np.ascontiguousarray(array)).to(self.device, copy=True)
-
-
-def wrong_request(request: Request, vocab_size: int, max_len: int, eos: tuple[int, ...]) -> str | None:
-    """Return why it cannot be served, and what to do; None means that it can."""
-    sampling, tokens = request.sampling, np.asarray(request.token_ids)
-    outside = tokens[(tokens < 0) | (tokens >= vocab_size)] if tokens.dtype.kind in "iu" else tokens[:0]
-    if tokens.ndim != 1 or tokens.size == 0 or tokens.dtype.kind not in "iu":
-        return f"token_ids has shape {tokens.shape} and dtype {tokens.dtype}: send a non-empty row of integers"
-    if outside.size:
-        return (
-            f"token id {outside[0]} is outside the vocabulary of {vocab_size}: encode prompts with this "
-            "model's tokenizer"
-        )
-    if tokens.size >= max_len:
-        return f"{tokens.size} tokens leave no room below max_len {max_len}: shorten it or raise max_len"
-    if sampling.max_tokens < 1:
-        return f"max_tokens is {sampling.max_tokens}: at least 1 token must be allowed"
-    if sampling.min_tokens < 0:
-        return f"min_tokens is {sampling.min_tokens}: it must not be negative"
-    if not (math.isfinite(sampling.temperature) and sampling.temperature >= 0.0):
-        return f"temperature is {sampling.temperature}: use a finite number, 0 for greedy"
-    if not 0.0 < sampling.top_p <= 1.0:
-        return f"top_p is {sampling.top_p}: use a number in (0, 1]"
-    if sampling.min_tokens and len(_stops(request, eos)) >= vocab_size:
-        return "every token of the vocabulary is a stop token, so min_tokens cannot be kept"
-    return None
-
-
-def slot_request(
-    request: Request, max_len: int, eos: tuple[int, ...], seeds: random.Random, stream_interval: int | None
-) -> SlotRequest:
-    """Translate a request that was found right; ``seeds`` gives it a seed if it has none."""
-    sampling, tokens = request.sampling, np.asarray(request.token_ids)
-    return SlotRequest(
-        attempt_id=request.attempt_id,
-        tokens=tokens.astype(np.int32),
-        max_tokens=min(sampling.max_tokens, max_len - tokens.size),
-        min_tokens=sampling.min_tokens,
-        temperature=float(sampling.temperature),
-        top_p=float(sampling.top_p),
-        stop_ids=_stops(request, eos),
-        seed=seeds.getrandbits(63) if sampling.seed is None else sampling.seed,
-        priority=request.priority,
-        stream_interval=stream_interval,
-    )
-
-
-def _stops(request: Request, eos: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(sorted({*request.sampling.stop_token_ids, *eos}))

@@ -1,0 +1,119 @@
+"""Requests as they come, in the decoder's terms; what makes no sense is refused before anything is spent."""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import dataclass
+
+import numpy as np
+
+from april.core.attachments import Placed
+from april.engines.protocol import EngineFinish, Float32, Int32, Request
+from april.engines.transformers.vision import Seen, Vision
+from april.errors import AttachmentError
+
+
+@dataclass(slots=True, eq=False)
+class SlotRequest:
+    """An attempt. ``max_tokens`` fits the context, ``stop_ids`` has the end-of-sequence ids in it."""
+
+    attempt_id: str
+    tokens: Int32
+    max_tokens: int
+    min_tokens: int
+    temperature: float
+    top_p: float
+    stop_ids: tuple[int, ...]
+    seed: int
+    priority: int = 0
+    stream_interval: int | None = None
+    """Hand tokens out as soon as there are so many; None means at the end."""
+    banned_ids: tuple[int, ...] = ()
+    attached: tuple[Placed, ...] = ()
+    seen: Seen | None = None
+    """What the model gets of ``attached``, while the request is admitted."""
+    slot: int = -1
+    """-1 while not active."""
+    taken: int = 0
+    """Generated tokens that were handed out already."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlotOutput:
+    """The tokens that a request generated since the last output; tokens [k], log-probabilities [k]."""
+
+    request: SlotRequest
+    tokens: Int32
+    logprobs: Float32
+    finish: EngineFinish | None
+    unsound: int = 0
+    """Further tokens, which were dropped: the weights changed while they were sampled."""
+    refused: AttachmentError | None = None
+    """The reason why nothing was generated; of this request alone."""
+
+
+def wrong_request(request: Request, vocab_size: int, max_len: int, eos: tuple[int, ...]) -> str | None:
+    """Return why it cannot be served, and what to do; None means that it can."""
+    sampling, tokens = request.sampling, np.asarray(request.token_ids)
+    outside = tokens[(tokens < 0) | (tokens >= vocab_size)] if tokens.dtype.kind in "iu" else tokens[:0]
+    if tokens.ndim != 1 or tokens.size == 0 or tokens.dtype.kind not in "iu":
+        return f"token_ids has shape {tokens.shape} and dtype {tokens.dtype}: send a non-empty row of integers"
+    if outside.size:
+        return (
+            f"token id {outside[0]} is outside the vocabulary of {vocab_size}: encode prompts with this "
+            "model's tokenizer"
+        )
+    if tokens.size >= max_len:
+        return f"{tokens.size} tokens leave no room below max_len {max_len}: shorten it or raise max_len"
+    if sampling.max_tokens < 1:
+        return f"max_tokens is {sampling.max_tokens}: at least 1 token must be allowed"
+    if sampling.min_tokens < 0:
+        return f"min_tokens is {sampling.min_tokens}: it must not be negative"
+    if not (math.isfinite(sampling.temperature) and sampling.temperature >= 0.0):
+        return f"temperature is {sampling.temperature}: use a finite number, 0 for greedy"
+    if not 0.0 < sampling.top_p <= 1.0:
+        return f"top_p is {sampling.top_p}: use a number in (0, 1]"
+    banned = {i for i in sampling.banned_ids if 0 <= i < vocab_size}
+    if len(banned) >= vocab_size:
+        return "every token of the vocabulary is banned, so none can be sampled"
+    if sampling.min_tokens and len(banned.union(_stops(request, eos))) >= vocab_size:
+        return "every token of the vocabulary is a stop token, or banned, so min_tokens cannot be kept"
+    return None
+
+
+def wrong_images(request: Request, vision: Vision | None) -> str | None:
+    """Return why its images are none that the model can see; None means that it has none, or can."""
+    if vision is not None:
+        return vision.wrong(np.asarray(request.token_ids), request.attached)
+    if not request.attached:
+        return None
+    return (
+        f"it comes with {len(request.attached)} attachments, and this engine takes none: give it a model that sees, "
+        "and the scheduler its processor"
+    )
+
+
+def slot_request(
+    request: Request, max_len: int, eos: tuple[int, ...], seeds: random.Random, stream_interval: int | None
+) -> SlotRequest:
+    """Translate a request that was found right; ``seeds`` gives it a seed if it has none."""
+    sampling, tokens = request.sampling, np.asarray(request.token_ids)
+    return SlotRequest(
+        attempt_id=request.attempt_id,
+        tokens=tokens.astype(np.int32),
+        max_tokens=min(sampling.max_tokens, max_len - tokens.size),
+        min_tokens=sampling.min_tokens,
+        temperature=float(sampling.temperature),
+        top_p=float(sampling.top_p),
+        stop_ids=_stops(request, eos),
+        seed=seeds.getrandbits(63) if sampling.seed is None else sampling.seed,
+        priority=request.priority,
+        stream_interval=stream_interval,
+        banned_ids=sampling.banned_ids,
+        attached=request.attached,
+    )
+
+
+def _stops(request: Request, eos: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(sorted({*request.sampling.stop_token_ids, *eos}))

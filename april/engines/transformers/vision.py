@@ -1,0 +1,209 @@
+"""Images for models that see: what their processor makes of an image, and where the model is told that its parts are.
+
+Invariants:
+
+* an image is known by the digest of its bytes, and is what the model reads at its own tokens: as many as its features,
+  and no token beside them stands for one;
+* nothing that weights have made is kept: pixels are, within a bound, and the vision tower sees them in every prefill.
+"""
+
+from __future__ import annotations
+
+import io
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from april.attachments import content
+from april.core.attachments import Attachment, Placed
+from april.errors import AttachmentError, ConfigError
+
+IMAGE = "image"
+PIXELS_KEPT = 1 << 28
+"""Bytes of pixels, as the processor makes them, that are kept for the next request with the same image."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Family:
+    """The arguments by which models of a family are given images."""
+
+    joined: Mapping[str, int]
+    """The dimension along which those of several images are put together."""
+    grid: bool = False
+    """Tokens of an image have positions in two dimensions."""
+    types: bool = False
+    """The model asks which tokens are of images: they see each other."""
+
+
+_GRID = _Family({"pixel_values": 0, "image_grid_thw": 0}, grid=True)
+FAMILIES: Mapping[str, _Family] = {
+    "qwen2_vl": _GRID,
+    "qwen2_5_vl": _GRID,
+    "qwen3_vl": _GRID,
+    "gemma3": _Family({"pixel_values": 0}, types=True),
+}
+"""By the type of the model's configuration."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Pixels:
+    """What the processor makes of one image."""
+
+    tensors: Mapping[str, Tensor]
+    count: int
+    """Tokens that the model reads it as."""
+    size: int
+    """Bytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """The images of one conversation, ready for the model."""
+
+    pixels: Sequence[_Pixels]
+    positions: Tensor | None
+    """int64 [3, T] for models with a grid."""
+    offset: int
+    """Added to the position of every token behind the conversation."""
+
+
+class Vision:
+    """Reads the images of requests for one model.
+
+    Args:
+        model: a model of one of the :data:`FAMILIES`.
+        processor: the processor of transformers that belongs to it.
+    """
+
+    def __init__(self, model: Any, processor: Any) -> None:
+        self._family = FAMILIES[model.config.model_type]
+        self.processor = processor
+        self.image_id = int(model.config.image_token_id)
+        """The id of tokens that are parts of images."""
+        self.no_image = 0 if self.image_id else 1
+        """An id that is none."""
+        self._grid_of = next((m for m in model.modules() if hasattr(m, "get_rope_index")), None)
+        self._kept: OrderedDict[str, _Pixels] = OrderedDict()
+
+    def wrong(self, tokens: NDArray[Any], attached: Sequence[Placed]) -> str | None:
+        """Return why these cannot be the tokens of a conversation with these images; None: they can."""
+        end = 0
+        is_image = tokens == self.image_id
+        for placed in attached:
+            what = f"the {placed.attachment.kind} at token {placed.at}"
+            if placed.attachment.kind != IMAGE:
+                return f"{what}: this engine takes images alone"
+            if placed.at < end or placed.end > tokens.size:
+                return f"{what} has {placed.count} tokens, which are not there, or are of another one"
+            if self._family.grid and end and placed.at == end:
+                return f"{what} follows another one at once, and the model takes them for one: put a token between them"
+            if not is_image[placed.at : placed.end].any():
+                return f"{what} has no token {self.image_id} in its place: give token_ids of the model's own processor"
+            is_image[placed.at : placed.end] = False
+            end = placed.end
+        if attached and is_image.any():
+            return (
+                f"token {int(is_image.argmax())} is {self.image_id}, which stands for a part of an image, and there is "
+                "none: ban it (banned_ids), for a response that has it cannot be trained either"
+            )
+        return None
+
+    def see(self, tokens: NDArray[np.int32], attached: Sequence[Placed]) -> Seen:
+        """Make a conversation's images ready; AttachmentError for one that is broken, or of other tokens than these."""
+        pixels = []
+        for placed in attached:
+            of_one = self._pixels_of(placed.attachment)
+            count = int((tokens[placed.at : placed.end] == self.image_id).sum())
+            if count != of_one.count:
+                raise AttachmentError(
+                    f"the image {_name(placed.attachment)} is read as {of_one.count} tokens, and the conversation has "
+                    f"{count} for it: expand prompts with the processor that the engine has"
+                )
+            pixels.append(of_one)
+        if not self._family.grid:
+            return Seen(pixels, None, 0)
+        assert self._grid_of is not None
+        ids = torch.from_numpy(tokens.astype(np.int64))[None]
+        grids = torch.cat([p.tensors["image_grid_thw"] for p in pixels])
+        types = (ids == self.image_id).to(torch.int32)
+        positions, offsets = self._grid_of.get_rope_index(ids, mm_token_type_ids=types, image_grid_thw=grids)
+        return Seen(pixels, positions[:, 0], int(offsets[0, 0]))
+
+    def arguments(self, seen: Sequence[Seen], ids: Tensor, positions: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        """Positions, and arguments of the model, for a batch of conversations.
+
+        Args:
+            seen: of each of them.
+            ids: int64 [B, T], padded on the right with :attr:`no_image`.
+            positions: int64 [B, T], those without images.
+        """
+        parts = {name: [p.tensors[name] for s in seen for p in s.pixels] for name in self._family.joined}
+        made = {name: torch.cat(parts[name], dim).to(ids.device) for name, dim in self._family.joined.items()}
+        if self._family.types:
+            made["token_type_ids"] = (ids == self.image_id).to(torch.int64)
+        if self._family.grid:
+            positions = positions.expand(3, *positions.shape).clone()
+            for i, of_one in enumerate(seen):
+                assert of_one.positions is not None
+                positions[:, i, : of_one.positions.shape[1]] = of_one.positions.to(ids.device)
+        return positions, made
+
+    def _pixels_of(self, attachment: Attachment) -> _Pixels:
+        kept = self._kept.get(attachment.digest)
+        if kept is not None:
+            self._kept.move_to_end(attachment.digest)
+            return kept
+        made = self._process(attachment)
+        self._kept[attachment.digest] = made
+        held = sum(p.size for p in self._kept.values())
+        while held > PIXELS_KEPT and len(self._kept) > 1:
+            held -= self._kept.popitem(last=False)[1].size
+        return made
+
+    def _process(self, attachment: Attachment) -> _Pixels:
+        from PIL import Image
+
+        try:
+            with Image.open(io.BytesIO(content(attachment))) as opened:
+                image = opened.convert("RGB")
+            made = self.processor(text=[self.processor.image_token], images=[image], return_tensors="pt")
+        except AttachmentError:
+            raise
+        except Exception as error:
+            raise AttachmentError(
+                f"the image {_name(attachment)} cannot be read ({type(error).__name__}: {error})"
+            ) from error
+        tensors = {name: made[name] for name in self._family.joined}
+        size = sum(t.numel() * t.element_size() for t in tensors.values())
+        return _Pixels(tensors, int((made["input_ids"] == self.image_id).sum()), size)
+
+
+def _name(attachment: Attachment) -> str:
+    return attachment.path or attachment.digest[:12]
+
+
+def vision_of(model: Any, processor: Any) -> Vision | None:
+    """What ``model`` reads images with; None: no processor is given, or the model sees none.
+
+    Raises ConfigError for a model that sees, and of which this engine does not know how it is given images.
+    """
+    if processor is None or not hasattr(model.config, "vision_config"):
+        return None
+    kind = model.config.model_type
+    if kind not in FAMILIES:
+        raise ConfigError(
+            f"images of {kind}: the transformers engine knows how {', '.join(sorted(FAMILIES))} are given theirs; use "
+            "a served engine (vllm, sglang) for this model, or leave processor out where prompts are text alone"
+        )
+    if not hasattr(processor, "image_processor") or not hasattr(processor, "image_token"):
+        raise ConfigError(
+            f"processor is a {type(processor).__name__}, which makes no pixels of images: give the model's own, of "
+            "AutoProcessor.from_pretrained"
+        )
+    return Vision(model, processor)

@@ -1,0 +1,93 @@
+"""Prompts of a model's trial: tokens, and for a model that sees, images, with what its processor makes of them."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from april.core.attachments import Attachment, Placed
+from april.engines.protocol import Int32
+from april.engines.transformers.vision import IMAGE, Vision
+from april.errors import ConfigError
+
+_SIZES = ((64, 96), (100, 60), (48, 48))
+"""Heights and widths: most processors make different numbers of tokens of them."""
+_PER_TOKEN = ("mm_token_type_ids", "token_type_ids")
+"""What a processor gives that has a value for each token; 0 for those that are generated."""
+
+
+@dataclass(frozen=True)
+class TrialPrompt:
+    """A prompt, and what a full forward pass is given besides."""
+
+    tokens: Int32
+    attached: tuple[Placed, ...] = ()
+    given: Mapping[str, Tensor] = field(default_factory=dict)
+    """Made by the processor."""
+    banned: tuple[int, ...] = ()
+
+    def images(self, length: int) -> dict[str, Tensor]:
+        """What the model is given beside a sequence of so many tokens."""
+        more = length - self.tokens.size
+        return {
+            name: torch.nn.functional.pad(tensor, (0, more)) if name in _PER_TOKEN else tensor
+            for name, tensor in self.given.items()
+        }
+
+
+def prompts_with_images(model: Any, vision: Vision, longest: int) -> list[TrialPrompt]:
+    """One with an image, one with two of other sizes, and one with the tokens of the first and another image.
+
+    Raises ConfigError if ``longest`` has no room for them.
+    """
+    first, *others = _pictures()
+    prompts = [_prompt(vision, images) for images in ([first], others, [_picture(*_SIZES[0], seed=9)])]
+    if (needed := max(prompt.tokens.size for prompt in prompts)) > longest:
+        raise ConfigError(
+            f"{model.config.model_type} reads small images as {needed} tokens, and max_len leaves {longest}: raise "
+            "it, or leave processor out where prompts are text alone"
+        )
+    return prompts
+
+
+def _prompt(vision: Vision, images: Sequence[bytes]) -> TrialPrompt:
+    from PIL import Image
+
+    processor = vision.processor
+    tokenizer = processor.tokenizer
+    word = tokenizer.decode([next(i for i in range(len(tokenizer)) if i not in tokenizer.all_special_ids)])
+    text = f" {processor.image_token} ".join([word] * (len(images) + 1))
+    pictures = [Image.open(io.BytesIO(data)) for data in images]
+    made = processor(text=[text], images=pictures, return_tensors="pt")
+    tokens = made["input_ids"][0].numpy().astype(np.int32)
+    given = {name: tensor for name, tensor in made.items() if name not in ("input_ids", "attention_mask")}
+    return TrialPrompt(tokens, _placed(tokens, vision.image_id, images), given, (vision.image_id,))
+
+
+def _placed(tokens: Int32, image_id: int, images: Sequence[bytes]) -> tuple[Placed, ...]:
+    """Images where runs of their tokens are; between two there are others."""
+    ours = np.concatenate([[False], tokens == image_id, [False]])
+    edges = np.flatnonzero(ours[1:] != ours[:-1]).reshape(-1, 2).tolist()
+    return tuple(
+        Placed(Attachment.of(IMAGE, data), begin, end - begin, (image_id,))
+        for data, (begin, end) in zip(images, edges, strict=True)
+    )
+
+
+def _pictures() -> list[bytes]:
+    return [_picture(height, width, seed) for seed, (height, width) in enumerate(_SIZES)]
+
+
+def _picture(height: int, width: int, seed: int) -> bytes:
+    from PIL import Image
+
+    pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
+    buffer = io.BytesIO()
+    Image.fromarray(pixels).save(buffer, "PNG")
+    return buffer.getvalue()
