@@ -30,7 +30,8 @@ def create_engines(
 ) -> list[Engine]:
     """Make the engines that ``config`` describes, with a ``model`` object for those that embed one.
 
-    ``processor`` is transformers' for the images of prompts, for engines that process them in this process. ``run`` runs a coroutine on the event loop that will use the engines: servers are asked there what they can do.
+    ``processor`` is transformers' own, for an engine in this process that is given images. ``run`` runs a coroutine on
+    the event loop that will use the engines: servers are asked there what they can do.
 
     Raises:
         ConfigError: a model is missing or superfluous, packages are not installed, a server cannot do what april needs,
