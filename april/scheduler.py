@@ -188,7 +188,11 @@ class RolloutScheduler:
             kinds = settings.attachments
             check_engines(config, self._engines, gathers=self._gathers, hosts=hosts is not None, attachments=kinds)
             if hosts is not None:
-                others = self._thread.call(lambda: hosts.begin(config, tokenizer=detokenizer is not None))
+                others = self._thread.call(
+                    lambda: hosts.begin(
+                        config, tokenizer=detokenizer is not None, sampling=self._sampling, attachments=kinds
+                    )
+                )
                 if not self._engines:
                     self._thread.run(others.first)
             first = [*map(limits_of, self._engines), *(() if others is None else others.first_engines)]

@@ -24,7 +24,7 @@ from april.driver.llm import single_turn
 from april.errors import LinkError
 from april.processes.host import Host
 from april.processes.link import Link, OnFrame, OnLost
-from april.testing import FaultScript
+from april.testing import FakeEngine, FaultScript
 
 pytestmark = on_virtual_time
 
@@ -91,12 +91,16 @@ class HostsLife(Place):
             functions["filter"] = self.filter
         if luck.random() < self.multi_turn:
             functions["rollout"] = self.rollout
-        super().__init__(config, self.prompts, [fake("e")], **functions)
+        super().__init__(config, self.prompts, [self.engine("e")], **functions)
         self.samples, self.bound = samples, config.max_staleness
         self.here: dict[str, Host] = {}
         self.processes = 0
         self.restless = True
         self.seen: Counter[str] = Counter()
+
+    def engine(self, name: str, faults: FaultScript | None = None) -> FakeEngine:
+        """Of the core's process, or of a host."""
+        return fake(name, faults)
 
     async def rollout(self, prompt: Any, llm: april.LLM) -> Any:
         """Half of the lives have it, the others the default one."""
@@ -159,7 +163,7 @@ class HostsLife(Place):
         """A process of this name, for the first time or anew; who is taken for dead is still there for a while."""
         self.processes += 1
         faults = FaultScript.random(1000 * self.seed + self.processes, 0.2, LATE)  # and so it is told to fence
-        engines = [fake(f"e{i}", faults) for i in range(int(name[1:]) % 3)]
+        engines = [self.engine(f"e{i}", faults) for i in range(int(name[1:]) % 3)]
         with contextlib.suppress(LinkError):
             self.here[name] = await self.host(name, engines, **(NO_FUNCTIONS if len(engines) == 2 else {}))
             self.seen["joins"] += 1

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 from april.config.settings import Config
 from april.core import commands as do
 from april.core import events as ev
+from april.core.sampling import SamplingParams
 from april.core.settings import EngineLimits
 from april.core.state import RolloutCore
 from april.core.types import Group, SampleId
@@ -203,8 +204,12 @@ class OtherHosts(Protocol):
 class Hosts(Protocol):
     """A place where processes with engines and functions of their own come in, such as :class:`april.HostListener`."""
 
-    def begin(self, config: Config, *, tokenizer: bool) -> OtherHosts:
+    def begin(
+        self, config: Config, *, tokenizer: bool, sampling: SamplingParams | None = None,
+        attachments: Sequence[str] = (),
+    ) -> OtherHosts:  # fmt: skip
         """The hosts of a scheduler with this configuration, which may have a tokenizer; called once, on its loop.
 
-        Raises ConfigError if it is another scheduler's.
+        ``sampling`` of its calls, if it is not that of the configuration; ``attachments``: kinds that its prompts may
+        have. Raises ConfigError if it is another scheduler's.
         """

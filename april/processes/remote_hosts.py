@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
@@ -19,7 +19,7 @@ from april.config.engine_fit import why_unfit
 from april.config.settings import Config
 from april.core import commands as do
 from april.core import events as ev
-from april.core.sampling import LogprobKind
+from april.core.sampling import LogprobKind, SamplingParams
 from april.core.settings import EngineLimits
 from april.core.state import RolloutCore
 from april.core.types import SETTLED, EngineFinish, Group, SampleId
@@ -93,10 +93,12 @@ def guest_of(link: Link, frame: bytes) -> Guest:
     return Guest(link, joined, engines)
 
 
-def why_not(guest: Guest, config: Config, core: RolloutCore | None, *, tokenizer: bool) -> Iterator[str]:
+def why_not(
+    guest: Guest, config: Config, core: RolloutCore | None, *, tokenizer: bool, attachments: Sequence[str] = ()
+) -> Iterator[str]:
     """Yield what stands against a host, in sentences; without a ``core`` (yet) only what is known of it.
 
-    ``tokenizer``: whether the scheduler has one.
+    ``tokenizer``: whether the scheduler has one. ``attachments``: kinds that prompts may have.
     """
     joined, name = guest.joined, f"host {guest.name}"
     if not joined.name or "/" in joined.name or not joined.name.isprintable():
@@ -107,7 +109,7 @@ def why_not(guest: Guest, config: Config, core: RolloutCore | None, *, tokenizer
         yield f"{name}: names of engines must be unique, got {[card.name for card in joined.engines]}"
     if tokenizer and not joined.tokenizer:
         yield f"{name} needs a tokenizer, as the scheduler has one"
-    yield from why_unfit(config, guest.engines)
+    yield from why_unfit(config, guest.engines, attachments)
     if core is None:
         return
     for limits in guest.limits:
@@ -123,8 +125,10 @@ def why_not(guest: Guest, config: Config, core: RolloutCore | None, *, tokenizer
                 yield f"{name}: {has} has a function {function}, and {lacks} has none; give both the same"
 
 
-def welcome_of(name: str, core: RolloutCore, config: Config, deadline_s: float) -> Welcome:
-    """Return what a host that joins is told."""
+def welcome_of(
+    name: str, core: RolloutCore, config: Config, deadline_s: float, sampling: SamplingParams | None = None
+) -> Welcome:
+    """Return what a host that joins is told; ``sampling``: if it is not the configuration's as it stands there."""
     s, table = core.settings, core.engines
     return Welcome(
         name=name,
@@ -136,7 +140,7 @@ def welcome_of(name: str, core: RolloutCore, config: Config, deadline_s: float) 
         abort_resend_s=s.abort_resend_s,
         abort_deadline_s=s.abort_deadline_s,
         deadline_s=deadline_s,
-        sampling=config.sampling_params(),
+        sampling=config.sampling_params() if sampling is None else sampling,
         any_temperature=all(LogprobKind(e.limits.logprob_kind).follows_temperature for e in table.states.values()),
         allow_mismatch=config.allow_mismatch,
         function_timeout_s=config.function_timeout_s,
@@ -178,12 +182,20 @@ class HostDoor:
         self._accepted: Callable[[Link], None] | None = None
         self._early: list[Link] = []
 
-    def begin(self, config: Config, *, tokenizer: bool) -> RemoteHosts:
+    def begin(
+        self,
+        config: Config,
+        *,
+        tokenizer: bool,
+        sampling: SamplingParams | None = None,
+        attachments: Sequence[str] = (),
+    ) -> RemoteHosts:
         """The hosts of a scheduler with this configuration, which may have a tokenizer; called once, on its loop.
 
-        Raises ConfigError if it is another scheduler's.
+        ``sampling`` of its calls, if it is not that of the configuration; ``attachments``: kinds that its prompts may
+        have. Raises ConfigError if it is another scheduler's.
         """
-        return RemoteHosts(config, self, tokenizer=tokenizer)
+        return RemoteHosts(config, self, tokenizer=tokenizer, sampling=sampling, attachments=attachments)
 
     def open(self, accepted: Callable[[Link], None]) -> None:
         """Give all links to ``accepted`` from now on."""
@@ -263,12 +275,17 @@ class RemoteHosts:
         config: of the scheduler.
         door: where hosts come in.
         tokenizer: whether the scheduler has one.
+        sampling: of the scheduler's calls; None: that of its configuration.
+        attachments: kinds that its prompts may have.
     """
 
-    def __init__(self, config: Config, door: HostDoor, *, tokenizer: bool) -> None:
+    def __init__(
+        self, config: Config, door: HostDoor, *, tokenizer: bool, sampling: SamplingParams | None = None,
+        attachments: Sequence[str] = (),
+    ) -> None:  # fmt: skip
         self._config = config
         self._door = door
-        self._tokenizer = tokenizer
+        self._tokenizer, self._sampling, self._attachments = tokenizer, sampling, attachments
         self._guests: dict[str, Guest] = {}
         """The hosts that have joined, by name."""
         self._waiting: list[Guest] = []
@@ -465,7 +482,8 @@ class RemoteHosts:
             return "the scheduler is closed"
         if (times := self._cut_off[guest.joined.life]) >= MOST_CUT_OFF:
             return f"host {guest.name} was cut off {times} times for what cannot be true: start its process anew"
-        if (why := next(why_not(guest, self._config, self._core, tokenizer=self._tokenizer), None)) is not None:
+        whys = why_not(guest, self._config, self._core, tokenizer=self._tokenizer, attachments=self._attachments)
+        if (why := next(whys, None)) is not None:
             return why
         ours = () if self._core is None else self._core.engines.states.keys() - self._owners
         return next((f"there is an engine {name} already" for name in guest.engines if name in ours), None)
@@ -480,7 +498,7 @@ class RemoteHosts:
         if before is not None and before.joined.life != guest.joined.life:
             self._doubt(before, guest)
             return
-        welcome = welcome_of(guest.name, core, self._config, self._door.deadline_s)
+        welcome = welcome_of(guest.name, core, self._config, self._door.deadline_s, self._sampling)
         guest.desk = HostDesk(
             core, guest.name, guest.limits, functions=guest.joined.functions, failed=self._failed,
             returned=self._returned, detokenizer=self._detokenizer,
