@@ -505,14 +505,12 @@ class SampleLives:
             tokens.observe(after_stop)
             tokens.drop(after_stop, DropReason.AFTER_STOP)
             context.counts(attempt.sample)["after_stop_tokens"] += after_stop
-        for unsaid, reason in (
-            (event.counts.unknown, DropReason.UNKNOWN_WEIGHTS),
-            (event.counts.bare, DropReason.NO_EXTRAS),
-        ):
-            if unsaid:
-                tokens = context.ledger(attempt.sample)
-                tokens.observe(unsaid)
-                tokens.drop(unsaid, reason)
+        unknown, bare = event.counts.unknown, event.counts.bare
+        if unknown or bare:
+            tokens = context.ledger(attempt.sample)
+            tokens.observe(unknown + bare)
+            tokens.drop(unknown, DropReason.UNKNOWN_WEIGHTS)
+            tokens.drop(bare, DropReason.NO_EXTRAS)
         context.aborts.ended(attempt.id)
         return attempt
 
