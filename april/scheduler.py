@@ -183,7 +183,8 @@ class RolloutScheduler:
             if engines is None and hosts is not None and model is None and isinstance(config.engine, EmbeddedConfig):
                 engines = [] if config.engine.model is None else None
             if engines is None:
-                engines = made = create_engines(config.engine, model, config.seed, self._thread.run)
+                seen_by = None if images is None else images.processor
+                engines = made = create_engines(config.engine, model, config.seed, self._thread.run, seen_by)
             self._engines = list(engines)
             kinds = settings.attachments
             check_engines(config, self._engines, gathers=self._gathers, hosts=hosts is not None, attachments=kinds)

@@ -28,6 +28,20 @@ _MOST_KNOWN = 4096
 """Sizes of images for which what stands for them is remembered."""
 
 
+def loaded(processor: Any) -> Any:
+    """The processor itself, of its path or name where that is given; raises ConfigError if it cannot be loaded."""
+    if not isinstance(processor, (str, os.PathLike)):
+        return processor
+    require("processor=", "transformers")
+    import transformers
+
+    try:
+        loader: Any = transformers.AutoProcessor
+        return loader.from_pretrained(processor)
+    except Exception as error:  # a path that is none, a model without a processor, a package that it needs
+        raise ConfigError(f"processor: it cannot be loaded: {clean(error)}") from error
+
+
 class Images:
     """The way in of images: a processor's placeholders, and the reader of what users give.
 
@@ -42,16 +56,7 @@ class Images:
     def __init__(self, processor: Any, limits: ImagesConfig | None = None) -> None:
         self.limits = ImagesConfig() if limits is None else limits
         self.reader = Reader(self.limits)
-        if isinstance(processor, (str, os.PathLike)):
-            require("processor=", "transformers")
-            import transformers
-
-            try:
-                loader: Any = transformers.AutoProcessor
-                processor = loader.from_pretrained(processor)
-            except Exception as error:  # a path that is none, a model without a processor, a package that it needs
-                raise ConfigError(f"processor: it cannot be loaded: {clean(error)}") from error
-        self.processor = processor
+        self.processor = processor = loaded(processor)
         self.name = type(processor).__name__
         self.tokenizer: Any = getattr(processor, "tokenizer", None)
         """The tokenizer that it has."""

@@ -35,6 +35,7 @@ class Brought:
     model: Any
     engines: Sequence[Engine] | None
     tokenizer: Any
+    processor: Any = None
     functions: Mapping[str, Any] = field(default_factory=dict)
     """by their names, those that were given"""
     agents: Mapping[str, Any] = field(default_factory=dict)
@@ -78,7 +79,9 @@ class Brought:
         """The engines; ``run`` as for :func:`april.engines.kinds.factory.create_engines`, which says what it raises."""
         if self.engines is not None:
             return list(self.engines)
-        return [] if self.engine is None else create_engines(self.engine, self.model, self.config.seed, run)
+        if self.engine is None:
+            return []
+        return create_engines(self.engine, self.model, self.config.seed, run, self.processor)
 
 
 class RankHost:

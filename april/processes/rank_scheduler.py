@@ -36,6 +36,7 @@ from april.driver.user_code import call_user_code, refuse_inside_user_code
 from april.engines.protocol import Engine, GathersWeights, ShowsWeights
 from april.engines.weight_routes import TakesTensors
 from april.errors import ConfigError, RankError, RolloutError, SchedulerClosed
+from april.images.placing import loaded
 from april.processes import content
 from april.processes import rank_messages as say
 from april.processes.center import Center, OnAll
@@ -290,6 +291,7 @@ class RankScheduler(Looks):
             every rank where FSDP2 has sharded it.
         engines: engine objects, instead; the same goes for them.
         tokenizer: as in :class:`april.RolloutScheduler`; the other ranks need theirs for the text of evaluations.
+        processor: as in :class:`april.RolloutScheduler`; of every rank that has a model of its own.
         hosts: of rank 0, as in :class:`april.RolloutScheduler`; the ranks are no hosts then.
         options: all else that :class:`april.RolloutScheduler` takes.
 
@@ -315,18 +317,23 @@ class RankScheduler(Looks):
         model: Any = None,
         engines: Sequence[Engine] | None = None,
         tokenizer: Any = None,
+        processor: Any = None,
         hosts: Hosts | None = None,
         **options: Any,
     ) -> None:
         if not isinstance(config, Config) or not isinstance(ranks, Ranks):
             raise ConfigError("RankScheduler needs an april.Config and an april.Ranks, such as april.Ranks.of_torch()")
+        processor = loaded(processor)
+        if tokenizer is None:
+            tokenizer = getattr(processor, "tokenizer", None)
         if ranks.rank == 0:
             self._center = Center(ranks)
         self._sit_down(config, ranks, Member(ranks, local=self._center), tokenizer)
         functions = {name: options[name] for name in FUNCTIONS if name in options}
         self._brought = brought = Brought(
             config=config, ranks=ranks, spread=spread, model=model, engines=engines, tokenizer=tokenizer,
-            functions=functions, agents={name: options[name] for name in OPTIONS if name in options},
+            processor=processor, functions=functions,
+            agents={name: options[name] for name in OPTIONS if name in options},
         )  # fmt: skip
         what = f"RankScheduler(config {_digest(config)}, split_by={split_by!r}, data_size={ranks.shares}, {brought})"
         point = ranks.meeting_point()
@@ -334,7 +341,9 @@ class RankScheduler(Looks):
             self._seat.open(point)
             arguments: tuple[Any, ...] = ()
             if self._center is not None:
-                own = dict(prompts=prompts, model=model, engines=engines, tokenizer=tokenizer, **options)
+                own = dict(
+                    prompts=prompts, model=model, engines=engines, tokenizer=tokenizer, processor=processor, **options
+                )  # fmt: skip
                 arguments = self._begin(self._center, point, split_by, hosts, own)
             self._together(_Call(what=what, method=JOIN, arguments=arguments))
         except BaseException as error:
