@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -151,8 +151,8 @@ class AttemptStreams:
         engine = self._engines[attempt.engine]
         if stops and self._detokenizer is None:  # a function on a host with a tokenizer asks for it
             raise RequestRefused("llm.generate: stop strings are matched on text; give the scheduler tokenizer=...")
-        if attempt.sampling.banned_ids:
-            refuse_loose(attempt)
+        if attempt.attached or attempt.sampling.banned_ids:
+            refuse_attached(attempt, engine.capabilities.attachments)
         request = Request(
             attempt_id=attempt.id,
             token_ids=attempt.token_ids,
@@ -367,10 +367,12 @@ class AttemptStreams:
                 self._over(stream, ev.AttemptEnded.of(stream.attempt, EngineFinish.ABORT, fenced=True))
 
 
-def refuse_loose(attempt: Attempt) -> None:
-    """Raise RequestRefused for a token that stands for an attachment where none is: engines take it for text, and
-    trainers for an attachment that is missing.
+def refuse_attached(attempt: Attempt, kinds: Collection[str]) -> None:
+    """Raise RequestRefused for an attachment of another kind than these, which the engine would not see, and for a
+    token that stands for one where none is: engines take it for text, and trainers for an attachment that is missing.
     """
+    for kind in {placed.attachment.kind for placed in attempt.attached}.difference(kinds):
+        raise RequestRefused(f"engine {attempt.engine} takes no {kind}s, and the conversation has one attached")
     loose = np.isin(attempt.token_ids, attempt.sampling.banned_ids)
     if loose.any():
         for placed in attempt.attached:
