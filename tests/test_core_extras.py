@@ -139,6 +139,16 @@ def test_wrong_rows_of_a_state_are_refused(change: Any, why: str) -> None:
         snapshot.restore(again.core, state)
 
 
+def test_rows_leave_with_their_tokens() -> None:
+    """What is cut off a conversation takes its rows along, and what comes instead brings its own."""
+    m = giving()
+    m.end(m.only.id, 7)
+    chain = m.sample(0).chains[0]
+    assert len(chain.extras["experts"]) == chain.rows_due == P + 7 - 1
+    assert chain.cut(4) == 3
+    assert len(chain.extras["experts"]) == chain.rows_due == P + 4 - 1
+
+
 def test_an_engine_without_rows_cannot_join() -> None:
     """Whoever lacks what every token is to have is told so, and so is one without attachments."""
     m = giving(attachments=())
