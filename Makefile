@@ -38,6 +38,7 @@ test-ranks: $(VENV)/.installed
 test-engines: $(VENV)/.installed
 	$(BIN)/python -m tests.real_engines --aborts $(ABORTS)
 	$(BIN)/python -m tests.real_engines.keep --contexts 1000
+	$(BIN)/python -m tests.real_engines.experts
 	$(BIN)/python -m tests.real_engines.sent_weights
 	$(BIN)/python -m tests.real_engines.adapters vllm
 	$(BIN)/python -m tests.real_engines.adapters sglang

@@ -37,6 +37,8 @@ from april.engine_limits import CAUSES, Limit
 
 Int32 = NDArray[np.int32]
 Float32 = NDArray[np.float32]
+ROUTED_EXPERTS = "routed_experts"
+"""Extras: the experts that a model chose for a token, [R, layers, experts per token], uint8 or uint16."""
 
 
 class AbortMeans(StrEnum):

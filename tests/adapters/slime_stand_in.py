@@ -19,6 +19,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from real_schedulers import LENGTHS, VOCAB
 
 from april.adapters.slime import make_generate_rollout
@@ -58,6 +59,7 @@ class Sample:
     metadata: dict[str, Any] = field(default_factory=dict)
     session_id: str | None = None
     train_metadata: dict[str, Any] | None = None
+    rollout_routed_experts: Any = None
     rollout_id: int | None = None
 
     Status = Status
@@ -265,9 +267,25 @@ def namespace(**changes: Any) -> Namespace:
         "log_passrate": False,
     }  # fmt: skip
     others = {"april", "sglang_router_ip", "sglang_router_port", "colocate", "offload_rollout"}
-    others.add("use_dynamic_batch_size")
+    others |= {"use_dynamic_batch_size", "num_layers", "moe_router_topk"}
     assert not set(changes) - set(values) - others
     return Namespace(**(values | changes))
+
+
+def data_of_the_actor(args: Namespace, samples: list[Sample]) -> dict[str, list[Any]]:
+    """What slime's manager makes of delivered samples and its actor replays: the first sample decides on the rows, each
+    has [layers, experts per token] for every token but its last, and is padded by a row for that one.
+    """
+    data: dict[str, list[Any]] = {"tokens": [sample.tokens for sample in samples]}
+    if samples[0].rollout_routed_experts is not None:
+        rows = [np.asarray(sample.rollout_routed_experts) for sample in samples]
+        for one, ids in zip(rows, data["tokens"], strict=True):
+            assert one.dtype == np.int32
+            assert one.shape == (len(ids) - 1, args.num_layers, args.moe_router_topk)
+        data["rollout_routed_experts"] = [np.concatenate([one, np.zeros_like(one[:1])]) for one in rows]
+    if args.use_rollout_routing_replay:
+        assert "rollout_routed_experts" in data, "rollout_routed_experts is required in rollout_data"
+    return data
 
 
 async def length_reward(args: Namespace, sample: Sample, **kwargs: Any) -> float:
@@ -295,7 +313,8 @@ class Run:
         self.data = DataSource(self.args)
         if start:
             self.data.load(start - 1)
-        engines = [simulated("e0"), simulated("e1", stream_interval_s=1e-3)]
+        extras = ("routed_experts",) if self.args.use_rollout_routing_replay else ()
+        engines = [simulated("e0", extras=extras), simulated("e1", stream_interval_s=1e-3, extras=extras)]
         self.function = make_generate_rollout(engines, check=True)
 
     def __enter__(self) -> Run:

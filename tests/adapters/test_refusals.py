@@ -162,7 +162,6 @@ WRONG: dict[str, list[tuple[Changes, Any, str]]] = {
         ({"rollout_top_p": 0.9}, {}, "--rollout-top-p 0.9: the trainer would recompute other log-probabilities"),
         ({"rollout_temperature": 0.0}, {}, "--rollout-temperature 0: greedy samples of a group are all equal"),
         ({"rollout_top_k": 20}, {}, "--rollout-top-k 20: the trainer would recompute other log-probabilities"),
-        ({"use_rollout_routing_replay": True}, {}, "--use-rollout-routing-replay needs the experts of every token"),
         ({"rollout_max_response_len": None}, {}, "--rollout-max-response-len is missing"),
         ({"rollout_global_dataset": False}, {}, "--disable-rollout-global-dataset leaves april without prompts"),
         ({}, {"rollout_batch_size": 4}, "april.rollout_batch_size is decided by --rollout-batch-size of slime"),

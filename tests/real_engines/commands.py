@@ -51,17 +51,18 @@ def vllm_server(
 
 def sglang_server(
     name: str, model: Path, port: int, log: Path, *, context: int, in_flight: int = 256, room: int = 65536,
-    dtype: str = "float32",
+    dtype: str = "float32", experts: bool = False,
 ) -> Server:  # fmt: skip
-    """One SGLang worker, with key-value memory for ``room`` tokens."""
+    """One SGLang worker, with key-value memory for ``room`` tokens; ``experts``: it returns those of tokens."""
     where = environment(SGLANG)
+    launch = [str(HERE / "sglang_on_cpu" / "launch_with_experts.py")] if experts else ["-m", "sglang.launch_server"]
     command = [
-        str(where / "bin" / "python"), "-m", "sglang.launch_server", "--model-path", str(model), "--device", "cpu",
+        str(where / "bin" / "python"), *launch, "--model-path", str(model), "--device", "cpu",
         "--attention-backend", "torch_native", "--dtype", dtype, "--host", "127.0.0.1", "--port", str(port),
         "--context-length", str(context), "--max-total-tokens", str(room), "--max-running-requests", str(in_flight),
         "--mem-fraction-static", "0.5", "--enable-metrics", "--incremental-streaming-output", "--random-seed", "1",
         # or it keeps one of two cores busy while it waits
-        "--sleep-on-idle",
+        "--sleep-on-idle", *(["--enable-return-routed-experts"] if experts else []),
     ]  # fmt: skip
     settings = QUIET | {"PYTHONPATH": str(HERE / "sglang_on_cpu"), "SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": "1"}
     return Server(name, command, port, log, "/ready", settings)

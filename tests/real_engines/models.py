@@ -11,7 +11,13 @@ from pathlib import Path
 import torch
 from tokenizers import Tokenizer, decoders, pre_tokenizers, trainers
 from tokenizers import models as tokenizer_models
-from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 from transformers.utils.logging import disable_progress_bar
 
 VOCAB_SIZE = 512
@@ -47,6 +53,22 @@ def _model(seed: int, eos: int | None) -> Qwen3ForCausalLM:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return Qwen3ForCausalLM(config)
+
+
+def make_experts(where: Path) -> Path:
+    """The directory of a model with experts: 8 per layer, of which a token is read by 2."""
+    disable_progress_bar()  # type: ignore[no-untyped-call]
+    config = Qwen3MoeConfig(  # type: ignore[call-arg]  # head_dim is one of the model's
+        vocab_size=VOCAB_SIZE, hidden_size=128, intermediate_size=256, moe_intermediate_size=64, num_hidden_layers=3,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=32, num_experts=8, num_experts_per_tok=2,
+        norm_topk_prob=True, decoder_sparse_step=1, max_position_embeddings=CONTEXT, tie_word_embeddings=False,
+        initializer_range=0.2, pad_token_id=0, bos_token_id=None, eos_token_id=EOS,
+    )  # fmt: skip
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        Qwen3MoeForCausalLM(config).save_pretrained(where)
+    _tokenizer(True).save_pretrained(where)
+    return where
 
 
 def _tokenizer(eos: bool) -> PreTrainedTokenizerFast:

@@ -10,6 +10,7 @@ from april.adapters.slime.samples import HOOK, method_of
 from april.config.settings import Config
 from april.config.values import shown
 from april.core.types import GenerationMode, OnFailedSample
+from april.engines.protocol import ROUTED_EXPERTS
 from april.errors import ConfigError
 
 log = logging.getLogger("april")
@@ -25,6 +26,7 @@ DECIDED = {
     "epochs": "--num-epoch",
     "on_data_end": "--num-epoch",
     "allow_mismatch": "--custom-generate-function-path",
+    "extras": "--use-rollout-routing-replay",
 }
 """Settings of april.Config that slime's flags decide."""
 WHOLE_GROUPS = (
@@ -61,6 +63,8 @@ def config_of(args: Any, urls: Sequence[str] | None, *, own_function: bool = Fal
         "sampling": {"temperature": args.rollout_temperature, **({} if own_function else _ends(args))},
         "allow_mismatch": own_function,
     }
+    if getattr(args, "use_rollout_routing_replay", False) and not own_function:
+        values["extras"] = ROUTED_EXPERTS
     engine = dict(own.pop("engine", {}))
     if urls is not None and not own_function:
         values["engine"] = {
@@ -69,6 +73,7 @@ def config_of(args: Any, urls: Sequence[str] | None, *, own_function: bool = Fal
             "urls": list(urls),
             "max_in_flight": getattr(args, "sglang_server_concurrency", None),
             "max_len": getattr(args, "rollout_max_context_len", None),
+            "expert_shape": _expert_shape(args),
             **engine,
         }
     config = Config(**values, **own)
@@ -89,6 +94,13 @@ def config_of(args: Any, urls: Sequence[str] | None, *, own_function: bool = Fal
             f"it was generated, and april.max_staleness={config.max_staleness}; lower the one or raise the other"
         )
     return config
+
+
+def _expert_shape(args: Any) -> tuple[int, int] | None:
+    """Layers, and experts per token, by the flags of the trainer's model; None where they are not said."""
+    shape = getattr(args, "num_layers", None), getattr(args, "moe_router_topk", None)
+    asked = getattr(args, "use_rollout_routing_replay", False) and None not in shape
+    return (int(shape[0] or 0), int(shape[1] or 0)) if asked else None
 
 
 def router_url(args: Any) -> str:
@@ -216,8 +228,4 @@ def _refuse(args: Any, own_function: bool) -> None:
                 f"{what}: the trainer would recompute other log-probabilities than were sampled from, and needs the "
                 f"kept ids of every token, which april does not ask for; leave it out, {instead}"
             )
-    if getattr(args, "use_rollout_routing_replay", False):
-        raise ConfigError(
-            f"--use-rollout-routing-replay needs the experts of every token, which april does not ask for; leave it "
-            f"out, {instead}"
-        )
+

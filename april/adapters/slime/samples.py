@@ -21,6 +21,7 @@ from april.core.versions import PolicyVersion
 from april.corrections.advantages import Method
 from april.driver.llm import LLM
 from april.driver.user_code import is_async
+from april.engines.protocol import ROUTED_EXPERTS
 from april.errors import ConfigError, RolloutError
 
 HOOK = "april.adapters.slime.post_process_rewards"
@@ -115,7 +116,7 @@ class Groups:
             return copy.deepcopy(entry)
         if self._type is None:  # nothing was drawn since the restart
             self.ahead.append(self._draw())
-        return self._type.from_dict(copy.deepcopy(dict(entry)))
+        return self._type.from_dict(unpacked(entry))
 
     def begin(self, prompt: Prompt, sample_id: SampleId) -> Any:
         """Return a sample to write into, without a response; the index of one that replaces another is below zero.
@@ -222,7 +223,24 @@ def finish(
     if oldest != version and oldest in names:
         metadata.setdefault("start_rollout_id", names[oldest][1])
     sample.metadata = metadata
+    add_experts(sample, delivered)
     return sample
+
+
+def add_experts(sample: Any, delivered: DeliveredSample) -> None:
+    """Write the experts that are to be replayed, int32 [tokens - 1, layers, experts per token], if they were asked for.
+
+    Raises RolloutError where a hook has put other tokens into the sample.
+    """
+    rows = delivered.extras.get(ROUTED_EXPERTS)
+    if rows is None:
+        return
+    if len(sample.tokens) != len(rows) + 1:
+        raise RolloutError(
+            f"sample {sample.index} has {len(sample.tokens)} tokens, and {len(rows) + 1} were generated or read: a "
+            "hook has rewritten the response, whose experts --use-rollout-routing-replay would replay"
+        )
+    setattr(sample, EXPERTS, rows.astype(np.int32))
 
 
 def spans_of(segments: Sequence[Segment]) -> list[tuple[int, int, PolicyVersion | None]]:
@@ -259,9 +277,32 @@ def without_objects(state: Mapping[str, Any]) -> dict[str, Any]:
     return {**state, "core": core}
 
 
+EXPERTS = "rollout_routed_experts"
+"""The field of a sample that has the experts to be replayed."""
+
+
 def as_dict(sample: Any) -> dict[str, Any]:
     """A sample as plain values; those that come from a file are that already."""
-    return dict(sample) if isinstance(sample, Mapping) else dict(sample.to_dict())
+    if isinstance(sample, Mapping):
+        return dict(sample)
+    values = dict(sample.to_dict())
+    if (rows := values.get(EXPERTS)) is not None:  # a custom generate function's: an array, or lists, or a tensor
+        rows = np.asarray(rows, "<i4")
+        values[EXPERTS] = [list(rows.shape), rows.tobytes()]
+    return values
+
+
+def without_experts(sample: Any) -> Any:
+    """A sample that is delivered again, for a file: its experts come with its tokens, which april's state has."""
+    return {**as_dict(sample), EXPERTS: None} if getattr(sample, EXPERTS, None) is not None else sample
+
+
+def unpacked(entry: Mapping[str, Any]) -> dict[str, Any]:
+    """The values of a sample out of a file, as its ``from_dict`` takes them."""
+    values = copy.deepcopy(dict(entry))
+    if (rows := values.get(EXPERTS)) is not None:
+        values[EXPERTS] = np.frombuffer(rows[1], "<i4").reshape(rows[0]).astype(np.int32)
+    return values
 
 
 def with_sample(function: Any, groups: Groups) -> Any:

@@ -30,6 +30,7 @@ from april.adapters.slime.samples import (
     key_of,
     method_of,
     with_sample,
+    without_experts,
     without_objects,
 )
 from april.adapters.slime.servers import FollowedUpdates, Weights
@@ -276,7 +277,7 @@ class Session:
         inside = groups_in(state)
         held = self._hooks.held.copy()
         for leased in list(self._leased.values()):
-            held |= leased
+            held |= leased if self._function is not None else {i: without_experts(s) for i, s in leased.items()}
         kept = {"held": held, "finished": (self._finished or {}).copy()}
         return {
             "state": without_objects(state),

@@ -16,10 +16,9 @@ import numpy as np
 from numpy.lib import format as npy
 
 from april.core.attachments import Rows
+from april.engines.protocol import ROUTED_EXPERTS
 from april.server_text import clean
 
-ROUTED_EXPERTS = "routed_experts"
-"""Experts that a mixture-of-experts model chose for a token: [R, layers, experts per token], uint8 or uint16."""
 NO_EXPERTS = "serve a model with experts, as its config.json has no num_experts_per_tok"
 _LARGEST = 1 << 16
 """Ids that two bytes can tell apart."""

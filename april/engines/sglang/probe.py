@@ -30,9 +30,9 @@ from april.engines.http.server_probe import (
     vocabulary_in_refusal,
 )
 from april.engines.http.server_process import while_paused
-from april.engines.http.token_rows import NO_EXPERTS, ROUTED_EXPERTS, Routing, WrongRows, experts_of_numbers, routing_of
+from april.engines.http.token_rows import NO_EXPERTS, Routing, WrongRows, experts_of_numbers, routing_of
 from april.engines.http.wire import NotJson, error_text, read_json
-from april.engines.protocol import AdapterSite, Capabilities
+from april.engines.protocol import ROUTED_EXPERTS, AdapterSite, Capabilities
 from april.engines.sglang.wire import Reply as GenerateReply
 from april.engines.weight_routes import GLOO, NCCL
 from april.errors import ConfigError, EngineError, WireError

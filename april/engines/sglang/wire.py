@@ -12,10 +12,10 @@ import msgspec
 
 from april.core.attachments import NO_EXTRAS, Extras
 from april.engines.http.response_reader import End, Parser, Piece
-from april.engines.http.token_rows import ROUTED_EXPERTS, Routing, WrongRows, experts_of_numbers
+from april.engines.http.token_rows import Routing, WrongRows, experts_of_numbers
 from april.engines.http.weight_labels import Span
 from april.engines.http.wire import failure_of
-from april.engines.protocol import EngineFinish, Request
+from april.engines.protocol import ROUTED_EXPERTS, EngineFinish, Request
 from april.errors import EngineError, WireError
 from april.server_text import clean, quoted
 

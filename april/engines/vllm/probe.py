@@ -39,7 +39,6 @@ from april.engines.http.server_probe import (
 from april.engines.http.server_process import ServerMetrics, read_metrics
 from april.engines.http.token_rows import (
     NO_EXPERTS,
-    ROUTED_EXPERTS,
     Routing,
     WrongRows,
     experts_of_npy,
@@ -48,7 +47,7 @@ from april.engines.http.token_rows import (
 from april.engines.http.weight_labels import Span
 from april.engines.http.wire import NotJson, read_json
 from april.engines.openai.wire import ASK_SPANS
-from april.engines.protocol import AbortMeans, AdapterSite, Capabilities, OnWeightUpdate
+from april.engines.protocol import ROUTED_EXPERTS, AbortMeans, AdapterSite, Capabilities, OnWeightUpdate
 from april.engines.vllm.adapters import LOAD, NEEDED
 from april.engines.vllm.plugin import BACKEND, BACKENDS
 from april.engines.vllm.wire import COMPLETIONS_ROUTE, TOKEN_ROUTE, TokenReply

@@ -13,7 +13,7 @@ import msgspec
 
 from april.core.attachments import NO_EXTRAS, Extras
 from april.engines.http.response_reader import End, Parser, Piece
-from april.engines.http.token_rows import ROUTED_EXPERTS, Routing, WrongRows, experts_of_npy
+from april.engines.http.token_rows import Routing, WrongRows, experts_of_npy
 from april.engines.http.weight_labels import Span
 from april.engines.openai.wire import (
     ASK_SPANS,
@@ -25,7 +25,7 @@ from april.engines.openai.wire import (
     finish_of,
     sampling_of,
 )
-from april.engines.protocol import Request
+from april.engines.protocol import ROUTED_EXPERTS, Request
 
 TOKEN_ROUTE = "/inference/v1/generate"  # noqa: S105 - a path, not a secret
 COMPLETIONS_ROUTE = "/v1/completions"

@@ -45,7 +45,6 @@ def ask(surroundings: tuple[str, Path], *flags: str, **settings: Any) -> Any:
     ([], {}, "starts more groups than --rollout-batch-size 4, and without --partial-rollout the tokens of the others"),
     (["--partial-rollout", "--rollout-top-p", "0.9"], {}, "--rollout-top-p 0.9: the trainer would recompute other"),
     (["--partial-rollout", "--rollout-top-k", "20"], {}, "--rollout-top-k 20: the trainer would recompute other"),
-    (["--partial-rollout", "--use-rollout-routing-replay"], {}, "needs the experts of every token"),
     (["--partial-rollout", "--disable-rollout-global-dataset"], {}, "leaves april without prompts"),
     (["--partial-rollout", "--custom-rm-path", "nowhere.reward"], {}, "slime cannot load nowhere.reward"),
     (
