@@ -72,6 +72,8 @@ class LimitCode(StrEnum):
     SEVERAL_COPIES = "several copies"
     NO_EXPERTS = "no experts"
     """The experts that the model chooses do not come with its tokens."""
+    NO_ATTACHMENTS = "no attachments"
+    """The model takes images, and its server none from april."""
     NO_LOAD = "no load"
     NO_START_TIME = "no start time"
     """The server does not say when its process began."""

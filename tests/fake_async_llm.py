@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 from fake_servers.base import FakeRequest, FakeServer
+from fake_servers.images import FakeImages, salt_of
 
 VOCAB, EOS = 512, 2
 
@@ -44,6 +45,9 @@ class LlmRun(FakeRequest):
 
     MIN_TOKENS, MAX_TOKENS = "min_tokens", "max_tokens"
 
+    seen: str = ""
+    """What its images do to its tokens."""
+
     @property
     def due(self) -> bool:
         return self.stream or self.finish is not None
@@ -66,10 +70,12 @@ class FakeAsyncLLM(FakeServer[LlmRun]):
 
     def __init__(
         self, *, mode: str = "raw_logprobs", policy: str = "fcfs", release: int = 33, transfers: str | None = None,
-        **common: Any,
+        images: FakeImages | None = None, **common: Any,
     ) -> None:  # fmt: skip
         super().__init__(**({"weights": "tiny0", "mean_length": 60, "max_running": 1 << 20} | common))
-        self.release, self.alive = release, True
+        self.release, self.alive, self.images = release, True, images
+        self.stale_encoder = False
+        """The scheduler believes in what the worker has forgotten of images."""
         self.dead, self.cache_resets = False, True
         self.rpc_results: list[Any] = [None]
         """What the workers return of a reload."""
@@ -83,6 +89,7 @@ class FakeAsyncLLM(FakeServer[LlmRun]):
         self.vllm_config = SimpleNamespace(
             model_config=SimpleNamespace(
                 get_vocab_size=lambda: VOCAB, max_model_len=1000, logprobs_mode=mode,
+                is_multimodal_model=images is not None,
                 try_get_generation_config=lambda: {"eos_token_id": [EOS, VOCAB]},
             ),
             scheduler_config=SimpleNamespace(max_num_seqs=64, policy=policy),
@@ -116,7 +123,7 @@ class FakeAsyncLLM(FakeServer[LlmRun]):
             await asyncio.wait({self.output_handler})
 
     def _make_token(self, run: LlmRun) -> None:
-        run.salt = " with keys of others" if self.stale_cache else ""
+        run.salt = " with keys of others" if self.stale_cache else run.seen
         super()._make_token(run)
 
     def _output(self, run: LlmRun) -> Any:
@@ -130,14 +137,28 @@ class FakeAsyncLLM(FakeServer[LlmRun]):
         for name, value in self.lies.items():
             setattr(completion, name, value)
         run.sent = run.flushed
-        return SimpleNamespace(outputs=[completion], finished=run.finish is not None)
+        return SimpleNamespace(
+            outputs=[completion], finished=run.finish is not None, prompt_token_ids=list(run.prompt)
+        )
+
+    def _look(self, prompt: dict[str, Any]) -> str:
+        images = (prompt.get("multi_modal_data") or {}).get("image", [])
+        if not images:
+            return ""
+        assert self.images is not None
+        assert not self.stale_encoder, "an image that the scheduler believes to know kills the engine"
+        names = prompt["multi_modal_uuids"]["image"]
+        seen = zip(names, images, strict=True)
+        return salt_of([self.images.look(name, image.tobytes(), self.weights) for name, image in seen])
 
     async def generate(
-        self, prompt: dict[str, list[int]], params: Any, request_id: str, **options: Any
+        self, prompt: dict[str, Any], params: Any, request_id: str, **options: Any
     ) -> AsyncGenerator[Any, None]:
         assert params.logprobs == 0
         assert request_id not in [run.name for run in self.runs]
-        run = LlmRun(request_id, prompt["prompt_token_ids"], vars(params), stream=params.output_kind == 1)
+        ids = prompt["prompt_token_ids"]
+        ids = ids if self.images is None else self.images.expanded(ids)
+        run = LlmRun(request_id, ids, vars(params), stream=params.output_kind == 1, seen=self._look(prompt))
         self.runs.append(run)
         self.options.append(options)
         if self.before_add is not None:
@@ -185,6 +206,7 @@ class FakeAsyncLLM(FakeServer[LlmRun]):
         if kwargs["weights_path"] == "missing":
             raise FileNotFoundError("missing")
         self.weights, self.stale_cache = kwargs["weights_path"], True
+        self.stale_encoder = self.images is not None
         return self.rpc_results
 
     def _transfer(self, method: str, kwargs: dict[str, Any]) -> list[None]:
@@ -209,6 +231,12 @@ class FakeAsyncLLM(FakeServer[LlmRun]):
         self._run_output_handler()
         self.stale_cache = not self.cache_resets
         return self.cache_resets
+
+    async def reset_encoder_cache(self) -> None:
+        self._run_output_handler()
+        self.stale_encoder = False
+        if self.images is not None:
+            self.images.features.clear()
 
     async def update_weight_version(self, label: str) -> None:
         self._run_output_handler()

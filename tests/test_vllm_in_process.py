@@ -3,26 +3,32 @@
 from __future__ import annotations
 
 import asyncio
+import io
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from fake_async_llm import EOS, FakeAsyncLLM, install_vllm
 from fake_servers.base import uncut
+from fake_servers.images import PLACEHOLDER, TOKENS_EACH, FakeImages, features, salt_of
+from PIL import Image
 from real_schedulers import assert_nothing_is_left, endless
 from server_fixtures import Got, ServerThread, read, request
 
 import april
+from april.core.attachments import Attachment, Placed
 from april.core.sampling import LogprobKind
 from april.core.versions import FIRST_VERSION, PolicyVersion
 from april.driver.rewards import Response
-from april.engines.protocol import EngineFinish
+from april.engines.protocol import EngineFinish, Request
 from april.engines.vllm.in_process import VllmInProcessEngine
 from april.engines.weight_routes import Handshake, Meeting, ReceivesWeights, TensorSpec
-from april.errors import ConfigError, EngineBusy, EngineError, RequestRefused
+from april.errors import AttachmentError, ConfigError, EngineBusy, EngineError, RequestRefused, WireError
 
 PROMPT = [12, 20, 30]
 
@@ -471,3 +477,65 @@ def test_the_scheduler_over_it(own_loop: bool) -> None:
     else:
         steps(FakeAsyncLLM())
     assert_nothing_is_left()
+
+
+def shown(data: bytes | Attachment, name: str = "image") -> Request:
+    """A request of a few words around an image."""
+    attachment = data if isinstance(data, Attachment) else Attachment.of(name, data)
+    ids = [12, *[PLACEHOLDER] * TOKENS_EACH, 30]
+    asked = request(ids, 30, temperature=0.0, banned_ids=(PLACEHOLDER,))
+    return replace(asked, attached=(Placed(attachment, 1, TOKENS_EACH, (PLACEHOLDER,)),))
+
+
+def picture(colour: tuple[int, int, int]) -> tuple[bytes, bytes]:
+    """A PNG, and what a model sees of it."""
+    image = Image.new("RGB", (4, 4), colour)
+    file = io.BytesIO()
+    image.save(file, "PNG")
+    return file.getvalue(), image.tobytes()
+
+
+@both_loops
+async def test_images_are_seen_by_the_weights_of_now(own_loop: bool) -> None:
+    """Each prompt's own image, on an AsyncLLM that is anywhere; after an update the scheduler of vLLM believes in
+    nothing that the old vision tower has seen, which would kill it."""
+    async with world(own_loop, images=FakeImages()) as w:
+        assert w.engine.capabilities.attachments == ("image",)
+        for weights in ("tiny0", "tiny1"):
+            for colour in ((255, 0, 0), (0, 0, 255)):
+                data, pixels = picture(colour)
+                asked = shown(data)
+                got = await read(w.engine, asked)
+                seen = salt_of([features(pixels, weights)])
+                assert got.error is None
+                assert got.tokens == uncut(
+                    asked.token_ids.tolist(), weights=weights + seen, max_tokens=30, mean_length=60,
+                    banned=(PLACEHOLDER,),
+                )[0]  # fmt: skip
+            await w.engine.pause()
+            await w.engine.update_weights(PolicyVersion(0, 1), "tiny1")
+            await w.engine.resume()
+
+
+async def test_images_that_cannot_be_had_are_refused(tmp_path: Path) -> None:
+    """A file that has gone, bytes that are no image, and an expansion that is not vLLM's are errors with a name."""
+    async with world(images=FakeImages()) as w:
+        lost = replace(Attachment.of("image", b"x"), data=None, path=str(tmp_path / "gone.png"))
+        for data, says in ((lost, "gone.png cannot be read"), (b"no image", "cannot identify image file")):
+            got = await read(w.engine, shown(data))
+            assert isinstance(got.error, AttachmentError)
+            assert says in str(got.error)
+        w.llm.images.each += 1
+        got = await read(w.engine, shown(picture((1, 2, 3))[0]))
+        assert isinstance(got.error, WireError)
+        assert "as 9 tokens, and it has 8; does the server's processor" in str(got.error)
+        assert not got.tokens
+
+
+async def test_a_text_model_in_process_is_shown_no_images() -> None:
+    """It would answer as if there were none."""
+    async with world() as w:
+        assert w.engine.capabilities.attachments == ()
+        got = await read(w.engine, shown(b"x"))
+        assert isinstance(got.error, RequestRefused)
+        assert not w.llm.runs

@@ -118,6 +118,8 @@ class Capabilities:
     """A request that is repeated with its seed gives the same tokens."""
     attachments: tuple[str, ...] = ()
     """Kinds of attachments ("image") that it takes with a prompt."""
+    attachments_need: str = ""
+    """The remedy where its model takes some and it takes none, an order to the user; empty if there is none."""
     extras: tuple[str, ...] = ()
     """Names of the arrays ("routed_experts") that it can give with the tokens that it generates."""
     extras_need: str = ""

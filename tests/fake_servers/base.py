@@ -10,7 +10,7 @@ import asyncio
 import hashlib
 import json
 from collections import deque
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import partial
@@ -267,8 +267,10 @@ class FakeRequest:
         stops = {eos, *(self.params.get("stop_token_ids") or ())}
         count = len(self.ids) + 1
         held_back = {eos} if self.EOS_ALONE else stops
+        banned = {int(i) for i, bias in (self.params.get("logit_bias") or {}).items() if bias <= -100}
         if token in held_back and (count <= self.params[self.MIN_TOKENS] or self.params.get("ignore_eos")):
-            token = next(t for t in range(token + 1, token + vocab_size) if t % vocab_size not in stops) % vocab_size
+            banned |= stops
+        token = next_allowed(token, banned, vocab_size)
         self.ids.append(token)
         self.made_under.append(weights)
         self.logprobs.append(self.as_said(logprob))
@@ -403,15 +405,20 @@ class Experts:
         return np.array(rows, np.int32).reshape(-1, self.layers, self.top_k)
 
 
+def next_allowed(token: int, banned: Collection[int], vocab_size: int) -> int:
+    """The first token from this one on that is not banned."""
+    return next(t % vocab_size for t in range(token, token + vocab_size) if t % vocab_size not in banned)
+
+
 def uncut(
     prompt: Sequence[int], *, weights: str = "w0", max_tokens: int = 64, vocab_size: int = 512, eos: int = 2,
-    mean_length: int = 24,
+    mean_length: int = 24, banned: Collection[int] = (),
 ) -> tuple[list[int], list[float]]:  # fmt: skip
     """What a server of any kind says to a prompt when nobody cuts it: ids and log-probabilities at temperature 1."""
     ids, logprobs = list(map(int, prompt)), list[float]()
     while len(logprobs) < max_tokens and (not logprobs or ids[-1] != eos):
         token, logprob = next_token(weights, ids, vocab_size, eos, mean_length)
-        ids.append(token)
+        ids.append(next_allowed(token, banned, vocab_size))
         logprobs.append(logprob)
     return ids[len(prompt) :], logprobs
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from aiohttp import web
 
 from .adapters import FakeAdapters
 from .base import AT_ONCE, FakeRequest, FakeServer, RequestFault, event_stream
+from .images import PLACEHOLDER, FakeImages, salt_of
 
 FORCED_INTERVAL = 50
 """Tokens after which the scheduler hands over what a plain request has."""
@@ -33,6 +35,8 @@ class FakeSglangRun(FakeRequest):
 
     queue_abort: bool = False
     """It was aborted in the queue: its last answer is put together in another way."""
+    says_prompt: bool = False
+    """Every event has the ids of its prompt."""
     abort_seen: bool = False
     """The server passes one abort per request on and no more."""
     rows_from: int | None = None
@@ -91,7 +95,8 @@ def answer(
         meta |= {"prompt_tokens": said.prompt, "cached_tokens": 0, "num_retractions": 0, "dp_rank": None}
     if run.finish is not None and spans and run.flushed:
         meta["weight_versions"] = [{"version": name, "start": a, "end": b} for name, a, b in said.spans]
-    return {"text": "", "output_ids": said.ids, "meta_info": meta}
+    prompt = {"prompt_token_ids": run.prompt} if run.says_prompt else {}
+    return {"text": "", "output_ids": said.ids, "meta_info": meta, **prompt}
 
 
 KNOWN_PARAMS = frozenset({
@@ -111,15 +116,18 @@ class FakeSglangServer(FakeServer[FakeSglangRun]):
         logprobs: "temperature", or "raw" (SGLANG_RETURN_ORIGINAL_LOGPROB).
         transfers: it takes weights in a session of begin and end (0.5.23 and later).
         loras: adapters that may be loaded and unloaded (``--enable-lora``).
+        images: its model takes them; None: it is a text model.
+        names_images: a request can name them (``mm_hashes``).
         common: of :class:`FakeServer`; an update takes the last part of its path for the name of the weights.
     """
 
     def __init__(
         self, *, incremental: bool = True, spans: bool = True, labels: bool = True, loads: bool = True,
         intervals: bool = True, logprobs: str = "temperature", transfers: bool = True,
-        loras: FakeAdapters | None = None, **common: Any,
+        loras: FakeAdapters | None = None, images: FakeImages | None = None, names_images: bool = True, **common: Any,
     ) -> None:  # fmt: skip
         super().__init__(**common)
+        self.images, self.names_images = images, names_images
         self.incremental, self.spans, self.labels, self.loads = incremental, spans, labels, loads
         self.logprobs = logprobs
         self.params = KNOWN_PARAMS | ({"stream_interval"} if intervals else set())
@@ -161,6 +169,8 @@ class FakeSglangServer(FakeServer[FakeSglangRun]):
         if self.loras is not None:
             self.loras.present.clear()
         self.groups, self.session = {}, False
+        if self.images is not None:
+            self.images.forget()
 
     def _routes(self) -> list[web.RouteDef]:
         routes = [
@@ -169,6 +179,7 @@ class FakeSglangServer(FakeServer[FakeSglangRun]):
             web.post("/update_weights_from_disk", self._update), web.route("*", "/flush_cache", self._flush),
             web.get("/model_info", self._model_info), web.get("/server_info", self._server_info),
             web.get("/v1/models", self._models), web.get("/ready", self._ready),
+            web.get("/openapi.json", self._openapi),
         ]  # fmt: skip
         if self.transfers:
             routes += [
@@ -246,11 +257,14 @@ class FakeSglangServer(FakeServer[FakeSglangRun]):
             params["temperature"] = 1.0
         if body.get("lora_path") is not None:
             params["lora_path"] = body["lora_path"]
-        run = FakeSglangRun(body["rid"], list(body["input_ids"]), params, bool(body.get("stream")))
+        prompt = list(body["input_ids"]) if self.images is None else self.images.expanded(body["input_ids"])
+        run = FakeSglangRun(body["rid"], prompt, params, bool(body.get("stream")))
+        run.says_prompt = bool(body.get("return_prompt_token_ids"))
         if self.loras is not None:
             run.salt = self.loras.present.get(body.get("lora_path", ""), "")
         if body.get("return_routed_experts"):
             run.rows_from = body.get("routed_experts_start_len", 0)
+        run.salt += self._seen(body)
         run.fault = self._plan()
         self.runs.append(run)
         if kind := run.hit(*AT_ONCE):
@@ -275,6 +289,19 @@ class FakeSglangServer(FakeServer[FakeSglangRun]):
             self._answering.discard(run)
             if run.finish is None:
                 self._leave(run)
+
+    def _seen(self, body: dict[str, Any]) -> str:
+        """What the images of a request do to its tokens: what the vision tower makes of a name is kept for ever."""
+        urls, names = body.get("image_data") or [], body.get("mm_hashes")
+        if self.images is None:
+            if urls:
+                self.violations.append("images come to a model that takes none")
+            return ""
+        if len(urls) != body["input_ids"].count(PLACEHOLDER):
+            self.violations.append(f"{len(urls)} images for other placeholders: such a request is never answered")
+        datas = [self.images.came(url) for url in urls]
+        names = names or [hashlib.sha256(data).hexdigest() for data in datas]
+        return salt_of([self.images.look(n, d, self.weights) for n, d in zip(names, datas, strict=True)])
 
     def _refusal(self, body: dict[str, Any]) -> dict[str, Any] | None:
         """In the server's three shapes."""
@@ -483,7 +510,10 @@ class FakeSglangServer(FakeServer[FakeSglangRun]):
         return web.Response(text="Cache flushed.")
 
     async def _model_info(self, request: web.Request) -> web.Response:
-        said = {"model_path": self.model_path, "tokenizer_path": self.tokenizer_path, "is_generation": True}
+        said = {
+            "model_path": self.model_path, "tokenizer_path": self.tokenizer_path, "is_generation": True,
+            "has_image_understanding": self.images is not None,
+        }  # fmt: skip
         return web.json_response({**said, "weight_version": self.label})
 
     async def _server_info(self, request: web.Request) -> web.Response:
@@ -505,6 +535,9 @@ class FakeSglangServer(FakeServer[FakeSglangRun]):
         names = [*self.adapters, *(() if self.loras is None else self.loras.present)]
         adapters = [card | {"id": a, "root": f"adapters/{a}", "parent": "fake/model"} for a in names]
         return web.json_response({"data": [card | {"max_model_len": self.context}, *adapters]})
+
+    async def _openapi(self, request: web.Request) -> web.Response:
+        return web.json_response({"mm_hashes": {}} if self.names_images else {})
 
     async def _ready(self, request: web.Request) -> web.Response:
         return web.Response(status=200 if self.pause_mode is None else 503)

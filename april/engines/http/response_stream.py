@@ -17,6 +17,7 @@ from typing import Any
 from april.core.versions import PolicyVersion
 from april.engines.http.http_client import HttpClient, ResponseBytes
 from april.engines.http.response_reader import Progress, ResponseReader
+from april.engines.http.sent_attachments import SentAttachments, Urls
 from april.engines.http.server_engine import Admission
 from april.engines.http.server_process import Confirmation, OwnPauses
 from april.engines.http.weight_labels import WeightLabels
@@ -160,8 +161,9 @@ class Endpoint:
     route: str
     admission: Admission
     labels: WeightLabels
-    prepare: Callable[[Request, bool], tuple[ResponseReader, bytes]]
-    """Reader and body of a request, which is streamed or not; raises EngineError for what must not be sent."""
+    prepare: Callable[[Request, bool, Urls], tuple[ResponseReader, bytes]]
+    """Reader and body of a request, which is streamed or not, with the content of attachments that goes along; raises
+    EngineError for what must not be sent."""
     abort_means: AbortMeans
     marks_end: bool
     """Without the mark at its end a stream has broken off: the server's own count of tokens comes before it."""
@@ -171,6 +173,8 @@ class Endpoint:
     """The pauses by which april itself ends requests here."""
     stands_still: Callable[[], Awaitable[bool]] | None = None
     """Asked when the server has ended a request by itself: whether its owner has paused it."""
+    attachments: SentAttachments = field(default_factory=SentAttachments)
+    """What the server was sent."""
     open: dict[str, ResponseStream] = field(default_factory=dict)
     """Requests that were let in and have not ended, by attempt."""
 
@@ -337,10 +341,21 @@ class ResponseStream(BufferedStream):
             endpoint.open[attempt_id] = self
             self._go(StreamState.SENDING)
         self._task = asyncio.current_task()
+        if not request.attached:
+            return await self._post({})
+        return await endpoint.attachments.send(attempt_id, request.attached, self._post)
+
+    async def _post(self, urls: Urls) -> bool:
+        """Send it with these attachments; False: it has ended."""
+        endpoint, request = self._endpoint, self._request
+        # the beginning of a stream shows that they have arrived, and others of the prompt wait for that
+        self._streamed = self._streamed or (bool(urls) and endpoint.attachments.by_name)
         if endpoint.pauses.now:
             await endpoint.pauses.over()
         self._pauses_before = endpoint.pauses.begun
-        self._reader, body = endpoint.prepare(request, self._streamed)
+        self._reader, body = endpoint.prepare(request, self._streamed, urls)
+        if self._closing:
+            raise EngineUnreachable(f"attempt {request.attempt_id} was ended before it was sent")
         limit = answer_bytes(request)
         if self._streamed:
             self._splitter = EventSplitter(limit)

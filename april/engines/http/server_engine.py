@@ -154,13 +154,21 @@ class ServerEngine:
 
         Raises:
             EngineError: the weights are those of no version.
-            RequestRefused: no ids, one outside the vocabulary, or more tokens than there is room for.
+            RequestRefused: no ids, one outside the vocabulary, more tokens than there is room for, or attachments that
+                it would leave out.
         """
         if self._not_whole:
             raise EngineError(self._not_whole)
         ids, limit = request.token_ids, self._capabilities
         if not len(ids):
             raise RequestRefused(f"attempt {request.attempt_id} has no token ids; a prompt needs at least one")
+        for placed in request.attached:
+            if placed.attachment.kind not in limit.attachments:
+                need = f"; {limit.attachments_need}" if limit.attachments_need else ""
+                raise RequestRefused(
+                    f"attempt {request.attempt_id} comes with {placed.attachment.kind}s, and engine {self.name} would "
+                    f"leave them out without a word{need}"
+                )
         # as unsigned numbers, negative ones are too large as well
         if ids.view(np.uint32).max() >= limit.vocab_size:
             raise RequestRefused(

@@ -13,6 +13,7 @@ from april.core.versions import PolicyVersion
 from april.engines.http.http_client import HttpClient, is_page
 from april.engines.http.response_reader import ResponseReader
 from april.engines.http.response_stream import Endpoint, ResponseStream
+from april.engines.http.sent_attachments import SentAttachments, Urls
 from april.engines.http.server_engine import ServerEngine
 from april.engines.http.server_probe import ServerFacts, connect_all, is_listed, why_not_served
 from april.engines.http.server_process import UNSAID, Confirmation, OwnPauses, ServerProcess
@@ -35,7 +36,10 @@ async def connect_openai(config: OpenAIEngineConfig) -> list[OpenAIEngine]:
 class CompletionsEngine(ServerEngine):
     """Base of engines before one server whose responses end with a mark, and whose metrics tell its process apart."""
 
-    def __init__(self, client: HttpClient, facts: ServerFacts, route: str, metrics_route: str | None) -> None:
+    def __init__(
+        self, client: HttpClient, facts: ServerFacts, route: str, metrics_route: str | None,
+        attachments: SentAttachments | None = None,
+    ) -> None:  # fmt: skip
         super().__init__(client.name, facts.capabilities)
         self._client, self._asked = client, facts.asked
         known = start_is_known(facts.label)
@@ -45,11 +49,13 @@ class CompletionsEngine(ServerEngine):
         self._endpoint = Endpoint(
             client=client, route=route, admission=self._admission, labels=self._labels, prepare=self._prepare,
             abort_means=facts.capabilities.abort_means, marks_end=True, confirmation=self._confirmation,
-            pauses=self._pauses,
+            pauses=self._pauses, attachments=attachments or SentAttachments(),
         )  # fmt: skip
 
-    def _prepare(self, request: Request, streamed: bool) -> tuple[ResponseReader, bytes]:
-        """The reader and the body of a request; raises EngineError for what must not be sent."""
+    def _prepare(self, request: Request, streamed: bool, urls: Urls) -> tuple[ResponseReader, bytes]:
+        """The reader and the body of a request, with data URLs of what is attached; raises EngineError for what must
+        not be sent.
+        """
         raise NotImplementedError
 
     async def _has_weights(self) -> bool | None:
@@ -101,11 +107,11 @@ class OpenAIEngine(CompletionsEngine):
         """Make one streamed completion; raises RequestRefused for what the server must not be asked."""
         return ResponseStream(self._endpoint, request, streamed=True)
 
-    def _prepare(self, request: Request, streamed: bool) -> tuple[ResponseReader, bytes]:
+    def _prepare(self, request: Request, streamed: bool, urls: Urls) -> tuple[ResponseReader, bytes]:
         self._check(request)
         shape = self.facts.token_shape
         reader = ResponseReader(CompletionParser(shape, request), self._version, None, len(request.token_ids))
-        return reader, completion_body(self.facts.model, shape, request)
+        return reader, completion_body(self.facts.model, shape, request, bans=self._capabilities.bans)
 
     async def abort(self, attempt_ids: Sequence[str] | None = None) -> None:
         """Close the streams; what they have brought so far is still read."""

@@ -62,14 +62,29 @@ _FINISHES = {
 _ID_PREFIX = "token_id:"
 
 
-def completion_body(model: str, shape: TokenShape, request: Request, **changes: Any) -> bytes:
+def completion_body(
+    model: str, shape: TokenShape, request: Request, *, bans: bool = False, **changes: Any
+) -> bytes:
     """The JSON of one streamed request; ``changes`` are keys that replace others."""
-    body = {"model": model, "prompt": request.token_ids.tolist(), "n": 1, **sampling_of(request), **STREAMED}
+    params = sampling_of(request, bans=bans)
+    body = {"model": model, "prompt": request.token_ids.tolist(), "n": 1, **params, **STREAMED}
     return msgspec.json.encode({**body, **_EXTRA[shape], **changes})
 
 
-def sampling_of(request: Request) -> dict[str, Any]:
-    """The sampling of a request as keys of its JSON; everything that changes the distribution is explicit."""
+NEVER = -100.0
+"""The bias under which a token is never sampled: the largest that servers take."""
+
+
+def bias_of(banned_ids: Sequence[int]) -> dict[str, float]:
+    """``logit_bias`` that bans these ids."""
+    return {str(token): NEVER for token in banned_ids}
+
+
+def sampling_of(request: Request, *, bans: bool) -> dict[str, Any]:
+    """The sampling of a request as keys of its JSON; everything that changes the distribution is explicit.
+
+    ``bans``: the server takes banned ids.
+    """
     sampling = request.sampling
     params: dict[str, Any] = {
         "max_tokens": sampling.max_tokens,
@@ -82,6 +97,8 @@ def sampling_of(request: Request) -> dict[str, Any]:
         params["stop_token_ids"] = sampling.stop_token_ids
     if sampling.seed is not None:
         params["seed"] = sampling.seed
+    if bans and sampling.banned_ids:
+        params["logit_bias"] = bias_of(sampling.banned_ids)
     return params
 
 

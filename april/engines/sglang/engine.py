@@ -19,6 +19,7 @@ from april.engines.groups.gloo import towards
 from april.engines.http.http_client import HttpClient
 from april.engines.http.response_reader import ResponseReader
 from april.engines.http.response_stream import Endpoint, ResponseStream
+from april.engines.http.sent_attachments import SentAttachments, Urls
 from april.engines.http.server_engine import ServerEngine
 from april.engines.http.server_probe import client_of, connect_all, is_listed, why_not_served
 from april.engines.http.weight_directories import is_adapter
@@ -49,6 +50,8 @@ STOP_STRING_INTERVAL = 2
 class SglangEngine(ServerEngine):
     """An SGLang server, or several behind one router; implements :class:`april.engines.protocol.Engine`.
 
+    The bytes of an image go along with every request: SGLang has no way to leave out what it was sent before.
+
     Args:
         requests: where requests go: the server itself, or the router.
         workers: the servers; control calls go to each of them.
@@ -65,9 +68,11 @@ class SglangEngine(ServerEngine):
         self.workers = tuple(workers)
         self.facts = facts
         self._max_token_loss = max_token_loss
+        self.attachments = SentAttachments()
         self._endpoint = Endpoint(
             client=requests, route="/generate", admission=self._admission, labels=self._labels, prepare=self._prepare,
             abort_means=facts.capabilities.abort_means, marks_end=False, stands_still=self._stands_still,
+            attachments=self.attachments,
         )  # fmt: skip
         self.on_foreign_pause: Callable[[], None] | None = None
         """Called when requests end because somebody else has paused the servers, to change their weights. Nothing is
@@ -88,20 +93,22 @@ class SglangEngine(ServerEngine):
         """Make one call of ``/generate``; raises RequestRefused for what the server must not be asked."""
         return ResponseStream(self._endpoint, request, streamed=self._interval(request) > 0)
 
-    def _prepare(self, request: Request, streamed: bool) -> tuple[ResponseReader, bytes]:
+    def _prepare(self, request: Request, streamed: bool, urls: Urls) -> tuple[ResponseReader, bytes]:
         self._check(request)
         facts = self.facts
         parser = ReplyParser(
             request.attempt_id, incremental=streamed and facts.incremental,
             routing=facts.routing if request.extras else None, extras_from=request.extras_from,
+            prompt=request.token_ids if request.attached else None,
         )  # fmt: skip
         labels = self._adapters.reading_labels if facts.label is not None else None
         adapter = self._adapters.send(request.attempt_id) or facts.adapter
         reader = ResponseReader(parser, self._version, labels, len(request.token_ids), request)
         interval = self._interval(request) if streamed and facts.stream_interval else None
         body = request_body(
-            request, stream=streamed, stream_interval=interval, seed=self._seed(request), adapter=adapter
-        )
+            request, stream=streamed, stream_interval=interval, seed=self._seed(request), adapter=adapter, urls=urls,
+            label=self._labels.of(self._adapters.base),
+        )  # fmt: skip
         return reader, body
 
     def _interval(self, request: Request) -> int:
@@ -321,7 +328,10 @@ class SglangEngine(ServerEngine):
         return Health(
             ok=bool(well) and not self._not_whole and not amiss and not isinstance(router, BaseException),
             detail=problem,
-            counters={"running": float(total.running), "waiting": float(total.waiting), "kv_usage": total.kv_usage},
+            counters={
+                "running": float(total.running), "waiting": float(total.waiting), "kv_usage": total.kv_usage,
+                **self.attachments.counters,
+            },
             current=not self._not_whole and other is None and not lost,
             load=total if loads else None,
         )

@@ -33,6 +33,7 @@ from april.engines.http.server_process import while_paused
 from april.engines.http.token_rows import NO_EXPERTS, Routing, WrongRows, experts_of_numbers, routing_of
 from april.engines.http.wire import NotJson, error_text, read_json
 from april.engines.protocol import ROUTED_EXPERTS, AdapterSite, Capabilities
+from april.engines.sglang.wire import FIELDS
 from april.engines.sglang.wire import Reply as GenerateReply
 from april.engines.weight_routes import GLOO, NCCL
 from april.errors import ConfigError, EngineError, WireError
@@ -109,6 +110,8 @@ async def probe_sglang(client: HttpClient, config: SglangEngineConfig) -> Sglang
     copies = int(server.get("dp_size") or 1)
     stages = int(server.get("pp_size") or 1)
     sent = all(transfers) and "retract" in modes and copies == 1 and stages == 1 and adapter is None
+    sees = bool(model.get("has_image_understanding", any("vision_config" in file for file in files)))
+    named = sees and await _names_attachments(client)
     site, need = await _adapter_site(client, server, model["model_path"], copies)
     limits = (
         (paused, _PAUSED),
@@ -124,6 +127,7 @@ async def probe_sglang(client: HttpClient, config: SglangEngineConfig) -> Sglang
         (routing is None and routing_of(files) is not None and not paused, _NO_EXPERTS),
         (loads is None, _NO_LOAD),
         (eos is None, unknown_eos()),
+        (sees and not named, _NO_ATTACHMENTS),
         (bool(server.get("speculative_algorithm")), _SPECULATION),
         (copies > 1, _several_copies(copies)),
         *((True, limit) for limit in (() if served is None else served.limits(takes_adapters=site is not None))),
@@ -160,6 +164,9 @@ async def probe_sglang(client: HttpClient, config: SglangEngineConfig) -> Sglang
             streams=incremental or config.max_token_loss is not None,
             verifies_weights=label is not None and labels,
             honours_seeds=deterministic,
+            attachments=tuple(FIELDS) if named else (),
+            attachments_need=_NO_ATTACHMENTS.remedy if sees and not named else "",
+            bans=True,
             limits=tuple(limit for amiss, limit in limits if amiss),
         ),
     )
@@ -204,6 +211,12 @@ async def _routing(
             f"rows of {said.layers} layers with {said.top_k} experts per token; is engine.expert_shape right?"
         )
     return said, ""
+
+
+async def _names_attachments(client: HttpClient) -> bool:
+    """Return whether a request can name its images: its description of itself has the field."""
+    reply = await client.call("GET", "/openapi.json", timeout_s=PROBE_S, retry=True)
+    return reply.ok and b'"mm_hashes"' in reply.body
 
 
 async def _adapter_site(
@@ -417,6 +430,7 @@ def common_facts(workers: Sequence[SglangFacts]) -> SglangFacts:
             adapters=_common_site(each),
             adapters_need=next((c.adapters_need for c in each if c.adapters_need), ""),
             honours_seeds=all(c.honours_seeds for c in each),
+            attachments=tuple(k for k in first.capabilities.attachments if all(k in c.attachments for c in each)),
             verifies_weights=labelled,
             limits=tuple(dict.fromkeys(limit for c in each for limit in c.limits)),
         ),
@@ -495,6 +509,12 @@ _NO_LOAD = Limit(
     LimitCode.NO_LOAD, "The server does not tell its load (/v1/loads is missing, SGLang below 0.5.9)", "upgrade SGLang"
 )
 _NO_EXPERTS = no_experts(EXPERTS_NEED, "--enable-return-routed-experts")
+_NO_ATTACHMENTS = Limit(
+    LimitCode.NO_ATTACHMENTS,
+    "The model takes images, and the server none from april: its requests cannot name them (/openapi.json has no "
+    "mm_hashes), and after a weight update it would answer with what the old weights have seen in them",
+    "upgrade SGLang",
+)
 _SPECULATION = Limit(
     LimitCode.SPECULATION,
     "The server speculates (speculative_algorithm): whether its log-probabilities are those of the tokens then was not "

@@ -6,16 +6,19 @@ token at an abort) is dropped; what it takes back is an error.
 
 from __future__ import annotations
 
+import hashlib
 from typing import Any
 
 import msgspec
 
-from april.core.attachments import NO_EXTRAS, Extras
-from april.engines.http.response_reader import End, Parser, Piece
+from april.core.attachments import NO_EXTRAS, Extras, collapsed
+from april.engines.http.response_reader import End, Parser, Piece, require_prompt
+from april.engines.http.sent_attachments import Urls
 from april.engines.http.token_rows import Routing, WrongRows, experts_of_numbers
 from april.engines.http.weight_labels import Span
-from april.engines.http.wire import failure_of
-from april.engines.protocol import ROUTED_EXPERTS, EngineFinish, Request
+from april.engines.http.wire import NotJson, failure_of, read_json
+from april.engines.openai.wire import bias_of
+from april.engines.protocol import ROUTED_EXPERTS, EngineFinish, Int32, Request
 from april.errors import EngineError, WireError
 from april.server_text import clean, quoted
 
@@ -56,6 +59,8 @@ class Reply(msgspec.Struct):
 
     output_ids: list[int] = []
     meta_info: Meta | None = None
+    prompt_token_ids: msgspec.Raw = msgspec.Raw()
+    """Where they are asked for, in every event again."""
 
 
 DECODER = msgspec.json.Decoder(Reply)
@@ -68,10 +73,18 @@ def rid_of(attempt_id: str) -> str:
     return f"{attempt_id}."
 
 
+FIELDS = {"image": "image_data"}
+"""Kinds of attachments, and the field of a request that takes them."""
+
+
 def request_body(
-    request: Request, *, stream: bool, stream_interval: int | None, seed: int | None, adapter: str | None = None
-) -> bytes:
-    """The JSON for ``/generate``, for the model itself or an ``adapter``; nothing is left to defaults."""
+    request: Request, *, stream: bool, stream_interval: int | None, seed: int | None, adapter: str | None = None,
+    urls: Urls | None = None, label: str = "",
+) -> bytes:  # fmt: skip
+    """The JSON for ``/generate``, for the model itself or an ``adapter``; nothing is left to defaults.
+
+    ``urls``: the content of all that is attached; ``label``: of the weights, and no others.
+    """
     sampling = request.sampling
     params: dict[str, Any] = {
         "max_new_tokens": sampling.max_tokens,
@@ -92,9 +105,11 @@ def request_body(
         params["sampling_seed"] = seed
     if stream_interval is not None:
         params["stream_interval"] = stream_interval
+    if sampling.banned_ids:
+        params["logit_bias"] = bias_of(sampling.banned_ids)
     body: dict[str, Any] = {
         "rid": rid_of(request.attempt_id),
-        "input_ids": request.token_ids.tolist(),
+        "input_ids": collapsed(request.token_ids, request.attached).tolist(),
         "sampling_params": params,
         "return_logprob": True,
         "stream": stream,
@@ -103,24 +118,42 @@ def request_body(
         body["lora_path"] = adapter
     if ROUTED_EXPERTS in request.extras:
         body |= {"return_routed_experts": True, "routed_experts_start_len": request.extras_from}
+    if request.attached:
+        attachments = [placed.attachment for placed in request.attached]
+        for kind, field in FIELDS.items():
+            body[field] = [(urls or {})[a.digest] for a in attachments if a.kind == kind]
+        body["mm_hashes"] = [name_under(label, a.digest) for a in attachments]
+        # some of its processors go by text: ids that do not survive that would not be noticed
+        body["return_prompt_token_ids"] = True
     return msgspec.json.encode(body)
+
+
+def name_under(label: str, digest: str) -> str:
+    """The name of an attachment under the weights ``label``.
+
+    SGLang keeps what its vision tower has made of an image by this name, and empties that cache neither by a load of
+    weights nor when its other caches are flushed: one name under all weights would be answered by the first.
+    """
+    return hashlib.sha256(f"{label} {digest}".encode()).hexdigest()
 
 
 class ReplyParser(Parser[Reply]):
     """The parser of ``/generate``; if ``incremental``, events have the new tokens only, otherwise all tokens so far.
 
     ``routing``: the shape of the experts that the request asked for; ``extras_from``: the row from which on it did.
+    With a ``prompt`` the server must go on from these ids, where it says them.
     """
 
-    __slots__ = ("_extras_from", "_incremental", "_rid", "_routing")
+    __slots__ = ("_extras_from", "_incremental", "_prompt", "_rid", "_routing")
 
     count_may_follow = False
 
     def __init__(
-        self, attempt_id: str, *, incremental: bool, routing: Routing | None = None, extras_from: int = 0
-    ) -> None:
+        self, attempt_id: str, *, incremental: bool, routing: Routing | None = None, extras_from: int = 0,
+        prompt: Int32 | None = None,
+    ) -> None:  # fmt: skip
         super().__init__(attempt_id, DECODER, _LIST_DECODER)
-        self._routing, self._extras_from = routing, extras_from
+        self._routing, self._extras_from, self._prompt = routing, extras_from, prompt
         self._rid = rid_of(attempt_id)
         self._incremental = incremental
 
@@ -131,9 +164,20 @@ class ReplyParser(Parser[Reply]):
             raise self.failed(payload)
         if meta.id != self._rid:
             raise WireError(f"attempt {self.attempt_id} got the answer of {quoted(meta.id)}")
+        if self._prompt is not None and (said := bytes(event.prompt_token_ids)):
+            self._require_prompt(self._prompt, said)
+            self._prompt = None
         ids, logprobs = self._fresh(event, meta, had)
         end = None if meta.finish_reason is None else self._end(meta.finish_reason, meta)
         return Piece(ids, logprobs, end, meta.weight_version, meta.prompt_tokens)
+
+    def _require_prompt(self, sent: Int32, said: bytes) -> None:
+        try:
+            ids = read_json(said, list[int] | None)
+        except NotJson as error:
+            raise self.wrong(f"has prompt ids that cannot be read: {error}") from None
+        if ids is not None:
+            require_prompt(self, sent, ids)
 
     def _fresh(self, reply: Reply, meta: Meta, had: int) -> tuple[list[int], list[float]]:
         """Token ids and log-probabilities behind those that were read before."""

@@ -15,6 +15,8 @@ from typing import Any
 
 import numpy as np
 
+from april.attachments import content
+from april.core.attachments import Attachment, Placed
 from april.core.sampling import LogprobKind, SamplingParams
 from april.core.versions import PolicyVersion
 from april.engines.http.server_engine import ServerEngine
@@ -49,7 +51,7 @@ class ActorSide:
 
     async def generate(self, ask: dict[str, Any]) -> Result:
         """Run one request, whole: tokens, log-probabilities, finish, what it stopped at, and the version."""
-        request = Request(**{**ask, "sampling": SamplingParams(**ask["sampling"])})
+        request = request_of(ask)
         try:
             chunks = [chunk async for chunk in self._engine.generate(request)]
         except RequestRefused as error:
@@ -83,11 +85,29 @@ class ActorSide:
         return health.ok, health.detail, list(self._engine._version), self._life
 
 
+def request_of(plain: dict[str, Any]) -> Request:
+    """Read a request that was sent as plain values."""
+    attached = tuple(Placed(**{**one, "attachment": Attachment(**one["attachment"])}) for one in plain["attached"])
+    return Request(**{**plain, "sampling": SamplingParams(**plain["sampling"]), "attached": attached})
+
+
+async def _with_content(request: Request) -> Request:
+    """Return the request with the bytes of what is attached in memory: the actor may run where the files are not."""
+    if not any(placed.attachment.data is None for placed in request.attached):
+        return request
+
+    def read() -> tuple[Placed, ...]:
+        return tuple(replace(p, attachment=replace(p.attachment, data=content(p.attachment))) for p in request.attached)
+
+    return replace(request, attached=await asyncio.to_thread(read))
+
+
 def capabilities_of(plain: dict[str, Any]) -> Capabilities:
     """Read :meth:`ActorSide.capabilities`; what the wire takes away is left out."""
     known = {field.name for field in fields(Capabilities)}
     values = {name: value for name, value in plain.items() if name in known}
     values |= {"logprob_kind": LogprobKind(values["logprob_kind"]), "abort_means": AbortMeans(values["abort_means"])}
+    values |= {"attachments": tuple(values.get("attachments", ())), "extras": tuple(values.get("extras", ()))}
     values |= {"streams": False, "updates_from_disk": False, "collective": (), "takes_tensors": False}
     return Capabilities(**values)
 
@@ -118,7 +138,8 @@ class ActorEngine(ServerEngine):
             self._check(request)
             ended = False
             try:
-                tokens, logprobs, finish, stopped_at, under = await self._ask("april_generate", asdict(request))
+                ask = asdict(await _with_content(request))
+                tokens, logprobs, finish, stopped_at, under = await self._ask("april_generate", ask)
                 ended = True
             finally:
                 if not ended:  # given up here: nobody would ever read it

@@ -18,6 +18,7 @@ from april.core.versions import FIRST_VERSION, PolicyVersion
 from april.engines.http.http_client import HttpClient, control, nothing, says, text_under, words_of
 from april.engines.http.response_reader import ResponseReader
 from april.engines.http.response_stream import ResponseStream
+from april.engines.http.sent_attachments import SentAttachments, Urls
 from april.engines.http.server_probe import ServerFacts, connect_all
 from april.engines.http.server_process import (
     PAUSE_CHECK_S,
@@ -35,7 +36,7 @@ from april.engines.protocol import AbortMeans, Engine, Health, OnWeightUpdate, R
 from april.engines.vllm.adapters import load_adapter, unload_adapter
 from april.engines.vllm.probe import VllmFacts, probe_vllm
 from april.engines.vllm.transfer import TransferEngine
-from april.engines.vllm.wire import engine_id, parser_of, request_body
+from april.engines.vllm.wire import engine_id, misses_attachment, parser_of, request_body
 from april.errors import EngineError
 from april.server_text import quoted
 
@@ -52,11 +53,15 @@ WEIGHT_FILES = ("*.safetensors", "*.bin", "*.pt")
 class VllmEngine(TransferEngine):
     """A vLLM server, made by :func:`connect_vllm`; implements :class:`april.engines.protocol.Engine`.
 
-    With ``stream`` tokens are handed over as they come, always; otherwise only where a request asks for it.
+    With ``stream`` tokens are handed over as they come, always; otherwise only where a request asks for it, or brings
+    the bytes of an image that others of its prompt wait for. The server keeps images by their digests, over weight
+    updates too, so that each is sent once, and again when the server says that it has it no more.
     """
 
     def __init__(self, client: HttpClient, facts: VllmFacts, *, stream: bool = False) -> None:
-        super().__init__(client, facts, facts.route, "/metrics")
+        sent = SentAttachments(misses_attachment if facts.keeps_attachments else None)
+        super().__init__(client, facts, facts.route, "/metrics", sent)
+        self.attachments = sent
         self.facts, self._stream = facts, stream
         self._keeps: OnWeightUpdate | None = None
         """The server is paused, or may be, with its requests; what becomes of them. None: it is not."""
@@ -69,7 +74,7 @@ class VllmEngine(TransferEngine):
         """Make one call; raises RequestRefused for what the server must not be asked."""
         return ResponseStream(self._endpoint, request, streamed=self._stream or request.stream)
 
-    def _prepare(self, request: Request, streamed: bool) -> tuple[ResponseReader, bytes]:
+    def _prepare(self, request: Request, streamed: bool, urls: Urls) -> tuple[ResponseReader, bytes]:
         self._check(request)
         facts, capabilities = self.facts, self._capabilities
         spans = capabilities.version_spans
@@ -81,7 +86,7 @@ class VllmEngine(TransferEngine):
             facts.route, model, request, stream=streamed, priority=facts.priorities,
             seeds=capabilities.honours_seeds, spans=spans,
             # the label says the version and is this engine's own: nobody else's blocks have it
-            salt=self._labels.of(self._version) if request.in_flight is OnWeightUpdate.KEEP else "",
+            salt=self._labels.of(self._version) if request.in_flight is OnWeightUpdate.KEEP else "", urls=urls,
         )  # fmt: skip
         return reader, body
 
@@ -119,6 +124,8 @@ class VllmEngine(TransferEngine):
         self._admission.close()
         self._keeps = in_flight
         clear = "true" if in_flight is OnWeightUpdate.RECOMPUTE else "false"
+        if in_flight is OnWeightUpdate.RECOMPUTE:
+            self.attachments.forget()  # the server does, and would refuse names
         await control(
             self._client, "/pause", says("status", "paused"), params={"mode": "keep", "clear_cache": clear}
         )
@@ -343,6 +350,7 @@ class VllmEngine(TransferEngine):
         known = same is not None or label is not None
         load = metrics.load
         counters = {} if load is None else {"running": float(load.running), "waiting": float(load.waiting)}
+        counters |= self.attachments.counters
         told = (
             self._not_whole, amiss, "" if current else "the server was started anew, or has other weights",
             "" if known else UNSAID,

@@ -7,6 +7,7 @@ first request is made, never at the import of april.
 from __future__ import annotations
 
 import asyncio
+import io
 from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import replace
@@ -14,16 +15,20 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from april.attachments import content
+from april.core.attachments import Attachment, collapsed
 from april.core.sampling import LogprobKind
 from april.core.versions import PolicyVersion
 from april.engine_limits import Limit, LimitCode, raw_logprobs, tied_embeddings
 from april.engines.http.loop_relay import LoopRelay, result_from
+from april.engines.http.response_reader import OTHER_PROCESSOR
 from april.engines.http.weight_labels import foreign_weights
 from april.engines.http.wire import chunk_of, empty_chunk, failure_of
+from april.engines.openai.wire import NEVER
 from april.engines.protocol import Capabilities, Chunk, EngineFinish, Health, Request
 from april.engines.vllm.plugin import BACKENDS
 from april.engines.vllm.transfer import Transfers
-from april.errors import ConfigError, EngineBusy, EngineError, WireError
+from april.errors import AttachmentError, ConfigError, EngineBusy, EngineError, WireError
 from april.server_text import clean
 
 T = TypeVar("T")
@@ -105,7 +110,8 @@ class VllmInProcessEngine(Transfers):
                 return
             self._check(request)
             deltas = self._stream or request.stream
-            relay = LoopRelay(self._llm_loop(), lambda: self._outputs(request, deltas))
+            prompt = await _prompt_of(request)
+            relay = LoopRelay(self._llm_loop(), lambda: self._outputs(request, prompt, deltas))
             finish = None
             try:
                 async for output in relay:
@@ -135,7 +141,7 @@ class VllmInProcessEngine(Transfers):
         text = f" refuses the request: {clean(error)}" if refused else f": {type(error).__name__}: {clean(error)}"
         return failure_of(status, f"engine {self._name}{text}")
 
-    def _outputs(self, request: Request, deltas: bool) -> AsyncGenerator[Any, None]:
+    def _outputs(self, request: Request, prompt: dict[str, Any], deltas: bool) -> AsyncGenerator[Any, None]:
         # here, and not above: april does without vLLM
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
@@ -148,6 +154,7 @@ class VllmInProcessEngine(Transfers):
             top_p=sampling.top_p,
             stop_token_ids=list(sampling.stop_token_ids) or None,
             seed=sampling.seed,
+            logit_bias=dict.fromkeys(sampling.banned_ids, NEVER) or None,
             logprobs=0,
             detokenize=False,
             output_kind=RequestOutputKind.DELTA if deltas else RequestOutputKind.FINAL_ONLY,
@@ -155,12 +162,13 @@ class VllmInProcessEngine(Transfers):
         options: dict[str, Any] = {"priority": request.priority} if self._by_priority else {}
         if self._lora_request:
             options["lora_request"] = self._lora_request
-        prompt = {"prompt_token_ids": request.token_ids.tolist()}
         outputs: AsyncGenerator[Any, None] = self._llm.generate(prompt, params, request.attempt_id, **options)
         return outputs
 
     def _chunk(self, request: Request, output: Any, version: PolicyVersion) -> Chunk:
         completion = output.outputs[0]
+        if request.attached:
+            self._require_expanded(request, getattr(output, "prompt_token_ids", None))
         tokens, entries = list(completion.token_ids), completion.logprobs
         if entries is None or len(entries) != len(tokens):
             count = "no" if entries is None else len(entries)
@@ -173,6 +181,16 @@ class VllmInProcessEngine(Transfers):
         finish = self._finish(completion.finish_reason)
         stopped_at = getattr(completion, "stop_reason", None) if finish is EngineFinish.STOP else None
         return replace(chunk_of(tokens, logprobs, version, finish), stopped_at=stopped_at)
+
+    def _require_expanded(self, request: Request, said: Sequence[int] | None) -> None:
+        """vLLM has expanded the prompt as it was expanded here, or it reads its images as something else."""
+        if said is not None and (
+            len(said) != len(request.token_ids) or not np.array_equal(np.asarray(said), request.token_ids)
+        ):
+            raise WireError(
+                f"engine {self._name} reads the prompt of attempt {request.attempt_id} as {len(said)} tokens, and it "
+                f"has {len(request.token_ids)}; {OTHER_PROCESSOR}"
+            )
 
     def _finish(self, reason: str | None) -> EngineFinish | None:
         if reason is not None and reason not in _FINISHES:
@@ -227,6 +245,9 @@ class VllmInProcessEngine(Transfers):
             )
             if not results or any(result is not None for result in results):  # each of its workers returns nothing
                 raise EngineError(f"engine {self._name} could not load {path}: its workers returned {clean(results)}")
+        if self._capabilities.attachments and hasattr(self._llm, "reset_encoder_cache"):
+            # the worker forgets what it has made of images at a load, or not at all, and the scheduler never does
+            await self._there(self._llm.reset_encoder_cache)
         if await self._there(self._llm.reset_prefix_cache) is not True:
             raise EngineError(
                 f"engine {self._name} could not reset its prefix cache, which holds keys and values of the old "
@@ -350,9 +371,35 @@ def _capabilities(llm: Any, stream: bool, eos_token_ids: Sequence[int] | None, l
         version_spans=False,
         streams=stream,
         own_weights=True,
+        attachments=("image",) if getattr(model, "is_multimodal_model", False) else (),
+        bans=True,
         collective=_backends(llm) if not lora_request else (),
         limits=tuple(limit for amiss, limit in limits if amiss),
     )
+
+
+async def _prompt_of(request: Request) -> dict[str, Any]:
+    """A prompt as vLLM takes it: not expanded, its images with the names by which it keeps what it makes of them."""
+    prompt: dict[str, Any] = {"prompt_token_ids": collapsed(request.token_ids, request.attached).tolist()}
+    if request.attached:
+        attachments = [placed.attachment for placed in request.attached]
+        prompt["multi_modal_data"] = {"image": await asyncio.to_thread(_images, request.attempt_id, attachments)}
+        prompt["multi_modal_uuids"] = {"image": [attachment.digest for attachment in attachments]}
+    return prompt
+
+
+def _images(attempt_id: str, attachments: Sequence[Attachment]) -> list[Any]:
+    """In RGB, as vLLM's server reads them."""
+    # here, and not above: text needs no Pillow
+    from PIL import Image, UnidentifiedImageError
+
+    images = []
+    for attachment in attachments:
+        try:
+            images.append(Image.open(io.BytesIO(content(attachment))).convert("RGB"))
+        except (AttachmentError, UnidentifiedImageError, OSError) as error:
+            raise AttachmentError(f"attempt {attempt_id} cannot go on: {clean(error)}") from None
+    return images
 
 
 def _backends(llm: Any) -> tuple[str, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -45,13 +46,13 @@ from april.engines.http.token_rows import (
     routing_of,
 )
 from april.engines.http.weight_labels import Span
-from april.engines.http.wire import NotJson, read_json
+from april.engines.http.wire import NotJson, error_text, read_json
 from april.engines.openai.wire import ASK_SPANS
 from april.engines.protocol import ROUTED_EXPERTS, AbortMeans, AdapterSite, Capabilities, OnWeightUpdate
 from april.engines.vllm.adapters import LOAD, NEEDED
 from april.engines.vllm.plugin import BACKEND, BACKENDS
-from april.engines.vllm.wire import COMPLETIONS_ROUTE, TOKEN_ROUTE, TokenReply
-from april.errors import ConfigError, EngineError, WireError
+from april.engines.vllm.wire import COMPLETIONS_ROUTE, PARTS, TOKEN_ROUTE, TokenReply, misses_attachment
+from april.errors import ConfigError, EngineError, RequestRefused, WireError
 from april.server_text import clean
 
 _MODES = {
@@ -77,6 +78,8 @@ class VllmFacts(ServerFacts):
     """Requests are scheduled by priority."""
     routing: Routing | None = None
     """The shape of the experts that it gives with tokens; None: it gives none."""
+    keeps_attachments: bool = False
+    """What was attached to a request is found again by its name."""
 
 
 async def probe_vllm(client: HttpClient, config: VllmEngineConfig) -> VllmFacts:
@@ -105,6 +108,7 @@ async def probe_vllm(client: HttpClient, config: VllmEngineConfig) -> VllmFacts:
     label = label.get("weight_version") if isinstance(label, dict) else None
     is_paused = bool(isinstance(paused, dict) and paused.get("is_paused"))
     files = await asyncio.to_thread(model_files, card.get("root"))
+    attachments, no_attachments, keeps_attachments = await _attachments(client, model, files, token_route)
     vocab = await _vocab_size(client, config, model, files)
     spans = label is not None and (token_route or (not is_paused and await _gives_spans(client, model)))
     kind = await _logprob_kind(client, config, model, settings, is_paused)
@@ -125,6 +129,9 @@ async def probe_vllm(client: HttpClient, config: VllmEngineConfig) -> VllmFacts:
     means = AbortMeans.BY_ID if abort_route else AbortMeans.CLOSE
     if processes > 1:
         means = AbortMeans.PAUSE if developer else AbortMeans.CLOSE
+    if attachments and means is AbortMeans.CLOSE:
+        attachments, no_attachments = (), "requests that cannot be aborted by id go to its completions route"
+    open_route = token_route and means is not AbortMeans.CLOSE
     # a pause must reach all that serve the port, and the end of a response name the weights of its tokens
     one = processes == 1 and copies == 1
     keeps = (OnWeightUpdate.KEEP, OnWeightUpdate.RECOMPUTE) if one and developer and abort_route and spans else ()
@@ -144,6 +151,7 @@ async def probe_vllm(client: HttpClient, config: VllmEngineConfig) -> VllmFacts:
         (loads and label is not None and not _collective(settings), _NO_TRANSFERS),
         (not abort_route, _NO_ABORT_BY_ID),
         (processes > 1, _several_processes(processes, means)),
+        (bool(no_attachments), _no_attachments(no_attachments, open_route)),
         (kind is LogprobKind.RAW, _RAW_LOGPROBS),
         (kind is LogprobKind.UNKNOWN, UNKNOWN_LOGPROBS),
         (eos is None, unknown_eos()),
@@ -168,6 +176,7 @@ async def probe_vllm(client: HttpClient, config: VllmEngineConfig) -> VllmFacts:
         abort_route=abort_route,
         priorities=settings.get("policy") == "priority",
         routing=routing,
+        keeps_attachments=keeps_attachments,
         capabilities=Capabilities(
             logprob_kind=kind,
             vocab_size=vocab,
@@ -187,6 +196,9 @@ async def probe_vllm(client: HttpClient, config: VllmEngineConfig) -> VllmFacts:
             verifies_weights=label is not None,
             honours_seeds=not chunks,
             streams=config.max_token_loss is not None or means is AbortMeans.CLOSE,
+            attachments=attachments,
+            attachments_need=_no_attachments(no_attachments, open_route).remedy if no_attachments else "",
+            bans=True,
             limits=tuple(limit for amiss, limit in limits if amiss),
         ),
     )
@@ -206,6 +218,38 @@ async def _offers(client: HttpClient, route: str) -> bool:
     if reply.status == 401:
         client.require_ok(reply, route)
     return reply.status not in (403, 404)
+
+
+_NOT_KEPT = re.compile(r"\bFailed to apply\b.*\[None\]")
+"""How a server without a cache of what its processor has made (--mm-processor-cache-gb 0) refuses a name."""
+
+
+async def _attachments(
+    client: HttpClient, model: str, files: list[dict[str, Any]], token_route: bool
+) -> tuple[tuple[str, ...], str, bool]:
+    """Kinds of attachments that the server takes; where its model takes some and it none, why; whether it keeps them.
+
+    A name that it cannot know is refused: for its bytes, or because no image is taken. Routes without token ids leave
+    images out without a word.
+    """
+    sees = any("vision_config" in file for file in files)
+    if not token_route:
+        return (), "it has no open route with token ids" if sees else "", False
+    name = probe_id()
+    body = {
+        "request_id": name, "token_ids": [0], "model": model, "sampling_params": {"max_tokens": 1, "temperature": 0.0},
+        "content_parts": [{"type": part, "url": None, "uuid": name} for part in PARTS.values()],
+    }  # fmt: skip
+    reply = await client.call("POST", TOKEN_ROUTE, body, timeout_s=PROBE_S)
+    said = error_text(reply.body)
+    if not reply.ok and misses_attachment(RequestRefused(said)):
+        return tuple(PARTS), "", True
+    if reply.status == 400 and _NOT_KEPT.search(said):
+        return tuple(PARTS), "", False
+    if reply.status == 400 and re.search(r"\bnot a multimodal model\b", said):
+        return (), "", False
+    why = "it does not look at content_parts" if reply.ok else f"it says {said!r}"
+    return (), why if sees else "", False
 
 
 _SETTINGS = (
@@ -438,6 +482,16 @@ _CHUNKED_PREFILL = Limit(
     "start the server with --no-enable-chunked-prefill, and with --max-num-batched-tokens of at least its context",
     ("--no-enable-chunked-prefill",),
 )
+
+
+def _no_attachments(why: str, open_route: bool) -> Limit:
+    return Limit(
+        LimitCode.NO_ATTACHMENTS,
+        f"The model takes images, and the server none from april: {why}",
+        "start the server without --language-model-only, and with --limit-mm-per-prompt above 0" if open_route
+        else "start the server with --enable-scale-out",
+        () if open_route else ("--enable-scale-out",),
+    )  # fmt: skip
 
 
 def _paused(url: str) -> Limit:

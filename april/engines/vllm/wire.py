@@ -7,12 +7,14 @@ servers in ``http/response_reader.py`` and ``http/response_stream.py``.
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import msgspec
 
-from april.core.attachments import NO_EXTRAS, Extras
-from april.engines.http.response_reader import End, Parser, Piece
+from april.core.attachments import NO_EXTRAS, Extras, collapsed
+from april.engines.http.response_reader import End, Parser, Piece, require_prompt
+from april.engines.http.sent_attachments import Urls
 from april.engines.http.token_rows import Routing, WrongRows, experts_of_npy
 from april.engines.http.weight_labels import Span
 from april.engines.openai.wire import (
@@ -26,6 +28,7 @@ from april.engines.openai.wire import (
     sampling_of,
 )
 from april.engines.protocol import ROUTED_EXPERTS, Request
+from april.errors import RequestRefused
 
 TOKEN_ROUTE = "/inference/v1/generate"  # noqa: S105 - a path, not a secret
 COMPLETIONS_ROUTE = "/v1/completions"
@@ -36,15 +39,26 @@ def engine_id(route: str, attempt_id: str) -> str:
     return f"generate-tokens-{attempt_id}" if route == TOKEN_ROUTE else f"cmpl-{attempt_id}-0"
 
 
+PARTS = {"image": "image_url"}
+"""Kinds of attachments, and what the token route calls a part of that kind."""
+_MISSES = re.compile(r"\bCache miss for\b.*\bdata is not provided")
+
+
+def misses_attachment(error: RequestRefused) -> bool:
+    """Return whether the server was given a name, and does not have what it stands for any more."""
+    return _MISSES.search(str(error)) is not None
+
+
 def request_body(
     route: str, model: str, request: Request, *, stream: bool, priority: bool, seeds: bool = True, spans: bool = False,
-    salt: str = "",
+    salt: str = "", urls: Urls | None = None,
 ) -> bytes:  # fmt: skip
     """The JSON of a request for either route; the token route gives ``spans`` unasked.
 
-    ``salt``: requests with another one share no cached keys with it.
+    ``salt``: requests with another one share no cached keys with it. ``urls``: those of what is attached that the
+    server does not have; all of it is named by its digest, so that nothing else is ever taken for it.
     """
-    params = sampling_of(request) | {"logprobs": 0, "ignore_eos": False}  # 0: the sampled token alone
+    params = sampling_of(request, bans=True) | {"logprobs": 0, "ignore_eos": False}  # 0: the sampled token alone
     if not seeds:
         params.pop("seed", None)
     body: dict[str, Any] = {"model": model, "request_id": request.attempt_id, "stream": False}
@@ -54,11 +68,19 @@ def request_body(
     if priority:
         body["priority"] = request.priority
     if route == TOKEN_ROUTE:
-        body |= {"token_ids": request.token_ids.tolist(), "sampling_params": params}
+        body |= {"token_ids": collapsed(request.token_ids, request.attached).tolist(), "sampling_params": params}
+        if request.attached:
+            # with the ids as the server has expanded them, in the first event
+            body |= {"content_parts": _parts(request, urls or {}), "return_token_ids": True}
     else:
         body |= {"prompt": request.token_ids.tolist(), "return_token_ids": True, **params}
         body |= ASK_SPANS if spans else {}
     return msgspec.json.encode(body)
+
+
+def _parts(request: Request, urls: Urls) -> list[dict[str, Any]]:
+    attachments = [placed.attachment for placed in request.attached]
+    return [{"type": PARTS[a.kind], "url": urls.get(a.digest), "uuid": a.digest} for a in attachments]
 
 
 class _TokenLogprob(msgspec.Struct, gc=False):
@@ -86,6 +108,7 @@ class TokenReply(msgspec.Struct):
 
     choices: list[_Choice] | None = None
     usage: Usage | None = None
+    prompt_token_ids: list[int] | None = None
 
 
 TOKEN_DECODER = msgspec.json.Decoder(TokenReply)
@@ -108,13 +131,14 @@ def parser_of(
 
 
 class TokenParser(Parser[TokenReply]):
-    """The parser of the token route."""
+    """The parser of the token route; a server that was sent images must say that it goes on from the request's ids."""
 
-    __slots__ = ("_extras_wanted", "_routing")
+    __slots__ = ("_extras_wanted", "_prompt", "_routing")
 
     def __init__(self, request: Request, routing: Routing | None = None) -> None:
         super().__init__(request.attempt_id, TOKEN_DECODER, _TOKEN_LIST_DECODER)
         self._extras_wanted, self._routing = ROUTED_EXPERTS in request.extras, routing
+        self._prompt = request.token_ids if request.attached else None
 
     def piece(self, event: TokenReply, payload: bytes, had: int) -> Piece:
         """Return what one event brings; see :class:`Parser`."""
@@ -124,6 +148,11 @@ class TokenParser(Parser[TokenReply]):
         choice = choices[0] if choices else _NOTHING
         if choice.index or len(choices) > 1:
             raise self.wrong("has a second response, and one was asked for")
+        if self._prompt is not None and (choice.token_ids or event.prompt_token_ids is not None):
+            if event.prompt_token_ids is None:
+                raise self.wrong("does not say into which ids it has expanded its prompt (return_token_ids)")
+            require_prompt(self, self._prompt, event.prompt_token_ids)
+            self._prompt = None
         ids = choice.token_ids or []
         content = choice.logprobs.content or [] if choice.logprobs is not None else []
         if len(content) == 1:  # as in nearly all events, where loops would cost most of the time

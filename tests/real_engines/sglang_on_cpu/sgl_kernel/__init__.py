@@ -1,12 +1,16 @@
 """Stand-in for SGLang's compiled kernels: every name can be imported, calling one raises NotImplementedError.
 
-``sgl_kernel.scalar_type`` stays missing: SGLang has a fallback for it, which it takes on ImportError only.
+``sgl_kernel.scalar_type`` stays missing: SGLang has a fallback for it, which it takes on ImportError only. Of torch's
+operators, which SGLang looks for one by one in order to choose a path, those alone are there that a module of Qwen-VL
+takes by name as it is imported.
 """
 
 import importlib.abc
 import importlib.machinery
 import sys
 import types
+
+import torch
 
 __version__ = "0.4.10"
 _MISSING = ("scalar_type",)
@@ -58,3 +62,10 @@ def __getattr__(name):
 
 
 sys.meta_path.append(_Finder())
+
+operators = torch.library.Library("sgl_kernel", "FRAGMENT")
+for operator in (
+    "fused_sigmoid_mul_cpu", "fused_qk_gemma_rmsnorm_cpu", "fused_qk_gemma_rmsnorm_with_gate_cpu",
+    "fused_qkvzba_split_reshape_cat_contiguous_cpu",
+):  # fmt: skip
+    operators.define(f"{operator}(Tensor x, Tensor y) -> Tensor")
