@@ -163,8 +163,8 @@ class RolloutScheduler:
             attachments=() if images is None else (images.kind,),
         )
         self._sampling = config.sampling_params(() if images is None else images.banned_ids)
-        self._gateway = self._gateway_type(tokenizer, renderer, commit_s, alive_s)
-        functions = UserFunctions(rollout, reward, group_reward, filter, detokenizer, self._gateway)
+        self._gateway = self._gateway_type(tokenizer, renderer, commit_s, alive_s, images)
+        functions = UserFunctions(rollout, reward, group_reward, filter, detokenizer, self._gateway, images)
         self._asking: object | None = None  # the call that waits for a batch
         self._update: TrainerUpdate | None = None  # the last weight update, until a call has heard its end
         self._adapters = AdapterUpdates(config)

@@ -9,9 +9,10 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, TypeGuard
 
 from april.core.tape import Float32, Int32
+from april.images.chats import is_image
 
 Message = Mapping[str, Any]
 Tools = Sequence[Mapping[str, Any]]
@@ -109,6 +110,22 @@ class Answer:
         return message
 
 
+def checked_content(content: Any) -> Any:
+    """A message's content: text, or a list of parts where there are images among them.
+
+    Raises RequestError for a part that is neither.
+    """
+    if not has_images(content):
+        text_of(content)
+        return content
+    return [part if is_image(part) else {"type": "text", "text": text_of([part])} for part in content]
+
+
+def has_images(content: Any) -> TypeGuard[list[Any]]:
+    """Return whether a message's content has images."""
+    return isinstance(content, list) and any(isinstance(part, dict) and is_image(part) for part in content)
+
+
 def text_of(content: Any) -> str:
     """The text of a message's content: a string, None, or a list of text parts.
 
@@ -142,8 +159,15 @@ def key_of(message: Message) -> str:
         (call.get("id"), call["function"]["name"], _plain(call["function"]["arguments"]))
         for call in message.get("tool_calls") or ()
     ]
-    said = [message["role"], text_of(message.get("content")), calls, message.get("tool_call_id")]
+    said = [message["role"], _said(message.get("content")), calls, message.get("tool_call_id")]
     return json.dumps(said, sort_keys=True, ensure_ascii=False)
+
+
+def _said(content: Any) -> Any:
+    """The text, or what is said and shown: an image by the hash of its content."""
+    if not has_images(content):
+        return text_of(content)
+    return [part["picture"].attachment.digest if is_image(part) else part["text"] for part in content]
 
 
 def _plain(arguments: Any) -> Any:

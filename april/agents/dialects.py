@@ -10,7 +10,7 @@ import json
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Protocol
 
-from april.agents.chat import Answer, ChatRequest, RequestError, text_of
+from april.agents.chat import Answer, ChatRequest, RequestError, checked_content, has_images, text_of
 
 Json = dict[str, Any]
 SseEvent = tuple[str, Any]
@@ -108,7 +108,7 @@ def messages_of(value: Any) -> list[Json]:
         if not isinstance(given, dict) or given.get("role") not in ROLES:
             raise RequestError(f"messages[{i}] must be an object whose role is one of {', '.join(ROLES)}")
         message = {**given, "role": "system" if given["role"] == "developer" else given["role"]}
-        text_of(message.get("content"))
+        message["content"] = checked_content(message.get("content"))
         if not isinstance(message.get("tool_calls") or [], list):
             raise RequestError(f"messages[{i}].tool_calls must be a list")
         for call in message.get("tool_calls") or ():
@@ -332,11 +332,14 @@ class Anthropic:
             return
         if not isinstance(content, list) or not all(isinstance(part, dict) for part in content):
             raise RequestError(f"messages[{i}].content must be a string or a list of blocks")
-        text, reasoning, calls, results = "", "", [], 0
+        parts: list[Json] = []
+        reasoning, calls, results = "", [], 0
         for part in content:
             match part.get("type"):
                 case "text":
-                    text += str(part.get("text", ""))
+                    parts.append({"type": "text", "text": str(part.get("text", ""))})
+                case "image":
+                    parts.append(part)
                 case "thinking":
                     reasoning += str(part.get("thinking", ""))
                 case "redacted_thinking":
@@ -346,12 +349,14 @@ class Anthropic:
                     calls.append({"id": part.get("id"), "type": "function", "function": function})
                 case "tool_result":
                     results += 1
-                    result = text_of(part.get("content"))
+                    result = part.get("content")
+                    result = result if has_images(result) else text_of(result)
                     yield {"role": "tool", "tool_call_id": part.get("tool_use_id"), "content": result}
                 case kind:
                     raise RequestError(f"messages[{i}]: a block of type {kind!r} is not supported")
-        if text or calls or not results:
-            found: Json = {"role": message["role"], "content": text}
+        said = parts if has_images(parts) else text_of(parts)
+        if said or calls or not results:
+            found: Json = {"role": message["role"], "content": said}
             found |= {"tool_calls": calls} if calls else {}
             yield found | ({"reasoning_content": reasoning} if reasoning else {})
 

@@ -209,7 +209,7 @@ class Endpoint:
         """Anthropic's count of the tokens that a request would have."""
         session = self._door(request).session
         wanted = ROUTES["/messages"].read(await body_of(request, _most_bytes(session)))
-        return web.json_response({"input_tokens": session.count(wanted)})
+        return web.json_response({"input_tokens": await session.count(wanted)})
 
     def _handler(self, dialect: Dialect) -> Callable[[web.Request], Any]:
         async def handle(request: web.Request) -> web.StreamResponse:
@@ -323,6 +323,8 @@ def check_key(request: web.Request, key: str, why_not: str) -> None:
 
 def _most_bytes(session: Session) -> int:
     """A body of more bytes has no room in the context, whatever it says."""
+    if session.sight is not None:
+        return LARGEST_BODY  # most of it is images
     return min(LARGEST_BODY, max(SMALL_BODY, BYTES_PER_TOKEN * session.max_context))
 
 

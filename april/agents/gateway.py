@@ -10,6 +10,7 @@ from numbers import Real
 from typing import TYPE_CHECKING, Any
 
 from april.agents.chat import ALIVE_S, COMMIT_S
+from april.core.attachments import Placed
 from april.core.tape import Int32
 from april.driver.llm import Completion, Door, Sheltered
 from april.errors import ConfigError
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from april.agents.endpoint import Endpoint, Place
     from april.agents.session import Chat, Generate, Session
     from april.agents.template import Template
+    from april.images.placing import Images
 
 
 OPTIONS = ("renderer", "commit_s", "alive_s")
@@ -33,6 +35,7 @@ class Gateway:
         renderer: a ``renderers.RendererConfig``; None means the one for the tokenizer.
         commit_s: see COMMIT_S.
         alive_s: see ALIVE_S.
+        images: reads the images of messages; None means that they are refused.
 
     Raises ConfigError for a renderer without a tokenizer, or times out of range.
     """
@@ -41,6 +44,7 @@ class Gateway:
     renderer: Any = None
     commit_s: float = COMMIT_S
     alive_s: float = ALIVE_S
+    images: Images | None = None
     _endpoint: Endpoint | None = None
     _template: Template | None = None
 
@@ -59,32 +63,42 @@ class Gateway:
 
         ask = self._asks(behind)
 
-        async def ask_there(ids: Int32, changes: Mapping[str, Any]) -> Completion:
-            return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(ask(ids, changes), behind.loop))
+        async def ask_there(
+            ids: Int32, changes: Mapping[str, Any], attached: tuple[Placed, ...] | None = None
+        ) -> Completion:
+            asking = asyncio.run_coroutine_threadsafe(ask(ids, changes, attached), behind.loop)
+            return await asyncio.wrap_future(asking)
 
-        return (Place(self._served()) if place is None else place).open(self._session(ask_there, behind))
+        session = self._session(ask_there, behind, strangers=True)
+        return (Place(self._served()) if place is None else place).open(session)
 
     def chat(self, behind: Sheltered) -> Chat:
         """What ``llm.chat`` of one more sample asks, on the running loop: a session without a server."""
         from april.agents.session import Chat
 
-        return Chat(self._session(self._asks(behind), behind))
+        return Chat(self._session(self._asks(behind), behind, strangers=False))
 
     @staticmethod
     def _asks(behind: Sheltered) -> Callable[..., Coroutine[Any, Any, Completion]]:
-        async def ask(ids: Int32, changes: Mapping[str, Any]) -> Completion:
+        async def ask(ids: Int32, changes: Mapping[str, Any], attached: tuple[Placed, ...] | None = None) -> Completion:
             plain: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in changes.items()}
-            return await behind.generate(replace(behind.sampling, **plain), ids)
+            return await behind.generate(replace(behind.sampling, **plain), ids, attached=attached)
 
         return ask
 
-    def _session(self, generate: Generate, behind: Sheltered) -> Session:
+    def _session(self, generate: Generate, behind: Sheltered, *, strangers: bool) -> Session:
+        """``strangers``: what asks is a client, which may name no files."""
         from april.agents.session import Session
+        from april.agents.sight import Sight
         from april.agents.template import Template  # needs a package that most do not
 
         if self.tokenizer is not None and self._template is None:
-            self._template = Template(self.tokenizer, self.renderer)
-        return Session(generate, self._template, behind.max_context, behind.answered)
+            self._template = Template(self.tokenizer, self.renderer, self.images)
+        sight = None
+        if self.images is not None:
+            reader = self.images.reader.strangers() if strangers else self.images.reader
+            sight = Sight(self.images, reader, behind.prompt)
+        return Session(generate, self._template, behind.max_context, behind.answered, sight)
 
     def _served(self) -> Endpoint:
         """This process's own server, which is started if it was not."""

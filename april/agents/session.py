@@ -11,7 +11,7 @@ import hashlib
 import json
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Any, NamedTuple, Protocol
 
@@ -19,7 +19,9 @@ import numpy as np
 
 from april.agents.chat import Answer, ChatRequest, Message, RequestError, ToolCall, Tools, key_of
 from april.agents.dialects import messages_of, tools_of
+from april.agents.sight import Sight, refuse_images
 from april.agents.template import Parsed, Template
+from april.core.attachments import Placed
 from april.core.tape import Float32, Int32
 from april.core.types import FinishReason
 from april.driver.llm import Answered
@@ -42,8 +44,17 @@ class Generated(Protocol):
     def number(self) -> int: ...
 
 
-Generate = Callable[[Int32, Mapping[str, Any]], Awaitable[Generated]]
-"""Continues token ids, with arguments of ``llm.generate``; however many steps that takes."""
+class Generate(Protocol):
+    """Continues token ids, with arguments of ``llm.generate``; however many steps that takes.
+
+    ``attached`` is what is attached to them; None means what is known of them.
+    """
+
+    def __call__(
+        self, ids: Int32, changes: Mapping[str, Any], attached: tuple[Placed, ...] | None = None
+    ) -> Awaitable[Generated]: ...
+
+
 
 SAME_TEXT = 8
 """Answers of the same text to the same conversation whose tokens are remembered."""
@@ -87,10 +98,15 @@ class _Shelves:
 
 
 class _Known(NamedTuple):
-    """A conversation that ended with an answer: its tokens, and how many of them are the prompt's."""
+    """A conversation that ended with an answer: its tokens, how many of them are the prompt's, what is attached."""
 
     ids: Int32
     prompt: int
+    attached: tuple[Placed, ...] = ()
+
+
+Written = tuple[Int32, tuple[Placed, ...]]
+"""A conversation as tokens, and what is attached to them."""
 
 
 MessageOf = Callable[[str, Int32, Int32, Tools, Mapping[str, Any]], Message]
@@ -104,13 +120,16 @@ class Conversations:
     rendered otherwise.
     """
 
-    def __init__(self, template: Template, answered: Sequence[Answered], message_of: MessageOf) -> None:
+    def __init__(
+        self, template: Template, answered: Sequence[Answered], message_of: MessageOf, sight: Sight | None = None
+    ) -> None:
         self._template = template
+        self._sight = sight
         self._known: dict[str, deque[_Known]] = {}
         self._answered = answered
         self._message_of = message_of
 
-    def ids_of(self, messages: Sequence[Message], tools: Tools, sampling: Mapping[str, Any]) -> list[int]:
+    def ids_of(self, messages: Sequence[Message], tools: Tools, sampling: Mapping[str, Any]) -> Written:
         """The tokens of a request: those of the longest known conversation that it goes on with, or all rendered anew.
 
         Raises RequestError.
@@ -120,14 +139,21 @@ class Conversations:
             self._recall(messages, tools, sampling, digests)
         return self._ids_of(messages, tools, digests)
 
-    def _ids_of(self, messages: Sequence[Message], tools: Tools, digests: Sequence[str]) -> list[int]:
+    def _ids_of(self, messages: Sequence[Message], tools: Tools, digests: Sequence[str]) -> Written:
         for count in range(len(messages) - 1, 0, -1):
-            for ids, prompt in reversed(self._known.get(digests[count - 1], ())):
+            for ids, prompt, attached in reversed(self._known.get(digests[count - 1], ())):
                 known = ids[:prompt].tolist(), ids[prompt:].tolist()
                 found = self._template.extend(*known, messages[:count], messages[count:], tools)
-                if found is not None:
-                    return found
-        return self._template.render(messages, tools)
+                if found is None:
+                    continue
+                if self._sight is None:
+                    return np.array(found, np.int32), ()
+                if np.array_equal(found[: len(ids)], ids):  # what is attached to them stays where it is
+                    return self._sight.place(found, len(ids), attached, messages[count:])
+        found = self._template.render(messages, tools)
+        if self._sight is None:
+            return np.array(found, np.int32), ()
+        return self._sight.place(found, 0, (), messages)
 
     def _recall(
         self, messages: Sequence[Message], tools: Tools, sampling: Mapping[str, Any], digests: Sequence[str]
@@ -136,20 +162,22 @@ class Conversations:
         for i, message in enumerate(messages):
             if message["role"] != "assistant" or not i or digests[i] in self._known:
                 continue
-            prompt = np.array(self._ids_of(messages[:i], tools, digests[:i]), np.int32)
-            same = [a.tokens[a.start : a.end] for a in self._answered if a.answers(prompt)]
+            prompt, attached = self._ids_of(messages[:i], tools, digests[:i])
+            same = [a.tokens[a.start : a.end] for a in self._answered if a.answers(prompt, attached)]
             said = key_of(message)
             for number, tokens in product(range(len(same)), same):
-                if key_of(self._message_of(name_of(prompt, number), prompt, tokens, tools, sampling)) == said:
-                    self.remember(digests[i], np.concatenate((prompt, tokens)), len(prompt))
+                name = name_of(prompt, number, attached)
+                if key_of(self._message_of(name, prompt, tokens, tools, sampling)) == said:
+                    self.remember(digests[i], np.concatenate((prompt, tokens)), len(prompt), attached)
                     break
 
-    def remember(self, digest: str, ids: Int32, prompt: int) -> None:
+    def remember(self, digest: str, ids: Int32, prompt: int, attached: tuple[Placed, ...] = ()) -> None:
         """These ``ids`` are a conversation that ends with an answer; a partial answer is never remembered.
 
         ``prompt``: how many are before the answer. ``digest``: of the conversation, the answer's message included.
+        ``attached``: what is attached to them.
         """
-        self._known.setdefault(digest, deque(maxlen=SAME_TEXT)).append(_Known(ids, prompt))
+        self._known.setdefault(digest, deque(maxlen=SAME_TEXT)).append(_Known(ids, prompt, attached))
 
     def digest(self, messages: Sequence[Message], tools: Tools) -> str:
         """The digest of a conversation."""
@@ -197,12 +225,14 @@ class Session:
         template: the model's; None refuses messages and texts, and takes token ids.
         max_context: tokens that the engines have room for.
         answered: the answers of before a restart, which a client may have heard.
+        sight: reads images in messages; None refuses them.
     """
 
     generate: Generate
     template: Template | None
     max_context: int
     answered: Sequence[Answered] = ()
+    sight: Sight | None = None
     conversations: Conversations | None = field(init=False)
     asked: dict[str, list[Asked]] = field(default_factory=dict)
     """By digest of the body: each request that is no retry of another."""
@@ -215,7 +245,7 @@ class Session:
         if self.template is None:
             self.conversations = None
         else:
-            self.conversations = Conversations(self.template, self.answered, self._message_of)
+            self.conversations = Conversations(self.template, self.answered, self._message_of, self.sight)
 
     def ask(self, request: ChatRequest, digest: str, *, retry: bool) -> Asked:
         """The request's answer to come: that of the request which this one repeats, or a new one.
@@ -240,9 +270,9 @@ class Session:
         asked.task.add_done_callback(lambda task: same.remove(asked) if _failed(task) else None)
         return asked
 
-    def count(self, request: ChatRequest) -> int:
+    async def count(self, request: ChatRequest) -> int:
         """The tokens of a request; raises RequestError."""
-        return len(self._ids_of(request))
+        return len(self._ids_of(await self._seen(request))[0])
 
     def heard(self) -> list[int]:
         """The numbers of calls whose answers a client has heard. May be called from any thread."""
@@ -262,18 +292,19 @@ class Session:
             asked.task.cancel()
 
     async def _answer(self, request: ChatRequest, asked: Asked) -> Answer:
-        ids = self._ids_of(request)
-        prompt = np.array(ids, np.int32)
-        done = await self.generate(prompt, request.sampling)
+        request = await self._seen(request)
+        prompt, attached = self._ids_of(request)
+        done = await self.generate(prompt, request.sampling, attached)
         asked.number = done.number
         whole = self._shelves.keep(np.concatenate((prompt, done.tokens)))
         prompt = whole[: len(prompt)]
-        name = name_of(prompt)
+        name = name_of(prompt, None, attached or ())
         number = self._counts[name] = self._counts.get(name, -1) + 1
-        answer = self._read(request, name_of(prompt, number), prompt, done, done.tokens.tolist())
+        named = name_of(prompt, number, attached or ())
+        answer = self._read(request, named, prompt, done, done.tokens.tolist())
         if self.conversations is not None and request.token_ids is None and answer.finish != "length":
             digest = self.conversations.digest([*request.messages, answer.message], request.tools)
-            self.conversations.remember(digest, whole, len(prompt))
+            self.conversations.remember(digest, whole, len(prompt), attached or ())
         return answer
 
     def _message_of(
@@ -282,13 +313,20 @@ class Session:
         done = _Recalled(tokens, np.empty(0, np.float32))
         return self._read(ChatRequest(tools=tools, sampling=sampling), name, prompt, done, tokens.tolist()).message
 
-    def _ids_of(self, request: ChatRequest) -> list[int]:
+    async def _seen(self, request: ChatRequest) -> ChatRequest:
+        """The request with its images read; raises RequestError."""
+        if self.sight is None:
+            refuse_images(request.messages)
+            return request
+        return replace(request, messages=await self.sight.read(request.messages))
+
+    def _ids_of(self, request: ChatRequest) -> tuple[Int32, tuple[Placed, ...] | None]:
         if request.token_ids:
-            return list(request.token_ids)
+            return np.array(request.token_ids, np.int32), None
         if self.template is None or self.conversations is None:
             raise RequestError("messages and texts need the model's tokenizer: give the scheduler tokenizer=...")
         if request.token_ids is not None:
-            return self.template.encode(str(request.messages[0]["content"]))
+            return np.array(self.template.encode(str(request.messages[0]["content"])), np.int32), None
         return self.conversations.ids_of(request.messages, request.tools, request.sampling)
 
     def _read(self, request: ChatRequest, name: str, prompt: Int32, done: Generated, tokens: list[int]) -> Answer:
@@ -352,9 +390,10 @@ class _Recalled(NamedTuple):
     number: int = 0
 
 
-def name_of(prompt: Int32, number: int | None = None) -> str:
+def name_of(prompt: Int32, number: int | None = None, attached: Sequence[Placed] = ()) -> str:
     """The id of an answer, which is the same after a restart: of its prompt, and which of the answers to it it is."""
-    return hashlib.sha256(prompt.tobytes()).hexdigest()[:16] + ("" if number is None else f"{number:02x}")
+    asked = prompt.tobytes() + "".join(placed.attachment.digest for placed in attached).encode()
+    return hashlib.sha256(asked).hexdigest()[:16] + ("" if number is None else f"{number:02x}")
 
 
 def _failed(task: asyncio.Task[Answer]) -> bool:

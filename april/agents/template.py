@@ -6,12 +6,17 @@ what its template writes behind them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from april.agents.chat import Message, RequestError, Tools, text_of
+from april.agents.chat import Message, RequestError, Tools, has_images, text_of
+from april.errors import ConfigError
 from april.extras import require
+from april.images.chats import MARK, is_image
+
+if TYPE_CHECKING:
+    from april.images.placing import Images
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,14 +34,22 @@ class Template:
     Args:
         tokenizer: the model's, with ``apply_chat_template`` unless ``renderers`` knows the model.
         config: a ``renderers.RendererConfig``; None means the one for the tokenizer's name.
+        images: writes messages that have images, by the chat template of the model's processor.
     """
 
-    def __init__(self, tokenizer: Any, config: Any = None) -> None:
+    def __init__(self, tokenizer: Any, config: Any = None, images: Images | None = None) -> None:
         require("an agent's messages", "renderers", extra="agents")
         import renderers
 
         self._tokenizer = tokenizer
-        self._renderer: Any = renderers.create_renderer(tokenizer, config)
+        self._images = images
+        try:
+            self._renderer: Any = renderers.create_renderer(tokenizer, config)
+        except Exception:
+            if images is None or config is not None:
+                raise
+            # a model that reads images and has no renderer of its own
+            self._renderer = renderers.create_renderer(tokenizer, renderers.DefaultRendererConfig())
         self._ok = renderers.ToolCallParseStatus.OK
         self._writes_tools: dict[str, bool] = {}
         self._bridges = not isinstance(self._renderer, renderers.DefaultRenderer)
@@ -47,6 +60,8 @@ class Template:
         Raises RequestError for messages or tools that the template does not take.
         """
         plain = [_plain(m) for m in messages]
+        if self._images is not None and _shows(messages):
+            return self._with_images(plain, tools)
         try:
             ids: list[int] = self._renderer.render_ids(plain, tools=list(tools) or None, add_generation_prompt=True)
             if tools:
@@ -57,12 +72,21 @@ class Template:
             raise RequestError(f"the chat template does not take these messages: {error}") from error
         return ids
 
+    def _with_images(self, plain: list[dict[str, Any]], tools: Tools) -> list[int]:
+        """The tokens of messages with images: one placeholder for each."""
+        assert self._images is not None
+        try:
+            ids: list[int] = self._images.render(plain, list(tools) or None, "the request").tolist()
+            blind = not tools or ids != self._images.render(plain, None, "the request").tolist()
+        except ConfigError as error:
+            raise RequestError(str(error)) from error
+        if not blind:
+            raise RequestError(NO_TOOLS)
+        return ids
+
     def _require_tools(self, messages: list[dict[str, Any]], tools: Tools, ids: list[int]) -> None:
         if ids == self._renderer.render_ids(messages, tools=None, add_generation_prompt=True):
-            raise RequestError(
-                "the model's chat template does not write tools, so the model would not see them; describe them in the "
-                "system message, or use a model whose template has tools"
-            )
+            raise RequestError(NO_TOOLS)
 
     def extend(
         self, prompt: list[int], completion: list[int], said: Sequence[Message], new: Sequence[Message], tools: Tools
@@ -75,7 +99,7 @@ class Template:
         plain = [_plain(m) for m in new]
         if any(m["role"] == "assistant" for m in plain):
             return None
-        if self._bridges:
+        if self._bridges and not _shows(new):
             bridged = self._renderer.bridge_to_next_turn(prompt, completion, plain, tools=list(tools) or None)
             return None if bridged is None else list(bridged.token_ids)
         return self._by_difference(prompt, completion, [_plain(m) for m in said], plain, tools)
@@ -105,6 +129,8 @@ class Template:
 
     def _text(self, messages: list[dict[str, Any]], tools: Tools, go_on: bool) -> str | None:
         try:
+            if self._images is not None:
+                return self._images.text(messages, list(tools) or None, go_on=go_on)
             text: str = self._tokenizer.apply_chat_template(
                 messages, tools=list(tools) or None, tokenize=False, add_generation_prompt=go_on
             )
@@ -135,5 +161,22 @@ class Template:
 def _plain(message: Message) -> dict[str, Any]:
     """A message with its content as text, and without what is null."""
     plain = {name: value for name, value in message.items() if value is not None}
-    plain["content"] = text_of(message.get("content"))
+    content = message.get("content")
+    plain["content"] = [_marked(part) for part in content] if has_images(content) else text_of(content)
     return plain
+
+
+def _marked(part: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A content part as templates know it; of an image, that there is one."""
+    return MARK if is_image(part) else part
+
+
+def _shows(messages: Sequence[Message]) -> bool:
+    """Return whether there are images in these messages."""
+    return any(has_images(message.get("content")) for message in messages)
+
+
+NO_TOOLS = (
+    "the model's chat template does not write tools, so the model would not see them; describe them in the system "
+    "message, or use a model whose template has tools"
+)

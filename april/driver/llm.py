@@ -59,12 +59,12 @@ class GenerateFunction(Protocol):
     """Makes a call for one sample; ``any_chain``: it may be of any conversation, beside others.
 
     ``attached`` is what is attached to ``token_ids``; None means what is attached to the prompt, and was to what
-    followed.
+    followed, with ``images`` for the placeholders among the tokens that are new.
     """
 
     def __call__(
         self, sampling: SamplingParams, token_ids: Int32 | None, *, any_chain: bool = False,
-        attached: tuple[Placed, ...] | None = None,
+        attached: tuple[Placed, ...] | None = None, images: Sequence[Any] = (),
     ) -> Coroutine[Any, Any, Completion]: ...  # fmt: skip
 
 
@@ -109,6 +109,8 @@ class Sheltered:
     loop: asyncio.AbstractEventLoop
     max_context: int
     """Tokens that the engines have room for."""
+    prompt: Prompt
+    """The sample's prompt, as its function sees it."""
     answered: Sequence[Answered] = ()
     """The answers of before a restart, which clients may have heard."""
 
@@ -210,6 +212,12 @@ NO_ENDPOINT = (
 )
 
 
+NO_PROCESSOR = (
+    "llm.generate: there is no processor that places images; give the scheduler processor=, the model's "
+    "transformers.AutoProcessor"
+)
+
+
 class LLM:
     """The policy, as one sample sees it."""
 
@@ -272,6 +280,7 @@ class LLM:
         top_p: float | None = None,
         stop_token_ids: Sequence[int] | None = None,
         stop: str | Sequence[str] | None = None,
+        images: Sequence[Any] = (),
         any_conversation: bool = False,
         **others: Never,
     ) -> Completion:
@@ -288,6 +297,8 @@ class LLM:
             stop: strings that end the response: the token that completes one is the last that is kept, so the text
                 may run on to that token's end. A match lies in this call's tokens; the first ``min_tokens`` cannot
                 complete one. Needs the scheduler's ``tokenizer``.
+            images: those that the environment adds, one for each placeholder in what is new of ``token_ids``; with
+                ``any_conversation`` all behind the prompt. In the forms of a prompt's. See docs/images.md.
             any_conversation: ``token_ids`` may begin with anything: they go on with the longest conversation of this
                 sample that they repeat, or begin one, which becomes a row of its own. Coroutines may make such calls
                 side by side.
@@ -304,13 +315,14 @@ class LLM:
         changes = _changed(max_tokens, min_tokens, temperature, top_p, stop_token_ids, stop)
         sampling = replace(self._sampling, **changes) if changes else self._sampling
         ids = None if token_ids is None else as_token_ids(token_ids)
+        shown = _shown(images, ids)
         if any_conversation:
-            return await self._generate(sampling, ids, any_chain=True)
+            return await self._generate(sampling, ids, any_chain=True, images=shown)
         if self._busy:
             raise RolloutError(ONE_CALL_AT_A_TIME)
         self._busy = True
         try:
-            return await self._generate(sampling, ids)
+            return await self._generate(sampling, ids, images=shown)
         finally:
             self._busy = False
 
@@ -349,6 +361,14 @@ class LLM:
         refuse_while_held("llm.chat")
         changes = _changed(max_tokens, min_tokens, temperature, top_p, stop_token_ids, stop)
         return await self._open_chat().ask(messages, tools, changes)
+
+
+def _shown(images: Any, token_ids: Int32 | None) -> Sequence[Any]:
+    if isinstance(images, (str, bytes, Mapping)) or not hasattr(images, "__len__"):
+        raise UsageError(f"llm.generate: images must be a list of images, got {type(images).__name__}")
+    if len(images) and token_ids is None:
+        raise UsageError("llm.generate: images belong to placeholders in token_ids; give both")
+    return list(images)
 
 
 def _changed(

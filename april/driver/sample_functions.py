@@ -6,9 +6,10 @@ Invariant: a function of a sample that was given up is cancelled, and nothing th
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -26,6 +27,7 @@ from april.driver.llm import (
     AFTER_ITS_END,
     LLM,
     NO_ENDPOINT,
+    NO_PROCESSOR,
     Answered,
     BlockingRolloutFunction,
     Chat,
@@ -46,7 +48,8 @@ from april.driver.long_waits import WARN_AFTER_S
 from april.driver.rewards import Response, checked_reward, checked_rewards, checked_verdict, response_of
 from april.driver.user_calls import Call, UserCalls
 from april.driver.user_code import FailureLog, describe_with_place, kind_of, place_of
-from april.errors import RolloutError, UsageError
+from april.errors import ConfigError, RolloutError, UsageError
+from april.images.placing import Images
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +63,8 @@ class UserFunctions:
     detokenizer: Detokenizer | None = None
     doors: Doors | None = None
     """The endpoints for clients of the rollout function; None means that there are none."""
+    images: Images | None = None
+    """Reads and places images; None means that no conversation has any."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -192,7 +197,7 @@ class SampleFunctions:
 
         async def generate(
             sampling: SamplingParams, token_ids: Int32 | None, *, any_chain: bool = False,
-            attached: tuple[Placed, ...] | None = None,
+            attached: tuple[Placed, ...] | None = None, images: Sequence[Any] = (),
         ) -> Completion:  # fmt: skip
             if function.over:
                 raise RolloutError(AFTER_ITS_END)
@@ -200,14 +205,14 @@ class SampleFunctions:
                 raise RolloutError(_ABANDONED)
             if not settings.allow_mismatch and evaluation is None:
                 check_mismatch(sampling, settings.sampling, settings.any_temperature)
+            if token_ids is not None and attached is None:
+                token_ids, attached = await self._attached(sample, token_ids, images, any_chain=any_chain)
             longest = len(sample.group.prompt.token_ids) + self._view.room(sample)
             can_stop = self._detokenizer is not None
             if any_chain:
                 check_conversation(token_ids, sampling, settings.vocab_size, self._view.max_context, can_stop)
             else:
                 token_ids = checked_call(sample, sampling, token_ids, settings.vocab_size, longest, can_stop)
-            if token_ids is not None and attached is None:
-                attached = known_attached(sample, token_ids, any_chain=any_chain)
             runner.made += 1
             number = runner.made
             call: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
@@ -236,7 +241,7 @@ class SampleFunctions:
         def behind() -> Sheltered:
             return Sheltered(
                 generate=partial(generate, any_chain=True), sampling=default, loop=asyncio.get_running_loop(),
-                max_context=self._view.max_context, answered=answered_by(sample),
+                max_context=self._view.max_context, prompt=sample.group.prompt, answered=answered_by(sample),
             )  # fmt: skip
 
         def open_door(place: Any) -> Door:
@@ -280,6 +285,30 @@ class SampleFunctions:
         llm = LLM(sample.key, default, generate, open_door, open_chat, clock, life)
         arguments = (sample.group.prompt.copy(), llm)
         function = runner.function = self._calls.begin_async(self._rollout, arguments, sample.key, ended)
+
+    async def _attached(
+        self, sample: Sample, token_ids: Int32, images: Sequence[Any], *, any_chain: bool
+    ) -> tuple[Int32, tuple[Placed, ...]]:
+        """A conversation as the model reads it, and all that is attached to it; ``images`` belong to what is new."""
+        have, known = known_attached(sample, token_ids, any_chain=any_chain, new=bool(images))
+        reader = self._functions.images
+        if reader is None:
+            if images:
+                raise UsageError(NO_PROCESSOR)
+            return token_ids, known
+        if len(token_ids) <= have:
+            return token_ids, known
+
+        def placed() -> tuple[Int32, tuple[Placed, ...]]:
+            pictures = reader.read(images, "llm.generate")
+            return reader.place_behind(token_ids, have, known, pictures, "llm.generate: what is new")
+
+        try:
+            if images and getattr(asyncio.get_running_loop(), "threads_wake_it", True):
+                return await asyncio.to_thread(placed)
+            return placed()
+        except ConfigError as error:
+            raise UsageError(str(error)) from error
 
     def _failed(self, which: Function, error: BaseException, function: Callable[..., Any], where: object) -> _Failed:
         """Log a failure, and keep it as the cause of what may be raised for it."""
@@ -433,15 +462,21 @@ class SampleFunctions:
         self._calls.begin(function, (group.prompt.copy(), responses), f"group {group.id}", answered)
 
 
-def known_attached(sample: Sample, token_ids: Int32, *, any_chain: bool) -> tuple[Placed, ...]:
-    """Return what is attached to a conversation whose function names nothing: what is attached to the prompt, where it
-    begins with that, and to what followed in the sample's only conversation.
+def known_attached(
+    sample: Sample, token_ids: Int32, *, any_chain: bool, new: bool = False
+) -> tuple[int, tuple[Placed, ...]]:
+    """Return of a conversation how many tokens are known, and what is attached to them: the beginning that it has in
+    common with the sample's only conversation, with the longest of them, or, where it brings images, with the prompt.
     """
-    prompt = sample.group.prompt
     if not any_chain:
-        return sample.chains[0].attached
-    begins = np.array_equal(token_ids[: len(prompt.token_ids)], prompt.token_ids)
-    return prompt.attached if begins else ()
+        chain = sample.chains[0]
+        return len(chain.prompt) + chain.seen, chain.attached
+    prompt = sample.group.prompt
+    known = [(prompt.token_ids, prompt.attached)]
+    if not new:
+        known += [(c.conversation(len(c.tape)), c.attached) for c in sample.chains if c.attached]
+    begun = [(len(ids), attached) for ids, attached in known if np.array_equal(token_ids[: len(ids)], ids)]
+    return max(begun, key=itemgetter(0), default=(0, ()))
 
 
 def answered_by(sample: Sample) -> list[Answered]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -111,7 +112,7 @@ class Images:
     def _chat_of_two(self) -> str:
         content = [{"type": IMAGE}, {"type": "text", "text": "a"}, {"type": IMAGE}]
         try:
-            text = self._text([{"role": "user", "content": content}], None)
+            text = self.text([{"role": "user", "content": content}], None)
         except Exception:  # it has no template, or one that takes other messages: then there are no chats
             return ""
         return text if text.count(self._placeholder) == len(_TRIED) else ""
@@ -151,21 +152,35 @@ class Images:
         with self._lock:
             return np.array(self.tokenizer(text, add_special_tokens=False)["input_ids"], np.int32)
 
-    def _text(self, messages: Sequence[Mapping[str, Any]], tools: Any) -> str:
+    def text(self, messages: Sequence[Mapping[str, Any]], tools: Any, *, go_on: bool = True) -> str:
+        """What the chat template writes for messages; ``go_on``: up to where the assistant begins."""
         with self._lock:
             write = self.processor if getattr(self.processor, "chat_template", None) else self.tokenizer
-            options = {"tools": tools} if tools else {}
-            text: str = write.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True, **options)
+            options = {"add_generation_prompt": go_on, **({"tools": tools} if tools else {})}
+            text: str = write.apply_chat_template(list(messages), tokenize=False, **options)
         return text
 
     def render(self, messages: Sequence[Mapping[str, Any]], tools: Any, where: str) -> Int32:
         """The tokens of a chat whose images are content parts of type ``image``; one placeholder for each."""
         try:
-            return self.encode(self._text(messages, tools))
+            return self.encode(self.text(messages, tools))
         except Exception as error:  # whatever a template raises
             raise ConfigError(f"{where}: the chat template does not take its messages: {clean(error)}") from error
 
     # ---------------------------------------------------------------- places
+
+    @staticmethod
+    def of_prompt(token_ids: Int32, attached: Sequence[Placed]) -> list[Picture]:
+        """The images of a conversation, which may stand at another place, too."""
+        return [Picture(p.attachment, 0, 0, tuple(token_ids[p.at : p.end].tolist())) for p in attached]
+
+    def place_behind(
+        self, token_ids: Int32, have: int, attached: Sequence[Placed], pictures: Sequence[Picture], where: str
+    ) -> tuple[Int32, tuple[Placed, ...]]:
+        """:meth:`place` for what follows the first ``have`` tokens, to which ``attached`` is attached."""
+        new, placed = self.place(token_ids[have:], pictures, where)
+        moved = (replace(one, at=one.at + have) for one in placed)
+        return np.concatenate((token_ids[:have], new)), (*attached, *moved)
 
     def read(self, images: Sequence[Any], where: str, *, decode: bool = True) -> list[Picture]:
         """Read all images of a conversation, in order; raises ConfigError naming the one that cannot be used."""
@@ -188,6 +203,8 @@ class Images:
         starts = self._expanded(ids, stand_in)
         if starts is None:
             at = np.flatnonzero(ids == self._id)
+            if len(at) != len(pictures) and len(one_each := self._one_each(ids, stand_in)):
+                ids, at = one_each, np.flatnonzero(one_each == self._id)
             others = self._others(ids, at)
             if len(at) != len(pictures) or others:
                 raise ConfigError(self._wrong_places(len(at), others, stand_in, where))
@@ -200,6 +217,8 @@ class Images:
 
     def _replacement(self, picture: Picture, where: str) -> Int32:
         """The tokens that the model reads an image as, which depend on its size alone."""
+        if picture.stand_in:
+            return np.array(picture.stand_in, np.int32)
         size = (picture.height, picture.width)
         with self._lock:
             known = self._sizes.get(size)
@@ -230,6 +249,20 @@ class Images:
             at = start + len(tokens)
             taken[start:at] = True
         return None if np.isin(ids[~taken], self.banned_ids).any() else starts
+
+    def _one_each(self, ids: Int32, stand_in: Sequence[Int32]) -> Int32:
+        """Tokens of which some images have all that stands for them: with one placeholder for each; else none."""
+        parts, done = [], 0
+        for tokens in stand_in:
+            for i in np.flatnonzero(np.isin(ids[done:], (self._id, tokens[0]))) + done:
+                whole = np.array_equal(ids[i : i + len(tokens)], tokens)
+                if whole or ids[i] == self._id:
+                    parts += [ids[done:i], np.array([self._id], np.int32)]
+                    done = int(i) + (len(tokens) if whole else 1)
+                    break
+            else:
+                return ids[:0]
+        return np.concatenate([*parts, ids[done:]])
 
     def _others(self, ids: Int32, at: NDArray[np.int64]) -> int:
         """The number of placeholders that are not of images."""

@@ -40,11 +40,13 @@ _knowing = threading.Lock()
 
 
 class Picture(NamedTuple):
-    """An image that was read, and the size that its header says."""
+    """An image that was read, and the size that its header says; 0 x 0 where ``stand_in`` is known."""
 
     attachment: Attachment
     height: int
     width: int
+    stand_in: tuple[int, ...] = ()
+    """The tokens that the model reads it as, where it was placed before."""
 
 
 class Reader:
