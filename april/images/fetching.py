@@ -67,15 +67,16 @@ def _address(host: str, port: int, what: str, *, private: bool) -> str:
 
 
 def _read(connection: socket.socket, parts: SplitResult, host: str, max_bytes: int, what: str) -> bytes:
-    speaker = http.client.HTTPConnection(host, connection.getpeername()[1])
-    speaker.sock = connection
+    sockets = [connection]  # the last one is in use
     # a timeout of the socket's own begins anew with every byte
-    late = threading.Timer(TIMEOUT_S, _break_off, (speaker,))
+    late = threading.Timer(TIMEOUT_S, _break_off, (sockets,))
     late.daemon = True
     late.start()
     try:
         if parts.scheme == "https":
-            speaker.sock = ssl.create_default_context().wrap_socket(connection, server_hostname=host)
+            sockets.append(ssl.create_default_context().wrap_socket(connection, server_hostname=host))
+        speaker = http.client.HTTPConnection(host)
+        speaker.sock = sockets[-1]
         path = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
         default = 443 if parts.scheme == "https" else 80
         at = f"[{host}]" if ":" in host else host
@@ -99,12 +100,12 @@ def _read(connection: socket.socket, parts: SplitResult, host: str, max_bytes: i
     finally:
         late.cancel()
         with suppress(OSError):
-            speaker.sock.close()
+            sockets[-1].close()
 
 
-def _break_off(speaker: http.client.HTTPConnection) -> None:
+def _break_off(sockets: Sequence[socket.socket]) -> None:
     with suppress(OSError):
-        speaker.sock.shutdown(socket.SHUT_RDWR)
+        sockets[-1].shutdown(socket.SHUT_RDWR)
 
 
 def _too_long(what: str, max_bytes: int) -> str:

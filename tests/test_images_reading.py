@@ -1,0 +1,271 @@
+"""Images on their way in: every form that they may have, and every one that is refused, in one sentence."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import http.server
+import io
+import threading
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+from tiny_vision import encoded, picture
+
+pytest.importorskip("PIL")
+from PIL import Image
+
+import april
+from april.attachments import content
+from april.config.images import ImagesConfig
+from april.errors import ConfigError
+from april.images import fetching
+from april.images.reading import Picture, Reader
+
+RED = encoded()
+DATA_URL = "data:image/png;base64," + base64.b64encode(RED).decode()
+
+
+def read(item: Any, *, paths: bool = True, **limits: Any) -> Picture:
+    """One image, within these limits."""
+    return Reader(ImagesConfig(**limits), paths=paths).read(item, "prompt 3, image 1")
+
+
+def refused(item: Any, sentence: str, **options: Any) -> None:
+    """An image that is not taken, in a sentence that names it."""
+    with pytest.raises(ConfigError, match=sentence) as error:
+        read(item, **options)
+    assert str(error.value).startswith("prompt 3, image 1")
+    assert "\n" not in str(error.value)
+    assert len(str(error.value)) < 400
+
+
+@pytest.mark.parametrize(
+    "item",
+    [
+        RED, bytearray(RED), {"bytes": RED, "path": None}, DATA_URL,
+        {"type": "image_url", "image_url": {"url": DATA_URL, "detail": "low"}},
+        {"type": "input_image", "image_url": DATA_URL},
+        {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": DATA_URL.split(",")[1]}},
+        {"type": "image", "image": RED},
+    ],
+    ids=lambda item: type(item).__name__,
+)  # fmt: skip
+def test_the_forms_of_bytes(item: Any) -> None:
+    """All of them give one attachment, whose name is the hash of the bytes, and its size in pixels."""
+    found = read(item)
+    assert found.attachment.digest == hashlib.sha256(RED).hexdigest()
+    assert (found.attachment.data, found.height, found.width) == (RED, 84, 56)
+
+
+def test_a_file_is_held_as_a_reference(tmp_path: Path) -> None:
+    """A path, a ``file://`` URL and Hugging Face's mapping: no bytes are held, and they are read when they are sent."""
+    path = tmp_path / "red one.png"
+    path.write_bytes(encoded(picture(color=(1, 2, 3))))
+    for item in (path, str(path), path.as_uri(), {"bytes": None, "path": str(path)}):
+        attachment = read(item).attachment
+        assert (attachment.data, attachment.path, attachment.held_bytes) == (None, str(path), 0)
+        assert content(attachment) == path.read_bytes()
+
+
+def test_an_image_object_is_encoded_without_loss() -> None:
+    """A PIL image becomes a PNG of the same pixels; twice the same, so that it has one name."""
+    noise = np.random.default_rng(0).integers(0, 256, (40, 30, 3), np.uint8)
+    first, second = (read(Image.fromarray(noise)) for _ in range(2))
+    assert first.attachment is second.attachment
+    with Image.open(io.BytesIO(first.attachment.data or b"")) as again:
+        np.testing.assert_array_equal(np.asarray(again), noise)
+
+
+def test_equal_images_are_one_object_and_others_never_are(tmp_path: Path) -> None:
+    """Content decides: equal bytes share, and a name that a user gave says nothing, so no two images have one hash."""
+    blue = encoded(picture(color=(0, 0, 255)))
+    one, other = {"bytes": RED, "path": "a.png"}, {"bytes": blue, "path": "a.png"}
+    assert read(one).attachment is read(RED).attachment
+    assert read(one).attachment != read(other).attachment
+    path = tmp_path / "same.png"
+    path.write_bytes(RED)
+    before = read(path).attachment
+    path.write_bytes(blue)
+    assert read(path).attachment.digest != before.digest
+    with pytest.raises(april.EngineError, match="other content"):
+        content(april.core.attachments.Attachment("image", before.digest, 1, None, str(path)))
+
+
+def sideways() -> bytes:
+    """A picture of 56 x 84 that its camera took lying: the header says 84 x 56."""
+    lying = picture(84, 56)
+    lying.putpixel((0, 0), (0, 0, 0))
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    buffer = io.BytesIO()
+    lying.save(buffer, "PNG", exif=exif)
+    return buffer.getvalue()
+
+
+def test_what_readers_would_see_differently_is_encoded_anew() -> None:
+    """Orientation, transparency and palettes are resolved as processors do, once, so that all see the same pixels."""
+    turned = read(sideways())
+    assert (turned.height, turned.width) == (84, 56)
+    clear = Image.new("RGBA", (30, 20), (255, 0, 0, 0))
+    for image in (clear, picture(30, 20, (204, 51, 51)).convert("P")):
+        found = read(encoded(image))
+        with Image.open(io.BytesIO(found.attachment.data or b"")) as seen:
+            assert seen.mode == "RGB"
+            assert seen.getpixel((0, 0)) == ((255, 255, 255) if image is clear else (204, 51, 51))
+
+
+def bomb() -> bytes:
+    """A PNG of a few bytes that says that it has 60,000 x 60,000 pixels."""
+    small = bytearray(encoded(picture(8, 8)))
+    small[16:24] = (60_000).to_bytes(4, "big") * 2
+    small[29:33] = zlib.crc32(small[12:29]).to_bytes(4, "big")
+    return bytes(small)
+
+
+def animated() -> bytes:
+    """A GIF of two frames."""
+    buffer = io.BytesIO()
+    picture().save(buffer, "GIF", save_all=True, append_images=[picture(color=(0, 255, 0))])
+    return buffer.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("item", "sentence"),
+    [
+        (b"", "is empty: 0 bytes"),
+        (b"<svg>", r"is no image that can be read \(5 bytes beginning with b'<svg>'\); give one of PNG, JPEG"),
+        (RED[: len(RED) // 2], "is broken, or was cut: it cannot be decoded"),
+        (encoded(picture(300, 300), "JPEG")[:-700], "is broken, or was cut"),
+        (bomb(), r"has (60,000 x 60,000|more) pixels"),
+        (animated(), "is animated, of 2 frames, .*; give one frame"),
+        (Image.new("I", (4, 4)), "has the mode I, more than 8 bits per channel"),
+        (Image.new("RGB", (0, 5)), "is empty: 0 x 5 pixels"),
+        ("data:image/png;base64,AAAA=A", "is no base64; was it cut"),
+        ("data:image/png;base64", "without a comma"),
+        ("nowhere.png", r"\(nowhere.png\) cannot be read: No such file"),
+        ("a\0b", "cannot be read"),
+        (Path("/"), "cannot be read: Is a directory|is no file"),
+        ("/dev/zero", "is no file"),
+        ("file://elsewhere/a.png", "a file of another machine"),
+        (5, "is of type int; give bytes, a path, a PIL.Image"),
+        ({"type": "image"}, "is a mapping with type; give"),
+        ({"type": "image", "source": {"type": "file", "file_id": "x"}}, "is a mapping with type, file_id; give"),
+    ],
+)
+def test_an_image_that_cannot_be_used(item: Any, sentence: str) -> None:
+    """Empty, no image, cut, a bomb, animated, of an odd mode or size, no file, a device: one sentence each."""
+    refused(item, sentence)
+
+
+def test_the_size_is_known_before_anything_is_read(tmp_path: Path) -> None:
+    """1 GB, as a file, as bytes in base64 and by its pixels: refused by what is said of it, not by reading it."""
+    giant = tmp_path / "giant.png"
+    with giant.open("wb") as file:
+        file.truncate(1 << 30)
+    refused(giant, r"giant.png\) has 1,073,741,824 bytes, and images.max_bytes is 20,000,000; make it smaller")
+    refused("data:image/png;base64," + "A" * 4096, "has 3,0.. bytes, and images.max_bytes is 1,000", max_bytes=1000)
+    refused(RED, "has [0-9]+ bytes, and images.max_bytes is 10", max_bytes=10)
+    refused(RED, "has 56 x 84 pixels, and images.max_pixels is 4,000; make", max_pixels=4000)
+
+
+def test_ten_thousand_images_are_refused_by_their_number() -> None:
+    """Before one of them is looked at."""
+    with pytest.raises(ConfigError, match=r"prompt 7 has 10,000 images, and images.max_per_prompt is 64"):
+        Reader(ImagesConfig()).check_count(10_000, "prompt 7")
+
+
+@pytest.mark.parametrize(
+    "item", ["/etc/passwd", "file:///etc/passwd", Path("/etc/passwd"), {"path": "/etc/passwd"}, "secret.png",
+             {"type": "image", "path": "/etc/passwd"}]
+)  # fmt: skip
+def test_a_client_names_no_files(item: Any) -> None:
+    """What comes from the outside is bytes; a path is refused and nothing is opened."""
+    refused(item, "a client sends an image as a data: URL or in base64", paths=False)
+    assert read(DATA_URL, paths=False).attachment.data == RED
+
+
+# ---------------------------------------------------------------- http(s)
+
+
+class _Answers(http.server.BaseHTTPRequestHandler):
+    asked: ClassVar[list[tuple[str, str]]] = []
+
+    def do_GET(self) -> None:
+        self.asked.append((self.path, self.headers["Host"]))
+        if self.path == "/moved":
+            self.send_response(302)
+            self.send_header("Location", "/red.png")
+            self.end_headers()
+            return
+        body = RED if self.path.startswith("/red") else b"x" * 5000
+        self.send_response(404 if self.path == "/none" else 200)
+        if self.path == "/cut":
+            self.send_header("Content-Length", "9000")
+        elif self.path != "/endless":
+            self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *args: Any) -> None:
+        """Nothing."""
+
+
+@contextmanager
+def server() -> Iterator[str]:
+    """A server on loopback; its address without a path."""
+    _Answers.asked = []
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), _Answers) as found:
+        thread = threading.Thread(target=found.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        try:
+            yield f"http://localhost:{found.server_port}"
+        finally:
+            found.shutdown()
+            thread.join()
+
+
+def test_an_image_is_fetched_from_a_host_that_is_named() -> None:
+    """And only then; the log of the server has nothing where it is not. Redirects and what is too long are refused."""
+    with server() as at:
+        refused(f"{at}/red.png", "is at localhost, and images are fetched from the hosts in images.hosts alone")
+        refused(f"{at}/red.png", "is at localhost, and", hosts=("other.example", "*.localhost"))
+        assert _Answers.asked == []
+        assert read(f"{at}/red.png?a=1", hosts=("localhost",)).attachment.data == RED
+        assert _Answers.asked == [("/red.png?a=1", at.removeprefix("http://"))]
+        for path, sentence in (
+            ("/moved", r"is elsewhere, says its server \(HTTP 302\)"), ("/none", "cannot be fetched: HTTP 404"),
+            ("/long", "more bytes than images.max_bytes, 1,000"), ("/endless", "more bytes than images.max_bytes"),
+        ):  # fmt: skip
+            refused(at + path, sentence, hosts=("localhost",), max_bytes=1000)
+        refused(f"{at}/cut", "broke off|cannot be fetched", hosts=("localhost",))
+        with_password = f"{at}/red.png".replace("http://", "http://me:secret@")
+        refused(with_password, "has a user or a password in its URL", hosts=("localhost",))
+    refused("http://localhost:9/x.png", "cannot be fetched: ", hosts=("localhost",))
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1", "10.1.2.3", "169.254.169.254", "::1", "fe80::1%eth0", "192.168.0.9"])
+def test_a_private_address_must_be_named_itself(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A name below an allowed one that leads inside is refused, before a connection is made."""
+    monkeypatch.setattr(fetching.socket, "getaddrinfo", lambda *a, **k: [(0, 0, 0, "", (address, 80))])
+    monkeypatch.setattr(fetching.socket, "create_connection", lambda *a: pytest.fail("connected"))
+    refused("http://evil.example.com/a.png", "which is not a public address", hosts=("*.example.com",))
+
+
+@pytest.mark.parametrize("host", ["http://a.example", "a.example/x", "a.example:80", "", "user@host", "a b"])
+def test_a_host_is_a_name(host: str) -> None:
+    """A URL or a port among the hosts is refused by the configuration."""
+    with pytest.raises(ConfigError, match=r"images.hosts.*a host is a name such as"):
+        april.Config(rollout_batch_size=1, max_response_len=9, images={"hosts": [host]})
+
+
+def test_without_the_package_the_sentence_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pillow is an extra."""
+    monkeypatch.setattr("april.extras.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"an image needs PIL: pip install .*\[images\]"):
+        Reader(ImagesConfig())
