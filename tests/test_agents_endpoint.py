@@ -57,7 +57,7 @@ class Model:
     asked: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
     fails: Exception | None = None
 
-    async def __call__(self, ids: Int32, sampling: Mapping[str, Any]) -> Generated:
+    async def __call__(self, ids: Int32, sampling: Mapping[str, Any], attached: Any = None) -> Generated:
         """Continue these tokens."""
         self.asked.append((TOY.decode(ids.tolist()), dict(sampling)))
         number = len(self.asked)

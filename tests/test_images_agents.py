@@ -1,0 +1,366 @@
+"""Images in chats: ``llm.chat`` and the requests of agents' clients, in each dialect, over turns and restarts."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import numpy as np
+import pytest
+from tiny_vision import IMAGE_ID, VOCAB, encoded, picture, tiny_processor, tiny_tokenizer
+
+pytest.importorskip("PIL")
+pytest.importorskip("renderers")
+
+import april
+from april.agents.endpoint import Endpoint, Opened, Place
+from april.agents.session import Session
+from april.agents.sight import Sight
+from april.agents.template import Template
+from april.config.images import ImagesConfig
+from april.core.attachments import Placed
+from april.core.tape import Float32, Int32
+from april.core.types import FinishReason, Prompt
+from april.images.placing import Images
+from april.testing import FakeEngine, rollouts, run_virtual
+
+RED, TALL = encoded(), encoded(picture(140, 300))
+END = 2
+"""The end of a turn."""
+
+
+def url(data: bytes) -> str:
+    """A ``data:`` URL."""
+    return "data:image/png;base64," + base64.b64encode(data).decode()
+
+
+def part(data: bytes) -> dict[str, Any]:
+    """An image as OpenAI's clients send it."""
+    return {"type": "image_url", "image_url": {"url": url(data)}}
+
+
+def asks(*content: Any) -> list[dict[str, Any]]:
+    """One message of the user."""
+    return [{"role": "user", "content": [c if isinstance(c, dict) else {"type": "text", "text": c} for c in content]}]
+
+
+@cache
+def way_in() -> Images:
+    """Of the tiny model."""
+    return Images(tiny_processor(), ImagesConfig(max_per_prompt=8))
+
+
+def by_processor(messages: list[dict[str, Any]], *pictures: Any) -> list[int]:
+    """What transformers makes of a chat whose images are marks."""
+    text = tiny_processor().apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    made: list[int] = tiny_processor()(text=[text], images=list(pictures) or None)["input_ids"][0]
+    return made
+
+
+@dataclass
+class Done:
+    """An answer of the scripted model."""
+
+    tokens: Int32
+    logprobs: Float32
+    finish: FinishReason = FinishReason.STOP
+    number: int = 0
+
+
+@dataclass
+class Model:
+    """Says ``hi`` and notes what it was asked."""
+
+    asked: list[tuple[list[int], tuple[Placed, ...]]] = field(default_factory=list)
+
+    async def __call__(
+        self, ids: Int32, sampling: Mapping[str, Any], attached: tuple[Placed, ...] | None = None
+    ) -> Done:
+        """Continue these tokens."""
+        self.asked.append((ids.tolist(), attached or ()))
+        tokens = np.array([*tiny_tokenizer().encode("hi"), END], np.int32)
+        return Done(tokens, np.full(len(tokens), -0.5, np.float32))
+
+
+@dataclass
+class World:
+    """An endpoint with a session, and what a client may send there."""
+
+    door: Opened
+    model: Model
+    http: aiohttp.ClientSession
+
+    async def ask(self, route: str, body: Any) -> tuple[int, Any]:
+        """The status and the JSON of an answer."""
+        headers = {"Authorization": f"Bearer {self.door.key}"}
+        async with self.http.post(f"{self.door.url}/{route}", json={"model": "m", **body}, headers=headers) as response:
+            return response.status, await response.json()
+
+
+@asynccontextmanager
+async def world(prompt: Prompt | None = None, *, blind: bool = False) -> AsyncIterator[World]:
+    """A world whose model reads images, unless it is ``blind``."""
+    endpoint, model = Endpoint(), Model()
+    endpoint.start()
+    prompt = Prompt(np.array([1], np.int32)) if prompt is None else prompt
+    sight = None if blind else Sight(way_in(), way_in().reader.strangers(), prompt)
+    template = Template(tiny_tokenizer(), None, None if blind else way_in())
+    try:
+        async with aiohttp.ClientSession() as http:
+            yield World(Place(endpoint).open(Session(model, template, 1 << 20, (), sight)), model, http)
+    finally:
+        await asyncio.to_thread(endpoint.stop)
+
+
+def block(data: bytes) -> dict[str, Any]:
+    """An image as Anthropic's clients send it."""
+    source = {"type": "base64", "media_type": "image/png", "data": base64.b64encode(data).decode()}
+    return {"type": "image", "source": source}
+
+
+BODIES: dict[str, dict[str, Any]] = {
+    "chat/completions": {"messages": asks("what is", part(RED), "?")},
+    "messages": {
+        "max_tokens": 9,
+        "messages": [{"role": "user", "content": [
+            {"type": "text", "text": "what is"}, block(RED), {"type": "text", "text": "?"},
+        ]}],
+    },
+    "responses": {
+        "input": [{"role": "user", "content": [
+            {"type": "input_text", "text": "what is"}, {"type": "input_image", "image_url": url(RED)},
+            {"type": "input_text", "text": "?"},
+        ]}],
+    },
+}  # fmt: skip
+MARKED = asks("what is", {"type": "image"}, "?")
+
+
+@pytest.mark.parametrize("route", BODIES)
+async def test_an_image_in_every_dialect(route: str) -> None:
+    """The model gets what the processor makes of the same chat, and the image at its place."""
+    async with world() as w:
+        status, body = await w.ask(route, BODIES[route])
+        assert status == 200, body
+        ((ids, (placed,)),) = w.model.asked
+    assert ids == by_processor(MARKED, picture())
+    assert (placed.attachment.data, placed.count) == (RED, ids.count(IMAGE_ID))
+
+
+async def test_counts_are_of_expanded_tokens() -> None:
+    """Anthropic's ``count_tokens`` counts an image as the tokens that the model reads."""
+    async with world() as w:
+        assert await w.ask("messages/count_tokens", BODIES["messages"]) == (
+            200, {"input_tokens": len(by_processor(MARKED, picture()))},
+        )  # fmt: skip
+
+
+RESULTS: dict[str, dict[str, Any]] = {
+    "chat/completions": {
+        "messages": [
+            *asks(part(RED)), {"role": "assistant", "content": "hi"},
+            {"role": "tool", "tool_call_id": "c", "content": [{"type": "text", "text": "seen"}, part(TALL)]},
+        ],
+    },
+    "messages": {
+        "max_tokens": 9,
+        "messages": [
+            {"role": "user", "content": [block(RED)]}, {"role": "assistant", "content": "hi"},
+            {"role": "user", "content": [
+                {"type": "tool_result", "tool_use_id": "c", "content": [{"type": "text", "text": "seen"}, block(TALL)]}
+            ]},
+        ],
+    },
+    "responses": {
+        "input": [
+            {"role": "user", "content": [{"type": "input_image", "image_url": url(RED)}]},
+            {"role": "assistant", "content": "hi"},
+            {"type": "function_call_output", "call_id": "c", "output": [
+                {"type": "input_text", "text": "seen"}, {"type": "input_image", "image_url": url(TALL)},
+            ]},
+        ],
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("route", RESULTS)
+async def test_the_next_turn_keeps_what_was_sampled_and_adds_the_image_of_a_tool(route: str) -> None:
+    """The conversation goes on with the very tokens; images of before stay, that of the result stands behind them."""
+    async with world() as w:
+        first = {**RESULTS[route], **{k: v[:1] for k, v in RESULTS[route].items() if isinstance(v, list)}}
+        assert (await w.ask(route, first))[0] == 200
+        status, body = await w.ask(route, RESULTS[route])
+        assert status == 200, body
+        (asked, (red,)), (ids, attached) = w.model.asked
+    answer = [*tiny_tokenizer().encode("hi"), END]
+    assert ids[: len(asked) + len(answer)] == [*asked, *answer]
+    assert attached[0] == red
+    (tall,) = attached[1:]
+    assert tall.attachment.data == TALL
+    assert tall.at >= len(asked) + len(answer)
+    assert ids[tall.at : tall.end] == [IMAGE_ID] * tall.count
+    assert ids.count(IMAGE_ID) == red.count + tall.count
+
+
+async def test_another_image_of_the_same_size_is_another_conversation() -> None:
+    """Equal tokens with another picture do not go on with what was said of the first."""
+    blue = encoded(picture(color=(0, 0, 255)))
+    async with world() as w:
+        _, first = await w.ask("chat/completions", {"messages": asks(part(RED))})
+        more = [{"role": "assistant", "content": "hi"}, *asks("and?")]
+        _, second = await w.ask("chat/completions", {"messages": [*asks(part(blue)), *more]})
+        assert first["id"] != second["id"]
+        (asked, red), (ids, other) = w.model.asked
+    assert [p.attachment.data for p in (*red, *other)] == [RED, blue]
+    assert ids[: len(asked)] == asked
+
+
+async def test_a_mark_stands_for_an_image_of_the_prompt() -> None:
+    """Clients that repeat ``prompt.data["messages"]`` need not send the bytes."""
+    read = way_in().read([RED], "prompt 0")
+    ids, attached = way_in().place(way_in().render(MARKED, None, ""), read, "prompt 0")
+    async with world(Prompt(ids, {}, 0, 0, attached)) as w:
+        assert (await w.ask("chat/completions", {"messages": MARKED}))[0] == 200
+        assert w.model.asked == [(ids.tolist(), attached)]
+        status, body = await w.ask("chat/completions", {"messages": asks({"type": "image"}, {"type": "image"})})
+    assert status == 400
+    assert "the request, image 2 has no content" in body["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        ({"type": "image_url", "image_url": {"url": "/etc/passwd"}}, "a client sends an image as a data: URL"),
+        ({"type": "image_url", "image_url": {"url": "file:///etc/passwd"}}, "a client sends an image as a data: URL"),
+        ({"type": "image_url", "image_url": {"url": "http://127.0.0.1:1/a"}}, "images are fetched from the hosts in"),
+        (part(RED[:60]), "the request, image 1 is broken, or was cut"),
+        ({"type": "image_url", "image_url": {"url": "data:image/png;base64,###"}}, "the request, image 1 is no base64"),
+        ({"type": "text", "text": "<|image_pad|>"}, "the request has 1 placeholder <|image_pad|> (id 5) and no images"),
+        ({"type": "input_audio", "input_audio": {}}, "a part of type 'input_audio' is not supported"),
+    ],
+)
+async def test_an_image_that_a_client_may_not_send(content: dict[str, Any], says: str) -> None:
+    """Paths, other hosts, what is broken, and a placeholder written as text: 400, and the model is not asked."""
+    async with world() as w:
+        status, body = await w.ask("chat/completions", {"messages": asks(content)})
+        assert (status, w.model.asked) == (400, [])
+        assert says in body["error"]["message"]
+
+
+async def test_too_many_images_are_refused_by_their_number() -> None:
+    """In Anthropic's words, before one is decoded."""
+    async with world() as w:
+        content = [block(b"x")] * 9
+        status, body = await w.ask("messages", {"max_tokens": 5, "messages": [{"role": "user", "content": content}]})
+    assert (status, body["error"]["type"]) == (400, "invalid_request_error")
+    assert "the request has 9 images, and images.max_per_prompt is 8" in body["error"]["message"]
+
+
+@pytest.mark.parametrize("route", BODIES)
+async def test_a_model_that_reads_text_refuses_images(route: str) -> None:
+    """By the type of the part, as before."""
+    async with world(blind=True) as w:
+        status, body = await w.ask(route, BODIES[route])
+    assert status == 400
+    assert "is not supported; this model reads text" in body["error"]["message"]
+
+
+# ---------------------------------------------------------------- llm.chat
+
+
+def engine() -> FakeEngine:
+    """Ends each answer with the end of a turn."""
+    return FakeEngine(
+        "e", responses=lambda request: [*tiny_tokenizer().encode("a cat"), END], vocab_size=VOCAB, eos_token_id=END,
+        seconds_per_token=0.1, chunk_tokens=1,
+    )  # fmt: skip
+
+
+def run_of(rollout: Any, **options: Any) -> Any:
+    """A run of a function whose prompts have an image."""
+    config = april.Config(rollout_batch_size=1, n_samples_per_prompt=2, max_response_len=400)
+    prompts = [{"messages": MARKED, "images": [RED]}] * 3
+    given: dict[str, Any] = {"engines": [engine()], "prompts": prompts, "reward": lambda p, r: 1.0}
+    return rollouts(config, rollout=rollout, processor=tiny_processor(), **given | options)
+
+
+async def chats(prompt: Prompt, llm: april.LLM) -> list[str]:
+    """Goes on with the prompt's chat, and shows a file of its own."""
+    messages = list(prompt.data["messages"])
+    first = await llm.chat(messages)
+    messages += [first.message, *asks("and", part(TALL))]
+    second = await llm.chat(messages)
+    return [first.text, second.text]
+
+
+def test_a_chat_goes_on_with_the_prompt_and_its_image() -> None:
+    """One row: the prompt's tokens and image, what was sampled, then the function's own image, which has no loss."""
+
+    async def program() -> None:
+        async with run_of(chats) as run:
+            batch = await run.next_batch()
+            run.audit()
+        assert batch.one_row_each
+        for sample in batch.samples:
+            assert sample.prompt.token_ids.tolist() == by_processor(MARKED, picture())
+            said = [*tiny_tokenizer().encode("a cat"), END]
+            assert sample.tokens[sample.loss_mask == 1].tolist() == said * 2
+            tall = (sample.tokens == IMAGE_ID) & (sample.loss_mask == 0)
+            assert tall.sum() == way_in()._count(300, 140)
+
+    run_virtual(program())
+
+
+def test_a_function_may_show_a_file_and_a_client_may_not(tmp_path: Path) -> None:
+    """``llm.chat`` is the function's own call: paths are as good as bytes there."""
+    path = tmp_path / "tall.png"
+    path.write_bytes(encoded(picture(color=(9, 8, 7))))
+
+    async def rollout(prompt: Prompt, llm: april.LLM) -> None:
+        await llm.chat(asks({"type": "image", "path": str(path)}))
+        with pytest.raises(april.UsageError, match=r"llm.chat: the request, image 1 .* cannot be read"):
+            await llm.chat(asks({"type": "image", "path": str(path) + "x"}))
+
+    async def program() -> None:
+        async with run_of(rollout) as run:
+            batch = await run.next_batch()
+        assert {s.prompt.attached[0].attachment.path for s in batch.samples} == {str(path)}
+
+    run_virtual(program())
+
+
+def test_after_a_restart_the_same_images_have_the_same_answers() -> None:
+    """A function that begins again gets its answers from the tokens, matched with the images by their hashes."""
+    texts: list[Any] = []
+
+    async def rollout(prompt: Prompt, llm: april.LLM) -> None:
+        messages = list(prompt.data["messages"])
+        first = await llm.chat(messages)
+        messages += [first.message, *asks(part(TALL))]
+        second = await llm.chat(messages)
+        await asyncio.sleep(40)
+        texts.append((first.id, second.id))
+        await llm.chat([*messages, second.message, *asks("more")])
+
+    async def program() -> None:
+        async with run_of(rollout) as run:
+            waiting = asyncio.create_task(run.next_batch())
+            await asyncio.sleep(20)
+            state = run.state_dict()
+            waiting.cancel()
+        again = engine()
+        async with run_of(rollout, engines=[again]) as run:
+            await run.load_state_dict(state)
+            await run.next_batch()
+            assert run.ledger()["tokens"].dropped == {}
+        assert len(again.attempts) == 2  # of "more" only
+        assert len(set(texts)) == 1
+
+    run_virtual(program())
