@@ -408,8 +408,8 @@ def _group_in(core: RolloutCore, state: State, attachments: Mapping[str, Attachm
             continue
         sample = restored_sample(core.engines, sample_id, group, saved, keeps_finished=keeps_finished)
         for chain, part in zip(sample.chains, (saved, *saved.get("chains", ())), strict=True):
-            if "attached" in part:
-                chain.attached = _attached_in(core, attachments, part["attached"], len(chain.prompt) + len(chain.tape))
+            if (places := part.get("attached")) is not None:
+                chain.attached = _attached_in(core, attachments, places, len(chain.prompt) + len(chain.tape))
             _extras_in(core, chain, part.get("extras", {}))
         group.samples.append(sample)
         longest = max(len(chain.tape) for chain in sample.chains)

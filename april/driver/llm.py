@@ -213,8 +213,8 @@ NO_ENDPOINT = (
 
 
 NO_PROCESSOR = (
-    "llm.generate: there is no processor that places images; give the scheduler processor=, the model's "
-    "transformers.AutoProcessor"
+    "llm.generate: there is no processor here that places images; give the scheduler, and a host that runs functions, "
+    "processor=, the model's transformers.AutoProcessor"
 )
 
 

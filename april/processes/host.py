@@ -15,6 +15,7 @@ import msgspec
 
 from april.agents.chat import ALIVE_S, COMMIT_S
 from april.agents.gateway import Gateway
+from april.config.images import ImagesConfig
 from april.core import commands as do
 from april.core import events as ev
 from april.core.versions import FIRST_VERSION
@@ -26,6 +27,7 @@ from april.driver.sample_functions import RolloutSettings, UserFunctions
 from april.driver.user_code import check_signatures
 from april.engines.protocol import Engine
 from april.errors import ConfigError, LinkError
+from april.images.placing import Images
 from april.processes.link import HOST, Heartbeats, Hello, Link, close_all, connect
 from april.processes.messages import (
     PROTOCOL,
@@ -281,6 +283,8 @@ class Host:
             none of them this host only lends its engines.
         tokenizer, renderer, commit_s, alive_s: as for the scheduler; a tokenizer is needed where that has one, and for
             ``llm.base_url``.
+        processor: as for the scheduler, where functions on this host bring images of their own.
+        images: their limits, as in the configuration (:class:`april.config.images.ImagesConfig`).
         address: where the scheduler's :class:`april.HostListener` listens.
         token: the listener's.
         join: instead of both, what makes a link on the host's loop.
@@ -302,6 +306,8 @@ class Host:
         group_reward: Callable[..., Any] | None = None,
         filter: Callable[..., Any] | None = None,
         tokenizer: Any = None,
+        processor: Any = None,
+        images: ImagesConfig | None = None,
         renderer: Any = None,
         commit_s: float = COMMIT_S,
         alive_s: float = ALIVE_S,
@@ -317,9 +323,11 @@ class Host:
         self._life = secrets.token_hex(8)
         self._engines = list(engines)
         self._written: set[str] = set()
+        seen = None if processor is None else Images(processor, images)
+        tokenizer = seen.tokenizer if seen is not None and tokenizer is None else tokenizer
         detokenizer = None if tokenizer is None else Detokenizer(tokenizer)
-        self._gateway = self._gateway_type(tokenizer, renderer, commit_s, alive_s)
-        self._functions = UserFunctions(rollout, reward, group_reward, filter, detokenizer, self._gateway)
+        self._gateway = self._gateway_type(tokenizer, renderer, commit_s, alive_s, seen)
+        self._functions = UserFunctions(rollout, reward, group_reward, filter, detokenizer, self._gateway, seen)
         self._runs_functions = rollout is not single_turn or any((reward, group_reward, filter))
         if not self._engines and not self._runs_functions:
             raise ConfigError("a host needs engines, or functions")

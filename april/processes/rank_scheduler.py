@@ -30,7 +30,6 @@ from april.core.versions import PolicyVersion
 from april.driver.detokenizer import Detokenizer
 from april.driver.local_host import Hosts
 from april.driver.loop_thread import Reply
-from april.driver.prompt_reader import as_prompt
 from april.driver.rewards import EvaluationResult
 from april.driver.user_code import call_user_code, refuse_inside_user_code
 from april.engines.protocol import Engine, GathersWeights, ShowsWeights
@@ -188,10 +187,9 @@ class OwnScheduler(RolloutScheduler):
         """Numbers of the batches that are delivered and not committed."""
         return self._thread.call(lambda: list(self._driver.core.leased))
 
-    @property
-    def vocab_size(self) -> int:
-        """That of the engine with the fewest tokens."""
-        return self._vocab_size
+    def read_prompt(self, item: Any) -> Prompt:
+        """The prompt that the first item is; raises ConfigError."""
+        return self._reader.read(item, 0)
 
     def carry_out(self, asked: Any, on_all: OnAll, shares: Sequence[int]) -> tuple[Any, Sequence[bytes]]:
         """Make a call; return its result, and what the ranks get, rank 0 nothing if it is here."""
@@ -402,7 +400,7 @@ class RankScheduler(Looks):
         """Look at the data of the first prompt, where looking takes none away."""
         if self.ranks.world_size > 1 and isinstance(prompts, Sequence) and prompts:
             try:
-                first = as_prompt(prompts[0], own.vocab_size, 0)
+                first = own.read_prompt(prompts[0])
             except ConfigError:
                 return  # reported when it is drawn
             refuse_to_draw(first)
