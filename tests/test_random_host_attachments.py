@@ -82,7 +82,7 @@ class RowsEngine(FakeEngine):
                 generated = sum(map(len, said[1:]))
                 self.forgets += chunk.finish is EngineFinish.ABORT
                 if chunk.finish is EngineFinish.ABORT and self.forgets % 4 == 0:
-                    yield chunk
+                    yield replace(chunk, extras={})
                     continue
                 yield replace(chunk, extras=self.rows(request, np.concatenate(said), request.rows_wanted(generated)))
         finally:

@@ -511,6 +511,7 @@ class SampleLives:
             tokens.observe(unknown + bare)
             tokens.drop(unknown, DropReason.UNKNOWN_WEIGHTS)
             tokens.drop(bare, DropReason.NO_EXTRAS)
+            context.counts(attempt.sample)["no_extras_tokens"] += bare
         context.aborts.ended(attempt.id)
         return attempt
 

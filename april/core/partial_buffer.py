@@ -175,6 +175,21 @@ class PartialBuffer:
                 if sample.state not in SETTLED:
                     yield sample
 
+    @property
+    def attachment_bytes(self) -> int:
+        """Bytes in memory of all attachments that are held, each once."""
+        if not self.settings.attachments:
+            return 0
+        attached = (p.attachment for s in self.samples() for chain in s.chains for p in chain.attached)
+        return sum({a.digest: a.held_bytes for a in attached}.values())
+
+    @property
+    def extras_bytes(self) -> int:
+        """Bytes of all rows that are held."""
+        if not self.settings.extras:
+            return 0
+        return sum(rows.nbytes for s in self.samples() for chain in s.chains for rows in chain.extras.values())
+
     def room(self, held_tokens: int) -> int:
         """Prompts that may be drawn beyond what the step cannot do without; 0 while ``max_held_tokens`` is reached."""
         most = self.settings.max_held_tokens

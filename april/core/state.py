@@ -47,8 +47,8 @@ from april.errors import InvariantError
 
 STEP_METRICS = (
     "attempts", "resumed_attempts", "reprefill_tokens", "aborted_attempts", "empty_partials", "failed_attempts",
-    "failed_samples", "fenced_attempts", "stalled_attempts", "late_events", "after_stop_tokens", "prompts_drawn",
-    "prompts_too_long", "groups_dropped_failed", "groups_dropped_filtered", "groups_dropped_stale",
+    "failed_samples", "fenced_attempts", "stalled_attempts", "late_events", "after_stop_tokens", "no_extras_tokens",
+    "prompts_drawn", "prompts_too_long", "groups_dropped_failed", "groups_dropped_filtered", "groups_dropped_stale",
     "samples_dropped_failed", "samples_dropped_stale", "replaced_samples", "replays_diverged", "lost_functions",
     "busy_refusals", "stale_engines", "lowered_caps",
 )  # fmt: skip
@@ -366,6 +366,8 @@ class RolloutCore:
             "carried_groups": float(len(self.buffer)),
             "surplus_groups": self.monitor.ready / self.settings.units_per_group,
             "held_tokens": float(context.tokens.held),
+            "held_attachment_bytes": float(self.buffer.attachment_bytes),
+            "held_extras_bytes": float(self.buffer.extras_bytes),
             "batches_out": float(len(self.leases)),
             "staleness_bound": float(self.leases.bound),
         }

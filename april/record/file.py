@@ -26,7 +26,7 @@ from april.state_file import make_directory
 
 log = logging.getLogger("april")
 
-FORMAT = 3
+FORMAT = 4
 """Format of records; the number grows when an older april could not replay them."""
 HEAD, STATE, OVER, CLOSED, BATCH, STANDING = "Record", "State", "Over", "Closed", "Batch", "Standing"
 """Kinds of lines that are no events."""

@@ -1,4 +1,5 @@
-"""Events as plain JSON values, and back: ids, states, counts, versions. No text of anybody's, and no token.
+"""Events as plain JSON values, and back: ids, states, counts, versions. No text of anybody's, and no token; of what is
+attached to prompts the kind, the hash and the size.
 
 Made from the fields of the classes, so that a new event needs nothing here. Text is left out unless its field is
 known to hold a name of april's own: what is not known to be harmless does not get into a file that is passed on.
@@ -7,7 +8,7 @@ known to hold a name of april's own: what is not known to be harmless does not g
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields, is_dataclass
 from enum import Enum
 from typing import Any, TypeVar
@@ -15,11 +16,16 @@ from typing import Any, TypeVar
 import msgspec
 import numpy as np
 
+from april.core.attachments import Attachment
+from april.core.batch import DeliveredSample
 from april.core.types import GenerateCall, Group, Sample
 
 NAMES = frozenset(
-    {"attempt_id", "attempt_ids", "content", "contents", "engine", "engines", "id", "logprob_kind", "name", "names"}
-)
+    {
+        "attachments", "attempt_id", "attempt_ids", "content", "contents", "engine", "engines", "extras", "id",
+        "logprob_kind", "name", "names",
+    }
+)  # fmt: skip
 """Fields whose text is the name of an attempt, an engine or a kind, or a hash of april's own."""
 LEFT_OUT = frozenset({"data", "end_ids", "eos_token_ids", "metrics", "stop", "stop_token_ids", "tape"})
 """Fields with content of the user's or ids of tokens, or with what follows from the rest."""
@@ -70,9 +76,16 @@ def _form(kind: type) -> Form:
         return lambda value, of, named: value.item()
     if issubclass(kind, Mapping):
         return lambda value, of, named: {str(key): plain(item, of, named=named) for key, item in value.items()}
+    if issubclass(kind, Attachment):
+        return lambda value, of, named: {
+            "kind": value.kind if value.kind.isidentifier() else of(value.kind),
+            "digest": of(value.digest) if value.digest.strip("0123456789abcdef") else value.digest,
+            "size": value.size,
+        }
     if is_dataclass(kind) or issubclass(kind, msgspec.Struct):
         all_of_them = fields(kind) if is_dataclass(kind) else msgspec.structs.fields(kind)
-        parts = [(f.name, f.default, f.name in NAMES) for f in all_of_them if f.name not in LEFT_OUT]
+        left_out = LEFT_OUT | {"extras"} if issubclass(kind, DeliveredSample) else LEFT_OUT
+        parts = [(f.name, f.default, f.name in NAMES) for f in all_of_them if f.name not in left_out]
         return lambda value, of, named: _parts(value, of, parts)
     if names := getattr(kind, "_fields", None):
         are_names = [name in NAMES for name in names]
@@ -117,21 +130,47 @@ def back(parts: Any, kind: type[T]) -> T:
 
 
 def bare(state: Any) -> Any:
-    """A snapshot without prompts, tokens and data."""
+    """A snapshot without prompts, tokens and data, and without the content of attachments and rows."""
     if isinstance(state, bytes):
         return {"length": len(state) // 4}
     if isinstance(state, Mapping):
-        return {key: None if key in ("data", "unchecked") else bare(item) for key, item in state.items()}
+        return {key: _bare_of(key, item) for key, item in state.items()}
     return [bare(item) for item in state] if isinstance(state, (list, tuple)) else state
 
 
+def _bare_of(key: str, item: Any) -> Any:
+    if key in ("data", "unchecked"):
+        return None
+    if key == "attachments" and isinstance(item, Mapping):
+        return {digest: [saved["kind"], saved["size"]] for digest, saved in item.items()}
+    if key == "extras" and isinstance(item, Mapping):
+        return {name: shape[0] for name, (_, shape, _) in item.items()}
+    return bare(item)
+
+
 def filled(state: Any) -> Any:
-    """Return a snapshot again, with all tokens and log-probabilities 0."""
+    """Return a snapshot again, with all tokens and log-probabilities 0, and rows without numbers."""
     if isinstance(state, dict):
         if state.keys() == {"length"}:
             return bytes(4 * state["length"])
-        return {key: {} if key == "data" else filled(item) for key, item in state.items()}
+        return {key: _filled_of(key, item) for key, item in state.items()}
     return [filled(item) for item in state] if isinstance(state, list) else state
+
+
+def _filled_of(key: str, item: Any) -> Any:
+    if key == "data":
+        return {}
+    if key == "attachments" and isinstance(item, dict):
+        saved = {"data": None, "path": LEFT_OUT_TEXT}
+        return {digest: {"kind": kind, "size": size, **saved} for digest, (kind, size) in item.items()}
+    if key == "extras" and isinstance(item, dict):
+        return {name: ["|u1", [rows, 0], b""] for name, rows in item.items()}
+    return filled(item)
+
+
+def no_numbers(names: Iterable[str], rows: int) -> dict[str, Any]:
+    """So many rows of each name, without numbers, as a replay has them."""
+    return {name: np.zeros((rows, 0), np.uint8) for name in names}
 
 
 def _array(kind: Any, parts: Any) -> Any:

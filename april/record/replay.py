@@ -30,7 +30,7 @@ from april.record.file import (
     lines_of,
     refuse_other_formats,
 )  # fmt: skip
-from april.record.plain import back, filled
+from april.record.plain import back, filled, no_numbers
 from april.record.recorder import Decisions
 from april.version import __version__
 
@@ -145,6 +145,8 @@ def _run(run: Replay, time_s: float, what: str, parts: Any, watch: Watch | None)
         parsed = AttemptTape() if attempt is None else attempt.tape
         for version, count in event.counts.spans:
             parsed.append(np.zeros(count, np.int32), np.zeros(count, np.float32), version)
+        if attempt is not None and parsed.count:
+            parsed.extras = no_numbers(attempt.extras, attempt.missing_rows + parsed.count)
     elif isinstance(event, ev.CallMade) and (group := core.context.group(event.sample.group)) is not None:
         chains = group.samples[event.sample.index].chains
         chain = next((c for c in chains if c.number == (event.chain or 0)), None)

@@ -59,6 +59,7 @@ DROPS = {
     "samples_dropped_stale": "responses that were too old",
     "prompts_too_long": "prompts without room for a response",
     "after_stop_tokens": "tokens after a stop string",
+    "no_extras_tokens": "tokens that came without their rows of extras",
     "masked_tokens": "tokens without loss, as they were too old",
     "late_events": "results that came too late",
 }
