@@ -71,6 +71,8 @@ def test_a_file_is_held_as_a_reference(tmp_path: Path) -> None:
         attachment = read(item).attachment
         assert (attachment.data, attachment.path, attachment.held_bytes) == (None, str(path), 0)
         assert content(attachment) == path.read_bytes()
+    by_value = read(path, in_state="value").attachment
+    assert (by_value.data, by_value.path, by_value.digest) == (path.read_bytes(), str(path), attachment.digest)
 
 
 def test_an_image_object_is_encoded_without_loss() -> None:

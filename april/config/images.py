@@ -11,10 +11,10 @@ from april.config.values import Model, PositiveInt, one_or_more
 
 
 class InState(StrEnum):
-    """What a saved state has of an image that comes from a file."""
+    """What is held, in memory and in a saved state, of an image that comes from a file."""
 
     REFERENCE = "reference"
-    """Its path and its hash: the file must be there, unchanged, after a restart."""
+    """Its path and its hash: the file is read whenever its bytes are sent, and must stay as it is."""
     VALUE = "value"
     """Its bytes."""
 
@@ -39,5 +39,5 @@ class ImagesConfig(Model):
     """Hosts from which images may be fetched by http(s); `*.example.com` means those below it that are public. No image
     is fetched from any other."""
     in_state: InState = InState.REFERENCE
-    """What a saved state has of an image that comes from a file: its path and hash (reference), or its bytes
-    (value)."""
+    """What memory and a saved state hold of an image that comes from a file: its path and hash (reference), or its
+    bytes (value)."""

@@ -17,7 +17,8 @@ _OTHER_DISTRIBUTION = "changes the distribution, and a trainer's recomputed log-
 _N = "every sample of a group is a request of its own; set n_samples_per_prompt"
 _GRAMMAR = f"a grammar {_OTHER_DISTRIBUTION}, nor would its state survive an abort"
 _LORA = "april trains and samples one set of weights; merge the adapter, or load it in the engine for every request"
-_IMAGES = "april resumes by token ids alone, and multimodal input would be lost; prompts must be text"
+_IMAGES = 'images come with a prompt, {"messages": ..., "images": [...]}, or with llm.generate(token_ids, images=[...])'
+_OTHER_MEDIA = "april carries images, and neither sound nor video"
 _STOP_TEXT = "is fixed: the token that completes a stop string is kept, with its log-probability"
 _LOGPROBS = "the log-probability of every sampled token always comes with it, and no others"
 
@@ -29,7 +30,8 @@ UNSUPPORTED: dict[str, str] = {
     **dict.fromkeys(("grammar", "json_schema", "regex", "ebnf", "guided_decoding", "structured_outputs"), _GRAMMAR),
     **dict.fromkeys(("response_format", "structural_tag"), _GRAMMAR),
     **dict.fromkeys(("lora", "lora_path", "lora_request", "lora_name"), _LORA),
-    **dict.fromkeys(("image_data", "images", "multi_modal_data", "audio_data", "video_data"), _IMAGES),
+    **dict.fromkeys(("image", "image_data", "multi_modal_data", "pixel_values"), _IMAGES),
+    **dict.fromkeys(("audio", "audios", "audio_data", "video", "videos", "video_data"), _OTHER_MEDIA),
     **dict.fromkeys(("logprobs", "prompt_logprobs", "top_logprobs", "return_logprob"), _LOGPROBS),
     **dict.fromkeys(("include_stop_str_in_output", "no_stop_trim"), _STOP_TEXT),
     "return_routed_experts": "set Config.extras to routed_experts",

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from urllib.parse import unquote_to_bytes, urlsplit
 from urllib.request import url2pathname
 
-from april.config.images import ImagesConfig
+from april.config.images import ImagesConfig, InState
 from april.core.attachments import Attachment
 from april.errors import ConfigError
 from april.extras import require
@@ -35,7 +35,7 @@ _SAME_EVERYWHERE = ("RGB", "L")
 _ORIENTATION = 0x0112
 _PARTS = ("image_url", "image", "input_image", "url", "source", "data")
 """Names under which a content part has its image, in chats of OpenAI, Anthropic and transformers."""
-_known: weakref.WeakValueDictionary[str, Attachment] = weakref.WeakValueDictionary()
+_known: weakref.WeakValueDictionary[tuple[str, bool], Attachment] = weakref.WeakValueDictionary()
 _knowing = threading.Lock()
 
 
@@ -200,10 +200,10 @@ class Reader:
         self._check_size(len(data), where)
         data, path, (height, width) = self._checked(data, path, where, decode)
         attachment = Attachment.of(IMAGE, data, path)
-        if path:
+        if path and self._limits.in_state is InState.REFERENCE:
             attachment = Attachment(IMAGE, attachment.digest, attachment.size, None, path)
         with _knowing:
-            return Picture(_known.setdefault(attachment.digest, attachment), height, width)
+            return Picture(_known.setdefault((attachment.digest, attachment.data is None), attachment), height, width)
 
     def _checked(self, data: bytes, path: str, where: str, decode: bool) -> tuple[bytes, str, tuple[int, int]]:
         """The bytes, encoded anew where readers would differ, the file that has them, and (height, width)."""
