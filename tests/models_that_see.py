@@ -40,7 +40,7 @@ def tiny_tokenizer() -> Any:
         extra_special_tokens={
             "image_token": "<image>", "video_token": "<video>", "boi_token": "<see>", "eoi_token": "</see>",
         },
-        chat_template=TEMPLATE,
+        chat_template=TEMPLATE, padding_side="left",
     )  # fmt: skip
 
 
@@ -60,6 +60,9 @@ def tiny_processor(family: str = "qwen2_5_vl") -> Any:
 
         def check_argument_for_proper_class(self, argument_name: str, argument: Any) -> Any:
             return type(argument)
+
+        def save_pretrained(self, save_directory: Any, **options: Any) -> None:
+            self.tokenizer.save_pretrained(save_directory)
 
     images = Qwen2VLImageProcessorPil(
         patch_size=4, merge_size=2, temporal_patch_size=2, min_pixels=8 * 8 * 4, max_pixels=8 * 8 * 64

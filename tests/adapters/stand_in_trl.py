@@ -70,7 +70,7 @@ class GRPOTrainer:
     def __init__(
         self, model: Any, rollout_func: Any, train_dataset: Any, accelerator: Any = None, reward_funcs: Any = (),
         scale_rewards: str = "group", tools: Any = (), environment_factory: Any = None,
-        multi_objective_aggregation: str = "sum_then_normalize",
+        multi_objective_aggregation: str = "sum_then_normalize", sees: bool = False,
         **args: Any,
     ) -> None:  # fmt: skip
         self.args = SimpleNamespace(**(DEFAULTS | args))
@@ -91,7 +91,7 @@ class GRPOTrainer:
         self.max_completion_length = self.args.max_completion_length
         if self.tools:
             self.processing_class.response_template = "of the stand-in"
-        self.shuffle_dataset, self._is_vlm, self.num_iterations = True, False, 1
+        self.shuffle_dataset, self._is_vlm, self.num_iterations = True, sees, 1
         self._metrics: Any = {"train": defaultdict(list)}
         self._step, self._buffered_inputs = 0, None
         self.optimizer_step: Callable[[Any], None] = lambda output: None

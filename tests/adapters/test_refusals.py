@@ -467,6 +467,7 @@ FOURS: Changes = {"num_generations": 4, "generation_batch_size": 8}
 MODEL: Changes = {**FOURS, "reward_funcs": [torch.nn.Linear(1, 1)]}
 SUMS: Changes = {**FOURS, "multi_objective_aggregation": "normalize_then_sum"}
 DIFFER: Changes = {"filter": april.rewards_differ}
+SHOWN = trl.Rows([{"prompt": [{"role": "user", "content": [{"type": "image", "image": "1.png"}]}]}])
 
 
 class Room:
@@ -480,7 +481,10 @@ class Room:
 
 @pytest.mark.parametrize(("data", "rollout", "options", "sentence"), [
     (iter([]), {}, {}, "list_iterator, which cannot be read row by row"),
-    (trl.Rows([{"prompt": "1", "image": 0}]), {}, {}, "images: april resumes by token ids alone"),
+    (trl.Rows([{"prompt": "1", "image": 0}]), {}, {}, "column image, and processing_class (Words) reads no images"),
+    (PROMPTS, {}, {"sees": True, "environment_factory": Room}, "environment_factory with a model that sees"),
+    (PROMPTS, {}, {"sees": True, "tools": [print]}, "tools with a model that sees"),
+    (SHOWN, {}, {"sees": True}, "an image in its messages, which TRL leaves out of its loss"),
     (PROMPTS, {}, {"environment_factory": Room, **MODEL}, "environment_factory: rewards by a model"),
     (PROMPTS, {"weights_dir": "somewhere"}, {}, "weights_dir is for servers"),
     (PROMPTS, {"group_quorum": 0.75}, SUMS, "normalises each reward function over whole groups"),

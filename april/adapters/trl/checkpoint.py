@@ -13,6 +13,8 @@ STATE_FILE, BUFFER_FILE = "april_state.msgpack", "april_buffer.safetensors"
 """The first holds april's state, what decides the order of prompts, steps into a generation batch, and checksums of
 what each rank has left of it, which is in the second for rank 0."""
 KIND = "trl"
+_LIST = "[]"
+"""Ends the names of what is a list of numbers in TRL."""
 
 
 def buffer_file(rank: int) -> str:
@@ -35,7 +37,7 @@ def _write_buffer(folder: Path, trainer: Any) -> list[str]:
     from safetensors.torch import save
 
     parts = enumerate(trainer._buffered_inputs)
-    buffer = save({f"{i}.{key}": value.contiguous().clone() for i, part in parts for key, value in part.items()})
+    buffer = save(dict(_as_tensor(f"{i}.{key}", value) for i, part in parts for key, value in part.items()))
     write_atomic(folder / buffer_file(trainer.accelerator.process_index), buffer)
     digits = torch.tensor(list(checksum_of(buffer).encode()), device=trainer.accelerator.device)
     return [bytes(row).decode() for row in trainer.accelerator.gather(digits).view(-1, len(digits)).tolist()]
@@ -83,8 +85,19 @@ def _parts(folder: Path, state: dict[str, Any], accelerator: Any) -> list[dict[s
     parts: dict[int, dict[str, Any]] = {}
     for name, tensor in load(data).items():  # to main memory: safetensors does not know the device cpu:0
         number, _, key = name.partition(".")
-        parts.setdefault(int(number), {})[key] = tensor.to(accelerator.device)
+        is_list = key.endswith(_LIST)
+        value = tensor.tolist() if is_list else tensor.to(accelerator.device)
+        parts.setdefault(int(number), {})[key.removesuffix(_LIST)] = value
     return [parts[i] for i in sorted(parts)]
+
+
+def _as_tensor(name: str, value: Any) -> tuple[str, Any]:
+    """A part of a batch under its name; numbers of images are a list."""
+    import torch
+
+    if isinstance(value, list):
+        return name + _LIST, torch.tensor(value, dtype=torch.int64)
+    return name, value.contiguous().clone()
 
 
 def _order_of_prompts(trainer: Any) -> dict[str, int]:

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from itertools import chain
 from typing import Any
 
+from april.adapters.trl.images import column_of, of_row, tokenizer_of, why_not_shown
 from april.adapters.trl.ranks import UNREADABLE, sharding_of, why_not_sent, why_unmerged
 from april.config.engines import EngineConfig, OpenAIEngineConfig, TransformersEngineConfig
 from april.config.settings import Config
@@ -136,8 +137,8 @@ def _objections(trainer: Any, config: Config, has_weights_dir: bool) -> Iterator
             f"train_dataset is a {type(dataset).__name__}, which cannot be read row by row, and april orders the "
             "prompts itself; use a datasets.Dataset"
         )
-    elif trainer._is_vlm or {"image", "images"} & set(getattr(dataset, "column_names", None) or ()):
-        yield "images: april resumes by token ids alone, and they would be lost; use text prompts"
+    else:
+        yield from _objections_to_images(trainer)
     if config.epochs != 1 or config.on_data_end is OnDataEnd.WAIT:
         yield (
             f"epochs={config.epochs}, on_data_end={config.on_data_end}: the trainer decides how long it trains; set "
@@ -157,6 +158,28 @@ def _objections(trainer: Any, config: Config, has_weights_dir: bool) -> Iterator
         yield f"engine {config.engine.kind} gets its weights through a directory ({why}): give rollout(weights_dir=...)"
     if config.weights is WeightsRoute.COLLECTIVE and (why := why_not_sent(trainer, config)):
         yield f"weights: collective: {why}; leave it out"
+
+
+def _objections_to_images(trainer: Any) -> Iterator[str]:
+    """Objections to images of the data set, and to models that see."""
+    column = column_of(trainer.train_dataset)
+    if column is not None and not trainer._is_vlm:
+        yield (
+            f"train_dataset has a column {column}, and processing_class ({type(trainer.processing_class).__name__}) "
+            "reads no images; give the processor of a model that sees, or remove the column"
+        )
+    elif column is not None and (side := getattr(tokenizer_of(trainer), "padding_side", "left")) != "left":
+        yield (
+            f"the processor pads on the {side}, and TRL puts what it says of the tokens of images beside prompts that "
+            "are padded on the left; set processing_class.tokenizer.padding_side = 'left'"
+        )
+    if len(trainer.train_dataset) and (first := trainer.train_dataset[0]).get("prompt") is not None:
+        why = why_not_shown(first["prompt"], of_row(first))
+        if why is not None:
+            yield why
+    if trainer._is_vlm and (trainer.tools or trainer.environment_factories):
+        what = "tools" if trainer.tools else "environment_factory"
+        yield f"{what} with a model that sees: april does not bring images of turns to TRL's loss; leave {what} out"
 
 
 def _objections_to_adapters(trainer: Any, engine: EngineConfig) -> Iterator[str]:

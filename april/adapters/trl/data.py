@@ -1,7 +1,7 @@
 """TRL's data set as april's prompts, and TRL's reward functions as april's, for a filter, a quorum or an environment.
 
-Invariant: a prompt carries the number of its row and nothing else, so april's state stays small and plain, and every
-column comes from the data set itself.
+Invariant: a prompt carries the number of its row, its images and nothing else, so april's state stays small and plain,
+and every other column comes from the data set itself. What TRL trains are the images that were generated from.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from april.adapters.trl import images
 from april.core.batch import Batch
 from april.core.tape import Float32
 from april.driver.user_code import is_async
@@ -59,7 +60,8 @@ class Templates:
                     f"{list(self._of_environment)}; name one of them"
                 )
             writer = self._of_environment[name]
-        return list(writer._tokenize_prompts([self.prompt_of(row)])[0][0])
+        prompt = images.shown(self.prompt_of(row), images.of_row(row))
+        return list(writer._tokenize_prompts([prompt])[0][0])
 
 
 class DatasetPasses:
@@ -70,6 +72,9 @@ class DatasetPasses:
         self._dataset = trainer.train_dataset
         self.templates = Templates(trainer)
         self._epoch = 0
+        self._with_images = images.column_of(self._dataset) is not None
+        self._last: tuple[Any, Row] | None = None
+        """A prompt and its row: samples of a group follow each other, and to write images as tokens takes long."""
 
     def set_epoch(self, epoch: int) -> None:
         """Called before each pass."""
@@ -80,7 +85,9 @@ class DatasetPasses:
         if self._trainer.shuffle_dataset:
             np.random.default_rng([self._trainer.args.seed, self._epoch]).shuffle(rows)
         for row in rows.tolist():
-            yield {"token_ids": self.templates.tokens_of(self._dataset[row]), ROW: row}
+            drawn = self._dataset[row]
+            prompt = {"token_ids": self.templates.tokens_of(drawn), ROW: row}
+            yield prompt | {"images": images.of_row(drawn)} if self._with_images else prompt
 
     def drawn(self, prompt: Any) -> Row:
         """Return a copy of the row that a prompt was made of."""
@@ -91,19 +98,25 @@ class DatasetPasses:
 
         ``asked``: the prompt as an environment has changed it.
         """
+        if asked is None and self._last is not None and self._last[0] is prompt:
+            return dict(self._last[1])
         row = self.drawn(prompt)
         row["prompt"] = self.templates.prompt_of(row) if asked is None else asked
+        if self._with_images:
+            images.put_back(row, prompt.attached)
         if self.templates.tokens_of(row) != prompt.token_ids.tolist():
             raise CheckpointError(
                 f"row {prompt.data[ROW]} of train_dataset is another prompt now than when it was drawn; the dataset "
                 "and the chat template must be the same after a restart"
             )
+        if asked is None:
+            self._last = (prompt, dict(row))
         return row
 
 
 def message_of(trainer: Any, ids: list[int], prefix: list[int], tools: Sequence[Any]) -> Message:
     """What the policy wrote, as the message that TRL reads in it; ``prefix``: the tokens before it."""
-    tokenizer = trainer.processing_class
+    tokenizer = images.tokenizer_of(trainer)
     if any(getattr(tokenizer, name, None) is not None for name in ("response_template", "response_schema")):
         from trl.chat_template_utils import parse_response
 
@@ -121,7 +134,7 @@ def scores(
     count = len(completions)
     arguments = {
         **{key: [value] * count for key, value in row.items() if key not in ("prompt", "completion")},
-        "prompts": [row["prompt"]] * count,
+        "prompts": [images.shown(row["prompt"], images.of_row(row))] * count,
         "completions": completions,
         "completion_ids": ids,
         "trainer_state": trainer.state,

@@ -28,6 +28,7 @@ from april.adapters.trl.data import (
     sample_reward,
     warn_of_other_rewards,
 )
+from april.adapters.trl.images import column_of, evaluated, tokenizer_of
 from april.adapters.trl.ranks import (
     rows_of_all_ranks,
     scheduler_of,
@@ -263,9 +264,12 @@ class Rollout:
         """Rollouts of the present weights for the rows that were asked, in their order; training loses nothing."""
         scheduler = self._open(trainer)
         self._give_weights(trainer)
-        ids = trainer._tokenize_prompts(prompts)[0]
+        ids, shown, _ = trainer._tokenize_prompts(prompts)
         first = trainer.accelerator.process_index * len(ids)
-        rounds = scheduler.evaluate(rows_of_all_ranks(trainer, ids), seed=trainer.args.seed).responses
+        asked: list[Any] = rows_of_all_ranks(trainer, ids)
+        if column_of(trainer.train_dataset) is not None:
+            asked = evaluated(trainer, asked, [[] for _ in ids] if shown is None else shown)
+        rounds = scheduler.evaluate(asked, seed=trainer.args.seed).responses
         rounds = rounds[first : first + len(ids)]
         return {
             "prompt_ids": [list(row) for row in ids],
@@ -289,7 +293,8 @@ class Rollout:
             **self._functions(trainer),
             filter=self._filter,
             model=trainer.model if self._embedded else None,
-            tokenizer=trainer.processing_class,
+            tokenizer=tokenizer_of(trainer),
+            **({} if column_of(trainer.train_dataset) is None else {"processor": trainer.processing_class}),
         )
         if self._saved is not None:
             try:

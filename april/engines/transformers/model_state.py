@@ -13,7 +13,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any, TypeVar
 
 from torch import Tensor
@@ -88,13 +88,13 @@ class ModelState:
     def note(self) -> None:
         """Note what it is switched to now: that is what is to be generated with."""
         self._switches = []
-        embeddings = self._model.get_input_embeddings()
+        embeddings = set(_embeddings(self._model))
         for module in self._model.modules():
             own = vars(module)
             for name in {**own, "forward": None}:
                 value = _switch(name, own.get(name, _GONE))
                 # transformers hangs a hook there and takes it away, for gradients of frozen models
-                if module is embeddings and name == "_forward_hooks":
+                if name == "_forward_hooks" and id(module) in embeddings:
                     continue
                 if value is not _NONE and (type(module), name) not in self._changing:
                     self._switches.append((own, name, value))
@@ -184,6 +184,13 @@ class ModelState:
         return any(_differs(own, name, value) for own, name, value in switches) or any(
             tensor.data_ptr() != place for tensor, place in places
         )
+
+
+def _embeddings(model: Any) -> Iterator[int]:
+    """The modules that take the input of the model, or of a part of it, such as a vision tower."""
+    for module in model.modules():
+        with suppress(AttributeError, NotImplementedError):
+            yield id(module.get_input_embeddings())
 
 
 def _part(of: list[T], number: int) -> list[T]:

@@ -67,7 +67,7 @@ class Watched(AprilGRPOTrainer):  # type: ignore[misc,valid-type]
         mask = torch.cat([output["prompt_mask"], output["completion_mask"]], 1)
         width = output["completion_ids"].size(1)
         with torch.no_grad():
-            now = self._get_per_token_logps_and_entropies(self.model, ids, mask, width)[0]
+            now = self._get_per_token_logps_and_entropies(self.model, ids, mask, width, **self._seen(output))[0]
         fresh = torch.zeros(len(batch), width, dtype=torch.bool)
         for i, sample in enumerate(batch.samples):
             assert output["completion_ids"][i, : len(sample.tokens)].tolist() == sample.tokens.tolist()
@@ -80,6 +80,11 @@ class Watched(AprilGRPOTrainer):  # type: ignore[misc,valid-type]
             self.logprob_errors.append(float(difference[real & fresh].max()))
         if (real & ~fresh).any():
             self.stale_differences.append(float(difference[real & ~fresh].max()))
+
+    def _seen(self, output: Any) -> dict[str, Any]:
+        """What the model is given beside tokens."""
+        names = ("pixel_values", "image_grid_thw", "num_images", "mm_token_type_ids", "token_type_ids")
+        return {name: output[name] for name in names if name in output}
 
     def _compute_loss(self, model: Any, inputs: Any) -> Any:
         if self.model.training:
@@ -119,17 +124,19 @@ def trainer(
     held_out: Any = None,
     model: Any = None,
     peft_config: Any = None,
+    processing_class: Any = None,
+    kind: type[Watched] = Watched,
     **changes: Any,
-) -> Watched:
+) -> Any:
     """A trainer of the tiny model, or of ``model``; ``changes`` are of GRPOConfig."""
     torch.set_num_threads(1)
-    return Watched(
+    return kind(
         model=tiny.model() if model is None else model,
         peft_config=peft_config,
         reward_funcs=reward_funcs,
         args=arguments(folder, **changes),
         train_dataset=tiny.dataset(ROWS) if data is None else data,
         eval_dataset=held_out,
-        processing_class=tiny.tokenizer(),
+        processing_class=tiny.tokenizer() if processing_class is None else processing_class,
         rollout_func=rollout(**SETTINGS) if rollouts is None else rollouts,
     )
