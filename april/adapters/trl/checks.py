@@ -178,7 +178,7 @@ def _objections_to_images(trainer: Any) -> Iterator[str]:
         if why is not None:
             yield why
     if trainer._is_vlm and (trainer.tools or trainer.environment_factories):
-        what = "tools" if trainer.tools else "environment_factory"
+        what = "environment_factory" if trainer.environment_factories else "tools"
         yield f"{what} with a model that sees: april does not bring images of turns to TRL's loss; leave {what} out"
 
 
