@@ -16,14 +16,14 @@ import itertools
 import math
 import string
 from collections import deque
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import fields, replace
 from typing import Any
 
 import numpy as np
 
-from april.core.attachments import Attachment, Placed, joined, rows_of
+from april.core.attachments import Attachment, Extras, Placed, Rows, joined, rows_of
 from april.core.completion_monitor import Unit
 from april.core.engine_table import EngineTable
 from april.core.events import WorkChanged
@@ -209,9 +209,24 @@ def _chain_out(chain: Chain) -> State:
     if chain.attached != (() if chain.number else chain.sample.group.prompt.attached):
         state["attached"] = _attached_out(chain.attached)
     if rows_of(extras):
-        little = {name: rows.astype(rows.dtype.newbyteorder("<"), copy=False) for name, rows in extras.items()}
-        state["extras"] = {name: [rows.dtype.str, list(rows.shape), rows.tobytes()] for name, rows in little.items()}
+        state["extras"] = rows_out(extras)
     return state
+
+
+def rows_out(extras: Extras) -> State:
+    """Rows by name as plain data: [type, shape, bytes]."""
+    little = {name: rows.astype(rows.dtype.newbyteorder("<"), copy=False) for name, rows in extras.items()}
+    return {name: [rows.dtype.str, list(rows.shape), rows.tobytes()] for name, rows in little.items()}
+
+
+def rows_in(state: Sequence[Any]) -> Rows:
+    """Rows of one name out of that; raises ValueError for what are none."""
+    dtype, shape, data = state
+    kind = np.dtype(_text(dtype))
+    if kind.kind not in "iuf" or not isinstance(data, bytes):
+        raise ValueError("rows that are no numbers")
+    rows = np.frombuffer(data, kind).reshape([count_of(n) for n in shape])
+    return rows.astype(kind.newbyteorder("="))
 
 
 def _packed(array: Any, dtype: str) -> bytes | None:
@@ -627,14 +642,10 @@ def _extras_in(core: RolloutCore, chain: Chain, state: State) -> None:
                     "every token; leave it out until a new run, or begin without the state"
                 )
             continue
-        dtype, shape, data = state[name]
-        kind = np.dtype(_text(dtype))
-        if kind.kind not in "iuf" or not isinstance(data, bytes):
-            raise ValueError(f"{chain.sample.id}: rows of {name} that are no numbers")
-        rows = np.frombuffer(data, kind).reshape([count_of(n) for n in shape])
+        rows = rows_in(state[name])
         if len(rows) != chain.rows_due:
             raise ValueError(f"{chain.sample.id}: {len(rows)} rows of {name}, and its tokens have {chain.rows_due}")
-        extras[name] = rows.astype(kind.newbyteorder("="))
+        extras[name] = rows
     chain.extras = extras
 
 

@@ -12,10 +12,14 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from april.adapters.verl.outputs import result_of
+import numpy as np
+
+from april.adapters.verl.outputs import fields_of, result_of
 from april.adapters.verl.settings import SERVERS, RunSettings, settings_of
 from april.core.settings import EngineLimits
 from april.core.tape import Int32
+from april.core.versions import PolicyVersion
+from april.engines.simulated.synthetic_rows import synthetic_rows
 from april.processes.coordinator.calls import Session, generate, run_sample
 from april.processes.coordinator.coordinator import Coordinator
 from april.processes.coordinator.messages import Delivery, Done, Result
@@ -88,6 +92,8 @@ class Server:
         """Raised by the next requests."""
         self.wrong: list[dict[str, Any]] = []
         """Changes to the next outputs."""
+        self.experts = False
+        """Outputs have the experts of their tokens."""
         self.cut_logprobs = 0
         """So many log-probabilities are missing in an output that was cut off."""
 
@@ -121,14 +127,21 @@ class Server:
             self.live.pop(aborted, None)
             self.generated += len(tokens)
         logprobs = [-float(held + i + 1) - self.label / 1000 for i in range(len(tokens))]
-        return self._output(tokens, logprobs, reason)
+        return self._output(tokens, logprobs, reason, token_ids)
 
-    def _output(self, tokens: list[int], logprobs: list[float], reason: str) -> Any:
+    def _experts(self, ids: list[int]) -> Any:
+        """Of all tokens but the last, int32 as verl's SGLang gives them: all read under the present weights."""
+        whole = np.array(ids, np.int32)
+        return synthetic_rows("routed_experts", whole, [(PolicyVersion(0, self.label), len(ids) - 1)]).astype(np.int32)
+
+    def _output(self, tokens: list[int], logprobs: list[float], reason: str, before: Sequence[int] = ()) -> Any:
         self.labels.append(self.label)
         if reason == "aborted" and self.cut_logprobs:
             logprobs = logprobs[: -self.cut_logprobs]
         made = {"token_ids": tokens, "log_probs": logprobs, "stop_reason": reason}
         made["extra_fields"] = {"global_steps": self.label}
+        if self.experts and tokens:
+            made["routed_experts"] = self._experts([*before, *tokens])
         return SimpleNamespace(**(made | (self.wrong.pop() if self.wrong and tokens else {})))
 
     def abort(self, *, rejects: bool) -> None:
@@ -158,7 +171,7 @@ class Trainer:
     ) -> None:  # fmt: skip
         self.loop = VirtualClockLoop()
         self.settings: RunSettings = settings_of(config(**changes))
-        limits = EngineLimits(SERVERS, self.settings.context, None, (EOS,))
+        limits = EngineLimits(SERVERS, self.settings.context, None, (EOS,), extras=self.settings.core.extras)
         name = f"algorithm.filter_groups.metric={self.settings.filter_metric}"
         self.coordinator = Coordinator(self.settings.core, limits, name, check=True)
         self.run = Run(self, self.settings.config.rollout_batch_size)
@@ -166,6 +179,7 @@ class Trainer:
         lengths = rollout["prompt_length"], rollout["response_length"]
         own_budget = lengths if rollout["name"] == "trtllm" else None
         self.server = self._in_loop(lambda: Server(length_of, own_budget))
+        self.server.experts = bool(rollout["enable_rollout_routing_replay"])
         self.delay_s = 0.0
         """Between a server's end of a request and its client's hearing of it."""
         self.rejects = rejects
@@ -234,6 +248,8 @@ class Trainer:
             key = f"{uid}_{session.index}_0"
             spans = session.provenance(len(prompt), len(response))[0]
             self.stored[key] = {"tokens": response, "spans": spans, "resumes": session.resumes}
+            if self.settings.core.extras:
+                self.stored[key]["experts"] = OUTPUTS.pop((uid, session.index))["routed_experts"]
             session.keys.append(key)
 
         async def forget(keys: list[str]) -> None:
@@ -323,7 +339,12 @@ class Trainer:
         self.loop.close()
 
 
+OUTPUTS: dict[tuple[str, int], dict[str, Any]] = {}
+"""What verl's agent loop got last for each rollout."""
+
+
 async def single_turn(session: Session, prompt: list[int], send: Callable[..., Any]) -> list[int]:
     """One call, as verl's single-turn agent loop makes it."""
     done: Done = await generate(session, send, prompt, 40, 1.0)
+    OUTPUTS[session.uid, session.index] = fields_of(done, [])
     return [int(token) for token in done.tokens]

@@ -208,7 +208,7 @@ WRONG: dict[str, list[tuple[Changes, Any, str]]] = {
         ({f"{ROLLOUT}logprobs_mode": "raw_logprobs", f"{ROLLOUT}temperature": 0.8}, {},
          "actor_rollout_ref.rollout.logprobs_mode=raw_logprobs leaves out the temperature"),
         ({f"{ROLLOUT}calculate_log_probs": False}, {}, "rollout.calculate_log_probs=False: tokens of older"),
-        ({f"{ROLLOUT}enable_rollout_routing_replay": True}, {}, "rollout_routing_replay=True: april does not keep"),
+        ({}, {"extras": "routed_experts"}, "verl's actor_rollout_ref.rollout.enable_rollout_routing_replay decides"),
         ({"trainer__v1__trainer_mode": "sync"}, {}, "trainer.v1.trainer_mode=sync: april continues"),
         ({"trainer__use_v1": False}, {}, "trainer.use_v1=False, trainer.v1.trainer_mode=colocate_async: april conti"),
         ({"trainer__checkpoint_callback_class": None}, {}, "trainer.checkpoint_callback_class is empty, so checkpoin"),

@@ -12,6 +12,7 @@ Ends with status 1 at a mismatch, or if nothing was continued.
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import signal
 import sys
@@ -141,7 +142,7 @@ def _same(rows: Any, chosen: Any) -> Any:
 
 def main(
     updates: Annotated[int, typer.Option(min=1, help="Weight updates.")] = 5,
-    room: Annotated[int, typer.Option(help="Tokens that the server has memory for.")] = 2000,
+    room: Annotated[int, typer.Option(help="Tokens that the server has memory for.")] = 1000,
     out: Annotated[Path, typer.Option(help="Where models and logs go.")] = ROOT / "runs" / "experts",
 ) -> None:
     """Some three minutes on two cores, most of which SGLang takes to start."""
@@ -177,6 +178,8 @@ def run(weights: Weights, model: Path, updates: int, room: int, out: Path) -> di
     server = sglang_server(
         "experts", model, port, out / "sglang.log", context=CONTEXT, in_flight=16, room=room, experts=True
     )
+    # it lets requests in as if they were short, and puts some back when its memory is full
+    server.command = [*server.command, "--schedule-conservativeness", "0.05"]
     config = april.Config(
         rollout_batch_size=4, over_sampling_batch_size=8, n_samples_per_prompt=2, max_response_len=300,
         max_in_flight=16, max_staleness=2 * updates, extras=NAME, engine={"kind": "sglang", "urls": [server.url]},
@@ -205,6 +208,7 @@ def run(weights: Weights, model: Path, updates: int, room: int, out: Path) -> di
         **compared.count, **counters, "mismatches": compared.count["mismatches"],
         "largest distance at which a layer differs": compared.nearest,
         "largest difference of a log-probability": compared.worst,
+        "requests put back": sum(int(n) for n in re.findall(r"#retracted_reqs: (\d+)", server.log.read_text("utf-8"))),
         "dropped": dropped, "dtype": str(samples[0].extras[NAME].dtype), "compared in": time.monotonic() - began,
     }  # fmt: skip
 

@@ -58,7 +58,8 @@ class Sampler(ReplayBufferAsync):  # type: ignore[misc]
         settings, tokenizer = self.settings, self.trainer.tokenizer
         ends = {getattr(tokenizer, "eos_token_id", None), *_generation_ends(self.trainer.config)} - {None}
         eos = tuple(sorted(map(int, ends)))
-        limits = EngineLimits(SERVERS, settings.context, settings.places, eos, "temperature")
+        extras = settings.core.extras
+        limits = EngineLimits(SERVERS, settings.context, settings.places, eos, "temperature", extras=extras)
         actor = ray.remote(num_cpus=0, max_concurrency=WAITERS)(Coordinator)
         name = f"algorithm.filter_groups.metric={settings.filter_metric}"
         self.coordinator = actor.remote(settings.core, limits, name, check=settings.check)

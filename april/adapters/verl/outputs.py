@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 
 from april.core.types import DropReason
+from april.engines.http.token_rows import narrowed
+from april.engines.protocol import ROUTED_EXPERTS
 from april.processes.coordinator.messages import Done, Result
 
 
@@ -33,6 +35,7 @@ def result_of(
     elif cut_at is not None and len(tokens) > cut_at:
         unused = len(tokens) - cut_at, DropReason.OVER_BUDGET
         tokens, logprobs = tokens[:cut_at], logprobs[:cut_at]
+    rows = getattr(output, "routed_experts", None)
     return Result(
         offset=offset,
         tokens=tokens,
@@ -42,7 +45,14 @@ def result_of(
         unused=unused,
         stop_token_ids=tuple(sampling.get("stop_token_ids") or ()),
         ends_anywhere=bool(sampling.get("stop") or sampling.get("ignore_eos")),
+        extras={} if rows is None or not len(tokens) else {ROUTED_EXPERTS: _rows(rows, offset + len(tokens) - 1)},
     )
+
+
+def _rows(given: Any, count: int) -> Any:
+    """The experts of so many tokens, as verl's servers of either kind say them, in the smallest numbers."""
+    rows = np.asarray(given)
+    return (narrowed(rows, None) if rows.dtype.kind in "iu" else rows)[:count]
 
 
 def fields_of(done: Done, outputs: Sequence[Any]) -> dict[str, Any]:
@@ -54,6 +64,8 @@ def fields_of(done: Done, outputs: Sequence[Any]) -> dict[str, Any]:
         "log_probs": done.logprobs.tolist(),
         "stop_reason": "length" if done.by_length else "completed",
         "num_preempted": sum(preempted) if preempted else None,
+        # the type of verl's own field; rows of the whole conversation but its last token, as its own client gives them
+        "routed_experts": None if (rows := done.extras.get(ROUTED_EXPERTS)) is None else rows.astype(np.int16),
         "extra_fields": {
             "global_steps": max(steps, default=None),
             "min_global_steps": min(steps, default=None),

@@ -10,12 +10,14 @@ from typing import Any
 
 from april.config.settings import Config
 from april.core.settings import CoreSettings
+from april.engines.protocol import ROUTED_EXPERTS
 from april.errors import ConfigError
 
 OURS = (
     "over_sampling_batch_size", "partial_rollout", "refill", "max_in_flight", "max_staleness", "max_off_policy_share",
-    "on_stale", "max_age", "max_resumes", "max_held_tokens", "max_filtered_groups", "max_attempt_failures",
-    "max_failed_groups", "abort_deadline_s", "abort_resend_s", "group_quorum", "on_failed_sample", "min_group_size",
+    "on_stale", "max_age", "max_resumes", "max_held_tokens", "max_extras_bytes", "max_filtered_groups",
+    "max_attempt_failures", "max_failed_groups", "abort_deadline_s", "abort_resend_s", "group_quorum",
+    "on_failed_sample", "min_group_size",
 )  # fmt: skip
 """Settings of april.Config that stand under ``april:``; the others are verl's to decide."""
 HERE = ("max_in_flight_per_replica", "check")
@@ -29,6 +31,7 @@ DECIDED = {
     "engine": "actor_rollout_ref.rollout.name",
     "generation": "trainer.v1.trainer_mode",
     "seed": "data.seed",
+    "extras": "actor_rollout_ref.rollout.enable_rollout_routing_replay",
 }
 ESTIMATOR = "april_grpo"
 """The value of algorithm.adv_estimator that is april's own."""
@@ -82,6 +85,7 @@ def settings_of(config: Any) -> RunSettings:
         n_samples_per_prompt=samples,
         max_response_len=length,
         sampling={"temperature": select(config, f"{rollout}.temperature", 1.0)},
+        extras=(ROUTED_EXPERTS,) if select(config, f"{rollout}.enable_rollout_routing_replay", False) else (),
         **{"abort_deadline_s": ABORT_DEADLINE_S, **values},
     )
     per_replica = own.get("max_in_flight_per_replica") or select(config, f"{rollout}.max_num_seqs", 256)
@@ -174,11 +178,6 @@ def objections(config: Any) -> Iterator[str]:
         yield (
             f"{correction}.rollout_is=null: verl recomputes old log-probabilities with the present weights, so tokens "
             "of older ones would be trained with ratio 1, uncorrected; set it to token or sequence (or bypass_mode)"
-        )
-    if select(config, f"{rollout}.enable_rollout_routing_replay", False):
-        yield (
-            f"{rollout}.enable_rollout_routing_replay=True: april does not keep routed experts over cuts and restarts "
-            "yet; leave it out"
         )
     if select(config, "skip.rollout_tq.enable", False):
         yield "skip.rollout_tq.enable=True replays stored rollouts instead of making new ones; leave out one of the two"

@@ -16,6 +16,7 @@ import numpy as np
 
 from april.core import commands as do
 from april.core import events as ev
+from april.core.attachments import first_rows
 from april.core.batch import Batch
 from april.core.numbers import held_reward, wrong_reward
 from april.core.state import RolloutCore
@@ -155,12 +156,13 @@ def take(attempt: Attempt, result: Result, current: PolicyVersion) -> ev.Event:
     checks = AnswerChecks(
         attempt, vocab_size=ANY_TOKEN, max_context=ANY_TOKEN, oldest=attempt.call.chain.tape.newest_version,
         eos_token_ids=() if result.ends_anywhere else attempt.end_ids.union(result.stop_token_ids),
+        held=attempt.call.chain.extras,
     )  # fmt: skip
     checks.aborted = result.aborted
     try:
         if result.offset != len(attempt.token_ids):
             raise WireError(f"an answer to {result.offset} tokens came where {len(attempt.token_ids)} were sent")
-        chunk = Chunk(result.tokens, result.logprobs, version, finish)
+        chunk = Chunk(result.tokens, result.logprobs, version, finish, extras=result.extras)
         checks.piece(chunk, current)
         checks.end(chunk)
     except EngineError as error:
@@ -168,6 +170,9 @@ def take(attempt: Attempt, result: Result, current: PolicyVersion) -> ev.Event:
             attempt_id=attempt.id, error=str(error), kind=AttemptFailure.CORRUPT, rejected=len(result.tokens)
         )
     attempt.tape.append(result.tokens, result.logprobs, version)
+    if attempt.extras and result.extras:
+        attempt.tape.give_rows(result.extras, attempt.missing_rows)
+    attempt.tape.cut_unsaid()
     return ev.AttemptEnded.of(attempt, finish)
 
 
@@ -193,6 +198,7 @@ def done(complete: GenerateCall) -> Done:
         spans=tuple(spans),
         resumes=sample.resumes,
         by_length=by_length,
+        extras=first_rows(sample.chains[0].extras, len(sample.chains[0].prompt) + call.end - 1),
     )
 
 
@@ -339,7 +345,7 @@ class AskedHost:
             self._post(take(attempt, late, self._core.clock.current))
             return
         self._drop_late(rollout)
-        self.mailboxes.say(rollout, Go(attempt.token_ids, attempt.sampling.max_tokens))
+        self.mailboxes.say(rollout, Go(attempt.token_ids, attempt.sampling.max_tokens, attempt.extras_from))
 
     def _verdict(self, group: Group, judgement: int) -> ev.Event:
         keep, error = False, None

@@ -82,7 +82,7 @@ async def _generate(session: Session, send: Send, prompt_ids: list[int], max_tok
     loop, wait_s = asyncio.get_running_loop(), FIRST_WAIT_S
     while isinstance(answer, Go):
         try:
-            result = await send(answer.token_ids, answer.max_tokens)
+            result = (await send(answer.token_ids, answer.max_tokens)).rows_from(answer.extras_from)
         except Exception as error:  # a server that died, or refuses; the coordinator decides whether to try again
             answer = await coordinator.broke(*me, f"{type(error).__name__}: {error}".partition("\n")[0])
             continue

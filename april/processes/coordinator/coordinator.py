@@ -428,13 +428,13 @@ class Coordinator:
 def _plain(sample: SampleId, r: Result, incarnation: int) -> list[Any]:
     """A late result for a checkpoint."""
     of = incarnation if r.incarnation is None else r.incarnation
-    ends = [list(r.stop_token_ids), r.ends_anywhere]
-    return [*sample, r.offset, r.tokens.tolist(), r.logprobs.tolist(), r.label, r.aborted, of, *ends]
+    rest = [list(r.stop_token_ids), r.ends_anywhere, snapshot.rows_out(r.extras)]
+    return [*sample, r.offset, r.tokens.tolist(), r.logprobs.tolist(), r.label, r.aborted, of, *rest]
 
 
 def _result(
     group: int, index: int, offset: int, tokens: list[int], logprobs: list[float], label: int, aborted: bool, of: int,
-    stop_token_ids: Sequence[int] = (), ends_anywhere: bool = True,
+    stop_token_ids: Sequence[int] = (), ends_anywhere: bool = True, extras: Any = None,
 ) -> tuple[SampleId, Result]:  # fmt: skip
     made = Result(
         offset=offset,
@@ -445,6 +445,7 @@ def _result(
         incarnation=of,
         stop_token_ids=tuple(stop_token_ids),
         ends_anywhere=ends_anywhere,
+        extras={name: snapshot.rows_in(rows) for name, rows in (extras or {}).items()},
     )
     return SampleId(group, index), made
 

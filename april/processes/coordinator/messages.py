@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from april.core.attachments import NO_EXTRAS, Extras
 from april.core.tape import Float32, Int32
 from april.core.types import DropReason
 
@@ -28,13 +29,16 @@ class Go:
 
     token_ids: Int32
     max_tokens: int
+    extras_from: int = 0
+    """The first row that is wanted with the tokens, where any are."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Done:
     """The call is complete: its ``tokens`` int32 [k] and ``logprobs`` float32 [k], from however many requests.
 
-    ``spans`` are those of the conversation so far; tokens that the policy did not write are in none.
+    ``spans`` are those of the conversation so far; tokens that the policy did not write are in none. ``extras`` are
+    the rows of the conversation so far, one for each token but its last.
     """
 
     tokens: Int32
@@ -42,6 +46,7 @@ class Done:
     spans: tuple[Span, ...]
     resumes: int
     by_length: bool
+    extras: Extras = field(default_factory=lambda: NO_EXTRAS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +89,12 @@ class Result:
     """Stop tokens of the request: they end it, as EOS does."""
     ends_anywhere: bool = False
     """True if its last token says nothing: it had stop strings, say, or the server's own limit ended it."""
+    extras: Extras = field(default_factory=lambda: NO_EXTRAS)
+    """Rows of the conversation, from its first token on, or, where the coordinator has it, from ``Go.extras_from``."""
+
+    def rows_from(self, start: int) -> Result:
+        """The same without the rows before ``start``."""
+        return replace(self, extras={name: rows[start:] for name, rows in self.extras.items()}) if start else self
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
