@@ -1,0 +1,233 @@
+"""The TRL adapter with images, before a stand-in of TRL's trainer: each row has its own, on ranks and after a restart.
+
+The real package is held against it by ``make test-adapters``.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from models_that_see import IMAGE, VIDEO, apart_seeing, opened, picture, tiny_processor, tiny_vision_model
+from rank_threads import OnePlace
+
+import april
+from april.adapters import trl as adapter
+from april.adapters.trl import images
+from april.adapters.trl import trainer as trainers
+from april.core.attachments import Attachment, Placed
+from april.core.versions import FIRST_VERSION
+from april.engines.protocol import Chunk
+
+from . import stand_in_trl as trl
+from .stand_in_ranks import Meeting, RankAccelerator, on_all_ranks
+
+SETTINGS: dict[str, Any] = {"over_sampling_batch_size": 6, "engine": {"kind": "transformers", "stream_interval": 4}}
+ROWS = 12
+
+
+def multimodal(messages: list[dict[str, Any]], images: list[Any]) -> list[dict[str, Any]]:
+    """As ``trl.data_utils.prepare_multimodal_messages``, of one message."""
+    (said,) = messages
+    shown = [{"type": "image", "image": image} for image in images]
+    return [{**said, "content": [*shown, {"type": "text", "text": said["content"]}]}]
+
+
+@pytest.fixture(autouse=True)
+def stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
+    """TRL's way to show images; and a store of the ranks' own, where torch has one for the processes of a trainer."""
+    module = ModuleType("trl.data_utils")
+    module.prepare_multimodal_messages = multimodal  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "trl.data_utils", module)
+    alone = trainers.scheduler_of
+
+    def scheduler_of(trainer: Any, config: april.Config, address: None, **arguments: Any) -> Any:
+        ranks = trainer.accelerator
+        if ranks.num_processes == 1:
+            return alone(trainer, config, address, **arguments)
+        place = OnePlace(
+            rank=ranks.process_index, world_size=ranks.num_processes, address="127.0.0.1:0", store=ranks.meeting.store
+        )
+        return april.RankScheduler(config, ranks=place, **arguments)
+
+    monkeypatch.setattr(trainers, "scheduler_of", scheduler_of)
+
+
+class SeeingTrainer(trl.GRPOTrainer):
+    """Shows images and writes prompts as TRL does with a processor."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, sees=True, **options)
+        self.processing_class = tiny_processor()  # type: ignore[assignment]
+
+    def _tokenize_prompts(self, prompts: list[Any]) -> Any:
+        shown = [[part["image"] for part in said[0]["content"] if part["type"] == "image"] for said in prompts]
+        made = self.processing_class.apply_chat_template(  # type: ignore[attr-defined]
+            conversation=prompts, add_generation_prompt=True, tokenize=True, return_dict=True
+        )
+        return made["input_ids"], shown, {}
+
+    def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
+        shown = [row | {"prompt": multimodal(row["prompt"], row["images"])} for row in inputs]
+        return super()._generate_and_score_completions(shown) | {"shown": [row["images"] for row in inputs]}
+
+
+Trainer = adapter.april_trainer(SeeingTrainer)
+
+
+def attachments(row: int, first: int = 200) -> list[Attachment]:
+    """One image, or two; those of a row are of one size, so that tokens do not tell them apart."""
+    return [picture(first + row + 50 * i) for i in range(1 + (row % 5 == 4))]
+
+
+def pictures(row: int) -> list[Any]:
+    return [opened(image) for image in attachments(row)]
+
+
+def data(count: int = ROWS) -> trl.Rows:
+    said = [{"role": "user", "content": "t20"}]
+    return trl.Rows({"prompt": said, "answer": row, "images": pictures(row)} for row in range(count))
+
+
+def train(
+    steps: int, *, ranks: int = 1, folder: Path | None = None, resume: Path | None = None,
+    prepare: Callable[[Any], None] = lambda made: None,
+) -> list[Any]:  # fmt: skip
+    """The trainers of all ranks, trained to ``steps``."""
+    models = [tiny_vision_model() for _ in range(ranks)]
+
+    def run(rank: int, meeting: Meeting) -> Any:
+        made = Trainer(
+            models[rank], adapter.rollout(SETTINGS), data(), accelerator=RankAccelerator(meeting, rank),
+            num_generations=2, generation_batch_size=6, max_completion_length=200,
+        )  # fmt: skip
+        made.folder = folder
+        prepare(made)
+        made.train(steps, None if resume is None else str(resume))
+        return made
+
+    return on_all_ranks(ranks, run)
+
+
+def check(trained: list[Any]) -> Counter[int]:
+    """Every row that was scored has its own image, and was generated from it; rows of the data set."""
+    seen: Counter[int] = Counter()
+    for made in trained:
+        for rows, output in zip(made.scored, made.outputs, strict=True):
+            columns = (output["prompt_ids"], output["completion_ids"], output["logprobs"], output["shown"])
+            for row, prompt, ids, logprobs, shown in zip(rows, *columns, strict=True):
+                expected = pictures(row["answer"])
+                assert [image.tobytes() for image in shown] == [image.tobytes() for image in expected]
+                assert not {IMAGE, VIDEO} & set(ids)
+                seen[row["answer"]] += 1
+                response = Chunk(np.array(ids, np.int32), np.array(logprobs, np.float32), FIRST_VERSION)
+                own, other = (apart(made, attachments(row["answer"], n), prompt, response) for n in (200, 900))
+                assert own <= 1e-4
+                assert len(ids) < 9 or other > 1e-3
+    return seen
+
+
+def apart(made: Any, images: list[Attachment], prompt: list[int], response: Chunk) -> float:
+    """In nats, from the model's own forward pass over these images."""
+    places = [Placed(image, 0, 0, ()) for image in images]
+    return float(apart_seeing(made.model, made.processing_class, np.array(prompt, np.int32), places, response).max())
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_each_row_is_generated_from_its_own_image(ranks: int) -> None:
+    """And handed to TRL with it, on whatever rank; cut and resumed ones, too."""
+    trained = train(4, ranks=ranks)
+
+    assert check(trained) == dict.fromkeys(range(ROWS), 2)
+    assert sum(trained[0]._metrics["train"]["april/resumed_samples"]) > 0
+    assert trained[0].rollout_func.ledger["tokens"].balanced
+
+
+def test_a_restart_goes_on_with_the_same_images(tmp_path: Path) -> None:
+    """What is held in the state comes back with its image, and every prompt is trained once."""
+    before = train(2, folder=tmp_path)
+    after = train(4, folder=tmp_path, resume=tmp_path / "checkpoint-2")
+
+    assert check(before) + check(after) == dict.fromkeys(range(ROWS), 2)
+    assert sum(after[0]._metrics["train"]["april/resumed_samples"]) > 0
+
+
+def test_numbers_of_images_of_a_half_trained_batch_come_back(tmp_path: Path) -> None:
+    """As lists, beside tensors: TRL cuts pixels by them."""
+    parts = [{"pixel_values": torch.arange(6.0).view(3, 2) + i, "num_images": [1, 2 * i]} for i in range(2)]
+
+    def half(made: Any) -> None:
+        made.optimizer_step = lambda output: setattr(made, "_buffered_inputs", parts)
+        made.args.steps_per_generation = 2
+
+    train(1, folder=tmp_path, prepare=half)
+    seen: list[Any] = []
+
+    def look(made: Any) -> None:
+        made.args.steps_per_generation = 2
+        load = made._load_optimizer_and_scheduler
+        made._load_optimizer_and_scheduler = lambda folder: (load(folder), seen.extend(made._buffered_inputs))
+
+    train(1, folder=tmp_path, resume=tmp_path / "checkpoint-1", prepare=look)
+
+    for found, part in zip(seen, parts, strict=True):
+        assert found["num_images"] == part["num_images"]
+        assert torch.equal(found["pixel_values"], part["pixel_values"])
+
+
+def test_an_evaluation_is_one_of_all_ranks_with_their_images() -> None:
+    """Each gets the answers to its own rows, from their images, those that one process would have got."""
+    rows = [dict(row) for row in data(4)]
+
+    def evaluate(made: Any) -> None:
+        rank, count = made.accelerator.process_index, len(rows) // made.accelerator.num_processes
+        mine = rows[rank * count :][:count]
+        made.optimizer_step = lambda output: setattr(made, "evaluated", made.evaluate(mine))
+
+    (alone,) = train(1, prepare=evaluate)
+    one, other = train(1, ranks=2, prepare=evaluate)
+
+    for key in ("prompt_ids", "completion_ids"):
+        assert one.evaluated[key] + other.evaluated[key] == alone.evaluated[key]
+    alone.outputs, alone.scored = [alone.evaluated], [rows]
+    assert check([alone]) == dict.fromkeys(range(4), 1)
+
+
+def test_rewards_that_april_asks_for_see_what_trl_shows() -> None:
+    """For a filter, and in TRL: messages with the row's image in them."""
+    seen: list[tuple[int, Any]] = []
+
+    def reward(prompts: list[Any], answer: list[int], **others: Any) -> list[float]:
+        for said, row in zip(prompts, answer, strict=True):
+            shown = [part["image"].tobytes() for part in said[0]["content"] if part["type"] == "image"]
+            seen.append((row, shown == [image.tobytes() for image in pictures(row)]))
+        return [float(i) for i in range(len(prompts))]
+
+    rollouts = adapter.rollout(SETTINGS | {"on_data_end": "wrap"}, filter=april.rewards_differ)
+    made = Trainer(
+        tiny_vision_model(), rollouts, data(), reward_funcs=[reward], num_generations=2, generation_batch_size=6,
+        max_completion_length=40,
+    )  # fmt: skip
+    made.train(1)
+
+    assert len(seen) >= 12
+    assert all(right for _, right in seen)
+
+
+def test_an_image_within_messages_is_refused_where_it_is_drawn() -> None:
+    """The first row is looked at when the trainer is made, others when their turn comes; columns are what counts."""
+    within = [{"role": "user", "content": [{"type": "image", "image": "a.png"}]}]
+    assert images.column_of(data()) == "images"
+    assert images.column_of(trl.prompts(2)) is None
+    assert images.of_row({"image": None}) == images.of_row({"images": None}) == images.of_row({}) == []
+    with pytest.raises(april.ConfigError, match="has an image in its messages"):
+        images.shown(within, [])
+    with pytest.raises(april.ConfigError, match="has images and a prompt of plain text"):
+        images.shown("t20", [1])
