@@ -13,8 +13,9 @@ from core_machine import EOS, PROMPT, A, CoreMachine, asked, settings
 from april.core import commands as do
 from april.core import events as ev
 from april.core import snapshot
+from april.core.partial_buffer import ROWS_COUNTED_AGAIN
 from april.core.settings import EngineLimits
-from april.core.types import Attempt
+from april.core.types import Attempt, Refill
 from april.errors import CheckpointError, InvariantError
 
 GIVES = EngineLimits("e0", 4096, None, (EOS,), extras=("experts",))
@@ -194,3 +195,27 @@ def test_evaluations_want_no_rows() -> None:
     assert m.only.sample.evaluation is not None
     assert m.only.extras == ()
     assert not m.only.tape.needs_rows
+
+
+@pytest.mark.parametrize(("bound", "drawn"), [(2**40, [1]), (None, [1]), (257, [1]), (256, [])])
+def test_held_rows_stop_drawing_beyond_the_need(bound: int | None, drawn: list[int]) -> None:
+    """max_extras_bytes: at the bound no prompt is drawn that the step can do without."""
+    more = {"over": 3, "refill": Refill.GROUP, "max_in_flight": 9, "max_extras_bytes": bound}
+    m = giving({0: 50, 1: 50}, **more)
+    for group in (0, 1):
+        m.tokens(m.attempt(group).id, 15)
+    m.finish(2)
+    commands = m.next_step()
+    assert m.core.buffer.extras_bytes == 2 * (P + 15 - 1) * 8
+    assert [c.count for c in commands if isinstance(c, do.DrawPrompts)] == drawn
+
+
+def test_rows_are_counted_anew_as_tokens_come_and_go() -> None:
+    """The count follows what is held within a sixteenth, and looks at the samples no more often than that."""
+    m = giving(40, n=4, samples=2)
+    buffer, counted = m.core.buffer, []
+    for tokens in range(1, 200):
+        buffer.room(tokens)
+        counted.append(buffer._rows_counted[0])
+    assert all(now - then <= then / ROWS_COUNTED_AGAIN for now, then in enumerate(counted, 1) if then > 16)
+    assert len(set(counted)) < 80

@@ -447,7 +447,7 @@ def test_a_function_that_blocks_the_loop_is_the_bottleneck() -> None:
 REFUSABLE = {
     Idle.TRAINER: ("generation",),
     Idle.BOUND: ("max_staleness",),
-    Idle.HELD: ("max_held_tokens",),
+    Idle.HELD: ("max_held_tokens", "max_extras_bytes"),
     Idle.OVER_SAMPLING: ("over_sampling_batch_size", "refill"),
 }
 """Settings that are advised, by what keeps places empty."""
@@ -456,7 +456,7 @@ REFUSABLE = {
 @pytest.mark.parametrize("cause", Idle)
 def test_nothing_is_advised_that_would_be_refused(cause: Idle) -> None:
     """Of each piece of advice: it is there where it would be taken, and not where it would not."""
-    settings, idle = {"max_held_tokens": 1000}, {f"idle_{cause}": 0.5}
+    settings, idle = {"max_held_tokens": 1000, "extras": ("experts",)}, {f"idle_{cause}": 0.5}
     names = REFUSABLE.get(cause, ())
     allowed = sentence(settings, step_s=14, trainer_wait_s=14, **idle)
     assert all(f"{name}" in allowed or name == "max_staleness" for name in names)

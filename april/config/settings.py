@@ -88,7 +88,7 @@ class SamplingConfig(Model):
     ] = ()
     """Ids that end a response, in addition to the engine's EOS ids."""
     stop: Annotated[tuple[str, ...], BeforeValidator(one_or_more), AfterValidator(_stop_strings)] = ()
-    """Strings that end a response, matched by april on the text; the scheduler needs a tokenizer for them."""
+    """Strings that end a response, for which the scheduler needs a tokenizer."""
 
 
 class Config(Model):

@@ -103,6 +103,10 @@ AHEAD = 8
 """Most groups held, in units of the work that is wanted at a time, whatever ``max_staleness`` allows."""
 
 
+ROWS_COUNTED_AGAIN = 16
+"""Bytes of rows are counted when such a part of the held tokens has come or gone: counting looks at every sample."""
+
+
 class Idle(StrEnum):
     """Reasons for which a place stands empty."""
 
@@ -125,7 +129,7 @@ class Idle(StrEnum):
     PROMPTS = "prompts"
     """Prompts are being drawn, or have ended."""
     HELD = "held"
-    """So much is held already: ``max_held_tokens``, or several times what is wanted in work."""
+    """So much is held already: ``max_held_tokens``, ``max_extras_bytes``, or several times what is wanted in work."""
     OVER_SAMPLING = "over_sampling"
     """N' groups are in work, and the refill mode adds none."""
 
@@ -143,6 +147,8 @@ class PartialBuffer:
         """The units of a batch."""
         self._whole_groups = settings.whole_groups
         self._per_group = settings.units_per_group
+        self._rows_counted = 0, 0
+        """Held tokens, and bytes of held rows, when these were counted last."""
         self.units = 0
         """Held units: groups, or with a quorum samples that are neither delivered nor given up."""
 
@@ -191,13 +197,24 @@ class PartialBuffer:
         return sum(rows.nbytes for s in self.samples() for chain in s.chains for rows in chain.extras.values())
 
     def room(self, held_tokens: int) -> int:
-        """Prompts that may be drawn beyond what the step cannot do without; 0 while ``max_held_tokens`` is reached."""
+        """Prompts that may be drawn beyond what the step cannot do without; 0 while ``max_held_tokens`` or
+        ``max_extras_bytes`` is reached."""
         most = self.settings.max_held_tokens
-        if most is not None and held_tokens >= most:
+        if (most is not None and held_tokens >= most) or self._full_of_rows(held_tokens):
             self.limit = Idle.HELD
             return 0
         capacity, self.limit = self._most()
         return self._free(capacity)
+
+    def _full_of_rows(self, held_tokens: int) -> bool:
+        """Return whether ``max_extras_bytes`` are held, by a count that is made anew when tokens have come or gone."""
+        most = self.settings.max_extras_bytes
+        if most is None or not self.settings.extras:
+            return False
+        tokens, _ = self._rows_counted
+        if abs(held_tokens - tokens) * ROWS_COUNTED_AGAIN >= tokens:
+            self._rows_counted = held_tokens, self.extras_bytes
+        return self._rows_counted[1] >= most
 
     @property
     def fits(self) -> int:

@@ -392,7 +392,10 @@ def _reason(cause: Idle, advice: _Advice) -> tuple[str, str]:
         Idle.PROMPTS: ("prompts were being drawn or have ended", ""),
         Idle.HELD: (
             "as much is held as may be held",
-            "" if held is None else more("raise max_held_tokens", max_held_tokens=2 * held),
+            " or ".join(filter(None, (
+                "" if held is None else more("raise max_held_tokens", max_held_tokens=2 * held),
+                more("raise max_extras_bytes", max_extras_bytes=2 * (s.max_extras_bytes or 1)) if s.extras else "",
+            ))),
         ),
         Idle.OVER_SAMPLING: (
             f"only {s.groups_wanted} groups were in progress (refill: {s.refill})",
