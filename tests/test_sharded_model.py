@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from models_that_see import apart_seeing, picture, seeing, tiny_processor, tiny_vision_model, with_images
 from tiny_models import apart, at_call, generated, off, tiny_engine, tiny_model, tiny_request
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
@@ -90,6 +91,35 @@ async def test_the_model_inside_of_ddp_is_the_one_that_generates() -> None:
     errors = _step_in_a_tick(wrapped.module, optimizer)
     await generated(engine, REQUEST)
     assert "refused" in str(*errors)
+    await engine.close()
+
+
+async def test_a_model_that_sees_is_gathered_with_its_vision_tower() -> None:
+    """In the first gathering it is tried with images; an optimizer step in the tower is seen in the next one."""
+    model, processor = tiny_vision_model(), tiny_processor()
+    mesh = init_device_mesh("cpu", (1,))
+    for layer in [*model.model.language_model.layers, *model.model.visual.blocks]:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    engine = tiny_engine(model, processor=processor)
+    tower = [weight for name, weight in model.named_parameters() if "visual" in name]
+    optimizer = torch.optim.SGD(tower, lr=1.0)
+    request = seeing("a", *with_images(processor, [12], [picture(1)]), 30)
+    copies = []
+    for number in range(2):
+        engine.gather()
+        chunk = await generated(engine, seeing(f"{number}", request.token_ids, request.attached, 30))
+        await engine.quiet()
+        engine.release()
+        copies.append(tiny_vision_model())
+        copies[-1].load_state_dict({name: weight.full_tensor() for name, weight in model.state_dict().items()})
+        found = (processor, request.token_ids, request.attached, chunk)
+        assert apart_seeing(copies[-1], *found).max() <= 1e-4
+        for weight in tower:
+            weight.grad = torch.full_like(weight, 0.05)
+        optimizer.step()
+        await engine.update_weights(PolicyVersion(0, number + 1))
+    assert apart_seeing(copies[0], *found).max() > 1e-3
     await engine.close()
 
 

@@ -221,6 +221,21 @@ def test_rewards_that_april_asks_for_see_what_trl_shows() -> None:
     assert all(right for _, right in seen)
 
 
+def test_trl_gets_images_as_they_were_read() -> None:
+    """One with an alpha channel, of which every reader makes its own: the row that TRL trains has three."""
+    made = Trainer(
+        tiny_vision_model(), adapter.rollout(SETTINGS), data(6), num_generations=2, generation_batch_size=6,
+        max_completion_length=8,
+    )  # fmt: skip
+    for row in made.train_dataset:
+        for image in row["images"]:
+            image.putalpha(90)
+    made.train(1)
+
+    shown = [image for images in made.outputs[0]["shown"] for image in images]
+    assert {image.mode for image in shown} == {"RGB"}
+
+
 def test_an_image_within_messages_is_refused_where_it_is_drawn() -> None:
     """The first row is looked at when the trainer is made, others when their turn comes; columns are what counts."""
     within = [{"role": "user", "content": [{"type": "image", "image": "a.png"}]}]
