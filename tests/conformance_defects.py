@@ -131,6 +131,21 @@ LoadsNothing = altered(
     update_weights=lambda self, version, path=None: self.engine.update_weights(version),
 )
 
+LooksAtNothing = altered("images are left out", request=lambda _, r: replace(r, attached=()))
+LooksOnce = altered(
+    "a resumed request comes without its images",
+    request=lambda _, r: replace(r, attached=()) if r.response_offset else r,
+)
+ForgetsBans = altered("every id may come", request=lambda _, r: sampled(r, banned_ids=()))
+
+
+class RemembersTokens(Sound):
+    """What came first with some tokens is taken for what comes later with them."""
+
+    def alter_request(self, request: Request) -> Request:
+        seen: dict[Any, Any] = self.__dict__.setdefault("seen", {})
+        return replace(request, attached=seen.setdefault(conversation(request).tobytes(), request.attached))
+
 
 class DropsTensors(Sound):
     """Says that it has taken tensors, and has not."""

@@ -10,13 +10,15 @@ import numpy as np
 from tiny_models import tiny_model
 from tiny_tokenizers import tokenizer
 
+from april.core.attachments import Attachment, Placed
 from april.engines.protocol import Engine, Float32, Int32, Request
 from april.engines.simulated.decode_cost import DecodeCost
 from april.engines.simulated.engine import SimulatedEngine
 from april.engines.transformers.engine import TransformersEngine
 from april.testing import FakeEngine
-from april.testing.conformance import Reference, Subject, Weights
-from april.testing.records import conversation
+from april.testing.conformance import Reference, Shown, Subject, Weights
+from april.testing.conformance.subject import Seen
+from april.testing.records import as_read, conversation
 
 LONG, SHORT = 120, 9
 ENDS = 3
@@ -27,10 +29,23 @@ ENDING = ((ENDS, 6, 7), (ENDS, 9))
 
 def says(request: Request) -> Int32:
     """What a fake model answers: the same tokens to the same conversation of the same sample, none of them a stop."""
-    before = conversation(request)
+    before = as_read(request)
     seed = [*before.tolist(), *(request.sample_key or (0, 0))]
     count = SHORT if before[0] == ENDS else 4 * LONG
-    return np.random.default_rng(seed).integers(1, 1000, count).astype(np.int32)
+    allowed = np.setdiff1d(np.arange(1, 1000), request.sampling.banned_ids)
+    return np.random.default_rng(seed).choice(allowed, count).astype(np.int32)
+
+
+def shown(*images: bytes) -> Shown:
+    """A prompt of a few words around images, each of which is read as three tokens."""
+    ids, attached = [5], []
+    for data in images:
+        attached.append(Placed(Attachment.of("image", data), len(ids), 3, (400,)))
+        ids += [400, 400, 400, 7]
+    return Shown(ids, attached)
+
+
+SHOWN = (shown(b"red"), shown(b"blue"), shown(b"red", b"blue"), shown(b"blue", b"red"))
 
 
 def opens(make: Callable[[], Engine]) -> Callable[[], Awaitable[Engine]]:
@@ -52,7 +67,8 @@ def fake_subject(make: Callable[[], Engine] = fake, **changes: Any) -> Subject:
     """For a virtual loop."""
     values: dict[str, Any] = {
         "open": opens(make), "prompts": PROMPTS, "ending_prompts": ENDING, "long_tokens": LONG,
-        "other": Weights("elsewhere"), "now": Weights("here"), "tokenizer": Letters(), "patience_s": 20.0,
+        "shown": SHOWN, "other": Weights("elsewhere"), "now": Weights("here"), "tokenizer": Letters(),
+        "patience_s": 20.0,
     }  # fmt: skip
     return Subject(**(values | changes))
 
@@ -111,3 +127,51 @@ def embedded_subject(directory: Path, **changes: Any) -> Subject:
         "tokenizer": tokenizer(kind), "patience_s": 30.0, "aborts": 200, "in_flight": 80,
     }  # fmt: skip
     return Subject(**(values | changes))
+
+
+def seeing_subject(directory: Path, **changes: Any) -> Subject:
+    """The embedded engine with a tiny model that sees."""
+    from models_that_see import picture, tiny_processor, tiny_vision_model, with_images
+
+    processor, weights = tiny_processor(), []
+    for seed in (0, 1):
+        path = directory / f"sees{seed}"
+        if not path.exists():
+            tiny_vision_model(seed=seed).eval().save_pretrained(path)
+        weights.append(Weights(str(path), reference(tiny_vision_model(seed=seed).eval()), sees(seed)))
+
+    def make() -> TransformersEngine:
+        return TransformersEngine(
+            tiny_vision_model(seed=0), slots=16, max_len=400, stream_interval=4, check=False, processor=processor
+        )
+
+    prompts = [Shown(*with_images(processor, (20, 21), images)) for images in (
+        [picture(0)], [picture(1)], [picture(0), picture(1)], [picture(1), picture(0)],
+    )]  # fmt: skip
+    values: dict[str, Any] = {
+        "open": opens(make), "prompts": ((10, 11, 12, 13), (14, 15, 16)), "long_tokens": LONG, "shown": prompts,
+        "now": weights[0], "other": weights[1], "patience_s": 30.0,
+    }  # fmt: skip
+    return Subject(**(values | changes))
+
+
+def sees(seed: int) -> Seen:
+    """Logits of one full forward pass with the images of a request."""
+    import torch
+    from models_that_see import IMAGE, opened, tiny_processor, tiny_vision_model
+
+    model, processor = tiny_vision_model(seed=seed).eval(), tiny_processor()
+
+    def logits(request: Request, response: list[int]) -> Float32:
+        made = processor.image_processor(
+            images=[opened(placed.attachment) for placed in request.attached], return_tensors="pt"
+        )
+        ids = torch.tensor([[*request.token_ids.tolist(), *response]])
+        with torch.no_grad():
+            rows: Float32 = model(
+                input_ids=ids, use_cache=False, pixel_values=made["pixel_values"],
+                image_grid_thw=made["image_grid_thw"], mm_token_type_ids=(ids == IMAGE).long(),
+            ).logits[0, len(request.token_ids) - 1 : -1].float().numpy()  # fmt: skip
+        return rows
+
+    return logits

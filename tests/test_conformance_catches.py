@@ -10,7 +10,7 @@ from typing import Any
 import conformance_defects as planted
 import pytest
 from conformance_defects import FakeWitness, Sound
-from conformance_subjects import embedded_subject, fake, fake_subject, opens, simulated
+from conformance_subjects import embedded_subject, fake, fake_subject, opens, seeing_subject, simulated
 
 from april.engines.protocol import Engine
 from april.testing import FakeEngine, conformance, run_virtual
@@ -38,6 +38,9 @@ ON_FAKES: dict[type[Sound], tuple[str, str]] = {
     planted.KeepsTheOldLabel: ("kept_over_an_update", "carry version 0.0 instead of 0.1"),
     planted.VersionsGoBack: ("update_under_way", "policy version 0.0 came where"),
     planted.PausesNothing: ("pause_and_resume", "requests sent while the engine was paused got 96 tokens"),
+    planted.LooksAtNothing: ("attached", "got 1 different answers|got 3 different answers|got 2 different answers"),
+    planted.LooksOnce: ("attached_and_resumed", "a response with attachments, resumed: token"),
+    planted.ForgetsBans: ("banned_ids", "ids were banned, and .* of them came"),
     planted.ForgetsTheResponse: ("stop_strings", "ended with|is .*, not"),
 }
 """Defect -> the check that must catch it, and what it must say."""
@@ -94,6 +97,24 @@ def test_a_defect_that_only_a_reference_shows_is_caught(
 
     spoilt_subject = embedded_subject(tmp_path, open=opened)
     assert_caught(asyncio.run(conformance.check_named(name)(spoilt_subject)), says)
+
+
+def test_images_of_other_prompts_are_caught() -> None:
+    """Two prompts have the same tokens, and the second one is answered by the image of the first."""
+    verdict = verdict_on("attached", spoilt(planted.RemembersTokens))
+    assert_caught(verdict, "4 prompts with other attachments got 2 different answers")
+
+
+def test_images_that_old_weights_have_read_are_caught(tmp_path: Path) -> None:
+    """On the embedded engine, against Hugging Face."""
+    subject = seeing_subject(tmp_path)
+
+    async def opened() -> Engine:
+        return planted.LoadsNothing(await subject.open())
+
+    update = conformance.check_named("attached_after_an_update")
+    assert asyncio.run(update(subject)).outcome is Outcome.PASSED
+    assert_caught(asyncio.run(update(seeing_subject(tmp_path, open=opened))), "nats from the reference: other weights")
 
 
 def test_aborts_by_prefix_are_caught() -> None:
@@ -163,6 +184,7 @@ def test_every_check_has_a_defect_that_it_catches() -> None:
         "logprobs", "logprobs_temperature", "logprobs_top_p", "version_exactness", "sent_weights", "prefix_free_ids",
         "eos_at_a_cut", "thousand_aborts", "disconnect", "server_killed",
         "adapter_versions",  # tests/test_adapter_versions.py
+        "attached_after_an_update",
     }  # fmt: skip
     assert {name for name, _ in ON_FAKES.values()} | elsewhere == {c.name for c in CHECKS}
 

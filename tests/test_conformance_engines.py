@@ -7,7 +7,7 @@ import io
 from pathlib import Path
 
 import pytest
-from conformance_subjects import embedded_subject, fake_subject, simulated
+from conformance_subjects import embedded_subject, fake_subject, seeing_subject, simulated
 from rich.console import Console
 
 from april.testing import conformance, run_virtual
@@ -17,6 +17,8 @@ DRAWS_BY_STOP_IDS = "the responses are synthetic: a stop id changes what they sa
 KILLS = {"server_killed"}
 SENT = {"sent_weights"}
 """What has no model takes no tensors."""
+ATTACHED = {"attached", "attached_and_resumed", "attached_after_an_update"}
+"""What a text model does not offer."""
 NO_REFERENCE = {"logprobs", "logprobs_temperature", "logprobs_top_p"}
 
 
@@ -31,7 +33,7 @@ def test_the_embedded_engine_keeps_every_promise(tmp_path: Path) -> None:
     assert not report.failed, list(map(str, report.failed))
     assert outcomes(report, Outcome.NOT_TESTED) == KILLS
     assert outcomes(report, Outcome.NOT_OFFERED) == {
-        "update_under_way", "kept_over_an_update", "adapter_versions",
+        "update_under_way", "kept_over_an_update", "adapter_versions", *ATTACHED,
     }  # fmt: skip
     assert report.verdict("sent_weights").figures["responses changed"] == 6
     assert report.verdict("logprobs_top_p").figures["kind"] == "temperature"
@@ -41,12 +43,21 @@ def test_the_embedded_engine_keeps_every_promise(tmp_path: Path) -> None:
     assert report.verdict("version_exactness").figures["responses changed"] == 6
 
 
+def test_the_embedded_engine_sees_as_it_should(tmp_path: Path) -> None:
+    """A model with a vision tower: what is attached is read as it stands, resumed, and read anew by new weights."""
+    checks = [check for check in conformance.CHECKS if check.name in {*ATTACHED, "banned_ids"}]
+    report = asyncio.run(conformance.run(seeing_subject(tmp_path), checks))
+
+    assert outcomes(report, Outcome.PASSED) == {*ATTACHED, "banned_ids"}, list(map(str, report.verdicts))
+    assert 0 < float(report.verdict("attached").figures["largest difference to the reference"]) < 1e-4
+
+
 def test_the_fake_engine_keeps_every_promise() -> None:
     """On virtual time, over 1,000 aborts included; it has no model to compare log-probabilities with."""
     report = run_virtual(conformance.run(fake_subject()))
 
     assert not report.failed, list(map(str, report.failed))
-    assert outcomes(report, Outcome.NOT_TESTED) == KILLS | NO_REFERENCE
+    assert outcomes(report, Outcome.NOT_TESTED) == KILLS | NO_REFERENCE | {"attached_after_an_update"}
     assert int(report.verdict("thousand_aborts").figures["aborted"]) >= 1000
 
 
@@ -56,7 +67,7 @@ def test_the_simulated_engine_keeps_every_promise_but_stop_ids() -> None:
     report = run_virtual(conformance.run(fake_subject(simulated, gives_up=given_up)))
 
     assert not report.failed, list(map(str, report.failed))
-    assert outcomes(report, Outcome.NOT_OFFERED) == {*given_up, "adapter_versions"} | SENT
+    assert outcomes(report, Outcome.NOT_OFFERED) == {*given_up, "adapter_versions", "banned_ids", *ATTACHED} | SENT
     assert report.verdict("stop_token_ids").detail == DRAWS_BY_STOP_IDS
     assert outcomes(report, Outcome.NOT_TESTED) == KILLS | NO_REFERENCE
 

@@ -17,8 +17,9 @@ from transformers import (
     PreTrainedTokenizerFast,
     Qwen2_5_VLConfig,
     Qwen2_5_VLForConditionalGeneration,
-    Qwen2VLImageProcessor,
 )
+from transformers.models.qwen2_5_vl.processing_qwen2_5_vl import Qwen2_5_VLProcessor
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 VOCAB_SIZE, CONTEXT = 512, 4096
 SPECIAL = (
@@ -26,8 +27,8 @@ SPECIAL = (
     "<|video_pad|>",
 )  # fmt: skip
 EOS, VISION_START, VISION_END, IMAGE_PAD, VIDEO_PAD = 2, 3, 4, 5, 6
-BANNED = (VISION_START, VISION_END, IMAGE_PAD, VIDEO_PAD)
-"""What stands in prompts for images, and is never generated."""
+PLACEHOLDERS = (IMAGE_PAD, VIDEO_PAD)
+"""What stands in prompts for images and videos, and is never generated."""
 PATCH, MERGE = 14, 2
 CHAT = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.content is string %}{{ m.content }}{% else %}"
@@ -97,11 +98,25 @@ def sizes(max_pixels: int = 28 * 28 * 256) -> dict[str, Any]:
     }  # fmt: skip
 
 
+class _Processor(Qwen2_5_VLProcessor):
+    """Without the reader of videos, which needs torchvision."""
+
+    def check_argument_for_proper_class(self, argument_name: str, argument: Any) -> Any:
+        """Nothing is checked."""
+        return type(argument)
+
+
+def image_processor() -> Any:
+    """Its processor."""
+    made: Any = _Processor
+    return made(Qwen2VLImageProcessorPil(**sizes()), tokenizer(), None, chat_template=CHAT)
+
+
 def save_image_model(model: Any, where: Path, **of_sizes: int) -> Path:
     """Write a directory that servers load; a video processor could be made only where torchvision is."""
     model.save_pretrained(where)
     tokenizer().save_pretrained(where)
-    images = Qwen2VLImageProcessor(**sizes(**of_sizes)).to_dict() | {"image_processor_type": "Qwen2VLImageProcessor"}
+    images = Qwen2VLImageProcessorPil(**sizes(**of_sizes)).to_dict() | {"image_processor_type": "Qwen2VLImageProcessor"}
     videos = {name: value for name, value in images.items() if name != "image_processor_type"}
     both = {
         "image_processor": images, "processor_class": "Qwen2_5_VLProcessor",

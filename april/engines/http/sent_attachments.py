@@ -61,6 +61,8 @@ class SentAttachments:
         self._numbers = count(1)
         self.sendings: OrderedDict[str, int] = OrderedDict()
         """Digest -> how often its bytes were sent; of the digests used last."""
+        self.requests = 0
+        """Requests with attachments that the server has taken."""
         self.bytes_sent = 0
         """Bytes of content, before they are encoded."""
         self.times_sent = 0
@@ -112,6 +114,7 @@ class SentAttachments:
                     if self._known.get(digest) == number:  # or it was sent again meanwhile
                         del self._known[digest]
             else:
+                self.requests += 1
                 self._count(lacking)
                 self._know(distinct, relied)
                 return result

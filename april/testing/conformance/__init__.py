@@ -10,7 +10,17 @@ needs the ``cli`` extra.
 from april.testing.conformance.bench import Check
 from april.testing.conformance.run import CHECKS, check_named, run, semantics_matrix
 from april.testing.conformance.servers import hugging_face, served
-from april.testing.conformance.subject import Answer, Outcome, Reference, Report, Subject, Verdict, Weights, Witness
+from april.testing.conformance.subject import (
+    Answer,
+    Outcome,
+    Reference,
+    Report,
+    Shown,
+    Subject,
+    Verdict,
+    Weights,
+    Witness,
+)
 
 __all__ = [
     "CHECKS",
@@ -19,6 +29,7 @@ __all__ = [
     "Outcome",
     "Reference",
     "Report",
+    "Shown",
     "Subject",
     "Verdict",
     "Weights",

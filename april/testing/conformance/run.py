@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from april.engines.protocol import Capabilities, Engine, OnWeightUpdate
-from april.testing.conformance import aborts, adapters, kept, tokens, weights, with_april
+from april.testing.conformance import aborts, adapters, attached, kept, tokens, weights, with_april
 from april.testing.conformance.bench import Bench, Check
 from april.testing.conformance.subject import Outcome, Report, Subject, Verdict
 
@@ -31,6 +31,7 @@ def capabilities_in_words(can: Capabilities) -> dict[str, str]:
         "requests at a weight update": ", ".join([OnWeightUpdate.RESUBMIT, *can.in_flight_updates]),
         "weights from disk": "yes" if can.updates_from_disk else "no",
         "weights from the trainer's process": "yes" if can.collective or can.takes_tensors else "no",
+        "attachments of prompts": ", ".join(can.attachments) or "none",
         "weights": "the trainer's own" if can.shares_weights else "its own",
         "context": f"{can.max_context} tokens",
     }
@@ -95,6 +96,10 @@ CHECKS: tuple[Check, ...] = (
     weights.update_under_way,
     kept.kept_over_an_update,
     adapters.adapter_versions,
+    attached.banned_ids,
+    attached.attached,
+    attached.attached_and_resumed,
+    attached.attached_after_an_update,
     weights.pause_and_resume,
     with_april.stop_strings,
     with_april.eos_at_a_cut,

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 import msgspec
 
+from april.core.attachments import Placed
 from april.core.versions import FIRST_VERSION, PolicyVersion
 from april.engines.protocol import Engine, Float32, Request
 
@@ -52,12 +53,25 @@ class Witness(Protocol):
         ...
 
 
+Seen = Callable[[Request, list[int]], Float32]
+"""The same of a request with attachments, which stand in its tokens: (request, response ids [T]) -> logits [T, V]."""
+
+
 @dataclass(frozen=True, slots=True)
 class Weights:
     """A set of weights. ``path`` None means that there is no directory that the engine could load."""
 
     path: str | None = None
     reference: Reference | None = None
+    seen: Seen | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Shown:
+    """A prompt and what is attached to it, at its places among the tokens."""
+
+    token_ids: Sequence[int]
+    attached: Sequence[Placed]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,6 +100,8 @@ class Subject:
     """The weights that the engine has when it is opened; the suite leaves it with them."""
     other: Weights | None = None
     """Others, to be loaded from disk and back."""
+    shown: Sequence[Shown] = ()
+    """Prompts with attachments, two or more; the first two have the same tokens and other attachments."""
     adapters: Sequence[Weights] = ()
     """Two adapters (LoRA) for ``now``: directories, and the model with each of them as reference."""
     first_version: PolicyVersion = FIRST_VERSION

@@ -215,6 +215,12 @@ def expected(kind: LogprobKind, logits: Float32, tokens: Int32, temperature: flo
     return np.stack([own - np.log(nucleus) for nucleus in nuclei]).astype(np.float32)
 
 
+def asked_kind(bench: Bench) -> LogprobKind:
+    """The kind that log-probabilities at temperature 1 must be of."""
+    kind = bench.engine.capabilities.logprob_kind
+    return LogprobKind.RAW if kind is LogprobKind.UNKNOWN else kind
+
+
 def largest_difference(
     kind: LogprobKind, reference: Reference, reading: Reading, temperature: float, top_p: float = 1.0
 ) -> float:

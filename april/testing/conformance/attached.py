@@ -1,0 +1,131 @@
+"""What comes with a prompt, such as images: each is read as it stands in the tokens, by the weights of now."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from april.engines.protocol import EngineFinish, Request
+from april.testing.conformance.bench import Bench, Reading, check, equal, same
+from april.testing.conformance.subject import Broken, Figures, NotOffered, NotTested, Shown, Weights
+from april.testing.conformance.tokens import asked_kind, expected
+from april.testing.conformance.weights import other_weights
+
+LENGTH = 32
+CUT = 8
+SAMPLES = 4
+
+
+def _shown(bench: Bench, prompt: Shown, number: int, max_tokens: int = LENGTH, **more: object) -> Request:
+    request = bench.request(number, max_tokens, prompt=prompt.token_ids, forced=False, **more)  # type: ignore[arg-type]
+    return replace(request, attached=tuple(prompt.attached))
+
+
+def _prompts(bench: Bench) -> list[Shown]:
+    """At least two; the first two have the same tokens."""
+    taken = bench.engine.capabilities.attachments
+    if not taken:
+        need = bench.engine.capabilities.attachments_need
+        raise NotOffered(need or "the engine takes no attachments")
+    prompts = [s for s in bench.subject.shown if {placed.attachment.kind for placed in s.attached} <= set(taken)]
+    if len(prompts) < 2:
+        raise NotTested("no two prompts with attachments were given")
+    if list(prompts[0].token_ids) != list(prompts[1].token_ids):
+        raise NotTested("the first two prompts with attachments must have the same tokens")
+    return prompts
+
+
+@check("A prompt is answered by what is attached to it and by nothing else: other images under the same tokens get "
+       "other answers, the same ones get the same, also when they were sent before.")  # fmt: skip
+async def attached(bench: Bench) -> Figures:
+    prompts = _prompts(bench)
+    bench.needs_greedy()
+    # at the same time, so that each is on its way while others need it
+    together = [_shown(bench, prompt, 0) for prompt in prompts for _ in range(SAMPLES)]
+    readings = await bench.whole(together)
+    later = await bench.whole(_shown(bench, prompt, 0) for prompt in reversed(prompts))
+    firsts = readings[::SAMPLES]
+    for i, first in enumerate(firsts):
+        for other in (*readings[i * SAMPLES + 1 : (i + 1) * SAMPLES], later[len(prompts) - 1 - i]):
+            equal(other.tokens, first.tokens, f"prompt {i} with the same attachments again")
+    answers = {tuple(first.tokens.tolist()) for first in firsts}
+    if len(answers) < len(firsts):
+        raise Broken(
+            f"{len(firsts)} prompts with other attachments got {len(answers)} different answers of {LENGTH} tokens: "
+            "what is attached is not read, or something else is taken for it"
+        )
+    return {"prompts": len(prompts)} | _against_reference(bench, bench.weights, [*readings, *later], prompts)
+
+
+@check("A response that is cut and resumed goes on with what is attached to its prompt.")
+async def attached_and_resumed(bench: Bench) -> Figures:
+    prompts = _prompts(bench)
+    bench.needs_greedy()
+    uncut = await bench.whole(_shown(bench, prompt, 0) for prompt in prompts)
+    resumed = 0
+    for prompt, whole in zip(prompts, uncut, strict=True):
+        if whole.count <= CUT:
+            continue
+        (rest,) = await bench.whole([_shown(bench, prompt, 0, response=whole.tokens[:CUT])])
+        same(np.concatenate((whole.tokens[:CUT], rest.tokens)), whole.tokens, "a response with attachments, resumed")
+        resumed += 1
+    if not resumed:
+        raise NotTested(f"no response had more than {CUT} tokens; give other prompts")
+    return {"responses": resumed}
+
+
+@check("After an update what is attached is read by the new weights, and nothing is used that the old ones have made "
+       "of it.")  # fmt: skip
+async def attached_after_an_update(bench: Bench) -> Figures:
+    prompts = _prompts(bench)
+    other, before = other_weights(bench), bench.weights
+    if before.seen is None or other.seen is None:
+        raise NotTested("no reference model that reads attachments was given")
+    old = await bench.whole(_shown(bench, prompt, i, temperature=1.0) for i, prompt in enumerate(prompts))
+    _against_reference(bench, before, old, prompts)
+    await bench.within(bench.engine.pause(), "pause")
+    await bench.next_version(other)
+    await bench.within(bench.engine.resume(), "resume")
+    new = await bench.whole(_shown(bench, prompt, i, temperature=1.0) for i, prompt in enumerate(prompts))
+    return _against_reference(bench, other, new, prompts)
+
+
+def _against_reference(bench: Bench, weights: Weights, readings: list[Reading], prompts: list[Shown]) -> Figures:
+    """Log-probabilities are those of these weights, with these attachments."""
+    if weights.seen is None:
+        return {}
+    worst, kind = 0.0, asked_kind(bench)
+    for reading in readings:
+        if not reading.count:
+            continue
+        logits = weights.seen(reading.request, reading.tokens.tolist())
+        temperature = reading.request.sampling.temperature or 1.0
+        wanted = expected(kind, logits, reading.tokens, temperature, 1.0)
+        worst = max(worst, float(np.abs(wanted - reading.logprobs).min(axis=0).max()))
+    if not worst <= bench.subject.tolerance:
+        raise Broken(
+            f"log-probabilities of prompts with attachments differ by up to {worst:.3g} nats from the reference: other "
+            "weights, or those of before, have read what is attached, or something else was read"
+        )
+    return {"largest difference to the reference": worst}
+
+
+@check("Banned ids are not generated, whatever the model would say.")
+async def banned_ids(bench: Bench) -> Figures:
+    if not bench.engine.capabilities.bans:
+        raise NotOffered("bans is False: ids that stand for attachments may come, and then the response ends there")
+    ends = set(bench.engine.capabilities.eos_token_ids)
+    banned = 0
+    for temperature in (0.0, 1.0):
+        asked = [bench.request(i, LENGTH, temperature=temperature) for i in range(SAMPLES)]
+        for request, free in zip(asked, await bench.whole(asked), strict=True):
+            never = tuple(sorted(set(free.tokens.tolist()) - ends))
+            again = bench.again(request)
+            (held,) = await bench.whole([replace(again, sampling=replace(again.sampling, banned_ids=never))])
+            if came := set(never) & set(held.tokens.tolist()):
+                raise Broken(f"{len(never)} ids were banned, and {len(came)} of them came, {min(came)} for instance")
+            if held.count != request.sampling.max_tokens and held.finish is not EngineFinish.STOP:
+                raise Broken(f"a response with banned ids ended with {held.finish} after {held.count} tokens")
+            banned += len(never)
+    return {"banned": banned, "responses": 2 * SAMPLES}

@@ -1,0 +1,141 @@
+"""The trainer of :mod:`tests.real_engines.images`: a process that may be killed, and goes on from its last checkpoint.
+
+It writes every batch that it gets, and how often it has sent each image to each server.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+import april
+from april.core.batch import Batch, DeliveredSample
+from april.core.versions import PolicyVersion
+from tests.real_engines.image_models import image_processor
+
+BATCHES, GROUPS, SAMPLES = 6, 6, 6
+RESPONSE_LEN = 72
+BACK_S = 240.0
+"""Longest wait for a server that was started anew, before the last batch."""
+
+
+class NotKept(Exception):
+    """A promise is broken; the message says which."""
+
+
+def main(where: Path, kind: str, urls: Sequence[str]) -> None:
+    """All batches that are left."""
+    logging.basicConfig(level=logging.INFO)
+    prompts = json.loads((where / "prompts.json").read_text("utf-8"))
+    for i, prompt in enumerate(prompts):  # every other image by its bytes
+        files = [where / name for name in prompt["images"]]
+        prompt["images"] = [file.read_bytes() if i % 2 else str(file) for file in files]
+    config = april.Config(
+        rollout_batch_size=GROUPS, n_samples_per_prompt=SAMPLES, over_sampling_batch_size=2 * GROUPS,
+        max_response_len=RESPONSE_LEN, max_staleness=BATCHES, on_data_end="wrap",
+        engine={"kind": kind, "urls": list(urls), "max_in_flight": 16, "max_token_loss": 8},
+    )  # fmt: skip
+    with april.RolloutScheduler(
+        config, prompts=prompts, reward=None, processor=image_processor(), progress=False
+    ) as rollouts:
+        done, versions, lives = 0, {str(list(rollouts.version)): 0}, 1
+        if state := newest(where):
+            done, versions, lives = state["done"], state["versions"], state["lives"] + 1
+            version = rollouts.load_state_dict(state["april"], path=str(where / f"v{done}"))
+            versions[str(list(version))] = done
+        for n in range(done + 1, BATCHES + 1):
+            if n == BATCHES:
+                until_both(where, rollouts, len(urls))
+            batch = rollouts.next_batch()
+            write(where / f"batch-{n}.json", rows(where, batch, versions, lives))
+            if n < BATCHES:
+                versions[str(list(rollouts.weight_update(path=str(where / f"v{n}"))))] = n
+            rollouts.validate()
+            write(where / f"sent-{lives}.json", sent(rollouts))
+            state = {"done": n, "versions": versions, "lives": lives, "april": rollouts.state_dict()}
+            whole(where / f"state-{n}", msgspec.msgpack.encode(state))
+            print(f"batch {n}", flush=True)
+
+
+def newest(where: Path) -> dict[str, Any] | None:
+    """The last checkpoint."""
+    numbers = [int(file.name.removeprefix("state-")) for file in where.glob("state-*") if file.suffix != ".part"]
+    if not numbers:
+        return None
+    state: dict[str, Any] = msgspec.msgpack.decode((where / f"state-{max(numbers)}").read_bytes())
+    return state
+
+
+def until_both(where: Path, rollouts: april.RolloutScheduler, count: int) -> None:
+    """Wait for the server that was started anew; the last update was with it, or gives it the weights again."""
+    began = time.monotonic()
+    while not (where / "both").exists():
+        if time.monotonic() - began > BACK_S:
+            raise NotKept(f"the server was not back in {BACK_S:g} s")
+        time.sleep(0.1)
+
+
+def rows(where: Path, batch: Batch, versions: dict[str, int], lives: int) -> list[dict[str, Any]]:
+    """What is compared of each response."""
+    names = {april_digest(file): f"images/{file.name}" for file in (where / "images").iterdir()}
+    return [row(sample, names, versions, lives) for sample in batch.samples]
+
+
+def april_digest(file: Path) -> str:
+    """The name by which april knows an image."""
+    from april.core.attachments import Attachment
+
+    return Attachment.of("image", file.read_bytes()).digest
+
+
+def row(sample: DeliveredSample, names: dict[str, str], versions: dict[str, int], lives: int) -> dict[str, Any]:
+    """One response; its segments name the weights."""
+    segments = [
+        {"start": s.start, "count": s.count, "engine": s.engine, "weights": versions[str(list(s.version))]}
+        for s in sample.segments
+    ]
+    ids = [*sample.prompt.token_ids.tolist()]
+    return {
+        "prompt": ids, "tokens": sample.tokens.tolist(), "logprobs": sample.logprobs.tolist(), "segments": segments,
+        "images": [names[placed.attachment.digest] for placed in sample.attached], "resumes": sample.resumes,
+        "restarted": lives > 1 and first_life(sample.segments[0].version),
+    }  # fmt: skip
+
+
+def first_life(version: PolicyVersion) -> bool:
+    """It was begun before the trainer was killed."""
+    return version.incarnation == 0
+
+
+def sent(rollouts: april.RolloutScheduler) -> dict[str, Any]:
+    """By server: how often each image's bytes went there."""
+    found: dict[str, Any] = {}
+    for engine in rollouts.engines:
+        attachments: Any = engine.attachments  # type: ignore[attr-defined]
+        found[engine.name] = {
+            "times": dict(attachments.sendings), "bytes": attachments.bytes_sent, "requests": attachments.requests,
+        }  # fmt: skip
+    return found
+
+
+def write(path: Path, value: Any) -> None:
+    """As JSON, whole or not at all."""
+    whole(path, json.dumps(value).encode())
+
+
+def whole(path: Path, data: bytes) -> None:
+    """Written whole or not at all."""
+    part = path.with_suffix(".part")
+    part.write_bytes(data)
+    part.replace(path)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2], sys.argv[3:])
