@@ -44,7 +44,7 @@ def image_model() -> Any:
         text_config={
             "vocab_size": VOCAB_SIZE, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 3,
             "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": CONTEXT,
-            "initializer_range": 0.12, "tie_word_embeddings": False, "bos_token_id": None, "eos_token_id": EOS,
+            "initializer_range": 0.09, "tie_word_embeddings": False, "bos_token_id": None, "eos_token_id": EOS,
             "pad_token_id": 0,
             "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [8, 12, 12]},
         },
@@ -63,12 +63,13 @@ def image_model() -> Any:
 
 
 def change(model: Any, seed: int, step: float = 0.1) -> None:
-    """Change every weight, in place, by so large a share of its matrix's norm."""
+    """Turn every weight, in place, by so large a share of its norm, which stays."""
     noise = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for weight in model.parameters():
-            direction = torch.randn(weight.shape, generator=noise)
-            weight.add_(direction * (step * weight.norm() / direction.norm()))
+            direction, norm = torch.randn(weight.shape, generator=noise), weight.norm()
+            weight.add_(direction * (step * norm / direction.norm()))
+            weight.mul_(norm / weight.norm())
 
 
 def tokenizer() -> Any:

@@ -21,7 +21,9 @@ from april.core.versions import PolicyVersion
 from tests.real_engines.image_models import image_processor
 
 BATCHES, GROUPS, SAMPLES = 6, 6, 6
-RESPONSE_LEN = 72
+RESPONSE_LEN = 160
+STOPS = (2, *range(300, 308))
+"""Ids that end responses, so that some of a batch are long."""
 BACK_S = 240.0
 """Longest wait for a server that was started anew, before the last batch."""
 
@@ -39,7 +41,7 @@ def main(where: Path, kind: str, urls: Sequence[str]) -> None:
         prompt["images"] = [file.read_bytes() if i % 2 else str(file) for file in files]
     config = april.Config(
         rollout_batch_size=GROUPS, n_samples_per_prompt=SAMPLES, over_sampling_batch_size=2 * GROUPS,
-        max_response_len=RESPONSE_LEN, max_staleness=BATCHES, on_data_end="wrap",
+        max_response_len=RESPONSE_LEN, sampling={"stop_token_ids": STOPS}, max_staleness=BATCHES, on_data_end="wrap",
         engine={"kind": kind, "urls": list(urls), "max_in_flight": 16, "max_token_loss": 8},
     )  # fmt: skip
     with april.RolloutScheduler(
