@@ -212,8 +212,8 @@ class Coordinator:
         self.answers = list(answers)
         self.results: list[Result] = []
 
-    async def call(self, uid: str, index: int, life: int, token_ids: Any, most: int, temperature: float) -> Message:
-        self.asked = token_ids.tolist(), most, temperature
+    async def call(self, uid: str, index: int, life: int, token_ids: Any, sampling: Any, attached: Any) -> Message:
+        self.asked = token_ids.tolist(), sampling.max_tokens, sampling.temperature
         return self.answers.pop(0)
 
     async def ended(self, uid: str, index: int, life: int, result: Result) -> Message:

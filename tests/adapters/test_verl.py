@@ -14,6 +14,7 @@ import pytest
 from seeds import seeds
 
 from adapters.stand_in_verl import EOS, Trainer, single_turn
+from april.core.sampling import SamplingParams
 from april.core.settings import CoreSettings, EngineLimits
 from april.core.types import GenerationMode, Refill
 from april.errors import CheckpointError, RolloutError
@@ -411,7 +412,7 @@ async def test_tokens_of_weights_that_nobody_told_of() -> None:
     await coordinator.drawn(["a", "b"])
     start = await coordinator.start("a", 0)
     assert isinstance(start, Start)
-    assert isinstance(await coordinator.call("a", 0, start.life, np.array([1, 2], np.int32), 50, 1.0), Go)
+    assert isinstance(await coordinator.call("a", 0, start.life, np.array([1, 2], np.int32), SamplingParams(50)), Go)
     tokens, logprobs = np.array([5, 6, 0], np.int32), np.zeros(3, np.float32)
     result = Result(offset=2, tokens=tokens, logprobs=logprobs, label=1, aborted=False)
 

@@ -22,6 +22,7 @@ SEAMS: dict[str, tuple[str, ...]] = {
     f"{_V1}.trainer_base:PPOTrainer._add_prompts_to_generate": ("self", "num_prompts"),
     f"{_V1}.trainer_base:PPOTrainer.prepare_step": ("self",),
     f"{_V1}.trainer_colocate_async:PPOTrainerColocateAsync.on_sample_end": ("self",),
+    "verl.utils.tokenizer:get_processor_token_id": ("processor", "token_name"),
     "verl.checkpoint_engine.base:CheckpointEngineManager.abort_replicas": ("self", "reject_request"),
     "verl.trainer.ppo.checkpoint_callback:CheckpointCallback.on_save": (
         "self", "trainer", "global_step", "checkpoint_dir", "async_save", "kwargs",

@@ -6,16 +6,20 @@ Validation is verl's own, unchanged: it has no session.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 from typing import Any
 
 import transfer_queue as tq
 from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopWorkerTQ
+from verl.utils.tokenizer import get_processor_token_id
 from verl.workers.rollout.llm_server import FullyAsyncLLMServerClient, LLMServerClient
 from verl.workers.rollout.replica import TokenOutput
 
 from april.adapters.verl.outputs import fields_of, result_of
+from april.core.attachments import Placed
 from april.core.tape import Int32
 from april.processes.coordinator import calls
+from april.processes.coordinator.media import KINDS, placed_media
 from april.processes.coordinator.messages import Result
 from april.seams import plain_class
 
@@ -38,6 +42,8 @@ class Client(FullyAsyncLLMServerClient):  # type: ignore[misc]
     coordinator: Any
     max_tokens: int
     overruns: bool
+    stands: Mapping[str, int]
+    """Ids that stand for images and videos, by kind; the worker that has the model's processor says them."""
 
     @classmethod
     def around(cls, client: Any, coordinator: Any, max_tokens: int, *, overruns: bool) -> Client:
@@ -48,7 +54,7 @@ class Client(FullyAsyncLLMServerClient):  # type: ignore[misc]
         new = cls.__new__(cls)
         new.__dict__.update(client.__dict__)
         new.__dict__.setdefault("_only_hybrid", False)
-        new.coordinator, new.max_tokens, new.overruns = coordinator, max_tokens, overruns
+        new.coordinator, new.max_tokens, new.overruns, new.stands = coordinator, max_tokens, overruns, {}
         return new
 
     async def generate(  # type: ignore[no-untyped-def]
@@ -71,11 +77,26 @@ class Client(FullyAsyncLLMServerClient):  # type: ignore[misc]
             outputs.append(output)
             return result_of(len(token_ids), output, max_tokens if self.overruns else None, sampling_params)
 
+        media = {kind: kwargs.get(f"{kind}_data") for kind in KINDS}
+        attached: tuple[Placed, ...] = ()
+        if any(media.values()):
+            attached = await asyncio.to_thread(placed_media, prompt_ids, media, self.stands)
         done = await calls.generate(
             session, send, list(prompt_ids), int(sampling_params.get(limit) or self.max_tokens),
-            float(sampling_params.get("temperature", 1.0)),
+            float(sampling_params.get("temperature", 1.0)), attached=attached,
+            banned_ids=tuple(sorted(set(self.stands.values()))),
         )  # fmt: skip
         return TokenOutput(**fields_of(done, outputs))
+
+
+NEVER = -100.0
+"""The bias of a token that is not to be generated."""
+
+
+def stands_of(processor: Any) -> dict[str, int]:
+    """Ids that stand for what is no token, by kind, where the model's processor has some."""
+    ids = {kind: None if processor is None else get_processor_token_id(processor, kind) for kind in ("image", "video")}
+    return {kind: int(found) for kind, found in ids.items() if found is not None}
 
 
 def worker_class() -> Any:
@@ -101,9 +122,14 @@ def worker_class() -> Any:
                     await coordinator.validated(uid)
                 return
 
+            self.llm_client.stands = stands = stands_of(self.processor)
+            sampling = dict(sampling_params)
+            if stands and self.rollout_config.name == "sglang":  # verl has its vLLM servers never generate them
+                sampling["logit_bias"] = dict.fromkeys(map(str, stands.values()), NEVER)
+
             async def agent_loop(session: calls.Session) -> None:
                 await self._run_agent_loop(
-                    dict(sampling_params), trajectory=trajectory, trace=trace, session_id=session.index, **prompt
+                    dict(sampling), trajectory=trajectory, trace=trace, session_id=session.index, **prompt
                 )
 
             async def forget(keys: list[str]) -> None:

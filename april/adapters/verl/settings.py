@@ -12,6 +12,7 @@ from april.config.settings import Config
 from april.core.settings import CoreSettings
 from april.engines.protocol import ROUTED_EXPERTS
 from april.errors import ConfigError
+from april.processes.coordinator.media import KINDS
 
 OURS = (
     "over_sampling_batch_size", "partial_rollout", "refill", "max_in_flight", "max_staleness", "max_off_policy_share",
@@ -97,7 +98,7 @@ def settings_of(config: Any) -> RunSettings:
     metric = _filter_metric(config)
     core = april.core_settings(
         has_reward=not _scored_later(config), group_reward=False, has_filter=metric is not None,
-        run_id=secrets.randbits(64),
+        run_id=secrets.randbits(64), attachments=KINDS,
     )  # fmt: skip
     core = dataclasses.replace(core, max_response_len=context, max_in_flight=min(core.max_in_flight, cap))
     return RunSettings(

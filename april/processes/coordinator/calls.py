@@ -12,6 +12,8 @@ from typing import Any
 
 import numpy as np
 
+from april.core.attachments import Placed
+from april.core.sampling import SamplingParams
 from april.core.tape import Int32
 from april.driver.user_code import FailureLog, describe_with_place, kind_of, place_of
 from april.errors import RolloutError
@@ -57,8 +59,15 @@ Send = Callable[[Int32, int], Awaitable[Result]]
 """Sends (token ids int32 [T], most tokens) to a server."""
 
 
-async def generate(session: Session, send: Send, prompt_ids: list[int], max_tokens: int, temperature: float) -> Done:
+async def generate(
+    session: Session, send: Send, prompt_ids: list[int], max_tokens: int, temperature: float, *,
+    attached: tuple[Placed, ...] = (), banned_ids: tuple[int, ...] = (),
+) -> Done:  # fmt: skip
     """The response to ``prompt_ids``, however many requests it takes.
+
+    Args:
+        attached: what ``send`` sends along with them.
+        banned_ids: ids that stand for such; what has generated one is dropped, and generated again.
 
     Raises:
         SampleGivenUp: the sample goes on without this rollout.
@@ -71,14 +80,17 @@ async def generate(session: Session, send: Send, prompt_ids: list[int], max_toke
         )
     session.calling = True
     try:
-        return await _generate(session, send, prompt_ids, max_tokens, temperature)
+        sampling = SamplingParams(max_tokens=max_tokens, temperature=temperature, banned_ids=banned_ids)
+        return await _generate(session, send, prompt_ids, sampling, attached)
     finally:
         session.calling = False
 
 
-async def _generate(session: Session, send: Send, prompt_ids: list[int], max_tokens: int, temperature: float) -> Done:
+async def _generate(
+    session: Session, send: Send, prompt_ids: list[int], sampling: SamplingParams, attached: tuple[Placed, ...]
+) -> Done:
     coordinator, me = session.coordinator, (session.uid, session.index, session.life)
-    answer = await coordinator.call(*me, np.asarray(prompt_ids, np.int32), max_tokens, temperature)
+    answer = await coordinator.call(*me, np.asarray(prompt_ids, np.int32), sampling, attached)
     loop, wait_s = asyncio.get_running_loop(), FIRST_WAIT_S
     while isinstance(answer, Go):
         try:

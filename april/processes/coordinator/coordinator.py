@@ -21,6 +21,7 @@ from april.auto.auto_run import AutoRun
 from april.core import commands as do
 from april.core import events as ev
 from april.core import snapshot
+from april.core.attachments import Placed
 from april.core.event_pump import EventPump, RequestLog
 from april.core.run_times import RunTimes, bottleneck
 from april.core.sampling import SamplingParams
@@ -64,6 +65,8 @@ class Coordinator:
         self, settings: CoreSettings, limits: EngineLimits, filter_name: str = "the filter's value",
         accepts: Callable[[str], bool] | None = None, *, check: bool = False,
     ) -> None:  # fmt: skip
+        # its workers send what comes with a prompt; whether the servers give rows is the trainer's to set
+        limits = replace(limits, attachments=settings.attachments, extras=settings.extras)
         self.core = RolloutCore(settings, [limits], check=check)
         self.host = host = AskedHost(
             self.core, lambda event: self._pump.post(event), lambda: self._order("abort"), filter_name, accepts
@@ -196,16 +199,16 @@ class Coordinator:
         return await self._answer(sample.id, for_start=True)
 
     async def call(
-        self, uid: str, index: int, life: int, token_ids: Int32, max_tokens: int, temperature: float
-    ) -> Message:
-        """A rollout wants its conversation, int32 [T], continued by at most ``max_tokens``: Go, Done or GivenUp."""
+        self, uid: str, index: int, life: int, token_ids: Int32, sampling: SamplingParams,
+        attached: tuple[Placed, ...] = (),
+    ) -> Message:  # fmt: skip
+        """A rollout wants its conversation, int32 [T], with what is attached to it, continued: Go, Done or GivenUp."""
         sample = self._alive(uid, index, life)
         if sample is None:
             return GivenUp()
         if self._left_a_call(sample):
             return GivenUp()
-        sampling = SamplingParams(max_tokens=max_tokens, temperature=temperature)
-        self._post(ev.CallMade(sample.id, sampling, np.asarray(token_ids, np.int32)))
+        self._post(ev.CallMade(sample.id, sampling, np.asarray(token_ids, np.int32), attached=attached))
         return await self._answer(sample.id)
 
     async def ended(self, uid: str, index: int, life: int, result: Result) -> Message:
