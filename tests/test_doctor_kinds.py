@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fake_servers.images import FakeImages
 from fake_servers.openai import FakeOpenAIServer
 from fake_servers.sglang import FakeSglangServer
 from fake_servers.vllm import FakeVllmServer
@@ -271,3 +272,26 @@ def test_sglang_that_speculates() -> None:
         server = FakeSglangServer()
         server.speculation = algorithm
         assert ("speculation" in limits(report_of(server))) == (algorithm is not None)
+
+
+def images_of(report: Report) -> list[tuple[Level, str]]:
+    """What it says of images."""
+    return [(f.level, f.sentence) for s in report.servers for f in s.findings if f.subject == "images"]
+
+
+def test_images(tmp_path: Path) -> None:
+    """Of servers that take them, of those that could, with what is missing, and not a word of text models."""
+    (tmp_path / "config.json").write_text(json.dumps({"vision_config": {}, "eos_token_id": 2}))
+    root = str(tmp_path)
+    for takes in (FakeVllmServer(images=FakeImages(), root=root), FakeSglangServer(images=FakeImages())):
+        ((level, sentence),) = images_of(report_of(takes))
+        assert level is Level.OK
+        assert "never generated" in sentence
+    for could, need in (
+        (FakeVllmServer(images=FakeImages(), root=root, scale_out=False), "start the server with --enable-scale-out"),
+        (FakeSglangServer(images=FakeImages(), names_images=False), "upgrade SGLang"),
+    ):
+        ((level, sentence),) = images_of(report_of(could))
+        assert level is Level.REMARK
+        assert sentence.endswith(need)
+    assert not images_of(report_of(FakeSglangServer()))

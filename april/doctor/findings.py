@@ -166,9 +166,9 @@ def abilities(c: Capabilities, temperature: float | None = None, *, ends_given: 
         ends_given: whether the configuration says which ids end a response (none is an answer too).
     """
     return [
-        _abort(c), _versions(c), _logprobs(c, temperature), _weights(c), *_adapters(c), *_extras(c), _in_flight(c),
-        _ends(c, ends_given), _streaming(c),
-        _seeds(c), _size(c), *(_of_limit(_OTHER_SUBJECTS[x.code], x) for x in c.limits if x.code in _OTHER_SUBJECTS),
+        _abort(c), _versions(c), _logprobs(c, temperature), _weights(c), *_adapters(c), *_extras(c),
+        *_attachments(c), _in_flight(c), _ends(c, ends_given), _streaming(c), _seeds(c), _size(c),
+        *(_of_limit(_OTHER_SUBJECTS[x.code], x) for x in c.limits if x.code in _OTHER_SUBJECTS),
     ]  # fmt: skip
 
 
@@ -246,6 +246,17 @@ def _adapters(c: Capabilities) -> list[Finding]:
 def _extras(c: Capabilities) -> list[Finding]:
     """Rows with tokens, of servers that give them."""
     return [_ok("extras", f"{', '.join(c.extras)}: rows come with the tokens, for extras")] if c.extras else []
+
+
+def _attachments(c: Capabilities) -> list[Finding]:
+    """What may come with prompts, of servers whose models take something."""
+    if c.attachments:
+        bans = "and what stands for them is never generated" if c.bans else "and what stands for them may be generated"
+        return [_ok("images", f"{', '.join(c.attachments)}: they come with prompts that have some, {bans}")]
+    if not c.attachments_need:
+        return []
+    sentence = f"none are taken, though its model takes some; for prompts that have some, {c.attachments_need}"
+    return [Finding("images", Level.REMARK, sentence)]
 
 
 def _ends(c: Capabilities, given: bool) -> Finding:

@@ -68,6 +68,8 @@ def change(model: Any, seed: int, step: float = 0.1) -> None:
     with torch.no_grad():
         for weight in model.parameters():
             direction, norm = torch.randn(weight.shape, generator=noise), weight.norm()
+            if not norm:  # a bias, as it was made
+                continue
             weight.add_(direction * (step * norm / direction.norm()))
             weight.mul_(norm / weight.norm())
 
