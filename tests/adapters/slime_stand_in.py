@@ -12,7 +12,7 @@ import json
 import sys
 import threading
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from enum import Enum
@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 from real_schedulers import LENGTHS, VOCAB
+from tiny_vision import picture, tiny_processor
 
 from april.adapters.slime import make_generate_rollout
 from april.engines.simulated.decode_cost import DecodeCost
@@ -48,6 +49,7 @@ class Sample:
     prompt: Any = ""
     tokens: list[int] = field(default_factory=list)
     multimodal_inputs: dict[str, Any] | None = None
+    multimodal_train_inputs: dict[str, Any] | None = None
     response: str = ""
     response_length: int = 0
     label: str | None = None
@@ -80,6 +82,33 @@ class Sample:
         return sample
 
 
+def images_of(offset: int) -> list[Any]:
+    """A prompt has none, one or two images, of sizes and colours of its own."""
+    sizes = [(56 + 28 * (offset % 3), 84), (28, 56 + 28 * (offset % 2))][: offset % 3]
+    return [picture(*size, color=(offset % 256, 7 * offset % 256, i)) for i, size in enumerate(sizes)]
+
+
+def show(sample: Sample, offset: int) -> None:
+    """Images as slime's data set gives them, beside a text that the chat template has written."""
+    images = images_of(offset)
+    sample.prompt = "".join(f"<|vision_start|>{MARK}<|vision_end|>" for _ in images) + f"cats {offset}"
+    sample.multimodal_inputs = {"images": images or None, "videos": None}
+
+
+MARK = "<|image_pad|>"
+
+
+def build_processor_kwargs(multimodal_inputs: dict[str, Any] | None = None) -> dict[str, Any]:
+    """As slime's: lists of ids, and tensors of the rest."""
+    text = {"return_tensors": None, "return_mm_token_type_ids": False}
+    return {**(multimodal_inputs or {}), "text_kwargs": text, "images_kwargs": {"return_tensors": "pt"}}
+
+
+def load_processor(name_or_path: str, **kwargs: Any) -> Any:
+    """By name."""
+    return None if name_or_path == "text" else tiny_processor()
+
+
 class DataSource:
     """Prompts in order, epoch after epoch; ``drawn`` lists the groups that were given."""
 
@@ -94,6 +123,8 @@ class DataSource:
             group = []
             for _ in range(self.args.n_samples_per_prompt):
                 group.append(Sample(self.groups, self.samples, prompt=f"p{self.offset}", label=str(self.offset)))
+                if self.args.multimodal_keys:
+                    show(group[-1], self.offset)
                 self.samples += 1
             self.drawn.append(self.groups)
             self.groups += 1
@@ -154,9 +185,9 @@ class Tokenizer:
         return " ".join(str(i) for i in ids if i or not skip_special_tokens)
 
 
-def load_tokenizer(name_or_path: str, **kwargs: Any) -> Tokenizer:
+def load_tokenizer(name_or_path: str, **kwargs: Any) -> Any:
     """By name."""
-    return Tokenizer()
+    return tiny_processor().tokenizer if name_or_path == "seeing" else Tokenizer()
 
 
 def load_function(path: str) -> Any:
@@ -230,7 +261,10 @@ def installed(name: str = "slime") -> Iterator[None]:
     contents: dict[str, dict[str, Any]] = {
         "utils.misc": {"load_function": load_function},
         "utils.async_utils": {"get_async_loop": lambda: loop},
-        "utils.processing_utils": {"load_tokenizer": load_tokenizer},
+        "utils.processing_utils": {
+            "load_tokenizer": load_tokenizer, "load_processor": load_processor,
+            "build_processor_kwargs": build_processor_kwargs,
+        },
         "rollout.base_types": {"RolloutFnTrainOutput": RolloutFnTrainOutput},
         "rollout.filter_hub.base_types": {"call_dynamic_filter": call_dynamic_filter},
         "rollout.rm_hub": {"async_rm": async_rm, "batched_async_rm": batched_async_rm},
@@ -264,7 +298,7 @@ def namespace(**changes: Any) -> Namespace:
         "rollout_all_samples_process_path": None, "buffer_filter_path": None, "use_rollout_routing_replay": False,
         "custom_reward_post_process_path": None, "custom_convert_samples_to_train_data_path": None,
         "advantage_estimator": "grpo", "rewards_normalization": True, "grpo_std_normalization": True,
-        "log_passrate": False,
+        "log_passrate": False, "multimodal_keys": None,
     }  # fmt: skip
     others = {"april", "sglang_router_ip", "sglang_router_port", "colocate", "offload_rollout"}
     others |= {"use_dynamic_batch_size", "num_layers", "moe_router_topk"}
@@ -305,17 +339,22 @@ class Run:
     Args:
         directory: of its checkpoints.
         start: goes on with this rollout, from the checkpoint before it if there is one.
+        engines_of: makes other engines.
     """
 
-    def __init__(self, directory: Path | None = None, start: int = 0, **flags: Any) -> None:
+    def __init__(
+        self, directory: Path | None = None, start: int = 0, *, engines_of: Callable[[], list[Any]] | None = None,
+        **flags: Any,
+    ) -> None:  # fmt: skip
         where = None if directory is None else str(directory)
         self.args = namespace(save=where, load=where, **flags)
         self.data = DataSource(self.args)
         if start:
             self.data.load(start - 1)
         extras = ("routed_experts",) if self.args.use_rollout_routing_replay else ()
-        engines = [simulated("e0", extras=extras), simulated("e1", stream_interval_s=1e-3, extras=extras)]
-        self.function = make_generate_rollout(engines, check=True)
+        own = [simulated("e0", extras=extras), simulated("e1", stream_interval_s=1e-3, extras=extras)]
+        self.engines: list[Any] = list(own) if engines_of is None else engines_of()
+        self.function = make_generate_rollout(self.engines, check=True)
 
     def __enter__(self) -> Run:
         return self

@@ -454,7 +454,8 @@ def slime_samples(count: int = 2, prompt: Any = "p1", **fields: Any) -> list[Any
     ([object(), object()], "a sample of the data source (object) has no index, prompt"),
     (slime_samples(1), "the data source gave a group of 1 samples, and --n-samples-per-prompt is 2"),
     (slime_samples(prompt=[{"role": "user"}]), "is no text; add --apply-chat-template"),
-    (slime_samples(multimodal_inputs={"images": [1]}), "has images or other inputs"),
+    (slime_samples(multimodal_inputs={"images": [1]}), "name their column in --multimodal-keys"),
+    (slime_samples(multimodal_inputs={"images": None, "videos": [1]}), "has videos, and april takes text and images"),
 ])  # fmt: skip
 def test_groups_of_slime_that_cannot_be_used(group: list[Any], said: str, tmp_path: Path) -> None:
     """What a data source of the user's own may get wrong."""

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from april.adapters.slime.images import INPUTS, TRAIN_INPUTS, SampleImages, as_bytes, as_images, images_of, take_out
 from april.core.batch import DeliveredSample
 from april.core.tape import Int32, Segment, SegmentKind
 from april.core.types import FinishReason, Prompt, SampleId
@@ -69,6 +70,7 @@ class Groups:
         encode: text to token ids.
         check: raises for a sample that april cannot use.
         any_prompt: who generates reads the prompt itself; its token ids here are for the books.
+        images: of samples that have some; None: there are to be none.
     """
 
     resumes = True
@@ -76,9 +78,10 @@ class Groups:
 
     def __init__(
         self, data_source: Any, n: int, encode: Callable[[str], Sequence[int]], check: Callable[[Any], None], *,
-        any_prompt: bool = False,
+        any_prompt: bool = False, images: SampleImages | None = None,
     ) -> None:  # fmt: skip
         self._data_source = data_source
+        self._images = images
         self._n = n
         self._encode = encode
         self._check = check
@@ -97,7 +100,7 @@ class Groups:
         self.begun += 1
         try:
             group = self.ahead[0] if self.ahead else self._draw()
-            prompt = {"token_ids": self._prompt_ids(group), "group": group}
+            prompt = {"token_ids": self._prompt_ids(group), "group": group, **self._with_images(group)}
             if self.ahead:
                 self.ahead.pop(0)
             self.drawn += 1
@@ -125,6 +128,8 @@ class Groups:
         """
         group = prompt.data["group"]
         sample = self.sample(group[sample_id.index % len(group)])
+        if self._images is not None:
+            self._images.put_back(sample, prompt.attached)
         if sample_id.index >= len(group):
             sample.index = -1 - sample.index
             if getattr(sample, "rollout_id", None) is not None:
@@ -149,18 +154,31 @@ class Groups:
                         "generates it anew")  # fmt: skip
         return list(group)
 
+    def _first(self, group: Sequence[Any]) -> Any:
+        """To be read only."""
+        return self.sample(group[0]) if isinstance(group[0], Mapping) else group[0]
+
+    def _with_images(self, group: Sequence[Any]) -> dict[str, Any]:
+        """The images of a prompt, which its samples lose."""
+        if self._any_prompt:
+            return {}
+        sample = self._first(group)
+        images = images_of(sample)
+        if images and self._images is None:
+            raise ConfigError(
+                f"sample {sample.index} has images, and nothing says that the data set has some; name their column in "
+                "--multimodal-keys"
+            )
+        take_out(group)
+        return {"images": images} if images else {}
+
     def _prompt_ids(self, group: Sequence[Any]) -> Sequence[int]:
-        sample = self.sample(group[0])
+        sample = self._first(group)
         ids = sample.tokens[: len(sample.tokens) - sample.response_length]
         if ids:
             return list(ids)
         if self._any_prompt:
             return self._encode(str(sample.prompt)) or [0]
-        if any(v is not None for v in (getattr(sample, "multimodal_inputs", None) or {}).values()):
-            raise ConfigError(
-                f"sample {sample.index} has images or other inputs, which april does not send; let slime itself talk "
-                "to the servers: --custom-generate-function-path slime.rollout.sglang_rollout.generate"
-            )
         if not isinstance(sample.prompt, str):
             raise ConfigError(f"the prompt of sample {sample.index} is no text; add --apply-chat-template")
         return self._encode(sample.prompt)
@@ -272,7 +290,8 @@ def without_objects(state: Mapping[str, Any]) -> dict[str, Any]:
     core = dict(state["core"])
     for key in ("ready", "waiting"):
         core[key] = [
-            {**group, "data": {"group": [as_dict(s) for s in group["data"]["group"]]}} for group in core[key]
+            {**group, "data": {"group": [as_dict(s, images=True) for s in group["data"]["group"]]}}
+            for group in core[key]
         ]
     return {**state, "core": core}
 
@@ -281,11 +300,14 @@ EXPERTS = "rollout_routed_experts"
 """The field of a sample that has the experts to be replayed."""
 
 
-def as_dict(sample: Any) -> dict[str, Any]:
-    """A sample as plain values; those that come from a file are that already."""
+def as_dict(sample: Any, *, images: bool = False) -> dict[str, Any]:
+    """A sample as plain values; those that come from a file are that already. ``images``: with those that it has."""
     if isinstance(sample, Mapping):
         return dict(sample)
     values = dict(sample.to_dict())
+    if INPUTS in values:  # of what april holds they are in its own state
+        values[INPUTS] = as_bytes(values[INPUTS]) if images else dict.fromkeys(values[INPUTS] or ()) or None
+        values.pop(TRAIN_INPUTS, None)
     if (rows := values.get(EXPERTS)) is not None:  # a custom generate function's: an array, or lists, or a tensor
         rows = np.asarray(rows, "<i4")
         values[EXPERTS] = [list(rows.shape), rows.tobytes()]
@@ -302,6 +324,8 @@ def unpacked(entry: Mapping[str, Any]) -> dict[str, Any]:
     values = copy.deepcopy(dict(entry))
     if (rows := values.get(EXPERTS)) is not None:
         values[EXPERTS] = np.frombuffer(rows[1], "<i4").reshape(rows[0]).astype(np.int32)
+    if INPUTS in values:
+        values[INPUTS] = as_images(values[INPUTS])
     return values
 
 

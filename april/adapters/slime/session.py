@@ -18,6 +18,7 @@ from april.adapters.slime.arguments import agent_path, config_of, router_url, wa
 from april.adapters.slime.framework import Framework
 from april.adapters.slime.functions import FunctionEngine
 from april.adapters.slime.hooks import SlimeHooks
+from april.adapters.slime.images import SampleImages
 from april.adapters.slime.samples import (
     KIND,
     Groups,
@@ -83,6 +84,7 @@ class Session:
             tokenizer = load(args.hf_checkpoint, trust_remote_code=True)
         self._tokenizer = tokenizer
         self._check = check
+        self._images: SampleImages | None = None
         self._batches: dict[int, int] = {}
         """Batch of each rollout that may still be named by a checkpoint."""
         self._leased: dict[int, Held] = {}
@@ -128,6 +130,7 @@ class Session:
         mask = bool(getattr(self._args, "mask_offpolicy_in_partial_rollout", False))
         groups: list[list[Any]] = []
         leased = self._leased.setdefault(batch.id, {})
+        seen: dict[tuple[str, ...], Any] = {}
         for size in batch.group_sizes:
             group: list[Any] = []
             for sample_id, rows in groupby(islice(done, size), key=lambda row: row[0].id):
@@ -142,6 +145,8 @@ class Session:
                 made = [(further(sample, row, self._text(row)), row) for row, _ in others]
                 for one, row in [(sample, first), *made]:
                     group.append(finish(one, row, batch.version, self._weights.names, advantage, mask_offpolicy=mask))
+                    if self._images is not None:
+                        self._images.finish(one, row, seen)
             groups.append(group)
         return sorted(groups, key=lambda group: group[0].index)
 
@@ -180,9 +185,11 @@ class Session:
     def _open(self, saved: dict[str, Any] | None) -> None:
         args, framework = self._args, self._framework
         config = config_of(args, self._weights.urls or None, own_function=self._function is not None)
+        if self._images is None and self._function is None:
+            self._images = SampleImages.of(framework, args)
         groups = self._groups = Groups(
             self._data_source, args.n_samples_per_prompt, self._encode, framework.check_sample,
-            any_prompt=self._function is not None,
+            any_prompt=self._function is not None, images=self._images,
         )  # fmt: skip
         self._finished: Held | None = None
         engines, rollout = self._own_engines, single_turn
@@ -200,6 +207,7 @@ class Session:
             config, prompts=groups, engines=engines, rollout=rollout, tokenizer=self._tokenizer, check=self._check,
             reward=None if in_groups else hooks.reward, group_reward=hooks.group_reward if in_groups else None,
             filter=hooks.filter if hooks.has_filter else None,
+            processor=None if self._images is None else self._images.processor,
         )  # fmt: skip
         self._followed: FollowedUpdates | None = None
         try:
@@ -278,14 +286,15 @@ class Session:
         held = self._hooks.held.copy()
         for leased in list(self._leased.values()):
             held |= leased if self._function is not None else {i: without_experts(s) for i, s in leased.items()}
+        theirs = self._function is not None  # april has none of the images of samples that a function fills
         kept = {"held": held, "finished": (self._finished or {}).copy()}
         return {
             "state": without_objects(state),
             "lag": 0,
             "names": [[*version, *name] for version, name in self._weights.names.items()],
-            "ahead": [[as_dict(s) for s in group] for group in self._groups.ahead],
+            "ahead": [[as_dict(s, images=True) for s in group] for group in self._groups.ahead],
             **{
-                what: {key_of(i): as_dict(s) for i, s in samples.items() if i.group in inside}
+                what: {key_of(i): as_dict(s, images=theirs) for i, s in samples.items() if i.group in inside}
                 for what, samples in kept.items()
             },
         }
