@@ -40,6 +40,8 @@ test-engines: $(VENV)/.installed
 	$(BIN)/python -m tests.real_engines.keep --contexts 1000
 	$(BIN)/python -m tests.real_engines.experts
 	$(BIN)/python -m tests.real_engines.sent_weights
+	$(BIN)/python -m tests.real_engines.images vllm
+	$(BIN)/python -m tests.real_engines.images sglang
 	$(BIN)/python -m tests.real_engines.adapters vllm
 	$(BIN)/python -m tests.real_engines.adapters sglang
 	$(BIN)/python -m tests.real_engines.gateway vllm

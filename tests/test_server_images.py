@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from fake_servers.base import RequestFault, uncut
 from fake_servers.images import PLACEHOLDER, TOKENS_EACH, FakeImages, features, salt_of
@@ -225,6 +226,17 @@ async def test_who_takes_no_images_gets_none(kind: str) -> None:
         got = await read(engine, shown(RED))
         assert isinstance(got.error, RequestRefused)
         assert "comes with images, and engine" in str(got.error)
+        assert not server.runs
+
+
+@pytest.mark.parametrize("kind", TAKE)
+async def test_a_generated_placeholder_is_not_sent(kind: str) -> None:
+    """SGLang would never answer a request that has one, and vLLM takes it for text, which no trainer does."""
+    async with served(kind, images=FakeImages()) as (server, engine):
+        asked = shown(RED, after=2)
+        got = await read(engine, replace(asked, token_ids=np.append(asked.token_ids, np.int32(PLACEHOLDER))))
+        assert isinstance(got.error, RequestRefused)
+        assert "2 tokens that stand for attachments, and 1 are of some" in str(got.error)
         assert not server.runs
 
 

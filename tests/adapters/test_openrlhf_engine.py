@@ -4,21 +4,27 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import io
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from fake_async_llm import EOS, VOCAB, FakeAsyncLLM, install_vllm
 from fake_servers.base import uncut
+from fake_servers.images import PLACEHOLDER, TOKENS_EACH, FakeImages, features, salt_of
+from PIL import Image
 
 from april.adapters.openrlhf.rollouts import OpenRLHFEngine, connect
+from april.core.attachments import Attachment, Placed
 from april.core.sampling import LogprobKind, SamplingParams
 from april.core.versions import PolicyVersion
 from april.engines.protocol import Chunk, EngineFinish, Request
 from april.engines.vllm.actor import ActorSide
-from april.errors import EngineBusy, EngineError, RequestRefused
+from april.errors import AttachmentError, EngineBusy, EngineError, RequestRefused
 
 PROMPT = [12, 20, 30]
 pytestmark = pytest.mark.asyncio
@@ -101,6 +107,26 @@ async def test_a_response_in_one_chunk() -> None:
     assert chunk.tokens.tolist() == text(len(chunk.tokens))
     assert chunk.logprobs.tolist() == uncut(PROMPT, weights="tiny0", max_tokens=200, mean_length=60)[1]
     assert chunk.version == PolicyVersion(0, 0)
+
+
+async def test_an_image_in_a_file_is_read_on_this_side(tmp_path: Path) -> None:
+    """The actor may run where the file is not: its bytes go along, and a file that has changed is an error by name."""
+    buffer = io.BytesIO()
+    picture = Image.new("RGB", (4, 4), (9, 8, 7))
+    picture.save(buffer, "PNG")
+    (tmp_path / "a.png").write_bytes(buffer.getvalue())
+    attachment = replace(Attachment.of("image", buffer.getvalue()), data=None, path=str(tmp_path / "a.png"))
+    placed = Placed(attachment, 1, TOKENS_EACH, (PLACEHOLDER,))
+    ids = [12, *[PLACEHOLDER] * TOKENS_EACH, 30]
+    async with world(images=FakeImages()) as (llm, _, engine):
+        assert engine.capabilities.attachments == ("image",)
+        (chunk,) = await collect(engine, replace(request("a1", ids), attached=(placed,)))
+        seen = salt_of([features(picture.tobytes(), "tiny0")])
+        assert chunk.tokens.tolist() == text(len(chunk.tokens), "tiny0" + seen, ids)
+        (tmp_path / "a.png").write_bytes(b"another")
+        with pytest.raises(AttachmentError, match=r"a\.png has other content"):
+            await collect(engine, replace(request("a2", ids), attached=(placed,)))
+        assert len(llm.runs) == 1
 
 
 async def test_what_the_engine_is() -> None:

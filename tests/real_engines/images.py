@@ -12,6 +12,8 @@ happen. Writes ``runs/images/<kind>.json``.
 
 from __future__ import annotations
 
+import asyncio
+import io
 import json
 import shutil
 import signal
@@ -30,6 +32,12 @@ from PIL import Image
 from transformers import AutoModelForImageTextToText
 from transformers.utils.logging import disable_progress_bar
 
+from april.config.engines import SglangEngineConfig, VllmEngineConfig
+from april.core.attachments import Attachment, Placed
+from april.engines.kinds.factory import open_servers
+from april.engines.protocol import Engine, Request
+from april.testing import conformance
+from april.testing.conformance import CHECKS, Outcome, Shown, Subject, Weights
 from tests.real_engines.commands import sglang_server, vllm_server
 from tests.real_engines.environments import ROOT, CannotInstall
 from tests.real_engines.image_models import (
@@ -89,7 +97,8 @@ def run(kind: str, where: Path) -> dict[str, Any]:
         began = time.monotonic()
         train(kind, where, servers)
         took = time.monotonic() - began
-    return check(kind, where) | {"seconds of training": round(took)}
+        promises = hold_to_promises(kind, where, servers[0])
+    return check(kind, where) | {"seconds of training": round(took), "promises": promises}
 
 
 def server_of(kind: str, number: int, where: Path, port: int) -> Server:
@@ -178,6 +187,36 @@ def last_lines(where: Path) -> str:
     return "\n".join((where / "trainer.log").read_text("utf-8", errors="replace").splitlines()[-15:])
 
 
+def hold_to_promises(kind: str, where: Path, server: Server) -> dict[str, str]:
+    """The checks of the conformance suite that are about images; raises NotKept unless all are passed."""
+    reference = Reference(kind, where)
+    ids = [1, 300, *[IMAGE_PAD] * 48, 301, 302]
+    one, other = (Attachment.of("image", (where / "images" / f"{i}.png").read_bytes()) for i in (1, 3))
+    both = [1, 300, *[IMAGE_PAD] * 48, 301, *[IMAGE_PAD] * 48, 302]
+    shown = [Shown(ids, [Placed(a, 2, 48, (IMAGE_PAD,))]) for a in (one, other)]
+    for first, second in ((one, other), (other, one)):
+        shown.append(Shown(both, [Placed(first, 2, 48, (IMAGE_PAD,)), Placed(second, 51, 48, (IMAGE_PAD,))]))
+
+    def weights(n: int) -> Weights:
+        def seen(request: Request, response: list[int]) -> Any:
+            images = [Image.open(io.BytesIO(placed.attachment.data or b"")) for placed in request.attached]
+            return reference.logits(n, request.token_ids.tolist(), response, images).numpy()
+
+        return Weights(str(where / f"v{n}"), seen=seen)
+
+    async def opened() -> Engine:
+        (engine,) = await open_servers(config)
+        return engine
+
+    config = VllmEngineConfig(urls=(server.url,)) if kind == "vllm" else SglangEngineConfig(urls=(server.url,))
+    subject = Subject(open=opened, shown=shown, now=weights(BATCHES - 1), other=weights(1))
+    checks = [one for one in CHECKS if one.name == "banned_ids" or one.name.startswith("attached")]
+    verdicts = asyncio.run(conformance.run(subject, checks)).verdicts
+    if amiss := [str(verdict) for verdict in verdicts if verdict.outcome is not Outcome.PASSED]:
+        raise NotKept("; ".join(amiss))
+    return {verdict.check: str(verdict) for verdict in verdicts}
+
+
 # ---------------------------------------------------------------- what came of it
 
 
@@ -190,21 +229,24 @@ class Reference:
         # SGLang says those after the ban, vLLM those before it
         self._banned = list(PLACEHOLDERS) if kind == "sglang" else []
 
-    @torch.no_grad()
     def logprobs(self, weights: int, prompt: Sequence[int], tokens: Sequence[int], images: Sequence[str]) -> Any:
         """Of the tokens [T], after the prompt with these images."""
+        logits = self.logits(weights, prompt, tokens, [Image.open(self._where / name) for name in images])
+        logits[:, self._banned] = -torch.inf
+        return logits.log_softmax(-1).gather(1, torch.tensor(list(tokens))[:, None])[:, 0].numpy()
+
+    @torch.no_grad()
+    def logits(self, weights: int, prompt: Sequence[int], tokens: Sequence[int], shown: Sequence[Any]) -> Any:
+        """[T, V], at the places that predict the tokens."""
         if weights not in self._models:
             loader: Any = AutoModelForImageTextToText
             self._models[weights] = loader.from_pretrained(self._where / f"v{weights}", dtype=torch.float32).eval()
-        shown = [Image.open(self._where / name) for name in images]
         seen = self._processor.image_processor(images=shown, return_tensors="pt")
         ids = torch.tensor([[*prompt, *tokens]])
-        logits = self._models[weights](
+        return self._models[weights](
             input_ids=ids, attention_mask=torch.ones_like(ids), pixel_values=seen["pixel_values"],
             image_grid_thw=seen["image_grid_thw"], mm_token_type_ids=(ids == IMAGE_PAD).int(),
         ).logits[0, len(prompt) - 1 : -1].float()  # fmt: skip
-        logits[:, self._banned] = -torch.inf
-        return logits.log_softmax(-1).gather(1, torch.tensor(list(tokens))[:, None])[:, 0].numpy()
 
 
 def check(kind: str, where: Path) -> dict[str, Any]:

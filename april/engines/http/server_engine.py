@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager, suppress
 
 import numpy as np
 
+from april.core.attachments import collapsed
 from april.core.versions import PolicyVersion
 from april.engines.http.adapter_files import why_refused
 from april.engines.http.own_adapters import OwnAdapters
@@ -169,6 +170,8 @@ class ServerEngine:
                     f"attempt {request.attempt_id} comes with {placed.attachment.kind}s, and engine {self.name} would "
                     f"leave them out without a word{need}"
                 )
+        if request.attached:
+            self._check_places(request)
         # as unsigned numbers, negative ones are too large as well
         if ids.view(np.uint32).max() >= limit.vocab_size:
             raise RequestRefused(
@@ -179,6 +182,17 @@ class ServerEngine:
             raise RequestRefused(
                 f"attempt {request.attempt_id} wants {len(ids)} + {request.sampling.max_tokens} tokens where engine "
                 f"{self.name} has room for {limit.max_context}; lower max_response_len or set engine.max_len"
+            )
+
+    def _check_places(self, request: Request) -> None:
+        """Refuse a request in which more stands for attachments than there are: SGLang would never answer it."""
+        sent = collapsed(request.token_ids, request.attached)
+        stands = [token for placed in request.attached for token in placed.stands]
+        found = int(np.isin(sent, stands).sum())
+        if found != len(stands):
+            raise RequestRefused(
+                f"attempt {request.attempt_id} has {found} tokens that stand for attachments, and {len(stands)} are of "
+                "some; were they generated, on an engine that cannot ban them?"
             )
 
     def _to_abort(self, attempt_ids: Sequence[str] | None) -> list[str]:
