@@ -149,10 +149,11 @@ class Run:
     """Rollouts over two simulated engines, driven as OpenRLHF's loop drives its generator; a context manager."""
 
     def __init__(
-        self, settings: dict[str, Any] | None = None, *, rows: int = ROWS, loader: type[Loader] = Loader, **flags: Any
-    ) -> None:
+        self, settings: dict[str, Any] | None = None, *, rows: int = ROWS, loader: type[Loader] = Loader,
+        engine: type[Engine] = Engine, tokenizer: Any = None, **flags: Any,
+    ) -> None:  # fmt: skip
         self.args = namespace(**flags)
-        self.engines = [Engine("e0"), Engine("e1")]
+        self.engines = [engine("e0"), engine("e1")]
         self.loader: Any = loader(rows)
         own = {"over_sampling_batch_size": 2 * GROUPS} if settings is None else settings
 
@@ -162,7 +163,8 @@ class Run:
         from april.carrying_loader import CarryingLoader
 
         config = config_of(self.args, own)
-        self.rollouts = Rollouts(self.args, config, Tokenizer(), [], open_engines=opened, check=True)
+        tokenizer = tokenizer or Tokenizer()
+        self.rollouts = Rollouts(self.args, config, tokenizer, [], open_engines=opened, check=True)
         self.loader = CarryingLoader(self.loader, self.rollouts.save, self.rollouts.load)
         self.rows: Any = None
         self.labels: list[str] = []

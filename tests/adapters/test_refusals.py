@@ -130,7 +130,8 @@ WRONG: dict[str, list[tuple[Changes, Any, str]]] = {
     "openrlhf": [
         ({"vllm__num_engines": None}, {}, "--vllm.num_engines is missing or 0"),
         ({"train__agent_func_path": "a.txt"}, {}, "--train.agent_func_path a.txt: expected a Python file"),
-        ({"data__max_images_per_prompt": 1}, {}, "--data.max_images_per_prompt:  .. images would be lost"),
+        ({"data__max_images_per_prompt": 1, "train__agent_func_path": "a.py"}, {},
+         "--data.max_images_per_prompt with --train.agent_func_path:"),
         ({"train__partial_rollout_enable": True}, {}, "--train.partial_rollout_enable changes weights in the middle"),
         ({"rollout__vllm_generate_batch_size": 8}, {}, "vllm_generate_batch_size is not --rollout.batch_size"),
         ({"rollout__vllm_generate_batch_size": 2}, {}, "vllm_generate_batch_size is not --rollout.batch_size"),

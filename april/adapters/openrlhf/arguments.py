@@ -75,6 +75,11 @@ def config_of(args: Any, own: Mapping[str, Any]) -> Config:
     for sentence in _objections(args, own):
         raise ConfigError(sentence)
     most = args.rollout.max_new_tokens
+    flags = {name.partition(".")[2]: own.pop(name) for name in list(own) if name.startswith("images.")}
+    if flags and isinstance(own.get("images", {}), Mapping):
+        own["images"] = {**own.get("images", {}), **flags}
+    if (shown := getattr(args.data, "max_images_per_prompt", 0)) and isinstance(own.get("images", {}), Mapping):
+        own["images"] = {"max_per_prompt": shown, **own.get("images", {})}
     config = Config(
         rollout_batch_size=args.rollout.batch_size,
         n_samples_per_prompt=args.rollout.n_samples_per_prompt,
@@ -120,8 +125,11 @@ def _objections(args: Any, own: Mapping[str, Any]) -> Iterator[str]:
     agent = args.train.agent_func_path
     if agent and not agent.endswith(".py"):
         yield f"--train.agent_func_path {agent}: expected a Python file with a class AgentExecutor"
-    if getattr(args.data, "max_images_per_prompt", 0):
-        yield "--data.max_images_per_prompt: april resumes by token ids alone, and images would be lost; use text only"
+    if getattr(args.data, "max_images_per_prompt", 0) and agent:
+        yield (
+            "--data.max_images_per_prompt with --train.agent_func_path: what an agent makes of images for training is "
+            "not kept over cuts and restarts; use one of the two"
+        )
     if getattr(args.train, "partial_rollout_enable", False):
         yield (
             "--train.partial_rollout_enable changes weights in the middle of requests, so nobody would know which "

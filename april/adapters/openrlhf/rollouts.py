@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from april.adapters.openrlhf.agents import Agents
+from april.adapters.openrlhf.images import ShownImages
 from april.adapters.openrlhf.samples import Held, Prompts, RewardResult, judged_text, prompt_ids, responses_of
 from april.carrying_loader import KEY
 from april.config.settings import Config
@@ -104,7 +105,9 @@ class Rollouts:
         self, args: Any, config: Config, tokenizer: Any, actors: Sequence[Any], *,
         open_engines: Callable[[Sequence[Any]], Any] = connect, check: bool = False,
     ) -> None:  # fmt: skip
-        self._args, self._config, self._tokenizer, self._actors = args, config, tokenizer, actors
+        self._args, self._config, self._actors = args, config, actors
+        self._shown = ShownImages(tokenizer, config.images) if args.data.max_images_per_prompt else None
+        self._tokenizer = tokenizer if self._shown is None else self._shown.tokenizer
         self._open_engines, self._check = open_engines, check
         self._engines: list[Any] = []
         self.scheduler: RolloutScheduler | None = None
@@ -113,9 +116,9 @@ class Rollouts:
         """The last one."""
         self.ledger: dict[str, Ledger] = {}
         """At the end."""
-        self._prompts = Prompts(self._encode)
+        self._prompts = Prompts(self._encode, None if self._shown is None else self._shown.kept)
         self._scored: Held = {}
-        self._agents = Agents(args, tokenizer, self._scored) if args.train.agent_func_path else None
+        self._agents = Agents(args, self._tokenizer, self._scored) if args.train.agent_func_path else None
         self._rows: Iterator[Any] | None = None
         self._kept = KeptSamples(self._scored)
         self._saved: dict[str, Any] | None = None
@@ -157,7 +160,8 @@ class Rollouts:
             self._rows = None  # a loader with workers of its own gives the same iterator for the next episode
             return [], self._prompts.drawn - before, True
         self.batch = batch
-        responses = list(responses_of(batch, self._scored, with_rewards=self._has_rewards))
+        of_images = {} if self._shown is None else {"inputs_of": self._shown.inputs_of}
+        responses = list(responses_of(batch, self._scored, with_rewards=self._has_rewards, **of_images))
         for sample in batch.samples:
             self._scored.pop(sample.id, None)
         self._kept.settle(self.scheduler.held_groups())
@@ -213,6 +217,7 @@ class Rollouts:
             self._config, prompts=self._prompts, engines=self._engines, tokenizer=self._tokenizer, check=self._check,
             reward=self._reward if self._has_rewards else None, filter=self._in_range if filters else None,
             rollout=single_turn if self._agents is None else self._agents.rollout,
+            processor=None if self._shown is None else self._shown.processor,
         )  # fmt: skip
         if self._saved is not None:
             try:
@@ -228,7 +233,9 @@ class Rollouts:
             )
         return scheduler
 
-    def _encode(self, text: str) -> list[int]:
+    def _encode(self, text: str, whole: bool) -> list[int]:
+        if whole:  # what is cut off would take tokens of an image along
+            return list(self._tokenizer(text=text, add_special_tokens=False)["input_ids"])
         return prompt_ids(self._tokenizer, text, self._args.data.max_len, self._args.rollout.max_new_tokens)
 
     async def _reward(self, prompt: Prompt, response: Response) -> float:

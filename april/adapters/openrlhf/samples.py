@@ -77,21 +77,24 @@ def judged_text(tokenizer: Any, prompt: Prompt, response: Response) -> str:
     return text
 
 
-def row_of(item: Any) -> tuple[str, Any]:
-    """Prompt and label of one item of OpenRLHF's loader, whose batches are of one; no images (ConfigError)."""
+def row_of(item: Any) -> tuple[str, Any, list[Any]]:
+    """Prompt, label and images of one item of OpenRLHF's loader, whose batches are of one."""
     try:
         _, (prompt,), (label,), (images,) = item
     except (TypeError, ValueError):
         raise RolloutError(
             f"the loader of prompts gave {item!r}; expected sources, prompts, labels and images, one of each"
         ) from None
-    if images:
-        raise ConfigError("a prompt has images: april resumes by token ids alone, and they would be lost; use text")
-    return str(prompt), label
+    several = images if isinstance(images, (list, tuple)) else [images]
+    return str(prompt), label, [image for image in several if image is not None]
 
 
-def responses_of(batch: Batch, scored: Held, *, with_rewards: bool) -> Iterator[dict[str, Any]]:
+def responses_of(
+    batch: Batch, scored: Held, *, with_rewards: bool, inputs_of: Callable[[DeliveredSample], Any] = lambda row: None
+) -> Iterator[dict[str, Any]]:
     """Yield what OpenRLHF's executor would have returned, per sample, group by group.
+
+    ``inputs_of``: what its model is trained on beside the tokens of a row.
 
     Raises RolloutError for a sample of several conversations, and for logs of the reward function that differ between
     responses: OpenRLHF cannot stack them.
@@ -114,8 +117,8 @@ def responses_of(batch: Batch, scored: Held, *, with_rewards: bool) -> Iterator[
         yield {
             "prompt": sample.prompt.data["prompt"],
             "label": sample.prompt.data["label"],
-            "images": None,
-            "mm_train_inputs": None,
+            "images": sample.prompt.data.get(IMAGES),
+            "mm_train_inputs": inputs_of(sample),
             "observation_tokens": prompt + sample.tokens.tolist() + behind,
             "action_ranges": trained_ranges(sample.loss_mask.tolist(), len(prompt)),
             "rollout_log_probs": [0.0] * len(prompt) + sample.logprobs.tolist() + [0.0] * len(behind),
@@ -150,14 +153,25 @@ def provenance(sample: DeliveredSample) -> dict[str, float]:
     }
 
 
+IMAGES = "its images"
+"""The name in a prompt's data of its images, as OpenRLHF's loader gave them."""
+
+
 class Prompts:
-    """The present episode's prompts, for april, which draws them in its own thread; ``encode`` makes token ids."""
+    """The present episode's prompts, for april, which draws them in its own thread.
+
+    Args:
+        encode: makes token ids of a text, which is whole if it has images.
+        images: makes the images of a prompt values that a state can keep; None: prompts have none.
+    """
 
     resumes = True
     """OpenRLHF's loader goes on by its own state."""
 
-    def __init__(self, encode: Callable[[str], list[int]]) -> None:
-        self._encode = encode
+    def __init__(
+        self, encode: Callable[[str, bool], list[int]], images: Callable[[list[Any]], list[Any]] | None = None
+    ) -> None:
+        self._encode, self._images = encode, images
         self._lock = threading.Lock()
         self._rows: Iterator[Any] = iter(())
         self._recent: deque[list[Any]] = deque()
@@ -182,12 +196,22 @@ class Prompts:
             else:
                 try:
                     row = list(row_of(next(self._rows)))
+                    row[2] = self._kept(row[2])
                 except StopIteration:
                     self.ended = True
                     raise
             self._recent.append(row)
             self.drawn += 1
-        return {"token_ids": self._encode(row[0]), "prompt": row[0], "label": row[1]}
+        text, label, images = row
+        drawn = {"token_ids": self._encode(text, bool(images)), "prompt": text, "label": label}
+        return drawn | {"images": images, IMAGES: images} if images else drawn
+
+    def _kept(self, images: list[Any]) -> list[Any]:
+        if images and self._images is None:
+            raise ConfigError(
+                "a prompt has images, and --data.max_images_per_prompt is 0; set it to the most that a prompt has"
+            )
+        return self._images(images) if images and self._images is not None else []
 
     def save(self, position: int, loader_state: Callable[[], dict[str, Any]]) -> tuple[dict[str, Any], dict[str, Any]]:
         """The loader's state, and what was drawn from it and is not among the ``position`` prompts that april holds."""

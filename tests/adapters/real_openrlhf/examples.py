@@ -79,7 +79,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"rollout__top_p": 0.9}, "--rollout.top_p 0.9 is not part"),
     ({"train__async_enable": True, "train__partial_rollout_enable": True}, "partial_rollout_enable changes weights"),
     ({"train__agent_func_path": "agent.txt"}, "--train.agent_func_path agent.txt: expected a Python file"),
-    ({"data__max_images_per_prompt": 1}, "images would be lost"),
+    ({"data__max_images_per_prompt": 1, "train__agent_func_path": "a.py"}, "use one of the two"),
     ({"april__partial_rollout": "false"}, "set partial_rollout: true"),
     ({"april__group_quorum": 0.5}, "groups are delivered whole"),
     ({"rollout__temperature": 0.0}, "--rollout.temperature 0: greedy"),
