@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from april.version import __version__ as __version__
 
 if TYPE_CHECKING:
+    from april.attachments import attachment_bytes
     from april.config.flags import add_april_arguments, config_from_arguments
     from april.config.settings import Config, SamplingConfig
     from april.core.batch import Batch, DeliveredSample
@@ -54,6 +55,7 @@ if TYPE_CHECKING:
     from april.torch_arrays import to_torch
 
 _HOMES = {
+    "april.attachments": ("attachment_bytes",),
     "april.config.flags": ("add_april_arguments", "config_from_arguments"),
     "april.config": ("Config", "SamplingConfig"),
     "april.core.batch": ("Batch", "DeliveredSample"),
@@ -94,9 +96,9 @@ __all__ = [
     "LimitCode", "LogprobKind", "OffPolicyError", "PolicyVersion", "Prompt", "RankError", "RankScheduler", "Ranks",
     "Request", "Response", "RolloutError", "RolloutScheduler", "RunRecord", "SampleId", "SamplingConfig",
     "SamplingParams", "SchedulerClosed", "Segment", "SegmentKind", "TransformersEngine", "UsageError",
-    "VllmInProcessEngine", "WeightsInUse", "WireError", "add_april_arguments", "config_from_arguments",
-    "group_advantages", "hold_model", "loss_weights", "masked_weights", "new_token", "off_policy_report",
-    "partial_rollout", "rewards_differ", "to_torch", "truncated_weights",
+    "VllmInProcessEngine", "WeightsInUse", "WireError", "add_april_arguments", "attachment_bytes",
+    "config_from_arguments", "group_advantages", "hold_model", "loss_weights", "masked_weights", "new_token",
+    "off_policy_report", "partial_rollout", "rewards_differ", "to_torch", "truncated_weights",
 ]  # fmt: skip
 
 

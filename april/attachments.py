@@ -27,3 +27,7 @@ def content(attachment: Attachment) -> bytes:
             f"{what} has other content than when its prompt was drawn; a response that has begun cannot go on with it"
         )
     return data
+
+
+attachment_bytes = content
+"""Its name for users, as ``april.attachment_bytes``."""
