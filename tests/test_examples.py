@@ -75,6 +75,14 @@ def test_the_loop_of_ranks_runs_as_one_process(
     assert all("64 responses on 1 ranks" in line for line in lines)
 
 
+def test_the_loop_with_images_learns_what_it_sees(capsys: pytest.CaptureFixture[str]) -> None:
+    """More than half of the tokens fit the colour, which only the image says, over updates and resumed responses."""
+    pytest.importorskip("PIL")
+    assert loaded("own_loop_images").main(["--steps", "14"]) > 0.65
+    lines = capsys.readouterr().out.splitlines()
+    assert any("0% from" not in line for line in lines)
+
+
 def test_the_agent_with_a_tool_trains(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """A step of examples/tool_agent.py, from OpenAI's client to the optimizer, on a model that knows no calculator."""
     pytest.importorskip("openai")

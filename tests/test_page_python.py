@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import importlib.util
 import inspect
 import os
 import queue
@@ -32,6 +33,7 @@ from test_exporters import Kept, Words
 from test_ray_ranks import World
 from tiny_models import VOCAB_SIZE, tiny_model
 from tiny_tokenizers import ids_of, tokenizer
+from tiny_vision import VOCAB, encoded, picture, tiny_processor
 
 import april
 import april.ray
@@ -41,7 +43,7 @@ from april.adapters.slime.samples import finish
 from april.core.state import RolloutCore
 from april.record.replay import replay
 from april.record.standing import Standing, Waits
-from april.testing import Fault, FaultScript, conformance, run_virtual
+from april.testing import FakeEngine, Fault, FaultScript, conformance, run_virtual
 from april.view.progress import Line
 from tests.adapters import stand_in_areal, stand_in_trl
 
@@ -87,6 +89,59 @@ class Tokenizer:
         """The end of a turn."""
         assert token == "<|im_end|>"  # noqa: S105 - no secret
         return 5
+
+
+@executes("images.md-1", "images.md-2")
+def test_images_as_on_the_page(code: list[Block], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A batch of a model that sees, with the default function and with one that shows it what it drew."""
+    pytest.importorskip("PIL")
+    pytest.importorskip("renderers")
+    monkeypatch.chdir(tmp_path)
+    picture().save("cats.png")
+    example = own_loop_images()
+    given = reader(model=example.tiny_model(), processor=example.tiny_processor(), draw=lambda text: encoded())
+    scheduler, calls = code
+    config = april.Config(rollout_batch_size=1, n_samples_per_prompt=2, max_response_len=60)
+    space = scheduler.run(given | {"config": config})
+    with space["rollouts"] as rollouts:
+        (one, _) = rollouts.next_batch().samples
+        assert [Path(p.attachment.path).name for p in one.attached] == ["cats.png"]
+        assert april.attachment_bytes(one.attached[0].attachment) == Path("cats.png").read_bytes()
+    function = calls.run({"draw": lambda text: encoded()})["rollout"]
+    chat = [{**prompt, "images": [encoded()]} for prompt in space["prompts"]]
+    config = april.Config(rollout_batch_size=1, n_samples_per_prompt=2, max_response_len=400)
+    engine = FakeEngine("e", responses=lambda request: [9, 2], vocab_size=VOCAB, eos_token_id=2)
+
+    async def program() -> None:
+        async with testing.rollouts(
+            config, prompts=chat, rollout=function, reward=lambda p, r: 1.0, engines=[engine],
+            processor=tiny_processor(),
+        ) as run:  # fmt: skip
+            for sample in (await run.next_batch()).samples:
+                assert [p.attachment.data for p in sample.attached] == [encoded()] * 2
+            run.audit()
+
+    run_virtual(program())
+
+
+@executes("routed_experts.md-0")
+def test_experts_as_on_the_page(code: list[Block], capsys: pytest.CaptureFixture[str]) -> None:
+    """As pasted: a row for every token of prompt and response but the first, in the samples and in the arrays."""
+    space = code[0].run({})
+    printed = [line for line in capsys.readouterr().out.splitlines() if "uint8" in line]
+    assert printed == ["3 20 (22, 2, 2) uint8"] * 4
+    assert space["experts"].shape == (4, 23, 2, 2)
+
+
+def own_loop_images() -> ModuleType:
+    """The example with a tiny model that sees."""
+    path = Path(__file__).parent.parent / "examples" / "own_loop_images.py"
+    spec = importlib.util.spec_from_file_location("own_loop_images", path)
+    assert spec is not None
+    assert spec.loader is not None
+    example = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(example)
+    return example
 
 
 # ---------------------------------------------------------------- README, tutorial

@@ -36,8 +36,6 @@ class ImagesConfig(Model):
     max_per_prompt: PositiveInt = 64
     """Most images of a conversation."""
     hosts: Annotated[tuple[Annotated[str, AfterValidator(_host)], ...], BeforeValidator(one_or_more)] = ()
-    """Hosts from which images may be fetched by http(s); `*.example.com` means those below it that are public. No image
-    is fetched from any other."""
+    """Hosts from which images may be fetched by http(s); `*.example.com` means those below it that are public."""
     in_state: InState = InState.REFERENCE
-    """What memory and a saved state hold of an image that comes from a file: its path and hash (reference), or its
-    bytes (value)."""
+    """What is held and saved of an image in a file: its path and hash (reference), or its bytes (value)."""
