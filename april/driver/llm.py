@@ -408,7 +408,7 @@ def as_token_ids(token_ids: Sequence[int] | Int32) -> Int32:
     return np.array(array, np.int32)
 
 
-def refused_argument(name: str, where: str = "llm.generate", takes: str = "token_ids, any_conversation") -> str:
+def refused_argument(name: str, where: str = "llm.generate", takes: str = "token_ids, images, any_conversation") -> str:
     """The message that refuses an argument which ``llm.generate`` does not have."""
     known = f"{takes}, max_tokens, min_tokens, temperature, top_p, stop_token_ids, stop"
     return f"{where}: {name}: {UNSUPPORTED.get(name, 'unknown argument')}; april supports {known}"
