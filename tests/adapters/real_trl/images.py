@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,10 @@ from datasets import Dataset
 import april
 from april.adapters.trl import rollout
 from april.adapters.trl.checkpoint import BUFFER_FILE
-from tests.models_that_see import IMAGE, VIDEO, opened, picture, tiny_processor, tiny_vision_model
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from models_that_see import IMAGE, VIDEO, opened, picture, tiny_processor, tiny_vision_model
 
 ROWS, GROUPS, SAMPLES = 16, 4, 4
 SETTINGS: dict[str, Any] = {

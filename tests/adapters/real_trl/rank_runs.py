@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import images
 import short_runs
 import tiny
 import torch
@@ -22,6 +23,7 @@ from april.adapters.trl import rollout
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
+from models_that_see import tiny_processor, tiny_vision_model
 from rank_ends import end_rank
 
 GROUPS, ROWS = 3, 24
@@ -51,6 +53,10 @@ class Noted(short_runs.Watched):
         self.updates = batch.version.n
         engines = self.rollout_func.scheduler.engines
         self.generated = sum(engine.stats.generated_tokens for engine in engines if hasattr(engine, "stats"))
+
+
+class NotedSeeing(Noted, images.Seeing):
+    """And which image reached the loss with it."""
 
 
 def trainer(folder: Path, settings: dict[str, Any] | None = None, **changes: Any) -> Noted:
@@ -146,6 +152,21 @@ def offer_fsdp2() -> None:
     }  # fmt: skip
 
 
+def seeing(folder: Path) -> dict[str, Any]:
+    """A model that sees, and a column of images; with evaluations."""
+    torch.set_num_threads(1)
+    made = NotedSeeing(
+        model=tiny_vision_model(), reward_funcs=images.reward, train_dataset=images.data(rows=12),
+        args=short_runs.arguments(
+            folder / "training", **HALVES | {"save_strategy": "no"}, eval_strategy="steps", eval_steps=4,
+            per_device_eval_batch_size=2,
+        ),
+        eval_dataset=images.data(rows=5), processing_class=tiny_processor(), rollout_func=rollout(SETTINGS),
+    )  # fmt: skip
+    made.train()
+    return seen(made) | {"right": made.right, "without": made.without}
+
+
 def fails(folder: Path) -> dict[str, Any]:
     """A reward function raises on rank 1."""
     calls = iter(range(99))
@@ -190,7 +211,7 @@ def servers(folder: Path) -> dict[str, Any]:
 
 if __name__ == "__main__":
     where, part = Path(sys.argv[1]), sys.argv[2]
-    report = {"resumed": resumed, "fails": fails, "servers": servers}[part](where)
+    report = {"resumed": resumed, "fails": fails, "servers": servers, "seeing": seeing}[part](where)
     (where / f"rank{os.environ['RANK']}.json").write_text(json.dumps(report), "utf-8")
     torch.distributed.destroy_process_group()
     end_rank()

@@ -172,6 +172,25 @@ def test_two_ranks_that_have_pieces_of_the_model(whole_and_resumed: list[dict[st
     )
 
 
+def test_two_ranks_train_responses_with_their_own_images(tmp_path: Path) -> None:
+    """Each prompt once over both ranks; what each rank's loss gets are the tensors of its rows' images."""
+    ranks = run("seeing", tmp_path)
+
+    delivered = responses(*ranks)
+    assert len(delivered) == sum(delivered.values()) == 12 * SAMPLES
+    assert [report["right"] for report in ranks] == [12 * SAMPLES // 2] * 2
+    for report in ranks:
+        assert (report["steps"], report["evaluations"]) == (8, 2)
+        assert report["largest_error"] <= 1e-4 < 1e-2 < report["without"]
+        assert report["generated"] > 0
+    assert sum(report["resumed"] for report in ranks) > 0
+    assert ranks[0]["weights"] == ranks[1]["weights"]
+    print(
+        f"\ntwo ranks, images: {[report['resumed'] for report in ranks]} resumed responses trained; log-probabilities "
+        f"differ by at most {max(report['largest_error'] for report in ranks):.1e}"
+    )
+
+
 def test_an_error_on_one_rank_ends_both(tmp_path: Path) -> None:
     """At once, not after a time-out of torch's."""
     begun = time.monotonic()
