@@ -16,6 +16,7 @@ from verl.workers.rollout.llm_server import FullyAsyncLLMServerClient, LLMServer
 from verl.workers.rollout.replica import TokenOutput
 
 from april.adapters.verl.outputs import fields_of, result_of
+from april.adapters.verl.settings import UNBANNED
 from april.core.attachments import Placed
 from april.core.tape import Int32
 from april.processes.coordinator import calls
@@ -124,7 +125,7 @@ def worker_class() -> Any:
 
             self.llm_client.stands = stands = stands_of(self.processor)
             sampling = dict(sampling_params)
-            if stands and self.rollout_config.name == "sglang":  # verl has its vLLM servers never generate them
+            if stands and self.rollout_config.name in UNBANNED:
                 sampling["logit_bias"] = dict.fromkeys(map(str, stands.values()), NEVER)
 
             async def agent_loop(session: calls.Session) -> None:

@@ -43,6 +43,8 @@ SERVERS = "verl"
 OVERRUNNING = ("trtllm",)
 """``rollout.name`` of servers that overwrite the limit of every request by what prompt_length and response_length
 leave: more than is left of a response where the prompt is short, and nothing beyond their sum."""
+UNBANNED = ("sglang",)
+"""``rollout.name`` of servers that verl does not keep from generating ids that stand for images, and a bias does."""
 RAY_CALLS = 960
 """Calls that one Ray actor of verl's takes at the same time, 1,000, less some for aborts and weights."""
 ABORT_DEADLINE_S = 2.0
