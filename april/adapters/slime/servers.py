@@ -12,7 +12,7 @@ from april.engines.http.http_client import HttpClient
 from april.engines.http.wire import NotJson, read_json
 from april.engines.protocol import Engine
 from april.engines.sglang.engine import SglangEngine
-from april.engines.sglang.probe import router_workers
+from april.engines.sglang.router import router_workers
 from april.errors import ConfigError, EngineError
 
 UNLABELLED = (None, "default")

@@ -25,7 +25,8 @@ from april.engines.http.server_probe import client_of, connect_all, is_listed, w
 from april.engines.http.weight_directories import is_adapter
 from april.engines.http.weight_labels import START_LABEL, require_first_weights
 from april.engines.protocol import Engine, EngineLoad, Health, Request
-from april.engines.sglang.probe import SglangFacts, common_facts, probe_sglang, require_same_workers, workers_of
+from april.engines.sglang.probe import SglangFacts, probe_sglang, workers_of
+from april.engines.sglang.router import common_facts, require_same_workers
 from april.engines.sglang.transfer import WeightTransfer, all_or_first_error
 from april.engines.sglang.wire import ReplyParser, request_body, rid_of
 from april.engines.sglang.worker import HalfUpdated, SglangWorker

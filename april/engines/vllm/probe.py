@@ -11,15 +11,7 @@ import msgspec
 
 from april.config.engines import VllmEngineConfig
 from april.core.sampling import LogprobKind
-from april.engine_limits import (
-    UNKNOWN_LOGPROBS,
-    Limit,
-    LimitCode,
-    no_experts,
-    raw_logprobs,
-    tied_embeddings,
-    unknown_eos,
-)
+from april.engine_limits import UNKNOWN_LOGPROBS, tied_embeddings, unknown_eos
 from april.engines.http.adapter_files import base_shapes
 from april.engines.http.http_client import HttpClient, Reply
 from april.engines.http.server_probe import (
@@ -49,8 +41,9 @@ from april.engines.http.weight_labels import Span
 from april.engines.http.wire import NotJson, error_text, read_json
 from april.engines.openai.wire import ASK_SPANS
 from april.engines.protocol import ROUTED_EXPERTS, AbortMeans, AdapterSite, Capabilities, OnWeightUpdate
+from april.engines.vllm import limits
 from april.engines.vllm.adapters import LOAD, NEEDED
-from april.engines.vllm.plugin import BACKEND, BACKENDS
+from april.engines.vllm.plugin import BACKENDS
 from april.engines.vllm.wire import COMPLETIONS_ROUTE, PARTS, TOKEN_ROUTE, TokenReply, misses_attachment
 from april.errors import ConfigError, EngineError, RequestRefused, WireError
 from april.server_text import clean
@@ -62,7 +55,6 @@ _MODES = {
 
 
 EXPERTS_SETTING = "enable_return_routed_experts"
-EXPERTS_NEED = "start the server with --enable-return-routed-experts and --enable-scale-out"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,27 +130,27 @@ async def probe_vllm(client: HttpClient, config: VllmEngineConfig) -> VllmFacts:
     site, need = await _adapter_site(client, info, processes)
     if site is not None:
         site = replace(site, base=await asyncio.to_thread(base_shapes, card.get("root")))
-    routing, experts_need = None, EXPERTS_NEED
+    routing, experts_need = None, limits.EXPERTS_NEED
     if files and routing_of(files) is None and config.expert_shape is None:
         experts_need = NO_EXPERTS
     elif token_route and means is not AbortMeans.CLOSE and settings.get(ROUTED_EXPERTS) is not False:
         routing, experts_need = await _routing(client, config, model, files, paused=is_paused)
-    limits = (
-        (is_paused, _paused(client.url)),
-        (not (token_route or spans), _TOKEN_ROUTE_CLOSED),
-        (label is None, _NO_LABELS),
-        (not developer, _NO_DISK_UPDATES),
-        (loads and label is not None and not _collective(settings), _NO_TRANSFERS),
-        (not abort_route, _NO_ABORT_BY_ID),
-        (processes > 1, _several_processes(processes, means)),
-        (bool(no_attachments), _no_attachments(no_attachments, open_route)),
-        (kind is LogprobKind.RAW, _RAW_LOGPROBS),
+    found = (
+        (is_paused, limits.paused(client.url)),
+        (not (token_route or spans), limits.TOKEN_ROUTE_CLOSED),
+        (label is None, limits.NO_LABELS),
+        (not developer, limits.NO_DISK_UPDATES),
+        (loads and label is not None and not _collective(settings), limits.NO_TRANSFERS),
+        (not abort_route, limits.NO_ABORT_BY_ID),
+        (processes > 1, limits.several_processes(processes, means)),
+        (bool(no_attachments), limits.no_attachments(no_attachments, open_route)),
+        (kind is LogprobKind.RAW, limits.RAW_LOGPROBS),
         (kind is LogprobKind.UNKNOWN, UNKNOWN_LOGPROBS),
         (eos is None, unknown_eos()),
-        (routing is None and routing_of(files) is not None and not is_paused, _NO_EXPERTS),
-        (copies > 1, _several_copies(copies)),
-        (chunks, _CHUNKED_PREFILL),
-        ("speculation" in settings, _speculation(settings.get("speculation"))),
+        (routing is None and routing_of(files) is not None and not is_paused, limits.NO_EXPERTS),
+        (copies > 1, limits.several_copies(copies)),
+        (chunks, limits.CHUNKED_PREFILL),
+        ("speculation" in settings, limits.speculation(settings.get("speculation"))),
         (tied, tied_embeddings() if on_cpu else tied_embeddings("If the server runs on a CPU, mind:")),
         *((True, limit) for limit in served.limits(takes_adapters=site is not None)),
     )
@@ -197,9 +189,9 @@ async def probe_vllm(client: HttpClient, config: VllmEngineConfig) -> VllmFacts:
             honours_seeds=not chunks,
             streams=config.max_token_loss is not None or means is AbortMeans.CLOSE,
             attachments=attachments,
-            attachments_need=_no_attachments(no_attachments, open_route).remedy if no_attachments else "",
+            attachments_need=limits.no_attachments(no_attachments, open_route).remedy if no_attachments else "",
             bans=True,
-            limits=tuple(limit for amiss, limit in limits if amiss),
+            limits=tuple(limit for amiss, limit in found if amiss),
         ),
     )
 
@@ -299,7 +291,7 @@ async def _routing(
     except (NotJson, WrongRows) as error:
         raise WireError(f"{client.url}{TOKEN_ROUTE} answers with {error}") from None
     if rows is None:
-        return None, EXPERTS_NEED
+        return None, limits.EXPERTS_NEED
     shape = Routing(rows.shape[1], rows.shape[2], None if said is None else said.experts)
     if len(rows) != len(body["token_ids"]) or config.expert_shape not in (None, (shape.layers, shape.top_k)):
         raise WireError(
@@ -431,101 +423,3 @@ async def _one_token(client: HttpClient, model: str, prompt: list[int], params: 
             f"otherwise: {clean(error)}; april needs a vLLM that knows return_token_ids (0.11 or later)"
         ) from None
     return choice
-
-
-# ---------------------------------------------------------------- what it cannot do
-
-_DEVELOPER = "VLLM_SERVER_DEV_MODE=1"
-_TOKEN_ROUTE_CLOSED = Limit(
-    LimitCode.NO_VERSION_SPANS,
-    "The route with token ids and version spans is closed: april uses /v1/completions, where every token gets the "
-    "version at submission and no request lives through a weight update",
-    "start the server with --enable-scale-out",
-    ("--enable-scale-out",),
-)
-_NO_LABELS = Limit(
-    LimitCode.NO_LABELS,
-    "The server's weights have no label: every token gets the version at submission, new weights are unverified, and a "
-    "restart of the server is seen only by the time at which its process began",
-    f"start the server with {_DEVELOPER}",
-    (_DEVELOPER,),
-)
-_NO_DISK_UPDATES = Limit(
-    LimitCode.NO_DISK_UPDATES,
-    "Weights cannot be loaded from a directory, and the cache cannot be emptied, through april: the trainer has to do "
-    "both",
-    f"start the server with {_DEVELOPER}, bound to a private address, as its key does not guard those routes",
-    (_DEVELOPER,),
-)
-_NO_TRANSFERS = Limit(
-    LimitCode.NO_TRANSFERS,
-    "Weights cannot be sent to the server from the trainer's process (weight_update(weights=...))",
-    f"""start it with --weight-transfer-config '{{"backend": "nccl"}}', or, with april installed beside vLLM, """
-    f"""'{{"backend": "{BACKEND}"}}', which needs no GPU""",
-    ("--weight-transfer-config",),
-)
-_NO_ABORT_BY_ID = Limit(
-    LimitCode.NO_ABORT_BY_ID,
-    "Requests cannot be aborted by id: april streams every token and closes the stream, and tokens that were made and "
-    "not sent yet are lost",
-    f"start the server with {_DEVELOPER}, or with --enable-scale-out",
-    (_DEVELOPER,),
-)
-_RAW_LOGPROBS = raw_logprobs(
-    "start the server with --logprobs-mode processed_logprobs", "--logprobs-mode processed_logprobs"
-)
-_NO_EXPERTS = no_experts(EXPERTS_NEED, "--enable-return-routed-experts", "--enable-scale-out")
-_CHUNKED_PREFILL = Limit(
-    LimitCode.CHUNKED_PREFILL,
-    "The server runs on a CPU with chunked prefill: it dies of a request with a seed whose prompt it reads in chunks, "
-    "so april sends no seeds, and runs do not repeat",
-    "start the server with --no-enable-chunked-prefill, and with --max-num-batched-tokens of at least its context",
-    ("--no-enable-chunked-prefill",),
-)
-
-
-def _no_attachments(why: str, open_route: bool) -> Limit:
-    return Limit(
-        LimitCode.NO_ATTACHMENTS,
-        f"The model takes images, and the server none from april: {why}",
-        "start the server without --language-model-only, and with --limit-mm-per-prompt above 0" if open_route
-        else "start the server with --enable-scale-out",
-        () if open_route else ("--enable-scale-out",),
-    )  # fmt: skip
-
-
-def _paused(url: str) -> Limit:
-    how = "is paused: no request runs until somebody resumes it (POST /resume)"
-    return Limit(LimitCode.PAUSED, how, server=url)
-
-
-def _several_processes(processes: int, means: AbortMeans) -> Limit:
-    how = (
-        "by pausing the whole server, which ends the requests of others too" if means is AbortMeans.PAUSE
-        else "by closing streams, which loses tokens that were not sent yet"
-    )  # fmt: skip
-    return Limit(
-        LimitCode.SEVERAL_PROCESSES,
-        f"There are {processes} or more API processes behind the port, and an abort by id reaches only one of them: "
-        f"april ends requests {how}",
-        "start the server with --api-server-count 1, or one server per engine",
-        ("--api-server-count 1",),
-    )
-
-
-def _several_copies(copies: int) -> Limit:
-    return Limit(
-        LimitCode.SEVERAL_COPIES,
-        f"The server runs {copies} data-parallel copies: aborts and weights were right with two of them behind one API "
-        "process on a CPU, nothing else was tried",
-        "start one server per copy, and name all of them",
-    )
-
-
-def _speculation(method: object) -> Limit:
-    return Limit(
-        LimitCode.SPECULATION,
-        f"The server speculates ({clean(method)}): on a CPU n-gram speculation gave wrong tokens at temperatures above "
-        "0, with log-probabilities of -9999, and nothing else was tried",
-        "start the server without --speculative-config",
-    )

@@ -1,0 +1,110 @@
+"""Several SGLang servers behind one sglang-router: what all of them have, and whether they are the configured ones."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import replace
+
+from april.config.engines import SglangEngineConfig
+from april.engines.http.http_client import HttpClient
+from april.engines.http.server_probe import least
+from april.engines.protocol import AdapterSite, Capabilities
+from april.engines.sglang.probe import SglangFacts
+from april.errors import ConfigError
+from april.server_text import clean
+
+EMPTY_PATIENCE_S = 15.0
+"""A router that has just started lists no workers for some seconds."""
+ASK_AGAIN_S = 0.25
+
+
+async def router_workers(router: HttpClient) -> frozenset[str]:
+    """Return the addresses of the workers, perhaps none yet; raises ConfigError for another kind of router."""
+    reply = await router.call("GET", "/workers", retry=True)
+    if reply.status == 404:
+        raise ConfigError(f"engine.router: {router.url} has no /workers; it must be an sglang-router (0.3 or later)")
+    answer = await router.json("GET", "/workers", retry=True)
+    try:
+        workers = answer["workers"]
+        split = [w["url"] for w in workers if w.get("worker_type", "regular") != "regular"]
+        urls = frozenset(str(w["url"]).rstrip("/") for w in workers)
+    except (TypeError, KeyError, AttributeError):
+        raise ConfigError(f"engine.router: {router.url}/workers does not answer as an sglang-router does") from None
+    if split:
+        worker = clean(split[0])
+        raise ConfigError(f"engine.router: {worker} splits prefill from decode, which april was not tried with")
+    return urls
+
+
+async def require_same_workers(router: HttpClient, config: SglangEngineConfig) -> None:
+    """Raise ConfigError unless the workers are ``engine.urls``; a router that has none yet is waited for a little."""
+    wanted = frozenset(config.urls)
+    loop = asyncio.get_running_loop()
+    deadline = loop.time() + min(EMPTY_PATIENCE_S, config.probe_timeout_s / 2)
+    found = await router_workers(router)
+    while found < wanted and loop.time() < deadline:
+        await asyncio.sleep(ASK_AGAIN_S)
+        found = await router_workers(router)
+    if unknown := sorted(found - wanted):
+        raise ConfigError(
+            f"the router {router.url} sends requests to {clean(unknown[0])}, which engine.urls does not name: its "
+            "weights would never be updated; add it to engine.urls, written as the router writes it"
+        )
+    if idle := sorted(wanted - found):
+        raise ConfigError(
+            f"engine.urls names {idle[0]}, which the router {router.url} does not have; add it to the router, or take "
+            "it out of engine.urls (addresses must be written alike)"
+        )
+
+
+def common_facts(workers: Sequence[SglangFacts]) -> SglangFacts:
+    """Return what holds for all workers, as a request may come to any; raises ConfigError where they differ."""
+    first = workers[0]
+    ours = _equal(first)
+    for other in workers[1:]:
+        for what, theirs in _equal(other).items():
+            if ours[what] != theirs:
+                raise ConfigError(
+                    f"the workers {first.url} and {other.url} of one router differ in {what} ({clean(ours[what])} and "
+                    f"{clean(theirs)}); start them alike"
+                )
+    each = [worker.capabilities for worker in workers]
+    places = [c.max_in_flight for c in each if c.max_in_flight is not None]
+    labelled = all(worker.label is not None for worker in workers)
+    return replace(
+        first,
+        stream_interval=all(worker.stream_interval for worker in workers),
+        label=first.label if labelled else None,
+        capabilities=replace(
+            first.capabilities,
+            max_context=min(c.max_context for c in each),
+            max_in_flight=sum(places) if len(places) == len(each) else None,
+            updates_from_disk=all(c.updates_from_disk for c in each),
+            collective=tuple(b for b in first.capabilities.collective if all(b in c.collective for c in each)),
+            adapters=_common_site(each),
+            adapters_need=next((c.adapters_need for c in each if c.adapters_need), ""),
+            honours_seeds=all(c.honours_seeds for c in each),
+            attachments=tuple(k for k in first.capabilities.attachments if all(k in c.attachments for c in each)),
+            verifies_weights=labelled,
+            limits=tuple(dict.fromkeys(limit for c in each for limit in c.limits)),
+        ),
+    )
+
+
+def _common_site(each: Sequence[Capabilities]) -> AdapterSite | None:
+    sites = [c.adapters for c in each if c.adapters is not None]
+    if len(sites) < len(each):
+        return None
+    rank, slots = (least(*(getattr(s, name) for s in sites)) for name in ("max_rank", "slots"))
+    return replace(sites[0], max_rank=rank, slots=slots)
+
+
+def _equal(worker: SglangFacts) -> dict[str, object]:
+    """Return what the workers of a router must have in common."""
+    c = worker.capabilities
+    return {
+        "vocab_size": c.vocab_size, "eos_token_ids": c.eos_token_ids, "logprob_kind": c.logprob_kind,
+        "spans": c.version_spans, "incremental": worker.incremental, "version": worker.software,
+        "adapter": worker.adapter, "routed experts": worker.routing,
+    }  # fmt: skip
