@@ -136,6 +136,26 @@ LooksOnce = altered(
     "a resumed request comes without its images",
     request=lambda _, r: replace(r, attached=()) if r.response_offset else r,
 )
+def with_rows(change: Callable[[Any], Any]) -> Callable[[Any, Chunk], Chunk]:
+    """Changes the rows of a request's end so."""
+    return lambda _, c: replace(c, extras={name: change(rows) for name, rows in c.extras.items()}) if c.extras else c
+
+
+LosesARow = altered("the last row is missing", chunk=with_rows(lambda rows: rows[:-1]))
+GivesRowsUnasked = altered(
+    "rows come whether they are wanted or not", request=lambda _, r: replace(r, extras=("routed_experts",))
+)
+
+
+class MixesRows(Sound):
+    """Rows of a request that goes on are those of the tokens before."""
+
+    def alter(self, request: Request, chunk: Chunk) -> Chunk:
+        if not request.extras_from:
+            return chunk
+        return replace(chunk, extras={name: np.roll(rows, 1, 0) for name, rows in chunk.extras.items()})
+
+
 ForgetsBans = altered("every id may come", request=lambda _, r: sampled(r, banned_ids=()))
 
 

@@ -59,7 +59,8 @@ def opens(make: Callable[[], Engine]) -> Callable[[], Awaitable[Engine]]:
 
 def fake(**options: Any) -> FakeEngine:
     """One millisecond a token, in chunks of four."""
-    defaults: dict[str, Any] = {"responses": says, "seconds_per_token": 0.001, "chunk_tokens": 4, "max_context": 1000}
+    defaults: dict[str, Any] = {"responses": says, "seconds_per_token": 0.001, "chunk_tokens": 4, "max_context": 1000,
+                                "extras": ("routed_experts",)}  # fmt: skip
     return FakeEngine(**(defaults | options))
 
 
@@ -88,7 +89,7 @@ def simulated() -> SimulatedEngine:
 
     return SimulatedEngine(
         "simulated", DecodeCost(1e-3, 0.0, 0.0), length_of, max_running=64, vocab_size=1000, max_context=1000,
-        stream_interval_s=0.004,
+        stream_interval_s=0.004, extras=("routed_experts",),
     )  # fmt: skip
 
 

@@ -40,6 +40,9 @@ ON_FAKES: dict[type[Sound], tuple[str, str]] = {
     planted.PausesNothing: ("pause_and_resume", "requests sent while the engine was paused got 96 tokens"),
     planted.LooksAtNothing: ("attached", "got 1 different answers|got 3 different answers|got 2 different answers"),
     planted.LooksOnce: ("attached_and_resumed", "a response with attachments, resumed: token"),
+    planted.LosesARow: ("extras", "came with 27 rows of routed_experts|rows of routed_experts, and"),
+    planted.MixesRows: ("extras", r"of its rows of routed_experts are those of .*: they are of other tokens"),
+    planted.GivesRowsUnasked: ("extras", "rows came that nobody had asked for"),
     planted.ForgetsBans: ("banned_ids", "ids were banned, and .* of them came"),
     planted.ForgetsTheResponse: ("stop_strings", "ended with|is .*, not"),
 }

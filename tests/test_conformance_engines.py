@@ -33,7 +33,7 @@ def test_the_embedded_engine_keeps_every_promise(tmp_path: Path) -> None:
     assert not report.failed, list(map(str, report.failed))
     assert outcomes(report, Outcome.NOT_TESTED) == KILLS
     assert outcomes(report, Outcome.NOT_OFFERED) == {
-        "update_under_way", "kept_over_an_update", "adapter_versions", *ATTACHED,
+        "update_under_way", "kept_over_an_update", "adapter_versions", "extras", *ATTACHED,
     }  # fmt: skip
     assert report.verdict("sent_weights").figures["responses changed"] == 6
     assert report.verdict("logprobs_top_p").figures["kind"] == "temperature"

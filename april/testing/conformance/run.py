@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from april.engines.protocol import Capabilities, Engine, OnWeightUpdate
-from april.testing.conformance import aborts, adapters, attached, kept, tokens, weights, with_april
+from april.testing.conformance import aborts, adapters, attached, extras, kept, tokens, weights, with_april
 from april.testing.conformance.bench import Bench, Check
 from april.testing.conformance.subject import Outcome, Report, Subject, Verdict
 
@@ -32,6 +32,7 @@ def capabilities_in_words(can: Capabilities) -> dict[str, str]:
         "weights from disk": "yes" if can.updates_from_disk else "no",
         "weights from the trainer's process": "yes" if can.collective or can.takes_tensors else "no",
         "attachments of prompts": ", ".join(can.attachments) or "none",
+        "rows with tokens": ", ".join(can.extras) or "none",
         "weights": "the trainer's own" if can.shares_weights else "its own",
         "context": f"{can.max_context} tokens",
     }
@@ -100,6 +101,7 @@ CHECKS: tuple[Check, ...] = (
     attached.attached,
     attached.attached_and_resumed,
     attached.attached_after_an_update,
+    extras.extras,
     weights.pause_and_resume,
     with_april.stop_strings,
     with_april.eos_at_a_cut,

@@ -1,0 +1,86 @@
+"""Rows that come with tokens (extras), such as the experts that a model chose: each is of its token, over cuts too."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from april.core.attachments import wrong_rows
+from april.engines.protocol import EngineFinish, Request
+from april.testing.conformance.bench import Bench, Reading, check, same
+from april.testing.conformance.subject import Broken, Figures, NotOffered, NotTested
+
+LENGTH = 24
+CUT = 9
+FEW = 3
+_ENOUGH = 0.9
+"""Share of the rows that must be the same when tokens are read again: rounding may decide between two experts."""
+
+
+def _wanting(bench: Bench, request: Request, start: int = 0) -> Request:
+    return replace(request, extras=bench.engine.capabilities.extras, extras_from=start)
+
+
+def _require_rows(readings: Sequence[Reading]) -> None:
+    """Each has all that it asked for, with its last chunk and no other."""
+    for reading in readings:
+        if any(chunk.extras for chunk in reading.chunks[:-1]):
+            raise Broken(f"request {reading.id}: rows came before the end")
+        if not reading.count:
+            continue
+        found, request = reading.chunks[-1].extras, reading.request
+        if not found and reading.finish is EngineFinish.ABORT:
+            continue
+        if wrong := wrong_rows(found, request.extras, request.rows_wanted(reading.count)):
+            raise Broken(f"request {reading.id}: its {reading.count} tokens came with {wrong}")
+
+
+@check("Rows that are asked for (extras) come with a request's last chunk, one for each token that was read; those of "
+       "a request that goes on follow upon those of its first part.")  # fmt: skip
+async def extras(bench: Bench) -> Figures:
+    names = bench.engine.capabilities.extras
+    if not names:
+        need = bench.engine.capabilities.extras_need
+        raise NotOffered(need or "the engine gives no rows with its tokens")
+    bench.needs_greedy()
+    uncut = await bench.whole(_wanting(bench, bench.request(i, LENGTH)) for i in range(FEW))
+    _require_rows(uncut)
+    for reading in await bench.whole([bench.request(0, CUT)]):
+        if any(chunk.extras for chunk in reading.chunks):
+            raise Broken(f"request {reading.id}: rows came that nobody had asked for")
+    worst = 1.0
+    for i, whole in enumerate(uncut):
+        if whole.count <= CUT:
+            continue
+        start = len(whole.request.token_ids) + CUT - 1
+        request = bench.request(i, LENGTH, response=whole.tokens[:CUT])
+        (rest,) = await bench.whole([_wanting(bench, request, start)])
+        _require_rows([rest])
+        same(np.concatenate((whole.tokens[:CUT], rest.tokens)), whole.tokens, "a response with rows, resumed")
+        for name in names:
+            again, first = rest.chunks[-1].extras[name], whole.chunks[-1].extras[name][start:]
+            equal = (again == first).reshape(len(first), -1).all(1).mean()
+            worst = min(worst, float(equal))
+            if equal < _ENOUGH:
+                raise Broken(
+                    f"request {rest.id} goes on from token {start}, and {equal:.0%} of its rows of {name} are those of "
+                    "the same tokens in a request that was not cut: they are of other tokens"
+                )
+    return {"rows": sum(len(r.chunks[-1].extras[names[0]]) for r in uncut), "same when read again": worst} | (
+        await _cut(bench)
+    )
+
+
+async def _cut(bench: Bench) -> Figures:
+    """Requests that are aborted have rows for all tokens, or none."""
+    readings = [bench.start(_wanting(bench, bench.request(i))) for i in range(FEW)]
+    await bench.caught(readings)
+    await bench.end(readings)
+    bench.no_error(readings)
+    _require_rows(readings)
+    cut = [r for r in readings if r.finish is EngineFinish.ABORT and r.count]
+    if not cut:
+        raise NotTested("all requests were complete before the abort; raise Subject.long_tokens")
+    return {"cut": len(cut), "cut without rows": sum(not r.chunks[-1].extras for r in cut)}
