@@ -317,12 +317,12 @@ class LLM:
         ids = None if token_ids is None else as_token_ids(token_ids)
         shown = _shown(images, ids)
         if any_conversation:
-            return await self._generate(sampling, ids, any_chain=True, images=shown)
+            return await self._generate(sampling, ids, any_chain=True, **shown)
         if self._busy:
             raise RolloutError(ONE_CALL_AT_A_TIME)
         self._busy = True
         try:
-            return await self._generate(sampling, ids, images=shown)
+            return await self._generate(sampling, ids, **shown)
         finally:
             self._busy = False
 
@@ -363,12 +363,13 @@ class LLM:
         return await self._open_chat().ask(messages, tools, changes)
 
 
-def _shown(images: Any, token_ids: Int32 | None) -> Sequence[Any]:
+def _shown(images: Any, token_ids: Int32 | None) -> dict[str, Any]:
+    """The argument ``images``, where some are given."""
     if isinstance(images, (str, bytes, Mapping)) or not hasattr(images, "__len__"):
         raise UsageError(f"llm.generate: images must be a list of images, got {type(images).__name__}")
     if len(images) and token_ids is None:
         raise UsageError("llm.generate: images belong to placeholders in token_ids; give both")
-    return list(images)
+    return {"images": list(images)} if len(images) else {}
 
 
 def _changed(
