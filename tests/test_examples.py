@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+import json
 import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
+from models_that_see import EOS, VOCAB_SIZE, tiny_tokenizer
+from transformers import Qwen3Config, Qwen3ForCausalLM
 
 import april
 from april.record.replay import replay
@@ -59,6 +63,37 @@ def test_the_loop_of_ones_own_learns(
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("step 0: reward 0.5")
     assert len([line for line in lines if line.startswith("step ")]) == steps
+
+
+def test_the_real_models_loop_trains_and_writes_its_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """examples/real_model.py on a tiny model: chats as prompts, stop strings, verified answers, held-out questions."""
+    example, out = loaded("real_model"), tmp_path / "figures" / "april.json"
+    tokenizer = tiny_tokenizer()
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=VOCAB_SIZE, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=8, max_position_embeddings=256, eos_token_id=EOS,
+    )  # fmt: skip
+    model = Qwen3ForCausalLM(config)
+    before = [p.detach().clone() for p in model.parameters()]
+    monkeypatch.setattr(example, "load", lambda: (model, tokenizer))
+    rewards = iter(range(10**6))
+    monkeypatch.setattr(example, "reward", lambda prompt, response: float(next(rewards) % 3 == 0))
+    asked = {"--steps": 3, "--every": 2, "--held-out": 2, "--longest": 12, "--out": out}
+
+    figures = example.main([str(part) for pair in asked.items() for part in pair])
+
+    assert json.loads(out.read_text()) == figures
+    assert [("held_out" in row, "reward" in row) for row in figures] == [
+        (True, True), (False, True), (True, True), (False, False),
+    ]  # fmt: skip
+    assert any(not torch.equal(old, new) for old, new in zip(before, model.parameters(), strict=True))
+    task = next(iter(example.Questions(0)))
+    right = SimpleNamespace(text=lambda: f"It is 3, or rather {task['answer']}.")
+    wrong = SimpleNamespace(text=lambda: "I do not know")
+    prompt = april.Prompt(np.array([1], np.int32), task)
+    monkeypatch.undo()
+    assert [loaded("real_model").reward(prompt, r) for r in (right, wrong)] == [1.0, 0.0]
 
 
 def test_the_loop_of_ranks_runs_as_one_process(

