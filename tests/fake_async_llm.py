@@ -14,7 +14,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
-from fake_servers.base import FakeRequest, FakeServer
+from fake_servers.base import Experts, FakeRequest, FakeServer
 from fake_servers.images import FakeImages, salt_of
 
 VOCAB, EOS = 512, 2
@@ -70,10 +70,11 @@ class FakeAsyncLLM(FakeServer[LlmRun]):
 
     def __init__(
         self, *, mode: str = "raw_logprobs", policy: str = "fcfs", release: int = 33, transfers: str | None = None,
-        images: FakeImages | None = None, **common: Any,
+        images: FakeImages | None = None, experts: Experts | None = None, **common: Any,
     ) -> None:  # fmt: skip
         super().__init__(**({"weights": "tiny0", "mean_length": 60, "max_running": 1 << 20} | common))
         self.release, self.alive, self.images = release, True, images
+        self.experts = experts
         self.stale_encoder = False
         """The scheduler believes in what the worker has forgotten of images."""
         self.dead, self.cache_resets = False, True
@@ -95,6 +96,16 @@ class FakeAsyncLLM(FakeServer[LlmRun]):
             scheduler_config=SimpleNamespace(max_num_seqs=64, policy=policy),
             parallel_config=SimpleNamespace(data_parallel_size=2, world_size=3),
         )  # fmt: skip
+        gives = SimpleNamespace(enable_return_routed_experts=experts is not None)
+        if release >= 33:
+            self.vllm_config.aux_output_config = gives
+        else:
+            vars(self.vllm_config.model_config).update(vars(gives))
+        if experts is not None:
+            vars(self.vllm_config.model_config).update(
+                get_num_experts=lambda: experts.count, get_num_experts_per_tok=lambda: experts.top_k,
+                get_total_num_hidden_layers=lambda: experts.layers,
+            )  # fmt: skip
         if transfers is not None:
             self.vllm_config.weight_transfer_config = SimpleNamespace(backend=transfers)
         self.session = False
@@ -134,6 +145,8 @@ class FakeAsyncLLM(FakeServer[LlmRun]):
             finish_reason=run.finish,
             weight_versions=[SimpleNamespace(version=s[0]) for s in run.spans] if run.finish else None,
         )
+        if self.experts is not None and run.finish and run.ids:
+            completion.routed_experts = self.rows_said(run, self.experts.rows(run.prompt + run.ids, run.made_under))
         for name, value in self.lies.items():
             setattr(completion, name, value)
         run.sent = run.flushed

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import io
 import json
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from fake_async_llm import FakeAsyncLLM, install_vllm
 from fake_servers.base import Experts, PlannedFault, RequestFault
 from fake_servers.sglang import FakeSglangServer
 from fake_servers.vllm import FakeVllmServer
 from numpy.typing import NDArray
-from server_fixtures import BOTH, PROMPT, begun, facts_of, read, request, served, update
+from server_fixtures import BOTH, PROMPT, begun, facts_of, read, request, served, until, update
 
 import april
 from april.config.engine_fit import why_unfit
@@ -23,6 +26,7 @@ from april.core.versions import PolicyVersion
 from april.engine_limits import LimitCode
 from april.engines.http.token_rows import Routing, WrongRows, experts_of_npy, experts_of_numbers, narrowed, routing_of
 from april.engines.protocol import EngineFinish
+from april.engines.vllm.in_process import VllmInProcessEngine
 from april.errors import EngineError, WireError
 
 ROWS = ("routed_experts",)
@@ -259,3 +263,65 @@ def test_names_of_rows(names: tuple[str, ...]) -> None:
     """Each once, and words."""
     with pytest.raises(april.ConfigError, match="names of rows, each once"):
         april.Config(rollout_batch_size=1, max_response_len=8, extras=names)
+
+
+# ---------------------------------------------------------------- vLLM in this process
+
+
+@asynccontextmanager
+async def in_process(monkeypatch: pytest.MonkeyPatch, release: int, **options: Any) -> AsyncIterator[tuple[Any, Any]]:
+    """An AsyncLLM of this loop that gives experts, and the engine over it."""
+    install_vllm(monkeypatch)
+    llm = FakeAsyncLLM(release=release, experts=EXPERTS, mean_length=LONG)
+    engine = VllmInProcessEngine(llm, **options)
+    try:
+        yield llm, engine
+    finally:
+        await engine.close()
+        await llm.shut()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("release", [32, 33])
+async def test_vllm_in_process(release: int, stream: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of the whole conversation in either release, cut to those that are missing; none for who does not ask."""
+    async with in_process(monkeypatch, release, stream=stream) as (_, engine):
+        assert engine.capabilities.extras == ROWS
+        got = await read(engine, request(max_tokens=20, extras=ROWS))
+        whole = EXPERTS.rows(PROMPT + got.tokens, ["tiny0"] * 20)
+        assert np.array_equal(got.extras["routed_experts"], whole)
+        assert got.extras["routed_experts"].dtype == np.uint16
+        rest = await read(engine, request(PROMPT + got.tokens[:9], 11, extras=ROWS, extras_from=11))
+        assert np.array_equal(rest.extras["routed_experts"], whole[11:])
+        assert not (await read(engine, request(max_tokens=3))).extras
+
+
+async def test_vllm_in_process_that_lies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows that are missing or of another shape are errors by name, but where the request was cut."""
+    async with in_process(monkeypatch, 33) as (llm, engine):
+        for said, words in (
+            (lambda run, rows: None, "no rows of routed_experts"),
+            (lambda run, rows: rows[:-1], "rows of routed_experts, and"),
+            (lambda run, rows: rows[:, :1], "of 1 layers with 2 experts per token, and the model"),
+            (lambda run, rows: rows + 300, "the expert"),
+        ):
+            llm.rows_said = said
+            got = await read(engine, request(max_tokens=4, extras=ROWS))
+            assert isinstance(got.error, WireError)
+            assert words in str(got.error)
+        llm.rows_said = lambda run, rows: None
+        llm.stepped = True
+        work = asyncio.create_task(read(engine, asked := request(extras=ROWS)))
+        await until(lambda: bool(llm._live))
+        llm.step(4)
+        await engine.abort([asked.attempt_id])
+        got = await work
+        assert (got.error, got.finish, len(got.tokens), got.extras) == (None, EngineFinish.ABORT, 4, {})
+
+
+def test_vllm_in_process_without_the_flag(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it would have to be made with is in the capabilities."""
+    install_vllm(monkeypatch)
+    can = VllmInProcessEngine(FakeAsyncLLM()).capabilities
+    assert not can.extras
+    assert "enable_return_routed_experts=True" in can.extras_need

@@ -7,6 +7,10 @@ two experts are nearly as likely: a row of another set of experts counts as near
 NEAR, and as a mismatch elsewhere. The same rows are compared under the next version, to see that the check sees.
 
 Ends with status 1 at a mismatch, or if nothing was continued.
+
+vLLM gives experts on a GPU only. With ``--kind vllm --url URL --model DIRECTORY`` a server of yours is put to the same
+test, started on that directory with --enable-return-routed-experts --enable-scale-out and VLLM_SERVER_DEV_MODE=1, in
+float32 or with a larger ``--near``.
 """
 
 from __future__ import annotations
@@ -88,8 +92,8 @@ class Weights:
 class Compared:
     """The rows of delivered samples against transformers."""
 
-    def __init__(self, weights: Weights) -> None:
-        self._weights = weights
+    def __init__(self, weights: Weights, near: float = NEAR) -> None:
+        self._weights, self._near = weights, near
         self.count: Counter[str] = Counter()
         self.nearest, self.worst = 0.0, 0.0
         """The largest distance at which a row differs; the largest difference of a log-probability."""
@@ -128,9 +132,9 @@ class Compared:
         differs = ~same & mine[:, None]
         self.count["tokens compared"] += int(mine.sum())
         self.count["layers of a token compared"] += int(mine.sum()) * rows.shape[1]
-        self.count["layers of a token within near"] += int((apart[mine] < NEAR).sum())
-        self.count["differ within near"] += int((differs & (apart < NEAR)).sum())
-        self.count["mismatches"] += int((differs & (apart >= NEAR)).sum())
+        self.count["layers of a token within near"] += int((apart[mine] < self._near).sum())
+        self.count["differ within near"] += int((differs & (apart < self._near)).sum())
+        self.count["mismatches"] += int((differs & (apart >= self._near)).sum())
         self.count["in the same order"] += int((rows == chosen).all(-1)[mine].sum())
         self.nearest = max(self.nearest, float(apart[differs].max(initial=0.0)))
         return same
@@ -144,6 +148,11 @@ def main(
     updates: Annotated[int, typer.Option(min=1, help="Weight updates.")] = 5,
     room: Annotated[int, typer.Option(help="Tokens that the server has memory for.")] = 1000,
     out: Annotated[Path, typer.Option(help="Where models and logs go.")] = ROOT / "runs" / "experts",
+    url: Annotated[str, typer.Option(help="A server of yours, in place of SGLang here.")] = "",
+    kind: Annotated[str, typer.Option(help="Its engine.kind.")] = "vllm",
+    model: Annotated[Path | None, typer.Option(help="Directory of its model.")] = None,
+    near: Annotated[float, typer.Option(help="Distance in the router within which rounding decides.")] = NEAR,
+    bound: Annotated[float, typer.Option(help="Nats by which log-probabilities may differ.")] = BOUND,
 ) -> None:
     """Some three minutes on two cores, most of which SGLang takes to start."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))  # so that the server is stopped then, too
@@ -152,7 +161,15 @@ def main(
     shutil.rmtree(out, ignore_errors=True)
     out.mkdir(parents=True)
     try:
-        found = run(Weights(make_experts(out / "model"), out / "weights"), out / "model", updates, room, out)
+        if url:
+            if model is None:
+                raise typer.BadParameter("a server of yours needs the directory of its model", param_hint="--model")
+            weights = Weights(model, out / "weights")
+            samples, figures = rollouts_at({"kind": kind, "urls": [url]}, weights, updates)
+        else:
+            weights = Weights(make_experts(out / "model"), out / "weights")
+            samples, figures = at_sglang(weights, out / "model", updates, room, out)
+        found = compare(weights, samples, near) | figures
     except (CannotInstall, ServerFailed) as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         raise typer.Exit(1) from None
@@ -164,7 +181,7 @@ def main(
             ("no sample has several versions", not found["samples of several versions"]),
             ("another version would not be seen", not found[OTHERWISE]),
             (f"log-probabilities are off by {found['largest difference of a log-probability']:.1e}",
-             found["largest difference of a log-probability"] > BOUND),
+             found["largest difference of a log-probability"] > bound),
         ) if broken
     ]  # fmt: skip
     for line in wrong:
@@ -172,17 +189,33 @@ def main(
     raise typer.Exit(1 if wrong else 0)
 
 
-def run(weights: Weights, model: Path, updates: int, room: int, out: Path) -> dict[str, Any]:
-    """Batches with an update after each; figures."""
+Figures = dict[str, Any]
+
+
+def at_sglang(
+    weights: Weights, model: Path, updates: int, room: int, out: Path
+) -> tuple[list[DeliveredSample], Figures]:
+    """On a server that is started and stopped."""
     (port,) = free_ports(1)
     server = sglang_server(
         "experts", model, port, out / "sglang.log", context=CONTEXT, in_flight=16, room=room, experts=True
     )
     # it lets requests in as if they were short, and puts some back when its memory is full
     server.command = [*server.command, "--schedule-conservativeness", "0.05"]
+    with running([server]):
+        until_ready([server])
+        samples, figures = rollouts_at({"kind": "sglang", "urls": [server.url]}, weights, updates)
+    put_back = re.findall(r"#retracted_reqs: (\d+)", server.log.read_text("utf-8"))
+    return samples, figures | {"requests put back": sum(map(int, put_back))}
+
+
+def rollouts_at(
+    engine: dict[str, Any], weights: Weights, updates: int
+) -> tuple[list[DeliveredSample], Figures]:
+    """Batches with an update after each."""
     config = april.Config(
         rollout_batch_size=4, over_sampling_batch_size=8, n_samples_per_prompt=2, max_response_len=300,
-        max_in_flight=16, max_staleness=2 * updates, extras=NAME, engine={"kind": "sglang", "urls": [server.url]},
+        max_in_flight=16, max_staleness=2 * updates, extras=NAME, engine=engine,
     )  # fmt: skip
     rng = np.random.default_rng(0)
     prompts = [rng.integers(3, VOCAB_SIZE, int(rng.integers(2, 60))).tolist() for _ in range(8 * (updates + 2))]
@@ -190,26 +223,28 @@ def run(weights: Weights, model: Path, updates: int, room: int, out: Path) -> di
     counters: Counter[str] = Counter()
     for n in range(updates + 1):
         weights.directory(n)
-    with running([server]):
-        until_ready([server])
-        with april.RolloutScheduler(config, prompts=prompts, reward=lambda p, r: 0.0, check=True) as rollouts:
-            for n in range(updates + 1):
-                batch = rollouts.next_batch()
-                samples += batch.samples
-                counters.update({k: int(batch.metrics[k]) for k in ("aborted_attempts", "resumed_attempts")})
-                print(f"  {batch}", flush=True)
-                if n < updates:
-                    rollouts.weight_update(path=str(weights.directory(n + 1)))
-            dropped = {str(why): count for why, count in rollouts.ledger()["tokens"].dropped.items()}
-    began, compared = time.monotonic(), Compared(weights)
+    with april.RolloutScheduler(config, prompts=prompts, reward=lambda p, r: 0.0, check=True) as rollouts:
+        for n in range(updates + 1):
+            batch = rollouts.next_batch()
+            samples += batch.samples
+            counters.update({k: int(batch.metrics[k]) for k in ("aborted_attempts", "resumed_attempts")})
+            print(f"  {batch}", flush=True)
+            if n < updates:
+                rollouts.weight_update(path=str(weights.directory(n + 1)))
+        dropped = {str(why): count for why, count in rollouts.ledger()["tokens"].dropped.items()}
+    return samples, {**counters, "dropped": dropped, "dtype": str(samples[0].extras[NAME].dtype)}
+
+
+def compare(weights: Weights, samples: list[DeliveredSample], near: float) -> Figures:
+    """All rows of these samples against transformers."""
+    began, compared = time.monotonic(), Compared(weights, near)
     for sample in samples:
         compared.sample(sample)
     return {
-        **compared.count, **counters, "mismatches": compared.count["mismatches"],
+        **compared.count, "mismatches": compared.count["mismatches"],
         "largest distance at which a layer differs": compared.nearest,
         "largest difference of a log-probability": compared.worst,
-        "requests put back": sum(int(n) for n in re.findall(r"#retracted_reqs: (\d+)", server.log.read_text("utf-8"))),
-        "dropped": dropped, "dtype": str(samples[0].extras[NAME].dtype), "compared in": time.monotonic() - began,
+        "compared in": time.monotonic() - began,
     }  # fmt: skip
 
 

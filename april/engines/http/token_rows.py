@@ -76,7 +76,11 @@ def experts_of_numbers(text: str, routing: Routing) -> Rows:
 
 def experts_of_npy(text: str, routing: Routing | None = None) -> Rows:
     """Rows out of a file of numpy's (vLLM); ``routing``: the shape, where it is known. Raises WrongRows."""
-    rows = _array_of(_bytes_of(text))
+    return experts_of_array(_array_of(_bytes_of(text)), routing)
+
+
+def experts_of_array(rows: Rows, routing: Routing | None = None) -> Rows:
+    """Rows of an array; as :func:`experts_of_npy`."""
     if rows.ndim != 3 or rows.dtype.kind not in "iu":
         raise WrongRows(f"{ROUTED_EXPERTS} of shape {rows.shape} and type {rows.dtype}, and not rows of ids by layer")
     if routing is not None and rows.shape[1:] != (routing.layers, routing.top_k):

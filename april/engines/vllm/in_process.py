@@ -16,16 +16,17 @@ from typing import Any, TypeVar
 import numpy as np
 
 from april.attachments import content
-from april.core.attachments import Attachment, collapsed
+from april.core.attachments import NO_EXTRAS, Attachment, Extras, collapsed, wrong_rows
 from april.core.sampling import LogprobKind
 from april.core.versions import PolicyVersion
 from april.engine_limits import Limit, LimitCode, raw_logprobs, tied_embeddings
 from april.engines.http.loop_relay import LoopRelay, result_from
 from april.engines.http.response_reader import OTHER_PROCESSOR
+from april.engines.http.token_rows import Routing, WrongRows, experts_of_array
 from april.engines.http.weight_labels import foreign_weights
 from april.engines.http.wire import chunk_of, empty_chunk, failure_of
 from april.engines.openai.wire import NEVER
-from april.engines.protocol import Capabilities, Chunk, EngineFinish, Health, Request
+from april.engines.protocol import ROUTED_EXPERTS, Capabilities, Chunk, EngineFinish, Health, Request
 from april.engines.vllm.plugin import BACKENDS
 from april.engines.vllm.transfer import Transfers
 from april.errors import AttachmentError, ConfigError, EngineBusy, EngineError, WireError
@@ -33,6 +34,7 @@ from april.server_text import clean
 
 T = TypeVar("T")
 
+EXPERTS_SETTING = "enable_return_routed_experts"
 ABORT_AGAIN_S = 0.05
 """A request that is just being handed to vLLM misses an abort; so pause asks again until the last has ended."""
 _UPDATES_END_ALL = Limit(
@@ -93,6 +95,7 @@ class VllmInProcessEngine(Transfers):
         stream: bool = False, eos_token_ids: Sequence[int] | None = None, lora_request: Any = None,
     ) -> None:  # fmt: skip
         super().__init__(name, _capabilities(async_llm, stream, eos_token_ids, lora_request))
+        self._routing = _routing(async_llm) if _gives_experts(async_llm) else None
         self._lora_request = lora_request
         self._llm = async_llm
         self._loop = loop
@@ -112,11 +115,13 @@ class VllmInProcessEngine(Transfers):
             deltas = self._stream or request.stream
             prompt = await _prompt_of(request)
             relay = LoopRelay(self._llm_loop(), lambda: self._outputs(request, prompt, deltas))
-            finish = None
+            finish, made = None, 0
             try:
                 async for output in relay:
                     chunk = self._chunk(request, output, version)
-                    finish = chunk.finish
+                    finish, made = chunk.finish, made + len(chunk.tokens)
+                    if finish is not None and request.extras and made:
+                        chunk = replace(chunk, extras=self._rows(request, output.outputs[0], finish, made))
                     yield chunk
             except EngineError:
                 raise
@@ -181,6 +186,20 @@ class VllmInProcessEngine(Transfers):
         finish = self._finish(completion.finish_reason)
         stopped_at = getattr(completion, "stop_reason", None) if finish is EngineFinish.STOP else None
         return replace(chunk_of(tokens, logprobs, version, finish), stopped_at=stopped_at)
+
+    def _rows(self, request: Request, completion: Any, finish: EngineFinish, made: int) -> Extras:
+        """The rows that were asked for; vLLM gives all from the conversation's first token on."""
+        given = getattr(completion, ROUTED_EXPERTS, None)
+        if given is None and finish is EngineFinish.ABORT:
+            return NO_EXTRAS
+        try:
+            rows = {} if given is None else {ROUTED_EXPERTS: experts_of_array(np.asarray(given), self._routing)}
+        except WrongRows as wrong:
+            raise WireError(f"engine {self._name}: request {request.attempt_id} came with {wrong}") from None
+        wanted = {name: found[request.extras_from :] for name, found in rows.items()}
+        if wrong_ones := wrong_rows(wanted, request.extras, request.rows_wanted(made)):
+            raise WireError(f"engine {self._name}: request {request.attempt_id} came with {wrong_ones}")
+        return wanted
 
     def _require_expanded(self, request: Request, said: Sequence[int] | None) -> None:
         """vLLM has expanded the prompt as it was expanded here, or it reads its images as something else."""
@@ -373,9 +392,28 @@ def _capabilities(llm: Any, stream: bool, eos_token_ids: Sequence[int] | None, l
         own_weights=True,
         attachments=("image",) if getattr(model, "is_multimodal_model", False) else (),
         bans=True,
+        extras=(ROUTED_EXPERTS,) if _gives_experts(llm) else (),
+        extras_need="" if _gives_experts(llm) else "make the AsyncLLM with enable_return_routed_experts=True",
         collective=_backends(llm) if not lora_request else (),
         limits=tuple(limit for amiss, limit in limits if amiss),
     )
+
+
+def _gives_experts(llm: Any) -> bool:
+    """Return whether it was made to give the experts of tokens; where that stands has changed with 0.33."""
+    config = llm.vllm_config
+    parts = (config.model_config, getattr(config, "aux_output_config", None))
+    return any(getattr(part, EXPERTS_SETTING, False) is True for part in parts)
+
+
+def _routing(llm: Any) -> Routing | None:
+    """The shape of those, as its configuration has it; None: it does not say."""
+    model = llm.vllm_config.model_config
+    try:
+        experts = int(model.get_num_experts())
+        return Routing(int(model.get_total_num_hidden_layers()), int(model.get_num_experts_per_tok()), experts)
+    except AttributeError:
+        return None
 
 
 async def _prompt_of(request: Request) -> dict[str, Any]:
