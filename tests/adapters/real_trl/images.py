@@ -12,6 +12,7 @@ import short_runs
 import torch
 from checkpoints import StopAfter
 from datasets import Dataset
+from peft import LoraConfig
 
 import april
 from april.adapters.trl import rollout
@@ -218,3 +219,16 @@ def test_what_cannot_be_right_is_refused(tmp_path: Path) -> None:
         short_runs.trainer(
             tmp_path, rollout(**SETTINGS), reward, data(), None, tiny_vision_model(), processing_class=right, **RUN
         )
+
+
+def test_adapters_of_a_model_that_sees(tmp_path: Path) -> None:
+    """LoRA on every linear layer, the tower's too, under gradient checkpointing."""
+    settings = {"r": 4, "lora_alpha": 1, "init_lora_weights": False, "target_modules": "all-linear"}
+    lora = LoraConfig(task_type="CAUSAL_LM", **settings)
+    made = trainer(tmp_path, peft_config=lora, gradient_checkpointing=True, max_steps=4, max_completion_length=240)
+    made.train()
+
+    assert made.right == 4 * GROUPS * SAMPLES
+    assert made.resumed > 0
+    assert max(made.logprob_errors) <= 1e-4
+    assert max(made.stale_differences) > 1e-3
