@@ -12,7 +12,8 @@ import torch
 
 from april.engines.simulated.decode_cost import DecodeCost
 from april.engines.transformers.model_support import generation_mode
-from april.engines.transformers.slot_batch import SlotDecoder, SlotRequest
+from april.engines.transformers.slot_batch import SlotDecoder
+from april.engines.transformers.slot_requests import SlotRequest
 from april.engines.transformers.stats import EngineStats
 from benchmarks.gpu.device import free_bytes, synchronize
 from benchmarks.gpu.record import NO_TIME, Deadline
