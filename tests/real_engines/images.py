@@ -44,6 +44,8 @@ from tests.real_engines.image_models import (
     CONTEXT,
     IMAGE_PAD,
     PLACEHOLDERS,
+    VISION_END,
+    VISION_START,
     change,
     image_model,
     image_processor,
@@ -190,12 +192,13 @@ def last_lines(where: Path) -> str:
 def hold_to_promises(kind: str, where: Path, server: Server) -> dict[str, str]:
     """The checks of the conformance suite that are about images; raises NotKept unless all are passed."""
     reference = Reference(kind, where)
-    ids = [1, 300, *[IMAGE_PAD] * 48, 301, 302]
+    seen_as = [VISION_START, *[IMAGE_PAD] * 48, VISION_END]  # without its marks SGLang takes an image for text
+    ids = [1, *seen_as, 301, 302]
     one, other = (Attachment.of("image", (where / "images" / f"{i}.png").read_bytes()) for i in (1, 3))
-    both = [1, 300, *[IMAGE_PAD] * 48, 301, *[IMAGE_PAD] * 48, 302]
+    both = [1, *seen_as, *seen_as, 302]
     shown = [Shown(ids, [Placed(a, 2, 48, (IMAGE_PAD,))]) for a in (one, other)]
     for first, second in ((one, other), (other, one)):
-        shown.append(Shown(both, [Placed(first, 2, 48, (IMAGE_PAD,)), Placed(second, 51, 48, (IMAGE_PAD,))]))
+        shown.append(Shown(both, [Placed(first, 2, 48, (IMAGE_PAD,)), Placed(second, 52, 48, (IMAGE_PAD,))]))
 
     def weights(n: int) -> Weights:
         def seen(request: Request, response: list[int]) -> Any:
