@@ -8,7 +8,16 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tiny_vision import IMAGE_ID, VIDEO_ID, VOCAB, encoded, picture, tiny_processor, tiny_tokenizer
+from tiny_vision import (
+    IMAGE_ID,
+    VIDEO_ID,
+    VOCAB,
+    encoded,
+    picture,
+    tiny_gemma,
+    tiny_processor,
+    tiny_tokenizer,
+)  # fmt: skip
 
 pytest.importorskip("PIL")
 
@@ -154,6 +163,37 @@ def test_structured_processors() -> None:
     assert len({p.count for p in placed} | {1}) > 1
     assert collapsed(ids, placed).tolist() == way_in.encode("a<image>b<image>").tolist()
     assert tokenizer.convert_tokens_to_ids("<image>") in way_in.banned_ids
+
+
+IMAGE = "<start_of_image>"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        f"user\n{IMAGE}what{IMAGE}{IMAGE}\n\nis", IMAGE, f"a{IMAGE}\n{IMAGE}b\n", f"{IMAGE}\n\n\n{IMAGE}{IMAGE}\n\n",
+        f"<start_of_turn>{IMAGE}<end_of_turn>\n", f"\n{IMAGE}\n",
+    ],
+)  # fmt: skip
+def test_text_around_an_image_is_put_together_with_what_is_beside_it(text: str) -> None:
+    """As Gemma's processor does: line breaks become one token with those of the conversation, on either side."""
+    made = tiny_gemma()
+    way_in = Images(made)
+    shown = [picture(50 + i, 60) for i in range(text.count(IMAGE))]
+    read = way_in.read(shown, "prompt 0")
+    asked = way_in.encode(text)
+    ids, placed = way_in.place(asked, read, "prompt 0")
+    assert ids.tolist() == made(text=[text], images=[shown], add_special_tokens=False)["input_ids"][0]
+    assert collapsed(ids, placed).tolist() == asked.tolist()
+    soft = made.tokenizer.image_token_id
+    assert [(ids[p.at : p.end] == soft).sum() for p in placed] == [4] * len(shown)
+    again, same = way_in.place(ids, read, "prompt 0")
+    assert again.tolist() == ids.tolist()
+    assert same == placed
+    assert [p.attachment for p in way_in.of_prompt(ids, placed)] == [p.attachment for p in placed]
+    for wrong in (ids[:-1] if text == IMAGE else np.append(ids, soft), np.append(asked, way_in.encode(IMAGE))):
+        with pytest.raises(ConfigError, match="prompt 0 has"):
+            way_in.place(wrong, read, "prompt 0")
 
 
 # ---------------------------------------------------------------- prompts

@@ -61,6 +61,37 @@ def tiny_processor() -> Any:
     return Processor(image_processor=images, tokenizer=tiny_tokenizer(), video_processor=None, chat_template=TEMPLATE)
 
 
+def tiny_gemma() -> Any:
+    """A processor of the Gemma 3 family: four tokens per image between line breaks, which the tokenizer puts together
+    with those beside them.
+    """
+    tokenizers = pytest.importorskip("tokenizers")
+    transformers = pytest.importorskip("transformers")
+    names = ["<pad>", "<eos>", "<start_of_turn>", "<end_of_turn>", "<start_of_image>", "<end_of_image>", "<soft>"]
+    bpe = tokenizers.Tokenizer(tokenizers.models.BPE())
+    bpe.pre_tokenizer = tokenizers.pre_tokenizers.Split(tokenizers.Regex("\n+|[^\n]+"), "isolated")
+    bpe.decoder = tokenizers.decoders.Fuse()
+    alphabet = list("abcdefghijklmnopqrstuvwxyz ?\n")
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=200, special_tokens=names, initial_alphabet=alphabet, show_progress=False
+    )
+    bpe.train_from_iterator(["user\n\n\n\n\n\n\n\n\nwhat is it? here are some more"] * 50, trainer)
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=bpe, eos_token=names[1], pad_token=names[0], additional_special_tokens=names[2:],
+        extra_special_tokens={"boi_token": names[4], "eoi_token": names[5], "image_token": names[6]},
+    )  # fmt: skip
+    template = (
+        "{% for m in messages %}<start_of_turn>{{ m.role }}\n{% if m.content is string %}{{ m.content }}{% else %}"
+        "{% for c in m.content %}{% if c.type == 'image' %}<start_of_image>{% else %}{{ c.text }}{% endif %}"
+        "{% endfor %}{% endif %}<end_of_turn>\n{% endfor %}"
+        "{% if add_generation_prompt %}<start_of_turn>model\n{% endif %}"
+    )
+    return transformers.Gemma3Processor(
+        image_processor=transformers.Gemma3ImageProcessorPil(size={"height": 56, "width": 56}), tokenizer=tokenizer,
+        chat_template=template, image_seq_length=4,
+    )  # fmt: skip
+
+
 def picture(width: int = 56, height: int = 84, color: tuple[int, int, int] = (200, 30, 30)) -> Any:
     """A ``PIL.Image`` of one colour."""
     from PIL import Image

@@ -44,7 +44,7 @@ class Sight:
         return self._read(messages)
 
     def _read(self, messages: Sequence[Message]) -> list[Message]:
-        own = iter(Images.of_prompt(self._prompt.token_ids, self._prompt.attached))
+        own = iter(self._images.of_prompt(self._prompt.token_ids, self._prompt.attached))
         items = [of_part(part) for message in messages for part in _images_in(message)]
         try:
             self._reader.check_count(len(items), ASKED)

@@ -15,10 +15,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from april.attachments import content
 from april.config.images import ImagesConfig
 from april.core.attachments import Attachment, Placed
 from april.errors import ConfigError
 from april.extras import require
+from april.images.borders import Borders
 from april.images.reading import IMAGE, Picture, Reader
 from april.server_text import clean
 
@@ -73,6 +75,9 @@ class Images:
         self._id = self._id_of(self._placeholder)
         self.banned_ids = tuple(sorted({self._id, *self._ids_of_media()}))
         """Ids that stand for what is no token, and are never to be generated."""
+        self._special = frozenset((*self.banned_ids, *_special_ids(self.tokenizer)))
+        self._borders: Borders | None = None
+        """Set if it writes text around an image."""
         self._counts = False
         self._sizes: dict[tuple[int, int], Int32] = {}
         self._lock = threading.RLock()
@@ -97,6 +102,8 @@ class Images:
         pictures = [Picture(Attachment.of(IMAGE, b""), *size) for size in _TRIED]
         alone = [self._by_processor(mark, [size]) for size in _TRIED]
         runs = all((ids == self._id).all() for ids in alone)
+        if not self._special.issuperset(int(ids[i]) for ids in alone for i in (0, -1)):
+            self._borders = Borders(lambda text: self.encode(text).tolist(), self._decode, self._special)
         self._counts = runs and [self._count(*size) for size in _TRIED] == [len(ids) for ids in alone]
         texts = [f"a{mark}b{mark}c", self._chat_of_two()]
         for text in filter(None, texts):
@@ -167,11 +174,15 @@ class Images:
         except Exception as error:  # whatever a template raises
             raise ConfigError(f"{where}: the chat template does not take its messages: {clean(error)}") from error
 
+    def _decode(self, tokens: Sequence[int]) -> str:
+        return str(self.tokenizer.decode(list(tokens), skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
     # ---------------------------------------------------------------- places
 
-    @staticmethod
-    def of_prompt(token_ids: Int32, attached: Sequence[Placed]) -> list[Picture]:
+    def of_prompt(self, token_ids: Int32, attached: Sequence[Placed]) -> list[Picture]:
         """The images of a conversation, which may stand at another place, too."""
+        if self._borders is not None:  # what stands there depends on what is beside it
+            return [self.reader.read(content(p.attachment), "the prompt's image", decode=False) for p in attached]
         return [Picture(p.attachment, 0, 0, tuple(token_ids[p.at : p.end].tolist())) for p in attached]
 
     def place_behind(
@@ -200,6 +211,8 @@ class Images:
         """
         ids = np.asarray(token_ids, np.int32)
         stand_in = [self._replacement(picture, f"{where}, image {i}") for i, picture in enumerate(pictures, 1)]
+        if self._borders is not None and stand_in:
+            return self._place_with_text(self._borders, ids, pictures, stand_in, where)
         starts = self._expanded(ids, stand_in)
         if starts is None:
             at = np.flatnonzero(ids == self._id)
@@ -214,6 +227,22 @@ class Images:
             Placed(picture.attachment, start, len(tokens), stands)
             for picture, start, tokens in zip(pictures, starts, stand_in, strict=True)
         )
+
+    def _place_with_text(
+        self, borders: Borders, ids: Int32, pictures: Sequence[Picture], stand_in: Sequence[Int32], where: str
+    ) -> tuple[Int32, tuple[Placed, ...]]:
+        """:meth:`place` for a processor that writes text around its images."""
+        with self._lock:
+            parts = [borders.split(tokens) for tokens in stand_in]
+            one_each = borders.collapse(ids, self._id, parts)
+            ids = ids if one_each is None else one_each
+            at = np.flatnonzero(ids == self._id)
+            others = self._others(ids, at)
+            if len(at) != len(pictures) or others:
+                raise ConfigError(self._wrong_places(len(at), others, stand_in, where))
+            ids, places = borders.expand(ids, at.tolist(), parts)
+        found = zip(pictures, places, strict=True)
+        return ids, tuple(Placed(picture.attachment, *place) for picture, place in found)
 
     def _replacement(self, picture: Picture, where: str) -> Int32:
         """The tokens that the model reads an image as, which depend on its size alone."""
@@ -278,6 +307,12 @@ class Images:
             f"{where} has {_some(found, 'placeholder')} {mark} (id {self._id}) and {_some(images, 'image')}; give it "
             f"one placeholder for each image{all_of_them}"
         )
+
+
+def _special_ids(tokenizer: Any) -> set[int]:
+    """Ids of tokens that are put together with nothing."""
+    added = getattr(tokenizer, "added_tokens_decoder", None) or {}
+    return {*(getattr(tokenizer, "all_special_ids", None) or ()), *(i for i, t in added.items() if t.special)}
 
 
 def _expand(ids: Int32, at: NDArray[np.int64], stand_in: Sequence[Int32]) -> tuple[Int32, list[int]]:
