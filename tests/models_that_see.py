@@ -22,7 +22,7 @@ TEMPLATE = (
     "{% if c.type == 'image' %}<see> <image> </see> {% else %}{{ c.text }} {% endif %}{% endfor %}{% endif %}"
     "<|im_end|> {% endfor %}{% if add_generation_prompt %}<|im_start|> {% endif %}"
 )
-FAMILIES = ("qwen2_5_vl", "qwen2_vl", "qwen3_vl", "gemma3")
+FAMILIES = ("qwen2_5_vl", "qwen2_vl", "qwen3_vl", "qwen3_vl_moe", "gemma3")
 GEMMA_TOKENS = 4
 
 
@@ -102,6 +102,8 @@ def tiny_vision_model(family: str = "qwen2_5_vl", seed: int = 0, **changes: Any)
             vision |= {"embed_dim": 32, "hidden_size": 32, "mlp_ratio": 2}
         else:
             text["head_dim"] = 8
+            if family == "qwen3_vl_moe":
+                text |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
             text["rope_parameters"]["mrope_interleaved"] = True
             vision |= {
                 "hidden_size": 32, "intermediate_size": 64, "out_hidden_size": 32, "deepstack_visual_indexes": [0],

@@ -46,6 +46,7 @@ FAMILIES: Mapping[str, _Family] = {
     "qwen2_vl": _GRID,
     "qwen2_5_vl": _GRID,
     "qwen3_vl": _GRID,
+    "qwen3_vl_moe": _GRID,
     "gemma3": _Family({"pixel_values": 0}, types=True),
 }
 """By the type of the model's configuration."""
