@@ -97,7 +97,8 @@ class Progress(StrEnum):
 
 _TOKENS = Progress.TOKENS
 OTHER_PROCESSOR = (
-    "does the server's processor cut images up as the one here does (the same files, min_pixels and max_pixels)?"
+    "does the server's processor cut images up as the one here does (the same files, min_pixels and max_pixels), and "
+    "has the prompt what its model wants around an image?"
 )
 """The end of a sentence on a prompt that a server has expanded to something else."""
 
