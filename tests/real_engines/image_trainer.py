@@ -10,6 +10,7 @@ import logging
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ BATCHES, GROUPS, SAMPLES = 6, 6, 6
 RESPONSE_LEN = 160
 STOPS = (2, *range(300, 308))
 """Ids that end responses, so that some of a batch are long."""
+PROBES = 6
 BACK_S = 240.0
 """Longest wait for a server that was started anew, before the last batch."""
 
@@ -44,9 +46,7 @@ def main(where: Path, kind: str, urls: Sequence[str]) -> None:
         max_response_len=RESPONSE_LEN, sampling={"stop_token_ids": STOPS}, max_staleness=BATCHES, on_data_end="wrap",
         engine={"kind": kind, "urls": list(urls), "max_in_flight": 16, "max_token_loss": 8},
     )  # fmt: skip
-    with april.RolloutScheduler(
-        config, prompts=prompts, reward=None, processor=image_processor(), progress=False
-    ) as rollouts:
+    with connected(config, prompts) as rollouts:
         done, versions, lives = 0, {str(list(rollouts.version)): 0}, 1
         if state := newest(where):
             done, versions, lives = state["done"], state["versions"], state["lives"] + 1
@@ -64,6 +64,16 @@ def main(where: Path, kind: str, urls: Sequence[str]) -> None:
             state = {"done": n, "versions": versions, "lives": lives, "april": rollouts.state_dict()}
             whole(where / f"state-{n}", msgspec.msgpack.encode(state))
             print(f"batch {n}", flush=True)
+
+
+def connected(config: april.Config, prompts: Sequence[Any]) -> april.RolloutScheduler:
+    """Servers on a machine that others use may not have answered a probe in time: they are asked again."""
+    for _ in range(PROBES):
+        with suppress(april.EngineError):
+            return april.RolloutScheduler(
+                config, prompts=prompts, reward=None, processor=image_processor(), progress=False
+            )
+    raise NotKept(f"the servers could not be asked, {PROBES} times")
 
 
 def newest(where: Path) -> dict[str, Any] | None:
