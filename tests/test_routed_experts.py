@@ -23,6 +23,7 @@ from server_fixtures import BOTH, PROMPT, begun, facts_of, read, request, served
 import april
 from april.config.engine_fit import why_unfit
 from april.core.versions import PolicyVersion
+from april.doctor.findings import Level, abilities
 from april.engine_limits import LimitCode
 from april.engines.http.token_rows import Routing, WrongRows, experts_of_npy, experts_of_numbers, narrowed, routing_of
 from april.engines.protocol import EngineFinish
@@ -213,8 +214,11 @@ def test_a_server_without_the_flag(kind: str, tmp_path: Path) -> None:
     (sentence,) = why_unfit(config, {"there": can})
     assert sentence.startswith("engine there does not give routed_experts with its tokens, as extras asks; start the")
     assert "--enable-return-routed-experts" in sentence
+    assert "extras" not in [finding.subject for finding in abilities(can)]
     there.experts = EXPERTS
     can = facts_of(there).capabilities
+    (found,) = [finding for finding in abilities(can) if finding.subject == "extras"]
+    assert (found.level, found.sentence) == (Level.OK, "routed_experts: rows come with the tokens, for extras")
     assert not list(why_unfit(config, {"there": can}))
     assert not [limit for limit in can.limits if limit.code is LimitCode.NO_EXPERTS]
 

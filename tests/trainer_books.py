@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
@@ -14,6 +15,7 @@ import numpy as np
 from april.core.batch import Batch, DeliveredSample
 from april.core.ledger import bucket_of
 from april.core.settings import CoreSettings
+from april.core.tape import SegmentKind
 from april.core.types import OnStale
 
 Key = tuple[int, int]
@@ -321,6 +323,25 @@ def check_batch(batch: Batch, books: Books, settings: CoreSettings, seen: Counte
     return keys
 
 
+def number_of(attempt_id: str) -> int:
+    """Stands for an attempt in the rows that it gives."""
+    return zlib.crc32(attempt_id.encode()) & 0x7FFFFFFF
+
+
+def check_rows(sample: DeliveredSample, settings: CoreSettings) -> None:
+    """Each token has the row that its attempt has given with it, and what no attempt has made that of the next one."""
+    assert set(sample.extras) == set(settings.extras)
+    ids, prompt = np.concatenate((sample.prompt.token_ids, sample.tokens)), len(sample.prompt.token_ids)
+    for rows in sample.extras.values():
+        made = [s for s in sample.segments if s.kind is SegmentKind.GENERATED]
+        end = prompt + made[-1].start + made[-1].count - 1
+        assert rows[:end, 0].tolist() == ids[:end].tolist()
+        assert (rows[end:] == rows[end - 1]).all()
+        for s in made:
+            by = rows[prompt + s.start - 1 : prompt + s.start + s.count - 1, 1]
+            assert set(by.tolist()) == {number_of(s.attempt_id)}, "a row is of another attempt than its token"
+
+
 def check_sample(key: Key, sample: DeliveredSample, books: Books, settings: CoreSettings) -> None:
     """Every token as it was sent, nothing masked that is not too old, and the cohort that its group has for ever."""
     tape, cohort, ages = books.tapes[key], books.groups[key[0]].cohort, []
@@ -330,6 +351,7 @@ def check_sample(key: Key, sample: DeliveredSample, books: Books, settings: Core
     assert sample.baseline_rewards.tolist() == others[: len(cohort) - 1]
     assert sample.tokens.tolist() == [t.id for t in tape]
     assert sample.logprobs.tolist() == [t.logprob for t in tape]
+    check_rows(sample, settings)
     for token, version in zip(tape, sample.versions.tolist(), strict=True):
         if token.version is None:
             ages.append(None)

@@ -400,6 +400,8 @@ class Life(UpdatingPlayer):
         chosen = settings(rng, mode)
         while not wanted(chosen):
             chosen = settings(rng, mode)
+        if seed % 3 == 0:  # without a draw, so that lives are as they were
+            chosen = replace(chosen, extras=("read",))
         super().__init__(chosen, rng.randint(1, 3), prompts, rng.choice([1, 1, 2]), rng)
         self.books.as_promised = self.settings.on_stale is OnStale.FINISH
         self.saved: list[Saved] = []

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
-from trainer_books import Books, Key, Token, check_batch
+from trainer_books import Books, Key, Token, check_batch, number_of
 
 from april.core import commands as do
 from april.core import events as ev
@@ -90,12 +90,19 @@ class Update:
     adopted: bool = False
 
 
+def rows_of(attempt: Attempt) -> dict[str, Any]:
+    """Rows of an attempt's tokens, and of those before that had none: which token was read, and by which attempt."""
+    read = np.concatenate((attempt.token_ids, attempt.tape.packed()[0]))[attempt.extras_from : -1]
+    return {name: np.stack([read, np.full_like(read, number_of(attempt.id))], 1) for name in attempt.extras}
+
+
 class TrainerPlayer:
     """One process after the other around a core; what happens next is chosen in ``trainer_lives``."""
 
     def __init__(self, settings: CoreSettings, engines: int, prompts: int, turns: int, rng: random.Random) -> None:
         self.rng, self.settings, self.prompts, self.turns = rng, settings, prompts, turns
-        self.limits = tuple(EngineLimits(f"e{i}", 4096, None, (EOS,), remote=True) for i in range(engines))
+        more: dict[str, Any] = {"remote": True, "extras": settings.extras}
+        self.limits = tuple(EngineLimits(f"e{i}", 4096, None, (EOS,), **more) for i in range(engines))
         self.books = Books(settings.n_samples_per_prompt, settings.group_quorum)
         self.seen: Counter[str] = Counter()
         """What has happened, so that a test can say that it did."""
@@ -519,6 +526,8 @@ class TrainerPlayer:
         ids, logprobs = [t.id for t in came], [t.logprob for t in came]
         version = PolicyVersion(*request.version)
         request.attempt.tape.append(np.array(ids, np.int32), np.array(logprobs, np.float32), version)
+        if request.attempt.extras:
+            request.attempt.tape.give_rows(rows_of(request.attempt), request.attempt.missing_rows)
         self.books.sent += len(came) if request.key[0] >= 0 else 0
         return request
 
