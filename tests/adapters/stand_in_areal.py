@@ -16,6 +16,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -99,7 +100,10 @@ class Server:
         if not cut and so_far + missing >= self.length_of(row):
             tokens[-1] = EOS
         self.made += len(tokens)
-        said = {"tokens": tokens, "logprobs": [-1.0 - weights / 1000] * len(tokens)}
+        said: dict[str, Any] = {"tokens": tokens, "logprobs": [-1.0 - weights / 1000] * len(tokens)}
+        if payload["experts"]:  # of each token that was read: it, its place, and the weights
+            read = np.array([*ids, *tokens][:-1], np.int32)
+            said["experts"] = np.stack((read, np.arange(len(read)), np.full(len(read), weights)), 1).astype(np.int32)
         return said | {"reason": "abort" if cut else "stop" if tokens[-1] == EOS else "length"}
 
     def end_all(self) -> None:
@@ -133,11 +137,13 @@ SERVER: list[Server] = []
 class Backend:
     def build_generation_request(self, req: Any, with_lora: bool, version: int) -> Any:
         payload = {"input_ids": req.input_ids, "max_new_tokens": req.gconfig.max_new_tokens}
+        payload |= {"experts": req.metadata.get("return_routed_experts", False)}
         return SimpleNamespace(endpoint="/generate", payload=payload, method="POST")
 
     def parse_generation_response(self, said: dict[str, Any]) -> Any:
         return SimpleNamespace(
-            output_tokens=said["tokens"], output_logprobs=said["logprobs"], stop_reason=said["reason"]
+            output_tokens=said["tokens"], output_logprobs=said["logprobs"], stop_reason=said["reason"],
+            routed_experts=said.get("experts"),
         )
 
 
@@ -315,10 +321,12 @@ class Workflow:
         self._config = config
         self.fails: dict[int, list[Any]] = {}
         self.reward: Callable[[int], float] = float
+        self.answers: list[Any] = []
 
     async def arun_episode(self, engine: Any, data: Any) -> Any:
         row = data["row"]
         made = await engine.agenerate(request([50, row], self._config.gconfig.new()))
+        self.answers.append(made)
         if self.fails.get(row):
             what = self.fails[row].pop()
             if isinstance(what, Exception):
@@ -338,7 +346,7 @@ class Workflow:
 def request(input_ids: list[int], gconfig: Any) -> Any:
     """A ModelRequest."""
     made = SimpleNamespace(input_ids=input_ids, gconfig=gconfig, image_data=[], vision_msg_vllm=None, tokenizer=None)
-    made.processor = None
+    made.processor, made.metadata = None, {}
     made.copy = lambda: SimpleNamespace(**{k: v for k, v in vars(made).items() if k != "copy"})
     return made
 

@@ -17,6 +17,7 @@ from adapters import stand_in_areal as areal
 from april.core.types import DropReason
 from april.errors import CheckpointError, ConfigError, RolloutError
 from april.processes.coordinator.calls import CURRENT, Session
+from april.processes.coordinator.media import digest_of
 from april.processes.coordinator.messages import Done, Go, Message, Result
 from april.testing import run_virtual
 
@@ -67,6 +68,26 @@ def test_a_trajectory_is_what_areals_workflow_returns(trainer: Make) -> None:
     ledgers = run._april.rollouts.ask("ledgers")
     assert ledgers["tokens"]["observed"] == run.server.made
     assert run.stats["april/off_policy_share"][-1] >= 0
+
+
+@pytest.mark.parametrize("generation", ["continuous", "stepwise"])
+def test_experts_are_those_of_the_step_that_read_each_token(trainer: Make, generation: str) -> None:
+    """As AReaL's servers give them for a response that was not cut: one row for each token but the last, as it was
+    made; AReaL's own client repeats the prompt's rows at every cut.
+    """
+    run = trainer({"generation": generation}, rollout__return_routed_experts=True)
+    run.train(run.workflow, 6)
+    cut = 0
+    for made in run.workflow.answers:
+        whole = made.input_tokens + made.output_tokens
+        read, places, weights = made.routed_experts.T.tolist()
+        assert read == whole[:-1]
+        assert places == list(range(len(whole) - 1))
+        assert weights[len(made.input_tokens) - 1 :] == made.output_versions
+        assert made.routed_experts.dtype == np.int32
+        cut += len(set(made.output_versions)) > 1
+    assert cut
+    assert trainer().workflow.answers == []
 
 
 def test_continuous_generation_goes_on_while_the_trainer_trains(trainer: Make) -> None:
@@ -214,6 +235,7 @@ class Coordinator:
 
     async def call(self, uid: str, index: int, life: int, token_ids: Any, sampling: Any, attached: Any) -> Message:
         self.asked = token_ids.tolist(), sampling.max_tokens, sampling.temperature
+        self.sampling, self.attached = sampling, attached
         return self.answers.pop(0)
 
     async def ended(self, uid: str, index: int, life: int, result: Result) -> Message:
@@ -232,6 +254,7 @@ class Call:
         areal.install(monkeypatch)
         self.server = areal.Server(lambda row: 4, lambda row, so_far: False)
         areal.SERVER[:], self.pauses = [self.server], 0
+        self.more: dict[str, Any] = {}
         inner = areal.RemoteInfEngine(SimpleNamespace(request_timeout=1.0))
         self.engine = importlib.import_module("april.adapters.areal.trainer").Engine(inner, lambda: self.pauses)
 
@@ -241,7 +264,9 @@ class Call:
 
         async def program() -> Any:
             CURRENT.set(Session(coordinator, "p0", 0, 1))
-            return await self.engine.agenerate(areal.request([50, 3], gconfig))
+            request = areal.request([50, 3], gconfig)
+            vars(request).update(self.more)
+            return await self.engine.agenerate(request)
 
         return run_virtual(program())
 
@@ -285,6 +310,20 @@ def test_tokens_that_came_after_a_pause_have_no_known_weights(call: Call) -> Non
     (result,) = coordinator.results
     assert (len(result.tokens), len(result.logprobs), result.aborted) == (0, 0, True)
     assert result.unused == (4, DropReason.UNKNOWN_WEIGHTS)
+
+
+def test_images_are_known_by_their_content(call: Call) -> None:
+    """The coordinator is told their hashes at their places, and the id that is never to be generated; the server gets
+    them as the workflow gave them.
+    """
+    coordinator = Coordinator(go([50, 7, 7, 3], 8), done(4, (4, 8, 0, 6)))
+    call.more = {"input_ids": [50, 7, 7, 3], "image_data": ["a cat"], "processor": SimpleNamespace(image_token_id=7)}
+    made = call(coordinator)
+    (placed,) = coordinator.attached
+    assert (placed.at, placed.count, placed.attachment.kind) == (1, 2, "image")
+    assert placed.attachment.digest == digest_of("a cat")
+    assert coordinator.sampling.banned_ids == (7,)
+    assert made.input_images == ["a cat"]
 
 
 def test_an_error_does_not_repeat_the_request(call: Call) -> None:

@@ -243,7 +243,6 @@ WRONG: dict[str, list[tuple[Changes, Any, str]]] = {
         ({"rollout___version": "v2"}, {}, "rollout._version and actor._version: v2 generates behind a gateway"),
         ({"dynamic_bs": True}, {}, "dynamic_bs: batches are to be short"),
         ({"rollout__use_lora": True}, {}, "use_lora: AReaL trains adapters in its single-controller mode only"),
-        ({"rollout__return_routed_experts": True}, {}, "return_routed_experts: april does not keep routed experts"),
         ({"rollout__agent": SimpleNamespace(mode="online")}, {}, "rollout.agent.mode: online has no prompts"),
         ({"gconfig__greedy": True}, {}, "all samples of a group are equal"),
         ({"gconfig__use_beam_search": True}, {}, "beams have no log-probability"),

@@ -22,6 +22,7 @@ from april.driver.loop_thread import LoopThread
 from april.errors import CheckpointError, RolloutError
 from april.processes.coordinator.calls import Session, run_sample
 from april.processes.coordinator.coordinator import Coordinator
+from april.processes.coordinator.media import KINDS
 from april.processes.coordinator.messages import Delivery
 from april.processes.coordinator.run import Run
 from april.state_file import read_state, write_state
@@ -131,7 +132,7 @@ class Rollouts:
         self._episode, self._join, self._accepts, self.abort = episode, join, accepts, abort
         # a workflow rejects by returning None, so every group is judged
         core = config.core_settings(
-            has_reward=False, group_reward=False, has_filter=True, run_id=secrets.randbits(64)
+            has_reward=False, group_reward=False, has_filter=True, run_id=secrets.randbits(64), attachments=KINDS
         )
         self._rows: dict[str, Any] = {}
         """Rows of the groups under way, by the prompt's uid."""

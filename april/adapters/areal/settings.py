@@ -8,12 +8,13 @@ from typing import Any
 from april.config.settings import Config
 from april.config.values import AUTO
 from april.core.types import Work
+from april.engines.protocol import ROUTED_EXPERTS
 from april.errors import ConfigError
 
 OURS = (
     "over_sampling_batch_size", "partial_rollout", "generation", "refill", "max_in_flight", "on_stale", "max_age",
-    "max_resumes", "max_held_tokens", "max_filtered_groups", "max_attempt_failures", "max_failed_groups",
-    "abort_deadline_s", "abort_resend_s", "allow_mismatch", "on_failed_sample",
+    "max_resumes", "max_held_tokens", "max_extras_bytes", "max_filtered_groups", "max_attempt_failures",
+    "max_failed_groups", "abort_deadline_s", "abort_resend_s", "allow_mismatch", "on_failed_sample",
 )  # fmt: skip
 """Settings of april.Config that the keyword ``april`` takes; the others are AReaL's to decide."""
 HERE = ("check", "group_quorum")
@@ -27,6 +28,7 @@ DECIDED = {
     "on_data_end": "total_train_epochs",
     "engine": "rollout.backend",
     "seed": "the servers",
+    "extras": "rollout.return_routed_experts",
 }
 MAX_CONTEXT = 1 << 30
 """Workflows name the limit of each call, and servers have their own; april has none besides."""
@@ -63,6 +65,7 @@ def config_of(config: Any, own: Mapping[str, Any], *, groups: int, ranks: int) -
         max_response_len=MAX_CONTEXT,
         max_staleness=stale,
         sampling={"temperature": config.gconfig.temperature, "top_p": config.gconfig.top_p},
+        extras=(ROUTED_EXPERTS,) if config.rollout.return_routed_experts else (),
         **values,
     )
 
@@ -115,10 +118,6 @@ def objections(config: Any, own: Mapping[str, Any]) -> Iterator[str]:
     if rollout.use_lora or actor.use_lora:
         yield (
             "use_lora: AReaL trains adapters in its single-controller mode only, where april is not; set it to false"
-        )
-    if rollout.return_routed_experts:
-        yield (
-            "rollout.return_routed_experts: april does not keep routed experts over cuts and restarts; set it to false"
         )
     agent = getattr(rollout, "agent", None)
     if agent is not None and getattr(agent, "mode", None) == "online":

@@ -27,11 +27,15 @@ from april.adapters.areal.rollouts import SERVERS, Prompts, Rollouts, Trajectory
 from april.adapters.areal.settings import MAX_CONTEXT, config_of, objections
 from april.carrying_loader import KEY, CarryingLoader
 from april.config.settings import Config
+from april.core.attachments import Placed
 from april.core.settings import EngineLimits
 from april.core.tape import Int32
 from april.core.types import DropReason
+from april.engines.http.token_rows import narrowed
+from april.engines.protocol import ROUTED_EXPERTS
 from april.errors import CheckpointError, ConfigError, RolloutError
 from april.processes.coordinator import calls
+from april.processes.coordinator.media import placed_media
 from april.processes.coordinator.messages import Result
 from april.server_text import clean
 
@@ -69,7 +73,7 @@ class Engine:
                 f"max_new_tokens={sampling.max_new_tokens}"
             )
         if req.vision_msg_vllm:
-            raise RolloutError("images in vLLM's chat format cannot be continued by token ids; use text or SGLang")
+            raise RolloutError("images in vLLM's chat format cannot be continued by token ids; use SGLang, or text")
         reason = "stop"
         began = time.perf_counter()
 
@@ -78,28 +82,41 @@ class Engine:
             label, pauses = inner.get_version(), self._pauses()
             one = req.copy()
             one.input_ids, one.gconfig = token_ids.tolist(), sampling.new(max_new_tokens=max_tokens)
+            if getattr(inner.config, "return_routed_experts", False):
+                one.metadata = {**one.metadata, "return_routed_experts": True}
             made = await self._answer(one, label)
             if made.stop_reason in STOP_REASONS:
                 reason = made.stop_reason
             tokens = np.asarray(made.output_tokens, np.int32)
             logprobs = np.asarray(made.output_logprobs, np.float32)
+            experts = getattr(made, "routed_experts", None)
+            extras = {} if experts is None or not len(tokens) else {ROUTED_EXPERTS: narrowed(experts, None)}
             unused = None
             if pauses != self._pauses() and len(tokens):
                 # it ended after a pause, in which weights may have changed: nobody knows which wrote it
                 unused, tokens, logprobs = (len(tokens), DropReason.UNKNOWN_WEIGHTS), tokens[:0], logprobs[:0]
+                extras = {}
             aborted = made.stop_reason == "abort" or unused is not None
             # a server's own limit is not known here
             anywhere = bool(getattr(sampling, "stop", None)) or made.stop_reason in ("length", "tool_calls")
             return Result(
                 offset=len(token_ids), tokens=tokens, logprobs=logprobs, label=label, aborted=aborted, unused=unused,
                 stop_token_ids=tuple(getattr(sampling, "stop_token_ids", None) or ()), ends_anywhere=anywhere,
+                extras=extras,
             )  # fmt: skip
 
-        done = await calls.generate(session, send, prompt, room, sampling.temperature)
+        stands = getattr(req.processor, "image_token_id", None)
+        banned: tuple[int, ...] = () if stands is None else (int(stands),)
+        attached: tuple[Placed, ...] = ()
+        if banned and req.image_data:
+            attached = await asyncio.to_thread(placed_media, prompt, {"image": req.image_data}, {"image": banned[0]})
+        done = await calls.generate(
+            session, send, prompt, room, sampling.temperature, attached=attached, banned_ids=banned
+        )
         versions = np.full(len(prompt) + len(done.tokens), -1)
         for start, end, _, n in done.spans:
             versions[start:end] = n
-        latency = time.perf_counter() - began
+        latency, experts_of_all = time.perf_counter() - began, done.extras.get(ROUTED_EXPERTS)
         return ModelResponse(
             input_tokens=prompt,
             input_images=req.image_data,
@@ -111,6 +128,7 @@ class Engine:
             ttft=latency,
             tokenizer=req.tokenizer,
             processor=req.processor,
+            **({} if experts_of_all is None else {"routed_experts": experts_of_all.astype(np.int32)}),
         )
 
     async def _answer(self, one: Any, label: int) -> Any:
