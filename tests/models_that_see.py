@@ -53,7 +53,9 @@ def tiny_processor(family: str = "qwen2_5_vl") -> Any:
 
     if family == "gemma3":
         images = Gemma3ImageProcessorPil(size={"height": 16, "width": 16})
-        return Gemma3Processor(images, tiny_tokenizer(), image_seq_length=GEMMA_TOKENS, chat_template=TEMPLATE)
+        tokenizer = tiny_tokenizer()
+        tokenizer.chat_template = TEMPLATE.replace("<see> <image> </see>", "<see>")  # the processor writes the rest
+        return Gemma3Processor(images, tokenizer, image_seq_length=GEMMA_TOKENS, chat_template=tokenizer.chat_template)
 
     class TinyProcessor(Qwen2_5_VLProcessor):  # type: ignore[misc]
         """Without the reader of videos, which needs torchvision."""

@@ -23,6 +23,7 @@ from models_that_see import (
 )
 from tiny_models import V1, asked, collect, generated, joined, tiny_model
 
+import april
 from april.core.attachments import Attachment, Placed
 from april.core.sampling import SamplingParams
 from april.engines.protocol import Chunk, EngineFinish, Request
@@ -259,3 +260,26 @@ async def test_weights_of_a_model_that_sees_come_from_a_directory(tmp_path: Path
         chunk = await generated(one, request)
         assert apart_seeing(newer, processor, request.token_ids, request.attached, chunk).max() <= MOST
         await one.close()
+
+
+@pytest.mark.parametrize("family", ["gemma3", "qwen3_vl"])
+def test_a_scheduler_with_text_one_image_and_two(family: str) -> None:
+    """Prompts as users give them, with one placeholder per image; cut and resumed responses are exact, too."""
+    model, processor = tiny_vision_model(family), tiny_processor(family)
+    mark = processor.tokenizer.convert_tokens_to_ids(processor.image_token)
+    prompts: list[Any] = [{"token_ids": [12, mark, 9], "images": [picture(i).data]} for i in range(6)]
+    prompts[1] = {"token_ids": [30, 31, 32]}
+    prompts[4] = {"token_ids": [30, mark, 31, mark], "images": [picture(6).data, picture(7, 24, 24).data]}
+    config = april.Config(
+        rollout_batch_size=2, n_samples_per_prompt=3, over_sampling_batch_size=4, max_response_len=120,
+        engine={"kind": "transformers", "slots": 8, "stream_interval": 4, "max_len": 256},
+    )  # fmt: skip
+    with april.RolloutScheduler(config, prompts=prompts, model=model, processor=processor, reward=None) as scheduler:
+        samples = [sample for _ in range(3) for sample in scheduler.next_batch().samples]
+
+    assert any(sample.resumes for sample in samples)
+    assert {len(sample.prompt.attached) for sample in samples} == {0, 1, 2}
+    for sample in samples:
+        assert not {mark, IMAGE} & set(sample.tokens.tolist())
+        found = (sample.prompt.token_ids, sample.prompt.attached, sample)
+        assert apart_seeing(model, processor, *found).max() <= MOST
