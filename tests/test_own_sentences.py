@@ -29,6 +29,7 @@ ALLOWED = {
     ("adapters/areal/settings.py", "max_in_flight"): "names of settings",
     ("adapters/areal/settings.py", "vllm"): "AReaL's names of backends",
     ("adapters/openrlhf/arguments.py", "engine."): "names of settings",
+    ("adapters/openrlhf/arguments.py", "images."): "names of settings",
     ("adapters/openrlhf/arguments.py", "sampling."): "names of settings",
     ("adapters/slime/functions.py", "evaluation"): "parameters of a user's function",
     ("processes/coordinator/asked_host.py", "response_len"): "names of metrics",
