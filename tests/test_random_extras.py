@@ -101,3 +101,18 @@ async def test_the_audit_finds_a_row_of_another_token() -> None:
         object.__setattr__(sample, "extras", {**sample.extras, "others": rows})
         with pytest.raises(AuditError, match="row of others"):
             run.audit()
+
+
+@on_virtual_time
+async def test_rows_of_a_wrong_length_for_ever_cost_their_group_by_name(caplog: pytest.LogCaptureFixture) -> None:
+    """A response whose rows never fit is given up after three attempts, and its group with it; the log says why."""
+    script = FaultScript(Fault(FaultKind.SHORT_ROWS, sample=(0, 1), times=99))
+    config = april.Config(**CONFIG | {"max_attempt_failures": 3})
+    async with rollouts(config, engines=engines(script), prompts=PROMPTS) as run:
+        for _ in range(3):
+            batch = await run.next_batch()
+            check(batch)
+            assert 0 not in {sample.id.group for sample in batch.samples}
+            await run.weight_update()
+        assert run.ledger()["prompts"].dropped["failed"] == 1
+    assert "rows of routed_experts, and" in caplog.text
