@@ -249,7 +249,7 @@ def settings_out(core: RolloutCore) -> State:
     s = core.settings
     values = {f.name: getattr(s, f.name) for f in fields(s) if f.name != "run_id"}
     plain = {name: str(value) if isinstance(value, str) else value for name, value in values.items()}
-    plain["auto"] = [str(name) for name in s.auto]
+    plain |= {name: [str(part) for part in value] for name, value in values.items() if isinstance(value, (tuple, list))}
     return {**plain, "max_context": core.engines.max_context, "logprob_kind": core.engines.logprob_kind}
 
 
