@@ -9,7 +9,7 @@ from april.core.attachments import Attachment
 from april.errors import AttachmentError
 
 
-def content(attachment: Attachment) -> bytes:
+def attachment_bytes(attachment: Attachment) -> bytes:
     """Return the bytes of an attachment, from its file where they are not in memory.
 
     Raises:
@@ -29,5 +29,5 @@ def content(attachment: Attachment) -> bytes:
     return data
 
 
-attachment_bytes = content
-"""Its name for users, as ``april.attachment_bytes``."""
+content = attachment_bytes
+"""Its name inside of april."""

@@ -380,7 +380,9 @@ class RolloutScheduler:
         top_p: float | None = None, max_tokens: int | None = None, seed: int = 0,
     ) -> EvaluationResult:  # fmt: skip
         """:meth:`evaluate` for a trainer with an event loop of its own."""
-        return await self._thread.run_async(self._evaluation(prompts, n_samples, temperature, top_p, max_tokens, seed))
+        arguments = prompts, n_samples, temperature, top_p, max_tokens, seed
+        run = await asyncio.to_thread(self._evaluation, *arguments) if self._reader.is_slow else None
+        return await self._thread.run_async(self._evaluation(*arguments) if run is None else run)
 
     def _evaluation(
         self, prompts: Iterable[Any], n_samples: int, temperature: float | None, top_p: float | None,

@@ -30,6 +30,7 @@ from april.driver.prompt_source import PromptSource
 from april.engines.protocol import Capabilities
 from april.errors import CheckpointError, ConfigError
 from april.images.placing import Images
+from april.processes.content import pack_call
 from april.testing import FakeEngine, rollouts, run_virtual
 
 RED, BLUE = encoded(), encoded(picture(color=(0, 0, 255)))
@@ -368,3 +369,21 @@ def test_engines_that_take_no_images_are_named_at_the_start() -> None:
     config = april.Config(rollout_batch_size=1, max_response_len=9)
     with pytest.raises(ConfigError, match="engine e takes no images, and processor= is for prompts that have some"):
         april.RolloutScheduler(config, prompts=[[1]], reward=None, engines=[Blind("e")], processor=tiny_processor())
+
+
+@pytest.mark.parametrize("item", [{"messages": SAID}, {"token_ids": [1, IMAGE_ID], "images": [RED]}])
+def test_prompts_that_other_processes_send_are_plain(item: dict[str, Any]) -> None:
+    """Ranks under Ray have no processor: what they extend or evaluate with is refused in a sentence, and not lost."""
+    with pytest.raises(ConfigError, match="extend: prompt 0 is a chat or has images, which are read where"):
+        pack_call("extend", [[item]], {})
+
+
+async def test_an_evaluation_with_images() -> None:
+    """Read beside the caller's loop where threads wake it; its prompts may have images as those of training have."""
+    config = april.Config(rollout_batch_size=1, n_samples_per_prompt=2, max_response_len=50)
+    engine = FakeEngine("e", lengths=3, vocab_size=VOCAB, eos_token_id=2, seconds_per_token=0.001)
+    with april.RolloutScheduler(
+        config, prompts=[[1]], reward=lambda p, r: float(len(p.attached)), engines=[engine], processor=tiny_processor()
+    ) as run:
+        result = await run.aevaluate([{"messages": SAID, "images": [RED]}, [1, 2]])
+    assert result.rewards.tolist() == [[1.0], [0.0]]

@@ -387,13 +387,23 @@ def pack_call(method: str, arguments: Iterable[Any], named: Mapping[str, Any]) -
         prompts = arguments[0]
         if isinstance(prompts, (str, bytes)) or not isinstance(prompts, Iterable):
             raise ConfigError(f"{method}: prompts must be an iterable of prompts, got {type(prompts).__name__}")
-        arguments[0] = [_as_ext(as_prompt(prompt, _NO_BOUND, i)) for i, prompt in enumerate(prompts)]
+        arguments[0] = [_as_ext(_as_plain_prompt(method, prompt, i)) for i, prompt in enumerate(prompts)]
     if (at := _PATHS.get(method)) is not None and isinstance(arguments[at], (str, os.PathLike)):
         arguments[at] = absolute(arguments[at])  # the actor runs in another directory
     try:
         return msgspec.msgpack.encode((method, arguments, dict(named)), enc_hook=_plain)
     except (TypeError, ValueError, OverflowError, RecursionError) as error:
         raise ConfigError(f"{method}: an argument cannot go to the core's actor: {error}") from None
+
+
+def _as_plain_prompt(method: str, item: Any, number: int) -> Prompt:
+    chat = isinstance(item, Mapping) and item.get("messages") and not {"token_ids", "input_ids"} & item.keys()
+    if chat or (isinstance(item, Mapping) and item.get("images")):
+        raise ConfigError(
+            f"{method}: prompt {number} is a chat or has images, which are read where the scheduler is; give them "
+            "among its prompts, or give token ids here"
+        )
+    return as_prompt(item, _NO_BOUND, number)
 
 
 def pack_failure(error: Exception) -> bytes:
