@@ -35,7 +35,6 @@ ALLOWED = {
     ("processes/coordinator/asked_host.py", "response_len"): "names of metrics",
     ("processes/coordinator/asked_host.py", "reward_"): "names of metrics",
     ("engines/http/adapter_files.py", ".weight"): "names of parameters",
-    ("adapters/openrlhf/arguments.py", "images."): "names of flags",
     ("adapters/trl/images.py", "images"): "columns of a data set",
     ("agents/dialects.py", "input_schema"): "keys of a request",
     ("agents/dialects.py", "tool_calls"): "keys of a message",
