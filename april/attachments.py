@@ -27,7 +27,3 @@ def attachment_bytes(attachment: Attachment) -> bytes:
             f"{what} has other content than when its prompt was drawn; a response that has begun cannot go on with it"
         )
     return data
-
-
-content = attachment_bytes
-"""Its name inside of april."""

@@ -15,6 +15,7 @@ from pydantic import BaseModel, ConfigDict
 import april
 from april.config.engines import SimulatedEngineConfig, TransformersEngineConfig
 from april.config.flags import flag_options, settings_of
+from april.config.images import ImagesConfig
 from april.config.settings import SamplingConfig
 from april.config.values import PositiveInt
 from april.core.types import OnStale, Refill
@@ -50,8 +51,9 @@ def refusal_of(parser: argparse.ArgumentParser, capsys: pytest.CaptureFixture[st
 def test_every_setting_has_a_flag() -> None:
     """Fields added to the model get flags by themselves; none of today's is left out."""
     paths = {s.path for s in settings_of()}
-    expected = set(april.Config.model_fields) - {"sampling", "engine"}
+    expected = set(april.Config.model_fields) - {"sampling", "engine", "images"}
     expected |= {f"sampling.{name}" for name in SamplingConfig.model_fields}
+    expected |= {f"images.{name}" for name in ImagesConfig.model_fields}
     for engine in (TransformersEngineConfig, SimulatedEngineConfig):
         expected |= {f"engine.{name}" for name in engine.model_fields}
     assert expected <= paths

@@ -21,7 +21,7 @@ pytest.importorskip("PIL")
 from PIL import Image
 
 import april
-from april.attachments import content
+from april.attachments import attachment_bytes
 from april.config.images import ImagesConfig
 from april.errors import ConfigError
 from april.images import fetching
@@ -70,7 +70,7 @@ def test_a_file_is_held_as_a_reference(tmp_path: Path) -> None:
     for item in (path, str(path), path.as_uri(), {"bytes": None, "path": str(path)}):
         attachment = read(item).attachment
         assert (attachment.data, attachment.path, attachment.held_bytes) == (None, str(path), 0)
-        assert content(attachment) == path.read_bytes()
+        assert attachment_bytes(attachment) == path.read_bytes()
     by_value = read(path, in_state="value").attachment
     assert (by_value.data, by_value.path, by_value.digest) == (path.read_bytes(), str(path), attachment.digest)
 
@@ -96,7 +96,7 @@ def test_equal_images_are_one_object_and_others_never_are(tmp_path: Path) -> Non
     path.write_bytes(blue)
     assert read(path).attachment.digest != before.digest
     with pytest.raises(april.EngineError, match="other content"):
-        content(april.core.attachments.Attachment("image", before.digest, 1, None, str(path)))
+        attachment_bytes(april.core.attachments.Attachment("image", before.digest, 1, None, str(path)))
 
 
 def sideways() -> bytes:

@@ -22,7 +22,7 @@ from tiny_vision import IMAGE_ID, VIDEO_ID, picture, tiny_processor, tiny_tokeni
 from virtual_rollouts import on_virtual_time
 
 import april
-from april.attachments import content
+from april.attachments import attachment_bytes
 from april.core.attachments import Attachment, Placed
 from april.core.batch import Batch, DeliveredSample
 from april.core.tape import SegmentKind
@@ -68,7 +68,7 @@ class RowsEngine(FakeEngine):
         self.forgets = 0
 
     async def generate(self, request: Any) -> AsyncIterator[Any]:
-        images = [content(placed.attachment) for placed in request.attached]
+        images = [attachment_bytes(placed.attachment) for placed in request.attached]
         trains = request.token_ids[0] == 1  # prompts of evaluations begin otherwise, and have no images
         assert images == ([image_of(int(request.token_ids[2]) - 3).data] if trains else [])
         said = [request.token_ids]

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from april.attachments import content
+from april.attachments import attachment_bytes
 from april.config.images import ImagesConfig
 from april.core.attachments import Attachment, Placed
 from april.errors import ConfigError
@@ -182,7 +182,8 @@ class Images:
     def of_prompt(self, token_ids: Int32, attached: Sequence[Placed]) -> list[Picture]:
         """The images of a conversation, which may stand at another place, too."""
         if self._borders is not None:  # what stands there depends on what is beside it
-            return [self.reader.read(content(p.attachment), "the prompt's image", decode=False) for p in attached]
+            data = [attachment_bytes(placed.attachment) for placed in attached]
+            return [self.reader.read(item, "the prompt's image", decode=False) for item in data]
         return [Picture(p.attachment, 0, 0, tuple(token_ids[p.at : p.end].tolist())) for p in attached]
 
     def place_behind(

@@ -11,7 +11,7 @@ from math import prod
 
 import numpy as np
 
-from april.attachments import content
+from april.attachments import attachment_bytes
 from april.core.attachments import NO_EXTRAS, Attachment, Extras, Placed
 from april.errors import AttachmentError, WireError
 from april.processes import messages as wire
@@ -56,7 +56,7 @@ class Attached:
         for a in [placed.attachment for placed in attached]:
             if a.digest not in there and a.digest not in news:
                 try:
-                    data = content(a)
+                    data = attachment_bytes(a)
                 except AttachmentError:
                     if read:
                         raise

@@ -17,7 +17,7 @@ from tiny_vision import IMAGE_ID, encoded, picture, tiny_processor
 
 from adapters.openrlhf_stand_in import ROWS, Engine, Loader, Run, Tokenizer, installed, namespace
 from april.adapters.openrlhf.arguments import config_of
-from april.attachments import content
+from april.attachments import attachment_bytes
 from april.engines.protocol import Capabilities, Chunk, Request
 from april.errors import ConfigError, RolloutError
 
@@ -80,7 +80,7 @@ class SeeingEngine(Engine):
         assert IMAGE_ID in request.sampling.banned_ids
         prompt = request.token_ids[: len(request.token_ids) - request.response_offset]
         text = tiny_processor().tokenizer.decode([i for i in prompt.tolist() if i != IMAGE_ID])
-        self.seen.append((text, [content(placed.attachment) for placed in request.attached]))
+        self.seen.append((text, [attachment_bytes(placed.attachment) for placed in request.attached]))
         async for chunk in super().generate(request):
             banned = np.isin(chunk.tokens, request.sampling.banned_ids)
             yield replace(chunk, tokens=np.where(banned, 9, chunk.tokens).astype(np.int32))

@@ -7,7 +7,7 @@ import io
 import re
 from typing import Any
 
-from april.attachments import content
+from april.attachments import attachment_bytes
 from april.config.images import ImagesConfig
 from april.core.batch import DeliveredSample
 from april.errors import ConfigError, RolloutError
@@ -61,7 +61,7 @@ class ShownImages:
     def _made(self, row: DeliveredSample) -> dict[str, Any]:
         from PIL import Image
 
-        shown = [Image.open(io.BytesIO(content(placed.attachment))).convert("RGB") for placed in row.attached]
+        shown = [Image.open(io.BytesIO(attachment_bytes(placed.attachment))).convert("RGB") for placed in row.attached]
         made = self.processor(
             text=[row.prompt.data["prompt"]], images=shown, add_special_tokens=False, return_tensors="pt"
         )

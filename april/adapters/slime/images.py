@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from april.adapters.slime.framework import Framework
-from april.attachments import content
+from april.attachments import attachment_bytes
 from april.core.attachments import Placed
 from april.core.batch import DeliveredSample
 from april.errors import ConfigError
@@ -126,7 +126,7 @@ class SampleImages:
         names = _names(attached)
         found = self._open.pop(names, None)
         if found is None:
-            found = [_opened(content(placed.attachment)) for placed in attached]
+            found = [_opened(attachment_bytes(placed.attachment)) for placed in attached]
         self._open[names] = found
         while len(self._open) > _MOST_OPEN:
             self._open.popitem(last=False)

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from april.adapters.trl.ranks import of_all_ranks
-from april.attachments import content
+from april.attachments import attachment_bytes
 from april.config.images import ImagesConfig
 from april.core.attachments import Placed
 from april.errors import ConfigError
@@ -75,7 +75,7 @@ def put_back(row: dict[str, Any], attached: Sequence[Placed]) -> None:
         return
     from PIL import Image
 
-    pictures = [Image.open(io.BytesIO(content(placed.attachment))) for placed in attached]
+    pictures = [Image.open(io.BytesIO(attachment_bytes(placed.attachment))) for placed in attached]
     if "images" in row:
         row["images"] = pictures
     else:
@@ -92,7 +92,7 @@ def evaluated(trainer: Any, rows: Sequence[list[int]], shown: Sequence[Sequence[
     """
     reader = Reader(ImagesConfig())
     mine = [
-        [content(reader.read(image, f"row {i}, image {j}").attachment) for j, image in enumerate(images or (), 1)]
+        [attachment_bytes(reader.read(image, f"row {i}, image {j}").attachment) for j, image in enumerate(images or (), 1)]
         for i, images in enumerate(shown)
     ]
     everywhere = [images for of_rank in of_all_ranks(trainer, mine) for images in of_rank]

@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from itertools import count
 from typing import TypeVar
 
-from april.attachments import content
+from april.attachments import attachment_bytes
 from april.core.attachments import Attachment, Placed
 from april.errors import AttachmentError, RequestRefused
 
@@ -154,7 +154,7 @@ class SentAttachments:
 
 async def _url(attempt_id: str, attachment: Attachment) -> str:
     def read() -> str:
-        return data_url(attachment.kind, content(attachment))
+        return data_url(attachment.kind, attachment_bytes(attachment))
 
     try:
         if attachment.data is not None and attachment.size <= AT_ONCE:

@@ -20,7 +20,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from april.attachments import content
+from april.attachments import attachment_bytes
 from april.core.attachments import Attachment, Placed
 from april.errors import AttachmentError, ConfigError
 
@@ -171,7 +171,7 @@ class Vision:
         from PIL import Image
 
         try:
-            with Image.open(io.BytesIO(content(attachment))) as opened:
+            with Image.open(io.BytesIO(attachment_bytes(attachment))) as opened:
                 image = opened.convert("RGB")
             made = self.processor(text=[self.processor.image_token], images=[image], return_tensors="pt")
         except AttachmentError:

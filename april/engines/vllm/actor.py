@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from april.attachments import content
+from april.attachments import attachment_bytes
 from april.core.attachments import Attachment, Placed
 from april.core.sampling import LogprobKind, SamplingParams
 from april.core.versions import PolicyVersion
@@ -97,7 +97,7 @@ async def _with_content(request: Request) -> Request:
         return request
 
     def read() -> tuple[Placed, ...]:
-        return tuple(replace(p, attachment=replace(p.attachment, data=content(p.attachment))) for p in request.attached)
+        return tuple(replace(p, attachment=replace(p.attachment, data=attachment_bytes(p.attachment))) for p in request.attached)
 
     return replace(request, attached=await asyncio.to_thread(read))
 

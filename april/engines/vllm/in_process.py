@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from april.attachments import content
+from april.attachments import attachment_bytes
 from april.core.attachments import NO_EXTRAS, Attachment, Extras, collapsed, wrong_rows
 from april.core.sampling import LogprobKind
 from april.core.versions import PolicyVersion
@@ -434,7 +434,7 @@ def _images(attempt_id: str, attachments: Sequence[Attachment]) -> list[Any]:
     images = []
     for attachment in attachments:
         try:
-            images.append(Image.open(io.BytesIO(content(attachment))).convert("RGB"))
+            images.append(Image.open(io.BytesIO(attachment_bytes(attachment))).convert("RGB"))
         except (AttachmentError, UnidentifiedImageError, OSError) as error:
             raise AttachmentError(f"attempt {attempt_id} cannot go on: {clean(error)}") from None
     return images
