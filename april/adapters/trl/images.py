@@ -91,9 +91,10 @@ def evaluated(trainer: Any, rows: Sequence[list[int]], shown: Sequence[Sequence[
         shown: images of this rank's.
     """
     reader = Reader(ImagesConfig())
-    mine = [
-        [attachment_bytes(reader.read(image, f"row {i}, image {j}").attachment) for j, image in enumerate(images or (), 1)]
+    read = [
+        [reader.read(image, f"row {i}, image {j}").attachment for j, image in enumerate(images or (), 1)]
         for i, images in enumerate(shown)
     ]
+    mine = [[attachment_bytes(attachment) for attachment in row] for row in read]
     everywhere = [images for of_rank in of_all_ranks(trainer, mine) for images in of_rank]
     return [{"token_ids": ids, "images": images} for ids, images in zip(rows, everywhere, strict=True)]

@@ -97,7 +97,8 @@ async def _with_content(request: Request) -> Request:
         return request
 
     def read() -> tuple[Placed, ...]:
-        return tuple(replace(p, attachment=replace(p.attachment, data=attachment_bytes(p.attachment))) for p in request.attached)
+        attachments = [replace(p.attachment, data=attachment_bytes(p.attachment)) for p in request.attached]
+        return tuple(replace(p, attachment=a) for p, a in zip(request.attached, attachments, strict=True))
 
     return replace(request, attached=await asyncio.to_thread(read))
 
