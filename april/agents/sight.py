@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from april.agents.chat import Message, RequestError, has_images
+from april.beside import in_thread
 from april.core.attachments import Placed
 from april.core.tape import Int32
 from april.core.types import Prompt
@@ -39,9 +39,7 @@ class Sight:
         """The same messages, with each image as a part that has its ``picture``; raises RequestError."""
         if not any(has_images(message.get("content")) for message in messages):
             return messages
-        if getattr(asyncio.get_running_loop(), "threads_wake_it", True):
-            return await asyncio.to_thread(self._read, messages)
-        return self._read(messages)
+        return await in_thread(self._read, messages)
 
     def _read(self, messages: Sequence[Message]) -> list[Message]:
         own = iter(self._images.of_prompt(self._prompt.token_ids, self._prompt.attached))

@@ -14,6 +14,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
+from april.beside import threads_wake
 from april.core import commands as do
 from april.core import events as ev
 from april.core.types import OnWeightUpdate
@@ -92,7 +93,7 @@ class EngineControl:
 
     async def content_of(self, path: str) -> str:
         """The hash of a directory's content; empty if it cannot be read here, or not in time."""
-        if not getattr(asyncio.get_running_loop(), "threads_wake_it", True):
+        if not threads_wake(asyncio.get_running_loop()):
             return content_of(path)
         try:
             async with asyncio.timeout(READING_S):

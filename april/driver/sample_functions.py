@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from april.beside import in_thread
 from april.core import commands as do
 from april.core import events as ev
 from april.core.attachments import Placed
@@ -304,9 +305,7 @@ class SampleFunctions:
             return reader.place_behind(token_ids, have, known, pictures, "llm.generate: what is new")
 
         try:
-            if images and getattr(asyncio.get_running_loop(), "threads_wake_it", True):
-                return await asyncio.to_thread(placed)
-            return placed()
+            return await in_thread(placed) if images else placed()
         except ConfigError as error:
             raise UsageError(str(error)) from error
 

@@ -25,6 +25,7 @@ from areal.utils.recover import RecoverHandler
 
 from april.adapters.areal.rollouts import SERVERS, Prompts, Rollouts, Trajectory
 from april.adapters.areal.settings import MAX_CONTEXT, config_of, objections
+from april.beside import in_thread
 from april.carrying_loader import KEY, CarryingLoader
 from april.config.settings import Config
 from april.core.attachments import Placed
@@ -109,7 +110,7 @@ class Engine:
         banned: tuple[int, ...] = () if stands is None else (int(stands),)
         attached: tuple[Placed, ...] = ()
         if banned and req.image_data:
-            attached = await asyncio.to_thread(placed_media, prompt, {"image": req.image_data}, {"image": banned[0]})
+            attached = await in_thread(placed_media, prompt, {"image": req.image_data}, {"image": banned[0]})
         done = await calls.generate(
             session, send, prompt, room, sampling.temperature, attached=attached, banned_ids=banned
         )

@@ -17,6 +17,7 @@ from verl.workers.rollout.replica import TokenOutput
 
 from april.adapters.verl.outputs import fields_of, result_of
 from april.adapters.verl.settings import UNBANNED
+from april.beside import in_thread
 from april.core.attachments import Placed
 from april.core.tape import Int32
 from april.processes.coordinator import calls
@@ -81,7 +82,7 @@ class Client(FullyAsyncLLMServerClient):  # type: ignore[misc]
         media = {kind: kwargs.get(f"{kind}_data") for kind in KINDS}
         attached: tuple[Placed, ...] = ()
         if any(media.values()):
-            attached = await asyncio.to_thread(placed_media, prompt_ids, media, self.stands)
+            attached = await in_thread(placed_media, prompt_ids, media, self.stands)
         done = await calls.generate(
             session, send, list(prompt_ids), int(sampling_params.get(limit) or self.max_tokens),
             float(sampling_params.get("temperature", 1.0)), attached=attached,

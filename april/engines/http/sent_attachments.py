@@ -14,6 +14,7 @@ from itertools import count
 from typing import TypeVar
 
 from april.attachments import attachment_bytes
+from april.beside import in_thread
 from april.core.attachments import Attachment, Placed
 from april.errors import AttachmentError, RequestRefused
 
@@ -159,6 +160,6 @@ async def _url(attempt_id: str, attachment: Attachment) -> str:
     try:
         if attachment.data is not None and attachment.size <= AT_ONCE:
             return read()
-        return await asyncio.to_thread(read)
+        return await in_thread(read)
     except AttachmentError as error:
         raise AttachmentError(f"attempt {attempt_id} cannot go on: {error}") from None

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from april.attachments import attachment_bytes
+from april.beside import in_thread
 from april.core.attachments import Attachment, Placed
 from april.core.sampling import LogprobKind, SamplingParams
 from april.core.versions import PolicyVersion
@@ -100,7 +101,7 @@ async def _with_content(request: Request) -> Request:
         attachments = [replace(p.attachment, data=attachment_bytes(p.attachment)) for p in request.attached]
         return tuple(replace(p, attachment=a) for p, a in zip(request.attached, attachments, strict=True))
 
-    return replace(request, attached=await asyncio.to_thread(read))
+    return replace(request, attached=await in_thread(read))
 
 
 def capabilities_of(plain: dict[str, Any]) -> Capabilities:

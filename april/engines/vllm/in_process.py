@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from april.attachments import attachment_bytes
+from april.beside import in_thread
 from april.core.attachments import NO_EXTRAS, Attachment, Extras, collapsed, wrong_rows
 from april.core.sampling import LogprobKind
 from april.core.versions import PolicyVersion
@@ -421,7 +422,7 @@ async def _prompt_of(request: Request) -> dict[str, Any]:
     prompt: dict[str, Any] = {"prompt_token_ids": collapsed(request.token_ids, request.attached).tolist()}
     if request.attached:
         attachments = [placed.attachment for placed in request.attached]
-        prompt["multi_modal_data"] = {"image": await asyncio.to_thread(_images, request.attempt_id, attachments)}
+        prompt["multi_modal_data"] = {"image": await in_thread(_images, request.attempt_id, attachments)}
         prompt["multi_modal_uuids"] = {"image": [attachment.digest for attachment in attachments]}
     return prompt
 
