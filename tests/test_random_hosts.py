@@ -67,8 +67,9 @@ class HostLife(Life):
         self.hosts = {FIRST: Host(self.limits, alive=True, known=True)}
         for number in range(1, 4):
             names = [f"h{number}/e{i}" for i in range(self.luck.randint(0, 2))]
-            most = self.luck.choice([None, 2])
-            self.hosts[f"h{number}"] = Host(tuple(EngineLimits(n, 4096, most, (EOS,), remote=True) for n in names))
+            most, extras = self.luck.choice([None, 2]), self.settings.extras
+            engines = (EngineLimits(n, 4096, most, (EOS,), remote=True, extras=extras) for n in names)
+            self.hosts[f"h{number}"] = Host(tuple(engines))
         self.homes: dict[int, str] = {}
 
     def one_event(self) -> None:
