@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from april.daemon_pool import DaemonPool
-from april.driver.user_code import is_users, refuse_inside_user_code
+from april.driver.user_code import is_aprils_coroutine, is_users, refuse_inside_user_code
 from april.errors import RolloutError, SchedulerClosed
 
 log = logging.getLogger("april")
@@ -464,10 +464,14 @@ class LoopWatch:
             )  # fmt: skip
 
     def _function(self) -> tuple[str, str] | None:
-        """The user's function that the loop is in, by name and place, and the line it is at; None: there is none."""
+        """The user's function that the loop is in, by name and place, and the line it is at; None: there is none, or it
+        awaits what april itself does.
+        """
         frame = sys._current_frames().get(self._thread.ident or 0)
         line, code = "", None
         while frame is not None and frame.f_code is not asyncio.Handle._run.__code__:  # below is who runs the loop
+            if code is None and is_aprils_coroutine(frame.f_code):
+                return None
             if is_users(frame.f_code.co_filename):
                 code, line = frame.f_code, line or f"line {frame.f_lineno} of {Path(frame.f_code.co_filename).name}"
             frame = frame.f_back

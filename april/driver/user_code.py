@@ -213,6 +213,11 @@ def is_users(file: str) -> bool:
     return not file.startswith((_HOUSE, "<frozen", *_LIBRARIES))
 
 
+def is_aprils_coroutine(code: CodeType) -> bool:
+    """Return whether code is that of a coroutine of april's, such as ``llm.chat``."""
+    return bool(code.co_flags & inspect.CO_COROUTINE) and code.co_filename.startswith(_HOUSE)
+
+
 def place_of(error: BaseException, function: Callable[..., Any] | None = None) -> str:
     """``line 7 of rewards.py``: where the user's code raised it, or else where ``function`` is; or nothing."""
     place, library, trace = "", "", error.__traceback__
