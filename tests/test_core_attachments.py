@@ -15,7 +15,7 @@ from april.core import snapshot
 from april.core.attachments import Attachment, Placed, before, collapsed
 from april.core.sampling import SamplingParams
 from april.core.settings import EngineLimits
-from april.core.types import Prompt
+from april.core.types import FinishReason, Prompt
 from april.errors import CheckpointError
 
 CAT, DOG = Attachment.of("image", b"a cat"), Attachment.of("image", b"a dog")
@@ -129,6 +129,8 @@ def test_no_attachment_is_cut_in_the_middle() -> None:
     m.core.handle(ev.CallMade(m.to_call[0], SamplingParams(max_tokens=3), ids, 2, attached=(*chain.attached, placed)))
     assert len(chain.tape) == 3 + 36
     assert chain.attached == with_image().attached
+    assert not m.in_flight, "a response went on without the image that its function has shown"
+    assert chain.calls[-1].finish == FinishReason.LENGTH
 
 
 def test_a_state_has_each_image_once_and_gives_it_back() -> None:

@@ -14,6 +14,7 @@ from april.core import commands as do
 from april.core import events as ev
 from april.core import snapshot
 from april.core.partial_buffer import ROWS_COUNTED_AGAIN
+from april.core.sampling import SamplingParams
 from april.core.settings import EngineLimits
 from april.core.types import Attempt, Refill
 from april.errors import CheckpointError, InvariantError
@@ -219,3 +220,23 @@ def test_rows_are_counted_anew_as_tokens_come_and_go() -> None:
         counted.append(buffer._rows_counted[0])
     assert all(now - then <= then / ROWS_COUNTED_AGAIN for now, then in enumerate(counted, 1) if then > 16)
     assert len(set(counted)) < 80
+
+
+@pytest.mark.parametrize("empty", [0, 1])
+def test_a_response_in_which_nothing_was_generated_has_rows_of_zeros(empty: int) -> None:
+    """A tool has used up all of it: the batch has the rows of the others, and as many for it as it has tokens."""
+    m = giving(n=2, samples=1, auto_call=False)
+    for sample in list(m.to_call):
+        full = sample.group == empty
+        ids = np.concatenate((PROMPT.token_ids, np.full(m.core.settings.max_response_len, 9, np.int32)))
+        m.post(ev.CallMade(sample, SamplingParams(5), ids if full else None))
+    assert len(m.in_flight) == 1
+    m.end(m.only.id)
+    (batch,) = m.batches
+    assert batch.extras == ("experts",)
+    rows = {s.id.group: s.extras["experts"] for s in batch.samples}
+    assert not rows[empty].any()
+    assert rows[empty].shape == (P + m.core.settings.max_response_len - 1, 2)
+    assert rows[1 - empty].any()
+    assert batch.padded()["experts"].shape[:2] == batch.padded()["input_ids"].shape
+    assert batch.ragged()["extras_offsets"][-1] == sum(map(len, rows.values()))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import hashlib
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -220,6 +221,18 @@ async def test_another_image_of_the_same_size_is_another_conversation() -> None:
         (asked, red), (ids, other) = w.model.asked
     assert [p.attachment.data for p in (*red, *other)] == [RED, blue]
     assert ids[: len(asked)] == asked
+
+
+async def test_the_name_of_an_image_is_not_the_image() -> None:
+    """A text that says the hash of an image does not stand for it: another conversation is not gone on with."""
+    names = [hashlib.sha256(data).hexdigest() for data in (RED, TALL)]
+    one, other = asks(names[0], part(TALL)), asks(part(RED), names[1])
+    async with world() as w:
+        _, body = await w.ask("chat/completions", {"messages": one})
+        said = {"role": "assistant", "content": body["choices"][0]["message"]["content"]}
+        await w.ask("chat/completions", {"messages": [*other, said, *asks("more")]})
+        (placed,) = w.model.asked[-1][1]
+    assert placed.attachment.digest == names[0]
 
 
 async def test_a_mark_stands_for_an_image_of_the_prompt() -> None:

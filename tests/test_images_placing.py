@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import hashlib
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -331,6 +333,40 @@ def test_an_environment_adds_an_image() -> None:
     added = way_in.place(way_in.encode(f"look{MARK}"), [tall], "")[0].tolist()
     assert sample.tokens[3 : 3 + len(added)].tolist() == added
     assert not sample.loss_mask[3 : 3 + len(added)].any()
+
+
+def test_a_function_that_begins_again_shows_its_images_again() -> None:
+    """Restarted behind the image of an environment, it gets the answers that it had; nothing is generated twice."""
+
+    async def rollout(prompt: Prompt, llm: april.LLM) -> None:
+        done = await llm.generate(max_tokens=3)
+        for picture_shown in (TALL, BLUE):
+            new = images().encode(f"look{MARK}")
+            done = await llm.generate([*done.conversation, *new], images=[picture_shown], max_tokens=3)
+            await asyncio.sleep(40)
+
+    def run_of(engine: FakeEngine) -> Any:
+        config = april.Config(rollout_batch_size=1, n_samples_per_prompt=2, max_response_len=400)
+        prompts = [{"messages": SAID, "images": [RED]}] * 3
+        given: dict[str, Any] = {"engines": [engine], "prompts": prompts, "reward": lambda p, r: 1.0}
+        return rollouts(config, rollout=rollout, processor=tiny_processor(), **given)
+
+    async def program() -> None:
+        first, again = (FakeEngine("e", lengths=5, vocab_size=VOCAB, eos_token_id=2) for _ in range(2))
+        async with run_of(first) as run:
+            waiting = asyncio.create_task(run.next_batch())
+            await asyncio.sleep(20)
+            state = run.state_dict()
+            waiting.cancel()
+        async with run_of(again) as run:
+            await run.load_state_dict(state)
+            batch = await run.next_batch()
+            assert run.ledger()["tokens"].dropped == {}
+        assert len(again.attempts) == 2  # of the second image only
+        digests = [p.attachment.digest for p in batch.samples[0].attached]
+        assert digests == [hashlib.sha256(data).hexdigest() for data in (RED, TALL, BLUE)]
+
+    run_virtual(program())
 
 
 @pytest.mark.parametrize(

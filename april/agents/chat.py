@@ -167,7 +167,7 @@ def _said(content: Any) -> Any:
     """The text, or what is said and shown: an image by the hash of its content."""
     if not has_images(content):
         return text_of(content)
-    return [part["picture"].attachment.digest if is_image(part) else part["text"] for part in content]
+    return [{"image": part["picture"].attachment.digest} if is_image(part) else part["text"] for part in content]
 
 
 def _plain(arguments: Any) -> Any:

@@ -324,6 +324,18 @@ class Batch:
         return arrays | _per_row(samples)
 
 
+def with_all_rows(samples: Sequence[DeliveredSample]) -> list[DeliveredSample]:
+    """The samples, those in which nothing was generated with rows of zeros, as many and as wide as they would have."""
+    first = next((s.extras for s in samples if s.extras), NO_EXTRAS)
+
+    def whole(s: DeliveredSample) -> DeliveredSample:
+        count = len(s.prompt.token_ids) + len(s.tokens) - 1
+        none = {name: np.zeros((count, *rows.shape[1:]), rows.dtype) for name, rows in first.items()}
+        return replace(s, extras=whole_rows(none, count))
+
+    return [s if s.extras or not first else whole(s) for s in samples]
+
+
 def deliver_sample(
     sample: Sample, staleness_of: Callable[[PolicyVersion], int], max_staleness: int | None
 ) -> list[DeliveredSample]:

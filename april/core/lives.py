@@ -193,6 +193,11 @@ class SampleLives:
         most = len(chain.prompt) + self._context.attempts.room(chain)
         return next((placed.at for placed in attached if placed.end > most), most) if attached else most
 
+    def _is_cut(self, chain: Chain, event: ev.CallMade) -> bool:
+        """Return whether the conversation ends before something attached that has no room: nothing is to follow."""
+        ids, attached = event.token_ids, event.attached
+        return ids is not None and bool(attached) and self._room_for(chain, attached) < len(ids)
+
     def _call_of_any_chain(self, sample: Sample, event: ev.CallMade) -> None:
         """Answer from a tape what was answered before; else continue a chain, or begin one."""
         ids, attached, sample.any_chain = event.token_ids, event.attached, True
@@ -232,7 +237,8 @@ class SampleLives:
         call = GenerateCall(chain, event.sampling, start, event.number)
         chain.calls.append(call)
         # a call out of a saved state may be complete: it was saved between its last token and the end of its attempt
-        if not self._complete_if(call, stopped=self._context.attempts.ends_in_stop(call)):
+        stopped, cut = self._context.attempts.ends_in_stop(call), self._is_cut(chain, event)
+        if not self._complete_if(call, stopped=stopped, length=cut):
             self._context.note(chain.sample, f"asks for up to {event.sampling.max_tokens} tokens")
             self._context.over_sampler.push(call)
 

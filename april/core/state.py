@@ -17,7 +17,7 @@ from typing import Any
 
 from april.core import commands as do
 from april.core import events as ev
-from april.core.batch import Batch, batch_metrics, deliver_sample
+from april.core.batch import Batch, batch_metrics, deliver_sample, with_all_rows
 from april.core.completion_monitor import Unit
 from april.core.context import CoreContext
 from april.core.engine_recovery import EngineRecovery
@@ -374,7 +374,7 @@ class RolloutCore:
         batch = Batch(
             id=context.batches,
             version=self.clock.current,
-            samples=tuple(samples),
+            samples=tuple(with_all_rows(samples)),
             group_sizes=tuple(sizes.values()),
             metrics=metrics,
             logprob_kind=self.engines.logprob_kind,

@@ -17,7 +17,7 @@ import numpy as np
 from april.beside import in_thread
 from april.core import commands as do
 from april.core import events as ev
-from april.core.attachments import Placed
+from april.core.attachments import Placed, before
 from april.core.lives import Function
 from april.core.sampling import SamplingParams
 from april.core.tape import Int32
@@ -469,7 +469,8 @@ def known_attached(
     """
     if not any_chain:
         chain = sample.chains[0]
-        return len(chain.prompt) + chain.seen, chain.attached
+        have = len(chain.prompt) + chain.seen
+        return have, before(chain.attached, have)  # a function that begins again has not shown the rest yet
     prompt = sample.group.prompt
     known = [(prompt.token_ids, prompt.attached)]
     if not new:
