@@ -217,6 +217,8 @@ def test_a_server_without_the_flag(kind: str, tmp_path: Path) -> None:
     assert "extras" not in [finding.subject for finding in abilities(can)]
     there.experts = EXPERTS
     can = facts_of(there).capabilities
+    (sentence,) = why_unfit(config.model_copy(update={"extras": ("routed_expert",)}), {"there": can})
+    assert sentence.endswith("as extras asks; it gives routed_experts")
     (found,) = [finding for finding in abilities(can) if finding.subject == "extras"]
     assert (found.level, found.sentence) == (Level.OK, "routed_experts: rows come with the tokens, for extras")
     assert not list(why_unfit(config, {"there": can}))

@@ -226,6 +226,12 @@ async def test_models_and_processors_that_do_not_fit() -> None:
         _engine(unknown, tiny_processor())
     with pytest.raises(ConfigError, match="processor is a TokenizersBackend, which makes no pixels"):
         _engine(tiny_vision_model(), tiny_processor().tokenizer)
+    other = tiny_vision_model()
+    other.config.image_token_id = 5
+    with pytest.raises(ConfigError, match="TinyProcessor makes other tokens of an image than 5, which is the model's"):
+        _engine(other, tiny_processor())
+    with pytest.raises(ConfigError, match=r"\(KeyError: 'image_grid_thw'\); is the processor its own\? Else use a ser"):
+        _engine(tiny_vision_model(), tiny_processor("gemma3"))
     with pytest.raises(ConfigError, match=r"qwen2_5_vl reads small images as \d+ tokens, and max_len leaves 14"):
         _engine(tiny_vision_model(), tiny_processor(), max_len=20)
     await asyncio.gather(blind.close(), alone.close())

@@ -34,8 +34,11 @@ def why_unfit(
         if bad:
             yield f"sampling.stop_token_ids: {bad[0]} is outside the vocabulary of {c.vocab_size} of engine {name}"
         if missing := [extra for extra in config.extras if extra not in c.extras]:
-            need = f"; {c.extras_need}" if c.extras_need else ""
-            yield f"engine {name} does not give {', '.join(missing)} with its tokens, as extras asks{need}"
+            gives = f"it gives {', '.join(c.extras)}" if c.extras else "leave extras out, or use an engine that does"
+            yield (
+                f"engine {name} does not give {', '.join(missing)} with its tokens, as extras asks; "
+                f"{c.extras_need or gives}"
+            )
         continuous = config.generation is GenerationMode.CONTINUOUS
         if config.leaves_partials and not c.returns_partials:
             mode = "generation: stepwise, " if continuous else ""
@@ -52,9 +55,10 @@ def why_unfit(
             )
         for kind in attachments:
             if kind not in c.attachments:
+                need = c.attachments_need or "use an engine and a model that do"
                 yield (
-                    f"engine {name} takes no {kind}s, and processor= is for prompts that have some; `april doctor` "
-                    "says what the engine needs; for text give tokenizer= instead"
+                    f"engine {name} takes no {kind}s, and processor= is for prompts that have some; {need}; for text "
+                    "give tokenizer= instead"
                 )
         if continuous and c.shares_weights:
             yield (

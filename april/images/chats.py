@@ -79,8 +79,8 @@ def taken_out(
         return plain, rest
     if used != given:
         raise ConfigError(
-            f'{where} has {given} images beside its messages, and {used} parts {{"type": "image"}} in them; give one '
-            "for each"
+            f'{where} has {some(given, "image")} beside its messages ("images"), and {some(used, "part")} '
+            '{"type": "image"} in them; give one for each'
         )
     return plain, found
 
@@ -94,3 +94,8 @@ def _put_first(plain: list[dict[str, Any]], count: int) -> bool:
             message["content"] = [*(dict(MARK) for _ in range(count)), *said]
             return True
     return False
+
+
+def some(count: int, what: str) -> str:
+    """``no images``, ``1 image``, ``2 images``."""
+    return f"{count or 'no'} {what}{'' if count == 1 else 's'}"

@@ -21,6 +21,7 @@ from april.core.attachments import Attachment, Placed
 from april.errors import ConfigError
 from april.extras import require
 from april.images.borders import Borders
+from april.images.chats import some
 from april.images.reading import IMAGE, Picture, Reader
 from april.server_text import clean
 
@@ -303,10 +304,10 @@ class Images:
         if others and found == images:
             return f"{where} has {others} placeholders of video or sound, which april does not take; it takes images"
         whole = sum(int((tokens == self._id).sum()) for tokens in stand_in)
-        all_of_them = f", or all {whole} that {self.name} makes of them" if images else ""
+        remedy = f"one placeholder for each image, or all {whole} that {self.name} makes of them"
         return (
-            f"{where} has {_some(found, 'placeholder')} {mark} (id {self._id}) and {_some(images, 'image')}; give it "
-            f"one placeholder for each image{all_of_them}"
+            f"{where} has {some(found, 'placeholder')} {mark} (id {self._id}) and {some(images, 'image')}; give it "
+            f"{remedy if images else 'an image (in images) for each placeholder'}"
         )
 
 
@@ -325,7 +326,3 @@ def _expand(ids: Int32, at: NDArray[np.int64], stand_in: Sequence[Int32]) -> tup
         length = starts[-1] + len(tokens)
         done = int(place) + 1
     return np.concatenate([*parts, ids[done:]]), starts
-
-
-def _some(count: int, what: str) -> str:
-    return f"{count or 'no'} {what}{'' if count == 1 else 's'}"

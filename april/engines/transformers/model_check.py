@@ -201,7 +201,8 @@ def _compare(
     except Exception as error:
         raise ConfigError(
             f"{kind} failed a trial of the transformers engine{where} ({type(error).__name__}: {error})"
-            f"{why_not_exact(model)}; use a served engine (vllm, sglang) for this model"
+            f"{why_not_exact(model)}; {'' if vision is None else 'is the processor its own? Else '}use a served engine "
+            "(vllm, sglang) for this model"
         ) from error
     if decoder.asks_length:
         raise ConfigError(

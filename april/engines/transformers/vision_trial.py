@@ -67,13 +67,21 @@ def _prompt(vision: Vision, images: Sequence[bytes]) -> TrialPrompt:
     made = processor(text=[text], images=pictures, return_tensors="pt")
     tokens = made["input_ids"][0].numpy().astype(np.int32)
     given = {name: tensor for name, tensor in made.items() if name not in ("input_ids", "attention_mask")}
-    return TrialPrompt(tokens, _placed(tokens, vision.image_id, images), given, (vision.image_id,))
+    placed = _placed(tokens, vision.image_id, images)
+    if placed is None:
+        raise ConfigError(
+            f"processor: {type(processor).__name__} makes other tokens of an image than {vision.image_id}, which is "
+            "the model's image_token_id; give the model's own: transformers.AutoProcessor.from_pretrained(...)"
+        )
+    return TrialPrompt(tokens, placed, given, (vision.image_id,))
 
 
-def _placed(tokens: Int32, image_id: int, images: Sequence[bytes]) -> tuple[Placed, ...]:
-    """Images where runs of their tokens are; between two there are others."""
+def _placed(tokens: Int32, image_id: int, images: Sequence[bytes]) -> tuple[Placed, ...] | None:
+    """Images where runs of their tokens are; between two there are others. None: there are more or fewer runs."""
     ours = np.concatenate([[False], tokens == image_id, [False]])
     edges = np.flatnonzero(ours[1:] != ours[:-1]).reshape(-1, 2).tolist()
+    if len(edges) != len(images):
+        return None
     return tuple(
         Placed(Attachment.of(IMAGE, data), begin, end - begin, (image_id,))
         for data, (begin, end) in zip(images, edges, strict=True)
