@@ -6,6 +6,7 @@ import base64
 import hashlib
 import http.server
 import io
+import struct
 import threading
 import zlib
 from collections.abc import Iterator
@@ -130,6 +131,17 @@ def bomb() -> bytes:
     return bytes(small)
 
 
+def many_frames(count: int) -> bytes:
+    """A TIFF file of so many frames of one pixel."""
+    tags = {256: 1, 257: 1, 258: 8, 259: 1, 262: 1, 273: 0, 277: 1, 278: 1, 279: 1}
+    entries = b"".join(struct.pack("<HHII", tag, 4, 1, value) for tag, value in tags.items())
+    parts = [b"II*\0", struct.pack("<I", 8)]
+    for following in range(1, count + 1):
+        at = 8 + following * (2 + len(entries) + 4)
+        parts.append(struct.pack("<H", len(tags)) + entries + struct.pack("<I", at if following < count else 0))
+    return b"".join(parts)
+
+
 def animated() -> bytes:
     """A GIF of two frames."""
     buffer = io.BytesIO()
@@ -145,7 +157,8 @@ def animated() -> bytes:
         (RED[: len(RED) // 2], "is broken, or was cut: it cannot be decoded"),
         (encoded(picture(300, 300), "JPEG")[:-700], "is broken, or was cut"),
         (bomb(), r"has (60,000 x 60,000|more) pixels"),
-        (animated(), "is animated, of 2 frames, .*; give one frame"),
+        (animated(), "is animated, .*; give one frame"),
+        (many_frames(50_000), "is animated, .*; give one frame"),
         (Image.new("I", (4, 4)), "has the mode I, more than 8 bits per channel"),
         (Image.new("RGB", (0, 5)), "is empty: 0 x 5 pixels"),
         ("data:image/png;base64,AAAA=A", "is no base64; was it cut"),
@@ -251,12 +264,24 @@ def test_an_image_is_fetched_from_a_host_that_is_named() -> None:
     refused("http://localhost:9/x.png", "cannot be fetched: ", hosts=("localhost",))
 
 
-@pytest.mark.parametrize("address", ["127.0.0.1", "10.1.2.3", "169.254.169.254", "::1", "fe80::1%eth0", "192.168.0.9"])
+@pytest.mark.parametrize(
+    "address",
+    [
+        "127.0.0.1", "10.1.2.3", "169.254.169.254", "::1", "fe80::1%eth0", "192.168.0.9", "::ffff:10.0.0.1",
+        "64:ff9b::a9fe:a9fe", "2002:a00:1::", "::127.0.0.1", "fec0::1", "224.0.0.1",
+    ],
+)  # fmt: skip
 def test_a_private_address_must_be_named_itself(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A name below an allowed one that leads inside is refused, before a connection is made."""
     monkeypatch.setattr(fetching.socket, "getaddrinfo", lambda *a, **k: [(0, 0, 0, "", (address, 80))])
     monkeypatch.setattr(fetching.socket, "create_connection", lambda *a: pytest.fail("connected"))
     refused("http://evil.example.com/a.png", "which is not a public address", hosts=("*.example.com",))
+
+
+@pytest.mark.parametrize("address", ["1.1.1.1", "2606:4700::1111", "64:ff9b::101:101"])
+def test_a_public_address_is_one_in_every_form(address: str) -> None:
+    """Also behind a gateway from version 6 to version 4."""
+    assert fetching._is_public(address)
 
 
 @pytest.mark.parametrize("host", ["http://a.example", "a.example/x", "a.example:80", "", "user@host", "a b"])

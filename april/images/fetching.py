@@ -21,6 +21,8 @@ from april.server_text import clean
 TIMEOUT_S = 30.0
 """Longest time that an image takes to come."""
 _PIECE = 1 << 16
+_WITH_IPV4 = tuple(map(ipaddress.IPv6Network, ("::/96", "::ffff:0:0/96", "::ffff:0:0:0/96", "64:ff9b::/96")))
+"""Addresses of version 6 that end in one of version 4."""
 
 
 def fetched(url: str, hosts: Sequence[str], max_bytes: int, where: str) -> bytes:
@@ -58,12 +60,23 @@ def _address(host: str, port: int, what: str, *, private: bool) -> str:
     except (OSError, UnicodeError) as error:
         raise ConfigError(f"{what} cannot be fetched: {clean(error, 100)}") from None
     for address in found:
-        if not private and not ipaddress.ip_address(address.partition("%")[0]).is_global:
+        if not private and not _is_public(address):
             raise ConfigError(
                 f"{what} is at {address}, which is not a public address; name that very host in images.hosts if it is "
                 "meant"
             )
     return found[0]
+
+
+def _is_public(address: str) -> bool:
+    ip = ipaddress.ip_address(address.partition("%")[0])
+    if isinstance(ip, ipaddress.IPv6Address):
+        if ip.is_site_local:
+            return False
+        # what leads to an address of version 4 is as public as that
+        last = ipaddress.IPv4Address(int(ip) & 0xFFFFFFFF)
+        ip = ip.sixtofour or (last if any(ip in net for net in _WITH_IPV4) else ip)
+    return ip.is_global and not ip.is_multicast
 
 
 def _read(connection: socket.socket, parts: SplitResult, host: str, max_bytes: int, what: str) -> bytes:

@@ -174,8 +174,8 @@ class Reader:
     def _encoded(self, image: Any, where: str) -> bytes:
         width, height = image.size
         self._check_pixels(width, height, where)
-        if getattr(image, "n_frames", 1) > 1 and getattr(image, "format", None) != "MPO":
-            raise ConfigError(_animated(where, image.n_frames))
+        if _is_animated(image):
+            raise ConfigError(_animated(where))
         return _as_png(image, where)
 
     # ---------------------------------------------------------------- content
@@ -214,8 +214,8 @@ class Reader:
         try:
             with Image.open(io.BytesIO(data), formats=FORMATS) as image:
                 self._check_pixels(*image.size, where)
-                if image.format != "MPO" and (frames := getattr(image, "n_frames", 1)) > 1:
-                    raise ConfigError(_animated(where, frames))
+                if _is_animated(image):
+                    raise ConfigError(_animated(where))
                 orientation = image.getexif().get(_ORIENTATION, 1)
                 clear = "transparency" in image.info
                 (width, height) = image.size
@@ -243,8 +243,13 @@ class Reader:
             ) from None
 
 
-def _animated(where: str, frames: int) -> str:
-    return f"{where} is animated, of {frames} frames, and readers would differ in which they take; give one frame"
+def _is_animated(image: Any) -> bool:
+    """Return whether it has several frames; to count those of a TIFF file takes the square of their number."""
+    return getattr(image, "format", None) != "MPO" and bool(getattr(image, "is_animated", False))
+
+
+def _animated(where: str) -> str:
+    return f"{where} is animated, and readers would differ in which of its frames they take; give one frame"
 
 
 def _as_png(image: Any, where: str) -> bytes:
