@@ -133,6 +133,16 @@ def test_no_attachment_is_cut_in_the_middle() -> None:
     assert chain.calls[-1].finish == FinishReason.LENGTH
 
 
+def test_a_state_has_the_bytes_of_an_image_that_is_held_as_a_file_too() -> None:
+    """An agent has sent the bytes that a prompt has as a file, which may be gone when the state is loaded."""
+    m = shown()
+    m.images = (CAT, Attachment("image", CAT.digest, CAT.size, path="cats/1.png"))
+    m.finish(0, 1)
+    m.next_step()
+    assert {g.prompt.attached[0].attachment.data for g in m.core.buffer} == {b"a cat", None}
+    assert [a["data"] for a in state_of(m)["attachments"].values()] == [b"a cat"]
+
+
 def test_a_state_has_each_image_once_and_gives_it_back() -> None:
     """By its bytes, or by the path of its file; resumed samples of one group share it again."""
     m = shown()

@@ -129,12 +129,12 @@ def take(core: RolloutCore, trained_through: int | None) -> State:
 
 
 def _attachments_out(groups: Iterable[Group]) -> State:
-    """Every attachment once, by digest: its bytes, or the path of the file that has them."""
+    """Every attachment once, by digest: its bytes, where anybody holds them, or the path of the file that has them."""
     chains = (chain for group in groups for sample in group.samples for chain in sample.chains)
     placed = itertools.chain((p for g in groups for p in g.prompt.attached), (p for c in chains for p in c.attached))
     return {
         a.digest: {"kind": a.kind, "size": a.size, "data": a.data, "path": a.path}
-        for a in (p.attachment for p in placed)
+        for a in sorted((p.attachment for p in placed), key=lambda a: a.data is not None)
     }
 
 
