@@ -282,7 +282,7 @@ async def test_a_model_that_reads_text_refuses_images(route: str) -> None:
     async with world(blind=True) as w:
         status, body = await w.ask(route, BODIES[route])
     assert status == 400
-    assert "is not supported; this model reads text" in body["error"]["message"]
+    assert "is not supported; april takes text, and images with processor= of" in body["error"]["message"]
 
 
 # ---------------------------------------------------------------- llm.chat

@@ -17,6 +17,7 @@ from april.images.chats import is_image
 Message = Mapping[str, Any]
 Tools = Sequence[Mapping[str, Any]]
 Finish = Literal["stop", "length", "tool_calls"]
+NOT_READ = "content: a part of type {!r} is not supported; april takes text, and images with processor= of the model"
 COMMIT_S = 5.0
 """Seconds in which an error still has its own status; then 200 is sent, and what keeps the connection alive."""
 ALIVE_S = 10.0
@@ -141,7 +142,7 @@ def text_of(content: Any) -> str:
     for part in content:
         kind = part.get("type") if isinstance(part, dict) else None
         if kind not in TEXT_PARTS:
-            raise RequestError(f"content: a part of type {kind!r} is not supported; this model reads text")
+            raise RequestError(NOT_READ.format(kind))
         texts.append(str(part.get(TEXT_PARTS[kind]) or ""))
     return "".join(texts)
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from april.agents.chat import Message, RequestError, has_images
+from april.agents.chat import NOT_READ, Message, RequestError, has_images
 from april.beside import in_thread
 from april.core.attachments import Placed
 from april.core.tape import Int32
@@ -17,7 +17,6 @@ from april.images.chats import is_image, of_part
 from april.images.placing import Images
 from april.images.reading import Picture, Reader
 
-NO_IMAGES = "content: a part of type {!r} is not supported; this model reads text"
 ASKED = "the request"
 
 
@@ -88,4 +87,4 @@ def refuse_images(messages: Sequence[Message]) -> None:
     """Raise RequestError where there are images, and nobody to read them."""
     for message in messages:
         for part in _images_in(message):
-            raise RequestError(NO_IMAGES.format(part.get("type")))
+            raise RequestError(NOT_READ.format(part.get("type")))
