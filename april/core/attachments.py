@@ -22,7 +22,15 @@ Rows = NDArray[Any]
 """[R, ...]: a row per token, of any number type."""
 Extras = Mapping[str, Rows]
 """Rows by name; all of them have the same number of rows."""
-NO_EXTRAS: Extras = {}
+
+
+class _None(dict[str, Rows]):
+    """No rows; hashable, so that it can be the default of a field: a factory costs at every object."""
+
+    __hash__ = object.__hash__  # type: ignore[assignment]  # never changed, as its type says
+
+
+NO_EXTRAS: Extras = _None()
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)

@@ -78,7 +78,7 @@ class AttemptBook:
             sampling=sampling,
             tape=AttemptTape(needs_rows=bool(extras)),
             extras=extras,
-            extras_from=rows_of(chain.extras),
+            extras_from=rows_of(chain.extras) if extras else 0,
             end_ids=self._end_ids(call),
             oldest=version,
             urgent=sample.urgent,

@@ -65,7 +65,7 @@ class DeliveredSample:
     """number of its conversation"""
     attached: tuple[Placed, ...] = ()
     """what is attached to its conversation, such as images: to ``prompt``, and to what a tool wrote behind it"""
-    extras: Extras = field(default_factory=lambda: NO_EXTRAS, compare=False)
+    extras: Extras = field(default=NO_EXTRAS, compare=False)
     """arrays by name, [P + T - 1, ...], read-only: row i was made when token i of prompt and response was read, by the
     attempt that generated token i + 1; behind the last generated token the last row is repeated"""
 
@@ -360,7 +360,10 @@ def deliver_sample(
         rows.append(
             DeliveredSample(
                 id=sample.id,
-                prompt=replace(prompt, token_ids=chain.prompt.copy(), attached=before(attached, len(chain.prompt))),
+                prompt=Prompt(
+                    chain.prompt.copy(), prompt.data, prompt.epoch, prompt.position,
+                    before(attached, len(chain.prompt)) if attached else (),
+                ),
                 tokens=tape.tokens.copy(),
                 logprobs=tape.logprobs.copy(),
                 loss_mask=mask,
@@ -373,7 +376,7 @@ def deliver_sample(
                 resumes=sample.resumes,
                 chain=chain.number,
                 attached=attached,
-                extras=whole_rows(chain.extras, len(chain.prompt) + len(tape) - 1),
+                extras=whole_rows(chain.extras, len(chain.prompt) + len(tape) - 1) if chain.extras else NO_EXTRAS,
             )
         )
     return rows

@@ -195,8 +195,7 @@ class SampleLives:
 
     def _is_cut(self, chain: Chain, event: ev.CallMade) -> bool:
         """Return whether the conversation ends before something attached that has no room: nothing is to follow."""
-        ids, attached = event.token_ids, event.attached
-        return ids is not None and bool(attached) and self._room_for(chain, attached) < len(ids)
+        return event.token_ids is not None and self._room_for(chain, event.attached) < len(event.token_ids)
 
     def _call_of_any_chain(self, sample: Sample, event: ev.CallMade) -> None:
         """Answer from a tape what was answered before; else continue a chain, or begin one."""
@@ -237,7 +236,8 @@ class SampleLives:
         call = GenerateCall(chain, event.sampling, start, event.number)
         chain.calls.append(call)
         # a call out of a saved state may be complete: it was saved between its last token and the end of its attempt
-        stopped, cut = self._context.attempts.ends_in_stop(call), self._is_cut(chain, event)
+        stopped = self._context.attempts.ends_in_stop(call)
+        cut = bool(event.attached) and self._is_cut(chain, event)
         if not self._complete_if(call, stopped=stopped, length=cut):
             self._context.note(chain.sample, f"asks for up to {event.sampling.max_tokens} tokens")
             self._context.over_sampler.push(call)
@@ -535,7 +535,8 @@ class SampleLives:
         chain = attempt.call.chain
         chain.tape.add_attempt(attempt.tape, attempt.id, attempt.engine, attempt.sampling.temperature, attempt.over)
         if count:  # else what an earlier attempt left elsewhere is still the best there is
-            chain.add_extras(attempt.tape.extras)
+            if attempt.tape.extras:
+                chain.add_extras(attempt.tape.extras)
             state = self._context.engines.states[attempt.engine]
             kept = attempt.over not in (None, state.version)  # what it wrote serves no request of the present version
             chain.cached_on, chain.cached_under = "" if kept else attempt.engine, state.life

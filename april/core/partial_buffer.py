@@ -200,7 +200,7 @@ class PartialBuffer:
         """Prompts that may be drawn beyond what the step cannot do without; 0 while ``max_held_tokens`` or
         ``max_extras_bytes`` is reached."""
         most = self.settings.max_held_tokens
-        if (most is not None and held_tokens >= most) or self._full_of_rows(held_tokens):
+        if (most is not None and held_tokens >= most) or (self.settings.extras and self._full_of_rows(held_tokens)):
             self.limit = Idle.HELD
             return 0
         capacity, self.limit = self._most()
@@ -209,7 +209,7 @@ class PartialBuffer:
     def _full_of_rows(self, held_tokens: int) -> bool:
         """Return whether ``max_extras_bytes`` are held, by a count that is made anew when tokens have come or gone."""
         most = self.settings.max_extras_bytes
-        if most is None or not self.settings.extras:
+        if most is None:
             return False
         tokens, _ = self._rows_counted
         if abs(held_tokens - tokens) * ROWS_COUNTED_AGAIN >= tokens:

@@ -118,7 +118,7 @@ class AttemptTape:
     """Such tokens that were forgotten, as the engine never said it."""
     needs_rows: bool = False
     """Its tokens count only with the rows that its engine gives at the end."""
-    extras: Extras = field(default_factory=lambda: NO_EXTRAS)
+    extras: Extras = NO_EXTRAS
     """Those rows: of its ``count`` tokens, and before them of tokens that had none."""
     bare: int = 0
     """Tokens that were forgotten for want of rows."""

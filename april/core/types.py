@@ -337,8 +337,7 @@ class Chain:
 
     def add_extras(self, rows: Extras) -> None:
         """Rows that an attempt brought with its tokens, those of tokens before them that had none included."""
-        if rows:
-            self.extras = joined(self.extras, rows)
+        self.extras = joined(self.extras, rows)
 
     @property
     def rows_due(self) -> int:

@@ -188,7 +188,7 @@ class Chunk:
     """False: ``version`` is a guess, as a weight update has passed, and the last chunk of the request says it."""
     versions: Sequence[tuple[PolicyVersion, int]] | None = None
     """On the last chunk after such guesses: the versions of all tokens of the request, run-length."""
-    extras: Extras = field(default_factory=lambda: NO_EXTRAS)
+    extras: Extras = NO_EXTRAS
     """On the last chunk: the rows that the request asked for, of all its tokens, as :attr:`Request.extras_from` says.
     Without them the tokens are dropped, and generated again."""
 
