@@ -91,6 +91,25 @@ def smoke(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return out, root
 
 
+def test_a_study_goes_on_on_another_machine(smoke: tuple[Path, Path], tmp_path: Path) -> None:
+    """What was kept is taken over where the settings are the same, and never instead of what is there."""
+    out, elsewhere = smoke[0], tmp_path / "out"
+    arguments = ["--design", str(SMOKE), "--root", str(tmp_path)]
+    (tmp_path / "benchmarks" / "study").mkdir(parents=True)
+    assert main(["keep", "--out", str(out), *arguments]) == 0
+    kept = tmp_path / "benchmarks" / "study" / "begun.jsonl"
+    trainings = design.read(SMOKE).trainings()
+    other, *rest = trainings
+    changed = dict(trainings) | {other: msgspec.structs.replace(trainings[other], learning_rate=1.0)}
+    assert runner.take_over(kept, elsewhere, changed) == len(rest)
+    assert list(runner.missing(elsewhere, changed)) == [other]
+    assert runner.take_over(kept, elsewhere, changed) == 0
+    assert runner.take_over(tmp_path / "none", elsewhere, changed) == 0
+    assert runner.gather(elsewhere, {name: trainings[name] for name in rest}) == {
+        name: outcome for name, outcome in runner.gather(out, trainings).items() if name != other
+    }
+
+
 def test_the_study_in_small(smoke: tuple[Path, Path]) -> None:
     """Every kind of training runs within its bound of staleness, and the page, figure and figures come out of them."""
     out, root = smoke

@@ -262,6 +262,21 @@ def read_results(path: Path) -> dict[str, Outcome]:
     return dict(msgspec.json.decode(line, type=tuple[str, Outcome]) for line in lines)
 
 
+def take_over(path: Path, out: Path, trainings: Mapping[str, Settings]) -> int:
+    """Put outcomes of a file of results into a directory that lacks them; returns how many those are.
+
+    Outcomes of other settings than those of ``trainings``, or of none of them, stay where they are.
+    """
+    left, taken = missing(out, trainings), 0
+    for name, outcome in read_results(path).items() if path.exists() else ():
+        if left.get(name) == outcome.settings:
+            target = outcome_path(out, name)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            write_atomic(target, msgspec.json.encode(outcome) + b"\n")
+            taken += 1
+    return taken
+
+
 def status(out: Path, trainings: Mapping[str, Settings]) -> Iterable[str]:
     """Yield what is there, by task and arm, and what it has cost."""
     left = missing(out, trainings)
