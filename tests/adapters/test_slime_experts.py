@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -49,9 +50,12 @@ def replayed(run: Run, samples: list[Sample]) -> int:
 
 
 def test_every_row_reaches_the_actor() -> None:
-    """Five rollouts: continued samples have the rows of each of their versions, one per token but the last."""
+    """Continued samples have the rows of each of their versions, one per token but the last.
+
+    How many rollouts it takes until three were continued, the clock decides.
+    """
     with Run(**REPLAY) as run:
-        assert sum(replayed(run, run.samples(i)) for i in range(5)) >= 3
+        assert any(found >= 3 for found in accumulate(replayed(run, run.samples(i)) for i in range(40)))
 
 
 def test_rows_go_on_after_a_restart(tmp_path: Path) -> None:
@@ -63,7 +67,7 @@ def test_rows_go_on_after_a_restart(tmp_path: Path) -> None:
     saved = msgspec.msgpack.decode(carry_path(str(tmp_path), 1).read_bytes())
     assert "routed_experts" in str(saved)
     with Run(tmp_path, 2, **REPLAY) as again:
-        assert sum(replayed(again, again.samples(i)) for i in (2, 3)) >= 1
+        assert any(replayed(again, again.samples(i)) for i in range(2, 40))
 
 
 def test_a_batch_that_comes_again_has_its_rows_again(tmp_path: Path) -> None:
