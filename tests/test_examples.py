@@ -8,6 +8,8 @@ import json
 import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
+from typing import Any
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
@@ -68,13 +70,7 @@ def test_the_loop_of_ones_own_learns(
 def test_the_real_models_loop_trains_and_writes_its_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """examples/real_model.py on a tiny model: chats as prompts, stop strings, verified answers, held-out questions."""
     example, out = loaded("real_model"), tmp_path / "figures" / "april.json"
-    tokenizer = tiny_tokenizer()
-    torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=VOCAB_SIZE, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
-        num_key_value_heads=1, head_dim=8, max_position_embeddings=256, eos_token_id=EOS,
-    )  # fmt: skip
-    model = Qwen3ForCausalLM(config)
+    model, tokenizer = tiny_qwen3(), tiny_tokenizer()
     before = [p.detach().clone() for p in model.parameters()]
     monkeypatch.setattr(example, "load", lambda: (model, tokenizer))
     rewards = iter(range(10**6))
@@ -94,6 +90,60 @@ def test_the_real_models_loop_trains_and_writes_its_figures(tmp_path: Path, monk
     prompt = april.Prompt(np.array([1], np.int32), task)
     monkeypatch.undo()
     assert [loaded("real_model").reward(prompt, r) for r in (right, wrong)] == [1.0, 0.0]
+
+
+def tiny_qwen3() -> Qwen3ForCausalLM:
+    """For the vocabulary of `tiny_tokenizer`, with the same random weights every time."""
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=VOCAB_SIZE, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=8, max_position_embeddings=256, eos_token_id=EOS,
+    )  # fmt: skip
+    return Qwen3ForCausalLM(config)
+
+
+def test_the_real_models_trainer_moves_all_tensors_to_the_models_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One update on a device that is not the CPU: tensors without values, which meet none of the CPU's."""
+    example = loaded("real_model")
+    arrays = dict.fromkeys(("input_ids", "attention_mask"), np.ones((2, 5), np.int32))
+    arrays |= {"response_ids": np.ones((2, 3), np.int32), "loss_mask": np.ones((2, 3), np.uint8)}
+    arrays["logprobs"] = np.full((2, 3), -1.0, np.float32)
+    batch = MagicMock(spec=april.Batch)
+    batch.padded.return_value, batch.advantages.return_value = arrays, np.array([1.0, -1.0], np.float32)
+    batch.__len__.return_value = 2
+    model: Any = tiny_qwen3()
+    model.to("meta")
+    model.set_attn_implementation("eager")  # it asks no tensor for its values
+    monkeypatch.setattr("april.corrections.importance.check_logprobs", lambda *_: None)  # neither does that
+    trainer, given = example.Trainer(model, 1e-3, rows=1), []
+    model.register_forward_pre_hook(
+        lambda _, ids, named: given.extend([*ids, named["attention_mask"]]), with_kwargs=True
+    )
+
+    trainer.update(batch)
+
+    assert [tensor.device.type for tensor in given] == ["meta"] * 4
+    assert {state["exp_avg"].device.type for state in trainer._optimizer.state.values()} == {"meta"}
+    with pytest.raises(RuntimeError, match="device"):  # so it would be seen behind the model
+        torch.zeros(1) * torch.zeros(1, device="meta")[None]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_real_models_engine_computes_as_the_trainer_does(
+    dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The autocast of --dtype holds for generation and loss, and no longer: the weights stay float32."""
+    example, model, computed = loaded("real_model"), tiny_qwen3(), set()
+    model.lm_head.register_forward_hook(lambda _, __, out: computed.add((out.dtype, torch.is_grad_enabled())))
+    monkeypatch.setattr(example, "load", lambda: (model, tiny_tokenizer()))
+    rewards = iter(range(10**6))
+    monkeypatch.setattr(example, "reward", lambda prompt, response: float(next(rewards) % 3 == 0))
+
+    example.main(["--steps", "1", "--held-out", "0", "--longest", "6", "--dtype", dtype])
+
+    assert computed == {(getattr(torch, dtype), False), (getattr(torch, dtype), True)}
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+    assert not torch.is_autocast_enabled("cpu")
 
 
 def test_the_loop_of_ranks_runs_as_one_process(
