@@ -110,13 +110,14 @@ class Trainer:
 
 
 def config(options: argparse.Namespace) -> april.Config:
-    """Sync waits for all of its 4 groups; april begins 8 and keeps what is unfinished."""
+    """Sync waits for all of its groups; april begins twice as many and keeps what is unfinished."""
+    n = options.groups
     engine: dict[str, Any] = {"kind": options.engine}
     if options.engine != "transformers":
         engine["urls"] = options.url
     return april.Config(
-        rollout_batch_size=4, n_samples_per_prompt=8, over_sampling_batch_size=8 if options.mode == "april" else 4,
-        max_in_flight=32, max_response_len=options.longest, partial_rollout=options.mode == "april", seed=options.seed,
+        rollout_batch_size=n, n_samples_per_prompt=8, over_sampling_batch_size=2 * n if options.mode == "april" else n,
+        max_in_flight=8 * n, max_response_len=options.longest, partial_rollout=options.mode == "april", seed=options.seed,
         sampling={"temperature": 1.0, "stop": STOP}, epochs=100, engine=engine,
     )  # fmt: skip
 
@@ -135,6 +136,7 @@ def main(arguments: Sequence[str] | None = None) -> list[dict[str, float]]:
     )
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--groups", type=int, default=4, help="of 8 responses, in a batch")
     parser.add_argument("--longest", type=int, default=96, help="most tokens of a response")
     parser.add_argument("--learning-rate", type=float, default=5e-6)
     parser.add_argument("--held-out", type=int, default=128, help="questions after every --every steps")
