@@ -117,8 +117,8 @@ def config(options: argparse.Namespace) -> april.Config:
         engine["urls"] = options.url
     return april.Config(
         rollout_batch_size=n, n_samples_per_prompt=8, over_sampling_batch_size=2 * n if options.mode == "april" else n,
-        max_in_flight=8 * n, max_response_len=options.longest, partial_rollout=options.mode == "april", seed=options.seed,
-        sampling={"temperature": 1.0, "stop": STOP}, epochs=100, engine=engine,
+        max_in_flight=8 * n, max_response_len=options.longest, partial_rollout=options.mode == "april",
+        sampling={"temperature": 1.0, "stop": STOP}, epochs=100, seed=options.seed, engine=engine,
     )  # fmt: skip
 
 
