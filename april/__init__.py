@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     from april.core.versions import PolicyVersion
     from april.corrections.advantages import group_advantages, loss_weights
     from april.corrections.importance import masked_weights, truncated_weights
-    from april.corrections.off_policy import off_policy_report
+    from april.corrections.off_policy import DriftGuard, off_policy_report
+    from april.corrections.policy_loss import policy_loss
     from april.driver.llm import LLM, BlockingLLM, Completion
     from april.driver.rewards import EvaluationResult, Response, rewards_differ
     from april.engine_limits import Limit, LimitCode
@@ -66,7 +67,8 @@ _HOMES = {
     "april.core.versions": ("PolicyVersion",),
     "april.corrections.advantages": ("group_advantages", "loss_weights"),
     "april.corrections.importance": ("masked_weights", "truncated_weights"),
-    "april.corrections.off_policy": ("off_policy_report",),
+    "april.corrections.off_policy": ("DriftGuard", "off_policy_report"),
+    "april.corrections.policy_loss": ("policy_loss",),
     "april.driver.llm": ("LLM", "BlockingLLM", "Completion"),
     "april.driver.rewards": ("EvaluationResult", "Response", "rewards_differ"),
     "april.engine_limits": ("Limit", "LimitCode"),
@@ -91,14 +93,14 @@ _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
 __all__ = [
     "LLM", "AprilError", "Batch", "BlockingLLM", "Capabilities", "CheckpointError", "Chunk", "Completion", "Config",
-    "ConfigError", "DataExhausted", "DeliveredSample", "DropReason", "Engine", "EngineError", "EngineFinish",
-    "EvaluationResult", "FinishReason", "Health", "Host", "HostListener", "InvariantError", "Ledger", "Limit",
-    "LimitCode", "LogprobKind", "OffPolicyError", "PolicyVersion", "Prompt", "RankError", "RankScheduler", "Ranks",
-    "Request", "Response", "RolloutError", "RolloutScheduler", "RunRecord", "SampleId", "SamplingConfig",
+    "ConfigError", "DataExhausted", "DeliveredSample", "DriftGuard", "DropReason", "Engine", "EngineError",
+    "EngineFinish", "EvaluationResult", "FinishReason", "Health", "Host", "HostListener", "InvariantError", "Ledger",
+    "Limit", "LimitCode", "LogprobKind", "OffPolicyError", "PolicyVersion", "Prompt", "RankError", "RankScheduler",
+    "Ranks", "Request", "Response", "RolloutError", "RolloutScheduler", "RunRecord", "SampleId", "SamplingConfig",
     "SamplingParams", "SchedulerClosed", "Segment", "SegmentKind", "TransformersEngine", "UsageError",
     "VllmInProcessEngine", "WeightsInUse", "WireError", "add_april_arguments", "attachment_bytes",
     "config_from_arguments", "group_advantages", "hold_model", "loss_weights", "masked_weights", "new_token",
-    "off_policy_report", "partial_rollout", "rewards_differ", "to_torch", "truncated_weights",
+    "off_policy_report", "partial_rollout", "policy_loss", "rewards_differ", "to_torch", "truncated_weights",
 ]  # fmt: skip
 
 

@@ -116,11 +116,11 @@ def build_model(seed: int = 0) -> Qwen3ForCausalLM:
         return Qwen3ForCausalLM(config)
 
 
-def train(model: PreTrainedModel, optimizer: torch.optim.Optimizer, batch: april.Batch, clip: float = 0.2) -> None:
-    """One policy-gradient step: mean of the group as baseline, clipped ratio to the log-probabilities of the batch.
+def train(model: PreTrainedModel, optimizer: torch.optim.Optimizer, batch: april.Batch) -> None:
+    """One step of the recommended loss, with the mean of the group as baseline.
 
     ``loss_mask`` leaves the calculator's tokens out; ``logprobs`` are those of the weights that wrote each token, so
-    tokens from before a weight update are corrected exactly. All prompts here have the same length; pad others on the
+    that responses from before a weight update are corrected. All prompts here have the same length; pad others on the
     left.
     """
     arrays = {name: torch.from_numpy(array) for name, array in batch.padded(pad_id=PAD).items()}
@@ -129,11 +129,7 @@ def train(model: PreTrainedModel, optimizer: torch.optim.Optimizer, batch: april
     # Padding is on the right, where causal attention never looks from a real token: no attention mask is needed.
     logits = model(input_ids=ids[:, :-1], use_cache=False).logits[:, -width:].float()
     now = logits.log_softmax(-1).gather(-1, ids[:, -width:, None])[..., 0]
-    mask = arrays["loss_mask"].float()
-    advantage = torch.from_numpy(batch.advantages("dr_grpo"))[:, None]
-    ratio = ((now - arrays["logprobs"]) * mask).exp()
-    gain = torch.minimum(ratio * advantage, ratio.clamp(1 - clip, 1 + clip) * advantage)
-    loss = -(gain * mask).sum() / mask.sum()
+    loss = april.policy_loss(now, arrays["logprobs"], arrays["loss_mask"], batch.advantages("dr_grpo"))
     optimizer.zero_grad()
     loss.backward()  # type: ignore[no-untyped-call]
     clip_grad_norm_(model.parameters(), 1.0)

@@ -41,16 +41,14 @@ async def reward(prompt: april.Prompt, response: april.Response) -> float:
 
 
 def grpo_loss(model: Any, batch: april.Batch) -> torch.Tensor:
-    """Clipped policy-gradient loss. The ratio is to the weights that generated each token: old tokens are corrected."""
+    """The recommended loss, the mean over the batch's tokens: each response is corrected for the weights that wrote it.
+    """
     rows = batch.padded(left_pad_prompts=True) | {"advantages": batch.advantages("grpo")}
     arrays = april.to_torch(rows, device=model.device)
-    ids, mask = arrays["response_ids"], arrays["loss_mask"]  # [B, T]
+    ids = arrays["response_ids"]  # [B, T]
     logits = model(arrays["input_ids"], attention_mask=arrays["attention_mask"]).logits[:, -ids.shape[1] - 1 : -1]
     logprobs = logits.float().log_softmax(-1).gather(-1, ids[..., None])[..., 0]
-    ratio = (logprobs - arrays["logprobs"]).exp()
-    advantages = arrays["advantages"][:, None]
-    loss = -torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.28) * advantages)
-    return (loss * mask).sum() / mask.sum()
+    return april.policy_loss(logprobs, arrays["logprobs"], arrays["loss_mask"], arrays["advantages"])
 
 
 def main(arguments: Sequence[str] | None = None) -> float:

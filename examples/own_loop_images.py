@@ -100,18 +100,15 @@ def pixels_of(batch: april.Batch, processor: Any) -> dict[str, torch.Tensor]:
 
 
 def grpo_loss(model: Any, processor: Any, batch: april.Batch) -> torch.Tensor:
-    """Clipped policy-gradient loss; the rows have as many tokens for an image as the model reads it as."""
+    """The recommended loss; the rows have as many tokens for an image as the model reads it as."""
     rows = batch.padded(pad_id=PAD, left_pad_prompts=True) | {"advantages": batch.advantages("grpo")}
     arrays = april.to_torch(rows)
-    ids, mask, whole = arrays["response_ids"], arrays["loss_mask"], arrays["input_ids"]  # [B, T], [B, T], [B, L]
+    ids, whole = arrays["response_ids"], arrays["input_ids"]  # [B, T], [B, L]
     types = (whole == IMAGE).int()
     seen = pixels_of(batch, processor)
     out = model(whole, attention_mask=arrays["attention_mask"], mm_token_type_ids=types, **seen)
     logprobs = out.logits[:, -ids.shape[1] - 1 : -1].float().log_softmax(-1).gather(-1, ids[..., None])[..., 0]
-    ratio = (logprobs - arrays["logprobs"]).exp()
-    advantages = arrays["advantages"][:, None]
-    loss = -torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.28) * advantages)
-    return (loss * mask).sum() / mask.sum()
+    return april.policy_loss(logprobs, arrays["logprobs"], arrays["loss_mask"], arrays["advantages"])
 
 
 def main(arguments: Sequence[str] | None = None) -> float:

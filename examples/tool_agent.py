@@ -85,22 +85,20 @@ def prompts(tokenizer: Any, seed: int = 0) -> Iterator[dict[str, Any]]:
 
 
 def train(model: Any, optimizer: torch.optim.Optimizer, batch: april.Batch, pad_id: int, rows: int = 6) -> None:
-    """One step of GRPO; ``loss_mask`` leaves out what the calculator and the user have said."""
+    """One step of the recommended loss; ``loss_mask`` leaves out what the calculator and the user have said."""
     arrays = batch.padded(pad_id=pad_id, left_pad_prompts=True) | {"advantages": batch.advantages("grpo")}
     whole = april.to_torch(arrays, device=model.device)
     total = whole["loss_mask"].sum()
     optimizer.zero_grad()
     for first in range(0, len(batch), rows):
         part = {name: array[first : first + rows] for name, array in whole.items()}
-        ids, mask = part["response_ids"], part["loss_mask"]
+        ids = part["response_ids"]
         logits = model(
             part["input_ids"], attention_mask=part["attention_mask"], logits_to_keep=ids.shape[1] + 1, use_cache=False
         ).logits[:, :-1]  # fmt: skip
         now = logits.float().log_softmax(-1).gather(-1, ids[..., None])[..., 0]
-        ratio = ((now - part["logprobs"]) * mask).exp()
-        advantages = part["advantages"][:, None]
-        gain = torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.28) * advantages)
-        (-(gain * mask).sum() / total).backward()  # type: ignore[no-untyped-call]
+        loss = april.policy_loss(now, part["logprobs"], part["loss_mask"], part["advantages"], tokens=total)
+        loss.backward()  # type: ignore[no-untyped-call]
     clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
 

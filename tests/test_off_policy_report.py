@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import random
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,6 +18,7 @@ from pages import blocks_of, text_of
 import april
 from april.core.batch import Batch, DeliveredSample
 from april.core.types import FinishReason, SampleId
+from benchmarks.study.analysis import kl_alarm
 
 Spans = list[tuple[april.PolicyVersion | None, int]]
 """(version, tokens); None: of a tool."""
@@ -175,6 +177,66 @@ def test_the_guard() -> None:
     assert f"{report['age_2/ess_token']:.3f} at age 2" in str(e.value)
 
 
+def report_of(kl_k3: float, tokens: float = 8.0) -> dict[str, float]:
+    """As of a batch with this divergence."""
+    return {"kl_k3": kl_k3, "tokens": tokens}
+
+
+def test_the_drift_guard_looks_at_the_mean_over_batches() -> None:
+    """Not before there are enough; at the limit not yet; after an alarm it begins anew."""
+    guard = april.DriftGuard(limit=0.02, batches=3)
+    said = [guard.exceeded(report_of(value)) for value in (1.0, 0.0, 0.0)]
+    assert said == [False, False, True]
+    assert guard.recent == []
+    said = [guard.exceeded(report_of(value)) for value in (0.0625, 0.0, 0.0, 0.0, 0.03125, 0.03125)]
+    assert said == [False, False, True, False, False, True]
+    guard = april.DriftGuard(limit=0.25, batches=2)
+    assert [guard.exceeded(report_of(value)) for value in (0.25, 0.25, 0.375)] == [False, False, True]
+
+
+def test_the_drift_guard_passes_over_batches_without_trained_tokens() -> None:
+    """They neither count as on-policy nor end a row of others; a guard sees reports of the real thing."""
+    batch, empty = batch_of([[(V(0, 3), 400)]] * 4), batch_of([[(None, 3)]])
+    far = april.off_policy_report(batch, recomputed(batch, 3.0))
+    nothing = april.off_policy_report(empty, empty.padded()["logprobs"])
+    guard = april.DriftGuard()
+    assert [guard.exceeded(r) for r in (far, nothing, far, nothing, nothing, far)] == [False] * 5 + [True]
+    with pytest.raises(ValueError, match=r"give the report that april\.off_policy_report returned"):
+        guard.exceeded({"kl_k3": 0.1})
+
+
+def test_a_drift_guard_goes_on_with_what_another_had_seen() -> None:
+    """Over a checkpoint of plain floats; without it, it needs as many batches as at the start."""
+    first = april.DriftGuard()
+    assert not any(first.exceeded(report_of(0.03)) for _ in range(2))
+    recent = json.loads(json.dumps(first.recent))
+    assert not april.DriftGuard().exceeded(report_of(0.03))
+    assert april.DriftGuard(recent=recent).exceeded(report_of(0.03))
+    assert first.recent == [0.03, 0.03]
+
+
+def test_the_drift_guard_is_the_one_that_the_study_judges() -> None:
+    """Its first alarm is at the step of benchmarks/study, with its limit and number of batches."""
+    rng = np.random.default_rng(0)
+    fired = set()
+    for _ in range(200):
+        values = rng.exponential(0.011, 20).tolist()
+        guard = april.DriftGuard()
+        first = next((i + 1 for i, value in enumerate(values) if guard.exceeded(report_of(value))), None)
+        assert first == kl_alarm(SimpleNamespace(kl_k3=values))  # type: ignore[arg-type]
+        fired.add(first)
+    assert {None, 3, 20} <= fired
+
+
+def test_drift_guards_that_cannot_be() -> None:
+    """A limit that is none, and no batches; infinities in a report are an alarm, never silence."""
+    for limit, batches in ((0.0, 3), (math.nan, 3), (math.inf, 3), (0.1, 0)):
+        with pytest.raises(ValueError, match="give a limit above 0 and at least 1 batch"):
+            april.DriftGuard(limit, batches)
+    for value in (math.nan, math.inf):
+        assert april.DriftGuard(batches=1).exceeded(report_of(value))
+
+
 def test_what_is_refused() -> None:
     """Other shapes, what is no log-probability, halves, limits: one sentence each."""
     batch = batch_of(ROWS)
@@ -191,23 +253,37 @@ def test_what_is_refused() -> None:
             april.off_policy_report(batch, right, min_effective_sample_size=limit)
 
 
-def test_corrections_as_on_the_page() -> None:
-    """The block runs as it stands: on-policy, the loss is the mean over the tokens; the keys are those on the page."""
+def test_corrections_as_on_the_page(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The blocks run as they stand: on-policy, the loss is minus the mean advantage of the tokens; the guard lowers the
+    bound at the third batch, and with the lowest one it ends the run; the keys of the report are those on the page.
+    """
     block, guard = blocks_of("corrections.md")
-    batch = batch_of(ROWS)
+    batch = batch_of(ROWS, metrics={"staleness_bound": 1.0})
+    monkeypatch.setattr(Batch, "advantages", lambda self, method: np.arange(len(self), dtype=np.float32))
     space: dict[str, Any] = {
-        "april": april, "batch": batch, "model": None, "loss_per_token": torch.ones(batch.padded()["logprobs"].shape),
+        "april": april, "batch": batch, "model": None,
         "log_probabilities": lambda model, arrays: arrays["logprobs"].clone().requires_grad_(),
     }  # fmt: skip
     block.run(space)
-    assert float(space["loss"]) == pytest.approx(1.0)
+    tokens = batch.padded()["loss_mask"].sum(1)
+    assert float(space["loss"].detach()) == pytest.approx(-float(tokens @ np.arange(len(batch)) / tokens.sum()))
+    assert space["loss"].requires_grad
     lowered: list[str] = []
-    batch = batch_of([[(V(0, 3), 400)]] * 4)
+    far = batch_of([[(V(0, 3), 400)]] * 4, metrics={"staleness_bound": 1.0})
     rollouts = SimpleNamespace(lower_staleness=lambda: lowered.append("once"))
-    space |= {"batch": batch, "logprobs": recomputed(batch, 3.0), "rollouts": rollouts}
-    guard.run(space)
+    space |= {"batch": far, "logprobs": recomputed(far, 3.0), "rollouts": rollouts}
+    before, step = (replace(guard, text=text) for text in guard.text.split("\n\n"))
+    before.run(space)
+    for _ in range(3):
+        assert lowered == []
+        step.run(space)
     assert lowered == ["once"]
-    assert space["recent"][0] > 0.02
+    space["batch"] = batch_of([[(V(0, 3), 400)]] * 4, metrics={"staleness_bound": 0.0})
+    step.run(space)
+    step.run(space)
+    with pytest.raises(SystemExit, match="the youngest tokens"):
+        step.run(space)
+    assert lowered == ["once"]
     page = text_of("corrections.md")
     assert {n for n in space["metrics"] if "/" not in n or n.startswith("age_2")} == {
         name for name in ("ess_token", "ess_response", "kl_k1", "kl_k3", "tokens", "age_2/ess_token", "age_2/kl_k1",

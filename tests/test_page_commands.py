@@ -219,7 +219,7 @@ def slime(words: list[str], own: Mapping[str, Any] | None = None) -> None:
 
 
 def openrlhf(words: list[str]) -> None:
-    """april's flags are settings of april; OpenRLHF's are those that the adapter reads."""
+    """april's flags are settings of april; OpenRLHF's are those that it has."""
     theirs, ours = split_flags(words)
     given = flags(theirs)
     args = openrlhf_stand_in.namespace(**{"rollout.max_new_tokens": 100})

@@ -307,7 +307,7 @@ def test_advantages_as_on_the_page(code: list[Block]) -> None:
 
 @executes("staleness.md-1")
 def test_continuous_generation_as_on_the_page(code: list[Block], tmp_path: Path) -> None:
-    """The loop, on a server: it generates while the trainer trains, and has the weights of every step."""
+    """Steps on a server: it generates while the trainer trains, and has the weights of every step."""
     server = FakeVllmServer(max_running=8, turns=5)
     batches: list[april.Batch] = []
 
@@ -318,12 +318,17 @@ def test_continuous_generation_as_on_the_page(code: list[Block], tmp_path: Path)
             Path(directory, "model.safetensors").write_bytes(b"weights %d" % len(batches))
 
     with ServerThread(server):
-        code[0].run({
-            "april": april, "prompts": ([1, 2 + i % 90] for i in range(10**6)), "model": Model(), "steps": 4,
-            "reward": lambda prompt, response: 0.0, "train": lambda model, batch: batches.append(batch),
-            "directory": tmp_path / "w",
-            "engine": {"kind": "vllm", "urls": [server.url], "vocab_size": SERVED_VOCAB, "eos_token_ids": [2]},
-        })  # fmt: skip
+        engine = {"kind": "vllm", "urls": [server.url], "vocab_size": SERVED_VOCAB, "eos_token_ids": [2]}
+        config = april.Config(
+            rollout_batch_size=8, max_response_len=400, generation="continuous", max_staleness=4, engine=engine
+        )
+        asked, reward = ([1, 2 + i % 90] for i in range(10**6)), lambda prompt, response: 0.0
+        with april.RolloutScheduler(config, prompts=asked, reward=reward) as rollouts:
+            for step in range(4):
+                code[0].run({
+                    "rollouts": rollouts, "model": Model(), "train": lambda model, batch: batches.append(batch),
+                    "step": step, "directory": tmp_path / "w",
+                })  # fmt: skip
         assert not server.violations
     assert [batch.trained_at.n for batch in batches] == [0, 1, 2, 3]
     assert all(batch.group_sizes == (8,) * 8 for batch in batches)

@@ -162,7 +162,7 @@ def test_the_signatures_on_the_page() -> None:
     of_scheduler = ("weight_update", "commit", "evaluate", "state_dict", "load_state_dict", "extend", "story")
     of_april = (
         "to_torch", "group_advantages", "loss_weights", "truncated_weights", "masked_weights", "off_policy_report",
-        "add_april_arguments", "config_from_arguments",
+        "policy_loss", "add_april_arguments", "config_from_arguments",
     )  # fmt: skip
     for owner, name in [
         *((april.RolloutScheduler, n) for n in of_scheduler), *((april, n) for n in of_april),

@@ -103,55 +103,51 @@ class Config(Model):
     n_samples_per_prompt: Annotated[PositiveInt, Field(le=65_536)] = 8
     """n: responses per prompt."""
     over_sampling_batch_size: OrAuto[PositiveInt] | None = None
-    """N': groups in work. None means N. A number below N draws so many at a time, until N are in work. With auto,
-    april chooses it within max_staleness and max_off_policy_share."""
+    """N': groups in work. None means N. A number below N draws so many at a time, until N are in work."""
     partial_rollout: bool = True
     """Keep unfinished responses and continue them in the next step."""
     group_quorum: OrAuto[Annotated[float, Field(gt=0, le=1), Number]] = 1.0
-    """Share of a group's responses that must be finished before any of them is delivered. With 1, groups are delivered
-    whole. Below 1, or with auto, a batch is N * n responses, and the rest of a group follows when it is finished."""
+    """Share of a group's responses that must be finished before any of them is delivered. Below 1, or with auto, a
+    batch is N * n responses, and the rest of a group follows when it is finished."""
     on_failed_sample: OnFailedSample = OnFailedSample.DROP_GROUP
-    """Consequence of a response that cannot go on: its group is dropped, a fresh response takes its place, or the group
-    goes on without it."""
+    """Consequence of a response that cannot go on: its group is dropped, it is replaced, or the group goes on without
+    it."""
     min_group_size: PositiveInt | None = None
     """Fewest responses of a group with on_failed_sample: shrink. None means half of them."""
     max_response_len: PositiveInt
     """Most tokens of a response, over all its segments, tool results included; of each, if a sample has several
     conversations."""
     max_sample_tokens: PositiveInt | None = None
-    """Most tokens that a sample may generate in all its conversations; requests that run side by side each get what was
-    left as they began."""
+    """Most tokens that a sample may generate in all its conversations; requests side by side each get what was left as
+    they began."""
     max_chains: PositiveInt = 64
     """Most conversations of a sample; one more fails it."""
     generation: GenerationMode = GenerationMode.STEPWISE
     """Span of generation: from the request for a batch to its delivery (stepwise), or always, for engines with GPUs of
     their own (continuous)."""
     on_weight_update: OnWeightUpdate = OnWeightUpdate.RESUBMIT
-    """Treatment of requests in flight at a weight update, with generation: continuous: cut and prefilled again
-    (resubmit), continued over the old keys (keep), or after the engine has written these anew (recompute)."""
+    """Treatment of requests in flight at a weight update, if generation is continuous: cut and prefilled again
+    (resubmit), or continued over the old keys (keep) or new ones (recompute)."""
     refill: Refill = Refill.NONE
     """Start of new work between two deliveries: once (none), per finished group, or per finished sample, which is the
     default with generation: continuous."""
     max_in_flight: OrAuto[PositiveInt] | None = None
     """Samples generated at the same time, on all engines together. None means max(N, N') * n, and no more than the
-    engines' slots. With auto, april chooses it, with refill: sample; where N' is auto as well, also whether to
-    refill."""
+    engines' slots. If this and N' are auto, april also chooses whether to refill."""
     sampling: SamplingConfig = SamplingConfig()
     max_staleness: NonNegativeInt = 5
-    """Most weight updates between a token and the training of its batch; also most batches that may be out, delivered
-    and not trained."""
+    """Most weight updates between a token and the training of its batch; also most batches out at a time."""
     max_off_policy_share: Annotated[float, Field(gt=0, le=1), Number] = 1.0
-    """Largest share of the trained tokens that older weights may have made, in what auto chooses; 1 means no limit."""
+    """Largest share of the trained tokens that older weights may have made, in what auto chooses."""
     on_stale: OnStale = OnStale.FINISH
     """Treatment of a sample older than max_staleness. Except with drop, steps wait so that there is none."""
     max_age: PositiveInt | None = None
     """Weight updates after which a group goes first and the step waits for it, whatever on_stale says. None means
     4 * (max_staleness + 1)."""
     max_resumes: PositiveInt = 100
-    """Continuations of one response after which the same holds, unless on_stale is finish, which has deadlines of its
-    own."""
+    """Continuations of one response after which the same holds, unless on_stale is finish."""
     on_long_prompt: OnLongPrompt = OnLongPrompt.ERROR
-    """Treatment of a prompt that leaves no room for a response: an error, or it is skipped and counted."""
+    """Treatment of a prompt that leaves no room for a response: an error, or skipped and counted."""
     epochs: PositiveInt = 1
     """Passes over the prompts."""
     on_data_end: OnDataEnd = OnDataEnd.SHORT
@@ -170,25 +166,25 @@ class Config(Model):
     max_failed_groups: PositiveInt = 8
     """Number of groups dropped for failures in a row before the step fails."""
     function_timeout_s: Seconds | None = 600.0
-    """Longest that a reward function or a filter may take, and a rollout function outside of llm.generate at one time;
-    a longer call is a failure. None means no limit."""
+    """Longest that a reward function or a filter may take, and a rollout function outside of llm.generate at one time.
+    None means no limit."""
     abort_deadline_s: Seconds = 30.0
-    """Longest wait for an aborted request before its engine is quarantined, and for an engine to pause, to resume or to
+    """Longest wait for an aborted request before its engine is quarantined, and for an engine to pause, resume or
     close."""
     abort_resend_s: Seconds = 1.0
     """Time between two requests for the same abort."""
     stall_timeout_s: Seconds | None = 1800.0
-    """Longest time without a token of a request, or the answer of one that comes whole; then it is ended, and what came
-    is continued."""
+    """Longest time without a token of a request, or the answer of one that comes whole; then it is ended and continued.
+    """
     warn_after_s: Seconds | None = None
     """Wait for the same thing (weights, an engine, prompts, a function of yours) after which a warning
     names it. None means 60 s, or outage_deadline_s if that is less."""
     outage_deadline_s: Seconds = 600.0
-    """Longest wait for an engine while none is well, before the step fails, and for an engine to load weights or to
-    take a part of them; a transfer of your own has twice as long."""
+    """Longest wait for an engine while none is well, and for an engine to load weights or take a part of them; a
+    transfer of your own has twice as long."""
     weights: WeightsRoute = WeightsRoute.AUTO
     """Way of new weights to servers, where a trainer's adapter chooses: a directory (disk), from the trainer's
-    process (collective), or the latter where all servers offer it (auto)."""
+    process (collective), or that where all servers can (auto)."""
     adapters_dir: str | None = None
     """Directory that all servers read, for the adapters (LoRA) that weight_update(weights=model) writes. None means a
     temporary one, for servers on this machine."""

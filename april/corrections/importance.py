@@ -71,12 +71,7 @@ def truncated_weights(
     Raises ValueError for shapes that do not fit, numbers that are no log-probabilities (NaN, infinite, above 0) where
     there is loss, float16 and bfloat16, another level, and a limit that is not above 0 or that float32 does not hold.
     """
-    if not 0 < limit <= LARGEST:
-        raise ValueError(f"truncated_weights: limit must be a number above 0 that float32 holds, got {limit!r}")
-    who = "truncated_weights"
-    xp, ratios, counted = _log_ratios(who, logprobs, behaviour_logprobs, loss_mask, level, keep_gradient)
-    weights = xp.exp(xp.clip(ratios, None, math.log(limit)))  # cut before exp, which could overflow
-    return _float32(xp.where(counted, xp.clip(weights, None, limit), 0.0))
+    return truncated("truncated_weights", logprobs, behaviour_logprobs, loss_mask, limit, level, keep_gradient)
 
 
 @overload
@@ -114,9 +109,20 @@ def masked_weights(
     return _float32(xp.where(kept, xp.clip(weights, None, LARGEST), 0.0))
 
 
+def truncated(
+    who: str, logprobs: Any, behaviour: Any, loss_mask: Any, limit: float, level: Level, keep_gradient: bool
+) -> Any:
+    """Compute :func:`truncated_weights` for ``who``, whose name is in what is raised."""
+    if not 0 < limit <= LARGEST:
+        raise ValueError(f"{who}: limit must be a number above 0 that float32 holds, got {limit!r}")
+    xp, ratios, counted = _log_ratios(who, logprobs, behaviour, loss_mask, level, keep_gradient)
+    weights = xp.exp(xp.clip(ratios, None, math.log(limit)))  # cut before exp, which could overflow
+    return _float32(xp.where(counted, xp.clip(weights, None, limit), 0.0))
+
+
 def float64_logprobs(who: str, what: str, values: Any) -> NDArray[np.float64]:
     """An array, or a tensor of any device, as float64; refuses types that are too coarse."""
-    _check_type(who, what, values)
+    check_type(who, what, values)
     return np.asarray(values.detach().double().cpu() if hasattr(values, "detach") else values, np.float64)
 
 
@@ -139,13 +145,13 @@ def _log_ratios(who: str, logprobs: Any, behaviour: Any, loss_mask: Any, level: 
     if hasattr(logprobs, "detach"):
         import torch
 
-        _check_type(who, "logprobs", logprobs)
-        _check_type(who, "behaviour_logprobs", behaviour)
+        check_type(who, "logprobs", logprobs)
+        check_type(who, "behaviour_logprobs", behaviour)
         xp: Any = torch
         own = logprobs if keep_gradient else logprobs.detach()
         own = own if own.dtype == torch.float64 else own.float()
-        other = _tensor(behaviour, own.device).detach().to(own.dtype)
-        counted = _tensor(loss_mask, own.device) != 0
+        other = as_tensor(behaviour, own.device).detach().to(own.dtype)
+        counted = as_tensor(loss_mask, own.device) != 0
     else:
         if keep_gradient:
             raise ValueError(f"{who}: keep_gradient=True needs logprobs as a tensor; arrays have no gradient")
@@ -169,14 +175,15 @@ def _log_ratios(who: str, logprobs: Any, behaviour: Any, loss_mask: Any, level: 
     return xp, ratios, counted
 
 
-def _tensor(values: Any, device: Any) -> Any:
+def as_tensor(values: Any, device: Any) -> Any:
     """A tensor on this device; arrays are copied, as torch warns of those that nobody may write into."""
     import torch
 
     return values.to(device) if hasattr(values, "detach") else torch.tensor(np.asarray(values), device=device)
 
 
-def _check_type(who: str, what: str, values: Any) -> None:
+def check_type(who: str, what: str, values: Any) -> None:
+    """Refuse types in which a ratio means nothing."""
     kind = str(getattr(values, "dtype", "")).removeprefix("torch.")
     if kind in HALVES:
         raise ValueError(

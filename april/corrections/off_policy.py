@@ -14,6 +14,9 @@ were sampled over keys that older weights wrote, and p is computed over those of
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -73,6 +76,47 @@ def off_policy_report(batch: Any, logprobs: Any, *, min_effective_sample_size: f
     if not found >= min_effective_sample_size:  # which NaN is not, either
         raise OffPolicyError(_sentence(batch.id, found, min_effective_sample_size, report), report)
     return report
+
+
+@dataclass(slots=True)
+class DriftGuard:
+    """An alarm on ``kl_k3``: its mean over some batches is above a limit.
+
+    A batch without trained tokens does not count. After an alarm the guard begins anew, so that what you did about it
+    can show. So does a new one after a restart, unless it gets the ``recent`` of the old one.
+
+    Attributes:
+        limit: largest mean, in nats per token, above 0.
+        batches: number of batches that the mean is over; before so many there is no alarm.
+        recent: ``kl_k3`` of the latest batches since the last alarm; plain floats, for a checkpoint.
+
+    Raises ValueError for a limit that is not above 0, and fewer than one batch.
+    """
+
+    limit: float = 0.02
+    batches: int = 3
+    recent: list[float] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        """Check the numbers."""
+        if not 0 < self.limit < math.inf or self.batches < 1:
+            raise ValueError(f"DriftGuard: give a limit above 0 and at least 1 batch, got {self.limit}, {self.batches}")
+
+    def exceeded(self, report: Mapping[str, float]) -> bool:
+        """Count what :func:`off_policy_report` said of a batch, once per batch, and return whether this is an alarm.
+
+        Raises ValueError for a mapping without the report's ``tokens``.
+        """
+        tokens = report.get("tokens")
+        if tokens is None:
+            raise ValueError("DriftGuard: give the report that april.off_policy_report returned, whole")
+        if not tokens:
+            return False
+        self.recent = [*self.recent, report["kl_k3"]][-self.batches :]
+        if len(self.recent) < self.batches or math.fsum(self.recent) <= self.limit * self.batches:
+            return False
+        self.recent = []
+        return True
 
 
 def effective_sample_size(log_ratios: Float64) -> float:

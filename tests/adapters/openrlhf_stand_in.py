@@ -40,7 +40,8 @@ def namespace(**changes: Any) -> SimpleNamespace:
         "train.partial_rollout_enable": False, "train.colocate_all": False,
         "vllm.num_engines": 2, "vllm.enable_sleep": False, "reward.remote_url": ["reward.py"],
         "algo.dynamic_filtering_enable": False, "algo.dynamic_filtering_range": (0.0, 1.0),
-        "algo.advantage.is_correction_level": "token",
+        "algo.advantage.is_correction_level": "token", "algo.advantage.is_correction_mode": "mask",
+        "algo.advantage.is_correction_threshold": [0.5, 5.0], "actor.eps_clip_low_high": [0.2, 0.2],
     }  # fmt: skip
     return tree(values, changes)
 

@@ -253,6 +253,7 @@ WRONG: dict[str, list[tuple[Changes, Any, str]]] = {
         ({"gconfig__frequency_penalty": 0.1}, {}, "gconfig.frequency_penalty=0.1 is not part"),
         ({"actor__recompute_logprob": True, "actor__use_decoupled_loss": False}, {},
          "actor.recompute_logprob without actor.use_decoupled_loss replaces the log-probabilities"),
+        ({"actor__rejection_sampling": None}, {}, "actor.use_decoupled_loss without actor.rejection_sampling takes"),
         ({"rollout__max_head_offpolicyness": 0}, {"generation": "stepwise", "over_sampling_batch_size": 6},
          "over_sampling_batch_size=6 holds more groups than max_staleness=0 lets april deliver in time"),
     ],

@@ -151,3 +151,10 @@ def objections(config: Any, own: Mapping[str, Any]) -> Iterator[str]:
             "drawn with by those of the present weights, so tokens of older weights would be trained uncorrected; set "
             "use_decoupled_loss to true, or recompute_logprob to false"
         )
+    unweighted = getattr(actor, "rejection_sampling", True) is None  # which is what brings the weights
+    if actor.use_decoupled_loss and unweighted and rollout.max_head_offpolicyness > 0:
+        yield (
+            "actor.use_decoupled_loss without actor.rejection_sampling takes no weight for a token, so those of older "
+            "weights would be trained uncorrected; set rejection_sampling to {level: token, action: clamp, metric: "
+            "ratio, upper: 2.0}, or use_decoupled_loss to false"
+        )

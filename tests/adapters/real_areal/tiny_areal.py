@@ -24,6 +24,7 @@ from areal.api.cli_args import (
     PPOActorConfig,
     PPOConfig,
     RecoverConfig,
+    RejectionSamplingConfig,
     SaverConfig,
     SGLangConfig,
     StatsLoggerConfig,
@@ -91,6 +92,7 @@ def config(directory: Path, *, steps: int, offpolicyness: int, evaluate: bool = 
             ),
             mb_spec=MicroBatchSpec(max_tokens_per_mb=4096), use_decoupled_loss=True, recompute_logprob=True,
             prox_logp_method="recompute",
+            rejection_sampling=RejectionSamplingConfig(level="token", action="clamp", metric="ratio", upper=2.0),
             reward_norm=NormConfig(mean_level="group", std_level="group", group_size=SAMPLES),
         ),
         rollout=InferenceEngineConfig(

@@ -1,0 +1,104 @@
+"""The loss that april recommends for batches with tokens of older weights.
+
+With q the probability under which a token t of response i was sampled, p the one under the trained weights before the
+first optimizer step of the batch, and r_t = (probability now) / p_t:
+
+    loss = - sum over i, t of  w_i min(r_t A_i, clip(r_t, 1 - low, 1 + high) A_i)  /  number of tokens with loss
+    w_i  = min(product over t of p_t / q_t, limit), a constant in the gradient
+
+* p and q apart, one for the clip and one for the weight: decoupled PPO (Hilton et al., arXiv 2110.00641; in AReaL,
+  arXiv 2505.24298, with a weight per token).
+* A weight of the whole response, truncated: Liu et al., "When Speed Kills Stability: Demystifying RL Collapse from the
+  Training-Inference Mismatch", 2025; truncation is that of TIS (``importance.py``).
+* The clip's two bounds, and the mean over the tokens of the batch: DAPO, arXiv 2503.14476.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from april.corrections.importance import as_tensor, check_logprobs, check_type, truncated
+
+if TYPE_CHECKING:
+    import torch
+
+LARGEST_DRIFT = 20.0
+"""A token whose log-probability rose by more since p has no gradient: e to that power would overflow in time."""
+
+
+def policy_loss(
+    logprobs: torch.Tensor, behaviour_logprobs: Any, loss_mask: Any, advantages: Any, *,
+    proximal_logprobs: Any = None, clip: tuple[float, float] = (0.2, 0.28), limit: float = 2.0, tokens: Any = None,
+) -> torch.Tensor:  # fmt: skip
+    """Compute the loss to minimise, a scalar tensor with the gradient of ``logprobs``; formula and sources are above.
+
+    Args:
+        logprobs: float32 or float64 tensor [B, T], of the response tokens under the present weights, in nats.
+        behaviour_logprobs: [B, T], array or tensor, as sampled: ``batch.padded()["logprobs"]``.
+        loss_mask: [B, T], not 0 where a token has loss. What the others hold does not matter.
+        advantages: [B], one per response, or [B, T]: ``batch.advantages(...)``.
+        proximal_logprobs: [B, T], ``logprobs`` before the first optimizer step of the batch, if there are several
+            steps; None means ``logprobs`` themselves, without a gradient, which is the same if there is one.
+        clip: (low, high), each at least 0, low at most 1.
+        limit: largest weight of a response.
+        tokens: number of tokens with loss to divide by; None means those of ``loss_mask``. For micro-batches and
+            ranks, give the number of the whole batch, ``batch.share.loss_tokens``: then the losses add up to that of
+            the batch. DDP and FSDP take the mean over ranks: multiply by ``batch.share.ranks`` there.
+
+    A row counts as a response. Without a token with loss the loss is 0.
+
+    Raises ValueError for ``logprobs`` that are no tensor, shapes that do not fit, numbers that are no log-probabilities
+    (NaN, infinite, above 0) and advantages that are not finite, both where there is loss, float16 and bfloat16
+    log-probabilities, bounds and limits that cannot be, and fewer ``tokens`` than have loss.
+    """
+    import torch
+
+    who = "policy_loss"
+    if not isinstance(logprobs, torch.Tensor):
+        raise ValueError(f"{who}: logprobs must be a tensor, got {type(logprobs).__name__}; arrays have no gradient")
+    low, high = clip
+    if not (0 <= low <= 1 and 0 <= high < float("inf")):
+        raise ValueError(f"{who}: clip must be (low, high) with 0 <= low <= 1 and high at least 0, got {clip!r}")
+    now = logprobs if logprobs.dtype == torch.float64 else logprobs.float()
+    check_type(who, "logprobs", logprobs)
+    proximal = now.detach()
+    weights = truncated(who, now, behaviour_logprobs, loss_mask, limit, "sequence", False)
+    counted = as_tensor(loss_mask, now.device) != 0
+    if proximal_logprobs is not None:
+        check_type(who, "proximal_logprobs", proximal_logprobs)
+        proximal = as_tensor(proximal_logprobs, now.device).detach().to(now.dtype)
+        if proximal.shape != now.shape:
+            raise ValueError(
+                f"{who}: proximal_logprobs have the shape {list(proximal.shape)}, and logprobs {list(now.shape)}"
+            )
+        check_logprobs(who, "proximal_logprobs", proximal, counted)
+        weights = truncated(who, proximal, behaviour_logprobs, loss_mask, limit, "sequence", False)
+    gain = _advantages(who, advantages, counted).to(now.dtype)
+    ratio = torch.where(counted, now - proximal, 0.0).clamp(max=LARGEST_DRIFT).exp()
+    objective = weights * torch.minimum(ratio * gain, ratio.clamp(1.0 - low, 1.0 + high) * gain)
+    trained = counted.sum()
+    whole = trained if tokens is None else as_tensor(tokens, now.device)
+    check_values(who, gain, trained, whole)
+    loss: torch.Tensor = -objective.sum() / whole.clamp(min=1)
+    return loss
+
+
+def check_values(who: str, gain: torch.Tensor, trained: torch.Tensor, whole: torch.Tensor) -> None:
+    """Refuse advantages that are not finite, and fewer tokens than have loss."""
+    if not bool(gain.isfinite().all()):
+        raise ValueError(f"{who}: an advantage is not finite where there is loss")
+    if whole < trained:
+        raise ValueError(f"{who}: tokens={whole:g}, but {trained:g} have loss here; give the number of the whole batch")
+
+
+def _advantages(who: str, advantages: Any, counted: torch.Tensor) -> torch.Tensor:
+    """Return them as [B, T], 0 where there is no loss."""
+    import torch
+
+    given = as_tensor(advantages, counted.device).detach()
+    wide = given[:, None] if given.ndim == 1 else given
+    if wide.ndim != 2 or len(wide) != len(counted) or wide.shape[1] not in (1, counted.shape[1]):
+        raise ValueError(
+            f"{who}: advantages have the shape {list(given.shape)}; give [{len(counted)}], or {list(counted.shape)}"
+        )
+    return torch.where(counted, wide, 0.0)

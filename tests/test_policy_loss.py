@@ -1,0 +1,192 @@
+"""The recommended loss: its value and gradient against plain Python, parts of a batch, padding, and what is refused."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import april
+from benchmarks.study.design import read
+from benchmarks.study.losses import LOSSES
+
+Rows = list[list[float]]
+CLIP, LIMIT = (0.2, 0.28), 2.0
+
+
+def by_hand(now: Rows, p: Rows, q: Rows, mask: list[list[int]], advantages: Rows) -> tuple[float, Rows]:
+    """The loss and its derivative by each log-probability, token by token, as the formula has them."""
+    tokens = max(sum(map(sum, mask)), 1)
+    loss, gradient = 0.0, [[0.0] * len(row) for row in now]
+    for i, row in enumerate(mask):
+        trained = [t for t, m in enumerate(row) if m]
+        weight = min(math.prod(math.exp(p[i][t] - q[i][t]) for t in trained), LIMIT)
+        for t in trained:
+            ratio, gain = math.exp(now[i][t] - p[i][t]), advantages[i][t]
+            bounded = min(max(ratio, 1 - CLIP[0]), 1 + CLIP[1])
+            loss -= weight * min(ratio * gain, bounded * gain) / tokens
+            if ratio * gain <= bounded * gain:
+                gradient[i][t] = -weight * ratio * gain / tokens
+    return loss, gradient
+
+
+def found(now: Any, p: Any, q: Any, mask: Any, advantages: Any, **others: Any) -> tuple[float, Rows]:
+    """The same of april."""
+    own = torch.tensor(now, dtype=torch.float64, requires_grad=True)
+    loss = april.policy_loss(own, np.array(q), np.array(mask), advantages, proximal_logprobs=p, **others)
+    (gradient,) = torch.autograd.grad(loss, own)
+    return float(loss.detach()), gradient.tolist()
+
+
+@st.composite
+def batches(draw: st.DrawFn) -> tuple[Rows, Rows, Rows, list[list[int]], Rows]:
+    """Log-probabilities apart by at most a factor of e, with rows without loss; and an advantage per token."""
+    rows, width = draw(st.integers(1, 4)), draw(st.integers(1, 5))
+
+    def table(of: st.SearchStrategy[Any]) -> Any:
+        return draw(st.lists(st.lists(of, min_size=width, max_size=width), min_size=rows, max_size=rows))
+
+    apart = st.floats(-1, 1, width=32)
+    now, p, q = ([[a - 2.0 for a in row] for row in table(apart)] for _ in range(3))
+    return now, p, q, table(st.integers(0, 1)), table(apart)
+
+
+@given(batches())
+def test_value_and_gradient_are_those_of_the_formula(batch: tuple[Rows, Rows, Rows, list[list[int]], Rows]) -> None:
+    """With a proximal policy of its own, per token advantages and any mask, to float32's rounding of the weight."""
+    now, p, q, mask, advantages = batch
+    loss, gradient = by_hand(now, p, q, mask, advantages)
+    own_loss, own_gradient = found(now, p, q, mask, torch.tensor(advantages, dtype=torch.float64))
+    assert own_loss == pytest.approx(loss, rel=1e-6, abs=1e-6)
+    away = [abs(abs(math.exp(a - b) - 1) - c) for x, y in zip(now, p, strict=True) for a, b in zip(x, y, strict=True)
+            for c in CLIP]  # fmt: skip
+    if min(away) > 1e-9:  # at a bound there are two derivatives
+        np.testing.assert_allclose(own_gradient, gradient, rtol=1e-6, atol=1e-9)
+
+
+@given(batches())
+def test_with_one_step_the_present_policy_is_the_proximal_one(batch: tuple[Rows, Rows, Rows, Any, Rows]) -> None:
+    """Left out, p is the log-probabilities themselves: a weighted policy gradient, that nothing clips."""
+    now, _, q, mask, advantages = batch
+    expected = by_hand(now, now, q, mask, advantages)
+    for p in (None, now):
+        loss, gradient = found(now, p, q, mask, torch.tensor(advantages))
+        assert loss == pytest.approx(expected[0], rel=1e-5, abs=1e-6)
+        np.testing.assert_allclose(gradient, expected[1], rtol=1e-5, atol=1e-7)
+
+
+@given(batches())
+def test_it_is_the_loss_that_the_study_tried(batch: tuple[Rows, Rows, Rows, Any, Rows]) -> None:
+    """Of benchmarks/study the one named ``sequence``, so that its figures speak of this function."""
+    now, p, q, mask, advantages = (torch.tensor(rows) for rows in batch)
+    tried = LOSSES[read().recommended]
+    assert tried.weights is not None
+    weights = torch.from_numpy(tried.weights(p.numpy(), q.numpy(), mask.numpy()))
+    gain = tried.objective(now, p, weights, mask != 0, advantages)
+    expected = -float((gain * april.loss_weights(mask, "dapo")).sum())
+    loss = april.policy_loss(now, q, mask, advantages, proximal_logprobs=p)
+    assert float(loss) == pytest.approx(expected, rel=1e-5, abs=1e-6)
+
+
+NOW = [[-1.0, -0.5, -2.0], [-0.3, -1.2, -0.7]]
+THEN = [[-1.5, -0.6, -1.0], [-0.3, -1.0, -0.9]]
+MASK = [[1, 0, 1], [1, 1, 0]]
+
+
+def test_the_loss_of_the_parts_is_that_of_the_batch() -> None:
+    """Micro-batches and ranks that divide by the tokens of the whole batch add up to it, in value and gradient."""
+    gains = np.array([0.7, -1.1], np.float32)
+    whole, gradient = found(NOW, None, THEN, MASK, gains)
+    parts = [found(NOW[i : i + 1], None, THEN[i : i + 1], MASK[i : i + 1], gains[i : i + 1], tokens=4) for i in (0, 1)]
+    assert sum(loss for loss, _ in parts) == pytest.approx(whole)
+    np.testing.assert_allclose([row for _, rows in parts for row in rows], gradient)
+    assert found(NOW, None, THEN, MASK, gains, tokens=torch.tensor(8))[0] == pytest.approx(whole / 2)
+
+
+def test_what_has_no_loss_may_hold_anything() -> None:
+    """NaN and infinities in the padding are in no value and no gradient; without a token with loss both are 0."""
+    nan, inf = math.nan, math.inf
+    args = [[-1.0, nan], [-inf, 3.0]], [[-1.1, inf], [nan, nan]], [[-1.2, nan], [inf, -inf]], [[1, 0], [0, 0]]
+    loss, gradient = found(*args, np.array([[1.0, nan], [inf, nan]]))
+    assert loss == pytest.approx(by_hand([[-1.0]], [[-1.1]], [[-1.2]], [[1]], [[1.0]])[0])
+    assert gradient[0][0] != 0
+    assert gradient[0][1] == gradient[1][0] == gradient[1][1] == 0
+    assert found(*args[:3], np.zeros((2, 2)), [1.0, 1.0]) == (0.0, [[0.0] * 2] * 2)
+    rows = torch.zeros(0, 3, requires_grad=True)
+    assert float(april.policy_loss(rows, rows, rows, torch.zeros(0)).detach()) == 0.0
+
+
+def test_a_token_that_was_all_but_impossible_is_no_nan() -> None:
+    """Its response has weight 0, and its ratio overflows: the product stays a number, as does what has a weight."""
+    for p, q, advantage in ((-900.0, -0.1, -1.0), (-900.0, -900.0, -1.0), (-0.1, -900.0, 1.0)):
+        loss, gradient = found([[-0.5, -0.5]], [[p, -0.5]], [[q, -0.5]], [[1, 1]], [advantage])
+        assert math.isfinite(loss)
+        assert np.isfinite(gradient).all()
+
+
+def test_the_gradient_is_that_of_the_first_factor_alone() -> None:
+    """The weight is a constant, and so are advantages and the proximal policy, whatever they are made of."""
+    made = [torch.tensor(rows, dtype=torch.float64, requires_grad=True) for rows in (NOW, THEN, THEN)]
+    gains = torch.tensor([1.0, -1.0], requires_grad=True)
+    loss = april.policy_loss(made[0], made[1], torch.tensor(MASK), gains, proximal_logprobs=made[2])
+    loss.backward()  # type: ignore[no-untyped-call]
+    assert made[0].grad is not None
+    assert made[1].grad is made[2].grad is gains.grad is None
+
+
+@pytest.mark.parametrize("kind", [torch.float16, torch.bfloat16])
+def test_halves_are_refused(kind: torch.dtype) -> None:
+    """In each of the three places, by name."""
+    own, mask = torch.tensor(NOW), torch.tensor(MASK)
+    gains = torch.ones(2)
+    with pytest.raises(ValueError, match=r"policy_loss: logprobs are .*float16, too coarse .*logits.float"):
+        april.policy_loss(own.to(kind), own, mask, gains)
+    with pytest.raises(ValueError, match=r"policy_loss: behaviour_logprobs are"):
+        april.policy_loss(own, own.to(kind), mask, gains)
+    with pytest.raises(ValueError, match=r"policy_loss: proximal_logprobs are"):
+        april.policy_loss(own, own, mask, gains, proximal_logprobs=own.to(kind))
+
+
+@pytest.mark.parametrize("wrong", [math.nan, math.inf, -math.inf, 0.5])
+def test_numbers_that_cannot_be_are_refused_where_there_is_loss(wrong: float) -> None:
+    """Each by the name of its argument."""
+    own, mask, gains = torch.tensor(NOW), torch.tensor(MASK), torch.ones(2)
+    bad = own.clone()
+    bad[1, 1] = wrong
+    places = {"logprobs": (bad, own, own), "behaviour_logprobs": (own, bad, own), "proximal_logprobs": (own, own, bad)}
+    for name, (now, q, p) in places.items():
+        with pytest.raises(ValueError, match=f"policy_loss: {name} holds {wrong:g} for one of 1 tokens with loss"):
+            april.policy_loss(now, q, mask, gains, proximal_logprobs=p)
+    if not math.isfinite(wrong):
+        with pytest.raises(ValueError, match="an advantage is not finite where there is loss"):
+            april.policy_loss(own, own, mask, torch.tensor([0.0, wrong]))
+
+
+@pytest.mark.parametrize(("changes", "sentence"), [
+    ({"logprobs": np.array(NOW)}, "logprobs must be a tensor, got ndarray"),
+    ({"behaviour_logprobs": np.zeros((2, 2))}, r"behaviour_logprobs \[2, 2\]"),
+    ({"loss_mask": np.ones(2)}, r"loss_mask \[2\]"),
+    ({"advantages": np.zeros(3)}, r"advantages have the shape \[3\]; give \[2\], or \[2, 3\]"),
+    ({"advantages": np.zeros((2, 2))}, r"advantages have the shape \[2, 2\]"),
+    ({"proximal_logprobs": np.zeros((2, 1))}, r"proximal_logprobs have the shape \[2, 1\], and logprobs \[2, 3\]"),
+    ({"clip": (-0.1, 0.2)}, r"clip must be \(low, high\)"),
+    ({"clip": (1.1, 0.2)}, r"clip must be \(low, high\)"),
+    ({"clip": (0.2, math.inf)}, r"clip must be \(low, high\)"),
+    ({"clip": (0.2, math.nan)}, r"clip must be \(low, high\)"),
+    ({"limit": 0.0}, "policy_loss: limit must be a number above 0"),
+    ({"tokens": 3}, "tokens=3, but 4 have loss here; give the number of the whole batch"),
+])  # fmt: skip
+def test_arguments_that_cannot_be(changes: dict[str, Any], sentence: str) -> None:
+    """One sentence each."""
+    right: dict[str, Any] = {
+        "logprobs": torch.tensor(NOW), "behaviour_logprobs": np.array(THEN), "loss_mask": np.array(MASK),
+        "advantages": np.ones(2),
+    }  # fmt: skip
+    april.policy_loss(**right)
+    with pytest.raises(ValueError, match=sentence):
+        april.policy_loss(**right | changes)
