@@ -70,7 +70,7 @@ def _judged(claim: Claim, arm: Seeds, against: Seeds, design: Design) -> tuple[b
         found = analysis.difference(arm, against)
         return found.high >= -claim.limit, shown(found)
     if claim.kind == "cheaper":
-        found = analysis.ratio(arm, against, sizes.late)
+        found = analysis.ratio(arm, against, sizes.late, claim.of)
         return not math.exp(found.high) < claim.limit, times(found)
     raise ValueError(f"design: claim {claim.id} is of an unknown kind, {claim.kind}")
 

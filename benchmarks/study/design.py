@@ -6,7 +6,7 @@ import itertools
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -69,6 +69,7 @@ class Claim(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         arm: name of the trainings.
         against: what it is paired with.
         limit: the number in ``refuted_if``.
+        of: what ``cheaper`` counts, a figure of the evaluations.
     """
 
     id: str
@@ -79,6 +80,7 @@ class Claim(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     arm: str = ""
     against: str = "sync"
     limit: float
+    of: str = "decode_steps"
 
 
 class Design(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -142,7 +144,14 @@ class Design(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 def read(path: Path = DESIGN) -> Design:
     """Return a design; msgspec.ValidationError or ValueError says what is wrong with it."""
-    design = msgspec.convert(tomllib.loads(path.read_text("utf-8")), Design)
+    return checked(msgspec.convert(tomllib.loads(path.read_text("utf-8")), Design))
+
+
+AnyDesign = TypeVar("AnyDesign", bound=Design)
+
+
+def checked(design: AnyDesign) -> AnyDesign:
+    """Return the design; ValueError if it claims something of trainings that no block runs."""
     named = {name.rpartition("/")[0] for name in design.trainings()}
     for claim in design.claims:
         for arm in filter(None, (claim.arm, claim.against)):

@@ -180,8 +180,8 @@ def verdict_rows(verdicts: list[Verdict]) -> list[str]:
 # ---------------------------------------------------------------- the figure
 
 
-def draw(design: Design, outcomes: Mapping[str, Outcome], path: Path) -> None:
-    """Draw the mean held-out reward against training steps and against decode steps, a row per task."""
+def draw(design: Design, outcomes: Mapping[str, Outcome], path: Path, against: str = "decode_steps") -> None:
+    """Draw the mean held-out reward against training steps and another figure of evaluations, a row per task."""
     from matplotlib.figure import Figure
 
     by_task = analysis.by_arm(outcomes)
@@ -191,12 +191,12 @@ def draw(design: Design, outcomes: Mapping[str, Outcome], path: Path) -> None:
         for name in ("sync", *PRIMARY):
             if seeds := arms.get(name):
                 rewards = sum(analysis.series(o, "reward") for o in seeds.values()) / len(seeds)
-                for axes, of in zip(row, ("step", "decode_steps"), strict=True):
+                for axes, of in zip(row, ("step", against), strict=True):
                     spent = sum(analysis.series(o, of) for o in seeds.values()) / len(seeds)
                     axes.plot(spent, rewards, label=name, linewidth=1.4)
         row[0].set_ylabel(f"{task}\nheld-out reward")
         row[0].set_xlabel("training steps")
-        row[1].set_xlabel("decode steps")
+        row[1].set_xlabel(against.replace("_", " "))
         row[1].legend(fontsize="small", loc="lower right")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=110)

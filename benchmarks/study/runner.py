@@ -31,7 +31,7 @@ COSTS = "costs.jsonl"
 """Name and CPU seconds of each training; no outcome depends on them."""
 MADE_WITH = "made_with.jsonl"
 """Versions of what each start of the runner ran with."""
-PACKAGES = ("april-rl", "torch", "transformers", "numpy", "reasoning-gym")
+PACKAGES = ("april-rl", "torch", "transformers", "numpy", "reasoning-gym", "vllm", "sglang", "datasets")
 
 
 class Cost(msgspec.Struct, frozen=True):
@@ -53,7 +53,7 @@ def start_path(out: Path, settings: Settings) -> Path:
     return out / "starts" / f"{settings.task}--{settings.seed}{short}.safetensors"
 
 
-def missing(out: Path, trainings: Mapping[str, Settings]) -> dict[str, Settings]:
+def missing(out: Path, trainings: Mapping[str, Settings], kind: type[Outcome] = Outcome) -> dict[str, Settings]:
     """Return the trainings without an outcome.
 
     Raises:
@@ -64,7 +64,7 @@ def missing(out: Path, trainings: Mapping[str, Settings]) -> dict[str, Settings]
         path = outcome_path(out, name)
         if not path.exists():
             left[name] = settings
-        elif (found := msgspec.json.decode(path.read_bytes(), type=Outcome).settings) != settings:
+        elif (found := msgspec.json.decode(path.read_bytes(), type=kind).settings) != settings:
             raise ValueError(f"{path} was made with other settings, {found}; take another directory")
     return left
 
@@ -130,6 +130,9 @@ class Runner:
         workers: processes; 0: all in this one.
         nice: their priority.
         say: is told a line per training.
+        make: runs a training and writes its outcome.
+        starts: whether a start is made before it, of :func:`make_start`.
+        kind: of the outcomes.
     """
 
     out: Path
@@ -137,6 +140,9 @@ class Runner:
     workers: int = 2
     say: Say = print
     nice: int = NICE
+    make: Callable[[Path, str, Settings], Cost] = make_outcome
+    starts: bool = True
+    kind: type[Outcome] = Outcome
     left: dict[str, Settings] = field(default_factory=dict)
     """Trainings that nobody has begun."""
     making: set[Path] = field(default_factory=set)
@@ -146,7 +152,7 @@ class Runner:
 
     def run(self) -> bool:
         """Run everything that is missing; return whether nothing failed."""
-        self.left = missing(self.out, self.trainings)
+        self.left = missing(self.out, self.trainings, self.kind)
         self.out.mkdir(parents=True, exist_ok=True)
         began, all_left = time.perf_counter(), dict(self.left)
         self.say(f"{len(self.trainings) - len(self.left)} of {len(self.trainings)} trainings are there")
@@ -177,9 +183,9 @@ class Runner:
         """Return the first training whose start is there, or the first start that nobody makes."""
         for name, settings in self.left.items():
             start = start_path(self.out, settings)
-            if start.exists() and start not in self.making:
+            if not self.starts or (start.exists() and start not in self.making):
                 del self.left[name]
-                return _Job(make_outcome, (self.out, name, settings), name)
+                return _Job(self.make, (self.out, name, settings), name)
             if start not in self.making:
                 self.making.add(start)
                 return _Job(make_start, (self.out, settings), f"start {start.stem}", start)
@@ -237,15 +243,15 @@ def _append(path: Path, line: Any) -> None:
 # ---------------------------------------------------------------- results as one file
 
 
-def gather(out: Path, trainings: Mapping[str, Settings]) -> dict[str, Outcome]:
+def gather(out: Path, trainings: Mapping[str, Settings], kind: type[Outcome] = Outcome) -> dict[str, Outcome]:
     """Return the outcomes that are there, by name, in the design's order.
 
     Raises:
         ValueError: one was made with other settings.
     """
-    left = missing(out, trainings)
+    left = missing(out, trainings, kind)
     return {
-        name: msgspec.json.decode(outcome_path(out, name).read_bytes(), type=Outcome)
+        name: msgspec.json.decode(outcome_path(out, name).read_bytes(), type=kind)
         for name in trainings if name not in left
     }  # fmt: skip
 
@@ -277,9 +283,9 @@ def take_over(path: Path, out: Path, trainings: Mapping[str, Settings]) -> int:
     return taken
 
 
-def status(out: Path, trainings: Mapping[str, Settings]) -> Iterable[str]:
+def status(out: Path, trainings: Mapping[str, Settings], kind: type[Outcome] = Outcome) -> Iterable[str]:
     """Yield what is there, by task and arm, and what it has cost."""
-    left = missing(out, trainings)
+    left = missing(out, trainings, kind)
     groups: dict[str, Counter[bool]] = defaultdict(Counter)
     for name in trainings:
         groups[name.rpartition("/")[0]][name not in left] += 1

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Protocol
 
 import msgspec
 import numpy as np
@@ -96,8 +96,16 @@ def train(settings: Settings, task: Task, start: PreTrainedModel, on_step: OnSte
     return run_virtual(_train(settings, task, start, on_step), limit_s=1e12)
 
 
-def config_of(settings: Settings, task: Task) -> april.Config:
-    """Return april's configuration: synchronous, unless the settings say otherwise."""
+class Capped(Protocol):
+    """A task, as april's configuration needs it."""
+
+    @property
+    def response_cap(self) -> int:
+        """Most tokens of a response, EOS included."""
+
+
+def config_of(settings: Settings, task: Capped, **others: Any) -> april.Config:
+    """Return april's configuration: synchronous, unless the settings say otherwise; ``others`` are set as well."""
     chosen: dict[str, Any] = {
         "rollout_batch_size": settings.groups,
         "n_samples_per_prompt": settings.samples,
@@ -110,7 +118,7 @@ def config_of(settings: Settings, task: Task) -> april.Config:
     }
     if settings.delay:
         chosen["max_staleness"] = settings.delay
-    return april.Config(**(chosen | settings.april))
+    return april.Config(**(chosen | settings.april | others))
 
 
 async def _train(settings: Settings, task: Task, model: PreTrainedModel, on_step: OnStep | None) -> Outcome:
@@ -191,17 +199,25 @@ class _Run:
     def outcome(self) -> Outcome:
         """Return all of it."""
         stats = self._engine.stats
-
-        def of(name: str) -> list[float]:
-            return [row[name] for row in self._rows]
-
         return Outcome(
-            settings=self._settings, evaluations=self._evaluations, kl_k3=rounded(of("kl_k3")),
-            ess_token=rounded(of("ess_token")), quarters={name: rounded(quarter_means(of(name))) for name in QUARTERLY},
+            settings=self._settings, evaluations=self._evaluations, **over_steps(self._rows),
             old_share=round(self._old_tokens / max(1, self._trained_tokens), DIGITS),
-            staleness_max=int(max(row["staleness_max"] for row in self._rows)),
             places=round(stats.busy_slot_steps / max(1, stats.decode_steps), 2),
         )  # fmt: skip
+
+
+def over_steps(rows: Sequence[Mapping[str, float]]) -> dict[str, Any]:
+    """Return what an outcome has of its training steps, of the figures of each."""
+
+    def of(name: str) -> list[float]:
+        return [row[name] for row in rows]
+
+    return {
+        "kl_k3": rounded(of("kl_k3")),
+        "ess_token": rounded(of("ess_token")),
+        "quarters": {name: rounded(quarter_means(of(name))) for name in QUARTERLY},
+        "staleness_max": int(max(of("staleness_max"))),
+    }
 
 
 def rounded(values: Sequence[float]) -> list[float]:

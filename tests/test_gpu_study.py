@@ -1,0 +1,427 @@
+"""The study on GPUs runs whole, on a tiny model and a CPU: the same script, and tables that fill themselves."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import socket
+import sys
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from fake_servers.vllm import FakeVllmServer
+from server_fixtures import ServerThread
+from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
+
+import april
+from april.config.settings import Config
+from benchmarks.gpu_study import __main__ as program
+from benchmarks.gpu_study import design, plan, questions, servers, training
+from benchmarks.gpu_study.__main__ import main
+from benchmarks.gpu_study.questions import is_right
+from benchmarks.gpu_study.trainer import chosen_logprobs
+from benchmarks.study import design as study
+from benchmarks.study.claims import OPEN
+from benchmarks.study.losses import LOSSES
+from benchmarks.study.runner import Cost, outcome_path
+from benchmarks.study.training import config_of
+
+WORDS = ("<pad>", "<eos>", "<user>", "<end>", *"0123456789 =+?.")
+EOS = 1
+TEMPLATE = "{% for m in messages %}<user>{{ m.content }}<end>{% endfor %}"
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Any:
+    """Of torch, as in the study on CPUs."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def write_model(directory: Path) -> None:
+    """A random Qwen3 that writes digits and signs, with its tokenizer."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    made = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, "<pad>"))
+    made.pre_tokenizer = pre_tokenizers.Split(Regex("<[a-z]+>|."), "isolated")
+    made.decoder = decoders.Fuse()
+    special = {"pad_token": WORDS[0], "eos_token": WORDS[EOS]}
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=made, chat_template=TEMPLATE, **special)
+    tokenizer.save_pretrained(directory)
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=len(WORDS), hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=8, max_position_embeddings=128, eos_token_id=EOS, tie_word_embeddings=True,
+    )  # fmt: skip
+    Qwen3ForCausalLM(config).save_pretrained(directory)
+
+
+TASK = """
+[tasks.{name}]
+gpus = {gpus}
+servers = {servers}
+model = "{model}"
+engine = "{engine}"
+device = "cpu"
+dtype = "float32"
+steps = 4
+groups = 2
+samples = 6
+learning_rate = 1e-2
+evaluate_every = 2
+early = 2
+late = 4
+prompt_cap = 100
+response_cap = 24
+tokens_at_once = 200
+recompute = {recompute}
+questions = {{ path = "{file}", question = "asked.text", answer = "answer", marker = "####" }}
+held_out_count = 4
+
+[tasks.{name}.expected]
+parameters = 1e6
+kv_bytes_per_token = 100
+median_len = 12
+sigma_between = 0.4
+sigma_within = 0.4
+prompt_len = 8
+
+[[blocks]]
+what = "{name}"
+tasks = ["{name}"]
+arms = {arms}
+losses = ["sequence"]
+seeds = {seeds}
+"""
+CLAIM = """
+[[claims]]
+id = "cheaper"
+says = "N' = 2N needs fewer GPU seconds."
+refuted_if = "the interval reaches 1"
+kind = "cheaper"
+task = "tiny"
+arm = "over-2"
+limit = 1.0
+of = "gpu_s"
+"""
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A design in small: one GPU that is a CPU, two ranks, and a server."""
+    home = tmp_path_factory.mktemp("tiny")
+    write_model(home / "model")
+    file = home / "questions.jsonl"
+    easy = [{"asked": {"text": f"{a}+{a}=?"}, "answer": f"easy #### {2 * a}"} for a in range(5)]
+    rows = easy + easy + [{"asked": {"text": f"0+{a}=?"}, "answer": str(a)} for a in range(1, 9)]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows), "utf-8")
+    common = {"model": home / "model", "file": file}
+    arms = '["sync", "over-2", "refill", "quorum-0.5"]'
+    alone = common | {"servers": 0, "engine": "transformers", "recompute": "false"}
+    text = "first_seed = 7\nmargin = 0.02\nbudget_core_hours = 0.0\n"
+    text += TASK.format(name="tiny", gpus=1, arms=arms, seeds=1, **alone)
+    text += TASK.format(name="ranks", gpus=2, arms='["over-2"]', seeds=1, **alone | {"recompute": "true"})
+    served = common | {"servers": 1, "engine": "vllm", "recompute": "false"}
+    text += TASK.format(name="served", gpus=3, arms='["refill"]', seeds=1, **served)
+    (home / "design.toml").write_text(text + CLAIM, "utf-8")
+    return home / "design.toml"
+
+
+def in_this_process(out: Path, name: str, settings: Any, *, design: Any, **_: Any) -> Cost:
+    """As `launch`, without another process."""
+    training.train(out, name, settings, design.tasks[settings.task], [], lambda line: print(line))
+    return Cost(name, 0.0, 0.0)
+
+
+def test_the_study_runs_and_fills_its_tables(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """All arms by the command of the page; what is there is not run again; before it ran, nothing is claimed."""
+    words = ["--gpus", "1", "--design", str(tiny), "--out", str(tmp_path)]
+    monkeypatch.setattr(plan, "STEPS", 4)
+    monkeypatch.setattr(plan, "RAMP", 1)
+    assert main(["page", *words]) == 0
+    before = (tmp_path / "page-1.md").read_text("utf-8")
+    assert "0 of 4 trainings have run." in before
+    assert "not measured" in before
+    assert "Measured" not in before
+    assert f"* {OPEN}: " in before
+
+    monkeypatch.setattr(program, "launch", in_this_process)
+    assert main(["run", *words]) == 0
+    text = (tmp_path / "page-1.md").read_text("utf-8")
+    assert "4 of 4 trainings have run (CPU)." in text
+    rows = [line.split("|") for line in text.partition("## Measured")[2].splitlines() if line.startswith("|")]
+    found = {row[1]: row[2:-1] for row in rows}
+    assert {"tiny, sync", "tiny, over-2", "tiny, refill", "tiny, quorum-0.5"} <= found.keys()
+    assert found["tiny, sync"][2:4] == ["", ""]
+    assert found["tiny, over-2"][2]
+    assert found["tiny, sync"][-1] == "0%"
+    assert found["tiny, refill"][-1] != "0%"
+    assert (tmp_path / "study-1.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+    figures = json.loads((tmp_path / "figures-1.json").read_text("utf-8"))
+    assert figures["trainings"] == 4
+    for name, settings in design.read(tiny).of(1).items():
+        outcome = msgspec.json.decode(outcome_path(tmp_path, name).read_bytes(), type=training.GpuOutcome)
+        assert outcome.settings == settings
+        assert [e.step for e in outcome.evaluations] == [0, 2, 4]
+        assert outcome.evaluations[-1].decode_steps > outcome.evaluations[1].decode_steps > 0
+        last = outcome.evaluations[-1]
+        assert last.wall_s == pytest.approx(last.rollout_s + last.train_s + last.update_s, abs=0.03)
+        assert last.gpu_s == last.wall_s
+    assert not list((tmp_path / "checkpoints").glob("*.pt"))
+
+    monkeypatch.setattr(program, "launch", lambda *_, **__: pytest.fail("nothing is left to run"))
+    assert main(["run", *words]) == 0
+    assert main(["status", *words]) == 0
+    assert "4 of 4 trainings" in capsys.readouterr().out.splitlines()[-1]
+
+
+def test_a_training_goes_on_from_its_checkpoint(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A stop after step 3 costs the one since the checkpoint; weights, moments, questions and seconds go on."""
+    made = design.read(tiny)
+    name = "tiny/over-2/7"
+    settings, sizes = made.of(1)[name], made.tasks["tiny"]
+    step = training._Training._step
+    rows: list[int] = []
+
+    def stops(self: Any) -> None:
+        if self._notes.step == 3:
+            raise KeyboardInterrupt
+        step(self)
+        rows.append(self._notes.step)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(training._Training, "_step", stops)
+        with pytest.raises(KeyboardInterrupt):
+            training.train(tmp_path, name, settings, sizes, [])
+    assert main(["status", "--gpus", "1", "--design", str(tiny), "--out", str(tmp_path)]) == 0
+    assert f"{name}: 2 of 4 steps" in capsys.readouterr().out
+    saved = torch.load(training.checkpoint_path(tmp_path, name), weights_only=True)
+    assert saved["rollouts"]
+    training.train(tmp_path, name, settings, sizes, [])
+    outcome = msgspec.json.decode(outcome_path(tmp_path, name).read_bytes(), type=training.GpuOutcome)
+    assert [e.step for e in outcome.evaluations] == [0, 2, 4]
+    assert len(outcome.kl_k3) == 4
+    assert "goes on after step 2" in capsys.readouterr().out
+
+
+def test_ranks_train_in_processes_of_their_own(tiny: Path, tmp_path: Path) -> None:
+    """Two ranks under torchrun with FSDP2 and recomputation, as on eight GPUs."""
+    words = ["--gpus", "2", "--design", str(tiny), "--out", str(tmp_path)]
+    assert main(["run", *words]) == 0
+    outcome = msgspec.json.decode(outcome_path(tmp_path, "ranks/over-2/7").read_bytes(), type=training.GpuOutcome)
+    last = outcome.evaluations[-1]
+    assert last.gpu_s == pytest.approx(2 * last.wall_s, abs=0.02)
+
+
+def test_a_server_gets_the_weights_of_every_step(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By directories that take turns; each holds the trained weights, as transformers reads them."""
+    made = design.read(tiny)
+    settings, sizes = made.of(3)["served/refill/7"], made.tasks["served"]
+    settings = msgspec.structs.replace(settings, steps=3)
+    server = FakeVllmServer(vocab_size=len(WORDS), eos=EOS, context=sizes.max_len, mean_length=12)
+    apart, write = [], training.write_weights
+
+    def written(directory: Path, weights: dict[str, Any], model: Any, *rest: Any) -> None:
+        write(directory, weights, model, *rest)
+        read = AutoModelForCausalLM.from_pretrained(directory).state_dict()
+        apart.append(max(float((read[name] - value).abs().max()) for name, value in model.state_dict().items()))
+
+    monkeypatch.setattr(training, "write_weights", written)
+    with ServerThread(server):
+        training.train(tmp_path, "served/refill/7", settings, sizes, [server.url])
+    assert apart == [0.0] * 3
+    assert len({run.under for run in server.runs}) == 3  # the start's, and one name per turn
+    outcome = msgspec.json.decode(outcome_path(tmp_path, "served/refill/7").read_bytes(), type=training.GpuOutcome)
+    assert outcome.evaluations[-1].step == 3
+    assert not (tmp_path / "weights" / "served--refill--7").exists()
+
+
+def test_micro_batches_and_recomputation_change_no_update(tiny: Path, tmp_path: Path) -> None:
+    """A few rows at a time, in any number, give the gradients of all at once."""
+    made = design.read(tiny)
+    settings, sizes = msgspec.structs.replace(made.of(1)["tiny/sync/7"], steps=1), made.tasks["tiny"]
+    saved = []
+    for number, changed in enumerate(({}, {"tokens_at_once": 10_000}, {"tokens_at_once": 1, "recompute": True})):
+        out, found = tmp_path / str(number), msgspec.structs.replace(sizes, **changed)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(training, "reward", by_length)
+            patch.setattr(training._Training, "_save", lambda self: saved.append(weights_of(self)))
+            training.train(out, "tiny/sync/7", settings, found, [])
+    first, *others = saved
+    start = AutoModelForCausalLM.from_pretrained(sizes.model).state_dict()
+    assert max(float((first[name] - start[name]).abs().max()) for name in first) > 1e-3
+    for other in others:
+        for name, value in first.items():
+            torch.testing.assert_close(other[name], value, rtol=0, atol=2e-5)
+
+
+def by_length(prompt: april.Prompt, response: april.Response) -> float:
+    """A reward that differs within every group."""
+    return len(response.tokens) / 24
+
+
+def weights_of(run: Any) -> dict[str, torch.Tensor]:
+    """A copy of the trained weights."""
+    return {name: value.clone() for name, value in run._model.state_dict().items()}
+
+
+def test_log_probabilities_are_those_of_the_softmax(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In pieces of any size, with the same gradient, from bfloat16 logits as well."""
+    monkeypatch.setattr("benchmarks.gpu_study.trainer.LOGITS_AT_ONCE", 3)
+    logits, ids = torch.randn(2, 8, 5, dtype=torch.bfloat16, requires_grad=True), torch.randint(5, (2, 8))
+    found = chosen_logprobs(logits, ids)
+    found.sum().backward()
+    grad, logits.grad = logits.grad, None
+    whole = logits.float().log_softmax(-1).gather(-1, ids[..., None])[..., 0]
+    whole.sum().backward()
+    assert torch.equal(found, whole)
+    assert torch.equal(grad, logits.grad)
+
+
+# ---------------------------------------------------------------- the design
+
+
+def test_the_design_speaks_the_words_of_the_study() -> None:
+    """Arms are those of the study on CPUs, both sizes pair every arm with sync, and april takes every configuration."""
+    made, cpu = design.read(), study.read()
+    assert {size for size in (1, 8) if made.of(size)} == {1, 8}
+    with pytest.raises(ValueError, match=r"no trainings for 3 GPUs, but for 1, 8"):
+        made.of(3)
+    for size in (1, 8):
+        arms: dict[str, set[int]] = {}
+        for name, settings in made.of(size).items():
+            task, arm, _ = name.split("/")
+            arms.setdefault(arm, set()).add(settings.seed)
+            sizes = made.tasks[task]
+            assert settings.april == cpu.arms[arm].get("april", {})
+            assert settings.over_sampling == cpu.arms[arm].get("over_sampling", 1.0)
+            assert settings.loss == cpu.recommended
+            assert settings.loss in LOSSES
+            assert settings.steps % settings.evaluate_every == sizes.early % settings.evaluate_every == 0
+            assert sizes.late % settings.evaluate_every == 0
+            assert isinstance(config_of(settings, sizes), Config)
+            assert sizes.trainers + sizes.servers == sizes.gpus
+        assert arms.keys() == {"sync", "over-2", "refill", "quorum-0.5"}
+        assert len({frozenset(seeds) for seeds in arms.values()}) == 1
+
+
+@pytest.mark.parametrize(("change", "sentence"), [
+    ({"engine": "x"}, r"must be one of transformers, vllm, sglang"),
+    ({"servers": 1}, r"engine 'transformers' with 1 servers"),
+    ({"engine": "vllm", "servers": 4, "gpus": 4}, r"4 servers leave no GPU of 4 to train on"),
+])  # fmt: skip
+def test_sizes_that_cannot_be_are_refused(change: dict[str, Any], sentence: str) -> None:
+    """Before anything runs, in a sentence."""
+    known = msgspec.structs.asdict(design.read().tasks["qwen3-0.6b"])
+    with pytest.raises(ValueError, match=sentence):
+        design.GpuSizes(**(known | change))
+
+
+def test_hours_are_computed_and_said_to_be(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """By april's simulation; over-sampling is computed to be faster, and a step holds its training."""
+    monkeypatch.setattr(plan, "STEPS", 6)
+    monkeypatch.setattr(plan, "RAMP", 2)
+    assert main(["plan", "--gpus", "8"]) == 0
+    said = capsys.readouterr().out
+    assert said.startswith("Computed by april's simulation, not measured.")
+    rows = plan.computed(design.read(), 8)
+    assert list(rows) == [f"qwen3-4b/{arm}" for arm in ("sync", "over-2", "refill", "quorum-0.5")]
+    assert rows["qwen3-4b/over-2"].step_s < rows["qwen3-4b/sync"].step_s
+    for row in rows.values():
+        assert 0 < row.train_s < row.step_s
+        assert row.gpu_hours == pytest.approx(8 * row.hours)
+
+
+# ---------------------------------------------------------------- servers and answers
+
+
+def test_servers_and_ranks_share_no_gpu() -> None:
+    """Each has its own; on one GPU they share it, and the server takes less of its memory."""
+    eight = design.read().tasks["qwen3-4b"]
+    one = msgspec.structs.replace(eight, gpus=1, servers=1, engine="sglang")
+    trainer, served = servers.gpus_of(eight)
+    assert [*trainer.split(","), *served] == [str(gpu) for gpu in range(8)]
+    assert servers.gpus_of(one) == ("0", ["0"])
+    command = servers.command(eight, 8003)
+    assert command[:3] == ["vllm", "serve", eight.model]
+    assert command[command.index("--gpu-memory-utilization") + 1] == "0.9"
+    shared = servers.command(one, 8003)
+    assert shared[shared.index("--mem-fraction-static") + 1] == "0.35"
+
+
+def test_servers_live_as_long_as_a_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It begins when all are ready and they end with it; one that ends before that is named with its log."""
+    sizes = msgspec.structs.replace(design.read().tasks["qwen3-4b"], gpus=2, servers=1)
+    ready = (
+        "import http.server, sys\n"
+        "class Ready(http.server.BaseHTTPRequestHandler):\n"
+        "    def do_GET(self):\n        self.send_response(200)\n        self.end_headers()\n"
+        "http.server.HTTPServer(('127.0.0.1', int(sys.argv[1])), Ready).serve_forever()\n"
+    )
+    monkeypatch.setattr(servers, "FIRST_PORT", free_port())
+    monkeypatch.setattr(servers, "command", lambda _, port: [sys.executable, "-c", ready, str(port)])
+    started = []
+    popen = servers.subprocess.Popen
+    monkeypatch.setattr(servers.subprocess, "Popen", lambda *a, **k: started.append(popen(*a, **k)) or started[-1])
+    with servers.serving(sizes, tmp_path) as urls:
+        assert urls == [f"http://127.0.0.1:{servers.FIRST_PORT}"]
+        assert started[0].poll() is None
+    assert started[0].poll() is not None
+    monkeypatch.setattr(servers, "command", lambda _, port: [sys.executable, "-c", "raise SystemExit(3)"])
+    with pytest.raises(RuntimeError, match=r"has ended; .*server0.log says why"), servers.serving(sizes, tmp_path):
+        pass
+
+
+def free_port() -> int:
+    """A port at which nobody listens."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+@pytest.mark.parametrize(("text", "answer", "right"), [
+    (r"so \boxed{18}", "18", True),
+    (r"\boxed{3} no, \boxed{\frac{1}{2}}", "1/2", True),
+    (r"\boxed{\dfrac{1}{2}}", "0.5", True),
+    (r"\boxed{7} or 18", "18", False),
+    (r"\boxed{7", "18", False),
+    ("The answer is 1,234.", "1234", True),
+    ("Answer: 34", "34", True),
+    ("It is 3.0", "3", True),
+    ("minus -5", "5", False),
+    ("nothing", "0", False),
+    (r"\boxed{x+1}", "x + 1", True),
+    (r"\boxed{1/0}", "1", False),
+])  # fmt: skip
+def test_the_verifier_takes_the_box_or_the_last_number(text: str, answer: str, right: bool) -> None:
+    """Equal as text or as a number; a box goes before whatever follows it."""
+    assert is_right(text, answer) is right
+
+
+def test_questions_are_asked_once_and_held_out_ones_never(tiny: Path) -> None:
+    """No question twice, none of the held-out ones; every arm of a seed has the same order, every pass another one."""
+    sizes = design.read(tiny).tasks["tiny"]
+    tokenizer = AutoTokenizer.from_pretrained(sizes.model)
+    train, held_out = questions.split(sizes, tokenizer)
+    ids = [tuple(prompt["token_ids"]) for prompt in train + held_out]
+    assert len(ids) == len(set(ids)) == 13
+    assert {"2", "4", "8"} <= {prompt["answer"] for prompt in train + held_out}
+    first = list(itertools.islice(questions.stream(train, 3), 2 * len(train)))
+    assert first == list(itertools.islice(questions.stream(train, 3), 2 * len(train)))
+    assert first[: len(train)] != first[len(train) :]
+    assert all(prompt in train for prompt in first)
+    apart = msgspec.structs.replace(sizes, held_out=sizes.questions)
+    train, held_out = questions.split(apart, tokenizer)
+    assert not {tuple(p["token_ids"]) for p in train} & {tuple(p["token_ids"]) for p in held_out}
+    with pytest.raises(ValueError, match=r"too few"):
+        questions.split(msgspec.structs.replace(sizes, prompt_cap=3), tokenizer)
