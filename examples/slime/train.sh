@@ -8,6 +8,10 @@
 #   ROLLOUT    april | own (the trainer's own partial rollout) | plain (no over-sampling)
 #   DATA       dapo-math-17k | deepscaler | deepmath-103k, or a file below DATA_DIR with INPUT_KEY and LABEL_KEY
 #
+# From the paper's scripts (github.com/RLsys-Foundation/APRIL, scripts/partial_rollout): 32 groups of 8, N' = 64, 16,384
+# tokens at temperature 0.8, one step of 256 responses, the optimizer, clipping, parallelism and evaluation. Ours:
+# --use-tis for tokens of older weights, --num-rollout, --save-interval, and what april.yaml says.
+#
 # TRAINER_DIR, MODEL_DIR, DATA_DIR, SAVE_DIR and MEGATRON_DIR say where things are. DRY_RUN=1 prints the command.
 set -euo pipefail
 

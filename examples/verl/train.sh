@@ -9,6 +9,10 @@
 #   SERVER     sglang | vllm (generates)
 #   ROLLOUT    april | own (verl's colocate_async) | plain (verl's sync)
 #
+# From the paper's scripts, which are slime's (examples/slime/train.sh): 32 groups of 8, N' = 64, 16,384 tokens at
+# temperature 0.8, one step per batch, the optimizer, clipping and evaluation. Ours: what only verl has (offloading,
+# tokens per GPU), and the correction of tokens of older weights.
+#
 # MODEL_DIR, DATA_DIR and SAVE_DIR say where things are. DRY_RUN=1 prints the overrides, one per line. What stands behind
 # the script's name is given to verl after them.
 set -euo pipefail

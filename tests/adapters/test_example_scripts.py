@@ -154,6 +154,68 @@ def test_each_workload(check: Callable[[dict[str, str]], None], model: str, algo
     check({"MODEL": model, "ALGORITHM": algorithm})
 
 
+def test_the_three_trainers_have_the_papers_parameters() -> None:
+    """As its own scripts have them: github.com/RLsys-Foundation/APRIL, scripts/partial_rollout/qwen/grpo."""
+    paper = {
+        "groups": 32, "samples": 8, "over": 64, "longest": 16384, "temperature": 0.8, "rate": 1e-6, "decay": 0.1,
+        "beta1": 0.9, "beta2": 0.98, "clip": 0.2, "clip_high": 0.28,
+    }  # fmt: skip
+    words = command("slime")
+    flags = {
+        "groups": "rollout-batch-size", "samples": "n-samples-per-prompt", "over": "over-sampling-batch-size",
+        "longest": "rollout-max-response-len", "temperature": "rollout-temperature", "rate": "lr",
+        "decay": "weight-decay", "beta1": "adam-beta1", "beta2": "adam-beta2", "clip": "eps-clip",
+        "clip_high": "eps-clip-high",
+    }  # fmt: skip
+    assert {name: float(words[words.index(f"--{flag}") + 1]) for name, flag in flags.items()} == paper
+    assert "--use-kl-loss" in words
+    assert words[words.index("--kl-loss-coef") + 1] == "0.0"
+
+    said = dict(word.split("=", 1) for word in command("verl"))
+    roll, actor = "actor_rollout_ref.rollout", "actor_rollout_ref.actor"
+    betas = yaml.safe_load(said[f"{actor}.optim.betas"])
+    keys = {
+        "groups": "data.train_batch_size", "samples": f"{roll}.n", "longest": "data.max_response_length",
+        "temperature": f"{roll}.temperature", "rate": f"{actor}.optim.lr", "decay": f"{actor}.optim.weight_decay",
+        "clip": f"{actor}.clip_ratio_low", "clip_high": f"{actor}.clip_ratio_high",
+    }  # fmt: skip
+    found = {name: float(said[key]) for name, key in keys.items()} | {"beta1": betas[0], "beta2": betas[1]}
+    assert found | {"over": 64} == paper  # twice N is the default of april's group
+    group = EXAMPLES.parent / "april" / "adapters" / "verl" / "conf" / "april" / "verl.yaml"
+    assert yaml.safe_load(group.read_text("utf-8"))["april"].get("over_sampling_batch_size") is None
+
+    script = loaded(EXAMPLES / "trl" / "train.py")
+    trl, rollout = script.trl_arguments("qwen3-4b", "grpo"), script.april_arguments("grpo")
+    names = {
+        "samples": "num_generations", "longest": "max_completion_length", "temperature": "temperature",
+        "rate": "learning_rate", "decay": "weight_decay", "beta1": "adam_beta1", "beta2": "adam_beta2",
+        "clip": "epsilon", "clip_high": "epsilon_high",
+    }  # fmt: skip
+    responses = trl["per_device_train_batch_size"] * trl["gradient_accumulation_steps"]
+    found = {name: trl[key] for name, key in names.items()} | {"groups": responses // trl["num_generations"]}
+    assert found | {"over": rollout["over_sampling_batch_size"]} == paper
+    assert trl["beta"] == 0.0
+
+
+def test_the_trainers_read_the_same_columns() -> None:
+    """Data sets by their public names; verl's files are made of them, and ask for a box where the question does not."""
+    verl, trl = loaded(EXAMPLES / "verl" / "data.py"), loaded(EXAMPLES / "trl" / "train.py")
+    assert {name: verl.DATA[name] for name in DATA} == trl.DATA
+    assert verl.ASKS == trl.ASKS
+    for name, keys in verl.DATA.items():
+        if name in DATA:
+            words = command("slime", DATA=name)
+            assert [words[words.index(f"--{which}-key") + 1] for which in ("input", "label")] == [*keys[1:]]
+    messages = [{"role": "user", "content": "What is 1+1?"}]
+    assert verl.row_of("dapo-math-17k", 3, {"prompt": messages, "label": "2"}) == {
+        "data_source": "dapo-math-17k", "prompt": messages, "ability": "math",
+        "reward_model": {"style": "rule", "ground_truth": "2"}, "extra_info": {"index": 3},
+    }  # fmt: skip
+    (asked,) = verl.row_of("deepscaler", 0, {"problem": "What is 1+1?", "answer": 2})["prompt"]
+    assert asked["content"].startswith("What is 1+1?\n")
+    assert r"\boxed{}" in asked["content"]
+
+
 def test_each_data_set_of_slime() -> None:
     """Columns by the names that its publishers gave them; another file with columns of the user's choice."""
     for data, keys in {
