@@ -142,8 +142,7 @@ class Config(Model):
     on_stale: OnStale = OnStale.FINISH
     """Treatment of a sample older than max_staleness. Except with drop, steps wait so that there is none."""
     max_age: PositiveInt | None = None
-    """Weight updates after which a group goes first and the step waits for it, whatever on_stale says. None means
-    4 * (max_staleness + 1)."""
+    """Weight updates after which a group goes first and the step waits for it. None means 4 * (max_staleness + 1)."""
     max_resumes: PositiveInt = 100
     """Continuations of one response after which the same holds, unless on_stale is finish."""
     on_long_prompt: OnLongPrompt = OnLongPrompt.ERROR
@@ -151,10 +150,10 @@ class Config(Model):
     epochs: PositiveInt = 1
     """Passes over the prompts."""
     on_data_end: OnDataEnd = OnDataEnd.SHORT
-    """Treatment of the last groups if they are fewer than N: a shorter batch (short), kept until more prompts are
-    given (wait), or the prompts begin again, for ever (wrap)."""
+    """Treatment of the last groups if they are fewer than N: a shorter batch (short), kept until there are more prompts
+    (wait), or the prompts begin again, for ever (wrap)."""
     max_filtered_groups: PositiveInt = 1000
-    """Number of groups that the filter may reject in a row before the step fails."""
+    """Most groups that the filter may reject in a row before the step fails."""
     extras: Annotated[tuple[str, ...], BeforeValidator(one_or_more), AfterValidator(_each_once)] = ()
     """Rows that come with every trained token: routed_experts, for trainers that replay those."""
     max_held_tokens: PositiveInt | None = None
@@ -162,11 +161,11 @@ class Config(Model):
     max_extras_bytes: Bytes = 8 << 30
     """Bytes of held rows from which on the same holds."""
     max_attempt_failures: PositiveInt = 3
-    """Number of failures (engine, rollout or reward) after which a sample's group is dropped and replaced."""
+    """Failures (engine, rollout or reward) of a sample after which on_failed_sample says what it costs."""
     max_failed_groups: PositiveInt = 8
     """Number of groups dropped for failures in a row before the step fails."""
     function_timeout_s: Seconds | None = 600.0
-    """Longest that a reward function or a filter may take, and a rollout function outside of llm.generate at one time.
+    """Longest that a reward function or filter may take, and a rollout function outside of llm.generate at a time.
     None means no limit."""
     abort_deadline_s: Seconds = 30.0
     """Longest wait for an aborted request before its engine is quarantined, and for an engine to pause, resume or
@@ -177,8 +176,7 @@ class Config(Model):
     """Longest time without a token of a request, or the answer of one that comes whole; then it is ended and continued.
     """
     warn_after_s: Seconds | None = None
-    """Wait for the same thing (weights, an engine, prompts, a function of yours) after which a warning
-    names it. None means 60 s, or outage_deadline_s if that is less."""
+    """Wait for the same thing after which a warning names it. None means 60 s, or outage_deadline_s if that is less."""
     outage_deadline_s: Seconds = 600.0
     """Longest wait for an engine while none is well, and for an engine to load weights or take a part of them; a
     transfer of your own has twice as long."""
@@ -187,7 +185,7 @@ class Config(Model):
     process (collective), or that where all servers can (auto)."""
     adapters_dir: str | None = None
     """Directory that all servers read, for the adapters (LoRA) that weight_update(weights=model) writes. None means a
-    temporary one, for servers on this machine."""
+    temporary one on this machine."""
     allow_mismatch: bool = False
     """Accept sampling parameters under which a trainer's recomputed log-probabilities cannot match."""
     seed: Seed = 0

@@ -45,7 +45,7 @@ def off_policy_report(batch: Any, logprobs: Any, *, min_effective_sample_size: f
         logprobs: the trainer's, float32 or float64 array or tensor, [B, T] as ``batch.padded()["logprobs"]`` or flat as
             ``batch.ragged()["logprobs"]``; of the temperature of the batch, before its first optimizer step.
         min_effective_sample_size: with an ``ess_token`` below, OffPolicyError is raised; 0: never. It finds gross
-            mistakes and gave no warning of falling rewards in small experiments; ``kl_k3`` did (docs/corrections.md).
+            mistakes and gave no warning of falling rewards in small experiments; :class:`DriftGuard` did.
 
     Raises ValueError for another shape, numbers that are no log-probabilities (NaN, infinite, above 0) where there is
     loss, float16 and bfloat16, and a limit outside [0, 1].
