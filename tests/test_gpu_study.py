@@ -342,6 +342,17 @@ def test_hours_are_computed_and_said_to_be(capsys: pytest.CaptureFixture[str], m
         assert row.gpu_hours == pytest.approx(8 * row.hours)
 
 
+def test_the_hours_on_the_page_are_the_computed_ones() -> None:
+    """Those of `plan`, with the number of trainings."""
+    text = (Path(__file__).parent.parent / "docs" / "measurements.md").read_text("utf-8")
+    page = text.partition("## A study on GPUs")[2]
+    for size in (1, 8):
+        (row,) = [line.split("|") for line in page.splitlines() if line.startswith(f"| {size} |")]
+        rows = plan.computed(design.read(), size).values()
+        assert row[3].strip() == f"{sum(r.hours for r in rows):.0f} hours"
+        assert row[2].split()[0] == str(sum(r.trainings for r in rows))
+
+
 # ---------------------------------------------------------------- servers and answers
 
 

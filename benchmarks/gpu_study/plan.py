@@ -16,7 +16,7 @@ from april.simulate.workload import Placement, Schedule, Workload
 from benchmarks.gpu_study.design import GpuDesign, GpuSizes
 from benchmarks.study.training import Settings, config_of
 
-STEPS, RAMP = 30, 6
+STEPS, RAMP = 20, 5
 TRAIN_SHARE = 0.3
 """Share of the peak FLOPS that training is taken to reach."""
 FLOPS = {False: 6.0, True: 8.0}
