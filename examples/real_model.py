@@ -138,7 +138,7 @@ def main(arguments: Sequence[str] | None = None) -> list[dict[str, float]]:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--groups", type=int, default=4, help="of 8 responses, in a batch")
     parser.add_argument("--longest", type=int, default=96, help="most tokens of a response")
-    parser.add_argument("--learning-rate", type=float, default=5e-6)
+    parser.add_argument("--learning-rate", type=float, default=1e-5)
     parser.add_argument("--held-out", type=int, default=128, help="questions after every --every steps")
     parser.add_argument("--every", type=int, default=10)
     parser.add_argument("--out", type=Path, help="file for the figures")

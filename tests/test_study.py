@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -92,22 +93,35 @@ def smoke(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 
 def test_a_study_goes_on_on_another_machine(smoke: tuple[Path, Path], tmp_path: Path) -> None:
-    """What was kept is taken over where the settings are the same, and never instead of what is there."""
+    """Published outcomes of the same settings are taken over, and never instead of what is there."""
     out, elsewhere = smoke[0], tmp_path / "out"
-    arguments = ["--design", str(SMOKE), "--root", str(tmp_path)]
-    (tmp_path / "benchmarks" / "study").mkdir(parents=True)
-    assert main(["keep", "--out", str(out), *arguments]) == 0
-    kept = tmp_path / "benchmarks" / "study" / "begun.jsonl"
     trainings = design.read(SMOKE).trainings()
+    there = runner.gather(out, trainings)
     other, *rest = trainings
     changed = dict(trainings) | {other: msgspec.structs.replace(trainings[other], learning_rate=1.0)}
-    assert runner.take_over(kept, elsewhere, changed) == len(rest)
+    assert runner.take_over(there, elsewhere, changed) == len(rest)
     assert list(runner.missing(elsewhere, changed)) == [other]
-    assert runner.take_over(kept, elsewhere, changed) == 0
-    assert runner.take_over(tmp_path / "none", elsewhere, changed) == 0
+    assert runner.take_over(there, elsewhere, changed) == 0
     assert runner.gather(elsewhere, {name: trainings[name] for name in rest}) == {
-        name: outcome for name, outcome in runner.gather(out, trainings).items() if name != other
+        name: outcome for name, outcome in there.items() if name != other
     }
+
+
+def test_only_a_study_that_is_not_whole_goes_on_from_what_was_published(
+    smoke: tuple[Path, Path], tmp_path: Path, capsys: Any
+) -> None:
+    """Of a whole one everything is run anew, so nobody takes published results for a repetition."""
+    out, root = smoke[0], tmp_path / "root"
+    there = runner.gather(out, design.read(SMOKE).trainings())
+    results = root / RESULTS.relative_to(ROOT)
+    results.parent.mkdir(parents=True)
+    arguments = ["run", "--design", str(SMOKE), "--root", str(root), "--only", "tail/over-2/8", "--workers", "0"]
+    for published, said in ((there, "0 of 1 trainings are there"), (dict([*there.items()][1:]), "1 trainings were run")):
+        runner.write_results(results, published)
+        elsewhere = tmp_path / str(len(published))
+        shutil.copytree(out / "starts", elsewhere / "starts")
+        assert main([*arguments, "--out", str(elsewhere)]) == 0
+        assert capsys.readouterr().out.startswith(said)
 
 
 def test_the_study_in_small(smoke: tuple[Path, Path]) -> None:

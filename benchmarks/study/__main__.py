@@ -4,7 +4,8 @@
     python -m benchmarks.study run --only tail/     run a part
     python -m benchmarks.study status               what is there
     python -m benchmarks.study page                 make the page of what is there
-    python -m benchmarks.study keep                 keep what is there for other machines, where `run` goes on from it
+
+A study whose published results are not whole goes on from them, on any machine; one that is whole is run anew.
 """
 
 from __future__ import annotations
@@ -27,14 +28,12 @@ RESULTS = Path(__file__).with_name("results.jsonl")
 """The raw outcomes of the page."""
 FIGURES = Path(__file__).with_name("figures.json")
 """Everything that is computed from them."""
-BEGUN = Path(__file__).with_name("begun.jsonl")
-"""Outcomes of a study that is not whole; nothing is said of them anywhere."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run; returns 1 if a training failed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", nargs="?", default="all", choices=("all", "run", "status", "page", "keep"))
+    parser.add_argument("what", nargs="?", default="all", choices=("all", "run", "status", "page"))
     parser.add_argument("--out", type=Path, default=Path("runs/study"), help="directory of the outcomes")
     parser.add_argument("--workers", type=int, default=2, help="processes, of one thread each; 0: this one")
     parser.add_argument("--only", default="", help="only trainings whose name begins so, as tail/refill")
@@ -48,12 +47,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.what == "status":
         print("\n".join(status(options.out, chosen)))
         return 0
-    if options.what == "keep":
-        write_results(options.root / BEGUN.relative_to(ROOT), gather(options.out, trainings))
-        return 0
     if options.what != "page":
-        taken = take_over(options.root / BEGUN.relative_to(ROOT), options.out, chosen)
-        if taken:
+        published = read_results(options.root / RESULTS.relative_to(ROOT))
+        if len(published) < len(trainings) and (taken := take_over(published, options.out, chosen)):
             print(f"{taken} trainings were run before, elsewhere", flush=True)
         say = lambda line: print(line, flush=True)  # noqa: E731 - a line at a time, into files as well
         runner = Runner(options.out, chosen, options.workers, say)

@@ -32,6 +32,10 @@ class Sizes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """Step of sync whose reward is the second one."""
     core_seconds: float
     """CPU seconds of a training step of sync, measured before; the budget is made of them."""
+    task: str | None = None
+    """The task that these trainings are of; None means the one of this name."""
+    first_seed: int | None = None
+    """None means the design's."""
 
 
 class Block(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -40,7 +44,7 @@ class Block(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     Attributes:
         what: for the page.
         tasks, arms, losses, delays, rates, minibatches: what is combined; rates are factors of the task's.
-        seeds: number of seeds, from the first.
+        seeds: number of seeds, from the task's first.
         steps: instead of the task's; a prefix of a training is one, as the rate is constant.
         token_mean: see :class:`Trainer`.
     """
@@ -102,19 +106,20 @@ class Design(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         found: dict[str, Settings] = {}
         for block in self.blocks:
             for offset in range(block.seeds):
-                for name, settings in self._of(block, self.first_seed + offset):
+                for name, settings in self._of(block, offset):
                     if found.setdefault(name, settings) != settings:
                         raise ValueError(f"design: {name} stands for two trainings: {found[name]} and {settings}")
         return found
 
-    def _of(self, block: Block, seed: int) -> Iterator[tuple[str, Settings]]:
+    def _of(self, block: Block, offset: int) -> Iterator[tuple[str, Settings]]:
         combined = itertools.product(
             block.tasks, block.arms, block.losses, block.delays, block.rates, block.minibatches
         )  # fmt: skip
         for task, arm, loss, delay, rate, minibatches in combined:
             sizes = self.tasks[task]
+            seed = offset + (self.first_seed if sizes.first_seed is None else sizes.first_seed)
             settings = Settings(
-                task=task, seed=seed, steps=block.steps or sizes.steps, groups=sizes.groups, samples=sizes.samples,
+                task=sizes.task or task, seed=seed, steps=block.steps or sizes.steps, groups=sizes.groups, samples=sizes.samples,
                 loss=loss, learning_rate=rate * sizes.learning_rate, delay=delay, minibatches=minibatches,
                 token_mean=block.token_mean, evaluate_every=sizes.evaluate_every, warm_up_steps=sizes.warm_up_steps,
             )  # fmt: skip

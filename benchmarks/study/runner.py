@@ -263,18 +263,18 @@ def write_results(path: Path, outcomes: Mapping[str, Outcome]) -> None:
 
 
 def read_results(path: Path) -> dict[str, Outcome]:
-    """Return what was written."""
-    lines = path.read_bytes().splitlines()
+    """Return what was written; nothing where there is no file."""
+    lines = path.read_bytes().splitlines() if path.exists() else ()
     return dict(msgspec.json.decode(line, type=tuple[str, Outcome]) for line in lines)
 
 
-def take_over(path: Path, out: Path, trainings: Mapping[str, Settings]) -> int:
-    """Put outcomes of a file of results into a directory that lacks them; returns how many those are.
+def take_over(outcomes: Mapping[str, Outcome], out: Path, trainings: Mapping[str, Settings]) -> int:
+    """Put outcomes that a directory lacks into it; returns how many those are.
 
     Outcomes of other settings than those of ``trainings``, or of none of them, stay where they are.
     """
     left, taken = missing(out, trainings), 0
-    for name, outcome in read_results(path).items() if path.exists() else ():
+    for name, outcome in outcomes.items():
         if left.get(name) == outcome.settings:
             target = outcome_path(out, name)
             target.parent.mkdir(parents=True, exist_ok=True)
