@@ -505,6 +505,22 @@ def test_the_page_is_short_and_made_of_the_outcomes() -> None:
     assert {f"{task}/{arm}" for task, arms in analysis.by_arm(fine).items() for arm in arms} == set(computed["arms"])
 
 
+def test_the_page_says_which_figures_are_of_a_part_of_the_pairs() -> None:
+    """While trainings are missing, a row or a cell that lacks some names its pairs; one that has them all does not."""
+    whole = made_up()
+    assert " pairs)" not in page.page(DESIGN, whole)
+    gone = ("tail/over-2/1000", "long/sync/1010", "tail/sync-none-delay10/1001")
+    text = page.page(DESIGN, {name: outcome for name, outcome in whole.items() if name not in gone})
+    rows = [line for line in text.splitlines() if " pairs)" in line]
+    assert [row.split("|")[1] for row in rows] == [
+        "tail, over-2 (11 of 12 pairs)",
+        "long, over-2 (10 of 11 pairs)",
+        "tail, none",
+    ]
+    assert rows[-1].count(" pairs)") == 1
+    assert "** (3 of 4 pairs)|" in rows[-1]
+
+
 def test_what_is_published_is_computed_from_the_raw_outcomes() -> None:
     """Page and figures in the repository are those of the raw outcomes beside them; without those there is no page."""
     published = ROOT / "docs" / "study.md"

@@ -132,13 +132,22 @@ def page(design: Design, outcomes: Mapping[str, Outcome]) -> str:
     return "\n".join(whole).rstrip() + "\n"
 
 
+def _part(design: Design, task: str, arm: str, seeds: analysis.Seeds, sync: analysis.Seeds) -> str:
+    """Return how many pairs a figure is of, where that is not all of them."""
+    trainings = design.trainings()
+    there = len(seeds.keys() & sync.keys())
+    planned = min(sum(name.startswith(f"{task}/{one}/") for name in trainings) for one in (arm, "sync"))
+    return "" if there >= planned else f" ({there} of {planned} pairs)"
+
+
 def _arm_rows(design: Design, by_task: Mapping[str, Mapping[str, analysis.Seeds]]) -> list[str]:
     rows = []
     for task, arms in by_task.items():
         for name in PRIMARY:
             if name in arms and (sync := arms.get("sync")):
                 spent = analysis.ratio(arms[name], sync, design.tasks[task].late)
-                rows.append(f"|{task}, {name}|{shown(analysis.difference(arms[name], sync))}|{times(spent)}|")
+                part = _part(design, task, name, arms[name], sync)
+                rows.append(f"|{task}, {name}{part}|{shown(analysis.difference(arms[name], sync))}|{times(spent)}|")
     return rows
 
 
@@ -150,12 +159,14 @@ def _loss_table(design: Design, by_task: Mapping[str, Mapping[str, analysis.Seed
         for loss in losses:
             cells = []
             for delay in delays:
-                seeds, sync = arms.get(design.named("sync", loss, delay), {}), arms.get("sync", {})
+                arm = design.named("sync", loss, delay)
+                seeds, sync = arms.get(arm, {}), arms.get("sync", {})
                 if not seeds.keys() & sync.keys():
                     cells.append("")
                     continue
                 mean = analysis.difference(seeds, sync).mean
-                cells.append(f"**{mean:+.2f}**" if mean <= -HARM else f"{mean:+.2f}")
+                part = _part(design, task, arm, seeds, sync)
+                cells.append((f"**{mean:+.2f}**" if mean <= -HARM else f"{mean:+.2f}") + part)
             if any(cells):
                 rows.append(f"|{task}, {loss}|{'|'.join(cells)}|")
     return rows
@@ -166,7 +177,7 @@ def _guard_lines(outcomes: Mapping[str, Outcome]) -> list[str]:
     for name, alarm in (("kl_k3", analysis.kl_alarm), ("ess_token", analysis.ess_alarm)):
         did = analysis.guard(list(outcomes.values()), alarm)
         found.append(
-            f"* `{name}`: {did.in_time} of {did.falls} falls in time, {did.false} false alarms in {did.sound} other"
+            f"* `{name}`: {did.in_time} of {did.falls} falls in time, false alarms in {did.false} of {did.sound} other"
             " trainings."
         )
     return found
