@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import socket
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,24 +15,21 @@ import pytest
 import torch
 from fake_servers.vllm import FakeVllmServer
 from server_fixtures import ServerThread
-from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import april
 from april.config.settings import Config
 from benchmarks.gpu_study import __main__ as program
-from benchmarks.gpu_study import design, plan, questions, servers, training
+from benchmarks.gpu_study import design, plan, questions, servers, smoke, training
 from benchmarks.gpu_study.__main__ import main
 from benchmarks.gpu_study.questions import is_right
+from benchmarks.gpu_study.smoke import EOS, WORDS
 from benchmarks.gpu_study.trainer import chosen_logprobs
 from benchmarks.study import design as study
 from benchmarks.study.claims import OPEN
 from benchmarks.study.losses import LOSSES
 from benchmarks.study.runner import Cost, outcome_path
 from benchmarks.study.training import config_of
-
-WORDS = ("<pad>", "<eos>", "<user>", "<end>", *"0123456789 =+?.")
-EOS = 1
-TEMPLATE = "{% for m in messages %}<user>{{ m.content }}<end>{% endfor %}"
 
 
 @pytest.fixture(autouse=True)
@@ -43,94 +41,10 @@ def one_thread() -> Any:
     torch.set_num_threads(threads)
 
 
-def write_model(directory: Path) -> None:
-    """A random Qwen3 that writes digits and signs, with its tokenizer."""
-    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    made = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, "<pad>"))
-    made.pre_tokenizer = pre_tokenizers.Split(Regex("<[a-z]+>|."), "isolated")
-    made.decoder = decoders.Fuse()
-    special = {"pad_token": WORDS[0], "eos_token": WORDS[EOS]}
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=made, chat_template=TEMPLATE, **special)
-    tokenizer.save_pretrained(directory)
-    torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=len(WORDS), hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=1, head_dim=8, max_position_embeddings=128, eos_token_id=EOS, tie_word_embeddings=True,
-    )  # fmt: skip
-    Qwen3ForCausalLM(config).save_pretrained(directory)
-
-
-TASK = """
-[tasks.{name}]
-gpus = {gpus}
-servers = {servers}
-model = "{model}"
-engine = "{engine}"
-device = "cpu"
-dtype = "float32"
-steps = 4
-groups = 2
-samples = 6
-learning_rate = 1e-2
-evaluate_every = 2
-early = 2
-late = 4
-prompt_cap = 100
-response_cap = 24
-tokens_at_once = 200
-recompute = {recompute}
-questions = {{ path = "{file}", question = "asked.text", answer = "answer", marker = "####" }}
-held_out_count = 4
-
-[tasks.{name}.expected]
-parameters = 1e6
-kv_bytes_per_token = 100
-median_len = 12
-sigma_between = 0.4
-sigma_within = 0.4
-prompt_len = 8
-
-[[blocks]]
-what = "{name}"
-tasks = ["{name}"]
-arms = {arms}
-losses = ["sequence"]
-seeds = {seeds}
-"""
-CLAIM = """
-[[claims]]
-id = "cheaper"
-says = "N' = 2N needs fewer GPU seconds."
-refuted_if = "the interval reaches 1"
-kind = "cheaper"
-task = "tiny"
-arm = "over-2"
-limit = 1.0
-of = "gpu_s"
-"""
-
-
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A design in small: one GPU that is a CPU, two ranks, and a server."""
-    home = tmp_path_factory.mktemp("tiny")
-    write_model(home / "model")
-    file = home / "questions.jsonl"
-    easy = [{"asked": {"text": f"{a}+{a}=?"}, "answer": f"easy #### {2 * a}"} for a in range(5)]
-    rows = easy + easy + [{"asked": {"text": f"0+{a}=?"}, "answer": str(a)} for a in range(1, 9)]
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows), "utf-8")
-    common = {"model": home / "model", "file": file}
-    arms = '["sync", "over-2", "refill", "quorum-0.5"]'
-    alone = common | {"servers": 0, "engine": "transformers", "recompute": "false"}
-    text = "first_seed = 7\nmargin = 0.02\nbudget_core_hours = 0.0\n"
-    text += TASK.format(name="tiny", gpus=1, arms=arms, seeds=1, **alone)
-    text += TASK.format(name="ranks", gpus=2, arms='["over-2"]', seeds=1, **alone | {"recompute": "true"})
-    served = common | {"servers": 1, "engine": "vllm", "recompute": "false"}
-    text += TASK.format(name="served", gpus=3, arms='["refill"]', seeds=1, **served)
-    (home / "design.toml").write_text(text + CLAIM, "utf-8")
-    return home / "design.toml"
+    return smoke.write(tmp_path_factory.mktemp("tiny"), "cpu")
 
 
 def in_this_process(out: Path, name: str, settings: Any, *, design: Any, **_: Any) -> Cost:
@@ -214,11 +128,12 @@ def test_a_training_goes_on_from_its_checkpoint(
     assert "goes on after step 2" in capsys.readouterr().out
 
 
-def test_ranks_train_in_processes_of_their_own(tiny: Path, tmp_path: Path) -> None:
-    """Two ranks under torchrun with FSDP2 and recomputation, as on eight GPUs."""
-    words = ["--gpus", "2", "--design", str(tiny), "--out", str(tmp_path)]
-    assert main(["run", *words]) == 0
-    outcome = msgspec.json.decode(outcome_path(tmp_path, "ranks/over-2/7").read_bytes(), type=training.GpuOutcome)
+def test_ranks_train_in_processes_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two ranks under torchrun, with FSDP2 and recomputation, by the command that downloads nothing."""
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert main(["smoke", "--device", "cpu", "--gpus", "2", "--out", str(tmp_path)]) == 0
+    path = outcome_path(tmp_path / "smoke", "ranks/over-2/7")
+    outcome = msgspec.json.decode(path.read_bytes(), type=training.GpuOutcome)
     last = outcome.evaluations[-1]
     assert last.gpu_s == pytest.approx(2 * last.wall_s, abs=0.02)
 
@@ -227,7 +142,6 @@ def test_a_server_gets_the_weights_of_every_step(tiny: Path, tmp_path: Path, mon
     """By directories that take turns; each holds the trained weights, as transformers reads them."""
     made = design.read(tiny)
     settings, sizes = made.of(3)["served/refill/7"], made.tasks["served"]
-    settings = msgspec.structs.replace(settings, steps=3)
     server = FakeVllmServer(vocab_size=len(WORDS), eos=EOS, context=sizes.max_len, mean_length=12)
     apart, write = [], training.write_weights
 
@@ -259,7 +173,7 @@ def test_micro_batches_and_recomputation_change_no_update(tiny: Path, tmp_path: 
             training.train(out, "tiny/sync/7", settings, found, [])
     first, *others = saved
     start = AutoModelForCausalLM.from_pretrained(sizes.model).state_dict()
-    assert max(float((first[name] - start[name]).abs().max()) for name in first) > 1e-3
+    assert max(float((first[name] - start[name]).abs().max()) for name in first) > 1e-4
     for other in others:
         for name, value in first.items():
             torch.testing.assert_close(other[name], value, rtol=0, atol=2e-5)
@@ -280,12 +194,10 @@ def test_log_probabilities_are_those_of_the_softmax(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr("benchmarks.gpu_study.trainer.LOGITS_AT_ONCE", 3)
     logits, ids = torch.randn(2, 8, 5, dtype=torch.bfloat16, requires_grad=True), torch.randint(5, (2, 8))
     found = chosen_logprobs(logits, ids)
-    found.sum().backward()
-    grad, logits.grad = logits.grad, None
+    (grad,) = torch.autograd.grad(found.sum(), logits)
     whole = logits.float().log_softmax(-1).gather(-1, ids[..., None])[..., 0]
-    whole.sum().backward()
     assert torch.equal(found, whole)
-    assert torch.equal(grad, logits.grad)
+    assert torch.equal(grad, torch.autograd.grad(whole.sum(), logits)[0])
 
 
 # ---------------------------------------------------------------- the design
@@ -356,18 +268,23 @@ def test_the_hours_on_the_page_are_the_computed_ones() -> None:
 # ---------------------------------------------------------------- servers and answers
 
 
-def test_servers_and_ranks_share_no_gpu() -> None:
-    """Each has its own; on one GPU they share it, and the server takes less of its memory."""
+def test_servers_and_ranks_share_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each has its own, of those that are named; on one GPU they share it, and the server takes less of its memory."""
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     eight = design.read().tasks["qwen3-4b"]
     one = msgspec.structs.replace(eight, gpus=1, servers=1, engine="sglang")
     trainer, served = servers.gpus_of(eight)
     assert [*trainer.split(","), *served] == [str(gpu) for gpu in range(8)]
     assert servers.gpus_of(one) == ("0", ["0"])
-    command = servers.command(eight, 8003)
-    assert command[:3] == ["vllm", "serve", eight.model]
+    command = servers.command(eight, 8003, "python3")
+    assert command[:5] == ["python3", "-m", "vllm.entrypoints.cli.main", "serve", eight.model]
     assert command[command.index("--gpu-memory-utilization") + 1] == "0.9"
-    shared = servers.command(one, 8003)
+    shared = servers.command(one, 8003, "python3")
     assert shared[shared.index("--mem-fraction-static") + 1] == "0.35"
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5")
+    assert servers.gpus_of(one) == ("5", ["5"])
+    with pytest.raises(RuntimeError, match=r"CUDA_VISIBLE_DEVICES=5 names fewer than 8 GPUs"):
+        servers.gpus_of(eight)
 
 
 def test_servers_live_as_long_as_a_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -380,16 +297,22 @@ def test_servers_live_as_long_as_a_training(tmp_path: Path, monkeypatch: pytest.
         "http.server.HTTPServer(('127.0.0.1', int(sys.argv[1])), Ready).serve_forever()\n"
     )
     monkeypatch.setattr(servers, "FIRST_PORT", free_port())
-    monkeypatch.setattr(servers, "command", lambda _, port: [sys.executable, "-c", ready, str(port)])
-    started = []
-    popen = servers.subprocess.Popen
-    monkeypatch.setattr(servers.subprocess, "Popen", lambda *a, **k: started.append(popen(*a, **k)) or started[-1])
-    with servers.serving(sizes, tmp_path) as urls:
+    monkeypatch.setattr(servers, "command", lambda _, port, python: [python, "-c", ready, str(port)])
+    ended: list[subprocess.Popen[bytes]] = []
+    end = servers._end
+
+    def ends(process: subprocess.Popen[bytes]) -> None:
+        end(process)
+        ended.append(process)
+
+    monkeypatch.setattr(servers, "_end", ends)
+    with servers.serving(sizes, tmp_path, sys.executable) as urls:
         assert urls == [f"http://127.0.0.1:{servers.FIRST_PORT}"]
-        assert started[0].poll() is None
-    assert started[0].poll() is not None
-    monkeypatch.setattr(servers, "command", lambda _, port: [sys.executable, "-c", "raise SystemExit(3)"])
-    with pytest.raises(RuntimeError, match=r"has ended; .*server0.log says why"), servers.serving(sizes, tmp_path):
+        assert not ended
+    assert [process.poll() is not None for process in ended] == [True]
+    monkeypatch.setattr(servers, "command", lambda _, port, python: [python, "-c", "raise SystemExit(3)"])
+    waiting = servers.serving(sizes, tmp_path, sys.executable)
+    with pytest.raises(RuntimeError, match=r"has ended; .*server0.log says why"), waiting:
         pass
 
 
@@ -408,6 +331,7 @@ def free_port() -> int:
     (r"\boxed{7", "18", False),
     ("The answer is 1,234.", "1234", True),
     ("Answer: 34", "34", True),
+    ("3 + 4 = 7", "7", True),
     ("It is 3.0", "3", True),
     ("minus -5", "5", False),
     ("nothing", "0", False),

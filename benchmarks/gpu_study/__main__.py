@@ -5,6 +5,7 @@
     python -m benchmarks.gpu_study run --gpus 8       the same on eight GPUs: four servers, four ranks that train
     python -m benchmarks.gpu_study status --gpus 1    what is there
     python -m benchmarks.gpu_study page --gpus 1      tables and picture of what is there
+    python -m benchmarks.gpu_study smoke              the script itself in a minute: a random model, no download
 
 ``--only qwen3-0.6b/sync/1000`` runs one training, which is how to begin.
 """
@@ -37,13 +38,23 @@ from benchmarks.study.training import Settings
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run; returns 1 if a training failed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("plan", "run", "status", "page", "train"))
+    parser.add_argument("what", choices=("plan", "run", "status", "page", "smoke", "train"))
     parser.add_argument("--gpus", type=int, default=1, help="size: 1 or 8, or what the design has")
     parser.add_argument("--out", type=Path, default=Path("runs/gpu-study"), help="directory of everything")
     parser.add_argument("--only", default="", help="only trainings whose name begins so; of `train`, the one")
     parser.add_argument("--design", type=Path, default=designs.DESIGN)
+    parser.add_argument(
+        "--server-python", default=sys.executable, help="of the environment with vLLM or SGLang, if it is another one"
+    )
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="of `smoke`")
+    parser.add_argument("--shape", choices=("tiny", "0.6b", "1.7b", "4b"), default="tiny", help="of `smoke`: Qwen3's")
     parser.add_argument("--urls", nargs="*", default=[], help="of `train`: its servers, which `run` starts")
     options = parser.parse_args(arguments)
+    if options.what == "smoke":
+        from benchmarks.gpu_study.smoke import write
+
+        options.design, options.what = write(options.out / "smoke", options.device, options.shape), "run"
+        options.out /= "smoke"
     design = designs.read(options.design)
     trainings = design.of(options.gpus)
     chosen = {name: settings for name, settings in trainings.items() if name.startswith(options.only)}
@@ -65,7 +76,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     if options.what == "run":
         say = partial(print, flush=True)
-        make = partial(launch, design=design, path=options.design, gpus=options.gpus)
+        make = partial(launch, design=design, options=options)
         runner = Runner(options.out, chosen, 0, say, make=make, starts=False, kind=GpuOutcome)
         try:
             fine = runner.run()
@@ -79,7 +90,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def launch(out: Path, name: str, settings: Settings, *, design: GpuDesign, path: Path, gpus: int) -> Cost:
+def launch(out: Path, name: str, settings: Settings, *, design: GpuDesign, options: argparse.Namespace) -> Cost:
     """Run one training: its servers, and a process per rank, whose output is shown and kept.
 
     Raises:
@@ -88,11 +99,11 @@ def launch(out: Path, name: str, settings: Settings, *, design: GpuDesign, path:
     sizes, began, cpu = design.tasks[settings.task], time.perf_counter(), _children_s()
     logs = out / "logs" / name.replace("/", "--")
     logs.mkdir(parents=True, exist_ok=True)
-    words = ["-m", "benchmarks.gpu_study", "train", "--gpus", str(gpus), "--out", str(out), "--only", name]
-    words += ["--design", str(path)]
+    words = ["-m", "benchmarks.gpu_study", "train", "--gpus", str(sizes.gpus), "--out", str(out), "--only", name]
+    words += ["--design", str(options.design)]
     if sizes.trainers > 1:
         words = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={sizes.trainers}", *words]
-    with serving(sizes, logs) as urls, (logs / "train.log").open("a", encoding="utf-8") as log:
+    with serving(sizes, logs, options.server_python) as urls, (logs / "train.log").open("a", encoding="utf-8") as log:
         environment = os.environ | {"CUDA_VISIBLE_DEVICES": gpus_of(sizes)[0]}
         command = [sys.executable, *words, *(["--urls", *urls] if urls else [])]
         with subprocess.Popen(

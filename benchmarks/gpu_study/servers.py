@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 import time
 import urllib.error
 import urllib.request
@@ -23,31 +22,38 @@ KEEP_ALIVE_S = "7200"
 """Longer than any training step and evaluation."""
 
 
-def command(sizes: GpuSizes, port: int) -> list[str]:
+def command(sizes: GpuSizes, port: int, python: str) -> list[str]:
     """Return the command of one server; docs/servers.md says what each flag is for."""
     share = str(SHARED if sizes.gpus == 1 else ALONE)
-    where = ["--host", "127.0.0.1", "--port", str(port)]
+    where = ["--host", "127.0.0.1", "--port", str(port), "--dtype", sizes.dtype]
     if sizes.engine == "vllm":
         return [
-            "vllm", "serve", sizes.model, *where, "--max-model-len", str(sizes.max_len), "--enable-scale-out",
-            "--logprobs-mode", "processed_logprobs", "--enable-prefix-caching", "--gpu-memory-utilization", share,
-            "--dtype", sizes.dtype,
+            python, "-m", "vllm.entrypoints.cli.main", "serve", sizes.model, *where, "--max-model-len",
+            str(sizes.max_len), "--enable-scale-out", "--logprobs-mode", "processed_logprobs",
+            "--enable-prefix-caching", "--gpu-memory-utilization", share,
         ]  # fmt: skip
     return [
-        sys.executable, "-m", "sglang.launch_server", "--model-path", sizes.model, *where, "--context-length",
-        str(sizes.max_len), "--incremental-streaming-output", "--mem-fraction-static", share, "--dtype", sizes.dtype,
+        python, "-m", "sglang.launch_server", "--model-path", sizes.model, *where, "--context-length",
+        str(sizes.max_len), "--incremental-streaming-output", "--mem-fraction-static", share,
     ]  # fmt: skip
 
 
 def gpus_of(sizes: GpuSizes) -> tuple[str, list[str]]:
-    """Return the GPUs of the trainer, and that of each server, as CUDA_VISIBLE_DEVICES has them."""
-    trainers = list(range(sizes.trainers))
-    servers = [0 if sizes.gpus == 1 else sizes.trainers + i for i in range(sizes.servers)]
-    return ",".join(map(str, trainers)), [str(gpu) for gpu in servers]
+    """Return the GPUs of the trainer, and that of each server, of those that CUDA_VISIBLE_DEVICES names, if it does.
+
+    Raises:
+        RuntimeError: it names fewer.
+    """
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    gpus = named.split(",") if named else [str(number) for number in range(sizes.gpus)]
+    if len(gpus) < sizes.gpus:
+        raise RuntimeError(f"CUDA_VISIBLE_DEVICES={named} names fewer than {sizes.gpus} GPUs")
+    first = 0 if sizes.gpus == 1 else sizes.trainers
+    return ",".join(gpus[: sizes.trainers]), gpus[first : first + sizes.servers]
 
 
 @contextmanager
-def serving(sizes: GpuSizes, logs: Path) -> Iterator[list[str]]:
+def serving(sizes: GpuSizes, logs: Path, python: str) -> Iterator[list[str]]:
     """Start the servers, wait until all are ready, and end them; gives their addresses.
 
     Raises:
@@ -62,7 +68,7 @@ def serving(sizes: GpuSizes, logs: Path) -> Iterator[list[str]]:
                 "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": KEEP_ALIVE_S, "SGLANG_TIMEOUT_KEEP_ALIVE": KEEP_ALIVE_S,
             }  # fmt: skip
             output = stack.enter_context(log.open("wb"))
-            process = subprocess.Popen(command(sizes, port), env=environment, stdout=output, stderr=output)
+            process = subprocess.Popen(command(sizes, port, python), env=environment, stdout=output, stderr=output)
             stack.callback(_end, process)
             running.append((f"http://127.0.0.1:{port}", process, log))
         for url, process, log in running:

@@ -101,11 +101,12 @@ class RankTrainer:
         if arrays:
             arrays["share"] = april.loss_weights(arrays["loss_mask"], method, share=batch.share) * self.ranks
         p = np.zeros_like(rows["logprobs"])
-        parts = list(self._parts(batch.lengths, rows["input_ids"].shape[1] - p.shape[1]))
+        prompts = np.array([len(sample.prompt.token_ids) for sample in batch.samples], np.int64)
+        parts = list(self._parts(batch.lengths, prompts.max(initial=0)))
         self.optimizer.zero_grad(set_to_none=True)
         for at in range(self._most(len(parts))):
             if at < len(parts):
-                p[parts[at], : batch.lengths[parts[at]].max()] = self._pass(arrays, parts[at], batch.lengths)
+                p[parts[at], : batch.lengths[parts[at]].max()] = self._pass(arrays, parts[at], batch.lengths, prompts)
             else:  # others have more
                 nothing = 0.0 * self._logits(torch.zeros(1, 2, dtype=torch.int64, device=self.device), None, 1).sum()
                 nothing.backward()  # type: ignore[no-untyped-call]
@@ -129,13 +130,14 @@ class RankTrainer:
         if part:
             yield part
 
-    def _pass(self, arrays: dict[str, Tensor], rows: list[int], lengths: np.ndarray) -> np.ndarray:
+    def _pass(self, arrays: dict[str, Tensor], rows: list[int], lengths: np.ndarray, prompts: np.ndarray) -> np.ndarray:
         """Add the gradients of some rows; return their log-probabilities of before the step."""
         width = int(lengths[rows].max())
         part = {name: array[rows] for name, array in arrays.items()}
         ids, mask = part["response_ids"][:, :width], part["loss_mask"][:, :width]
-        columns = part["input_ids"].shape[1] - part["response_ids"].shape[1] + width
-        logits = self._logits(part["input_ids"][:, :columns], part["attention_mask"][:, :columns], width)
+        begin = part["input_ids"].shape[1] - part["response_ids"].shape[1]  # of the responses
+        there = slice(begin - int(prompts[rows].max()), begin + width)  # without what is padding in all rows
+        logits = self._logits(part["input_ids"][:, there], part["attention_mask"][:, there], width)
         now = chosen_logprobs(logits, ids)
         p, q = now.detach(), part["logprobs"][:, :width]
         weights = torch.ones_like(p)
