@@ -513,12 +513,19 @@ def test_the_page_says_which_figures_are_of_a_part_of_the_pairs() -> None:
     text = page.page(DESIGN, {name: outcome for name, outcome in whole.items() if name not in gone})
     rows = [line for line in text.splitlines() if " pairs)" in line]
     assert [row.split("|")[1] for row in rows] == [
-        "tail, over-2 (11 of 12 pairs)",
-        "long, over-2 (10 of 11 pairs)",
+        "tail, over-2 (11/12 pairs)",
+        "long, over-2 (10/11 pairs)",
         "tail, none",
     ]
     assert rows[-1].count(" pairs)") == 1
-    assert "** (3 of 4 pairs)|" in rows[-1]
+    assert "** (3/4 pairs)|" in rows[-1]
+
+
+def test_the_page_says_what_was_added_after_outcomes_were_seen() -> None:
+    """Claims were fixed before the first training; a task run again with fresh seeds is named as added later."""
+    fixed = "with claims fixed before the first ran"
+    assert f"{fixed}, but for `again`, added later" in page.page(DESIGN, {})
+    assert f"{fixed} (" in page.page(design.read(SMOKE), {})
 
 
 def test_what_is_published_is_computed_from_the_raw_outcomes() -> None:

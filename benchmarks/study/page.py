@@ -95,14 +95,16 @@ def page(design: Design, outcomes: Mapping[str, Outcome]) -> str:
     verdicts = judge(design, outcomes)
     count = {verdict: sum(v.verdict == verdict for v in verdicts) for verdict in (HOLDS, REFUTED, OPEN)}
     missing = len(design.trainings()) - len(outcomes)
+    later = [f"`{name}`" for name, sizes in design.tasks.items() if sizes.task is not None]  # tasks again, fresh seeds
     lines = [
         "# Study",
         "",
         f"`make study` trains small models {len(outcomes)} times on three tasks"
         + (f" ({missing} more are planned)" if missing else "")
         + ", in arms and with claims fixed before the first ran"
-        " ([the design](../benchmarks/study/design.toml)). Arms are paired with synchronous training by seed. Brackets:"
-        " 95 % over pairs.",
+        + (f", but for {', '.join(later)}, added later" if later else "")
+        + " ([the design](../benchmarks/study/design.toml)). Arms are paired with synchronous training by seed."
+        " Brackets: 95 % over pairs.",
         "",
         "![Reward against decode steps](images/study.png)",
         "",
@@ -137,7 +139,7 @@ def _part(design: Design, task: str, arm: str, seeds: analysis.Seeds, sync: anal
     trainings = design.trainings()
     there = len(seeds.keys() & sync.keys())
     planned = min(sum(name.startswith(f"{task}/{one}/") for name in trainings) for one in (arm, "sync"))
-    return "" if there >= planned else f" ({there} of {planned} pairs)"
+    return "" if there >= planned else f" ({there}/{planned} pairs)"
 
 
 def _arm_rows(design: Design, by_task: Mapping[str, Mapping[str, analysis.Seeds]]) -> list[str]:
