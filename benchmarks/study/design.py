@@ -121,7 +121,8 @@ class Design(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             settings = Settings(
                 task=sizes.task or task, seed=seed, steps=block.steps or sizes.steps, groups=sizes.groups,
                 samples=sizes.samples, loss=loss, learning_rate=rate * sizes.learning_rate, delay=delay,
-                minibatches=minibatches, token_mean=block.token_mean, evaluate_every=sizes.evaluate_every, warm_up_steps=sizes.warm_up_steps,
+                minibatches=minibatches, token_mean=block.token_mean, evaluate_every=sizes.evaluate_every,
+                warm_up_steps=sizes.warm_up_steps,
             )  # fmt: skip
             change = dict(self.arms[arm])
             if "generation" in change.get("april", {}):
