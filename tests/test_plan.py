@@ -20,6 +20,7 @@ from records import recorded, rewritten
 from typer.testing import CliRunner
 
 import april
+from april import process_pool
 from april.cli import app
 from april.core.types import OnStale, Refill, Work
 from april.errors import RecordError
@@ -498,7 +499,7 @@ def test_signals_wait_while_processes_begin(monkeypatch: pytest.MonkeyPatch) -> 
         def shutdown(self, **_: Any) -> None:
             pass
 
-    monkeypatch.setattr(planning, "ProcessPoolExecutor", Executor)
+    monkeypatch.setattr(process_pool, "ProcessPoolExecutor", Executor)
     with pytest.raises(KeyboardInterrupt):
         plan(SMALL, processes=2)
     assert len(submitted) == len(coarse(SMALL, Space.whole(SMALL)))

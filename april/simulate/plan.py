@@ -8,18 +8,14 @@ the lengths that fell into them, but how near they came to their limit, times th
 from __future__ import annotations
 
 import math
-import signal
-import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from itertools import repeat
-from multiprocessing import active_children, get_context
-from multiprocessing.process import BaseProcess
 from typing import Any
 
 from april.core.types import Refill, Work
+from april.process_pool import process_pool, undisturbed
 from april.simulate.run import measure
 from april.simulate.workload import MOST_IN_FLIGHT, Schedule, Workload
 
@@ -277,16 +273,11 @@ def plan(
     with ExitStack() as stack:
         run: Callable[..., Iterator[Row]] = map
         if processes > 1:
-            before = set(active_children())
-            # an interrupt from the keyboard reaches all processes, and the first one ends the others
-            leave_it = (signal.SIGINT, signal.SIG_IGN)
-            executor = ProcessPoolExecutor(processes, get_context("spawn"), signal.signal, leave_it)
-            stack.callback(executor.shutdown, cancel_futures=True)
-            stack.push(lambda kind, *_: kind is not None and _end(set(active_children()) - before))
+            submit = stack.enter_context(process_pool(processes))
 
             def beside(row: Callable[..., Row], *arguments: Iterable[Any]) -> Iterator[Row]:
-                with _undisturbed():  # a process that is half begun could neither be ended nor waited for
-                    began = [executor.submit(row, *each) for each in zip(*arguments, strict=False)]
+                with undisturbed():
+                    began = [submit(row, *each) for each in zip(*arguments, strict=False)]
                 return (future.result() for future in began)
 
             run = beside
@@ -300,31 +291,6 @@ def plan(
         run_all(_finalists(schedules[0], list(rows.values()), share), long, 0)
     best = choose([row for row in rows.values() if row.long], share)
     return Plan(sorted(rows.values(), key=lambda r: -r.tokens_per_s), best, rows[schedules[0]])
-
-
-@contextmanager
-def _undisturbed() -> Iterator[None]:
-    """Signals that end the program wait until this is over; only the main thread gets any."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    late: list[int] = []
-    numbers = (signal.SIGINT, signal.SIGTERM)
-    before = [signal.signal(number, lambda number, frame: late.append(number)) for number in numbers]
-    try:
-        yield
-    finally:
-        for number, handler in zip(numbers, before, strict=True):
-            signal.signal(number, handler)
-        for held_back in late:
-            signal.raise_signal(held_back)
-
-
-def _end(processes: Iterable[BaseProcess]) -> bool:
-    """End what simulates for nobody any more; False: the error that has ended the search goes on."""
-    for process in processes:
-        process.terminate()
-    return False
 
 
 def _finalists(base: Schedule, rows: list[Row], share: float) -> list[Schedule]:

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import signal
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from importlib.util import find_spec
 from pathlib import Path
 from textwrap import wrap
-from typing import Any, NoReturn
+from typing import Any
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
@@ -18,6 +16,7 @@ from rich.table import Table
 
 from april.core.types import OnStale, Refill
 from april.extras import install
+from april.process_pool import sigterm_unwinds
 from april.record.file import is_record
 from april.server_text import printable
 from april.simulate.observed import workload_of
@@ -189,7 +188,7 @@ def plan_file(
         f"+ {cost.per_kv_token_s * 1e9:.2f} ns per token in memory; lengths: mean {lengths.mean():,.0f}, "
         f"longest {lengths.max():,}; training {workload.train_s:.1f} s per batch", soft_wrap=True,
     )  # fmt: skip
-    with _sigterm_unwinds(), bars(console) as begin:
+    with sigterm_unwinds(), bars(console) as begin:
         shown = begin("simulating", 0)
         found = plan(workload, max_off_policy_share=max_off_policy_share, processes=processes, progress=shown)
     console.print(plan_table(found))
@@ -213,20 +212,6 @@ def plan_file(
         console.print(f"no picture: that needs matplotlib, {install('plot')}", soft_wrap=True)
     console.print(printable(f"wrote {', '.join(map(str, written))}"), soft_wrap=True)
     return found
-
-
-@contextmanager
-def _sigterm_unwinds() -> Iterator[None]:
-    """SIGTERM ends the program as an interrupt does: its processes end first, and leave no semaphores behind."""
-
-    def unwind(number: int, frame: object) -> NoReturn:
-        raise SystemExit(128 + number)
-
-    before = signal.signal(signal.SIGTERM, unwind)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def read_workload(path: Path, given: dict[str, Any]) -> Workload:
