@@ -1,9 +1,12 @@
-"""The demo: its task, and end to end in small: four modes, real training, every check."""
+"""The demo: its task, and end to end in small: every mode, real training, every check."""
 
 from __future__ import annotations
 
 import json
 from collections import Counter
+from concurrent.futures import Future
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,21 +17,23 @@ import torch
 
 from april.core.batch import Batch
 from april.core.partial_buffer import Idle
-from april.demo import figure, task
-from april.demo import run as demo_run
-from april.demo.arm import MODES, Arm, ArmResult, DemoSettings, logprob_error, why_empty
+from april.demo import figure, task, trainings
+from april.demo.arm import MODES, Arm, ArmResult, DemoSettings, Point, Stage, logprob_error, why_empty
+from april.demo.evaluation import evaluate, evaluate_together
 from april.demo.run import run_demo, table, verdict
-from april.demo.summary import against_sync
+from april.demo.summary import against_sync, sentence
 from april.demo.warmup import build_model
+from april.errors import AprilError
 
 SMALL = DemoSettings(
-    groups=2, samples=4, steps=3, seeds=2, held_out=6, held_out_between=4, evaluate_every=2, group_quorum=0.75
+    groups=2, samples=4, steps=3, seeds=2, evaluate_every=3, group_quorum=0.75, warm_up_steps=20, modes=MODES
 )
 REQUIRED = {
     "steps", "decode_steps", "rollout_cpu_s", "rollout_wall_s", "train_cpu_s", "trained_tokens", "generated_tokens",
     "reprefill_tokens", "bubble", "off_policy_share", "staleness_mean", "staleness_max", "held_out_reward_start",
-    "held_out_reward_end", "max_abs_logprob_error", "ledger", "spread",
+    "held_out_reward_end", "held_out_reward_end_of_long_prompts", "max_abs_logprob_error", "ledger", "spread",
 }  # fmt: skip
+SECONDS = {"rollout_cpu_s", "rollout_wall_s", "train_cpu_s"}
 
 
 Seen = list[tuple[str, int]]
@@ -37,12 +42,10 @@ Seen = list[tuple[str, int]]
 
 @pytest.fixture(scope="module")
 def summary(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Path, Seen]:
-    """One small demo, warmed up for a few steps only: its rewards mean nothing, its books must balance."""
+    """One small demo, hardly warmed up: its rewards mean nothing, its books must balance."""
     out = tmp_path_factory.mktemp("demo")
     seen: Seen = []
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(demo_run, "warm_up", lambda seed, progress, for_servers: build_model(seed))
-        return run_demo(SMALL, out, lambda what, total: lambda done, figures: seen.append((what, done))), out, seen
+    return run_demo(SMALL, out, lambda what, total: lambda done, figures: seen.append((what, done))), out, seen
 
 
 def test_summary_has_every_figure_of_every_mode(summary: tuple[dict[str, Any], Path, Seen]) -> None:
@@ -79,60 +82,147 @@ def test_progress_and_words_for_people(summary: tuple[dict[str, Any], Path, Seen
     found, _, seen = summary
     assert [done for what, done in seen if what == "seed 1: refill"] == [1, 2, 3]
     assert [c.header for c in table(found).columns] == ["", *MODES]
-    assert not any("BROKEN" in line for line in verdict(found))
-    assert any("over 2 seeds" in line and "per training step; per trained token" in line for line in verdict(found))
-    alone = json.loads(json.dumps(found))
-    alone["against_sync"]["april"]["held_out_reward_difference_standard_error"] = None
-    assert any("(one seed, so no standard error)" in line for line in verdict(alone))
+    said = verdict(found)
+    assert not any("BROKEN" in line for line in said)
+    assert set(found["sentences"].values()) < set(said)
+    assert len([line for line in said if "of the trained tokens from older weights" in line]) == len(MODES) - 1
     broken = json.loads(json.dumps(found))
     broken["checks"]["april"]["tokens_balance"]["holds"] = False
     assert any("BROKEN: april: tokens_balance" in line for line in verdict(broken))
 
 
-def test_cpu_time_is_a_gain_only_if_every_seed_has_one(summary: tuple[dict[str, Any], Path, Seen]) -> None:
-    """On a loaded machine one lucky seed is none; the price is named in the same sentence."""
-    found = json.loads(json.dumps(summary[0]))
-    for by_seed, gain in (([0.7, 0.8], True), ([0.7, 1.01], False), ([0.97, 0.99], False)):
-        found["against_sync"]["refill"]["rollout_cpu_s_per_trained_token_by_seed"] = by_seed
-        (line,) = (line for line in verdict(found) if line.startswith("refill against sync"))
-        assert ("no gain" in line) is not gain
-        assert f"{found['modes']['refill']['off_policy_share']:.0%} of the trained tokens are of older weights" in line
-    ratios = summary[0]["against_sync"]["refill"]["rollout_cpu_s_per_trained_token_by_seed"]
-    assert len(ratios) == SMALL.seeds
+def result(mode: str, seed: int, rewards: list[float], spent: int) -> ArmResult:
+    """A training of 40 steps, evaluated every fifth, with so many decode steps for each of those."""
+    arm = ArmResult(mode=mode, seed=seed, slots=4, steps=40, decode_steps=8 * spent, trained_tokens=100)
+    arm.rollout_cpu_s, arm.occupancy, arm.lengths, arm.staleness, arm.group_spread = 8.0, [4], [[1]], [0], [0.0]
+    arm.curve = [
+        Point(step=5 * i, decode_steps=spent * i, rollout_cpu_s=float(i), reward=reward, reward_long=reward / 2)
+        for i, reward in enumerate(rewards)
+    ]
+    return arm
 
 
-def test_the_error_of_a_difference_is_that_over_seeds() -> None:
-    """Prompts of one seed share its training, so more of them make nothing surer; with one seed nothing is known."""
-    differences, prompts = [0.02, -0.01, 0.05], 1000
-    arms, sync = (
-        [ArmResult(mode=mode, seed=seed, slots=4, held_out=np.full(prompts, size)) for seed, size in enumerate(sizes)]
-        for mode, sizes in (("april", differences), ("sync", [0.0] * 3))
-    )
-    for arm in (*arms, *sync):
-        arm.trained_tokens, arm.rollout_cpu_s = 10, 1.0
-    figures = {"decode_steps_per_trained_token": 1.0, "rollout_cpu_s_per_trained_token": 1.0, "rollout_wall_s": 1.0}
-    figures |= {"decode_steps_per_step": 1.0}
-    versus = against_sync(figures, figures, arms, sync)
-    assert versus["held_out_reward_difference"] == pytest.approx(0.02)
-    assert versus["held_out_reward_difference_standard_error"] == pytest.approx(0.03 / np.sqrt(3))
-    assert versus["held_out_reward_difference_by_seed"] == pytest.approx(differences)
-    assert against_sync(figures, figures, arms[:1], sync[:1])["held_out_reward_difference_standard_error"] is None
+RISING = [0.5, 0.5, 0.6, 0.7, 0.8, 0.8, 0.8, 0.8, 0.9]
+
+
+def test_what_sync_reward_costs_by_hand() -> None:
+    """Ratios of the same seed's trainings, their geometric mean, and Student's interval over the seeds."""
+    settings = DemoSettings(steps=40, seeds=2)
+    sync = [result("sync", seed, RISING, 100) for seed in (0, 1)]
+    arms = [result("april", 0, RISING, 50), result("april", 1, [r + 0.02 for r in RISING], 20)]
+    assert settings.target_step == 20
+    # seed 0: the same curve for half; seed 1: 0.7667 is reached between 0.72 (15) and 0.7867 (20)
+    second = 0.2 * (15 + 5 * (0.7666667 - 0.72) / 0.0666667) / 20
+    versus = against_sync(settings, arms, sync)
+    found = versus["decode_steps_to_target"]
+    assert found["by_seed"] == pytest.approx([0.5, second], rel=1e-4)
+    logs = np.log(found["by_seed"])
+    assert found["ratio"] == pytest.approx(np.exp(logs.mean()))
+    assert found["high"] == pytest.approx(np.exp(logs.mean() + 12.706 * logs.std(ddof=1) / np.sqrt(2)), rel=1e-3)
+    assert (found["n"], found["never"]) == (2, 0)
+    end = versus["held_out_reward_difference"]
+    assert end["by_seed"] == pytest.approx([0.0, 0.02])
+    assert end["high"] == pytest.approx(0.01 + 12.706 * 0.01, rel=1e-3)
+    assert versus["held_out_reward_of_long_prompts_difference"]["difference"] == pytest.approx(0.005)
+    assert len(versus["held_out_reward_difference_by_quarter"]) == 4
+    assert versus["decode_steps_per_step"]["by_seed"] == pytest.approx([0.5, 0.2])
+    said = sentence("april", versus, 20)
+    assert said.startswith(f"april: sync's held-out reward of step 20 for {found['ratio']:.2f}x (95% ")
+    assert "2 seeds) of the rollout (decode steps), in 0.9" in said
+
+
+def test_what_is_never_reached_or_was_there_at_once_is_said() -> None:
+    """A seed that never gets there is in the ratio, as the largest; no figure is infinite; one seed has no interval."""
+    settings = DemoSettings(steps=40, seeds=3)
+    sync = [result("sync", seed, RISING, 100) for seed in range(3)]
+    flat = [0.5] * 9
+    some = against_sync(settings, [result("april", s, flat if s == 0 else RISING, 50) for s in range(3)], sync)
+    found = some["decode_steps_to_target"]
+    assert found["by_seed"] == [None, pytest.approx(0.5), pytest.approx(0.5)]
+    assert (found["ratio"], found["never"], found["high"]) == (pytest.approx(0.5), 1, None)
+    assert "1 of the seeds never reached it, so this is the median" in sentence("april", some, 20)
+    none = against_sync(settings, [result("april", s, flat, 50) for s in range(3)], sync)
+    json.dumps([some, none], allow_nan=False)
+    assert sentence("april", none, 20) == "april: 3 of 3 seeds never reached sync's held-out reward of step 20"
+    alone = against_sync(settings, [result("april", 0, RISING, 50)], sync[:1])
+    assert "0.50x (one seed, so no interval)" in sentence("april", alone, 20)
+    falling = [result("sync", 0, flat, 100)]
+    assert "nothing can be compared" in sentence("april", against_sync(settings, falling, falling), 20)
+
+
+def test_processes_change_no_result(summary: tuple[dict[str, Any], Path, Seen]) -> None:
+    """Two processes train what one does, to the last digit, and tell each step."""
+    settings = replace(SMALL, seeds=2, modes=("sync", "april"))
+    seen: Seen = []
+    trained = trainings.side_by_side(settings, lambda what, total: lambda done, figures: seen.append((what, done)), 2)
+    for mode in settings.modes:
+        curves = [[vars_of(point) for point in arm.curve] for arm in trained.arms[mode]]
+        assert curves == [[without_seconds(p) for p in curve] for curve in summary[0]["curves"][mode]]
+        assert [arm.seed for arm in trained.arms[mode]] == [0, 1]
+        assert [done for what, done in seen if what == f"seed 1: {mode}"] == [1, 2, 3]
+
+
+def test_a_process_that_is_ended_is_said_in_a_sentence() -> None:
+    """What the pool raises then names neither the demo nor a remedy."""
+    future: Future[Any] = Future()
+    future.set_exception(BrokenProcessPool())
+    with pytest.raises(AprilError, match=r"ended from outside, .* --processes 1"):
+        trainings._result(future)
+
+
+def test_a_stage_of_ones_own_stays_in_this_process(tmp_path: Path) -> None:
+    """So a server is driven: its model has the shape that servers take, its weights are published at every step."""
+    published: list[int] = []
+
+    class Served(Stage):
+        def publish(self) -> None:
+            published.append(self.engine._model.config.head_dim)  # type: ignore[attr-defined]
+
+    settings = replace(SMALL, engine="vllm", steps=2, seeds=1, evaluate_every=2, modes=("sync", "april"))
+    found = run_demo(settings, tmp_path, lambda what, total: lambda done, figures: None, Served, processes=2)
+    assert published == [32] * 4
+    assert found["all_checks_hold"]
+    assert "server" in found["notes"]["engine_count"]
+
+
+def vars_of(point: Point) -> dict[str, Any]:
+    return without_seconds(asdict(point))
+
+
+def without_seconds(figures: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in figures.items() if name not in SECONDS}
+
+
+def test_held_out_questions_together_or_apart_are_the_same_questions() -> None:
+    """A batch of short and long ones gives what two batches do, but for the draws of drafts: here there is no draft."""
+    model, asked = build_model(0), task.questions(task.TAIL)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    together, apart = evaluate_together(model, asked), evaluate(model, asked)
+    assert together.keys() == apart.keys() == {"short", "long", "reward"}
+    assert together["reward"] == pytest.approx(0.75 * together["short"] + 0.25 * together["long"])
+    assert len(asked.short) + len(asked.long) == len({q.prompt.tobytes() for q in (*asked.short, *asked.long)})
 
 
 def test_the_picture_hides_nothing_and_says_why_slots_were_empty(monkeypatch: pytest.MonkeyPatch) -> None:
     """No text lies on the bars; every empty slot has the colour of its cause, and every cause stands in the legend."""
-    settings = DemoSettings(groups=2, samples=2, steps=2, seeds=1)
+    settings = DemoSettings(groups=2, samples=2, steps=2, seeds=1, evaluate_every=1, modes=MODES)
     arms = {}
     for mode in MODES:
         arm = ArmResult(mode=mode, seed=0, slots=4, steps=2, decode_steps=9, trained_tokens=30)
         arm.rollout_cpu_s = 1.0
         arm.lengths, arm.staleness = [[3, 4, 4, 4], [5, 5, 5, 0]], [0, 1]
         arm.occupancy, arm.step_ends = [4, 4, 3, 2, 1, 4, 4, 4, 1], [5, 9]
-        arm.idle, arm.curve = ["over_sampling", "bound"], [(0, 0.0, 0.1), (2, 1.0, 0.3)]
+        arm.idle, arm.group_spread = ["over_sampling", "bound"], [0.0]
+        arm.curve = [
+            Point(step=step, decode_steps=4 * step, rollout_cpu_s=step / 2, reward=reward, reward_long=0.0)
+            for step, reward in ((0, 0.1), (1, 0.2), (2, 0.3))
+        ]
         arms[mode] = [arm]
     drawn: list[Any] = []
     monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda of, path, **options: drawn.append(of))
-    figure.draw(settings, arms, {}, Path("none.png"))
+    figure.draw(settings, arms, {"target_step": 1, "target_reward": 0.2}, Path("none.png"))
     panels = drawn[0].axes
     busy = panels[: len(MODES)]
     for axes in busy:
@@ -146,6 +236,9 @@ def test_the_picture_hides_nothing_and_says_why_slots_were_empty(monkeypatch: py
     assert "max_staleness" in words[1] + words[0]
     titles = [axes.get_title() for axes in panels]
     assert len([t for t in titles if "price" in t]) == 1
+    beside = {a.get_xlabel(): [[*line.get_xdata()] for line in a.lines[:4]] for a in panels if a.lines}
+    assert beside["training steps"] == [[0.0, 1.0, 2.0]] * 4
+    assert beside["decode steps (the rollout)"] == [[0.0, 4.0, 8.0]] * 4
 
 
 def test_why_slots_were_empty() -> None:
@@ -155,11 +248,17 @@ def test_why_slots_were_empty() -> None:
     assert why_empty(idle | {"idle_trainer": 0.9, "idle_bound": 0.1, "idle_functions": 0.05}) == "bound"
 
 
+def asked_little(arm: Arm) -> Arm:
+    """The arm, with a few held-out questions: a model that was not warmed up writes drafts without end."""
+    arm.held_out = replace(arm.held_out, short=arm.held_out.short[:2], long=arm.held_out.long[:2], response_cap=60)
+    return arm
+
+
 @pytest.mark.parametrize("mode", ["april", "quorum"])
 def test_a_wrong_version_stamp_shows_at_once(mode: str) -> None:
     """Recomputed under another version's weights, log-probabilities differ by far more than the bound."""
-    arm = Arm(DemoSettings(groups=2, samples=4, steps=2, held_out=4, group_quorum=0.75), mode, 0, build_model(3))
-    result = arm.run(np.zeros(4), lambda step, figures: None)
+    arm = Arm(DemoSettings(groups=2, samples=4, steps=2, group_quorum=0.75), mode, 0, build_model(3))
+    result = asked_little(arm).run(lambda step, figures: None)
     moved = {name: tensor + 0.01 for name, tensor in arm.weights[1].items()}
 
     assert result.max_abs_logprob_error < 1e-4
@@ -175,9 +274,9 @@ def test_a_quorum_trains_parts_of_groups() -> None:
             batches.append(batch)
             super()._note(batch)
 
-    settings = DemoSettings(groups=2, samples=4, steps=3, held_out=4, group_quorum=0.75)
+    settings = DemoSettings(groups=2, samples=4, steps=3, group_quorum=0.75)
     arm = Noting(settings, "quorum", 0, build_model(3))
-    arm.run(np.zeros(4), lambda step, figures: None)
+    asked_little(arm).run(lambda step, figures: None)
     parts = Counter(group for batch in batches for group in set(batch.group_ids.tolist()))
     cohorts = {(sample.id.group, sample.cohort) for sample in arm.delivered}
 
@@ -192,10 +291,10 @@ def test_arms_repeat_exactly() -> None:
 
     def fingerprint() -> tuple[Any, ...]:
         torch.set_num_threads(1)
-        arm = Arm(DemoSettings(groups=2, samples=4, steps=2, held_out=4), "refill", 1, build_model(4))
-        r = arm.run(np.zeros(4), lambda step, figures: None)
+        arm = Arm(DemoSettings(groups=2, samples=4, steps=2), "refill", 1, build_model(4))
+        r = asked_little(arm).run(lambda step, figures: None)
         weights = [tensor.double().sum().item() for tensor in arm.weights[2].values()]
-        return r.decode_steps, r.lengths, r.occupancy, r.held_out.tolist(), weights
+        return r.decode_steps, r.lengths, r.occupancy, [p.reward for p in r.curve], weights
 
     assert fingerprint() == fingerprint()
 
@@ -267,9 +366,10 @@ def test_prompts_depend_on_seed_and_index_only_and_held_out_ones_are_never_train
     assert not np.array_equal(np.stack(train), np.stack([task.prompt_ids(4, i) for i in range(300)]))
 
 
-def test_demonstrations_fit_the_cap_and_are_imperfect() -> None:
+@pytest.mark.parametrize("sizes", [task.TAIL, task.WIDE], ids=["the demo's", "tiny.py's"])
+def test_demonstrations_fit_the_cap_and_are_imperfect(sizes: task.Sizes) -> None:
     """They teach the form and leave something to learn: between half and nine tenths earn the reward."""
-    pairs = [task.demonstration(0, i) for i in range(500)]
+    pairs = [task.demonstration(0, i, sizes) for i in range(500)]
     rewards = [task.reward(prompt, tokens) for prompt, tokens in pairs]
 
     assert max(len(tokens) for _, tokens in pairs) <= task.RESPONSE_CAP

@@ -11,9 +11,15 @@ import pytest
 import torch
 from tiny_models import tiny_model
 
-from april.demo.grpo import GrpoBatch, GrpoTrainer, response_logprobs
+import april
+from april.core.batch import Batch, DeliveredSample
+from april.core.types import FinishReason, SampleId
+from april.demo import grpo
+from april.demo.grpo import SEQUENCE, Loss, Trainer, response_logprobs
 
 GROUP = 3
+LENGTHS = (5, 9, 2, 7, 4, 11)
+NOW = april.PolicyVersion(0, 0)
 
 
 @pytest.fixture
@@ -22,101 +28,112 @@ def model() -> Any:
     return tiny_model(seed=2)
 
 
-def batch(model: Any, rewards: list[float], shift: float = 0.0) -> GrpoBatch:
+@pytest.fixture(autouse=True)
+def whole_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is cut off them, so that they can be compared after the step."""
+    monkeypatch.setattr(grpo, "MAX_GRAD_NORM", 1e9)
+
+
+def batch(model: Any, rewards: list[float], shift: float = 0.0) -> Batch:
     """Two groups of three with responses of different lengths; behaviour = current policy + ``shift``."""
     rng = np.random.default_rng(0)
-    prompts = [rng.integers(3, 90, 4).astype(np.int32) for _ in range(2) for _ in range(GROUP)]
-    responses = [rng.integers(3, 90, n).astype(np.int32) for n in (5, 9, 2, 7, 4, 11)]
+    prompts = [rng.integers(3, 90, 4).astype(np.int32) for _ in range(2 * GROUP)]
+    responses = [rng.integers(3, 90, n).astype(np.int32) for n in LENGTHS]
     logprobs = [(x + shift).astype(np.float32) for x in response_logprobs(model, prompts, responses)]
-    return GrpoBatch(
-        prompts=prompts, responses=responses, behaviour_logprobs=logprobs,
-        loss_masks=[np.ones(len(r), np.uint8) for r in responses],
-        advantages=centred(rewards),
-    )  # fmt: skip
+    samples = []
+    for i, response in enumerate(responses):
+        group, index = divmod(i, GROUP)
+        cohort = tuple(enumerate(rewards[group * GROUP : (group + 1) * GROUP]))
+        segment = april.Segment(0, len(response), NOW, april.SegmentKind.GENERATED, "a", "e", 1.0)
+        sample = DeliveredSample(
+            id=SampleId(group, index), prompt=april.Prompt(prompts[i]), tokens=response, logprobs=logprobs[i],
+            loss_mask=np.ones(len(response), np.uint8), segments=(segment,), staleness=0, reward=rewards[i],
+            cohort=cohort, finish=FinishReason.STOP, attempts=1, resumes=0,
+        )  # fmt: skip
+        samples.append(sample)
+    return Batch(id=0, version=NOW, samples=tuple(samples), group_sizes=(GROUP, GROUP), metrics={})
 
 
-def centred(rewards: list[float]) -> np.ndarray:
-    """Rewards less the mean of their group."""
-    rows = np.array(rewards, np.float32).reshape(-1, GROUP)
-    return (rows - rows.mean(1, keepdims=True)).ravel()
+def changed(data: Batch, which: int, **arrays: Any) -> Batch:
+    """The batch with other arrays in one row."""
+    rows = list(data.samples)
+    rows[which] = replace(rows[which], **arrays)
+    return replace(data, samples=tuple(rows))
+
+
+def trained(model: Any, data: Batch, loss: Loss = SEQUENCE) -> torch.Tensor:
+    """The gradient of one update, as one vector; the model does not move."""
+    Trainer(model, loss, learning_rate=0.0).update(data)
+    return gradient(model)
 
 
 def gradient(model: Any) -> torch.Tensor:
-    """All gradients as one vector."""
     return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+
+
+def by_hand(model: Any, data: Batch, weights: list[float]) -> torch.Tensor:
+    """The gradient of the mean over all tokens of weight x advantage x log-probability."""
+    model.zero_grad()
+    for sample, weight, advantage in zip(data.samples, weights, data.advantages("grpo", epsilon=1e-4), strict=True):
+        ids = torch.from_numpy(np.concatenate((sample.prompt.token_ids, sample.tokens))).long()[None]
+        logprobs = model(input_ids=ids[:, :-1]).logits.log_softmax(-1).gather(-1, ids[:, 1:, None])
+        own = logprobs[0, len(sample.prompt.token_ids) - 1 :].sum()
+        (-weight * float(advantage) * own / sum(LENGTHS)).backward()
+    return gradient(model)
 
 
 REWARDS = [1.0, 0.0, 0.0, 0.0, 1.0, 1.0]
 
 
 def test_the_mean_over_the_tokens_of_the_batch(model: Any) -> None:
-    """With behaviour = current the ratio is 1, and the gradient that of the mean of advantage x log-probability."""
+    """With behaviour = current all weights are 1, and a token of a long response weighs as much as one of a short."""
     data = batch(model, REWARDS)
-    GrpoTrainer(model).accumulate(data)
-    found = gradient(model)
-    model.zero_grad()
-    for prompt, response, advantage in zip(data.prompts, data.responses, data.advantages, strict=True):
-        ids = torch.from_numpy(np.concatenate((prompt, response))).long()[None]
-        logprobs = model(input_ids=ids[:, :-1]).logits.log_softmax(-1).gather(-1, ids[:, 1:, None])
-        (-float(advantage) * logprobs[0, len(prompt) - 1 :].sum() / sum(map(len, data.responses))).backward()
+    assert torch.allclose(trained(model, data), by_hand(model, data, [1.0] * 6), atol=1e-5)
 
-    assert torch.allclose(found, gradient(model), atol=1e-6)
+
+def test_the_weight_is_that_of_the_whole_response(model: Any) -> None:
+    """Tokens that have become likelier: p / q multiplied over the response, at most 2; that has no gradient itself."""
+    data = batch(model, REWARDS, shift=-0.1)
+    weights = [min(2.0, float(np.exp(0.1 * length))) for length in LENGTHS]
+    assert weights.count(2.0) == 3
+    assert torch.allclose(trained(model, data), by_hand(model, data, weights), atol=1e-5)
 
 
 def test_without_a_signal_nothing_changes(model: Any) -> None:
     """Advantages that are all zero leave weights and optimizer untouched."""
     before = copy.deepcopy(model.state_dict())
-    trainer = GrpoTrainer(model)
-    metrics = trainer.update(batch(model, [1, 1, 1, 0, 0, 0]))
+    trainer = Trainer(model, SEQUENCE, learning_rate=1.0)
+    report = trainer.update(batch(model, [1, 1, 1, 0, 0, 0]))
 
-    assert metrics["trained_sequences"] == 0
+    assert report["taught"] == 0
     assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
     assert not trainer.optimizer.state
 
 
-def test_behaviour_logprobs_are_what_the_ratio_is_taken_against(model: Any) -> None:
-    """Other behaviour log-probabilities, another loss: exp(0.1) on every token within the clip range."""
-    plain = GrpoTrainer(model).accumulate(batch(model, REWARDS))
-    shifted = GrpoTrainer(model).accumulate(batch(model, REWARDS, shift=-0.1))
-
-    assert plain["drift_mean"] == pytest.approx(0.0, abs=1e-6)
-    assert shifted["drift_mean"] == pytest.approx(0.1, abs=1e-5)
-    assert shifted["clip_share"] == 0.0
-
-
-def test_clipping_stops_what_has_moved_too_far(model: Any) -> None:
-    """With the ratio far above the range positive advantages have no gradient; far below, negative ones."""
-    data = batch(model, REWARDS, shift=-2.0)  # ratio e^2
-    advantages = data.advantages
-    metrics = GrpoTrainer(model).accumulate(data)
-    tokens = np.array([len(r) for r in data.responses])
-    assert metrics["clip_share"] == pytest.approx(tokens[advantages > 0].sum() / tokens.sum())
-
-    data = batch(model, REWARDS, shift=2.0)  # ratio e^-2
-    metrics = GrpoTrainer(model).accumulate(data)
-    assert metrics["clip_share"] == pytest.approx(tokens[advantages < 0].sum() / tokens.sum())
+def test_the_report_is_of_the_weights_before_the_update(model: Any) -> None:
+    """All sampled under the present weights: nothing is off policy, though the update moves them far."""
+    report = Trainer(model, SEQUENCE, learning_rate=1.0).update(batch(model, REWARDS))
+    assert report["kl_k3"] == pytest.approx(0.0, abs=1e-9)
+    assert report["ess_token"] == pytest.approx(1.0)
+    assert report["taught"] == 1.0
 
 
 def test_masked_tokens_carry_no_gradient(model: Any) -> None:
-    """A batch with a token masked has the gradient of the batch in which that token's log-probability is anything."""
+    """A batch with tokens masked has the gradient of the batch in which their log-probabilities are anything."""
     data = batch(model, REWARDS)
-    masks = [m.copy() for m in data.loss_masks]
-    masks[1][4:] = 0
-    wild = [x.copy() for x in data.behaviour_logprobs]
-    wild[1][4:] = -50.0
-    GrpoTrainer(model).accumulate(replace(data, loss_masks=masks))
-    expected = gradient(model)
-    model.zero_grad()
-    GrpoTrainer(model).accumulate(replace(data, loss_masks=masks, behaviour_logprobs=wild))
+    mask = data.samples[1].loss_mask.copy()
+    mask[4:] = 0
+    wild = data.samples[1].logprobs.copy()
+    wild[4:] = -50.0
+    expected = trained(model, changed(data, 1, loss_mask=mask))
 
-    assert torch.equal(expected, gradient(model))
+    assert torch.equal(trained(model, changed(data, 1, loss_mask=mask, logprobs=wild)), expected)
 
 
-def test_learning_rate_rises_and_falls(model: Any) -> None:
-    """Up over rising_steps, then linearly to zero over total_steps."""
-    trainer = GrpoTrainer(model, learning_rate=1.0, total_steps=10, rising_steps=1)
-    rates = []
-    for _ in range(10):
-        rates.append(trainer._rate())
-        trainer.updates += 1
-    assert rates == pytest.approx([0.5, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1])
+def test_learning_rate_rises_and_stays(model: Any) -> None:
+    """Up over the first two updates, then constant, however many there are."""
+    trainer, rates = Trainer(model, SEQUENCE, learning_rate=3e-6), []
+    for _ in range(5):
+        trainer.update(batch(model, REWARDS))
+        rates.append(trainer.optimizer.param_groups[0]["lr"])
+    assert rates == pytest.approx([1e-6, 2e-6, 3e-6, 3e-6, 3e-6])

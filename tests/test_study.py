@@ -17,6 +17,8 @@ import torch
 import april
 from april.core.batch import Batch
 from april.demo import task as countdown
+from april.demo.evaluation import right_at_once, sampled_drafts
+from april.demo.statistics import paired, t_quantile, with_censored
 from april.demo.warmup import build_model
 from april.driver.rewards import Response
 from april.engines.transformers.engine import TransformersEngine
@@ -25,9 +27,7 @@ from benchmarks.study import analysis, design, page, runner, sorting
 from benchmarks.study.__main__ import FIGURES, RESULTS, ROOT, main
 from benchmarks.study.claims import HOLDS, OPEN, REFUTED, judge
 from benchmarks.study.clockwork import TimedEngine
-from benchmarks.study.evaluation import right_at_once, sampled_drafts
 from benchmarks.study.losses import LOSSES
-from benchmarks.study.statistics import paired, t_quantile, with_censored
 from benchmarks.study.tasks import TASKS, Question
 from benchmarks.study.training import QUARTERLY, Evaluation, Outcome, Settings, config_of
 

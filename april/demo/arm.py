@@ -1,6 +1,6 @@
 """An arm of the demo: one mode, one seed, from the warmed-up weights to the last training step.
 
-The modes are four ways to schedule the same rollouts, from the same start. Every delivered token is checked: a witness
+The modes are ways to schedule the same rollouts, from the same start. Every delivered token is checked: a witness
 keeps those of each attempt where they leave the engine (the scheduler never touches its copy), and each is recomputed
 by a full forward pass under the weights of its stamp, which are kept for every version. A wrong stamp, a stale KV cache
 or a lost token shows as a difference.
@@ -17,7 +17,6 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
 from april.config.settings import Config, SamplingConfig
@@ -27,14 +26,15 @@ from april.core.partial_buffer import Idle
 from april.core.tape import SegmentKind
 from april.core.types import Prompt, Refill
 from april.demo import task
-from april.demo.grpo import GrpoBatch, GrpoTrainer, response_logprobs
+from april.demo.evaluation import evaluate_together
+from april.demo.grpo import SEQUENCE, Trainer, response_logprobs
+from april.demo.warmup import STEPS
 from april.driver.rewards import Response
 from april.engines.protocol import Chunk, Engine, Request
 from april.engines.transformers.engine import TransformersEngine
 from april.scheduler import RolloutScheduler
 from april.testing.recording_engine import RecordingEngine
 
-EVALUATION_SEED = 20_000
 MAX_LEN = task.PROMPT_LENGTH + task.RESPONSE_CAP
 BETWEEN = (Idle.TRAINER, Idle.UPDATE, Idle.PAUSE, Idle.EVALUATION)
 """Causes of empty places between two batches, not while one is generated."""
@@ -44,6 +44,8 @@ OnStep = Callable[[int, dict[str, float]], None]
 
 MODES = ("sync", "april", "refill", "quorum")
 """Wait for all; N' = 2N as in the paper; a constant number of samples in flight; N' = 1.5N with a group quorum."""
+SHOWN = MODES[:3]
+"""Those of `april demo` where nobody asks for more."""
 OVER_SAMPLING = {"april": 2.0, "quorum": 1.5}
 """N' / N where it is not 1."""
 EMBEDDED = "transformers"
@@ -57,18 +59,18 @@ class DemoSettings:
     """N: prompt groups per step."""
     samples: int = 8
     """n: responses per prompt."""
-    steps: int = 40
+    steps: int = 80
     """Training steps per mode and seed."""
-    seeds: int = 3
-    held_out: int = 2048
-    """Held-out prompts at the start and at the end."""
-    held_out_between: int = 256
-    """Held-out prompts every ``evaluate_every`` steps, for the picture."""
-    evaluate_every: int = 10
+    seeds: int = 4
+    evaluate_every: int = 5
+    """Training steps between two evaluations on the held-out questions."""
+    modes: tuple[str, ...] = SHOWN
+    """Of MODES, sync among them."""
     group_quorum: float = 0.5
     """Quorum of the mode ``quorum``; the others wait for whole groups."""
     learning_rate: float = 7e-4
-    """Peak learning rate; it falls linearly to zero over the steps."""
+    """Constant, in every mode."""
+    warm_up_steps: int = STEPS
     engine: str = EMBEDDED
     """The embedded engine, or a kind of server: vllm or sglang."""
 
@@ -81,6 +83,16 @@ class DemoSettings:
     def slots(self) -> int:
         """Number of decode slots, the same in every mode: as many as sync has in flight."""
         return self.groups * self.samples
+
+    @property
+    def evaluated(self) -> list[int]:
+        """Training steps before which, and after all of which, the held-out questions are asked."""
+        return [*range(0, self.steps, self.evaluate_every), self.steps]
+
+    @property
+    def target_step(self) -> int:
+        """Training step of sync whose reward the others have to reach: the last one evaluated in the first half."""
+        return max(step for step in self.evaluated if 2 * step <= self.steps)
 
     def config(self, mode: str, seed: int) -> Config:
         """Return april's configuration of one mode."""
@@ -144,6 +156,20 @@ class Stage:
 MakeStage = Callable[[DemoSettings, PreTrainedModel, int], Stage]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Point:
+    """An evaluation, and what had been spent until then."""
+
+    step: int
+    """Training steps."""
+    decode_steps: int
+    rollout_cpu_s: float
+    reward: float
+    """Expected reward of held-out prompts as they are drawn."""
+    reward_long: float
+    """The same of long prompts alone."""
+
+
 @dataclass(slots=True, kw_only=True)
 class ArmResult:
     """Everything measured in one arm; CPU seconds are those of this process, without those of a server."""
@@ -166,10 +192,8 @@ class ArmResult:
     """response lengths of each step"""
     group_spread: list[float] = field(default_factory=list)
     """coefficient of variation of the lengths of each group, as far as it was delivered"""
-    curve: list[tuple[int, float, float]] = field(default_factory=list)
-    """(step, rollout CPU seconds so far, held-out reward)"""
-    held_out: NDArray[np.float64] = field(default_factory=lambda: np.empty(0))
-    """reward of each held-out prompt at the end"""
+    curve: list[Point] = field(default_factory=list)
+    """an entry per evaluation"""
     occupancy: list[int] = field(default_factory=list)
     """busy slots over time: at every decode step, on a server at every tick"""
     step_ends: list[int] = field(default_factory=list)
@@ -224,17 +248,16 @@ def logprob_error(
 
 
 class Witness(RecordingEngine):
-    """An engine that keeps a copy of what passes through it; recording can be switched off for evaluations."""
+    """An engine that keeps a copy of what passes through it."""
 
     def __init__(self, engine: Engine) -> None:
         super().__init__(engine)
-        self.recording = True
         self.recorded_tokens = 0
-        """Number of tokens handed over while recording."""
+        """Number of tokens handed over."""
 
     def alter(self, request: Request, chunk: Chunk) -> Chunk:
         """Count the tokens."""
-        self.recorded_tokens += len(chunk.tokens) if self.recording else 0
+        self.recorded_tokens += len(chunk.tokens)
         return chunk
 
     def disagreements(self, batch: Batch) -> int:
@@ -264,11 +287,6 @@ class Witness(RecordingEngine):
 # ---------------------------------------------------------------- the arm
 
 
-def held_out_prompts(seed: int, count: int) -> list[Prompt]:
-    """Return the first ``count`` held-out prompts of a seed."""
-    return [Prompt(task.prompt_ids(seed, i, held_out=True)) for i in range(count)]
-
-
 async def score(prompt: Prompt, response: Response) -> float:
     """Return the verifiable reward."""
     return task.reward(prompt.token_ids, response.tokens)
@@ -285,16 +303,15 @@ class Arm:
         self.model = copy.deepcopy(start)
         self.stage = make_stage(settings, self.model, seed)
         self.witness = Witness(self.stage.engine)
-        self.trainer = GrpoTrainer(
-            self.model, learning_rate=settings.learning_rate, total_steps=settings.steps, rising_steps=2
-        )
+        self.trainer = Trainer(self.model, SEQUENCE, learning_rate=settings.learning_rate)
+        self.held_out = task.questions(task.TAIL)
         self.weights: dict[int, StateDict] = {0: snapshot(self.model)}
         self.delivered: list[DeliveredSample] = []
 
-    def run(self, start_rewards: NDArray[np.float64], on_step: OnStep) -> ArmResult:
-        """Train; ``start_rewards`` are the held-out rewards of the common start."""
+    def run(self, on_step: OnStep) -> ArmResult:
+        """Train."""
         r, s = self.result, self.settings
-        r.curve.append((0, 0.0, float(start_rewards.mean())))
+        self._evaluate(0)
         config = s.config(r.mode, r.seed)
         with RolloutScheduler(config, prompts=self._prompts(), reward=score, engines=[self.witness]) as rollouts:
             for step in range(1, s.steps + 1):
@@ -302,12 +319,9 @@ class Arm:
                 metrics = self._train(batch)
                 rollouts.weight_update(self.stage.publish())
                 self.weights[step] = snapshot(self.model)
-                if step % s.evaluate_every == 0 and step < s.steps:
-                    reward = float(self.evaluate(rollouts, s.held_out_between).mean())
-                    r.curve.append((step, r.rollout_cpu_s, reward))
+                if step in s.evaluated:
+                    self._evaluate(step)
                 on_step(step, metrics | dict(batch.metrics))
-            r.held_out = self.evaluate(rollouts, s.held_out)
-            r.curve.append((s.steps, r.rollout_cpu_s, float(r.held_out.mean())))
             rollouts.validate()
             books = rollouts.ledger()
         self.stage.close()
@@ -316,20 +330,20 @@ class Arm:
         r.max_abs_logprob_error, r.compared_tokens = logprob_error(self.model, self.delivered, self.weights)
         return r
 
-    def evaluate(self, rollouts: RolloutScheduler, count: int) -> NDArray[np.float64]:
-        """Return held-out rewards float64 [count], of the same prompts and seeds in every mode."""
-        self.witness.recording = False
-        try:
-            found = rollouts.evaluate(held_out_prompts(self.result.seed, count), seed=EVALUATION_SEED)
-        finally:
-            self.witness.recording = True
-        rewards: NDArray[np.float64] = found.rewards[:, 0]
-        return rewards
+    def _evaluate(self, step: int) -> None:
+        """Ask the held-out questions of the trainer's own weights: no engine is asked, and nothing of it is counted."""
+        r, found = self.result, evaluate_together(self.model, self.held_out)
+        r.curve.append(
+            Point(
+                step=step, decode_steps=r.decode_steps, rollout_cpu_s=r.rollout_cpu_s, reward=found["reward"],
+                reward_long=found["long"],
+            )
+        )  # fmt: skip
 
     def _prompts(self) -> Iterator[Prompt]:
         for index in itertools.count():
             self.result.drawn += 1
-            yield Prompt(task.prompt_ids(self.result.seed, index))
+            yield Prompt(task.prompt_ids(self.result.seed, index, sizes=task.TAIL))
 
     def _rollout(self, rollouts: RolloutScheduler) -> Batch:
         r = self.result
@@ -362,7 +376,7 @@ class Arm:
 
     def _train(self, batch: Batch) -> dict[str, float]:
         cpu = time.process_time()
-        metrics = self.trainer.update(grpo_batch(batch))
+        metrics = self.trainer.update(batch)
         self.result.train_cpu_s += time.process_time() - cpu
         return metrics
 
@@ -380,14 +394,3 @@ def group_spread(samples: Iterable[DeliveredSample]) -> list[float]:
     for rows in rows_by_sample(list(samples)):
         lengths[rows[0].id.group].append(sum(len(row.tokens) for row in rows))
     return [float(np.std(group) / np.mean(group)) for group in lengths.values() if len(group) > 1]
-
-
-def grpo_batch(batch: Batch) -> GrpoBatch:
-    """Return a delivered batch as the trainer's plain arrays."""
-    return GrpoBatch(
-        prompts=[s.prompt.token_ids for s in batch.samples],
-        responses=[s.tokens for s in batch.samples],
-        behaviour_logprobs=[s.logprobs for s in batch.samples],
-        loss_masks=[s.loss_mask for s in batch.samples],
-        advantages=batch.advantages("grpo", epsilon=1e-4),
-    )

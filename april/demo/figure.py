@@ -1,7 +1,10 @@
-"""The picture of the demo: busy slots and why the others are empty, lengths, gain and price, held-out reward."""
+"""The picture of the demo: busy slots and why the others are empty, held-out reward over training steps and over decode
+steps, gain and price.
+"""
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +12,8 @@ import numpy as np
 
 from april.core.partial_buffer import Idle
 from april.demo.arm import ArmResult, DemoSettings
+from april.demo.statistics import with_censored
+from april.demo.summary import arm_figures, ratios_to_sync, series
 
 COLOURS = {"sync": "#8a8a8a", "april": "#1b6ca8", "refill": "#d1603d", "quorum": "#3a8f5c"}
 LABELS = {"sync": "sync", "april": "april, N' = 2N", "refill": "april, refill", "quorum": "april, N' = 1.5N, quorum"}
@@ -20,14 +25,16 @@ EMPTY = {
 OTHERWISE = ("#e4e4e4", "empty: rewards, prompts, requests that end")
 SHOWN_TOKENS = 15_000
 """The occupancy panels show the time in which about this many tokens were trained."""
-FIGURES = (
-    ("decode_steps_per_step", "decode steps per\ntraining step, of sync's", True),
-    ("decode_steps_per_trained_token", "decode steps per\ntrained token, of sync's", True),
-    ("rollout_cpu_s_per_trained_token", "rollout CPU per\ntrained token, of sync's", True),
-    ("off_policy_share", "trained tokens from\nolder weights", False),
-    ("reprefill_share", "input tokens computed\nagain, per trained token", False),
+RATIOS = (
+    ("decode_steps_to_target", "decode steps to\nsync's reward, of sync's"),
+    ("rollout_cpu_s_to_target", "rollout CPU to\nsync's reward, of sync's"),
+    ("decode_steps_per_step", "decode steps per\ntraining step, of sync's"),
 )
-"""Gains and prices of each mode: name, words, whether it is a ratio to sync's."""
+"""Gains of each mode: name and words."""
+PRICES = (
+    ("off_policy_share", "trained tokens from\nolder weights"),
+    ("reprefill_share", "input tokens computed\nagain, per trained token"),
+)
 
 
 def draw(settings: DemoSettings, arms: dict[str, list[ArmResult]], summary: dict[str, Any], path: Path) -> None:
@@ -36,13 +43,13 @@ def draw(settings: DemoSettings, arms: dict[str, list[ArmResult]], summary: dict
 
     figure = Figure(figsize=(13, 10), layout="constrained")
     grid = figure.add_gridspec(len(arms) + 2, 1, height_ratios=[1.0] * len(arms) + [0.3, 3.4])
-    below = grid[-1, 0].subgridspec(1, 4, width_ratios=[1.0, 1.2, 1.2, 1.2])
+    below = grid[-1, 0].subgridspec(1, 3, width_ratios=[1.3, 1.3, 1.0])
     causes = _occupancy(figure, grid, settings, arms)
     _legend(figure.add_subplot(grid[-2, :]), causes)
-    _lengths(figure.add_subplot(below[0]), arms)
-    _gain_and_price(figure.add_subplot(below[1]), arms)
-    _reward(figure.add_subplot(below[2]), arms, 0, "training step")
-    _reward(figure.add_subplot(below[3]), arms, 1, "rollout CPU seconds")
+    target = summary["target_step"], summary["target_reward"]
+    _reward(figure.add_subplot(below[0]), arms, "step", "training steps", target)
+    _reward(figure.add_subplot(below[1]), arms, "decode_steps", "decode steps (the rollout)", target)
+    _gain_and_price(figure.add_subplot(below[2]), settings, arms)
     figure.savefig(path, dpi=110, metadata={"Software": None})
 
 
@@ -101,45 +108,24 @@ def _window(arm: ArmResult) -> tuple[list[int], list[int], int]:
     return arm.occupancy[: arm.step_ends[steps - 1]], arm.step_ends[:steps], steps
 
 
-def _lengths(axes: Any, arms: dict[str, list[ArmResult]]) -> None:
-    lengths = np.concatenate([row for arm in arms["sync"] for row in arm.lengths])
-    axes.hist(lengths, bins=np.arange(0, lengths.max() + 10, 8), color=COLOURS["sync"], log=True)
-    for value, label in ((np.median(lengths), "median"), (np.quantile(lengths, 0.99), "p99")):
-        axes.axvline(value, color="black", linewidth=1, linestyle="--")
-        axes.annotate(
-            f" {label} {value:.0f}", (value, 0.97), xycoords=("data", "axes fraction"), fontsize=8, va="top",
-        )  # fmt: skip
-    axes.set_title("Response lengths (sync)", fontsize=10)
-    axes.set_xlabel("tokens", fontsize=9)
-    axes.set_ylabel("responses", fontsize=9)
-    axes.tick_params(labelsize=8)
-
-
-def _figure_of(arm: ArmResult, name: str) -> float:
-    if name == "decode_steps_per_step":
-        return arm.decode_steps / arm.steps
-    of = {
-        "decode_steps_per_trained_token": arm.decode_steps, "rollout_cpu_s_per_trained_token": arm.rollout_cpu_s,
-        "off_policy_share": arm.stale_tokens, "reprefill_share": arm.reprefill_tokens,
-    }  # fmt: skip
-    return of[name] / arm.trained_tokens
-
-
-def _gain_and_price(axes: Any, arms: dict[str, list[ArmResult]]) -> None:
-    """Bars: means over seeds; lines: from the lowest seed to the highest."""
+def _gain_and_price(axes: Any, settings: DemoSettings, arms: dict[str, list[ArmResult]]) -> None:
+    """Bars: means over seeds, of ratios on the logarithms; lines: from the lowest seed to the highest."""
     height = 0.8 / len(arms)
-    for row, (name, _, to_sync) in enumerate(FIGURES):
-        for number, (mode, of_mode) in enumerate(arms.items()):
-            values = [_figure_of(arm, name) for arm in of_mode]
-            if to_sync:
-                values = [value / _figure_of(arm, name) for value, arm in zip(values, arms["sync"], strict=True)]
-            at, mean = row + (number - (len(arms) - 1) / 2) * height, float(np.mean(values))
-            axes.barh(at, mean, height=0.9 * height, color=COLOURS[mode])
-            axes.plot([min(values), max(values)], [at, at], color="black", linewidth=1)
-            axes.text(max(values) + 0.02, at, f"{mean:.2f}", fontsize=7, va="center")
+    for number, (mode, of_mode) in enumerate(arms.items()):
+        ratios = ratios_to_sync(settings, of_mode, arms["sync"])
+        rows = [_ratio_bar(ratios[name]) for name, _ in RATIOS]
+        rows += [_mean_bar([arm_figures(arm)[name] for arm in of_mode]) for name, _ in PRICES]
+        for row, bar in enumerate(rows):
+            if bar is not None:
+                mean, low, high = bar
+                at = row + (number - (len(arms) - 1) / 2) * height
+                axes.barh(at, mean, height=0.9 * height, color=COLOURS[mode])
+                axes.plot([low, high], [at, at], color="black", linewidth=1)
+                axes.text(max(high, mean) + 0.02, at, f"{mean:.2f}", fontsize=7, va="center")
+    labels = [words for _, words in (*RATIOS, *PRICES)]
     axes.axvline(1.0, color=COLOURS["sync"], linewidth=1, linestyle="--")
-    axes.axhline(sum(to_sync for _, _, to_sync in FIGURES) - 0.5, color="black", linewidth=0.6)
-    axes.set_yticks(range(len(FIGURES)), [words for _, words, _ in FIGURES], fontsize=8)
+    axes.axhline(len(RATIOS) - 0.5, color="black", linewidth=0.6)
+    axes.set_yticks(range(len(labels)), labels, fontsize=8)
     axes.invert_yaxis()
     axes.margins(x=0.12)
     axes.tick_params(axis="x", labelsize=8)
@@ -147,13 +133,39 @@ def _gain_and_price(axes: Any, arms: dict[str, list[ArmResult]]) -> None:
     axes.set_xlabel("less is better (lines: all seeds)", fontsize=9)
 
 
-def _reward(axes: Any, arms: dict[str, list[ArmResult]], column: int, label: str) -> None:
+Bar = tuple[float, float, float]
+"""Mean, lowest and highest seed."""
+
+
+def _ratio_bar(logs: list[float]) -> Bar | None:
+    """Return the bar of log ratios; None without any, or where half of the seeds never got there."""
+    mean = with_censored(logs).mean
+    if not math.isfinite(mean):
+        return None
+    reached = [log for log in logs if math.isfinite(log)]
+    return math.exp(mean), math.exp(min(reached)), math.exp(max(reached))
+
+
+def _mean_bar(values: list[float]) -> Bar:
+    return float(np.mean(values)), min(values), max(values)
+
+
+def _reward(axes: Any, arms: dict[str, list[ArmResult]], of: str, label: str, target: tuple[int, float]) -> None:
+    """Draw means over seeds of what was spent and of the reward, at each evaluation."""
     for name, rows in arms.items():
-        curves = np.array([arm.curve for arm in rows], np.float64)
-        x, y = curves[:, :, column].mean(axis=0), curves[:, :, 2]
-        axes.plot(x, y.mean(axis=0), color=COLOURS[name], marker="o", markersize=3, label=LABELS[name])
+        spent = np.array([series(arm, of) for arm in rows]).mean(axis=0)
+        rewards = np.array([series(arm, "reward") for arm in rows])
+        axes.plot(spent, rewards.mean(axis=0), color=COLOURS[name], marker="o", markersize=3, label=LABELS[name])
         if len(rows) > 1:
-            axes.fill_between(x, y.min(axis=0), y.max(axis=0), color=COLOURS[name], alpha=0.15, linewidth=0)
+            axes.fill_between(
+                spent, rewards.min(axis=0), rewards.max(axis=0), color=COLOURS[name], alpha=0.12, linewidth=0
+            )
+    step, reward = target
+    axes.axhline(reward, color="black", linewidth=0.8, linestyle=":")
+    axes.annotate(
+        f"sync's reward of step {step}", (0.01, reward), xycoords=("axes fraction", "data"), fontsize=8, ha="left",
+        va="bottom", xytext=(0, 1), textcoords="offset points",
+    )  # fmt: skip
     axes.set_title("Held-out reward (bands: all seeds)", fontsize=10)
     axes.set_xlabel(label, fontsize=9)
     axes.tick_params(labelsize=8)

@@ -1,17 +1,19 @@
-"""GRPO updates from delivered batches of plain arrays.
+"""GRPO updates from april's batches: losses that correct for older weights, and a trainer with a constant rate.
 
-Given advantages (the demo's are GRPO's, arXiv 2402.03300), the ratio taken against the **behaviour** log-probabilities
-that the engine stored with every token (so tokens of older policy versions are corrected), asymmetric clipping
-and the mean over all tokens (both DAPO, arXiv 2503.14476).
+p is a token's probability before the first optimizer step of a batch, q the one it was sampled with. The loss that the
+demo trains with multiplies PPO's clipped ratio to p (clipped as in DAPO, arXiv 2503.14476) by a weight that stands for
+p / q over the whole response and has no gradient. It is the mean over all tokens of the batch, so that a token of a
+long response weighs as much as one of a short one.
 
-Invariant: an update depends on the weights, the optimizer's state and the batch, on nothing else; a batch whose
-advantages are all zero changes nothing at all.
+Invariant: an update depends on the weights, the optimizer's state and the batch alone; a batch whose advantages are all
+zero changes nothing at all.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,38 +21,68 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from april.core.batch import Batch
+from april.corrections.advantages import loss_weights
+from april.corrections.importance import Level, truncated_weights
+from april.corrections.off_policy import off_policy_report
+
 Int32 = NDArray[np.int32]
 Float32 = NDArray[np.float32]
 
 CHUNK_TOKENS = 2048
 """Most padded tokens of one forward pass."""
-CLIP_LOW, CLIP_HIGH = 0.2, 0.28
-"""The ratio is clipped to [1 - CLIP_LOW, 1 + CLIP_HIGH]."""
 MAX_GRAD_NORM = 1.0
+EPSILON = 1e-4
+"""Of the advantages."""
+RISING_STEPS = 2
+"""Updates over which the rate rises; then it is constant."""
+
+CLIP = (0.2, 0.28)
+"""The ratio is clipped to [1 - low, 1 + high] (DAPO, arXiv 2503.14476)."""
+
+Weights = Callable[[Float32, Float32, NDArray[Any]], Float32]
+"""(log p, log q, loss mask), each [B, T], to the weights."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GrpoBatch:
-    """A batch of B responses.
+@dataclass(frozen=True, slots=True)
+class Loss:
+    """A loss.
 
     Attributes:
-        prompts: B arrays int32 [P_i].
-        responses: B arrays int32 [T_i], T_i >= 1.
-        behaviour_logprobs: B arrays float32 [T_i], nats, of each response token when it was sampled.
-        loss_masks: B arrays [T_i]; a token whose entry is 0 carries no loss.
-        advantages: float32 [B], one per response.
+        weights: constant weight of each token; None means 1.
+        to_behaviour: whether the ratio is to q, not to p.
+        per_response: whether it is the geometric mean over the response.
+        clip: bounds of the ratio.
     """
 
-    prompts: Sequence[Int32]
-    responses: Sequence[Int32]
-    behaviour_logprobs: Sequence[Float32]
-    loss_masks: Sequence[NDArray[np.generic]]
-    advantages: Float32
+    weights: Weights | None = None
+    to_behaviour: bool = False
+    per_response: bool = False
+    clip: tuple[float, float] = CLIP
+
+    def objective(self, now: Tensor, reference: Tensor, weights: Tensor, mask: Tensor, advantages: Tensor) -> Tensor:
+        """Return what is maximised, [rows, T]; ``reference`` is log q or log p, as ``to_behaviour`` says."""
+        drift = torch.where(mask, now - reference, 0.0)
+        if self.per_response:
+            mean = drift.sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(min=1)
+            # the response's ratio, with the gradient of each token in its own place (the paper's GSPO-token)
+            drift = mean.detach() + torch.where(mask, now - now.detach(), 0.0)
+        ratio = drift.exp()
+        low, high = self.clip
+        bounded = ratio.clamp(1.0 - low, 1.0 + high)
+        return weights * torch.minimum(ratio * advantages, bounded * advantages)
 
 
-def response_logprobs(
-    model: PreTrainedModel, prompts: Sequence[Int32], responses: Sequence[Int32]
-) -> list[Float32]:
+def truncated(limit: float, level: Level) -> Weights:
+    """Return :func:`april.truncated_weights` with a limit, per token or per response."""
+    return lambda p, q, mask: truncated_weights(p, q, mask, limit, level=level)
+
+
+SEQUENCE = Loss(truncated(2.0, "sequence"))
+"""The weight of the whole response, at most 2: the demo's."""
+
+
+def response_logprobs(model: PreTrainedModel, prompts: Sequence[Int32], responses: Sequence[Int32]) -> list[Float32]:
     """Return log_softmax(logits) of every response token under the present weights: float32 [T_i]."""
     result: list[Float32] = [np.empty(0, dtype=np.float32)] * len(responses)
     with torch.no_grad():
@@ -63,80 +95,75 @@ def response_logprobs(
     return result
 
 
-class GrpoTrainer:
-    """AdamW on a causal language model; one gradient step per batch, the weights written in place.
-
-    The loss is the mean over the tokens of the batch, so that a token of a long sequence weighs as much as one of a
-    short one.
+class Trainer:
+    """AdamW with a constant rate.
 
     Args:
-        model: model to train in place, in the mode it is in (no dropout is assumed).
-        learning_rate: peak of the schedule.
-        total_steps: number of updates over which the rate falls linearly to zero.
-        rising_steps: number of updates over which the rate rises to its peak at the start.
+        model: trained in place.
+        loss: what is maximised.
+        learning_rate: after the first updates.
+        minibatches: optimizer steps per batch, each on a part of its responses; their order is of ``seed``.
+        token_mean: the mean over the tokens of the batch (DAPO's), or of the means over each response's (GRPO's).
+        seed: of the order.
     """
 
     def __init__(
-        self, model: PreTrainedModel, learning_rate: float = 1e-3, total_steps: int = 100, rising_steps: int = 0
-    ) -> None:
-        self.model = model
-        self.learning_rate, self.total_steps, self.rising_steps = learning_rate, total_steps, rising_steps
+        self, model: PreTrainedModel, loss: Loss, *, learning_rate: float, minibatches: int = 1,
+        token_mean: bool = True, seed: int = 0,
+    ) -> None:  # fmt: skip
+        self.model, self.loss, self.learning_rate = model, loss, learning_rate
+        self.minibatches, self.token_mean, self.seed = minibatches, token_mean, seed
         self.updates = 0
-        self.optimizer = torch.optim.AdamW(
-            model.parameters(), lr=learning_rate, betas=(0.9, 0.95), weight_decay=0.0
-        )
+        self.optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, betas=(0.9, 0.95), weight_decay=0.0)
 
-    def update(self, batch: GrpoBatch) -> dict[str, float]:
-        """Take one step on ``batch`` and return its metrics; weights and optimizer are untouched without a signal."""
-        rate = self._rate()
+    def update(self, batch: Batch) -> dict[str, float]:
+        """Train on a batch; return april's report on how far off it was, and the share of responses that taught."""
+        prompts, responses = [s.prompt.token_ids for s in batch.samples], [s.tokens for s in batch.samples]
+        arrays = batch.padded()
+        q, mask = arrays["logprobs"], arrays["loss_mask"] != 0
+        p = np.zeros_like(q)
+        for row, found in zip(p, response_logprobs(self.model, prompts, responses), strict=True):
+            row[: len(found)] = found
+        report = off_policy_report(batch, p)
+        weights = np.ones_like(p) if self.loss.weights is None else self.loss.weights(p, q, mask)
+        share = loss_weights(mask, "dapo" if self.token_mean else "grpo")
+        reference = q if self.loss.to_behaviour else p
+        advantages = batch.advantages("grpo", epsilon=EPSILON)
+        active = np.flatnonzero((advantages != 0) & mask.any(1))
+        parts = [active]
+        if self.minibatches > 1:
+            order = np.random.default_rng([self.seed, self.updates]).permutation(active)
+            parts = [part for part in np.array_split(order, self.minibatches) if len(part)]
+        for part in parts if len(active) else []:
+            self.optimizer.zero_grad(set_to_none=True)
+            for rows in chunks([int(i) for i in part], prompts, responses):
+                now = self._logprobs([prompts[i] for i in rows], [responses[i] for i in rows])
+                width = now.shape[1]
+                there = torch.from_numpy(mask[rows, :width])
+                objective = self.loss.objective(
+                    now, torch.from_numpy(reference[rows, :width]), torch.from_numpy(weights[rows, :width]), there,
+                    torch.from_numpy(advantages[rows])[:, None],
+                )  # fmt: skip
+                scaled = torch.from_numpy(share[rows, :width]) * (self.minibatches if self.minibatches > 1 else 1)
+                (-(objective * scaled).sum()).backward()  # type: ignore[no-untyped-call]
+            self._step()
         self.updates += 1
-        self.optimizer.zero_grad(set_to_none=True)
-        metrics = self.accumulate(batch)
-        if metrics["trained_sequences"]:
-            torch.nn.utils.clip_grad_norm_(self.model.parameters(), MAX_GRAD_NORM)
-            for group in self.optimizer.param_groups:
-                group["lr"] = rate
-            self.optimizer.step()
-        return metrics
+        kept = {key: report[key] for key in ("ess_token", "ess_response", "kl_k3")}
+        return kept | {"taught": len(active) / len(mask)}
 
-    def accumulate(self, batch: GrpoBatch) -> dict[str, float]:
-        """Add the gradient of the batch's loss to the parameters and return the loss and what describes it.
+    def _logprobs(self, prompts: list[Int32], responses: list[Int32]) -> Tensor:
+        """Return the log-probabilities of response tokens, [rows, longest response]; padding has no meaning."""
+        found = token_logprobs(self.model, prompts, responses)
+        first = torch.tensor([len(prompt) - 1 for prompt in prompts])
+        width = max(len(response) for response in responses)
+        places = (first[:, None] + torch.arange(width)).clamp(max=found.shape[1] - 1)
+        return found.gather(1, places)
 
-        Sequences with zero advantage or nothing unmasked have no gradient: they are skipped, yet counted in the mean.
-        """
-        advantages = batch.advantages
-        count = len(advantages)
-        active = [i for i in range(count) if advantages[i] != 0 and np.any(batch.loss_masks[i])]
-        mean_length = torch.tensor(sum(np.count_nonzero(m) for m in batch.loss_masks) / count)
-        loss_sum = clipped = drift_sum = tokens = 0.0
-        for rows in chunks(active, batch.prompts, batch.responses):
-            prompts, responses = [batch.prompts[i] for i in rows], [batch.responses[i] for i in rows]
-            now = token_logprobs(self.model, prompts, responses)
-            behaviour = _placed(prompts, [batch.behaviour_logprobs[i] for i in rows], now.shape[1])
-            masks = [np.asarray(batch.loss_masks[i], dtype=np.float32) != 0 for i in rows]
-            mask = _placed(prompts, masks, now.shape[1])
-            advantage = torch.from_numpy(advantages[rows])[:, None]
-            drift = torch.where(mask > 0, now - behaviour, 0.0)
-            ratio = drift.exp()
-            plain = ratio * advantage
-            bounded = ratio.clamp(1.0 - CLIP_LOW, 1.0 + CLIP_HIGH) * advantage
-            per_sequence = (torch.minimum(plain, bounded) * mask).sum(1) / mean_length
-            loss = -per_sequence.sum() / count
-            loss.backward()  # type: ignore[no-untyped-call]
-            loss_sum += loss.item()
-            clipped += ((bounded < plain) & (mask > 0)).sum().item()
-            drift_sum += drift.detach().abs().sum().item()
-            tokens += mask.sum().item()
-        return {
-            "loss": loss_sum,
-            "trained_sequences": float(len(active)),
-            "clip_share": clipped / max(1.0, tokens),
-            "drift_mean": drift_sum / max(1.0, tokens),
-        }
-
-    def _rate(self) -> float:
-        rising = (self.updates + 1) / (self.rising_steps + 1)
-        return self.learning_rate * min(1.0, rising, max(0.0, 1.0 - self.updates / self.total_steps))
+    def _step(self) -> None:
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), MAX_GRAD_NORM)
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.learning_rate * min(1.0, (self.updates + 1) / (RISING_STEPS + 1))
+        self.optimizer.step()
 
 
 def chunks(which: Sequence[int], prompts: Sequence[Int32], responses: Sequence[Int32]) -> Iterator[list[int]]:
@@ -149,9 +176,7 @@ def chunks(which: Sequence[int], prompts: Sequence[Int32], responses: Sequence[I
         left = left[rows:]
 
 
-def token_logprobs(
-    model: PreTrainedModel, prompts: Sequence[Int32], responses: Sequence[Int32]
-) -> Tensor:
+def token_logprobs(model: PreTrainedModel, prompts: Sequence[Int32], responses: Sequence[Int32]) -> Tensor:
     """Return log-probabilities of all tokens but the first, float32 [rows, longest - 1]; padding has no meaning.
 
     Padding is on the right, where causal attention never looks from a real token, so no attention mask is needed.
@@ -164,11 +189,3 @@ def token_logprobs(
     logits = model(input_ids=tokens[:, :-1], use_cache=False).logits.float()
     logprobs: Tensor = logits.log_softmax(-1).gather(-1, tokens[:, 1:, None])[..., 0]
     return logprobs
-
-
-def _placed(prompts: Sequence[Int32], values: Sequence[NDArray[np.generic]], width: int) -> Tensor:
-    """Return values per response token at the columns of :func:`token_logprobs`, else 0: float32 [rows, width]."""
-    placed = np.zeros((len(prompts), width), dtype=np.float32)
-    for row, (prompt, value) in enumerate(zip(prompts, values, strict=True)):
-        placed[row, len(prompt) - 1 : len(prompt) - 1 + len(value)] = value
-    return torch.from_numpy(placed)

@@ -1,4 +1,8 @@
-"""The content of ``summary.json``: means over seeds, spreads, comparisons with sync, and the checks."""
+"""The content of ``summary.json``: means over seeds, spreads, comparisons with sync, and the checks.
+
+Arms are paired with sync by seed: they share the start, the prompts and the held-out questions. Intervals are of the
+mean over these pairs (95 %, Student's t); nothing within a training counts as more of them.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +13,11 @@ from dataclasses import asdict
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from april.core.ledger import Ledger
+from april.demo import curves
 from april.demo.arm import ArmResult, DemoSettings
+from april.demo.statistics import Estimate, paired, with_censored
 
 LOGPROB_BOUND = 1e-4
 LARGEST = ("staleness_max", "max_abs_logprob_error")
@@ -22,16 +27,26 @@ COUNTED = (
     "reprefill_tokens", "max_abs_logprob_error", "compared_tokens",
 )  # fmt: skip
 """Figures that an arm has itself."""
-RATIOS_PER_TOKEN = ("decode_steps", "rollout_cpu_s")
-RATIOS = (
-    "decode_steps_per_step", "decode_steps_per_trained_token", "rollout_cpu_s_per_trained_token", "rollout_wall_s",
-)  # fmt: skip
-"""Figures that are compared with those of sync."""
+TO_TARGET = {
+    "decode_steps_to_target": "decode_steps", "training_steps_to_target": "step",
+    "rollout_cpu_s_to_target": "rollout_cpu_s",
+}  # fmt: skip
+"""What is spent until the smoothed held-out reward is that of sync at its target step, by what it is called there."""
+RATIOS = ("decode_steps_per_step", "rollout_cpu_s_per_step", "decode_steps_per_trained_token")
+"""Other figures that are compared with those of sync, seed by seed."""
+QUARTERS = (1, 2, 3, 4)
 
 NOTES = {
     "means": "means over seeds; of staleness_max and max_abs_logprob_error the largest; of ledgers the total",
-    "loss": "mean over all tokens of the batch (DAPO), in every mode",
-    "standard_error": "of the mean over seeds; null with one seed",
+    "loss": "PPO's clip around the present policy, times the importance weight of the whole response, at most 2; mean "
+    "over all tokens of the batch; the same in every mode",
+    "held_out_reward": "expected reward of all held-out questions: the probability of the right answer, after drafts "
+    "that are drawn with the same random numbers everywhere; the end is the mean of the last quarter's evaluations",
+    "to_target": "until the held-out reward, smoothed over three evaluations, first reaches the one that sync has at "
+    "target_step; over what sync needs; null by seed: never",
+    "intervals": "low and high: 95 %, Student's t over seeds, of ratios on the logarithms; where a seed never reached "
+    "the target the median and order statistics instead; null: unbounded",
+    "per_trained_token": "flatters modes whose responses are longer",
 }
 NOTES_EMBEDDED = {
     "bubble": "1 - busy slot-steps / (slots x decode steps); slots are the same in every mode",
@@ -47,28 +62,34 @@ NOTES_ON_SERVER = {
 }
 
 
-def arm_figures(arm: ArmResult, start: NDArray[np.float64]) -> dict[str, float]:
+def arm_figures(arm: ArmResult) -> dict[str, float]:
     """Return the figures of one arm."""
-    counted = {name: float(getattr(arm, name)) for name in COUNTED}
-    per_token = {f"{name}_per_trained_token": counted[name] / arm.trained_tokens for name in RATIOS_PER_TOKEN}
-    return counted | per_token | {
+    return {name: float(getattr(arm, name)) for name in COUNTED} | {
+        "decode_steps_per_step": arm.decode_steps / arm.steps,
+        "decode_steps_per_trained_token": arm.decode_steps / arm.trained_tokens,
+        "rollout_cpu_s_per_step": arm.rollout_cpu_s / arm.steps,
+        "trained_tokens_per_step": arm.trained_tokens / arm.steps,
         "bubble": 1.0 - sum(arm.occupancy) / (arm.slots * len(arm.occupancy)),
         "off_policy_share": arm.stale_tokens / arm.trained_tokens,
+        "reprefill_share": arm.reprefill_tokens / arm.trained_tokens,
         "staleness_mean": float(np.mean(arm.staleness)),
         "staleness_max": float(max(arm.staleness)),
-        "held_out_reward_start": float(start.mean()),
-        "held_out_reward_end": float(arm.held_out.mean()),
-        "held_out_prompts": len(arm.held_out),
+        "held_out_reward_start": arm.curve[0].reward,
+        "held_out_reward_end": curves.end(series(arm, "step"), series(arm, "reward"), arm.steps),
+        "held_out_reward_end_of_long_prompts": curves.end(series(arm, "step"), series(arm, "reward_long"), arm.steps),
         "longest_over_median": float(np.mean([max(row) / np.median(row) for row in arm.lengths])),
         "length_variation_in_group": float(np.mean(arm.group_spread)),
-        "trained_tokens_per_step": arm.trained_tokens / arm.steps,
-        "decode_steps_per_step": arm.decode_steps / arm.steps,
-    }  # fmt: skip
+    }
 
 
-def mode_figures(arms: Sequence[ArmResult], starts: Sequence[NDArray[np.float64]]) -> dict[str, Any]:
+def series(arm: ArmResult, what: str) -> curves.Float64:
+    """Return a figure of every evaluation."""
+    return np.array([getattr(point, what) for point in arm.curve], np.float64)
+
+
+def mode_figures(arms: Sequence[ArmResult]) -> dict[str, Any]:
     """Return means over seeds (totals of ledgers), with minimum, maximum and standard deviation under ``spread``."""
-    rows = [arm_figures(a, s) for a, s in zip(arms, starts, strict=True)]
+    rows = [arm_figures(arm) for arm in arms]
     out: dict[str, Any] = {}
     spread: dict[str, Any] = {}
     for name in rows[0]:
@@ -98,22 +119,96 @@ def _total(ledgers: Iterable[Ledger]) -> dict[str, Any]:
     return total.as_dict()
 
 
-def against_sync(
-    mode: dict[str, Any], sync: dict[str, Any], arms: Sequence[ArmResult], sync_arms: Sequence[ArmResult]
-) -> dict[str, Any]:
-    """Return ratios to sync in the same run, and the difference in held-out reward (same prompts, same seeds)."""
-    pairs = list(zip(arms, sync_arms, strict=True))
-    seeds = np.array([(a.held_out - b.held_out).mean() for a, b in pairs])
-    return {name: mode[name] / sync[name] for name in RATIOS} | {
-        "rollout_cpu_s_per_trained_token_by_seed": [
-            (a.rollout_cpu_s / a.trained_tokens) / (b.rollout_cpu_s / b.trained_tokens) for a, b in pairs
-        ],
-        "held_out_reward_difference": float(seeds.mean()),
-        "held_out_reward_difference_by_seed": seeds.tolist(),
-        "held_out_reward_difference_standard_error": (
-            float(seeds.std(ddof=1) / math.sqrt(len(seeds))) if len(seeds) > 1 else None
-        ),
-    }
+def ratios_to_sync(
+    settings: DemoSettings, arms: Sequence[ArmResult], sync: Sequence[ArmResult]
+) -> dict[str, list[float]]:
+    """Return log ratios to sync by seed, of TO_TARGET and RATIOS; inf where the target is never reached."""
+    found: dict[str, list[float]] = {}
+    for name, of in TO_TARGET.items():
+        at = settings.evaluated.index(settings.target_step)
+        rows = [
+            curves.log_ratio(series(a, of), series(a, "reward"), series(b, of), series(b, "reward"), at)
+            for a, b in zip(arms, sync, strict=True)
+        ]
+        found[name] = [row for row in rows if row is not None]
+    for name in RATIOS:
+        found[name] = [math.log(arm_figures(a)[name] / arm_figures(b)[name]) for a, b in zip(arms, sync, strict=True)]
+    return found
+
+
+def against_sync(settings: DemoSettings, arms: Sequence[ArmResult], sync: Sequence[ArmResult]) -> dict[str, Any]:
+    """Return ratios to sync in the same run, and differences in held-out reward, with intervals over the seeds."""
+    ratios = ratios_to_sync(settings, arms, sync)
+    found: dict[str, Any] = {name: _as_ratio(with_censored(values), values) for name, values in ratios.items()}
+    for what, name in (("reward", "held_out_reward"), ("reward_long", "held_out_reward_of_long_prompts")):
+        quarters = [
+            [_quarter(a, what, which) - _quarter(b, what, which) for a, b in zip(arms, sync, strict=True)]
+            for which in QUARTERS
+        ]  # fmt: skip
+        differences = [_as_difference(paired(values), values) for values in quarters]
+        found |= {f"{name}_difference": differences[-1], f"{name}_difference_by_quarter": differences}
+    return found
+
+
+def _quarter(arm: ArmResult, what: str, which: int) -> float:
+    found = curves.quarter(series(arm, "step"), series(arm, what), arm.steps, which)
+    return math.nan if found is None else found
+
+
+def _as_ratio(found: Estimate, logs: Sequence[float]) -> dict[str, Any]:
+    """Return the geometric mean of ratios with its interval."""
+    numbers = {"ratio": found.mean, "low": found.low, "high": found.high}
+    return {name: _exp(value) for name, value in numbers.items()} | {
+        "n": found.n, "never": found.censored, "by_seed": [_exp(value) for value in logs],
+    }  # fmt: skip
+
+
+def _exp(log: float) -> float | None:
+    return math.exp(log) if math.isfinite(log) else None
+
+
+def _as_difference(found: Estimate, values: Sequence[float]) -> dict[str, Any]:
+    numbers = {"difference": found.mean, "low": found.low, "high": found.high}
+    return {name: _finite(value) for name, value in numbers.items()} | {
+        "n": found.n, "by_seed": [_finite(value) for value in values],
+    }  # fmt: skip
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+# ---------------------------------------------------------------- in words
+
+
+def sentence(mode: str, versus: dict[str, Any], step: int) -> str:
+    """Say what sync's reward costs in another mode; ``step`` is the target step."""
+    steps, updates = versus["decode_steps_to_target"], versus["training_steps_to_target"]
+    if not steps["n"]:
+        return f"{mode}: sync had the held-out reward of its step {step} from the start, so nothing can be compared"
+    if steps["ratio"] is None:
+        return f"{mode}: {steps['never']} of {steps['n']} seeds never reached sync's held-out reward of step {step}"
+    return (
+        f"{mode}: sync's held-out reward of step {step} for {times(steps)} of the rollout (decode steps), "
+        f"in {times(updates)} of the training steps"
+    )
+
+
+def times(ratio: dict[str, Any]) -> str:
+    """Word a ratio with its interval."""
+    said = f"{ratio['ratio']:.2f}x"
+    if ratio["n"] == 1:
+        return f"{said} (one seed, so no interval)"
+    bounds = [("?" if value is None else f"{value:.2f}") for value in (ratio["low"], ratio["high"])]
+    said += f" (95% {bounds[0]} to {bounds[1]}, {ratio['n']} seeds)"
+    never = f"; {ratio['never']} of the seeds never reached it, so this is the median"
+    return said + (never if ratio["never"] else "")
+
+
+def difference(found: dict[str, Any]) -> str:
+    """Word a difference with its interval."""
+    said = f"{found['difference']:+.3f}"
+    return said if found["low"] is None else f"{said} ({found['low']:+.3f} to {found['high']:+.3f})"
 
 
 def checks(modes: dict[str, Any]) -> dict[str, dict[str, Any]]:
@@ -148,21 +243,21 @@ def _check(holds: bool, value: float, expected: float) -> dict[str, Any]:
 
 
 def summarise(
-    settings: DemoSettings,
-    arms: dict[str, list[ArmResult]],
-    starts: list[NDArray[np.float64]],
-    warm_up_cpu_s: float,
-    wall_s: float,
+    settings: DemoSettings, arms: dict[str, list[ArmResult]], warm_up_cpu_s: float, wall_s: float
 ) -> dict[str, Any]:
     """Return the whole of ``summary.json``."""
-    modes = {name: mode_figures(rows, starts) for name, rows in arms.items()}
+    modes = {name: mode_figures(rows) for name, rows in arms.items()}
     judged = checks(modes)
+    versus = {name: against_sync(settings, rows, arms["sync"]) for name, rows in arms.items() if name != "sync"}
+    at = settings.evaluated.index(settings.target_step)
     return {
         "settings": asdict(settings) | {"slots": settings.slots},
+        "target_step": settings.target_step,
+        "target_reward": float(np.mean([curves.smoothed(series(arm, "reward"))[at] for arm in arms["sync"]])),
+        "sentences": {name: sentence(name, found, settings.target_step) for name, found in versus.items()},
         "modes": modes,
-        "against_sync": {
-            name: against_sync(modes[name], modes["sync"], arms[name], arms["sync"]) for name in arms if name != "sync"
-        },
+        "against_sync": versus,
+        "curves": {name: [[asdict(point) for point in arm.curve] for arm in rows] for name, rows in arms.items()},
         "checks": judged,
         "all_checks_hold": all(check["holds"] for group in judged.values() for check in group.values()),
         "warm_up_cpu_s": warm_up_cpu_s,

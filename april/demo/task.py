@@ -6,8 +6,7 @@ hundred (long). A response is any number of draft passes and one answer::
     (DRAFT m m-1 ... 0)*  ANSWER n n-1 ... round number EOS
 
 with three digit tokens per number. The verifier judges the answer alone: drafts are free reasoning. So lengths have
-a long tail: a tenth of the prompts ask for a very long answer, and drafts of any length make the samples of one group
-differ.
+a long tail: some prompts ask for a very long answer, and drafts of any length make the samples of one group differ.
 
 Invariant: a number is either a training prompt or a held-out one, never both; demonstrations are made for training
 numbers only.
@@ -41,6 +40,7 @@ PROMPT_LENGTH: Final = 5
 RESPONSE_CAP: Final = 400
 """Most tokens of a response, EOS included."""
 
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:
     """Which questions are asked, and how the demonstrations answer them."""
@@ -61,9 +61,10 @@ class Sizes:
     """Demonstrations slip in this share of the written numbers; it is what the reward teaches to avoid."""
 
 
-DEMO: Final = Sizes()
+WIDE: Final = Sizes()
+"""Long answers that are hardly ever right: examples/trl/tiny.py."""
 TAIL: Final = Sizes(slip_probability=0.04, long_share=0.25, long_from=15, long_to=49)
-"""Long answers that can be learned: a quarter of the prompts."""
+"""Long answers that can be learned, a quarter of the prompts: the demo."""
 
 _TRAINING, _HELD_OUT, _DEMONSTRATION = 0, 1, 2
 
@@ -73,7 +74,7 @@ def is_held_out(number: int) -> bool:
     return (7 * (number // 10) + 3 * (number % 10)) % 4 == 1
 
 
-def prompt_ids(seed: int, index: int, held_out: bool = False, sizes: Sizes = DEMO) -> Int32:
+def prompt_ids(seed: int, index: int, held_out: bool = False, sizes: Sizes = WIDE) -> Int32:
     """Prompt ``index`` of the training stream of ``seed``, or of its held-out stream: int32 [PROMPT_LENGTH].
 
     Depends on nothing but the arguments. Raises ValueError for a negative seed or index.
@@ -122,7 +123,7 @@ def reward(prompt: Int32, response: Int32) -> float:
     return float(np.array_equal(tokens[answers[0] :], answer_ids(*decode_prompt(prompt))))
 
 
-def demonstration(seed: int, index: int, sizes: Sizes = DEMO) -> tuple[Int32, Int32]:
+def demonstration(seed: int, index: int, sizes: Sizes = WIDE) -> tuple[Int32, Int32]:
     """Prompt and imperfect response ``index`` for the warm-up of ``seed``; at most RESPONSE_CAP response tokens."""
     rng = np.random.default_rng([_DEMONSTRATION, seed, index])
     number, unit = _question(rng, held_out=False, sizes=sizes)
@@ -136,13 +137,42 @@ def demonstration(seed: int, index: int, sizes: Sizes = DEMO) -> tuple[Int32, In
     return encode_prompt(number, unit), np.array(response[:RESPONSE_CAP], dtype=np.int32)
 
 
-def questions(sizes: Sizes = DEMO) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-    """All held-out questions, each once: (number, unit) of the short and of the long ones."""
+@dataclass(frozen=True, slots=True)
+class Question:
+    """A held-out prompt and the one right end of a response to it, from ANSWER to EOS."""
+
+    prompt: Int32
+    answer: Int32
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Questions:
+    """Held-out questions, which are the same for every seed.
+
+    Attributes:
+        short, long: those with short and with long answers.
+        long_share: share of the prompts that are long.
+        response_cap: most tokens of a response, EOS included.
+    """
+
+    short: list[Question]
+    long: list[Question]
+    long_share: float
+    response_cap: int = RESPONSE_CAP
+
+
+def questions(sizes: Sizes = WIDE) -> Questions:
+    """All held-out questions, each once."""
     numbers = [number for number in range(1, 1000) if number % 10 and is_held_out(number)]
-    return (
-        [(number, 10) for number in numbers if number % 10 <= sizes.short_to],
-        [(number, 100) for number in numbers if sizes.long_from <= number % 100 <= sizes.long_to],
+    return Questions(
+        short=[_right(number, 10) for number in numbers if number % 10 <= sizes.short_to],
+        long=[_right(number, 100) for number in numbers if sizes.long_from <= number % 100 <= sizes.long_to],
+        long_share=sizes.long_share,
     )
+
+
+def _right(number: int, unit: int) -> Question:
+    return Question(encode_prompt(number, unit), np.array(answer_ids(number, unit), np.int32))
 
 
 def _question(rng: np.random.Generator, held_out: bool, sizes: Sizes) -> tuple[int, int]:

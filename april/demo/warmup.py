@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 import numpy as np
 import torch
+from safetensors.torch import load, save
 from torch.nn.functional import cross_entropy
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -63,12 +64,30 @@ def build_model(
 
 
 def warm_up(
-    seed: int, progress: Progress | None = None, steps: int = STEPS, for_servers: bool = False
-) -> Qwen3ForCausalLM:
+    seed: int, progress: Progress | None = None, steps: int = STEPS, for_servers: bool = False,
+    sizes: task.Sizes = task.WIDE,
+) -> Qwen3ForCausalLM:  # fmt: skip
     """Return a fresh model that has learned from ``steps`` batches of demonstrations."""
     model = build_model(seed, for_servers)
-    imitate(model, seed, task.demonstration, steps, progress)
+    imitate(model, seed, lambda of, index: task.demonstration(of, index, sizes), steps, progress)
     return model
+
+
+def weights_of(model: torch.nn.Module) -> bytes:
+    """Return the weights as a safetensors file; tied ones are in it once."""
+    return save(dict(model.named_parameters()))
+
+
+def load_weights(model: torch.nn.Module, weights: bytes, where: object = "the weights") -> None:
+    """Put what :func:`weights_of` returned into a model.
+
+    Raises ValueError if a parameter is missing; ``where`` names the weights then.
+    """
+    own = dict(model.named_parameters())
+    for name, tensor in load(weights).items():
+        own.pop(name).data.copy_(tensor)
+    if own:
+        raise ValueError(f"{where}: no {', '.join(own)} in it")
 
 
 def imitate(

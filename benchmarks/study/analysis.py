@@ -14,7 +14,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.study.statistics import Estimate, paired, with_censored
+from april.demo import curves
+from april.demo.curves import smoothed
+from april.demo.statistics import Estimate, paired, with_censored
 from benchmarks.study.training import Outcome
 
 Float64 = NDArray[np.float64]
@@ -51,27 +53,12 @@ def series(outcome: Outcome, what: str) -> Float64:
 def end(outcome: Outcome, what: str = "reward", steps: int | None = None) -> float:
     """Return the mean of the evaluations in the last quarter of the first ``steps`` (None means all)."""
     last = outcome.settings.steps if steps is None else steps
-    at = series(outcome, "step")
-    return float(series(outcome, what)[(at > 0.75 * last) & (at <= last)].mean())
-
-
-def smoothed(rewards: Float64) -> Float64:
-    """Return the means over three neighbours; the start stays, and the last one has two."""
-    found = np.array([rewards[max(0, i - 1) : i + 2].mean() for i in range(len(rewards))])
-    found[0] = rewards[0]
-    return found
+    return curves.end(series(outcome, "step"), series(outcome, what), last)
 
 
 def reached(outcome: Outcome, reward: float, of: str = "decode_steps") -> float:
     """Return what had been spent when the smoothed reward first reached ``reward``; inf if it never did."""
-    spent, curve = series(outcome, of), smoothed(series(outcome, "reward"))
-    for i in range(len(curve)):
-        if curve[i] >= reward:
-            if i == 0 or curve[i] == curve[i - 1]:
-                return float(spent[i])
-            share = (reward - curve[i - 1]) / (curve[i] - curve[i - 1])
-            return float(spent[i - 1] + share * (spent[i] - spent[i - 1]))
-    return math.inf
+    return curves.reached(series(outcome, of), series(outcome, "reward"), reward)
 
 
 def reward_after(outcome: Outcome, spent: float, of: str = "decode_steps") -> float:
@@ -104,11 +91,9 @@ def ratio(arm: Seeds, sync: Seeds, step: int, of: str = "decode_steps") -> Estim
     """Return the log ratio of what is spent to sync's smoothed reward at ``step``; not reached is censored."""
     values = []
     for a, b in pairs(arm, sync):
-        target = smoothed(series(b, "reward"))[list(series(b, "step")).index(step)]
-        spent, needed = reached(b, target, of), reached(a, target, of)
-        if spent > 0:
-            values.append(math.log(needed / spent) if math.isfinite(needed) and needed > 0 else math.inf)
-    return with_censored(values)
+        curve, of_sync = ((series(o, of), series(o, "reward")) for o in (a, b))
+        values.append(curves.log_ratio(*curve, *of_sync, list(series(b, "step")).index(step)))
+    return with_censored([value for value in values if value is not None])
 
 
 def at_equal(arm: Seeds, other: Seeds, of: str) -> Estimate:

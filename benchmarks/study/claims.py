@@ -6,10 +6,10 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from april.demo.statistics import Estimate
 from benchmarks.study import analysis
 from benchmarks.study.analysis import Seeds
 from benchmarks.study.design import Claim, Design
-from benchmarks.study.statistics import Estimate
 from benchmarks.study.training import Outcome
 
 HOLDS, REFUTED, OPEN = "holds", "refuted", "open"

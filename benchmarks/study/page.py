@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from april.demo.statistics import Estimate
 from benchmarks.study import analysis
 from benchmarks.study.claims import HOLDS, OPEN, REFUTED, Verdict, judge, shown, times
 from benchmarks.study.design import Design
-from benchmarks.study.statistics import Estimate
 from benchmarks.study.training import Outcome
 
 PRIMARY = ("over-1.25", "over-2", "refill", "quorum-0.5")

@@ -82,34 +82,28 @@ def quiet_worker(nice: int) -> None:
 
 def make_start(out: Path, settings: Settings) -> Cost:
     """Write the common start of a task and a seed."""
-    from safetensors.torch import save
-
+    from april.demo.warmup import weights_of
     from benchmarks.study.tasks import TASKS
 
     cpu, wall = time.process_time(), time.perf_counter()
     path = start_path(out, settings)
     model = TASKS[settings.task]().start(settings.seed, settings.warm_up_steps)
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomic(path, save(dict(model.named_parameters())))  # without the names of tied ones
+    write_atomic(path, weights_of(model))
     return Cost(f"start/{path.stem}", time.process_time() - cpu, time.perf_counter() - wall)
 
 
 def make_outcome(out: Path, name: str, settings: Settings) -> Cost:
     """Run a training and write its outcome."""
-    from safetensors.torch import load
-
+    from april.demo.warmup import load_weights
     from benchmarks.study.tasks import TASKS
     from benchmarks.study.training import train
 
     cpu, wall = time.process_time(), time.perf_counter()
     task = TASKS[settings.task]()
     model = task.untrained(settings.seed)
-    weights = load(start_path(out, settings).read_bytes())
-    own = dict(model.named_parameters())
-    for key, tensor in weights.items():
-        own.pop(key).data.copy_(tensor)
-    if own:
-        raise ValueError(f"{start_path(out, settings)} has no {', '.join(own)}")
+    start = start_path(out, settings)
+    load_weights(model, start.read_bytes(), start)
     outcome = train(settings, task, model)
     path = outcome_path(out, name)
     path.parent.mkdir(parents=True, exist_ok=True)

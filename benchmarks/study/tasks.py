@@ -13,20 +13,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from april.demo import task as countdown
+from april.demo.task import Question
 from april.demo.warmup import build_model, imitate
 from benchmarks.study import sorting
 
 Int32 = NDArray[np.int32]
 
 _TRAINING, _DEMONSTRATION = 0, 2
-
-
-@dataclass(frozen=True, slots=True)
-class Question:
-    """A held-out prompt and the one right end of a response to it, from ``ANSWER_ID`` to EOS."""
-
-    prompt: Int32
-    answer: Int32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,18 +77,13 @@ class Task:
 
 def _tail() -> Task:
     sizes = countdown.TAIL
-    short, long = ([_counted(*question) for question in part] for part in countdown.questions(sizes))
+    held_out = countdown.questions(sizes)
     return Task(
         name="tail", response_cap=countdown.RESPONSE_CAP, prompt_cap=countdown.PROMPT_LENGTH,
         prompt=lambda seed, index: countdown.prompt_ids(seed, index, sizes=sizes), reward=countdown.reward,
         demonstration=lambda seed, index: countdown.demonstration(seed, index, sizes),
-        short=short, long=long, long_share=sizes.long_share, warm_up_steps=550, warm_up_tokens=768,
+        short=held_out.short, long=held_out.long, long_share=held_out.long_share, warm_up_steps=550, warm_up_tokens=768,
     )  # fmt: skip
-
-
-def _counted(number: int, unit: int) -> Question:
-    prompt, answer = countdown.encode_prompt(number, unit), countdown.answer_ids(number, unit)
-    return Question(prompt, np.array(answer, np.int32))
 
 
 # ---------------------------------------------------------------- more than a thousand tokens

@@ -18,13 +18,13 @@ from transformers import PreTrainedModel
 import april
 from april.config.settings import SamplingConfig
 from april.core.types import GenerationMode
+from april.demo.evaluation import evaluate
+from april.demo.grpo import Trainer
 from april.driver.rewards import Response
 from april.testing import rollouts, run_virtual
 from benchmarks.study.clockwork import TimedEngine
-from benchmarks.study.evaluation import evaluate
 from benchmarks.study.losses import LOSSES
 from benchmarks.study.tasks import Task
-from benchmarks.study.trainer import Trainer
 
 DIGITS = 5
 """Of the figures that are kept."""

@@ -4,7 +4,8 @@
     python examples/trl/tiny.py --mode constant       # a constant number of samples in flight
     python examples/trl/tiny.py --mode trl            # without april, to compare
 
-The task is that of ``april demo``: count down from a number. Needs ``pip install trl==1.16.0`` beside april.
+The task is that of ``april demo``, with longer answers: count down from a number. Needs ``pip install trl==1.16.0``
+beside april.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ from transformers.utils.logging import disable_progress_bar
 from april.config.engines import EngineConfig
 from april.core.versions import FIRST_VERSION, PolicyVersion
 from april.demo import task
-from april.demo.arm import MAX_LEN, DemoSettings, Stage, Work
+from april.demo.arm import MAX_LEN, MODES, DemoSettings, Stage, Work
 from april.demo.run import run_and_show
 from april.demo.warmup import build_model
 from april.engines.kinds.factory import open_servers
@@ -261,7 +261,7 @@ def _tokenizer() -> PreTrainedTokenizerFast:
 
 def settings_on(kind: str) -> DemoSettings:
     """Return settings smaller than those of `april demo`, as the server shares two cores with the trainer."""
-    return DemoSettings(engine=kind, steps=12, seeds=1, held_out=256, held_out_between=64, evaluate_every=4)
+    return DemoSettings(engine=kind, steps=12, seeds=1, evaluate_every=4, modes=MODES)
 
 
 def main(kind: Annotated[str, typer.Argument(help="vllm or sglang")]) -> None:

@@ -8,7 +8,7 @@ of the right answer is exact again. So the noise is that of the drafts alone.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -16,14 +16,33 @@ from numpy.typing import NDArray
 from transformers import DynamicCache
 
 from april.demo.grpo import response_logprobs
-from april.demo.task import ANSWER_ID, EOS_ID
+from april.demo.task import ANSWER_ID, EOS_ID, Question
 from april.engines.transformers.model_support import cache_argument
-from benchmarks.study.tasks import Question, Task
 
 SEED = 12_345
 
 
-def evaluate(model: Any, task: Task, repeats: int = 1, drafts: bool = True) -> dict[str, float]:
+class HeldOut(Protocol):
+    """Held-out questions."""
+
+    @property
+    def short(self) -> Sequence[Question]:
+        """Those with short answers."""
+
+    @property
+    def long(self) -> Sequence[Question]:
+        """Those with long ones."""
+
+    @property
+    def long_share(self) -> float:
+        """Share of the prompts that are long."""
+
+    @property
+    def response_cap(self) -> int:
+        """Most tokens of a response, EOS included."""
+
+
+def evaluate(model: Any, task: HeldOut, repeats: int = 1, drafts: bool = True) -> dict[str, float]:
     """Return the expected reward of prompts as they are drawn (``reward``), and of short and long ones.
 
     Args:
@@ -39,9 +58,20 @@ def evaluate(model: Any, task: Task, repeats: int = 1, drafts: bool = True) -> d
             asked = [question for question in questions for _ in range(repeats)]
             values = expected(model, task, asked, number) if drafts else right_at_once(model, asked)
             found[name] = float(values.mean())
+    return found | {"reward": _as_drawn(task, found)}
+
+
+def evaluate_together(model: Any, task: HeldOut) -> dict[str, float]:
+    """Return what :func:`evaluate` does, in half of the time: short and long ones share a batch, and random numbers."""
+    values = expected(model, task, [*task.short, *task.long], 0)
+    count = len(task.short)
+    found = {"short": float(values[:count].mean()), "long": float(values[count:].mean())}
+    return found | {"reward": _as_drawn(task, found)}
+
+
+def _as_drawn(task: HeldOut, found: dict[str, float]) -> float:
     share = task.long_share
-    found["reward"] = sum(found[name] * weight for name, weight in (("short", 1 - share), ("long", share)) if weight)
-    return found
+    return sum(found[name] * weight for name, weight in (("short", 1 - share), ("long", share)) if weight)
 
 
 def right_at_once(model: Any, questions: Sequence[Question]) -> NDArray[np.float64]:
@@ -50,7 +80,7 @@ def right_at_once(model: Any, questions: Sequence[Question]) -> NDArray[np.float
     return np.array([np.exp(row.astype(np.float64).sum()) for row in found])
 
 
-def expected(model: Any, task: Task, questions: Sequence[Question], stream: int) -> NDArray[np.float64]:
+def expected(model: Any, task: HeldOut, questions: Sequence[Question], stream: int) -> NDArray[np.float64]:
     """Return the probability of the right answer of each question, after a draft that is sampled."""
     before = sampled_drafts(model, task, questions, stream)
     values = np.zeros(len(questions))
@@ -65,7 +95,7 @@ def expected(model: Any, task: Task, questions: Sequence[Question], stream: int)
 
 
 @torch.no_grad()
-def sampled_drafts(model: Any, task: Task, questions: Sequence[Question], stream: int) -> list[list[int] | None]:
+def sampled_drafts(model: Any, task: HeldOut, questions: Sequence[Question], stream: int) -> list[list[int] | None]:
     """Return what is written before ANSWER, None where there is none; row i always has the same random numbers."""
     generator = torch.Generator().manual_seed(SEED + stream)
     count = len(questions)
