@@ -394,6 +394,12 @@ def outcome(name: str, rewards: list[float], spent: int = 100, **others: Any) ->
     return Outcome(settings=settings, evaluations=evaluations, **(given | others))
 
 
+def with_passes(of: Outcome, each: int) -> Outcome:
+    """The same with so many forward passes per training step."""
+    evaluations = [msgspec.structs.replace(e, passes=each * e.step) for e in of.evaluations]
+    return msgspec.structs.replace(of, evaluations=evaluations)
+
+
 RISING = [0.5, 0.5, 0.6, 0.7, 0.8, 0.8, 0.8, 0.8, 0.9]
 
 
@@ -436,6 +442,12 @@ def test_pairs_by_hand() -> None:
     assert math.exp(analysis.spent_ratio(half, sync).mean) == pytest.approx(0.5)
     # for 400 decode steps sync is at its step 20
     assert analysis.at_equal(half, sync, "decode_steps").mean == pytest.approx(0.85 - 0.7666667)
+    # of pairs in which a figure was not counted nothing is said, of the others all
+    assert analysis.ratio(half, sync, 20, "passes").n == 0
+    counted = {seed: with_passes(o, 3) for seed, o in half.items()}
+    assert analysis.ratio(counted, sync, 20, "passes").n == 0
+    both = analysis.ratio(counted, {1001: with_passes(sync[1001], 6)}, 20, "passes")
+    assert (math.exp(both.mean), both.n) == (pytest.approx(0.5), 1)
     flat = {1000 + s: outcome(f"tail/over-2/{1000 + s}", [0.5] * 9) for s in range(3)}
     assert analysis.ratio(flat, sync, 20).censored == 3
     short = {1000: outcome("tail/over-2/1000", RISING[:5])}
@@ -443,7 +455,10 @@ def test_pairs_by_hand() -> None:
 
 
 def test_guards_by_hand() -> None:
-    """A fall is 0.08 below the best so far; an alarm counts if it is there when the fall shows; others are false."""
+    """A fall is 0.08 below the best so far; an alarm counts if it is there when the fall shows; others are false.
+
+    Trainings without older tokens say nothing of a guard.
+    """
     falls = [0.5, 0.6, 0.7, 0.61, 0.5]
     quiet, loud = [0.0] * 20, [0.0] * 10 + [0.03] * 10
     early = outcome("tail/sync/1000", falls, kl_k3=loud)
@@ -452,8 +467,11 @@ def test_guards_by_hand() -> None:
     alarmed = outcome("tail/sync/1000", RISING[:5], kl_k3=loud)
     assert (analysis.fall(early), analysis.fall(sound)) == (15, None)
     assert (analysis.kl_alarm(early), analysis.kl_alarm(late), analysis.kl_alarm(sound)) == (13, 20, None)
-    assert analysis.guard([early, late, sound, alarmed]) == analysis.Guard(falls=2, in_time=1, sound=2, false=1)
-    assert analysis.guard([early, late, sound], analysis.ess_alarm) == analysis.Guard(2, 1, 1, 0)
+    at_once = outcome("tail/sync/1000", falls, kl_k3=[0.0] * 12 + [0.03] * 8)
+    on_policy = outcome("tail/sync/1000", RISING[:5], kl_k3=loud, old_share=0.0)
+    wanted = analysis.Guard(falls=3, in_time=2, early=1, sound=2, false=1)
+    assert analysis.guard([early, late, at_once, sound, alarmed, on_policy]) == wanted
+    assert analysis.guard([early, late, sound], analysis.ess_alarm) == analysis.Guard(2, 1, 1, 1, 0)
 
 
 # ---------------------------------------------------------------- claims and the page
@@ -486,6 +504,7 @@ def test_claims_are_judged_by_what_was_written_down() -> None:
     assert verdicts(fine)["over-2-tail"] == HOLDS
     assert verdicts(bad)["over-2-tail"] == REFUTED
     assert verdicts(fine)["over-2-tail-cheaper"] == HOLDS
+    assert verdicts(fine)["over-2-again-passes"] == OPEN  # nobody counted them
     del fine["tail/over-2/1000"]
     assert verdicts(fine)["over-2-tail"] == OPEN
     assert set(verdicts({}).values()) == {OPEN}
@@ -534,5 +553,6 @@ def test_what_is_published_is_computed_from_the_raw_outcomes() -> None:
     assert published.exists() == RESULTS.exists() == FIGURES.exists()
     if RESULTS.exists():
         outcomes = runner.read_results(RESULTS)
-        assert published.read_text("utf-8") == page.page(DESIGN, outcomes)
-        assert json.loads(FIGURES.read_text("utf-8")) == page.figures(DESIGN, outcomes)
+        same = published.read_text("utf-8") == page.page(DESIGN, outcomes)
+        same = same and json.loads(FIGURES.read_text("utf-8")) == page.figures(DESIGN, outcomes)
+        assert same, "make them again: python -m benchmarks.study page"  # pytest would compare megabytes

@@ -52,10 +52,11 @@ def log_ratio(
 ) -> float | None:
     """Return the log ratio of what is spent to the smoothed reward that sync has at its evaluation ``at``.
 
-    It is inf if that reward is never reached, and None if sync has it from the start.
+    It is inf if that reward is never reached, and None if sync has it from the start, or what was spent is NaN: not
+    counted.
     """
     target = smoothed(rewards_of_sync)[at]
     by_sync, needed = reached(spent_by_sync, rewards_of_sync, target), reached(spent, rewards, target)
-    if by_sync <= 0:
+    if not by_sync > 0 or math.isnan(needed):
         return None
     return math.log(needed / by_sync) if math.isfinite(needed) and needed > 0 else math.inf

@@ -22,7 +22,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from april.core.batch import Batch
-from april.corrections.advantages import loss_weights
+from april.corrections.advantages import Method, loss_weights
 from april.corrections.importance import Level, truncated_weights
 from april.corrections.off_policy import off_policy_report
 
@@ -104,6 +104,7 @@ class Trainer:
         learning_rate: after the first updates.
         minibatches: optimizer steps per batch, each on a part of its responses; their order is of ``seed``.
         token_mean: the mean over the tokens of the batch (DAPO's), or of the means over each response's (GRPO's).
+            GSPO has its own.
         seed: of the order.
     """
 
@@ -126,7 +127,8 @@ class Trainer:
             row[: len(found)] = found
         report = off_policy_report(batch, p)
         weights = np.ones_like(p) if self.loss.weights is None else self.loss.weights(p, q, mask)
-        share = loss_weights(mask, "dapo" if self.token_mean else "grpo")
+        mean: Method = "gspo" if self.loss.per_response else "dapo" if self.token_mean else "grpo"
+        share = loss_weights(mask, mean)
         reference = q if self.loss.to_behaviour else p
         advantages = batch.advantages("grpo", epsilon=EPSILON)
         active = np.flatnonzero((advantages != 0) & mask.any(1))

@@ -214,13 +214,15 @@ class _Training:
         if not notes.long:
             lengths = np.array([len(responses[0].tokens) for responses in found.responses])
             notes.long = np.argsort(lengths, kind="stable")[len(lengths) // 2 :].tolist()
-        wall = sum(notes.seconds.values())
+        seconds = notes.seconds
+        wall = sum(seconds.values())
         notes.evaluations.append(
             GpuEvaluation(
                 step=notes.step, decode_steps=notes.decode_steps, trained_tokens=notes.trained_tokens,
                 reward=round(float(rewards.mean()), DIGITS), long=round(float(rewards[notes.long].mean()), DIGITS),
                 wall_s=round(wall, 2), gpu_s=round(wall * self._sizes.gpus, 2),
-                **{f"{what}_s": round(seconds, 2) for what, seconds in notes.seconds.items()},
+                rollout_s=round(seconds["rollout"], 2), train_s=round(seconds["train"], 2),
+                update_s=round(seconds["update"], 2),
             )
         )  # fmt: skip
         self._tell(f"after step {notes.step}: held-out reward {notes.evaluations[-1].reward:.3f}, {wall:.0f} s spent")

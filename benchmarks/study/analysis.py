@@ -46,7 +46,7 @@ def by_arm(outcomes: Mapping[str, Outcome]) -> dict[str, dict[str, dict[int, Out
 
 
 def series(outcome: Outcome, what: str) -> Float64:
-    """Return a figure of every evaluation."""
+    """Return a figure of every evaluation; NaN where it was not counted."""
     return np.array([getattr(evaluation, what) for evaluation in outcome.evaluations], np.float64)
 
 
@@ -88,7 +88,10 @@ def difference(arm: Seeds, other: Seeds, what: str = "reward") -> Estimate:
 
 
 def ratio(arm: Seeds, sync: Seeds, step: int, of: str = "decode_steps") -> Estimate:
-    """Return the log ratio of what is spent to sync's smoothed reward at ``step``; not reached is censored."""
+    """Return the log ratio of what is spent to sync's smoothed reward at ``step``; not reached is censored.
+
+    Pairs in which it was not counted are left out.
+    """
     values = []
     for a, b in pairs(arm, sync):
         curve, of_sync = ((series(o, of), series(o, "reward")) for o in (a, b))
@@ -149,12 +152,14 @@ class Guard:
     Attributes:
         falls: trainings that fell.
         in_time: of those, with an alarm at or before the evaluation that shows the fall.
-        sound: trainings that did not fall.
+        early: of those, with an alarm before the step of that evaluation.
+        sound: trainings with older tokens that did not fall; without, the guard has nothing to see.
         false: of those, with an alarm.
     """
 
     falls: int
     in_time: int
+    early: int
     sound: int
     false: int
 
@@ -162,8 +167,9 @@ class Guard:
 def guard(outcomes: Sequence[Outcome], alarm: Alarm = kl_alarm) -> Guard:
     """Return what a guard did."""
     fell = [(alarm(o), at) for o in outcomes if (at := fall(o)) is not None]
-    sound = [alarm(o) for o in outcomes if fall(o) is None]
+    sound = [alarm(o) for o in outcomes if fall(o) is None and o.old_share > 0]
     return Guard(
-        falls=len(fell), in_time=sum(at is not None and at <= shown for at, shown in fell), sound=len(sound),
+        falls=len(fell), in_time=sum(at is not None and at <= shown for at, shown in fell),
+        early=sum(at is not None and at < shown for at, shown in fell), sound=len(sound),
         false=sum(at is not None for at in sound),
     )  # fmt: skip

@@ -50,12 +50,13 @@ def judge(design: Design, outcomes: Mapping[str, Outcome]) -> list[Verdict]:
             found.append(Verdict(claim, OPEN, f"{len(arm.keys() & against.keys())} of {wanted} pairs"))
             continue
         refuted, figures = _judged(claim, arm, against, design)
-        found.append(Verdict(claim, REFUTED if refuted else HOLDS, figures))
+        verdict = OPEN if refuted is None else REFUTED if refuted else HOLDS
+        found.append(Verdict(claim, verdict, figures))
     return found
 
 
-def _judged(claim: Claim, arm: Seeds, against: Seeds, design: Design) -> tuple[bool, str]:
-    """Return whether a claim is refuted, and by what."""
+def _judged(claim: Claim, arm: Seeds, against: Seeds, design: Design) -> tuple[bool | None, str]:
+    """Return whether a claim is refuted, and by what; None if no pair says anything of it."""
     sizes = design.tasks[claim.task]
     if claim.kind == "non_inferior":
         found = analysis.difference(arm, against)
@@ -71,7 +72,7 @@ def _judged(claim: Claim, arm: Seeds, against: Seeds, design: Design) -> tuple[b
         return found.high >= -claim.limit, shown(found)
     if claim.kind == "cheaper":
         found = analysis.ratio(arm, against, sizes.late, claim.of)
-        return not math.exp(found.high) < claim.limit, times(found)
+        return (not math.exp(found.high) < claim.limit) if found.n else None, times(found)
     raise ValueError(f"design: claim {claim.id} is of an unknown kind, {claim.kind}")
 
 

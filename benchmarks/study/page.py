@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -17,8 +19,19 @@ PRIMARY = ("over-1.25", "over-2", "refill", "quorum-0.5")
 """Arms in the table of the page; figures.json has them all."""
 HARM = 0.05
 """A loss breaks at the delay at which it ends so far below sync."""
-WORDS = 500
+WORDS = 650
 """Most words of the page."""
+LIMITS = (
+    "* Anything about large models, or seconds. A decode step counts as one, however many responses are in it.",
+    "* Convergence: all curves still rise at the end.",
+    "* Equality where a claim is refuted: with 12 pairs on `tail`, an arm as good as sync may fail by chance.",
+    "* A gain on a light tail: the responses of `long` are of nearly one length.",
+    "* Staleness alone, for a quorum: it compares with 3 siblings, not 7, and delivers what ends first.",
+    "* New abilities: held-out count-downs are mostly ends of trained ones.",
+    "* Other questions and rates: seeds vary weights, demonstrations and order; the rate was chosen for sync.",
+    "* The cost of sync's training time: only `continuous` pays for what is generated meanwhile.",
+)
+"""What a reader may not conclude."""
 
 
 def figures(design: Design, outcomes: Mapping[str, Outcome]) -> dict[str, Any]:
@@ -49,7 +62,7 @@ def figures(design: Design, outcomes: Mapping[str, Outcome]) -> dict[str, Any]:
                 }
                 for target in ("early", "late"):
                     step = getattr(sizes, target)
-                    for of in ("decode_steps", "trained_tokens", "step"):
+                    for of in ("decode_steps", "passes", "trained_tokens", "step"):
                         row[f"log_{of}_to_{target}"] = _plain(analysis.ratio(seeds, sync, step, of))
             arms[f"{task}/{name}"] = row
     return {
@@ -83,7 +96,7 @@ def _plain(found: Estimate) -> dict[str, float | int | None]:
 
 def _guard(outcomes: Mapping[str, Outcome], alarm: analysis.Alarm) -> dict[str, int]:
     found = analysis.guard(list(outcomes.values()), alarm)
-    return {"falls": found.falls, "in_time": found.in_time, "sound": found.sound, "false": found.false}
+    return dataclasses.asdict(found)
 
 
 # ---------------------------------------------------------------- the page
@@ -104,12 +117,13 @@ def page(design: Design, outcomes: Mapping[str, Outcome]) -> str:
         + ", in arms and with claims fixed before the first ran"
         + (f", but for {', '.join(later)}, added later" if later else "")
         + " ([the design](../benchmarks/study/design.toml)). Arms are paired with synchronous training by seed."
-        " Brackets: 95 % over pairs.",
+        " Brackets: 95 % over pairs. Torch: " + _torch(outcomes) + ".",
         "",
         "![Reward against decode steps](images/study.png)",
         "",
-        "|task, arm|held-out reward at the end, minus sync's|decode steps to sync's reward|",
-        "|---|---|---|",
+        "|task, arm|held-out reward at the end, minus sync's|to sync's reward: decode steps|with prefills|training"
+        " steps|",
+        "|---|---|---|---|---|",
         *_arm_rows(design, by_task),
         "",
         "## Losses",
@@ -122,6 +136,10 @@ def page(design: Design, outcomes: Mapping[str, Outcome]) -> str:
         "",
         *_guard_lines(outcomes),
         "",
+        "## What it does not show",
+        "",
+        *LIMITS,
+        "",
         "## Refuted",
         "",
         f"Of {len(verdicts)} claims {count[HOLDS]} hold, {count[REFUTED]} are refuted, {count[OPEN]} are open.",
@@ -132,6 +150,12 @@ def page(design: Design, outcomes: Mapping[str, Outcome]) -> str:
     if len(" ".join(whole).split()) > WORDS:  # then by the names that the design gives them
         whole = [*lines, *(f"* `{v.claim.id}`: {v.figures.partition(';')[0]}" for v in refuted)]
     return "\n".join(whole).rstrip() + "\n"
+
+
+def _torch(outcomes: Mapping[str, Outcome]) -> str:
+    """Return which versions made how many outcomes."""
+    found = Counter(outcome.made_with.get("torch", "not known") for outcome in outcomes.values())
+    return ", ".join(f"{version} ({count} trainings)" for version, count in found.most_common())
 
 
 def _part(design: Design, task: str, arm: str, seeds: analysis.Seeds, sync: analysis.Seeds) -> str:
@@ -147,9 +171,11 @@ def _arm_rows(design: Design, by_task: Mapping[str, Mapping[str, analysis.Seeds]
     for task, arms in by_task.items():
         for name in PRIMARY:
             if name in arms and (sync := arms.get("sync")):
-                spent = analysis.ratio(arms[name], sync, design.tasks[task].late)
                 part = _part(design, task, name, arms[name], sync)
-                rows.append(f"|{task}, {name}{part}|{shown(analysis.difference(arms[name], sync))}|{times(spent)}|")
+                late = design.tasks[task].late
+                spent = [analysis.ratio(arms[name], sync, late, of) for of in ("decode_steps", "passes", "step")]
+                cells = "|".join(times(found) if found.n else "" for found in spent)
+                rows.append(f"|{task}, {name}{part}|{shown(analysis.difference(arms[name], sync))}|{cells}|")
     return rows
 
 
@@ -179,8 +205,8 @@ def _guard_lines(outcomes: Mapping[str, Outcome]) -> list[str]:
     for name, alarm in (("kl_k3", analysis.kl_alarm), ("ess_token", analysis.ess_alarm)):
         did = analysis.guard(list(outcomes.values()), alarm)
         found.append(
-            f"* `{name}`: {did.in_time} of {did.falls} falls in time, false alarms in {did.false} of {did.sound} other"
-            " trainings."
+            f"* `{name}`: {did.in_time} of {did.falls} falls in time, {did.early} of them before the step that shows"
+            f" it; false alarms in {did.false} of {did.sound} other trainings with older tokens."
         )
     return found
 

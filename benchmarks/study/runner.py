@@ -104,7 +104,7 @@ def make_outcome(out: Path, name: str, settings: Settings) -> Cost:
     model = task.untrained(settings.seed)
     start = start_path(out, settings)
     load_weights(model, start.read_bytes(), start)
-    outcome = train(settings, task, model)
+    outcome = msgspec.structs.replace(train(settings, task, model), made_with=versions())
     path = outcome_path(out, name)
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomic(path, msgspec.json.encode(outcome) + b"\n")

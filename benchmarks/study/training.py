@@ -69,6 +69,8 @@ class Evaluation(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     reward: float
     long: float
     """Of the long prompts alone."""
+    passes: int | None = None
+    """Decode steps and prefills; None where they were not counted."""
 
 
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):
@@ -85,6 +87,8 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     staleness_max: int
     places: float
     """Mean number of samples in flight, over decode steps."""
+    made_with: dict[str, str] = {}
+    """Versions of the packages."""
 
 
 OnStep = Callable[[int, float], None]
@@ -188,11 +192,12 @@ class _Run:
     def evaluate(self, step: int) -> None:
         """Evaluate the present weights."""
         found = evaluate(self._model, self._task, drafts=self._task.drafts)
-        spent = self._engine.stats.decode_steps
+        stats = self._engine.stats
         self._evaluations.append(
             Evaluation(
-                step=step, decode_steps=spent, trained_tokens=self._trained_tokens,
+                step=step, decode_steps=stats.decode_steps, trained_tokens=self._trained_tokens,
                 reward=round(found["reward"], DIGITS), long=round(found["long"], DIGITS),
+                passes=stats.decode_steps + stats.prefill_batches,
             )
         )  # fmt: skip
 
