@@ -107,7 +107,7 @@ RISING = [0.5, 0.5, 0.6, 0.7, 0.8, 0.8, 0.8, 0.8, 0.9]
 
 def test_what_sync_reward_costs_by_hand() -> None:
     """Ratios of the same seed's trainings, their geometric mean, and Student's interval over the seeds."""
-    settings = DemoSettings(steps=40, seeds=2)
+    settings = DemoSettings(steps=40, seeds=2, evaluate_every=5)
     sync = [result("sync", seed, RISING, 100) for seed in (0, 1)]
     arms = [result("april", 0, RISING, 50), result("april", 1, [r + 0.02 for r in RISING], 20)]
     assert settings.target_step == 20
@@ -133,7 +133,7 @@ def test_what_sync_reward_costs_by_hand() -> None:
 
 def test_what_is_never_reached_or_was_there_at_once_is_said() -> None:
     """A seed that never gets there is in the ratio, as the largest; no figure is infinite; one seed has no interval."""
-    settings = DemoSettings(steps=40, seeds=3)
+    settings = DemoSettings(steps=40, seeds=3, evaluate_every=5)
     sync = [result("sync", seed, RISING, 100) for seed in range(3)]
     flat = [0.5] * 9
     some = against_sync(settings, [result("april", s, flat if s == 0 else RISING, 50) for s in range(3)], sync)

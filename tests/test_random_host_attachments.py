@@ -217,7 +217,10 @@ async def test_functions_on_hosts_know_the_ids_that_stand_for_images() -> None:
         door.accept(here)
         return link
 
-    functions: dict[str, Any] = {"rollout": rollout, "reward": lambda prompt, response: 0.0}
+    async def reward(prompt: Any, response: Any) -> float:
+        return 0.0
+
+    functions: dict[str, Any] = {"rollout": rollout, "reward": reward}
     prompts = [{"token_ids": [7, IMAGE_ID, 9], "images": [picture(color=(i, 0, 0))]} for i in range(4)]
     scheduler = _SameLoopScheduler(
         config, prompts=prompts, engines=engines[:1], hosts=door, processor=tiny_processor(), **functions

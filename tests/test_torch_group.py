@@ -77,6 +77,7 @@ def test_a_meeting_that_is_called_off_ends() -> None:
         group.connect(goes_on)
     group.close()
     assert group._thread is not None
+    group._thread.join(PATIENCE_S)
     assert not group._thread.is_alive()
 
 

@@ -98,7 +98,7 @@ def side_by_side(settings: DemoSettings, begin: Begin, processes: int) -> Traine
         while not messages.empty():
             message = messages.get()
             if isinstance(message, logging.LogRecord):
-                logging.getLogger(message.name).handle(message)
+                logging.getLogger(message.name).callHandlers(message)
                 continue
             (name, total), done, figures = message
             if name not in phases:
