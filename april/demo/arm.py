@@ -62,7 +62,7 @@ class DemoSettings:
     steps: int = 80
     """Training steps per mode and seed."""
     seeds: int = 4
-    evaluate_every: int = 8
+    evaluate_every: int = 5
     """Training steps between two evaluations on the held-out questions."""
     modes: tuple[str, ...] = SHOWN
     """Of MODES, sync among them."""
