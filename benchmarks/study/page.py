@@ -19,10 +19,18 @@ PRIMARY = ("over-1.25", "over-2", "refill", "quorum-0.5")
 """Arms in the table of the page; figures.json has them all."""
 HARM = 0.05
 """A loss breaks at the delay at which it ends so far below sync."""
-WORDS = 650
+WORDS = 700
 """Most words of the page."""
+TERMS = (
+    "* Tasks: `tail` counts down, in responses whose lengths have a heavy tail (`again`: with fresh seeds); `sorting`"
+    " is reasoning-gym's `number_sorting`; responses of `long` have some 1,100 tokens.",
+    "* Arms: `over-2` has N' = 2N, `refill` a constant number in flight and `max_staleness: 5`, `quorum-0.5` N' = 1.5N."
+    " They have [the recommended loss](corrections.md#the-recommended-loss), `sequence`.",
+)
+"""Names that the tables use."""
 LIMITS = (
-    "* Anything about large models, or seconds. A decode step counts as one, however many responses are in it.",
+    "* Anything about large models, or seconds. A decode step counts as one, however many responses are in it; arms"
+    " generate as many tokens as sync to the same reward, or more.",
     "* Convergence: all curves still rise at the end.",
     "* Equality where a claim is refuted: with 12 pairs on `tail`, an arm as good as sync may fail by chance.",
     "* A gain on a light tail: the responses of `long` are of nearly one length.",
@@ -118,6 +126,8 @@ def page(design: Design, outcomes: Mapping[str, Outcome]) -> str:
         + (f", but for {', '.join(later)}, added later" if later else "")
         + " ([the design](../benchmarks/study/design.toml)). Arms are paired with synchronous training by seed."
         " Brackets: 95 % over pairs. Torch: " + _torch(outcomes) + ".",
+        "",
+        *TERMS,
         "",
         "![Reward against decode steps](images/study.png)",
         "",
