@@ -100,10 +100,13 @@ def ratio(arm: Seeds, sync: Seeds, step: int, of: str = "decode_steps") -> Estim
 
 
 def at_equal(arm: Seeds, other: Seeds, of: str) -> Estimate:
-    """Return the reward's difference when both have spent what the one that spends less has spent in all."""
+    """Return the reward's difference when both have spent what the cheaper has at its last evaluation but one.
+
+    There both curves are means over three evaluations.
+    """
     values = []
     for a, b in pairs(arm, other):
-        budget = min(series(a, of)[-1], series(b, of)[-1])
+        budget = min(series(a, of)[-2], series(b, of)[-2])
         values.append(reward_after(a, budget, of) - reward_after(b, budget, of))
     return paired(values)
 
