@@ -33,6 +33,7 @@ from benchmarks.study.training import QUARTERLY, Evaluation, Outcome, Settings, 
 
 SMOKE = design.DESIGN.with_name("smoke.toml")
 DESIGN = design.read()
+TRAININGS = DESIGN.trainings()
 
 
 @pytest.fixture(autouse=True)
@@ -49,22 +50,21 @@ def one_thread() -> Any:
 
 def test_the_design_is_whole_and_within_its_budget() -> None:
     """Every claim names trainings that are run; primary arms have 11 pairs or more; nobody has a rate of its own."""
-    trainings = DESIGN.trainings()
     assert DESIGN.core_hours() <= DESIGN.budget_core_hours
     for task in TASKS:
         for arm in ("sync", "over-2"):
-            assert len([n for n in trainings if n.startswith(f"{task}/{arm}/")]) >= 11
+            assert len([n for n in TRAININGS if n.startswith(f"{task}/{arm}/")]) >= 11
     rates: dict[str, set[float]] = {}
-    for name, settings in trainings.items():
+    for name, settings in TRAININGS.items():
         rate = settings.learning_rate / DESIGN.tasks[settings.task].learning_rate
         assert ("-rate" in name) == (rate != 1.0)
         rates.setdefault(settings.task, set()).add(rate)
         config_of(settings, _task_of(settings))
     assert rates["tail"] == {0.5, 1.0, 2.0}
     assert len({claim.id for claim in DESIGN.claims}) == len(DESIGN.claims)
-    assert {s.delay for s in trainings.values()} == {0, 1, 2, 5, 10, 20}
+    assert {s.delay for s in TRAININGS.values()} == {0, 1, 2, 5, 10, 20}
     asked = {"none", "behaviour", "tis", "icepop", "decoupled", "gspo", "sequence"}
-    assert asked <= {s.loss for s in trainings.values()} <= LOSSES.keys()
+    assert asked <= {s.loss for s in TRAININGS.values()} <= LOSSES.keys()
 
 
 def _task_of(settings: Settings) -> Any:
@@ -380,8 +380,7 @@ def test_intervals_are_those_of_the_tables() -> None:
 
 def outcome(name: str, rewards: list[float], spent: int = 100, **others: Any) -> Outcome:
     """An outcome with an evaluation per entry, every fifth step, and so many decode steps for each."""
-    trainings = DESIGN.trainings()
-    settings = msgspec.structs.replace(trainings[name], steps=5 * (len(rewards) - 1))
+    settings = msgspec.structs.replace(TRAININGS[name], steps=5 * (len(rewards) - 1))
     evaluations = [
         Evaluation(step=5 * i, decode_steps=spent * i, trained_tokens=10 * i, reward=reward, long=reward / 2)
         for i, reward in enumerate(rewards)
@@ -480,7 +479,7 @@ def test_guards_by_hand() -> None:
 def made_up(change: float = 0.0) -> dict[str, Outcome]:
     """Outcomes of the whole design: arms are as good as sync for half of the decode steps, delayed ones are not."""
     found = {}
-    for name, settings in DESIGN.trainings().items():
+    for name, settings in TRAININGS.items():
         worse = 0.1 * (settings.delay >= 10) + change * ("over-2" in name)
         noise = 0.001 * math.sin(settings.seed * 7 + len(name))
         count = settings.steps // settings.evaluate_every
@@ -511,7 +510,7 @@ def test_claims_are_judged_by_what_was_written_down() -> None:
 
 
 def test_the_page_is_short_and_made_of_the_outcomes() -> None:
-    """At most 500 words with everything in it; its figures move with the outcomes, and nothing is infinite in JSON."""
+    """It has at most WORDS words, whole; its figures move with the outcomes; nothing is infinite in JSON."""
     fine, bad = made_up(), made_up(change=0.1)
     text = page.page(DESIGN, fine)
     assert len(text.split()) <= page.WORDS
@@ -522,6 +521,26 @@ def test_the_page_is_short_and_made_of_the_outcomes() -> None:
     end = computed["arms"]["tail/over-2"]["end_minus_sync"]["mean"]
     assert f"|tail, over-2|{end:+.3f} (" in text
     assert {f"{task}/{arm}" for task, arms in analysis.by_arm(fine).items() for arm in arms} == set(computed["arms"])
+
+
+def test_arms_are_paired_with_sync_of_their_rate_and_mean() -> None:
+    """An arm at twice the rate is compared with sync at twice the rate; that with sync at the task's rate."""
+    outcomes = made_up()
+    for name in [name for name in outcomes if name.startswith("tail/sync-rate2/")]:
+        lower = [msgspec.structs.replace(e, reward=e.reward - 0.2) for e in outcomes[name].evaluations]
+        outcomes[name] = msgspec.structs.replace(outcomes[name], evaluations=lower)
+    arms = page.figures(DESIGN, outcomes)["arms"]
+    for arm, sync, difference in (
+        ("over-2-rate2", "sync-rate2", 0.2),
+        ("sync-none-delay5-rate2", "sync-rate2", 0.2),
+        ("sync-rate2", "sync", -0.2),
+        ("over-2-rate0.5", "sync-rate0.5", 0.0),
+        ("quorum-0.5-samplemean", "sync-samplemean", 0.0),
+        ("sync-none-minibatches4", "sync", 0.0),
+    ):
+        assert arms[f"tail/{arm}"]["sync"] == f"tail/{sync}"
+        assert arms[f"tail/{arm}"]["end_minus_sync"]["mean"] == pytest.approx(difference, abs=0.005)
+    assert "end_minus_sync" not in arms["tail/sync"]
 
 
 def test_the_page_says_which_figures_are_of_a_part_of_the_pairs() -> None:

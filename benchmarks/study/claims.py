@@ -109,7 +109,7 @@ def times(found: Estimate) -> str:
         return "none"
     if math.isinf(found.mean):
         return f"never reached{never}"
-    return f"{math.exp(found.mean):.2f}x ({_factor(found.low)} to {_factor(found.high)}{never})"
+    return f"{math.exp(found.mean):.2f}x ({_factor(found.low)}\N{EN DASH}{_factor(found.high)}{never})"
 
 
 def _factor(log: float) -> str:

@@ -61,6 +61,18 @@ class Block(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     token_mean: bool = True
 
 
+class Kind(msgspec.Struct, frozen=True, kw_only=True):
+    """What trainings that differ in nothing but their seed have in common; a combination of what a block lists."""
+
+    task: str
+    arm: str
+    loss: str
+    delay: int = 0
+    rate: float = 1.0
+    minibatches: int = 1
+    token_mean: bool = True
+
+
 class Claim(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A claim, and when it counts as refuted; see ``claims.py`` for the kinds.
 
@@ -106,46 +118,57 @@ class Design(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         found: dict[str, Settings] = {}
         for block in self.blocks:
             for offset in range(block.seeds):
-                for name, settings in self._of(block, offset):
+                for kind in _kinds(block):
+                    settings = self._settings(block, kind, offset)
+                    name = f"{self.named(kind)}/{settings.seed}"
                     if found.setdefault(name, settings) != settings:
                         raise ValueError(f"design: {name} stands for two trainings: {found[name]} and {settings}")
         return found
 
-    def _of(self, block: Block, offset: int) -> Iterator[tuple[str, Settings]]:
-        combined = itertools.product(
-            block.tasks, block.arms, block.losses, block.delays, block.rates, block.minibatches
-        )  # fmt: skip
-        for task, arm, loss, delay, rate, minibatches in combined:
-            sizes = self.tasks[task]
-            seed = offset + (self.first_seed if sizes.first_seed is None else sizes.first_seed)
-            settings = Settings(
-                task=sizes.task or task, seed=seed, steps=block.steps or sizes.steps, groups=sizes.groups,
-                samples=sizes.samples, loss=loss, learning_rate=rate * sizes.learning_rate, delay=delay,
-                minibatches=minibatches, token_mean=block.token_mean, evaluate_every=sizes.evaluate_every,
-                warm_up_steps=sizes.warm_up_steps,
-            )  # fmt: skip
-            change = dict(self.arms[arm])
-            if "generation" in change.get("april", {}):
-                change["train_time"] = sizes.train_time
-            named = self.named(arm, loss, delay, rate, minibatches, block.token_mean)
-            yield f"{task}/{named}/{seed}", msgspec.structs.replace(settings, **change)
+    def kinds(self) -> dict[str, Kind]:
+        """Return all kinds of trainings by name."""
+        return {self.named(kind): kind for block in self.blocks for kind in _kinds(block)}
 
-    def named(
-        self, arm: str, loss: str, delay: int = 0, rate: float = 1.0, minibatches: int = 1, token_mean: bool = True
-    ) -> str:
+    def _settings(self, block: Block, kind: Kind, offset: int) -> Settings:
+        sizes = self.tasks[kind.task]
+        seed = offset + (self.first_seed if sizes.first_seed is None else sizes.first_seed)
+        settings = Settings(
+            task=sizes.task or kind.task, seed=seed, steps=block.steps or sizes.steps, groups=sizes.groups,
+            samples=sizes.samples, loss=kind.loss, learning_rate=kind.rate * sizes.learning_rate, delay=kind.delay,
+            minibatches=kind.minibatches, token_mean=kind.token_mean, evaluate_every=sizes.evaluate_every,
+            warm_up_steps=sizes.warm_up_steps,
+        )  # fmt: skip
+        change = dict(self.arms[kind.arm])
+        if "generation" in change.get("april", {}):
+            change["train_time"] = sizes.train_time
+        return msgspec.structs.replace(settings, **change)
+
+    def named(self, kind: Kind) -> str:
         """Return the name of trainings that differ in nothing but their seed."""
-        parts = [arm]
-        parts += [loss] if loss != self.recommended else []
-        parts += [f"delay{delay}"] if delay else []
-        parts += [f"rate{rate:g}"] if rate != 1.0 else []
-        parts += [f"minibatches{minibatches}"] if minibatches != 1 else []
-        parts += [] if token_mean else ["samplemean"]
-        return "-".join(parts)
+        parts = [kind.arm]
+        parts += [kind.loss] if kind.loss != self.recommended else []
+        parts += [f"delay{kind.delay}"] if kind.delay else []
+        parts += [f"rate{kind.rate:g}"] if kind.rate != 1.0 else []
+        parts += [f"minibatches{kind.minibatches}"] if kind.minibatches != 1 else []
+        parts += [] if kind.token_mean else ["samplemean"]
+        return f"{kind.task}/{'-'.join(parts)}"
+
+    def sync_of(self, kind: Kind) -> str:
+        """Return which synchronous trainings a kind is paired with: of its rate and mean; for those, the plain ones."""
+        own = Kind(task=kind.task, arm="sync", loss=self.recommended, rate=kind.rate, token_mean=kind.token_mean)
+        return self.named(Kind(task=kind.task, arm="sync", loss=self.recommended) if kind == own else own)
 
     def core_hours(self) -> float:
         """Return what all trainings cost, by the steps of sync."""
         seconds = sum(s.steps * self.tasks[s.task].core_seconds for s in self.trainings().values())
         return seconds / 3600
+
+
+def _kinds(block: Block) -> Iterator[Kind]:
+    names = ("task", "arm", "loss", "delay", "rate", "minibatches")
+    listed = (block.tasks, block.arms, block.losses, block.delays, block.rates, block.minibatches)
+    for values in itertools.product(*listed):
+        yield Kind(**dict(zip(names, values, strict=True)), token_mean=block.token_mean)
 
 
 def read(path: Path = DESIGN) -> Design:
@@ -158,7 +181,8 @@ AnyDesign = TypeVar("AnyDesign", bound=Design)
 
 def checked(design: AnyDesign) -> AnyDesign:
     """Return the design; ValueError if it claims something of trainings that no block runs."""
-    named = {name.rpartition("/")[0] for name in design.trainings()}
+    design.trainings()  # which refuses a name that stands for two
+    named = design.kinds()
     for claim in design.claims:
         for arm in filter(None, (claim.arm, claim.against)):
             if claim.kind != "guard" and f"{claim.task}/{arm}" not in named:

@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from april.demo.statistics import Estimate
 from benchmarks.study import analysis
 from benchmarks.study.claims import HOLDS, OPEN, REFUTED, Verdict, judge, shown, times
-from benchmarks.study.design import Design
+from benchmarks.study.design import Design, Kind
 from benchmarks.study.training import Outcome
 
 PRIMARY = ("over-1.25", "over-2", "refill", "quorum-0.5")
 """Arms in the table of the page; figures.json has them all."""
+OTHERS = "tail"
+"""The task whose other arms have a table of their own."""
 HARM = 0.05
 """A loss breaks at the delay at which it ends so far below sync."""
-WORDS = 700
+WORDS = 900
 """Most words of the page."""
 TERMS = (
     "* Tasks: `tail` counts down, in responses whose lengths have a heavy tail (`again`: with fresh seeds); `sorting`"
@@ -45,8 +49,8 @@ LIMITS = (
 def figures(design: Design, outcomes: Mapping[str, Outcome]) -> dict[str, Any]:
     """Return every figure there is, by task and arm, and the verdicts; plain values, no infinity."""
     arms: dict[str, Any] = {}
+    compared = _compared(design, outcomes)
     for task, of_task in analysis.by_arm(outcomes).items():
-        sizes, sync = design.tasks[task], of_task.get("sync", {})
         for name, seeds in of_task.items():
             row: dict[str, Any] = {
                 "trainings": len(seeds),
@@ -60,8 +64,10 @@ def figures(design: Design, outcomes: Mapping[str, Outcome]) -> dict[str, Any]:
                 "kl_alarms": sum(analysis.kl_alarm(o) is not None for o in seeds.values()),
                 "ess_alarms": sum(analysis.ess_alarm(o) is not None for o in seeds.values()),
             }
-            if name != "sync" and seeds.keys() & sync.keys():
+            if found := compared.get(f"{task}/{name}"):
+                seeds, sync = found.seeds, found.sync
                 row |= {
+                    "sync": found.name_of_sync,
                     "end_minus_sync": _plain(analysis.difference(seeds, sync)),
                     "long_minus_sync": _plain(analysis.difference(seeds, sync, "long")),
                     "minus_sync_at_equal_decode_steps": _plain(analysis.at_equal(seeds, sync, "decode_steps")),
@@ -69,7 +75,7 @@ def figures(design: Design, outcomes: Mapping[str, Outcome]) -> dict[str, Any]:
                     "log_decode_steps_per_training_step": _plain(analysis.spent_ratio(seeds, sync)),
                 }
                 for target in ("early", "late"):
-                    step = getattr(sizes, target)
+                    step = getattr(design.tasks[task], target)
                     for of in ("decode_steps", "passes", "trained_tokens", "step"):
                         row[f"log_{of}_to_{target}"] = _plain(analysis.ratio(seeds, sync, step, of))
             arms[f"{task}/{name}"] = row
@@ -112,7 +118,7 @@ def _guard(outcomes: Mapping[str, Outcome], alarm: analysis.Alarm) -> dict[str, 
 
 def page(design: Design, outcomes: Mapping[str, Outcome]) -> str:
     """Return docs/study.md."""
-    by_task = analysis.by_arm(outcomes)
+    compared = _compared(design, outcomes)
     verdicts = judge(design, outcomes)
     count = {verdict: sum(v.verdict == verdict for v in verdicts) for verdict in (HOLDS, REFUTED, OPEN)}
     missing = len(design.trainings()) - len(outcomes)
@@ -134,13 +140,20 @@ def page(design: Design, outcomes: Mapping[str, Outcome]) -> str:
         "|task, arm|held-out reward at the end, minus sync's|to sync's reward: decode steps|with prefills|training"
         " steps|",
         "|---|---|---|---|---|",
-        *_arm_rows(design, by_task),
+        *_arm_rows(design, compared),
         "",
         "## Losses",
         "",
-        f"Rollouts trained D updates late: the end minus sync's; bold: {HARM:g} lower or more.",
+        f"Rollouts trained D updates late: the end minus sync's. Bold: {HARM:g} lower or more. Brackets: how many"
+        f" trainings fell by {analysis.FALL:g}.",
         "",
-        *_loss_table(design, by_task),
+        *_loss_table(compared),
+        "",
+        "## Other arms",
+        "",
+        f"On `{OTHERS}`, with the mean staleness of trained tokens.",
+        "",
+        *_other_rows(design, compared),
         "",
         "## Guards",
         "",
@@ -168,46 +181,73 @@ def _torch(outcomes: Mapping[str, Outcome]) -> str:
     return ", ".join(f"{version} ({count} trainings)" for version, count in found.most_common())
 
 
-def _part(design: Design, task: str, arm: str, seeds: analysis.Seeds, sync: analysis.Seeds) -> str:
-    """Return how many pairs a figure is of, where that is not all of them."""
-    trainings = design.trainings()
-    there = len(seeds.keys() & sync.keys())
-    planned = min(sum(name.startswith(f"{task}/{one}/") for name in trainings) for one in (arm, "sync"))
-    return "" if there >= planned else f" ({there}/{planned} pairs)"
+@dataclass(frozen=True, slots=True)
+class Compared:
+    """Trainings beside the synchronous ones that they are paired with; there is one pair at least."""
+
+    kind: Kind
+    seeds: analysis.Seeds
+    sync: analysis.Seeds
+    name_of_sync: str
+    part: str
+    """How many pairs there are, where that is not all of them; else empty."""
+
+    @property
+    def end(self) -> Estimate:
+        """The end's difference."""
+        return analysis.difference(self.seeds, self.sync)
 
 
-def _arm_rows(design: Design, by_task: Mapping[str, Mapping[str, analysis.Seeds]]) -> list[str]:
+def _compared(design: Design, outcomes: Mapping[str, Outcome]) -> dict[str, Compared]:
+    planned = Counter(name.rpartition("/")[0] for name in design.trainings())
+    by_task, found = analysis.by_arm(outcomes), {}
+    for name, kind in design.kinds().items():
+        arms, other = by_task.get(kind.task, {}), design.sync_of(kind)
+        seeds, sync = (arms.get(one.partition("/")[2], {}) for one in (name, other))
+        there, wanted = len(seeds.keys() & sync.keys()), min(planned[name], planned[other])
+        if there and name != other:
+            part = "" if there >= wanted else f" ({there}/{wanted} pairs)"
+            found[name] = Compared(kind, seeds, sync, other, part)
+    return found
+
+
+def _arm_rows(design: Design, compared: Mapping[str, Compared]) -> list[str]:
     rows = []
-    for task, arms in by_task.items():
-        for name in PRIMARY:
-            if name in arms and (sync := arms.get("sync")):
-                part = _part(design, task, name, arms[name], sync)
-                late = design.tasks[task].late
-                spent = [analysis.ratio(arms[name], sync, late, of) for of in ("decode_steps", "passes", "step")]
-                cells = "|".join(times(found) if found.n else "" for found in spent)
-                rows.append(f"|{task}, {name}{part}|{shown(analysis.difference(arms[name], sync))}|{cells}|")
+    for task, name in itertools.product(design.tasks, PRIMARY):
+        if found := compared.get(f"{task}/{name}"):
+            late = design.tasks[task].late
+            spent = [analysis.ratio(found.seeds, found.sync, late, of) for of in ("decode_steps", "passes", "step")]
+            cells = "|".join(times(one) if one.n else "" for one in spent)
+            rows.append(f"|{task}, {name}{found.part}|{shown(found.end)}|{cells}|")
     return rows
 
 
-def _loss_table(design: Design, by_task: Mapping[str, Mapping[str, analysis.Seeds]]) -> list[str]:
-    delays = sorted({s.delay for s in design.trainings().values()} - {0})
-    losses = list(dict.fromkeys(s.loss for s in design.trainings().values() if s.delay))
+def _other_rows(design: Design, compared: Mapping[str, Compared]) -> list[str]:
+    """Return a row per arm of OTHERS that is in no other table."""
+    rows = ["|arm|the end, minus sync's|decode steps|staleness|", "|---|---|---|---|"]
+    for name, found in compared.items():
+        task, _, arm = name.partition("/")
+        if task == OTHERS and arm not in PRIMARY and not found.kind.delay and found.kind.minibatches == 1:
+            spent = analysis.ratio(found.seeds, found.sync, design.tasks[task].late)
+            stale = _mean([_over(o, "staleness") for o in found.seeds.values()])
+            rows.append(f"|{arm}{found.part}|{shown(found.end)}|{times(spent)}|{stale:.1f}|")
+    return rows
+
+
+def _loss_table(compared: Mapping[str, Compared]) -> list[str]:
+    lines: dict[str, dict[int, str]] = defaultdict(dict)
+    for found in compared.values():
+        kind = found.kind
+        if kind.delay or kind.minibatches > 1:
+            of = [kind.task, kind.loss]
+            of += [f"{kind.rate:g}x rate"] if kind.rate != 1.0 else []
+            of += [f"{kind.minibatches} minibatches"] if kind.minibatches > 1 else []
+            mean, fell = found.end.mean, sum(analysis.fall(o) is not None for o in found.seeds.values())
+            cell = f"**{mean:+.2f}**" if mean <= -HARM else f"{mean:+.2f}"
+            lines[", ".join(of)][kind.delay] = cell + (f" ({fell}/{len(found.seeds)})" if fell else "") + found.part
+    delays = sorted({delay for cells in lines.values() for delay in cells})
     rows = [f"|task, loss|{'|'.join(f'D={d}' for d in delays)}|", f"|---|{'---|' * len(delays)}"]
-    for task, arms in by_task.items():
-        for loss in losses:
-            cells = []
-            for delay in delays:
-                arm = design.named("sync", loss, delay)
-                seeds, sync = arms.get(arm, {}), arms.get("sync", {})
-                if not seeds.keys() & sync.keys():
-                    cells.append("")
-                    continue
-                mean = analysis.difference(seeds, sync).mean
-                part = _part(design, task, arm, seeds, sync)
-                cells.append((f"**{mean:+.2f}**" if mean <= -HARM else f"{mean:+.2f}") + part)
-            if any(cells):
-                rows.append(f"|{task}, {loss}|{'|'.join(cells)}|")
-    return rows
+    return rows + [f"|{of}|{'|'.join(cells.get(d, '') for d in delays)}|" for of, cells in sorted(lines.items())]
 
 
 def _guard_lines(outcomes: Mapping[str, Outcome]) -> list[str]:
