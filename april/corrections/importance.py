@@ -34,6 +34,8 @@ LEVELS: tuple[str, ...] = get_args(Level)
 
 HALVES = ("float16", "bfloat16")
 """Types in which a log-probability is too coarse: in bfloat16 one of -10 is known to 0.06, its ratio to 6 %."""
+LIMIT = 2.0
+"""The default of the largest weight."""
 LARGEST = float(np.finfo(np.float32).max)
 """The largest weight: above it float32 has infinity, which makes NaN of a loss of 0."""
 ROUNDING = 0.01
@@ -52,7 +54,7 @@ def truncated_weights(
 ) -> Float32: ...  # fmt: skip
 def truncated_weights(
     logprobs: Any, behaviour_logprobs: Any, loss_mask: Any,
-    limit: float = 2.0, *, level: Level = "token", keep_gradient: bool = False,
+    limit: float = LIMIT, *, level: Level = "token", keep_gradient: bool = False,
 ) -> Any:  # fmt: skip
     """Truncated importance weights (TIS), min(ratio, limit): float32 [B, T], 0 where there is no loss.
 

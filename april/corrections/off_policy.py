@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from april.corrections.importance import check_logprobs, float64_logprobs
+from april.corrections.importance import LIMIT, check_logprobs, float64_logprobs
 from april.errors import OffPolicyError
 
 Float64 = NDArray[np.float64]
@@ -34,8 +34,9 @@ LARGEST = 300.0
 def off_policy_report(batch: Any, logprobs: Any, *, min_effective_sample_size: float = 0.0) -> dict[str, float]:
     """Report on a batch, given the log-probabilities under the weights that are trained.
 
-    ``ess_token`` (of the tokens' ratios), ``ess_response`` (of the products over each response), ``kl_k1`` and
-    ``kl_k3`` (nats per token), ``tokens``; and for each age that occurs ``age_<a>/ess_token``, ``age_<a>/kl_k1``,
+    ``ess_token`` (of the tokens' ratios), ``ess_response`` (of the products over each response), ``weight_response``
+    (mean of these products, each at most 2: what a response weighs in :func:`policy_loss`), ``kl_k1`` and ``kl_k3``
+    (nats per token), ``tokens``; and for each age that occurs ``age_<a>/ess_token``, ``age_<a>/kl_k1``,
     ``age_<a>/kl_k3`` and ``age_<a>/tokens``. Kept tokens are in none of the ages: where there are any,
     ``kept/ess_token``, ``kept/kl_k1``, ``kept/kl_k3``, ``kept/tokens``, and ``kept/mismatch``, the mean of abs(log w),
     beside ``own/mismatch``, that of the others. Only tokens with loss count; without any, ``tokens`` is all there is.
@@ -63,7 +64,9 @@ def off_policy_report(batch: Any, logprobs: Any, *, min_effective_sample_size: f
     report = _figures(log_ratios)
     if len(log_ratios):
         rows = np.repeat(np.arange(len(batch.lengths)), batch.lengths)[counted]
-        report["ess_response"] = effective_sample_size(np.bincount(rows, log_ratios)[np.unique(rows)])
+        products = np.bincount(rows, log_ratios)[np.unique(rows)]
+        report["ess_response"] = effective_sample_size(products)
+        report["weight_response"] = float(np.exp(np.minimum(products, math.log(LIMIT))).mean())
     for age in np.unique(ages[~kept]):
         here = (ages == age) & ~kept
         report |= {f"age_{age}/{name}": value for name, value in _figures(log_ratios[here]).items()}

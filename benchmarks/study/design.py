@@ -165,10 +165,12 @@ class Design(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 def _kinds(block: Block) -> Iterator[Kind]:
-    names = ("task", "arm", "loss", "delay", "rate", "minibatches")
-    listed = (block.tasks, block.arms, block.losses, block.delays, block.rates, block.minibatches)
-    for values in itertools.product(*listed):
-        yield Kind(**dict(zip(names, values, strict=True)), token_mean=block.token_mean)
+    for task, arm, loss, delay, rate, minibatches in itertools.product(
+        block.tasks, block.arms, block.losses, block.delays, block.rates, block.minibatches
+    ):
+        yield Kind(
+            task=task, arm=arm, loss=loss, delay=delay, rate=rate, minibatches=minibatches, token_mean=block.token_mean
+        )
 
 
 def read(path: Path = DESIGN) -> Design:

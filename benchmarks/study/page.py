@@ -65,10 +65,10 @@ def figures(design: Design, outcomes: Mapping[str, Outcome]) -> dict[str, Any]:
                 "ess_alarms": sum(analysis.ess_alarm(o) is not None for o in seeds.values()),
             }
             if found := compared.get(f"{task}/{name}"):
-                seeds, sync = found.seeds, found.sync
+                sync = found.sync
                 row |= {
                     "sync": found.name_of_sync,
-                    "end_minus_sync": _plain(analysis.difference(seeds, sync)),
+                    "end_minus_sync": _plain(found.end),
                     "long_minus_sync": _plain(analysis.difference(seeds, sync, "long")),
                     "minus_sync_at_equal_decode_steps": _plain(analysis.at_equal(seeds, sync, "decode_steps")),
                     "minus_sync_at_equal_trained_tokens": _plain(analysis.at_equal(seeds, sync, "trained_tokens")),
