@@ -135,8 +135,8 @@ class GpuDesign(Design, frozen=True, kw_only=True, forbid_unknown_fields=True):
 def read(path: Path = DESIGN) -> GpuDesign:
     """Return a design; msgspec.ValidationError or ValueError says what is wrong with it.
 
-    Arms and the recommended loss are those of the study on CPUs, so that a name means the same in both.
+    Arms are those of the study on CPUs, so that a name means the same in both.
     """
     study = tomllib.loads(STUDY.read_text("utf-8"))
     own = tomllib.loads(path.read_text("utf-8"))
-    return checked(msgspec.convert(own | {key: study[key] for key in ("arms", "recommended")}, GpuDesign))
+    return checked(msgspec.convert(own | {"arms": study["arms"]}, GpuDesign))
