@@ -519,7 +519,7 @@ def test_the_page_is_short_and_made_of_the_outcomes() -> None:
     computed = page.figures(DESIGN, fine)
     json.dumps(computed, allow_nan=False)
     end = computed["arms"]["tail/over-2"]["end_minus_sync"]["mean"]
-    assert f"|tail, over-2|{end:+.3f} (" in text
+    assert f"|tail, over-2|{end:+.3f} ±" in text
     assert {f"{task}/{arm}" for task, arms in analysis.by_arm(fine).items() for arm in arms} == set(computed["arms"])
 
 

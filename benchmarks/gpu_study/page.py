@@ -36,7 +36,7 @@ def page(design: GpuDesign, outcomes: Mapping[str, GpuOutcome], gpus: int) -> st
             "",
             "## Measured",
             "",
-            "Brackets: 95 % over pairs. Seconds leave out evaluations and checkpoints.",
+            "± and brackets: 95 % over pairs. Seconds leave out evaluations and checkpoints.",
             "",
             *arm_rows(design, here),
             "",

@@ -96,10 +96,8 @@ def _guarded(claim: Claim, outcomes: Sequence[Outcome], all_there: bool) -> Verd
 
 
 def shown(found: Estimate) -> str:
-    """Return a difference with its interval."""
-    if not math.isfinite(found.high - found.low):
-        return f"{found.mean:+.3f}"
-    return f"{found.mean:+.3f} ({found.low:+.3f} to {found.high:+.3f})"
+    """Return a difference with half of its interval, which is symmetric."""
+    return f"{found.mean:+.3f}" + (f" ±{found.half_width:.3f}" if math.isfinite(found.half_width) else "")
 
 
 def times(found: Estimate) -> str:

@@ -131,7 +131,7 @@ def page(design: Design, outcomes: Mapping[str, Outcome]) -> str:
         + ", in arms and with claims fixed before the first ran"
         + (f", but for {', '.join(later)}, added later" if later else "")
         + " ([the design](../benchmarks/study/design.toml)). Arms are paired with synchronous training by seed."
-        " Brackets: 95 % over pairs. Torch: " + _torch(outcomes) + ".",
+        " ± and brackets: 95 % over pairs. Torch: " + _torch(outcomes) + ".",
         "",
         *TERMS,
         "",
