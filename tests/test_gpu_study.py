@@ -203,7 +203,7 @@ def test_log_probabilities_are_those_of_the_softmax(monkeypatch: pytest.MonkeyPa
 
 
 def test_the_design_speaks_the_words_of_the_study() -> None:
-    """Arms are those of the study on CPUs, both sizes pair all with sync; weights are per token, as for bfloat16."""
+    """Arms are those of the study on CPUs, both sizes pair all with sync; the ratio is to q, as in bfloat16."""
     made, cpu = design.read(), study.read()
     assert {size for size in (1, 8) if made.of(size)} == {1, 8}
     with pytest.raises(ValueError, match=r"no trainings for 3 GPUs, but for 1, 8"):
@@ -216,7 +216,7 @@ def test_the_design_speaks_the_words_of_the_study() -> None:
             sizes = made.tasks[task]
             assert settings.april == cpu.arms[arm].get("april", {})
             assert settings.over_sampling == cpu.arms[arm].get("over_sampling", 1.0)
-            assert settings.loss == "tis"
+            assert settings.loss == "behaviour"
             assert settings.steps % settings.evaluate_every == sizes.early % settings.evaluate_every == 0
             assert sizes.late % settings.evaluate_every == 0
             assert isinstance(config_of(settings, sizes), Config)

@@ -19,17 +19,14 @@ Rows = list[list[float]]
 CLIP, LIMIT = (0.2, 0.28), 2.0
 
 
-def by_hand(
-    now: Rows, p: Rows, q: Rows, mask: list[list[int]], advantages: Rows, level: str = "sequence"
-) -> tuple[float, Rows]:
+def by_hand(now: Rows, p: Rows, q: Rows, mask: list[list[int]], advantages: Rows) -> tuple[float, Rows]:
     """The loss and its derivative by each log-probability, token by token, as the formula has them."""
     tokens = max(sum(map(sum, mask)), 1)
     loss, gradient = 0.0, [[0.0] * len(row) for row in now]
     for i, row in enumerate(mask):
         trained = [t for t, m in enumerate(row) if m]
+        weight = min(math.prod(math.exp(p[i][t] - q[i][t]) for t in trained), LIMIT)
         for t in trained:
-            weighed = trained if level == "sequence" else [t]
-            weight = min(math.prod(math.exp(p[i][s] - q[i][s]) for s in weighed), LIMIT)
             ratio, gain = math.exp(now[i][t] - p[i][t]), advantages[i][t]
             bounded = min(max(ratio, 1 - CLIP[0]), 1 + CLIP[1])
             loss -= weight * min(ratio * gain, bounded * gain) / tokens
@@ -59,15 +56,12 @@ def batches(draw: st.DrawFn) -> tuple[Rows, Rows, Rows, list[list[int]], Rows]:
     return now, p, q, table(st.integers(0, 1)), table(apart)
 
 
-@given(batches(), st.sampled_from(["sequence", "token"]))
-def test_value_and_gradient_are_those_of_the_formula(
-    batch: tuple[Rows, Rows, Rows, list[list[int]], Rows], level: str
-) -> None:
+@given(batches())
+def test_value_and_gradient_are_those_of_the_formula(batch: tuple[Rows, Rows, Rows, list[list[int]], Rows]) -> None:
     """With a proximal policy of its own, per token advantages and any mask, to float32's rounding of the weight."""
     now, p, q, mask, advantages = batch
-    loss, gradient = by_hand(now, p, q, mask, advantages, level)
-    gains = torch.tensor(advantages, dtype=torch.float64)
-    own_loss, own_gradient = found(now, p, q, mask, gains, **({} if level == "sequence" else {"level": level}))
+    loss, gradient = by_hand(now, p, q, mask, advantages)
+    own_loss, own_gradient = found(now, p, q, mask, torch.tensor(advantages, dtype=torch.float64))
     assert own_loss == pytest.approx(loss, rel=1e-6, abs=1e-6)
     away = [abs(abs(math.exp(a - b) - 1) - c) for x, y in zip(now, p, strict=True) for a, b in zip(x, y, strict=True)
             for c in CLIP]  # fmt: skip
@@ -86,16 +80,17 @@ def test_with_one_step_the_present_policy_is_the_proximal_one(batch: tuple[Rows,
         np.testing.assert_allclose(gradient, expected[1], rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.parametrize("name", [read().recommended, "behaviour"])
 @given(batches())
-def test_it_is_the_loss_that_the_study_tried(batch: tuple[Rows, Rows, Rows, Any, Rows]) -> None:
-    """Of benchmarks/study the one named ``sequence``, so that its figures speak of this function."""
+def test_it_is_the_loss_that_the_study_tried(name: str, batch: tuple[Rows, Rows, Rows, Any, Rows]) -> None:
+    """Of benchmarks/study ``sequence``, and ``behaviour`` with q for p, so that its figures speak of this function."""
     now, p, q, mask, advantages = (torch.tensor(rows) for rows in batch)
-    tried = LOSSES[read().recommended]
-    assert tried.weights is not None
-    weights = torch.from_numpy(tried.weights(p.numpy(), q.numpy(), mask.numpy()))
-    gain = tried.objective(now, p, weights, mask != 0, advantages)
+    tried = LOSSES[name]
+    reference = q if tried.to_behaviour else p
+    weights = np.ones(p.shape) if tried.weights is None else tried.weights(p.numpy(), q.numpy(), mask.numpy())
+    gain = tried.objective(now, reference, torch.from_numpy(weights), mask != 0, advantages)
     expected = -float((gain * april.loss_weights(mask, "dapo")).sum())
-    loss = april.policy_loss(now, q, mask, advantages, proximal_logprobs=p)
+    loss = april.policy_loss(now, q, mask, advantages, proximal_logprobs=reference)
     assert float(loss) == pytest.approx(expected, rel=1e-5, abs=1e-6)
 
 
@@ -184,7 +179,6 @@ def test_numbers_that_cannot_be_are_refused_where_there_is_loss(wrong: float) ->
     ({"clip": (1.1, 0.2)}, r"clip must be \(low, high\)"),
     ({"clip": (0.2, math.inf)}, r"clip must be \(low, high\)"),
     ({"clip": (0.2, math.nan)}, r"clip must be \(low, high\)"),
-    ({"level": "response"}, "policy_loss: level must be one of token, sequence, geometric, got 'response'"),
     ({"limit": 0.0}, "policy_loss: limit must be a number above 0"),
     ({"tokens": 3}, "tokens=3, but 4 have loss here; give the number of the whole batch"),
 ])  # fmt: skip

@@ -4,20 +4,24 @@ With q the probability under which a token t of response i was sampled, p the on
 first optimizer step of the batch, and r_t = (probability now) / p_t:
 
     loss = - sum over i, t of  w_i min(r_t A_i, clip(r_t, 1 - low, 1 + high) A_i)  /  number of tokens with loss
-    w_i  = min(product over t of p_t / q_t, limit), a constant in the gradient; or one per token, by ``level``
+    w_i  = min(product over t of p_t / q_t, limit), a constant in the gradient
 
 * p and q apart, one for the clip and one for the weight: decoupled PPO (Hilton et al., arXiv 2110.00641; in AReaL,
   arXiv 2505.24298, with a weight per token).
 * A weight of the whole response, truncated: Liu et al., "When Speed Kills Stability: Demystifying RL Collapse from the
   Training-Inference Mismatch", 2025; truncation is that of TIS (``importance.py``).
 * The clip's two bounds, and the mean over the tokens of the batch: DAPO, arXiv 2503.14476.
+
+The product needs probabilities that agree where the weights do: with a KL of k nats per token between engine and
+trainer, a response of T tokens weighs about e^(-kT), and one that weighs nothing teaches nothing. With q for p there is
+no product: w_i is 1, and the clip is that of the ratio to q.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from april.corrections.importance import LIMIT, Level, as_tensor, check_logprobs, check_type, truncated
+from april.corrections.importance import LIMIT, as_tensor, check_logprobs, check_type, truncated
 
 if TYPE_CHECKING:
     import torch
@@ -29,7 +33,6 @@ LARGEST_DRIFT = 20.0
 def policy_loss(
     logprobs: torch.Tensor, behaviour_logprobs: Any, loss_mask: Any, advantages: Any, *,
     proximal_logprobs: Any = None, clip: tuple[float, float] = (0.2, 0.28), limit: float = LIMIT, tokens: Any = None,
-    level: Level = "sequence",
 ) -> torch.Tensor:  # fmt: skip
     """Compute the loss to minimise, a scalar tensor with the gradient of ``logprobs``; formula and sources are above.
 
@@ -39,15 +42,13 @@ def policy_loss(
         loss_mask: [B, T], not 0 where a token has loss. What the others hold does not matter.
         advantages: [B], one per response, or [B, T]: ``batch.advantages(...)``.
         proximal_logprobs: [B, T], ``logprobs`` before the first optimizer step of the batch, if there are several
-            steps; None means ``logprobs`` themselves, without a gradient, which is the same if there is one.
+            steps; None means ``logprobs`` themselves, without a gradient, which is the same if there is one. Give
+            ``behaviour_logprobs`` where products vanish: ``weight_response`` of the report is far below 1 at age 0.
         clip: (low, high), each at least 0, low at most 1.
-        limit: largest weight.
+        limit: largest weight of a response.
         tokens: number of tokens with loss to divide by; None means those of ``loss_mask``. For micro-batches and
             ranks, give the number of the whole batch, ``batch.share.loss_tokens``: then the losses add up to that of
             the batch. DDP and FSDP take the mean over ranks: multiply by ``batch.share.ranks`` there.
-        level: of the weights, see ``importance.py``. ``sequence`` needs log-probabilities of age 0 that agree: with a
-            KL of k nats per token between engine and trainer, a response of T tokens weighs about e^(-kT), and learns
-            nothing once that is near 0. Then give ``token``.
 
     A row counts as a response. Without a token with loss the loss is 0.
 
@@ -66,7 +67,7 @@ def policy_loss(
     now = logprobs if logprobs.dtype == torch.float64 else logprobs.float()
     check_type(who, "logprobs", logprobs)
     proximal = now.detach()
-    weights = truncated(who, now, behaviour_logprobs, loss_mask, limit, level, False)
+    weights = truncated(who, now, behaviour_logprobs, loss_mask, limit, "sequence", False)
     counted = as_tensor(loss_mask, now.device) != 0
     if proximal_logprobs is not None:
         check_type(who, "proximal_logprobs", proximal_logprobs)
@@ -76,7 +77,7 @@ def policy_loss(
                 f"{who}: proximal_logprobs have the shape {list(proximal.shape)}, and logprobs {list(now.shape)}"
             )
         check_logprobs(who, "proximal_logprobs", proximal, counted)
-        weights = truncated(who, proximal, behaviour_logprobs, loss_mask, limit, level, False)
+        weights = truncated(who, proximal, behaviour_logprobs, loss_mask, limit, "sequence", False)
     gain = _advantages(who, advantages, counted).to(now.dtype)
     ratio = torch.where(counted, now - proximal, 0.0).clamp(max=LARGEST_DRIFT).exp()
     objective = weights * torch.minimum(ratio * gain, ratio.clamp(1.0 - low, 1.0 + high) * gain)
