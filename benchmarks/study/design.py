@@ -31,7 +31,7 @@ class Sizes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     late: int
     """Step of sync whose reward is the second one."""
     core_seconds: float
-    """CPU seconds of a training step of sync, measured before; the budget is made of them."""
+    """CPU seconds of a training step, measured, the mean over all arms; the budget is made of them."""
     task: str | None = None
     """The task that these trainings are of; None means the one of this name."""
     first_seed: int | None = None
@@ -159,7 +159,7 @@ class Design(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         return self.named(Kind(task=kind.task, arm="sync", loss=self.recommended) if kind == own else own)
 
     def core_hours(self) -> float:
-        """Return what all trainings cost, by the steps of sync."""
+        """Return what all trainings cost, by their steps."""
         seconds = sum(s.steps * self.tasks[s.task].core_seconds for s in self.trainings().values())
         return seconds / 3600
 
