@@ -60,10 +60,10 @@ def _judged(claim: Claim, arm: Seeds, against: Seeds, design: Design) -> tuple[b
     sizes = design.tasks[claim.task]
     if claim.kind == "non_inferior":
         found = analysis.difference(arm, against)
-        return found.lower < -claim.limit, f"{shown(found)}; one-sided bound {found.lower:+.3f}"
+        return found.lower < -claim.limit, f"{shown(found)}, bound {found.lower:+.3f}"
     if claim.kind == "long_prompts":
         found = analysis.difference(arm, against, "long")
-        return found.lower < -claim.limit, f"{shown(found)}; one-sided bound {found.lower:+.3f}"
+        return found.lower < -claim.limit, f"{shown(found)}, bound {found.lower:+.3f}"
     if claim.kind == "better":
         found = analysis.difference(arm, against)
         return found.low <= claim.limit, shown(found)
