@@ -344,9 +344,9 @@ def _by_hand(name: str, now: Any, p: Any, q: Any, place: int, advantage: float) 
     whole = math.exp(float((p - q).sum()))
     weight, ratio = {
         "none": (1.0, to_p), "tis": (min(own, 2.0), to_p), "icepop": (own * (0.5 <= own <= 5.0), to_p),
-        "decoupled": (own, to_p), "sequence": (min(whole, 2.0), to_p), "sequence1": (min(whole, 1.0), to_p),
+        "decoupled": (own, to_p), "sequence": (min(whole, 2.0), to_p),
         "behaviour": (1.0, math.exp(now[place] - q[place])),
-        "gspo": (1.0, math.exp(float((now - q).mean()))), "gspo_wide": (1.0, math.exp(float((now - q).mean()))),
+        "gspo": (1.0, math.exp(float((now - q).mean()))),
     }[name]  # fmt: skip
     if name == "gspo":
         low, high = 1 - 3e-4, 1 + 4e-4
@@ -574,3 +574,47 @@ def test_what_is_published_is_computed_from_the_raw_outcomes() -> None:
         same = published.read_text("utf-8") == page.page(DESIGN, outcomes)
         same = same and json.loads(FIGURES.read_text("utf-8")) == page.figures(DESIGN, outcomes)
         assert same, "make them again: python -m benchmarks.study page"  # pytest would compare megabytes
+
+
+def test_what_other_pages_say_of_the_study_is_so() -> None:
+    """Each sentence of another page about the study is there, and true of the figures, which the test above checks."""
+    arms = json.loads(FIGURES.read_text("utf-8"))["arms"]
+
+    def ends(arm: str, *tasks: str) -> list[float]:
+        return [arms[f"{task}/{arm}"]["end_minus_sync"]["mean"] for task in tasks]
+
+    def falls(arm: str) -> list[int]:
+        return [arms[f"{task}/{arm}"]["falls"] for task in ("tail", "sorting", "long")]
+
+    everywhere = ("tail", "sorting", "long")
+    per_token = [f"sync-{loss}-delay" for loss in ("tis", "icepop", "decoupled")]
+    of_groups = [arms[f"tail/{arm}"] for arm in ("over-2", "quorum-0.75", "quorum-0.5")]
+    whole, most, half = (math.exp(arm["log_decode_steps_to_late"]["mean"]) for arm in of_groups)
+    age = [arm["staleness"] for arm in of_groups]
+    for where, said, so in (
+        ("corrections.md", "Without a correction rewards fell at D = 5 on all three tasks.",
+         max(ends("sync-none-delay5", *everywhere)) < -0.1),
+        ("corrections.md", "At the ages of N' = 2N they did not.", arms["tail/over-2-none"]["falls"] == 0),
+        ("corrections.md", "The recommended loss lost nothing at D = 5.",
+         min(ends("sync-delay5", *everywhere)) > -0.01),
+        ("corrections.md", "At D = 10, one training of four fell on `tail`, and none on the others.",
+         falls("sync-delay10") == [1, 0, 0]),
+        ("corrections.md", "A clipped ratio to q lost up to 0.02 at D = 5 and 0.10 at D = 10.",
+         [round(min(ends(f"sync-behaviour-delay{d}", *everywhere)), 2) for d in (5, 10)] == [-0.02, -0.1]),
+        ("corrections.md", "At the ages of N' = 2N and `refill: sample` it does as well.",
+         min(ends("over-2-behaviour", "tail") + ends("refill-behaviour", "tail")) > -0.005),
+        ("corrections.md", "Weights per token did as that at D = 5; at 10, up to half of the trainings fell on `tail`.",
+         all(round(ends(f"{arm}5", "tail")[0], 2) == -0.02 for arm in per_token)
+         and max(arms[f"tail/{arm}10"]["falls"] for arm in per_token) == 2),
+        ("corrections.md", "GSPO with its own bounds learned slowly.",
+         all(ends(f"sync-gspo-delay{d}", "tail")[0] < -0.05 and not arms[f"tail/sync-gspo-delay{d}"]["falls"]
+             for d in (5, 10, 20))),
+        ("choosing.md", "In the study 1.5N then saved as much as 2N with whole groups, with tokens half as old, at no "
+         "cost in reward; 0.5 saved no more and cost some.",
+         most < whole < half and age[1] < 0.55 * age[0] and abs(ends("quorum-0.75", "tail")[0]) < 0.005
+         and max(ends("quorum-0.5", "tail", "sorting", "again")) < -0.005),
+        ("quorum.md", "a quorum of 0.75 cost nothing, and 0.5 some reward.", True),
+    ):  # fmt: skip
+        text = " ".join((ROOT / "docs" / where).read_text("utf-8").replace("\n* ", "\n").split())
+        assert said in text, said
+        assert so, said

@@ -7,15 +7,13 @@ losses multiply PPO's clipped ratio to p by a weight that stands for p / q, whic
 loss             weight                                                ratio that is clipped
 ===============  ====================================================  =================================================
 ``none``         1                                                     to p
-``behaviour``    (in the ratio)                                        to q: own_loop's
+``behaviour``    (in the ratio)                                        to q
 ``tis``          :func:`april.truncated_weights`, per token, 2         to p
 ``icepop``       :func:`april.masked_weights`, per token, 0.5 to 5     to p
 ``decoupled``    p / q per token, not truncated (AReaL, 2505.24298)    to p
 ``gspo``         (in the ratio)                                        of the response to q, its geometric mean; the
                                                                        paper's bounds
-``gspo_wide``    (in the ratio)                                        the same with the bounds of the others
 ``sequence``     :func:`april.truncated_weights`, per response, 2      to p: the demo's
-``sequence1``    the same with a limit of 1                            to p
 ===============  ====================================================  =================================================
 """
 
@@ -34,7 +32,5 @@ LOSSES: dict[str, Loss] = {
     "icepop": Loss(lambda p, q, mask: masked_weights(p, q, mask)),
     "decoupled": Loss(truncated(LARGEST, "token")),
     "gspo": Loss(to_behaviour=True, per_response=True, clip=GSPO_CLIP),
-    "gspo_wide": Loss(to_behaviour=True, per_response=True),
     "sequence": SEQUENCE,
-    "sequence1": Loss(truncated(1.0, "sequence")),
 }
