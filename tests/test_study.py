@@ -613,6 +613,12 @@ def test_what_other_pages_say_of_the_study_is_so() -> None:
          "cost in reward; 0.5 saved no more and cost some.",
          most < whole < half and age[1] < 0.55 * age[0] and abs(ends("quorum-0.75", "tail")[0]) < 0.005
          and max(ends("quorum-0.5", "tail", "sorting", "again")) < -0.005),
+        ("choosing.md", "In the study synchronous training bore twice its rate, while N' = 2N, refill and a quorum of 0.5 "
+         "ended 0.03 to 0.08 lower there; at that rate or half of it they did not.",
+         ends("sync-rate2", "tail")[0] > 0 and all(
+             -0.085 < ends(f"{arm}-rate2", "tail")[0] < -0.025 and ends(f"{arm}-rate0.5", "tail")[0] > -0.005
+             for arm in ("over-2", "refill", "quorum-0.5")
+         )),
         ("quorum.md", "a quorum of 0.75 cost nothing, and 0.5 some reward.", True),
     ):  # fmt: skip
         text = " ".join((ROOT / "docs" / where).read_text("utf-8").replace("\n* ", "\n").split())
