@@ -578,7 +578,8 @@ def test_what_is_published_is_computed_from_the_raw_outcomes() -> None:
 
 def test_what_other_pages_say_of_the_study_is_so() -> None:
     """Each sentence of another page about the study is there, and true of the figures, which the test above checks."""
-    arms = json.loads(FIGURES.read_text("utf-8"))["arms"]
+    computed = json.loads(FIGURES.read_text("utf-8"))
+    arms, guard = computed["arms"], computed["guards"]["kl_k3"]
 
     def ends(arm: str, *tasks: str) -> list[float]:
         return [arms[f"{task}/{arm}"]["end_minus_sync"]["mean"] for task in tasks]
@@ -600,7 +601,8 @@ def test_what_other_pages_say_of_the_study_is_so() -> None:
         ("corrections.md", "At D = 10, one training of four fell on `tail`, and none on the others.",
          falls("sync-delay10") == [1, 0, 0]),
         ("corrections.md", "A clipped ratio to q lost up to 0.02 at D = 5 and 0.10 at D = 10.",
-         [round(min(ends(f"sync-behaviour-delay{d}", *everywhere)), 2) for d in (5, 10)] == [-0.02, -0.1]),
+         -0.03 < min(ends("sync-behaviour-delay5", *everywhere)) < -0.02
+         and -0.11 < min(ends("sync-behaviour-delay10", *everywhere)) < -0.09),
         ("corrections.md", "At the ages of N' = 2N and `refill: sample` it does as well.",
          min(ends("over-2-behaviour", "tail") + ends("refill-behaviour", "tail")) > -0.005),
         ("corrections.md", "Weights per token did as that at D = 5; at 10, up to half of the trainings fell on `tail`.",
@@ -613,12 +615,17 @@ def test_what_other_pages_say_of_the_study_is_so() -> None:
          "cost in reward; 0.5 saved no more and cost some.",
          most < whole < half and age[1] < 0.55 * age[0] and abs(ends("quorum-0.75", "tail")[0]) < 0.005
          and max(ends("quorum-0.5", "tail", "sorting", "again")) < -0.005),
-        ("choosing.md", "In the study synchronous training bore twice its rate, while N' = 2N, refill and a quorum of 0.5 "
-         "ended 0.03 to 0.08 lower there; at that rate or half of it they did not.",
+        ("choosing.md", "In the study synchronous training bore twice its rate, while N' = 2N and refill ended 0.03 to "
+         "0.06 lower there; at its rate or half of it they did not.",
          ends("sync-rate2", "tail")[0] > 0 and all(
-             -0.085 < ends(f"{arm}-rate2", "tail")[0] < -0.025 and ends(f"{arm}-rate0.5", "tail")[0] > -0.005
-             for arm in ("over-2", "refill", "quorum-0.5")
+             -0.065 < ends(f"{arm}-rate2", "tail")[0] < -0.025
+             and min(ends(f"{arm}-rate0.5", "tail") + ends(arm, "tail", "again")) > -0.006
+             for arm in ("over-2", "refill")
          )),
+        ("corrections.md", "A mean per response ended synchronous training itself 0.02 lower",
+         round(ends("sync-samplemean", "tail")[0], 2) == -0.02),
+        ("corrections.md", "before three of five falls of the reward, and in one of ten trainings [that do not fall]",
+         0.55 < guard["in_time"] / guard["falls"] < 0.65 and 0.08 < guard["false"] / guard["sound"] < 0.12),
         ("quorum.md", "a quorum of 0.75 cost nothing, and 0.5 some reward.", True),
     ):  # fmt: skip
         text = " ".join((ROOT / "docs" / where).read_text("utf-8").replace("\n* ", "\n").split())

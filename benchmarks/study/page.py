@@ -144,14 +144,15 @@ def page(design: Design, outcomes: Mapping[str, Outcome]) -> str:
         "",
         "## Losses",
         "",
-        f"Rollouts trained D updates late: the end minus sync's. Bold: {HARM:g} lower or more. Brackets: trainings"
-        f" that fell by {analysis.FALL:g}.",
+        "Rollouts trained D updates late, with [other losses](../benchmarks/study/losses.py): the end minus sync's."
+        f" Bold: {HARM:g} lower or more. Brackets: trainings that fell by {analysis.FALL:g}.",
         "",
         *_loss_table(compared),
         "",
         "## Other arms",
         "",
-        f"On `{OTHERS}`, with the mean staleness of trained tokens.",
+        f"On `{OTHERS}`, with the mean staleness of trained tokens; `none` and `behaviour` are losses. Arms of another"
+        " `rate` (x0.5, x2), or with a mean per response (`samplemean`), are beside sync with the same.",
         "",
         *_other_rows(design, compared),
         "",
