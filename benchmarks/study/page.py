@@ -131,7 +131,8 @@ def page(design: Design, outcomes: Mapping[str, Outcome]) -> str:
         + (f" ({missing} more are planned)" if missing else "")
         + ", in arms and with claims fixed before the first ran"
         + (f", but for {', '.join(later)}, added later" if later else "")
-        + " ([the design](../benchmarks/study/design.toml)). Arms are paired with synchronous training by seed."
+        + " ([the design](../benchmarks/study/design.toml), with what was taken out for its cost)."
+        " Arms are paired with synchronous training by seed."
         " ± and brackets: 95 % over pairs. Torch: " + _torch(outcomes) + ".",
         "",
         *TERMS,
@@ -276,12 +277,12 @@ def draw(design: Design, outcomes: Mapping[str, Outcome], path: Path, against: s
     figure = Figure(figsize=(9.0, 2.8 * len(by_task)), layout="constrained")
     grid = figure.subplots(len(by_task), 2, squeeze=False)
     for row, (task, arms) in zip(grid, by_task.items(), strict=True):
-        for name in ("sync", *PRIMARY):
+        for number, name in enumerate(("sync", *PRIMARY)):
             if seeds := arms.get(name):
                 rewards = sum(analysis.series(o, "reward") for o in seeds.values()) / len(seeds)
                 for axes, of in zip(row, ("step", against), strict=True):
                     spent = sum(analysis.series(o, of) for o in seeds.values()) / len(seeds)
-                    axes.plot(spent, rewards, label=name, linewidth=1.4)
+                    axes.plot(spent, rewards, label=name, linewidth=1.4, color=f"C{number}")
         row[0].set_ylabel(f"{task}\nheld-out reward")
         row[0].set_xlabel("training steps")
         row[1].set_xlabel(against.replace("_", " "))
