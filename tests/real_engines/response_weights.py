@@ -27,7 +27,8 @@ def main(
     """Print the mean and the range of min(product of p / q, 2) over eight responses."""
     torch.manual_seed(seed)
     directory = smollm2()
-    model: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.bfloat16).eval()
+    model: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.bfloat16)
+    model.eval()
     prompts = questions(directory)
     with torch.no_grad():
         responses, sampled = _generate(model, prompts, tokens, AutoTokenizer.from_pretrained(directory).eos_token_id)
@@ -66,7 +67,8 @@ def _generate(model: Any, prompts: list[list[int]], count: int, eos: int) -> tup
 def _computed(model: Any, prompt: list[int], response: torch.Tensor) -> torch.Tensor:
     """Log-probabilities of one response in one pass, [T], float32."""
     logits = model(torch.cat([torch.tensor(prompt), response])[None]).logits[0, len(prompt) - 1 : -1]
-    return logits.float().log_softmax(-1).gather(-1, response[:, None])[:, 0]
+    logprobs: torch.Tensor = logits.float().log_softmax(-1)
+    return logprobs.gather(-1, response[:, None])[:, 0]
 
 
 if __name__ == "__main__":
