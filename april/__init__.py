@@ -1,6 +1,6 @@
 """april: active partial rollouts for LLM reinforcement learning (arXiv 2509.18521).
 
-Nothing here imports torch, a trainer or an engine; each name is loaded when it is first used.
+``import april`` imports neither torch nor a trainer or engine; each name is loaded when it is first used.
 """
 
 from __future__ import annotations
@@ -27,7 +27,9 @@ if TYPE_CHECKING:
     from april.driver.llm import LLM, BlockingLLM, Completion
     from april.driver.rewards import EvaluationResult, Response, rewards_differ
     from april.engine_limits import Limit, LimitCode
+    from april.engines.kinds.serving import serve_forever
     from april.engines.protocol import Capabilities, Chunk, Engine, EngineFinish, Health, LogprobKind, Request
+    from april.engines.served.server import EngineServer, serve
     from april.engines.transformers.engine import TransformersEngine
     from april.engines.vllm.in_process import VllmInProcessEngine
     from april.errors import (
@@ -46,11 +48,9 @@ if TYPE_CHECKING:
         WireError,
     )
     from april.model_turns import hold_model
-    from april.processes.host import Host
-    from april.processes.link import new_token
+    from april.processes.addresses import new_token
     from april.processes.rank_scheduler import RankScheduler
     from april.processes.ranks import Ranks
-    from april.processes.remote_hosts import HostListener
     from april.record.file import RunRecord
     from april.scheduler import RolloutScheduler, partial_rollout
     from april.torch_arrays import to_torch
@@ -74,15 +74,15 @@ _HOMES = {
     "april.engine_limits": ("Limit", "LimitCode"),
     "april.model_turns": ("hold_model",),
     "april.engines.protocol": ("Capabilities", "Chunk", "Engine", "EngineFinish", "Health", "LogprobKind", "Request"),
+    "april.engines.kinds.serving": ("serve_forever",),
+    "april.engines.served.server": ("EngineServer", "serve"),
     "april.engines.transformers.engine": ("TransformersEngine",),
     "april.engines.vllm.in_process": ("VllmInProcessEngine",),
     "april.errors": (
         "AprilError", "CheckpointError", "ConfigError", "DataExhausted", "EngineError", "InvariantError",
         "OffPolicyError", "RankError", "RolloutError", "SchedulerClosed", "UsageError", "WeightsInUse", "WireError",
     ),
-    "april.processes.remote_hosts": ("HostListener",),
-    "april.processes.host": ("Host",),
-    "april.processes.link": ("new_token",),
+    "april.processes.addresses": ("new_token",),
     "april.processes.ranks": ("Ranks",),
     "april.processes.rank_scheduler": ("RankScheduler",),
     "april.record.file": ("RunRecord",),
@@ -94,13 +94,14 @@ _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 __all__ = [
     "LLM", "AprilError", "Batch", "BlockingLLM", "Capabilities", "CheckpointError", "Chunk", "Completion", "Config",
     "ConfigError", "DataExhausted", "DeliveredSample", "DriftGuard", "DropReason", "Engine", "EngineError",
-    "EngineFinish", "EvaluationResult", "FinishReason", "Health", "Host", "HostListener", "InvariantError", "Ledger",
-    "Limit", "LimitCode", "LogprobKind", "OffPolicyError", "PolicyVersion", "Prompt", "RankError", "RankScheduler",
-    "Ranks", "Request", "Response", "RolloutError", "RolloutScheduler", "RunRecord", "SampleId", "SamplingConfig",
-    "SamplingParams", "SchedulerClosed", "Segment", "SegmentKind", "TransformersEngine", "UsageError",
-    "VllmInProcessEngine", "WeightsInUse", "WireError", "add_april_arguments", "attachment_bytes",
+    "EngineFinish", "EngineServer", "EvaluationResult", "FinishReason", "Health",
+    "InvariantError", "Ledger", "Limit", "LimitCode", "LogprobKind", "OffPolicyError", "PolicyVersion", "Prompt",
+    "RankError", "RankScheduler", "Ranks", "Request", "Response", "RolloutError", "RolloutScheduler", "RunRecord",
+    "SampleId", "SamplingConfig", "SamplingParams", "SchedulerClosed", "Segment", "SegmentKind", "TransformersEngine",
+    "UsageError", "VllmInProcessEngine", "WeightsInUse", "WireError", "add_april_arguments", "attachment_bytes",
     "config_from_arguments", "group_advantages", "hold_model", "loss_weights", "masked_weights", "new_token",
-    "off_policy_report", "partial_rollout", "policy_loss", "rewards_differ", "to_torch", "truncated_weights",
+    "off_policy_report", "partial_rollout", "policy_loss", "rewards_differ", "serve", "serve_forever", "to_torch",
+    "truncated_weights",
 ]  # fmt: skip
 
 

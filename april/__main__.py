@@ -1,4 +1,4 @@
-"""``python -m april`` and the ``april`` script."""
+"""Entry point of ``python -m april`` and the ``april`` script."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from april.extras import install
 
 
 def main() -> None:
-    """Run the command line, or say what is missing to run it."""
+    """Run the command line; exit with a message if a package that it needs is missing."""
     try:
         from april.cli import app
     except ModuleNotFoundError as error:

@@ -1,4 +1,4 @@
-"""The bytes of attachments, which are in memory or in files."""
+"""Reads the bytes of attachments from memory or from their files."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from april.errors import AttachmentError
 
 
 def attachment_bytes(attachment: Attachment) -> bytes:
-    """Return the bytes of an attachment, from its file where they are not in memory.
+    """Return the bytes of an attachment; reads its file if they are not in memory.
 
     Raises:
-        AttachmentError: the file cannot be read, or has other content than it had when the prompt was drawn.
+        AttachmentError: the file cannot be read, or has changed since the prompt was drawn.
     """
     if attachment.data is not None:
         return attachment.data

@@ -1,4 +1,4 @@
-"""Work that takes long, beside an event loop."""
+"""Runs blocking functions in worker threads, from coroutines on a real or virtual clock."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ T = TypeVar("T")
 
 
 def threads_wake(loop: asyncio.AbstractEventLoop) -> bool:
-    """Return whether a thread that ends wakes the loop: it does not wake one whose clock jumps as soon as all wait."""
+    """Return whether threads can wake the loop; one with a virtual clock skips ahead instead of waiting for threads."""
     return bool(getattr(loop, "threads_wake_it", True))
 
 
 async def in_thread(function: Callable[P, T], *arguments: P.args, **named: P.kwargs) -> T:
-    """Call the function in a thread, or at once on a loop that no thread can wake; returns and raises what it does."""
+    """Run a function in a worker thread and return its result; runs it inline if threads cannot wake the loop."""
     if threads_wake(asyncio.get_running_loop()):
         return await asyncio.to_thread(function, *arguments, **named)
     return function(*arguments, **named)

@@ -1,21 +1,24 @@
-"""A trainer's loader of prompts with april's state in its own, so that one checkpoint holds both."""
+"""Wraps a trainer's data loader so that its state includes april's, and one checkpoint holds both."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 KEY = "april"
-"""Where april's part stands in the loader's state; a trainer without april passes over it."""
+"""Key of april's part in the loader's state; a trainer without april ignores it."""
 
 
 class CarryingLoader:
-    """Everything but the state is the loader's.
+    """A trainer's data loader whose saved state includes april's; everything else is passed on to the loader.
 
     Args:
-        loader: the trainer's.
-        save: ``(loader_state) -> state`` with april's part in it.
-        load: takes april's part of a state (None: there is none); true if the saved epoch's prompts had ended.
+        loader: Data loader of the trainer.
+        save: Function that calls the given function for the loader's state, and returns it with april's part added.
+        load: Function that loads april's part of a state (None if there is none); returns a true value if the saved
+            epoch's prompts had ended.
     """
 
     def __init__(
@@ -28,7 +31,7 @@ class CarryingLoader:
         return len(self._loader)
 
     def __iter__(self) -> Iterator[Any]:
-        if self._ended:  # the loader would begin the next epoch here
+        if self._ended:  # the saved epoch is over; the loader would start the next one here
             self._ended = False
             return iter(())
         return iter(self._loader)
@@ -37,12 +40,54 @@ class CarryingLoader:
         return getattr(self._loader, name)
 
     def state_dict(self) -> dict[str, Any]:
-        """The loader's state, and april's under ``april``."""
+        """Return the loader's state, with april's under the key ``april``."""
         return self._save(self._loader.state_dict)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """The rest of the saved epoch; april goes on from its part when it is first asked for a batch."""
+        """Load the loader's state, for the rest of the saved epoch, and pass april's part to ``load``."""
         theirs = dict(state)
         ours = theirs.pop(KEY, None)
         self._loader.load_state_dict(theirs)
         self._ended = bool(self._load(ours))
+
+
+class CarriedRows:
+    """A thread-safe queue of rows from a trainer's data loader, which april draws.
+
+    A saved state contains each row that the loader has given and april's own state does not hold.
+
+    Args:
+        more: Function that returns further rows of the loader, in order; an error that it raises ends them.
+    """
+
+    def __init__(self, more: Callable[[], Iterable[Any]]) -> None:
+        self._more = more
+        self._lock = threading.Lock()
+        self._recent: deque[Any] = deque()
+        """Rows drawn last; a state that does not hold them yet is saved with them."""
+        self.ahead: deque[Any] = deque()
+        """Rows that the loader has given and april has not drawn."""
+        self.drawn = 0
+        """Number of rows drawn, including those before a restart."""
+
+    def draw(self) -> Any:
+        """Return the next row."""
+        with self._lock:
+            if not self.ahead:
+                self.ahead.extend(self._more())
+            row = self.ahead.popleft()
+            self._recent.append(row)
+            self.drawn += 1
+        return row
+
+    def save(self, position: int, loader_state: Callable[[], dict[str, Any]]) -> tuple[dict[str, Any], list[Any]]:
+        """Return the loader's state and the rows it gave after the first ``position``, which april's state covers."""
+        with self._lock:
+            while len(self._recent) > self.drawn - position:
+                self._recent.popleft()
+            return loader_state(), [*self._recent, *self.ahead]
+
+    def go_on(self, position: int, ahead: Sequence[Any]) -> None:
+        """Continue after a restart, at ``position`` drawn rows, with the saved rows ``ahead`` first."""
+        self.drawn = position
+        self.ahead.extend(ahead)

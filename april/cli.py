@@ -1,4 +1,4 @@
-"""The command line (typer)."""
+"""Defines the commands of ``april`` (typer)."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from rich.text import Text
 
 import april
 from april.core.types import OnStale, SampleId
-from april.errors import AprilError, ConfigError, RecordError, RolloutError
+from april.errors import AprilError, ConfigError, RolloutError
 from april.extras import install
 from april.record.file import is_record
-from april.server_text import clean, printable
+from april.server_text import printable
 from april.simulate.workload import Placement
 from april.state_file import write_atomic
 
@@ -37,7 +37,7 @@ def _version(asked: bool) -> None:
 
 
 def _no_record(out: Path) -> Path:
-    """A record is never written over."""
+    """Refuse an output path that is the record of a run, so that no record is overwritten."""
     if out.is_file() and is_record(out):
         raise typer.BadParameter(printable(f"{out} is the record of a run; choose another file"))
     return out
@@ -45,15 +45,17 @@ def _no_record(out: Path) -> Path:
 
 @contextmanager
 def _sentences(out: Path | str = "", usage: tuple[type[Exception], ...] = ()) -> Iterator[None]:
-    """Errors end the program with a sentence: ``usage``, and what cannot be written to ``out``, as mistakes in the
-    command line (code 2), april's others as failures (code 1)."""
+    """Turn errors inside the block into a message and an exit code, without a traceback.
+
+    Errors of the types ``usage``, and OSError if there is an ``out``, are wrong command lines (code 2); other errors of
+    april are failures (code 1)."""
     known: tuple[type[Exception], ...] = (AprilError, *usage)
     try:
         yield
     except known as error:
         if not isinstance(error, AprilError) or (ConfigError in usage and isinstance(error, ConfigError)):
             raise typer.BadParameter(printable(str(error))) from None
-        Console(markup=False, highlight=False).print(printable(str(error)), soft_wrap=True)
+        Console(stderr=True, markup=False, highlight=False).print(printable(str(error)), soft_wrap=True)
         raise typer.Exit(1) from None
     except OSError as error:
         if not out:
@@ -71,28 +73,6 @@ def main(
 
 
 @app.command()
-def demo(
-    out: Annotated[Path, typer.Option(help="Directory for summary.json and demo.png.")] = Path("runs/demo"),
-    steps: Annotated[int, typer.Option(min=1, help="Training steps per mode and seed.")] = 80,
-    seeds: Annotated[int, typer.Option(min=1, help="Each with its own warm-up.")] = 4,
-    quorum: Annotated[bool, typer.Option(help="Also a group quorum of 0.5 with N' = 1.5N.")] = False,
-    processes: Annotated[int, typer.Option(min=1, help="Trainings at the same time, of one thread each.")] = 2,
-) -> None:
-    """Train a tiny language model on this CPU three times per seed: sync, april (N' = 2N), and refill."""
-    from april.demo.arm import MODES, SHOWN, DemoSettings
-    from april.demo.run import run_and_show
-
-    settings = DemoSettings(steps=steps, seeds=seeds, modes=MODES if quorum else SHOWN)
-    try:
-        holds = run_and_show(settings, out, processes=processes)
-    except AprilError as error:
-        Console().print(f"the demo failed: {error}", markup=False, highlight=False)
-        raise typer.Exit(1) from None
-    if not holds:
-        raise typer.Exit(1)
-
-
-@app.command()
 def doctor(
     urls: Annotated[
         list[str] | None, typer.Argument(help="Addresses of servers, such as http://127.0.0.1:8000.", metavar="URL")
@@ -106,7 +86,7 @@ def doctor(
     timeout: Annotated[float, typer.Option(min=0.1, max=15, help="Longest that it takes, in seconds.")] = 15.0,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Say what these servers can do, what should change, and whether april will be exact with them.
+    """Check what these servers can do, what to change in their setup, and whether april will be exact with them.
 
     Exit code 0: april can use them. 1: it cannot, or they were not reached. 2: the command line or the file is wrong.
     """
@@ -124,9 +104,9 @@ def replay(
     path: Annotated[Path, typer.Argument(help="A record: what RolloutScheduler(record=...) has written.")],
     story: Annotated[str | None, typer.Option(help="What happened to one sample, such as g3.s1.", metavar="ID")] = None,
 ) -> None:
-    """Run a recorded run again, from its events alone, and check that april decides the same and its ledgers balance.
+    """Replay a recorded run from its events, and check that april decides the same and that its ledgers balance.
 
-    Exit code 0: it does. 1: it does not, or the file was changed. 2: the command line is wrong.
+    Exit code 0: they match. 1: they do not, or the file was changed or cannot be read. 2: the command line is wrong.
     """
     from april.record.replay import replay as run
 
@@ -153,15 +133,15 @@ def report(
         Path, typer.Option(help="The page.", metavar="FILE", callback=_no_record)
     ] = Path("runs/report.html"),
 ) -> None:
-    """Write a page on what happened in a run, to open in a browser; several runs stand side by side.
+    """Write an HTML report on a run, to open in a browser; several runs are shown side by side.
 
-    Exit code 0: it is written. 1: a record cannot be read. 2: the command line is wrong.
+    Exit code 0: the report is written. 1: a record cannot be read. 2: the command line is wrong.
     """
     console = Console(markup=False, highlight=False)
     if find_spec("matplotlib") is None:
         console.print(f"the report needs matplotlib: {install('plot')}", soft_wrap=True)
         raise typer.Exit(1)
-    from april.view.report import page
+    from april.view.report import Findings, healthy, helped, page
     from april.view.run_data import read_run
 
     with _sentences(out):
@@ -170,9 +150,14 @@ def report(
             for path in paths:
                 status.update(Text(f"reading {printable(str(path))}"))
                 runs.append(read_run(path))
+            found = [Findings.of(run) for run in runs]
             status.update("drawing")
-            text = page(runs)
+            text = page(runs, found)
         write_atomic(out, text.encode())
+    for run, each in zip(runs, found, strict=True):
+        of = f" of {run.path}" if len(runs) > 1 else ""
+        console.print(printable(f"Did april help{of}? {helped(each.gain)}"), soft_wrap=True)
+        console.print(printable(f"The health of learning{of}: {healthy(each.health)}"), soft_wrap=True)
     console.print(f"wrote {printable(str(out))}", soft_wrap=True)
 
 
@@ -185,28 +170,25 @@ def watch(
 ) -> None:
     """Show the state of a run in another process, from its record, until it has ended or Ctrl-C.
 
-    Exit code 0: it has ended, or you did. 1: the file is no record, or with --once not there. 2: the command line is
-    wrong.
+    Exit code 0: the run has ended, or you stopped watching. 1: the file is no record, or with --once there is none. 2:
+    the command line is wrong.
     """
     from april.view.watch import watch as follow
 
     console = Console(markup=False, highlight=False)
-    try:
+    with _sentences():
         there = follow(path, console, once=once)
-    except RecordError as error:
-        console.print(clean(error), soft_wrap=True)
-        raise typer.Exit(1) from None
     if not there:
         raise typer.Exit(1)
 
 
-# The parameters of simulate and plan are called like the fields of Workload that they set.
+# The parameters of simulate and plan have the names of the Workload fields that they set.
 _ENGINES, _BATCH, _LENGTHS, _RUN = "Engines", "Batch and staleness", "Response lengths", "Simulation"
 _TRAINER = "Trainer"
 
 
 def _in(panel: str, text: str, *flags: str, **limits: Any) -> Any:
-    """Return an option of one panel of the help."""
+    """Return a typer option that ``--help`` shows in the panel ``panel``."""
     return typer.Option(*flags, help=text, rich_help_panel=panel, **limits)
 
 
@@ -272,9 +254,9 @@ def simulate(
     ] = True,
     out: Annotated[Path, _in(_RUN, "Directory for simulate.json and simulate.png.")] = Path("runs/simulate"),
 ) -> None:  # fmt: skip
-    """Plan before you run: sync, april (N' = 2N) and refill for your workload, on virtual time, without a GPU.
+    """Simulate sync, april (N' = 2N) and refill for your workload before you run it, on virtual time, without a GPU.
 
-    With --train-time the whole loop, and continuous generation too.
+    With --train-time the whole training loop is simulated, and continuous generation too.
     """
     given = {name: value for name, value in locals().items() if name != "out"}
     from april.simulate.run import simulate as run
@@ -331,7 +313,7 @@ def profile(
 ) -> None:
     """Measure the cost of decoding and prefilling on this server, with requests of random tokens, for april plan.
 
-    Exit code 0: measured. 1: the server failed, or cannot be used. 2: the command line is wrong.
+    Exit code 0: the cost is measured. 1: the server failed, or cannot be used. 2: the command line is wrong.
     """
     from april.simulate.profile import profile_server
 
@@ -368,9 +350,9 @@ def plan(
     processes: Annotated[int, _in(_RUN, "Number of processes that simulate at the same time.", min=1)] = 2,
     out: Annotated[Path, _in(_RUN, "Directory for plan.yaml, plan.json and plan.png.")] = Path("runs/plan"),
 ) -> None:
-    """Find the best settings for these lengths: simulate candidates side by side, and write a configuration.
+    """Find the best settings for these response lengths: simulate candidates, and write a configuration.
 
-    Settings that are not given are those of the recorded run, or as in april simulate.
+    Settings that are not given are those of the recorded run, or the defaults of april simulate.
     """
     own = ("path", "max_off_policy_share", "cost", "processes", "out")
     given = {name: value for name, value in locals().items() if value is not None and name not in ("own", *own)}

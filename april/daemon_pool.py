@@ -1,8 +1,8 @@
-"""A pool of daemon threads, and the few seconds for which the end of the process waits for them.
+"""A pool of daemon threads, and an exit handler that waits a few seconds for functions that still run in them.
 
-A daemon thread that comes back from a native library while the interpreter ends is torn out of it, and C++ answers that
-with ``abort()``: a good run would end with code 134. So the interpreter's end waits, and says for what. Then it raises
-SystemExit in what still runs, which ends whatever comes back to Python; what never does cannot be torn out of anything.
+If a daemon thread returns from a native library while the interpreter shuts down, Python kills it there, and C++ code
+answers that with ``abort()``: a successful run would end with code 134. So the exit handler waits and logs for what. It
+then raises SystemExit in threads that still run, which ends them when they return to Python; the others do no harm.
 """
 
 from __future__ import annotations
@@ -27,33 +27,33 @@ T = TypeVar("T")
 _Job = tuple[Future[Any], Callable[[], Any]]
 
 EXIT_PATIENCE_S, TELL_S, INTERRUPT_S = 10.0, 2.0, 2.0
-"""Seconds that the end of the process waits for functions, before it says so, and after it has interrupted them."""
+"""Seconds that the exit handler waits for functions in all, before it logs a warning, and after interrupting them."""
 _running: dict[int, Callable[..., Any]] = {}
-"""The function that each thread of april runs."""
+"""Functions that run in april's threads, by thread identifier."""
 _over = threading.Event()
-"""Set once functions were interrupted: the process ends now."""
+"""Set once the exit handler interrupts functions; no other function starts after that."""
 
 
 class DaemonPool(ThreadPoolExecutor):
-    """A pool whose threads are not joined at exit; its base class is what asyncio accepts as default executor."""
+    """An executor whose threads are daemons and not joined at exit; asyncio accepts it as its default executor."""
 
     def __init__(self, name: str, max_workers: int | None = None) -> None:
         super().__init__(max_workers)
         self._name = name
         self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
         self._free = threading.Semaphore(0)
-        """Counts threads that wait for a job."""
+        """Semaphore that counts the threads waiting for a job."""
         self._workers: list[threading.Thread] = []
         self._numbers = itertools.count()
         self._over = False
         self._taking = threading.RLock()
-        """Keeps jobs from coming behind the words that end the threads; reentrant, as signal handlers may submit."""
+        """Lock that keeps jobs from being queued after the shutdown; reentrant, as signal handlers may submit."""
 
     def submit(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> Future[T]:
-        """Call ``fn`` in one of the threads.
+        """Queue a call of ``fn`` for a thread, and start another thread if none is free.
 
         Raises:
-            RuntimeError: after :meth:`shutdown`, or the system gives no more threads.
+            RuntimeError: after :meth:`shutdown`, or if the system allows no more threads.
         """
         future: Future[T] = Future()
         with self._taking:
@@ -68,7 +68,7 @@ class DaemonPool(ThreadPoolExecutor):
         return future
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """Take nothing more; the threads end after what they have, and with ``wait`` this returns when they have."""
+        """Accept no more jobs; threads end after the queued jobs, and with ``wait`` this waits for them."""
         with self._taking:
             self._over = True
             if cancel_futures:
@@ -82,7 +82,7 @@ class DaemonPool(ThreadPoolExecutor):
                 worker.join()
 
     def join(self, seconds: float) -> bool:
-        """Return whether all threads have ended within ``seconds``, after a :meth:`shutdown`."""
+        """Wait up to ``seconds`` for the threads to end after a :meth:`shutdown`; returns whether all have ended."""
         end = time.monotonic() + seconds
         for worker in self._workers:
             worker.join(max(0.0, end - time.monotonic()))
@@ -103,13 +103,13 @@ def _work(jobs: SimpleQueue[_Job | None], free: threading.Semaphore) -> None:
                 raised = error
             _running.pop(me, None)
             if _over.is_set():
-                threading.Event().wait()  # nobody hears the result, and what goes on now would be torn out
-        free.release()  # before anybody hears of the result, so that the next job needs no new thread
+                threading.Event().wait()  # block for ever: a thread that goes on now would be killed at exit
+        free.release()  # before the result is set, so that a job submitted in reaction needs no new thread
         if raised is not None:
             future.set_exception(raised)
         elif wanted:
             future.set_result(result)
-        del job, future, function, result, raised  # they must not live on in an idle thread
+        del job, future, function, result, raised  # an idle thread must not keep these objects alive
 
 
 def _wait() -> None:
@@ -117,7 +117,7 @@ def _wait() -> None:
         log.warning("the process ends when %s is done, after %g s at the latest", _names(), EXIT_PATIENCE_S)
     if not _ended_within(EXIT_PATIENCE_S - TELL_S):
         log.error("%s did not end; it is interrupted, and the process ends", _names())
-        _over.set()  # before the look: what begins later sees it
+        _over.set()  # before reading _running, so that functions which start later see it
         for thread in list(_running):
             ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(SystemExit))
         _ended_within(INTERRUPT_S)
@@ -131,7 +131,7 @@ def _ended_within(seconds: float) -> bool:
 
 
 def _name(function: Any) -> str:
-    """The name of the user's function, which partials and helpers are given as their first argument."""
+    """Return the name of the user's function, which partials of helpers have as their first argument."""
     while isinstance(function, partial):
         function = function.args[0] if function.args and callable(function.args[0]) else function.func
     return str(getattr(function, "__qualname__", type(function).__qualname__))

@@ -1,8 +1,8 @@
-"""Limits of an engine, as data: a code, its consequence, the remedy, and the promise that april cannot keep.
+"""Limits of an engine as data: a code, its consequence, the remedy, and the promise that april cannot keep with it.
 
-Probes make limits, ``april doctor`` prints them, the conformance suite gives them as reasons.
+Probes of engines create limits, ``april doctor`` prints them, and the conformance suite gives them as reasons.
 
-Invariant: code decides by :class:`LimitCode`; sentences are made in :meth:`Limit.sentence`, and nothing reads them.
+Invariant: code branches only on :class:`LimitCode`; the sentences of :meth:`Limit.sentence` are for people.
 """
 
 from __future__ import annotations
@@ -11,74 +11,82 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 
 IT = "The server"
-"""Subject of a limit before its server is known."""
+"""Subject of a limit's sentence before the server's address is known."""
 
 
 class Level(StrEnum):
-    """Level at which an engine does one thing."""
+    """How well an engine supports one feature."""
 
     OK = "ok"
     REMARK = "remark"
-    """Good to know; exactness does not depend on it."""
+    """Worth knowing, but exactness does not depend on it."""
     LIMITED = "limited"
-    """Works, and april does not keep one of its promises."""
+    """Works, but april cannot keep one of its promises."""
     MISSING = "missing"
-    """april cannot work so."""
+    """april cannot work with the engine because of it."""
 
 
 class LimitCode(StrEnum):
-    """Code of a limit."""
+    """Code of a limit, with the promise that april cannot keep because of it (empty if there is none)."""
+
+    promise: str
+
+    def __new__(cls, value: str, promise: str = "") -> LimitCode:
+        """Make a member that equals ``value`` as text."""
+        code = str.__new__(cls, value)
+        code._value_, code.promise = value, promise
+        return code
 
     PAUSED = "paused"
     NO_VERSION_SPANS = "no version spans"
     """Replies do not say which weights made which token."""
-    NO_LABELS = "no labels"
-    """The weights have no label that april could read or set."""
-    NO_DISK_UPDATES = "no disk updates"
+    NO_LABELS = "no labels", "every restart of the server is noticed"
+    """The server's weights have no label (version name) that april could read or set."""
+    NO_DISK_UPDATES = "no disk updates", "april gives the server its new weights"
     NO_TRANSFERS = "no transfers"
     """Weights cannot be sent from the trainer's process."""
-    ADAPTER = "adapter"
-    """Requests name an adapter, which whole weights of its base would not fit."""
+    ADAPTER = "adapter", "april gives the server its new weights"
+    """Requests use an adapter, to which an update of the base model's weights would not belong."""
     ADAPTERS_ONLY = "adapters only"
-    """The same, where april can load new adapters."""
+    """Requests use an adapter, and april can load new adapters but no whole weights."""
     UNUSED_ADAPTERS = "unused adapters"
-    """The server has adapters, and requests name their base."""
-    TIED_EMBEDDINGS = "tied embeddings"
-    """The model is not reloaded rightly on a CPU."""
+    """The server has adapters, but requests use the base model."""
+    TIED_EMBEDDINGS = "tied embeddings", "april gives the server its new weights"
+    """On a CPU, vLLM reloads a model with tied embeddings incorrectly."""
     UPDATES_END_ALL = "updates end all"
-    """A weight update ends the requests of others too."""
+    """A weight update aborts the requests of other clients too."""
     UPDATES_WAIT = "updates wait"
-    """A weight update waits for the requests of others."""
-    NO_ABORT_BY_ID = "no abort by id"
-    SEVERAL_PROCESSES = "several processes"
-    """API processes behind one port, of which an abort by id reaches one."""
-    CUMULATIVE_STREAMS = "cumulative streams"
-    """Each event repeats the whole response, so april reads answers at their end."""
+    """A weight update waits for the requests of other clients."""
+    NO_ABORT_BY_ID = "no abort by id", "an abort loses no token"
+    SEVERAL_PROCESSES = "several processes", "an abort loses no token, and leaves other users of the server alone"
+    """Several API processes share one port, and an abort by id reaches only one of them."""
+    CUMULATIVE_STREAMS = "cumulative streams", "an abort loses no token"
+    """Each event repeats the whole response, so april reads responses only at their end."""
     TOKENS_AT_END = "tokens at end"
     LATE_STREAM_END = "late stream end"
-    """The server notices late that a stream was closed."""
+    """The server notices late that the client has closed a stream."""
     NO_STREAM_INTERVAL = "no stream interval"
-    RAW_LOGPROBS = "raw logprobs"
-    UNKNOWN_LOGPROBS = "unknown logprobs"
-    UNKNOWN_EOS = "unknown eos"
+    RAW_LOGPROBS = "raw logprobs", "log-probabilities are right at temperatures other than 1"
+    UNKNOWN_LOGPROBS = "unknown logprobs", "log-probabilities are right at temperatures other than 1"
+    UNKNOWN_EOS = "unknown eos", "no response is continued behind its end"
     UNSEEN_EOS = "unseen eos"
-    """EOS is known, and the server was not seen to hand it over."""
+    """The EOS ids are known, but no response of the server was seen to contain one."""
     EARLY_STOP = "early stop"
-    """Other ends than EOS may come before min_tokens."""
+    """Stop tokens other than EOS may end a response before min_tokens."""
     NO_SEEDS = "no seeds"
-    CHUNKED_PREFILL = "chunked prefill"
-    """The server dies of a seed, so none is sent."""
-    SPECULATION = "speculation"
-    SEVERAL_COPIES = "several copies"
+    CHUNKED_PREFILL = "chunked prefill", "the server lives through the requests of others, and runs repeat"
+    """A request with a seed crashes the server, so april sends no seeds."""
+    SPECULATION = "speculation", "tokens and log-probabilities are those of the model"
+    SEVERAL_COPIES = "several copies", "what april sees of the server holds for each of its copies"
     NO_EXPERTS = "no experts"
-    """The experts that the model chooses do not come with its tokens."""
+    """The server does not return the experts that the model chose for each token."""
     NO_ATTACHMENTS = "no attachments"
-    """The model takes images, and its server none from april."""
+    """The model reads images, but april cannot send any to its server."""
     NO_LOAD = "no load"
     NO_START_TIME = "no start time"
     """The server does not say when its process began."""
     OTHER = "other"
-    """A limit of an engine of your own."""
+    """A limit that a user's own engine class reports."""
 
 
 CAUSES: dict[str, tuple[LimitCode, ...]] = {
@@ -92,66 +100,48 @@ CAUSES: dict[str, tuple[LimitCode, ...]] = {
     ),
     "verifies_weights": (LimitCode.NO_LABELS,),
 }
-"""Fields of :class:`~april.engines.protocol.Capabilities`, and the codes that may be the cause of their being less than
-they could be, the likeliest first."""
+"""Fields of :class:`~april.engines.protocol.Capabilities`, each with the codes that may explain a lower value than the
+best one, most likely first."""
 
 CUTS = (
     LimitCode.NO_VERSION_SPANS, LimitCode.NO_LABELS, LimitCode.NO_DISK_UPDATES, LimitCode.SEVERAL_PROCESSES,
     LimitCode.SEVERAL_COPIES, LimitCode.NO_ABORT_BY_ID,
 )  # fmt: skip
-"""Codes that may be the cause why a weight update must cut the requests in flight, though others of the kind keep
-them."""
-
-PROMISES: dict[LimitCode, str] = {
-    LimitCode.SEVERAL_PROCESSES: "an abort loses no token, and leaves other users of the server alone",
-    LimitCode.NO_ABORT_BY_ID: "an abort loses no token",
-    LimitCode.CUMULATIVE_STREAMS: "an abort loses no token",
-    LimitCode.NO_LABELS: "every restart of the server is noticed",
-    LimitCode.RAW_LOGPROBS: "log-probabilities are right at temperatures other than 1",
-    LimitCode.UNKNOWN_LOGPROBS: "log-probabilities are right at temperatures other than 1",
-    LimitCode.NO_DISK_UPDATES: "april gives the server its new weights",
-    LimitCode.ADAPTER: "april gives the server its new weights",
-    LimitCode.TIED_EMBEDDINGS: "april gives the server its new weights",
-    LimitCode.UNKNOWN_EOS: "no response is continued behind its end",
-    LimitCode.SEVERAL_COPIES: "what april sees of the server holds for each of its copies",
-    LimitCode.SPECULATION: "tokens and log-probabilities are those of the model",
-    LimitCode.CHUNKED_PREFILL: "the server lives through the requests of others, and runs repeat",
-}
-"""Promises that april does not keep with an engine that has such a limit; other limits cost none."""
+"""Codes that may explain why a weight update must cut requests in flight on an engine whose kind can keep them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """A thing that an engine cannot do."""
+    """A feature that an engine lacks, with its consequence and remedy."""
 
     code: LimitCode
     consequence: str
-    """The consequence, a sentence without its full stop; begins with the verb where ``server`` is its subject."""
+    """Consequence as a sentence without full stop; it begins with the verb if ``server`` is its subject."""
     remedy: str = ""
-    """The remedy; empty if there is none."""
+    """Remedy; empty if there is none."""
     flags: tuple[str, ...] = ()
-    """Flags and variables (NAME=value) of the server that change it."""
+    """Flags and environment variables (NAME=value) of the server that remove the limit."""
     server: str = ""
-    """Subject of the sentence, which the consequence then lacks: the address of the server, or words for it."""
+    """Subject of the sentence: the address of the server, or words for it; empty if the consequence has a subject."""
 
     @property
     def promise(self) -> str:
-        """The promise that april does not keep because of it, in words that end "april does not promise that"."""
-        return PROMISES.get(self.code, "")
+        """Promise that april cannot keep because of the limit, as a clause after "april does not promise that"."""
+        return self.code.promise
 
     @property
     def level(self) -> Level:
-        """LIMITED if it costs a promise."""
+        """LIMITED if april cannot keep a promise because of the limit, REMARK otherwise."""
         return Level.LIMITED if self.promise else Level.REMARK
 
     @property
     def statement(self) -> str:
-        """The consequence with its subject, without the remedy."""
+        """Consequence with its subject, without the remedy."""
         return f"{self.server} {self.consequence}" if self.server else self.consequence
 
     @property
     def sentence(self) -> str:
-        """The consequence and the remedy, for people."""
+        """Consequence and remedy as one sentence, for people."""
         return f"{self.statement}{'; ' if self.remedy else ''}{self.remedy}."
 
     def of(self, server: str) -> Limit:
@@ -159,7 +149,7 @@ class Limit:
         return replace(self, server=server) if self.server else self
 
 
-# ---------------------------------------------------------------- what engines of several kinds cannot do
+# ---------------------------------------------------------------- limits that engines of several kinds share
 
 UNKNOWN_LOGPROBS = Limit(
     LimitCode.UNKNOWN_LOGPROBS,
@@ -169,7 +159,7 @@ UNKNOWN_LOGPROBS = Limit(
 
 
 def raw_logprobs(remedy: str, *flags: str) -> Limit:
-    """The log-probabilities are those of temperature 1."""
+    """Return the limit that log-probabilities are always those of temperature 1."""
     consequence = (
         "Log-probabilities are those of the raw logits, whatever the temperature: right at temperature 1 only, without "
         "top_p and the like"
@@ -178,7 +168,7 @@ def raw_logprobs(remedy: str, *flags: str) -> Limit:
 
 
 def no_experts(remedy: str, *flags: str) -> Limit:
-    """A model with experts is served by a server that keeps back which ones it chose."""
+    """Return the limit that a server of a model with experts does not return which ones it chose."""
     consequence = "The experts that the model chooses do not come with its tokens (extras: routed_experts)"
     return Limit(LimitCode.NO_EXPERTS, consequence, remedy, flags)
 
@@ -187,13 +177,13 @@ def unknown_eos(
     consequence: str = "The ids that end a response are not known, as the model's files are not on this machine or "
     "name none: april takes the server's word for it",
 ) -> Limit:
-    """The ids that end a response are unknown."""
+    """Return the limit that the ids which end a response are unknown."""
     remedy = "set engine.eos_token_ids (eos_token_id of the model's generation_config.json)"
     return Limit(LimitCode.UNKNOWN_EOS, consequence, remedy)
 
 
 def tied_embeddings(where: str = "The server runs on a CPU:") -> Limit:
-    """vLLM on a CPU would load other weights than those in the directory."""
+    """Return the limit that vLLM on a CPU does not load the weights of a directory correctly."""
     return Limit(
         LimitCode.TIED_EMBEDDINGS,
         f"{where} vLLM does not reload a model with tied embeddings rightly there (log-probabilities were wrong by "

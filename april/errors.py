@@ -1,4 +1,4 @@
-"""Every error april raises on purpose. Each message says what is wrong, where, and what to do."""
+"""Errors that april raises on purpose. Each message says what is wrong, where, and what to do."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ class AprilError(Exception):
 
 
 class ConfigError(AprilError, ValueError):
-    """The configuration is wrong; raised before anything starts."""
+    """The configuration or an argument is wrong; raised before anything starts."""
 
 
 class RecordError(AprilError, ValueError):
-    """A record of a run cannot be replayed, or not to the same decisions."""
+    """A record of a run cannot be replayed, or its replay decides differently from the run."""
 
 
 class EngineError(AprilError, RuntimeError):
@@ -24,44 +24,48 @@ class WireError(EngineError):
 
 
 class EngineUnreachable(EngineError):
-    """No connection, or one that broke before anything came back; what the engine made of the request is unknown."""
+    """The engine could not be reached, or the connection broke before an answer; the request may have taken effect."""
 
     def __init__(self, message: str, *, why: str = "", distrusted: str = "") -> None:
         super().__init__(message)
         self.why = why
-        """The reason in a few words; empty means that nothing came in time."""
+        """Reason in a few words; empty after a timeout."""
         self.distrusted = distrusted
-        """The error in the server's certificate; empty if that was not the reason."""
+        """Error in the server's certificate; empty if that was not the reason."""
 
 
 class EngineBusy(EngineError):
-    """The engine refuses requests for now (HTTP 429 or 503); nothing was begun."""
+    """The engine refuses requests for now (HTTP 429 or 503) and has not started this one."""
 
     def __init__(self, message: str, retry_after_s: float | None = None) -> None:
         super().__init__(message)
         self.retry_after_s = retry_after_s
-        """Seconds that the engine asked to wait, as it said them."""
+        """Seconds that the engine asked to wait (Retry-After); None if it did not say."""
 
 
 class WeightsGone(EngineError):
-    """The weights that an engine should have are nowhere any more, and it was given none: it waits for others."""
+    """The weights that an engine should load do not exist any more; it stays unused until the next weight update."""
 
 
 class RequestRefused(EngineError):
-    """The engine says that this request is wrong (HTTP 4xx); the same one would be refused again."""
+    """The engine rejects this request as wrong (HTTP 4xx); it would reject the same request again."""
 
 
 class AttachmentError(RequestRefused):
-    """An image, or whatever else comes with a prompt, cannot be had, or is not what it was."""
+    """An image or another attachment of a prompt cannot be read, or has changed."""
 
 
 class WeightsInUse(EngineError):
-    """The weights that an engine generates with were written meanwhile, or were about to be."""
+    """Weights were written, or were about to be, while an engine was generating with them."""
 
     def __init__(self, message: str, unsound: int = 0) -> None:
         super().__init__(message)
         self.unsound = unsound
-        """Tokens of the request that were sampled while the weights changed, and were dropped."""
+        """Number of tokens that were dropped because they were sampled while the weights changed."""
+
+
+class ModelBroken(WeightsInUse):
+    """A call of the trainer's model failed and would fail again; generation stops until the next weight update."""
 
 
 class RolloutError(AprilError, RuntimeError):
@@ -69,11 +73,11 @@ class RolloutError(AprilError, RuntimeError):
 
 
 class UsageError(RolloutError, ValueError):
-    """A rollout or reward function asks april for what cannot be, or returns it; it would do so again."""
+    """A rollout or reward function passed or returned an invalid value; a retry would fail in the same way."""
 
 
 class InvariantError(AprilError, AssertionError):
-    """april's own books do not balance; carries the story of the sample concerned."""
+    """april's own state is inconsistent, which is a bug; the message has the history of the sample concerned."""
 
 
 class SchedulerClosed(AprilError, RuntimeError):
@@ -85,26 +89,26 @@ class DataExhausted(AprilError, LookupError):
 
 
 class LinkError(AprilError, RuntimeError):
-    """Two processes of april cannot be connected, or one refuses the other."""
+    """Two processes of april cannot connect, one refuses the other, or one sent data that cannot be decoded."""
 
 
 class RankError(AprilError, RuntimeError):
-    """The ranks of a trainer do not go on together: one is gone, late, has failed, or calls something else."""
+    """The ranks of a trainer do not make the same call together: one is gone, late, has failed, or calls another."""
 
     def __init__(self, message: str, ranks: tuple[int, ...] = ()) -> None:
         super().__init__(message)
         self.ranks = ranks
-        """The ranks that caused it, as far as they are known."""
+        """Numbers of the ranks that caused the error, as far as they are known."""
 
 
 class OffPolicyError(AprilError, RuntimeError):
-    """A batch is further from the trained weights than the trainer allows; nothing has happened to it."""
+    """A batch is more off-policy than the trainer allows; the batch was not changed."""
 
     def __init__(self, message: str, report: dict[str, float]) -> None:
         super().__init__(message)
         self.report = report
-        """The report that ``off_policy_report`` would have returned."""
+        """Report that ``off_policy_report`` would have returned."""
 
 
 class CheckpointError(AprilError, ValueError):
-    """A saved state cannot be taken or loaded here."""
+    """A state cannot be saved, or a saved state cannot be loaded."""

@@ -1,6 +1,6 @@
-"""Exporters: the metrics and a few responses of each batch, in TensorBoard and W&B; see docs/report.md.
+"""Exporters that write the metrics and a few responses of each batch to TensorBoard or W&B; see docs/report.md.
 
-An exporter needs its package when it is made, and not before.
+An exporter imports its package only when it is created.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from april.extras import require
 
 PREFIX = "april/"
 LONGEST = 1200
-"""Characters that are shown of a prompt or a response."""
+"""Most characters of a prompt or a response that are shown."""
 _ONE_LINE = {
     "MLflow": "mlflow.log_metrics({n.replace('//', ''): v for n, v in named(batch.metrics).items()}, step=batch.id)",
     "Trackio": "trackio.log(named(batch.metrics), step=batch.id)",
     "Prometheus": "for name, value in batch.metrics.items(): gauge.labels(name).set(value)",
 }
-"""Lines by which a trainer logs elsewhere, as in docs/report.md."""
+"""Code with which a trainer logs to services that have no exporter here, as in docs/report.md."""
 
 
 def __getattr__(name: str) -> Any:
@@ -38,16 +38,16 @@ def __getattr__(name: str) -> Any:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleText:
-    """A response as text.
+    """A response as text, with a few of its figures.
 
     Attributes:
-        group, index: name of the sample.
-        reward: reward of the response.
-        tokens: number of response tokens.
-        age: weight updates between its oldest token and its training.
-        cuts: how often it was cut and continued.
-        finish: reason for which it ended.
-        prompt, response: text, special tokens included; the middle of a long text is left out.
+        group, index: Numbers that identify the sample.
+        reward: Reward of the response.
+        tokens: Number of response tokens.
+        age: Number of weight updates between its oldest token and its training.
+        cuts: Number of times that it was cut and continued.
+        finish: Finish reason.
+        prompt, response: Text, special tokens included; the middle of a long text is left out.
     """
 
     group: int
@@ -62,12 +62,12 @@ class SampleText:
 
 
 COLUMNS = tuple(field.name for field in fields(SampleText))
-"""Columns of a table of sample texts."""
+"""Column names for a table of sample texts."""
 
 
 @runtime_checkable
 class Exporter(Protocol):
-    """Takes the metrics of batches to where they are looked at; any object with these methods is an exporter."""
+    """Logs the metrics of batches to a service; any object with these methods can be used."""
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         """Log the metrics of one batch under their own names; ``step`` is the number of the batch."""
@@ -78,12 +78,12 @@ class Exporter(Protocol):
         ...
 
     def close(self) -> None:
-        """Close what the exporter has opened; nothing more is logged."""
+        """Close the exporter's files and runs; nothing is logged after this."""
         ...
 
 
 def named(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Return the metrics with april's prefix, so that they stand together."""
+    """Return the metrics with april's prefix in their names, so that services group them."""
     return {PREFIX + name: float(value) for name, value in metrics.items()}
 
 
@@ -91,7 +91,7 @@ class TensorBoard:
     """Writes scalars and texts to event files with TensorBoard's own writer; torch is not needed.
 
     Args:
-        directory: directory of the event files, such as ``runs/tensorboard``.
+        directory: Directory of the event files, such as ``runs/tensorboard``.
 
     Raises:
         ConfigError: tensorboard is not installed.
@@ -135,7 +135,7 @@ class TensorBoard:
         from tensorboard.compat.proto.summary_pb2 import Summary
 
         summary = Summary(value=[Summary.Value(**value) for value in values])
-        now = datetime.now(UTC).timestamp()  # the axis of dates; nothing is decided by it
+        now = datetime.now(UTC).timestamp()  # only for TensorBoard's time axis
         self._writer.add_event(Event(wall_time=now, step=step, summary=summary))
         self._writer.flush()
 
@@ -147,13 +147,13 @@ def _indented(text: str) -> str:
 class WandB:
     """Logs metrics and a table of texts to a run of Weights & Biases.
 
-    In a run of yours the metrics join the row that is written next, so your steps stay as they are, and ``april/step``
-    is the axis of april's charts. If you log with steps of your own (``step=``), log :func:`april.export.named` of
-    ``batch.metrics`` yourself: only you know the row.
+    In a run of yours the metrics are added to the row that you log next, so your steps do not change, and
+    ``april/step`` is the x axis of april's charts. If you log with explicit steps (``step=``), log
+    :func:`april.export.named` of ``batch.metrics`` yourself, since april does not know the row.
 
     Args:
-        run: run to log to. None means the active one, or else a new one, which ends with the exporter.
-        options: arguments of ``wandb.init`` for a new run: ``project`` and so on.
+        run: Run to log to. None means the active one, or else a new one, which ends with the exporter.
+        options: Arguments of ``wandb.init`` for a new run, such as ``project``.
 
     Raises:
         ConfigError: wandb is not installed.
@@ -171,7 +171,7 @@ class WandB:
         self._run.define_metric(f"{PREFIX}*", step_metric=f"{PREFIX}step")
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        """Write one row of its own run, or part of a row of yours."""
+        """Log the metrics as one row of the exporter's own run, or as part of the next row of your run."""
         self._run.log({**named(metrics), f"{PREFIX}step": step}, commit=self._own)
 
     def log_texts(self, texts: Sequence[SampleText], step: int) -> None:
@@ -180,7 +180,7 @@ class WandB:
         self._run.log({f"{PREFIX}sample_texts": table, f"{PREFIX}step": step}, commit=self._own)
 
     def close(self) -> None:
-        """End the run if it is april's."""
+        """End the run if the exporter started it."""
         if self._own:
             self._run.finish()
 
@@ -189,23 +189,23 @@ class WandB:
 
 
 def sample_texts(batch: Batch, tokenizer: Any, k: int = 4, *, longest: int = LONGEST) -> list[SampleText]:
-    """Return ``k`` responses of a batch as text, from the lowest reward to the highest, the same ones each time.
+    """Return ``k`` responses of a batch as text, from the lowest reward to the highest; the choice is deterministic.
 
     Args:
-        batch: whole batch, or a rank's share of it.
-        tokenizer: object with ``decode(ids, skip_special_tokens=False) -> str``.
-        k: number of responses, at most.
-        longest: most characters of a prompt or response; of a longer one, its beginning and its end are shown.
+        batch: Whole batch, or a rank's share of it.
+        tokenizer: Object with ``decode(ids, skip_special_tokens=False) -> str``.
+        k: Most responses to return.
+        longest: Most characters of a prompt or response; a longer one shows its beginning and its end.
 
     Raises:
-        ConfigError: the tokenizer has no ``decode`` that fits.
-        RolloutError: it fails.
+        ConfigError: the tokenizer has no suitable ``decode``.
+        RolloutError: the tokenizer fails.
     """
     return texts_of(choose_samples(batch, k), Detokenizer(tokenizer), longest)
 
 
 def choose_samples(batch: Batch, k: int) -> list[DeliveredSample]:
-    """Return the first row of each of ``k`` samples of a batch, evenly spread in the order of their rewards."""
+    """Return the first row of each of ``k`` samples of a batch, evenly spaced in the order of their rewards."""
     ordered = sorted((rows[0] for rows in rows_by_sample(batch.samples)), key=lambda s: (s.reward, s.id))
     k = min(k, len(ordered))
     if k <= 0:
@@ -227,7 +227,7 @@ def texts_of(samples: Sequence[DeliveredSample], detokenizer: Detokenizer, longe
 
 
 def _text(tokens: Int32, detokenizer: Detokenizer, longest: int) -> str:
-    """Decode only what may be shown: a token has a character at least, as a rule."""
+    """Return the text of tokens, shortened in the middle; decodes only the tokens at both ends of a long sequence."""
     tail = longest // 3
     head = longest - tail
     first = last = tokens

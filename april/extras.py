@@ -1,4 +1,4 @@
-"""The command that installs an optional part's packages, from where april itself came."""
+"""Builds the ``pip install`` command for april's optional packages, for the source that april was installed from."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ NAME = "april-rl"
 
 
 def install(extra: str) -> str:
-    """``pip install ...`` for one of april's extras, from its checkout, its archive or the index it came from."""
+    """Return the ``pip install`` command for one of april's extras, from its checkout, archive or package index."""
     return f"pip install {shlex.quote(_origin(extra))}"
 
 
 def require(who: str, *packages: str, extra: str | None = "transformers") -> None:
-    """ConfigError naming the first of ``packages`` that is not installed; no ``extra``: it is installed by itself."""
+    """Raise ConfigError for the first of ``packages`` that is missing; ``extra`` (or None) of april includes them."""
     for package in packages:
         if find_spec(package) is None:
             how = f"pip install {package}" if extra is None else install(extra)
@@ -31,7 +31,7 @@ def _origin(extra: str) -> str:
     try:
         said = distribution(NAME).read_text("direct_url.json")
     except PackageNotFoundError:
-        said = None  # it runs from its checkout
+        said = None  # april runs from a checkout
     else:
         if said is None:
             return f"{NAME}[{extra}]"  # from an index
@@ -45,5 +45,5 @@ def _origin(extra: str) -> str:
         if path.exists():
             return f"{path}[{extra}]"
     checkout = Path(__file__).resolve().parent.parent
-    # where the sources were deleted after the installation, the user knows where there are others
+    # if the sources were deleted after the installation, assume the user's current directory
     return f"{checkout}[{extra}]" if (checkout / "pyproject.toml").is_file() else f".[{extra}]"

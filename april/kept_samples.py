@@ -1,4 +1,4 @@
-"""Values that an adapter keeps of samples beside april's books, and the time when they are forgotten."""
+"""Decides when a trainer's adapter forgets the values that it keeps for samples outside of april's state."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from april.core.types import SampleId
 
 
 class KeptSamples:
-    """Forgets samples whose group left april's books without a batch, within two batches.
+    """Removes the values of samples whose group was dropped, one batch after april no longer holds the group.
 
-    Not for less: a state may have been taken just before, which asks for them, and a reward may come just after.
+    The values are kept that long because a state saved just before may need them, and a reward may come just after.
 
     Args:
-        tables: by sample; others write into them and take out what they deliver, in other threads too.
+        tables: Dicts of values by sample. The adapter adds values and removes delivered ones, also in other threads.
     """
 
     def __init__(self, *tables: dict[SampleId, Any]) -> None:
@@ -22,7 +22,7 @@ class KeptSamples:
         self._out: set[SampleId] = set()
 
     def settle(self, held_groups: Set[int]) -> None:
-        """Once per batch: forget those whose group was out of the books a batch ago."""
+        """Remove the samples whose groups are not in ``held_groups`` for the second time; called once per batch."""
         out = {sample for table in self._tables for sample in list(table) if sample.group not in held_groups}
         for sample in out & self._out:
             for table in self._tables:

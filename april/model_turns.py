@@ -1,9 +1,8 @@
-"""A lock on a model from which april generates: its decoder has it for one tick at a time, or somebody holds it.
+"""A fair lock on a model from which april generates, shared by its decoder and the user (``april.hold_model``).
 
-Invariant: whoever has the turn is the only one, and who asked first is the next. A turn belongs to the context of the
-``with`` block, which tasks and ``asyncio.to_thread`` inherit, so that what is called inside may hold the model again.
-
-Importing this module imports no torch.
+The decoder takes the lock for one tick at a time. Invariant: there is one owner at most, and waiting owners get the
+lock in the order of their requests. The lock belongs to the context of the ``with`` block, which tasks and
+``asyncio.to_thread`` inherit, so code called inside may take it again. Importing this module does not import torch.
 """
 
 from __future__ import annotations
@@ -24,15 +23,15 @@ from april.errors import ConfigError, RolloutError, UsageError
 log = logging.getLogger("april")
 
 PATIENCE_S = 10.0
-"""Seconds that a held model is waited for before a warning."""
+"""Seconds of waiting for a held model before a warning."""
 _held: ContextVar[tuple[tuple[ModelTurns, object], ...]] = ContextVar("april_held_models", default=())
-"""The turns that this context owns, each with its owner's mark."""
+"""Locks that the current context owns, each with the object that marks the owner."""
 _known: weakref.WeakKeyDictionary[Any, ModelTurns] = weakref.WeakKeyDictionary()
 _knowing = threading.RLock()
 
 
 class ModelTurns:
-    """The turns of one model: the owner of the present one, and the queue behind it."""
+    """A reentrant first-come-first-served lock on one model, for threads and event loops."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
@@ -40,10 +39,13 @@ class ModelTurns:
         self._depth = 0
         self._queue: deque[tuple[object, Callable[[], None], str]] = deque()
         self.holder = ""
-        """The place of the code that has the turn; empty for a decoder or nobody."""
+        """Function and line of the code that holds the lock; empty for a decoder or nobody."""
 
     def ask(self, owner: object, wake: Callable[[], None], where: str = "") -> bool:
-        """Return whether ``owner`` has the turn now; if not, ``wake`` is called when it has, from any thread."""
+        """Acquire the lock for ``owner`` if it is free; else queue it, and call ``wake`` from any thread once it is.
+
+        Returns whether ``owner`` has the lock now.
+        """
         with self._lock:
             if self._owner is None or self._owner is owner:
                 self._owner, self.holder = owner, where or self.holder
@@ -53,7 +55,7 @@ class ModelTurns:
             return False
 
     def give(self, owner: object) -> None:
-        """``owner`` needs it no more: neither the turn that it has, nor the one that it waits for."""
+        """Release the lock if ``owner`` has it, or remove ``owner`` from the queue."""
         with self._lock:
             if self._owner is not owner:
                 self._queue = deque(entry for entry in self._queue if entry[0] is not owner)
@@ -71,11 +73,11 @@ class ModelTurns:
                 self._depth = 1
 
     def owned_by(self, owner: object) -> bool:
-        """Return whether ``owner`` has the turn."""
+        """Return whether ``owner`` has the lock."""
         return self._owner is owner
 
     def excuse(self, owner: object) -> None:
-        """``owner`` waits no more."""
+        """Remove ``owner`` from the queue and wake it; its :meth:`wait` returns False."""
         with self._lock:
             wakes = [wake for waiting, wake, _ in self._queue if waiting is owner]
             self._queue = deque(entry for entry in self._queue if entry[0] is not owner)
@@ -83,7 +85,7 @@ class ModelTurns:
             wake()
 
     async def wait(self, owner: object, where: str = "") -> bool:
-        """Returns when ``owner`` has the turn, or was excused (False); a cancelled call has none."""
+        """Wait until ``owner`` has the lock; returns False if it was excused. A cancelled call releases the lock."""
         loop = asyncio.get_running_loop()
         woken = loop.create_future()
         try:
@@ -95,7 +97,7 @@ class ModelTurns:
         return self.owned_by(owner)
 
     async def free(self, name: str) -> None:
-        """Returns when nobody has the turn; a log tells of what takes long, for engine ``name``."""
+        """Wait until nobody holds the lock; logs a warning for engine ``name`` after PATIENCE_S."""
         telling = asyncio.get_running_loop().call_later(
             PATIENCE_S,
             lambda: log.warning(
@@ -118,7 +120,7 @@ def _wake(loop: asyncio.AbstractEventLoop, future: asyncio.Future[None]) -> None
 
 
 def turns_of(model: Any) -> ModelTurns:
-    """The turns of ``model``, which it shares with what is inside of it or around it."""
+    """Return the lock of ``model``; modules that contain each other share one lock."""
     with _knowing:
         turns = _known.get(model)
         if turns is None:
@@ -129,15 +131,16 @@ def turns_of(model: Any) -> ModelTurns:
 
 
 class hold_model:
-    """Have a model to oneself, while april generates from it: ``with april.hold_model(model): ...``.
+    """Use a model exclusively while april generates from it: ``with april.hold_model(model): ...``.
 
-    For rewards, rollout functions, filters and threads of your own that switch a model on which the embedded engine
-    decodes: another adapter, none, another mode or dtype. Generation stands still inside of the block, and no batch is
-    handed out before its end. Whoever asks first is the next; blocks may be nested. In a coroutine use ``async with``.
-    Leave the model as it was. What waits for generation (``llm.generate``, ``next_batch``) is refused inside.
+    For reward and rollout functions, filters and threads of yours that temporarily change a model on which the embedded
+    engine decodes: another adapter, none, another mode or dtype. Generation pauses inside the block, and no batch is
+    delivered before its end. Blocks are served in the order of their start and may be nested. In a coroutine use
+    ``async with``. Restore the model before the end. Calls that wait for generation (``llm.generate``, ``next_batch``)
+    are refused inside.
 
     Args:
-        model: the model, or one around it or inside of it.
+        model: Model of the engine, or a module that contains it or is contained in it.
     """
 
     def __init__(self, model: Any) -> None:
@@ -190,12 +193,12 @@ class hold_model:
         self.__exit__(kind, error, trace)
 
     def _mine(self) -> object | None:
-        """The mark under which this context has the turn already."""
+        """Return the owner object under which this context has the lock already, or None."""
         return next((o for turns, o in _held.get() if turns is self._turns and turns.owned_by(o)), None)
 
 
 def _nobody() -> None:
-    """Is never called: who has the turn does not wait for it."""
+    """Do nothing; never called, as an owner that has the lock does not wait for it."""
 
 
 def _caller() -> str:
@@ -204,7 +207,7 @@ def _caller() -> str:
 
 
 def refuse_while_held(what: str) -> None:
-    """Raise RolloutError where the calling context holds a model: ``what`` would wait for it, for ever."""
+    """Raise RolloutError if the calling context holds a model, as the call ``what`` would deadlock."""
     if any(turns.owned_by(owner) for turns, owner in _held.get()):
         raise RolloutError(
             f"{what}: it would wait for generation, which stands still inside of april.hold_model(); call it outside"

@@ -1,4 +1,4 @@
-"""Trainers whose layout has one row per sample, and batches whose samples have several."""
+"""Refuses batches whose samples have several rows, for trainers that train one row per sample."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from april.errors import RolloutError
 
 
 def why_not_one_row(batch: Batch, trainer: str, call: str = "") -> str | None:
-    """Describe a sample of several rows, where ``trainer`` has one for each; None means that there is none.
+    """Return an error message if a sample of the batch has several rows, else None.
 
-    ``call``: what stands against more, in its code.
+    ``trainer`` is the trainer's name; ``call`` names the part of its code that needs one row per sample.
     """
     if batch.one_row_each:
         return None
@@ -24,6 +24,6 @@ def why_not_one_row(batch: Batch, trainer: str, call: str = "") -> str | None:
 
 
 def refuse_several_rows(batch: Batch, trainer: str, call: str = "") -> None:
-    """Raise RolloutError for a batch in which a sample has several rows, where ``trainer`` has one for each."""
+    """Raise RolloutError if a sample of the batch has several rows, which ``trainer`` cannot train."""
     if why := why_not_one_row(batch, trainer, call):
         raise RolloutError(why)

@@ -1,4 +1,4 @@
-"""Processes beside this one, which end with it: nothing that computes for nobody is left behind."""
+"""A pool of worker processes that end with their parent, also after an error or a signal."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from multiprocessing.process import BaseProcess
 from typing import Any, NoReturn
 
 Submit = Callable[..., Future[Any]]
-"""Called as submit(function, *arguments), of which all can be sent to another process."""
+"""Function that is called as submit(function, *arguments); all of these must be picklable."""
 
 
 @contextmanager
 def process_pool(processes: int, set_up: Callable[..., object] | None = None, *arguments: Any) -> Iterator[Submit]:
-    """Yield what hands work to so many processes, each of which begins with ``set_up(*arguments)``.
+    """Start a pool of worker processes, each of which first calls ``set_up(*arguments)``; yields its submit function.
 
-    An error or an interrupt in the block ends the processes at once. One from the keyboard reaches all of them, so they
-    ignore it.
+    An error or an interrupt in the block terminates the workers at once. They ignore Ctrl-C, which a terminal sends to
+    them as well.
     """
     with ExitStack() as stack:
         before = set(active_children())
@@ -32,9 +32,9 @@ def process_pool(processes: int, set_up: Callable[..., object] | None = None, *a
 
 @contextmanager
 def undisturbed() -> Iterator[None]:
-    """Make signals that end the program wait until this is over; only the main thread gets any.
+    """Delay SIGINT and SIGTERM until the end of the block; does nothing outside of the main thread.
 
-    Work is handed over in it: a process that is half begun could neither be ended nor waited for.
+    Work is submitted inside such a block, as a half-started process could neither be terminated nor waited for.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -53,7 +53,7 @@ def undisturbed() -> Iterator[None]:
 
 @contextmanager
 def sigterm_unwinds() -> Iterator[None]:
-    """Make SIGTERM end the program as an interrupt does: its processes end first, and leave no semaphores behind."""
+    """Make SIGTERM raise SystemExit, so that the worker processes end first and leave no semaphores behind."""
 
     def unwind(number: int, frame: object) -> NoReturn:
         raise SystemExit(128 + number)
@@ -72,7 +72,7 @@ def _begin(set_up: Callable[..., object] | None, arguments: tuple[Any, ...]) -> 
 
 
 def _end(processes: Iterable[BaseProcess]) -> bool:
-    """End what computes for nobody any more; False: the error that ended the block goes on."""
+    """Terminate worker processes; returns False, so that the error that ended the block propagates."""
     for process in processes:
         process.terminate()
     return False

@@ -1,7 +1,8 @@
-"""april in an actor of Ray, which trainer's ranks on any node ask by the name of the run. See docs/processes.md."""
+"""april on Ray: a scheduler in an actor, called by a trainer's ranks; functions in actors. See docs/processes.md."""
 
 from __future__ import annotations
 
+from april.processes.ray_functions import remote
 from april.processes.ray_run import ActorScheduler, Run, attach, scheduler
 
-__all__ = ["ActorScheduler", "Run", "attach", "scheduler"]
+__all__ = ["ActorScheduler", "Run", "attach", "remote", "scheduler"]

@@ -1,14 +1,15 @@
-"""The scheduler: april as a trainer sees it, with a blocking and an async face."""
+"""RolloutScheduler, the class through which a trainer uses april, with blocking and async methods."""
 
 from __future__ import annotations
 
 import asyncio
 import functools
 import logging
+import math
 import os
 import threading
 import weakref
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from concurrent.futures import CancelledError
 from dataclasses import replace
 from enum import Enum
@@ -19,7 +20,6 @@ from typing import Any, ParamSpec, Protocol, Self, TypeVar, cast
 from april.agents.chat import ALIVE_S, COMMIT_S
 from april.agents.gateway import Gateway
 from april.config.engine_fit import check_engines, doubts_of, fits
-from april.config.engines import TransformersEngineConfig as EmbeddedConfig
 from april.config.settings import Config
 from april.config.values import MOST, shown, without_contents
 from april.core.batch import Batch
@@ -27,20 +27,21 @@ from april.core.ledger import Ledger
 from april.core.types import Prompt, SampleId
 from april.core.versions import PolicyVersion
 from april.driver.detokenizer import Detokenizer
+from april.driver.engine_roster import Discover, EngineRoster, open_found
 from april.driver.llm import BlockingRolloutFunction, RolloutFunction, exact_types, single_turn, wrong_sampling
-from april.driver.local_host import Hosts, OtherHosts, limits_of
 from april.driver.loop_thread import LoopThread, Reply
-from april.driver.prompt_reader import PromptReader
+from april.driver.prompt_reader import PromptReader, iterate
 from april.driver.prompt_source import PromptSource
 from april.driver.rewards import EvaluationResult, rewards_differ
 from april.driver.rollout_driver import DriverOptions, RolloutDriver
 from april.driver.sample_functions import RolloutSettings, UserFunctions
+from april.driver.tracebacks import shorten
 from april.driver.user_calls import WorkerThreads
 from april.driver.user_code import PARAMETERS, check_function, check_signatures, is_async, refuse_inside_user_code
 from april.driver.weight_update import TrainerUpdate
 from april.engines.kinds.factory import create_engines
 from april.engines.protocol import Engine
-from april.errors import ConfigError, RolloutError, SchedulerClosed
+from april.errors import AprilError, ConfigError, DataExhausted, RolloutError, SchedulerClosed
 from april.export import Exporter
 from april.images.placing import Images
 from april.record.file import RunRecord
@@ -53,61 +54,97 @@ log = logging.getLogger("april")
 
 
 class NotGiven(Enum):
-    """The default of an argument for which None has a meaning."""
+    """Default of an argument for which None has a meaning of its own."""
 
     REWARD = "no reward"
 
 
 _ASKING = threading.RLock()
-"""Makes two assignments one step for other threads; a signal handler may enter it again."""
+"""Lock that lets one call at a time wait for a batch; reentrant, as signal handlers may call april."""
 
 
-class RolloutScheduler:
-    """Schedules rollouts for one trainer, on a background loop that lives until :meth:`close`.
+class BatchIterator:
+    """Makes a scheduler iterable: ``for batch in rollouts`` calls ``next_batch``, ``async for`` ``anext_batch``.
+
+    The loop ends when the prompts have ended. The trainer updates the weights inside the loop.
+    """
+
+    def next_batch(self) -> Batch:
+        """Return the next batch."""
+        raise NotImplementedError
+
+    async def anext_batch(self) -> Batch:
+        """Return the next batch."""
+        raise NotImplementedError
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> Batch:
+        try:
+            return self.next_batch()
+        except DataExhausted:
+            raise StopIteration from None
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> Batch:
+        try:
+            return await self.anext_batch()
+        except DataExhausted:
+            raise StopAsyncIteration from None
+
+
+class RolloutScheduler(BatchIterator):
+    """Schedules rollouts for one trainer, on a background event loop that runs until :meth:`close`.
+
+    ``for batch in rollouts`` calls :meth:`next_batch` until the prompts have ended; update the weights in the loop.
 
     Args:
-        config: see :class:`april.Config`.
-        prompts: iterable of :class:`april.Prompt`, of mappings with ``token_ids`` or ``input_ids`` (what a tokenizer or
+        config: Configuration, an :class:`april.Config`.
+        prompts: Iterable of :class:`april.Prompt`, of mappings with ``token_ids`` or ``input_ids`` (what a tokenizer or
             ``apply_chat_template`` returns for one prompt) or with ``messages`` (a chat), or of lists of token ids.
-        reward: ``(prompt, response) -> float``, sync or async; sync functions run in threads. Without a reward
-            function all rewards of a batch are 0, which the log warns of; ``reward=None`` says that it is meant.
-        group_reward: ``(prompt, responses) -> [float] * n``, called once per group; instead of ``reward``.
-        filter: ``(prompt, responses) -> bool``, sync or async, called for each scored group (dynamic sampling): only
-            groups it accepts count and are delivered, the others are dropped by name and replaced. See
-            :func:`april.rewards_differ`.
-        rollout: ``(prompt, llm)``, async, or plain (in a thread of its own, where ``llm.generate`` blocks); the default
-            generates one response.
-        model: the model object for an embedded engine.
-        engines: engine objects, instead of those that ``config.engine`` describes.
-        hosts: where other processes bring engines and functions of theirs, such as :class:`april.HostListener`; without
-            ``model`` and ``engines`` it waits for the first. See docs/processes.md.
-        tokenizer: with ``decode(ids, skip_special_tokens=False) -> str``, as those of Hugging Face; stop strings and
-            ``response.text()`` need it, and ``llm.base_url``.
-        processor: the processor of a model that reads images, an object or the path of one; it has the tokenizer, too.
-            Prompts may have ``images`` then. See docs/images.md.
-        renderer: how ``llm.base_url`` writes messages as tokens: a ``renderers.RendererConfig``; None means the one for
-            the tokenizer's model. See docs/agents.md.
-        commit_s: seconds in which a client at ``llm.base_url`` may still be told an error by its status; then the
-            answer begins.
-        alive_s: seconds between the bytes that keep its connection alive from then on.
-        check: cross-check all of april's books after every event (slow; for tests and bug hunts).
-        record: a file for what happens in the run, without prompts and tokens, which ``april replay`` runs again: its
-            name, or an :class:`april.RunRecord` with a size limit. See docs/report.md.
-        progress: a line in ``next_batch`` that says how the step stands: None: drawn on a terminal or in a notebook,
-            elsewhere written if it takes long; False: never; or a rich ``Console``. See docs/report.md.
-        exporters: where the metrics of each batch go, such as :class:`april.export.TensorBoard`; closed with this.
-        sample_texts: responses per batch that they get as text, decoded by ``tokenizer``.
+        reward: Function ``(prompt, response) -> float``, sync or async; sync functions run in threads. Without a reward
+            function all rewards are 0, and a warning is logged; ``reward=None`` suppresses the warning.
+        group_reward: Function ``(prompt, responses) -> [float] * n``, called once per group in place of ``reward``.
+        filter: Function ``(prompt, responses) -> bool``, sync or async, called for each scored group (dynamic
+            sampling). Only accepted groups are delivered; the others are dropped, counted as rejected and replaced.
+            See :func:`april.rewards_differ`.
+        rollout: Function ``(prompt, llm)``, async, or plain (in a thread of its own, where ``llm.generate`` blocks).
+            The default generates one response.
+        model: Model object for an embedded engine.
+        engines: Engine objects, in place of those that ``config.engine`` describes.
+        discover: Function, plain or async, that returns the addresses of the servers that exist now. They are of the
+            kind of ``config.engine``, or april's own (``april.serve``) if that names no kind with servers. It is called
+            at once and then every ``discover_every_s`` seconds, and engines are added and removed accordingly.
+        tokenizer: Object with ``decode(ids, skip_special_tokens=False) -> str``, such as one of Hugging Face. Stop
+            strings, ``response.text()`` and ``llm.base_url`` need it.
+        processor: Processor of a model that reads images, as an object or a path; it includes the tokenizer. Prompts
+            may have ``images`` then. See docs/images.md.
+        renderer: A ``renderers.RendererConfig``, which says how ``llm.base_url`` converts messages to tokens. None
+            means the one for the tokenizer's model. See docs/agents.md.
+        commit_s: Seconds for which ``llm.base_url`` delays the start of an answer, so that an error until then can be
+            reported by an HTTP status.
+        alive_s: Seconds between the bytes that keep the client's connection alive after that.
+        check: True to cross-check all of april's state after every event (slow; for tests and bug hunts).
+        record: File that records the run's events, without prompts and tokens, for ``april replay``: its name, or an
+            :class:`april.RunRecord` with a size limit. See docs/report.md.
+        progress: Where ``next_batch`` shows a line about the step: None means on a terminal or in a notebook, otherwise
+            long waits print it to stderr; False means nowhere; or a rich ``Console``. See docs/report.md.
+        exporters: Exporters for the metrics of each batch, such as :class:`april.export.TensorBoard`; closed with this.
+        sample_texts: Number of responses per batch that exporters get as text, decoded by ``tokenizer``.
 
     Raises:
-        ConfigError: before anything starts, if the arguments contradict each other or the engines.
+        ConfigError: the arguments contradict each other or the engines; nothing has started then.
     """
 
     _loop_type: type[LoopThread] = LoopThread
     _gateway_type: Callable[..., Gateway] = Gateway
     _gathers = False
-    """True if whoever calls this brings the ranks together around it, as engines with ``gathers_weights`` need."""
+    """True if all ranks take part in each call of a subclass, as engines with ``gathers_weights`` need."""
     _refuse_prompt: Callable[[Prompt], None] | None = None
-    """The check of a subclass that cannot use every prompt; see :class:`PromptSource`."""
+    """Check of a subclass that cannot use every prompt; see :class:`PromptSource`."""
 
     def __init__(
         self,
@@ -120,6 +157,8 @@ class RolloutScheduler:
         rollout: RolloutFunction | BlockingRolloutFunction = single_turn,
         model: Any = None,
         engines: Sequence[Engine] | None = None,
+        discover: Discover | None = None,
+        discover_every_s: float = 10.0,
         tokenizer: Any = None,
         processor: Any = None,
         renderer: Any = None,
@@ -127,7 +166,6 @@ class RolloutScheduler:
         alive_s: float = ALIVE_S,
         check: bool = False,
         record: str | os.PathLike[str] | RunRecord | None = None,
-        hosts: Hosts | None = None,
         progress: Any = None,
         exporters: Sequence[Exporter] = (),
         sample_texts: int = 0,
@@ -160,45 +198,37 @@ class RolloutScheduler:
             group_reward=group_reward is not None,
             has_filter=filter is not None,
             run_id=int.from_bytes(os.urandom(8), "big"),
-            attachments=() if images is None else (images.kind,),
+            attachments=getattr(prompts, "attachments", ()) if images is None else (images.kind,),
         )
         self._sampling = config.sampling_params(() if images is None else images.banned_ids)
         self._gateway = self._gateway_type(tokenizer, renderer, commit_s, alive_s, images)
+        if rollout is not single_turn:
+            self._gateway.load()
         functions = UserFunctions(rollout, reward, group_reward, filter, detokenizer, self._gateway, images)
-        self._asking: object | None = None  # the call that waits for a batch
-        self._update: TrainerUpdate | None = None  # the last weight update, until a call has heard its end
+        self._asking: object | None = None  # marks the call that waits for a batch
+        self._update: TrainerUpdate | None = None  # the last weight update, until a call has returned its result
         self._adapters = AdapterUpdates(config)
-        self._adapted: str | None = None  # the directory of an adapter that april has written for it
+        self._adapted: str | None = None  # the directory of an adapter that april has written for that update
         self._thread = self._loop_type()
-        others: OtherHosts | None = None
         made: Sequence[Engine] = ()
-
-        async def undo() -> None:
-            if others is not None:
-                await others.close()  # whoever came in is told
-            await close_abandoned(made)
+        found: dict[str, Engine] = {}
 
         try:
             self._observers = Observers(config, progress, exporters, sample_texts, detokenizer, self._thread)
-            if engines is None and hosts is not None and model is None and isinstance(config.engine, EmbeddedConfig):
-                engines = [] if config.engine.model is None else None
+            if discover is not None:
+                if engines is not None or model is not None or not callable(discover) or not discover_every_s > 0:
+                    raise ConfigError("discover= must be a function, in place of engines= and model=")
+                found = self._thread.run(lambda: open_found(config, discover))
+                engines = made = list(found.values())
             if engines is None:
                 seen_by = None if images is None else images.processor
                 engines = made = create_engines(config.engine, model, config.seed, self._thread.run, seen_by)
-            self._engines = list(engines)
+            present = self._engines = list(engines)
             kinds = settings.attachments
-            check_engines(config, self._engines, gathers=self._gathers, hosts=hosts is not None, attachments=kinds)
-            if hosts is not None:
-                others = self._thread.call(
-                    lambda: hosts.begin(
-                        config, tokenizer=detokenizer is not None, sampling=self._sampling, attachments=kinds
-                    )
-                )
-                if not self._engines:
-                    self._thread.run(others.first)
-            first = [*map(limits_of, self._engines), *(() if others is None else others.first_engines)]
-            self._vocab_size: int = min(engine.vocab_size for engine in first)
-            self._reader = PromptReader(self._vocab_size, tokenizer, images)
+            check_engines(config, self._engines, gathers=self._gathers, attachments=kinds)
+            self._vocab_size: int = min(engine.capabilities.vocab_size for engine in self._engines)
+            writes_its_own = rollout is not single_turn
+            self._reader = PromptReader(self._vocab_size, tokenizer, images, data_alone=writes_its_own)
             source = PromptSource(prompts, self._reader, config.passes, self._refuse_prompt)
             rollouts = RolloutSettings(
                 sampling=self._sampling, allow_mismatch=config.allow_mismatch,
@@ -207,19 +237,26 @@ class RolloutScheduler:
             )  # fmt: skip
             self._driver = self._thread.call(
                 lambda: RolloutDriver(
-                    settings, rollouts, self._engines, source, functions, others,
+                    settings, rollouts, self._engines, source, functions,
                     DriverOptions(
                         check=check, draws_beside=self._thread.threads_wake_it, config=config.to_mapping(),
                         record=record if record is None or isinstance(record, RunRecord) else RunRecord(record),
                         delivered=self._observers.delivered, blocked=self._thread.blocked,
-                        fits=partial(fits, config, {e.name: e.capabilities for e in self._engines}),
+                        fits=lambda **changes: fits(config, {e.name: e.capabilities for e in present}, **changes),
                     ),
                 )
             )  # fmt: skip
-        except BaseException:
-            self._thread.begin_to_stop(undo)
+        except BaseException as error:
+            self._thread.begin_to_stop(lambda: close_abandoned(made))
             self._thread.stop()
+            if isinstance(error, AprilError):
+                shorten(error)
             raise
+        self._roster = EngineRoster(config, self._driver, self._engines, settings.attachments)
+        if discover is not None:
+            names = {url: engine.name for url, engine in found.items()}
+            follow = partial(self._roster.follow, discover, discover_every_s, names)
+            self._thread.call(lambda: self._driver.local.spawn(follow()))
         self._observers.driver = self._driver
         recorder = self._driver.recorder
         ends = [*(() if recorder is None else (recorder.end,)), *self._observers.ends]
@@ -231,17 +268,17 @@ class RolloutScheduler:
     # ---------------------------------------------------------------- one step
 
     def next_batch(self) -> Batch:
-        """The next batch of N groups (fewer only at the end of the data); blocks until it is there.
+        """Return the next batch of N groups (fewer only at the end of the data); blocks until it is complete.
 
-        An interrupted call loses nothing: the next one returns the batch.
+        An interrupted call loses nothing: the next call returns the batch.
 
         Raises:
-            DataExhausted: the source has ended and every prompt is settled.
-            RolloutError: rollouts or rewards fail again and again, a prompt is unusable, or another call is waiting. Or
-                more than ``max_staleness`` batches are out, delivered and not trained: what is generated now would be
-                too old when it is trained, so train first.
-            EngineError: a weight update broke off, so the engines' weights are not whole; update again first.
-            InvariantError: april's books do not balance.
+            DataExhausted: the prompts have ended and all of them are delivered or dropped.
+            RolloutError: rollouts or rewards fail repeatedly, a prompt is unusable, or another call is waiting. Also if
+                more than ``max_staleness`` delivered batches are not trained yet: newly generated tokens would be too
+                stale when they are trained, so train first.
+            EngineError: a weight update failed and some engines may hold partial weights; update again first.
+            InvariantError: april's state is inconsistent, which is a bug in april.
             SchedulerClosed: after :meth:`close`.
         """
         me = object()
@@ -252,6 +289,9 @@ class RolloutScheduler:
             # signal handlers run at calls and in loops: from here on none can keep the batch from the caller
             self._driver.handed_out = batch.id
             return batch
+        except AprilError as error:
+            shorten(error)
+            raise
         finally:
             if self._asking is me:
                 self._asking = None
@@ -259,11 +299,11 @@ class RolloutScheduler:
     async def anext_batch(self) -> Batch:
         """:meth:`next_batch` for a trainer with an event loop of its own. Cancelling it loses nothing.
 
-        It may be asked for while the trainer trains on the batches before. Each of those brings one weight update, and
-        this batch is planned for the weights after them: ``max_staleness`` holds when it is trained. While more batches
-        than ``max_staleness`` are out, it waits for a weight update.
+        It may be called while the trainer trains on earlier batches. april expects one weight update for each of those
+        and plans this batch for the weights after them, so ``max_staleness`` holds when it is trained. While more than
+        ``max_staleness`` delivered batches are not trained, the call waits for a weight update.
         """
-        await asyncio.sleep(0)  # a call that was cancelled just now leaves first
+        await asyncio.sleep(0)  # lets a call that was just cancelled end first
         me = object()
         try:
             self._ask(me)
@@ -271,74 +311,101 @@ class RolloutScheduler:
                 batch = await self._thread.run_async(self._driver.wait_batch)
             self._driver.handed_out = batch.id
             return batch
+        except AprilError as error:
+            shorten(error)
+            raise
         finally:
             if self._asking is me:
                 self._asking = None
 
     def _ask(self, me: object) -> None:
-        """Let one call at a time ask: until a batch is handed out, it is the next one for everybody."""
+        """Mark a call as waiting for the batch; raises RolloutError if another call waits for the same batch."""
         with _ASKING:
             if self._asking is None:
                 self._asking = me
                 return
-        refuse_inside_user_code()  # which says more
+        refuse_inside_user_code()  # its message is more specific
         raise RolloutError(
             "next_batch was called while another call waits for the same batch; ask for one batch after the other"
         )
 
     def weight_update(
         self, path: str | None = None, transfer: Callable[[], Any] | None = None, trained: int | None = None,
-        weights: Any = None,
+        weights: Any = None, label: int | None = None,
     ) -> PolicyVersion:  # fmt: skip
-        """Tell april that the trainer has updated: commits what was trained and raises the policy version.
+        """Give the engines the trainer's new weights, commit the trained batches and raise the policy version.
+
+        Give one of ``path``, ``transfer`` and ``weights``. Without any, the engines read the model in place, as
+        embedded ones do; servers cannot, so this raises ConfigError if there are any.
 
         Args:
-            path: directory from which the engines load the new weights, where they can; servers get it as an absolute
-                path.
-            transfer: called here, in the trainer's thread, while the engines are paused, to hand weights over.
-                None of the three: the engines read the model in place, as embedded ones do. Servers do not, so this is
-                refused.
-            weights: a module, a mapping, or an iterable of (Hugging Face name, tensor) that can be gone through again:
-                sent from this process to the engines, in buckets, without a directory. An engine that fails meanwhile
-                is left out if there are others. Of a module with an adapter (PEFT LoRA) the adapter alone is written
-                into a directory of april's own, where all engines take adapters. See docs/weights.md.
-            trained: number (``batch.id``) of the last batch that these weights were trained on; it and those before it
-                are committed. None: the oldest batch that is out and of no update before this one, as each is made of
-                one batch, in the order of delivery. Name it if one update trains several, or if one batch brings
-                several updates while others are out.
+            path: Directory from which the engines load the new weights; servers get it as an absolute path.
+            transfer: Function that gives the engines the weights; called in this thread while the engines are paused.
+            weights: Module, mapping, or re-iterable of (Hugging Face name, tensor), which april sends from this process
+                to the engines in buckets, without a directory. An engine that fails meanwhile is left out if there are
+                others. For a module with an adapter (PEFT LoRA), only the adapter is written to a directory of april's,
+                if all engines load adapters. See docs/weights.md.
+            trained: Number (``batch.id``) of the last batch that these weights were trained on; it and those before it
+                are committed. None means the oldest delivered batch that no earlier update committed: each update is
+                taken to train one batch, in delivery order. Give it if one update trains several batches, or if one
+                batch leads to several updates while others are not trained.
+            label: Number of the new version, if the trainer counts versions itself; greater than the version before.
+                Staleness is counted in these numbers. None means one more than before.
 
         Returns:
-            The new version. If ``transfer`` or a load raises, the version stays and generation goes on. Not so if
-            some engines have loaded and others have not, or if servers may have a part of what ``transfer`` hands
-            over: then whoever waits for a batch or an evaluation, or asks for one, gets an EngineError, until a call
-            has reached them all. An engine that was found dead before is left out until a later call has reached it.
+            The new version. If ``transfer`` or a load raises, the version is unchanged and generation goes on, with one
+            exception: if some engines have loaded and others have not, or servers may hold a part of the transferred
+            weights, calls that wait for a batch or an evaluation raise EngineError until an update has reached all
+            engines. An engine that was found dead before is left out until a later update reaches it.
 
         Raises:
-            ConfigError: an argument has a wrong type, there are servers and none of the three is given, or there is no
-                such batch; nothing has happened.
+            ConfigError: an argument has a wrong type, there are servers and no weights for them, there is no such
+                batch, or the label is not greater; nothing has happened.
             EngineError: an engine could not be paused or could not load.
             SchedulerClosed: after :meth:`close`.
 
-        A call that a signal handler interrupts (Ctrl-C) has either not begun or goes on to its end; inside ``transfer``
-        it is as any other exception there. Called again with the same arguments (without ``trained``: before the next
-        batch), it waits for that end instead of updating twice; :attr:`version` tells what is in force. See
+        If a signal (Ctrl-C) interrupts the call, the update has either not begun or goes on to its end; inside
+        ``transfer`` the signal's exception counts as any other. The same call again (without ``trained``: before the
+        next batch) waits for that end instead of updating twice; :attr:`version` is the version in force. See
         docs/restarts.md.
         """
-        run = partial(self._driver.update_weights, trained=trained)
-        return self._with_weights("weight_update", run, path, transfer, trained, weights)
+        run = partial(self._driver.update_weights, trained=trained, label=label)
+        named = None if trained is label is None else (trained, label)
+        return self._with_weights("weight_update", run, path, transfer, named, weights)
 
     async def aweight_update(
         self, path: str | None = None, transfer: Callable[[], Any] | None = None, trained: int | None = None,
-        weights: Any = None,
+        weights: Any = None, label: int | None = None,
     ) -> PolicyVersion:  # fmt: skip
         """:meth:`weight_update` in a thread, for a trainer with an event loop of its own."""
-        return await asyncio.to_thread(self.weight_update, path, transfer, trained, weights)
+        return await asyncio.to_thread(self.weight_update, path, transfer, trained, weights, label)
+
+    def pause(self) -> None:
+        """Keep all engines free of training's requests until :meth:`resume`, for trainers that load weights themselves.
+
+        Such a trainer calls :meth:`weight_update` between the two, with a transfer that does nothing. Requests in
+        flight are cut and continue after the pause. A second call does nothing. The call waits for a weight update or
+        an evaluation that is under way.
+        """
+        self._thread.run(self._driver.pause)
+
+    def resume(self) -> None:
+        """End a :meth:`pause`, if there is one."""
+        self._thread.run(self._driver.resume)
+
+    async def apause(self) -> None:
+        """:meth:`pause` for a trainer with an event loop of its own."""
+        await self._thread.run_async(self._driver.pause)
+
+    async def aresume(self) -> None:
+        """:meth:`resume` for a trainer with an event loop of its own."""
+        await self._thread.run_async(self._driver.resume)
 
     def commit(self, batch_id: int) -> None:
-        """The trainer is done with this batch and those before it, and no weight update of their own follows.
+        """Commit this batch and those before it without a weight update.
 
-        For whoever only generates, and for gradients that are accumulated over batches: the batch is no longer out, and
-        no state has it. Does not wait for anything.
+        For users who only generate, and for gradients that are accumulated over batches: the batch no longer counts as
+        untrained, and saved states do not contain it. Does not wait for anything.
 
         Raises:
             ConfigError: there is no such batch.
@@ -346,32 +413,50 @@ class RolloutScheduler:
         self._thread.call(lambda: self._driver.commit(batch_id))
 
     def lower_staleness(self, to: int | None = None) -> int:
-        """Draw further prompts to be trained within ``to`` weight updates; None means one less. Returns the bound.
+        """Lower the staleness bound for prompts drawn from now on; ``to`` None means one less. Returns the new bound.
 
-        What was drawn before keeps the bound that it had, and nothing is dropped for it: all that is trained keeps the
-        new bound once that has been delivered. It lasts over restarts, until ``max_staleness`` is configured otherwise.
+        Prompts drawn before keep their old bound and are not dropped; once they are delivered, all trained tokens keep
+        the new one. The bound is saved across restarts, until ``max_staleness`` is configured to another value.
 
         Raises:
-            ConfigError: it is not between 0 and the present bound.
+            ConfigError: ``to`` is not between 0 and the current bound.
         """
         return self._thread.call(lambda: self._driver.lower_staleness(to))
+
+    def record_report(self, batch_id: int, report: Mapping[str, float]) -> None:
+        """Add the result of :func:`april.off_policy_report` for a batch to the record, for ``april report``.
+
+        Each rank may add the report of its share. Does nothing without a record, and does not wait for anything.
+
+        Raises:
+            ConfigError: not a mapping of names to finite numbers.
+        """
+        if isinstance(batch_id, bool) or not isinstance(batch_id, int):
+            raise ConfigError(f"record_report: batch_id must be batch.id, got {type(batch_id).__name__}")
+        try:
+            figures = {str(name): float(value) for name, value in report.items()}
+        except (AttributeError, TypeError, ValueError):
+            figures = {"": math.nan}
+        if not all(map(math.isfinite, figures.values())):
+            raise ConfigError("record_report: the report must be what april.off_policy_report returns: finite numbers")
+        self._thread.call_later(lambda: self._driver.record_report(batch_id, figures))
 
     def evaluate(
         self, prompts: Iterable[Any], *, n_samples: int = 1, temperature: float | None = None,
         top_p: float | None = None, max_tokens: int | None = None, seed: int = 0,
     ) -> EvaluationResult:  # fmt: skip
-        """Score the present policy on ``prompts``; training loses nothing.
+        """Generate and score responses to ``prompts`` with the current weights; training loses no tokens.
 
-        Stepwise, training's requests are ended and training waits. With ``generation: continuous`` training goes on,
-        and only a weight update waits.
+        In stepwise generation training's requests are cut and training waits. With ``generation: continuous`` training
+        goes on, and only weight updates wait.
 
         Sampling defaults to that of training. With the same weights and seed the result is the same on engines
         that honour seeds.
 
         Raises:
             ConfigError: an argument is out of range, or a prompt is unusable.
-            RolloutError: no reward function, or a rollout or reward failed; the prompt is named.
-            EngineError: no engine is left, or a request broke off again and again; it begins anew each time.
+            RolloutError: there is no reward function, or a rollout or reward function failed; names the prompt.
+            EngineError: no engine is left, or a request failed repeatedly; it starts from its prompt each time.
         """
         return self._thread.run(self._evaluation(prompts, n_samples, temperature, top_p, max_tokens, seed))
 
@@ -388,7 +473,7 @@ class RolloutScheduler:
         self, prompts: Iterable[Any], n_samples: int, temperature: float | None, top_p: float | None,
         max_tokens: int | None, seed: int,
     ) -> Callable[[], Coroutine[Any, Any, EvaluationResult]]:  # fmt: skip
-        """The evaluation to be run, after everything that can be checked here, in the caller's thread."""
+        """Check the arguments and read the prompts in the caller's thread; returns the coroutine function to run."""
         limit = 1 if max_tokens is None else max_tokens
         for name, value, least in (("n_samples", n_samples, 1), ("max_tokens", limit, 1), ("seed", seed, 0)):
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
@@ -405,9 +490,7 @@ class RolloutScheduler:
         wrong = wrong_sampling(sampling, self._vocab_size)
         if wrong is not None:
             raise ConfigError(f"evaluate: {wrong}")
-        if isinstance(prompts, (str, bytes)) or not isinstance(prompts, Iterable):
-            raise ConfigError(f"evaluate: prompts must be an iterable of prompts, got {type(prompts).__name__}")
-        checked = [self._reader.read(p, i) for i, p in enumerate(prompts)]
+        checked = [self._reader.read(p, i) for i, p in enumerate(iterate(prompts, "evaluate: "))]
         if not checked:
             raise ConfigError("evaluate: there are no prompts")
         return partial(self._driver.evaluate, checked, n_samples, exact_types(sampling), seed)
@@ -415,59 +498,57 @@ class RolloutScheduler:
     # ---------------------------------------------------------------- data and restarts
 
     def extend(self, prompts: Iterable[Any]) -> None:
-        """More prompts after those there are, also once they have ended.
+        """Append prompts to the present ones, also once those have ended.
 
         Raises:
-            ConfigError: not an iterable, or the last epoch has not begun: the prompts must be the same in every pass.
+            ConfigError: no iterable, or the last epoch has not begun: the prompts must be the same in every epoch.
         """
         self._thread.call(lambda: self._driver.extend(prompts))
 
     def state_dict(self, trained_through: int | None = None) -> dict[str, Any]:
-        """Everything that must survive a restart, for the trainer's own checkpoint; may be called at any time.
+        """Return everything that must survive a restart, for the trainer's checkpoint; may be called at any time.
 
-        Plain numbers, strings, bytes, lists and dicts, and the ``data`` of the held prompts as it was given. Tokens
-        that engines have generated so far are in it, also those of running requests. It is sealed by a checksum of
-        its values. There are no empty bytes in it, which ``torch.load(weights_only=True)`` does not read; any in your
-        prompts' ``data`` are yours.
+        The state consists of plain numbers, strings, bytes, lists and dicts, and the ``data`` of held prompts as it was
+        given, and is sealed by a checksum. It includes the tokens generated so far, also those of running requests.
+        april puts no empty bytes into it, which ``torch.load(weights_only=True)`` cannot read; the ``data`` of your
+        prompts may have some.
 
         Args:
-            trained_through: number (``batch.id``) of the last batch that the weights in the checkpoint were trained on;
-                later batches are delivered again after a restart. None: the last batch committed by a weight update.
+            trained_through: Number (``batch.id``) of the last batch that the weights in the checkpoint were trained on;
+                later batches are delivered again after a restart. None means the last committed batch.
 
         Raises:
-            CheckpointError: no such batch, or a later one is committed already.
+            CheckpointError: there is no such batch, or a later one is committed already.
         """
-        if self._driver.hosts is not None:
-            self._thread.run(self._driver.caught_up)
         return self._thread.call(lambda: self._driver.state_dict(trained_through))
 
     def load_state_dict(
         self, state: dict[str, Any], path: str | None = None, transfer: Callable[[], Any] | None = None,
         weights: Any = None,
     ) -> PolicyVersion:  # fmt: skip
-        """Go on from a saved state; before the first batch. Begins a new incarnation of the policy version.
+        """Continue from a saved state, before the first batch, in a new incarnation of the policy version.
 
-        The prompts must be the same as before, in their order; those drawn already are compared and skipped.
-        Unfinished single-turn responses go on exactly where they stood. Several turns: the rollout functions begin
-        again, and what their calls had generated is answered from the state as long as they ask the same.
+        The prompts must be the same as before, in the same order; those drawn already are compared and skipped.
+        Unfinished single-turn responses continue exactly where they were. For several turns the rollout functions start
+        again, and their calls are answered from the state as long as they repeat the earlier requests.
 
         Args:
-            path: how the engines get the weights of the checkpoint, as in :meth:`weight_update`.
-            transfer: the same.
-            weights: the same. None of the three: they read the model in place, which has them already. Servers hold
-                whatever they were started with, or the weights of a run that went on after the checkpoint, so that is
-                refused there.
+            path: Directory with the checkpoint's weights, as in :meth:`weight_update`.
+            transfer: Function that gives the engines these weights, as in :meth:`weight_update`.
+            weights: The weights themselves, as in :meth:`weight_update`. Without any of the three, engines read the
+                model in place, which has the weights already. This is refused if there are servers: they hold the
+                weights that they were started with, or those of a run that went on after the checkpoint.
 
         Returns:
-            The policy version: that of the weights in the checkpoint, in the new incarnation. Tokens that these weights
-            generated before the restart are not stale under it.
+            The policy version of the checkpoint's weights, in the new incarnation. Tokens that these weights generated
+            before the restart are not stale under it.
 
         Raises:
-            CheckpointError: the state was changed, or is of other prompts, or of settings or engines with which it
-                cannot go on (docs/restarts.md has the list); nothing has changed then.
+            CheckpointError: the state was changed, or it does not fit the prompts, settings or engines
+                (docs/restarts.md has the list); nothing has changed.
             ConfigError: an argument has a wrong type, or there are servers and none of the three is given;
                 nothing has changed.
-            EngineError: an engine could not be paused, or could not load; the same state may be loaded again.
+            EngineError: an engine could not be paused or could not load; the same state may be loaded again.
         """
         load = partial(self._driver.load_state_dict, state)
         return self._with_weights("load_state_dict", load, path, transfer, id(state), weights)
@@ -481,12 +562,12 @@ class RolloutScheduler:
 
     def _with_weights(
         self, what: str, run: Callable[..., Coroutine[Any, Any, PolicyVersion]], path: Any, transfer: Any,
-        named: int | None, weights: Any = None,
+        named: object, weights: Any = None,
     ) -> PolicyVersion:  # fmt: skip
-        """``run(path, update=...)`` of the driver, where ``transfer`` runs here, in the caller's thread.
+        """Run the driver's ``run(path, update=...)``, with ``transfer`` in the caller's thread; returns the version.
 
-        A call that was interrupted and is made again goes on with the update that it had begun. It is the same call if
-        path, ``named``, the last batch handed out, and whether there is a transfer are the same.
+        A repeated call continues the update that an interrupted call has begun. It counts as the same call if path,
+        ``named``, the last batch handed out, and whether there is a transfer are the same.
         """
         if path is not None and not isinstance(path, (str, os.PathLike)):
             raise ConfigError(
@@ -502,7 +583,7 @@ class RolloutScheduler:
             raise ConfigError(f"{what}: april itself sends weights=; leave out path= and transfer=")
         self._thread.refuse_waiting()
         handed_out = self._driver.handed_out if named is None else None
-        # april's own transfers have limits of their own, and on a virtual clock a thread takes no time
+        # april's own transfers have time limits of their own, and a virtual clock would not wait for a thread
         limited = weights is None and self._thread.threads_wake_it
         limit_s = 2 * self.config.outage_deadline_s if limited else None
         asked = (what, path, transfer is not None, weights is not None, named, handed_out)
@@ -510,15 +591,19 @@ class RolloutScheduler:
         if call is None or not call.is_for(asked):
             self._adapted = None
             if weights is not None:
-                self._adapted, weights = self._adapters.prepare(what, weights, self._engines, self._elsewhere())
+                self._adapted, weights = self._adapters.prepare(what, weights, self._engines)
             if weights is not None:
                 sender = self._sender()
-                sender.refuse_engines(what, self._elsewhere())
+                sender.refuse_engines(what)
                 hand_over = partial(sender.send, weight_source(weights))
             call = TrainerUpdate(self._thread, hand_over, asked, sender, limit_s)
             self._update = call
         path = path or self._adapted
-        version = call.carry_out(lambda update: run(path, update=update))
+        try:
+            version = call.carry_out(lambda update: run(path, update=update))
+        except AprilError as error:
+            shorten(error)
+            raise
         if self._update is call:
             self._update = None
             if self._adapted is not None:
@@ -526,19 +611,50 @@ class RolloutScheduler:
             self._adapted = None
         return version
 
-    def _elsewhere(self) -> list[str]:
-        """Engines of other processes that do not read the trainer's model in place."""
-        hosts = self._driver.hosts
-        return [] if hosts is None else self._thread.call(lambda: list(hosts.servers))
-
     def _sender(self) -> WeightSender:
-        """A sender to the engines of this process, whose calls run on the loop."""
+        """Make a weight sender for the scheduler's engines; it calls them on april's event loop."""
 
         def ask(calls: Sequence[Coroutine[Any, Any, Any]]) -> Sequence[Reply[Any]]:
             return self._thread.call(lambda: [self._thread.follow(call) for call in calls])
 
         engines = {e.name: e for e in self._engines}
-        return WeightSender(engines, ask, self.config.outage_deadline_s, elsewhere=self._elsewhere)
+        return WeightSender(engines, ask, self.config.outage_deadline_s)
+
+    # ---------------------------------------------------------------- engines that come and go
+
+    def add_engine(self, engine: Engine | str, *, api_key: str | None = None) -> str:
+        """Add an engine during the run, given as an object or as the address of a server; returns its name.
+
+        A server is of the kind of ``config.engine``, or april's own (``april.serve``) if that is no kind of server. The
+        engine gets the current weights from the directory of the last weight update, or with the next update.
+
+        Args:
+            api_key: API key of the server, if it is not that of the configuration.
+
+        Raises:
+            ConfigError: the engine does not fit the configuration or the other engines, or its name is taken.
+            EngineError: the server could not be reached.
+        """
+        return self._thread.run(lambda: self._roster.add(engine, api_key))
+
+    async def aadd_engine(self, engine: Engine | str, *, api_key: str | None = None) -> str:
+        """:meth:`add_engine` for a trainer with an event loop of its own."""
+        return await self._thread.run_async(lambda: self._roster.add(engine, api_key))
+
+    def remove_engine(self, name: str, *, cut: bool = False) -> None:
+        """Remove an engine during the run and close it; it gets no new requests, and its present ones end first.
+
+        Args:
+            cut: True to abort its requests now; they continue on other engines with their tokens.
+
+        Raises:
+            ConfigError: there is no such engine.
+        """
+        self._thread.run(lambda: self._roster.remove(name, cut=cut))
+
+    async def aremove_engine(self, name: str, *, cut: bool = False) -> None:
+        """:meth:`remove_engine` for a trainer with an event loop of its own."""
+        await self._thread.run_async(lambda: self._roster.remove(name, cut=cut))
 
     # ---------------------------------------------------------------- looking inside
 
@@ -553,7 +669,7 @@ class RolloutScheduler:
         return list(self._engines)
 
     def ledger(self) -> dict[str, Ledger]:
-        """Copies of the token and the prompt ledger: observed == delivered + held + sum(dropped), always."""
+        """Return copies of the token and prompt ledgers; observed == delivered + held + sum(dropped) always holds."""
 
         def copy() -> dict[str, Ledger]:
             core = self._driver.core
@@ -565,29 +681,41 @@ class RolloutScheduler:
         return self._thread.call(copy)
 
     def held_groups(self) -> frozenset[int]:
-        """Numbers of the groups in april's books: drawn, and neither delivered whole nor dropped."""
+        """Return the numbers of the groups that were drawn and are neither delivered whole nor dropped."""
         return self._thread.call(lambda: frozenset(self._driver.core.buffer.groups))
 
     def validate(self) -> None:
-        """Cross-check all of april's books now; raises InvariantError."""
+        """Cross-check april's whole state now; raises InvariantError."""
         self._thread.call(self._driver.core.validate)
 
     def story(self, group: int, index: int) -> str:
-        """The history of one sample, one line per transition."""
+        """Return the history of one sample, one line per transition."""
         return self._thread.call(lambda: self._driver.core.story(SampleId(group, index)))
 
     def __repr__(self) -> str:
         try:
-            return f"<RolloutScheduler {self._thread.call(lambda: repr(self._driver))}>"
+            return f"<RolloutScheduler {self._thread.call(self._standing)}>"
         except SchedulerClosed:
             return "<RolloutScheduler closed>"
         except RolloutError:
             return "<RolloutScheduler of another process>"
 
-    def close(self) -> None:
-        """End all requests, functions and engines; idempotent. In a process that was forked off it does nothing.
+    def _standing(self) -> str:
+        """Return the scheduler's state as text for people; must be called on the loop."""
+        core = self._driver.core
+        tokens, waits = core.tokens, self._driver.long_waits.standing
+        return (
+            f"version={core.clock.current}, {'between steps' if core.step is None else 'in a step'}: "
+            f"{len(core.buffer)} groups held, {core.monitor.ready} of them finished; "
+            f"{len(core.attempts)} requests in flight; tokens: {tokens.observed} generated, "
+            f"{tokens.delivered} delivered, {tokens.held} held, {sum(tokens.dropped.values())} dropped"
+            f"{f'; {waits}' if waits else ''}"
+        )
 
-        Functions have a few seconds to end (CLOSE_PATIENCE_S); those that do not, in threads too, are left behind.
+    def close(self) -> None:
+        """End all requests and functions, and close the engines; idempotent. Does nothing in a forked process.
+
+        Functions have CLOSE_PATIENCE_S seconds to end; those that do not, also in threads, are left behind.
         """
         if not self._thread.here:
             return
@@ -613,10 +741,8 @@ class RolloutScheduler:
             raise error
 
     async def _give_up(self) -> None:
-        """End what is left after an interrupted close."""
+        """Close the engines after an interrupted close."""
         await self._close_abandoned()
-        if self._driver.hosts is not None:
-            await self._driver.hosts.close()
 
     def __enter__(self) -> Self:
         return self
@@ -642,7 +768,7 @@ def check_functions(
     group_reward: Callable[..., Any] | None,
     filter: Callable[..., Any] | None,
 ) -> None:
-    """Refuse functions that cannot be called, or that contradict each other or the configuration."""
+    """Raise ConfigError for functions that cannot be called, or that contradict each other or the configuration."""
     if reward is not None and group_reward is not None:
         raise ConfigError("give reward or group_reward, not both")
     if group_reward is not None and config.delivers_parts:
@@ -659,17 +785,17 @@ def check_functions(
 
 
 PATIENCE_S = 10.0
-"""Seconds that engines have to close."""
+"""Seconds that :func:`close_abandoned` waits for engines to close."""
 
 
 async def close_abandoned(
     engines: Sequence[Engine], threads: WorkerThreads | None = None, ends: Sequence[Callable[[], None]] = (),
     *, dropped: bool = False,
 ) -> None:  # fmt: skip
-    """Close what is left of a scheduler that was never made, was ``dropped``, or did not close: the last on the loop.
+    """Close the engines of a scheduler whose constructor failed, that was ``dropped``, or whose close was interrupted.
 
-    The driver and the user's functions are not among the arguments: they may hold the scheduler, which would then never
-    be dropped. ``ends`` are called when the engines are closed; none of them raises.
+    This runs last on the loop. The driver and the user's functions are not among the arguments, as they may refer to
+    the scheduler, which then would never be dropped. ``ends`` are called after the engines are closed; none raises.
     """
     if dropped:
         log.warning("a RolloutScheduler was dropped without close(); its threads and engines end now")
@@ -692,19 +818,19 @@ R = TypeVar("R", covariant=True)
 
 
 class PartialRollout(Protocol[P, R]):
-    """A rollout function that can make its own scheduler."""
+    """A rollout function decorated by :func:`partial_rollout`, which can make a scheduler for itself."""
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        """The function itself."""
+        """Call the rollout function itself."""
         ...
 
     def scheduler(self, config: Config, **arguments: Any) -> RolloutScheduler:
-        """A scheduler for this function; takes everything that :class:`RolloutScheduler` takes, apart from rollout."""
+        """Make a scheduler for this function; takes all arguments of :class:`RolloutScheduler` but ``rollout``."""
         ...
 
 
 def partial_rollout(function: Callable[P, R]) -> PartialRollout[P, R]:
-    """Decorator for ``(prompt, llm)``, async, or plain (then ``llm.generate`` blocks)::
+    """Decorate a rollout function ``(prompt, llm)``, async, or plain (then ``llm.generate`` blocks)::
 
         @april.partial_rollout
         async def rollout(prompt, llm): ...
@@ -715,7 +841,7 @@ def partial_rollout(function: Callable[P, R]) -> PartialRollout[P, R]:
     The function can be called as before, and given to a scheduler as ``rollout=``.
 
     Raises:
-        ConfigError: what is decorated cannot be called with (prompt, llm).
+        ConfigError: the function cannot be called with (prompt, llm).
     """
     check_function("partial_rollout", function, ("prompt", "llm"))
     wrapper: Any

@@ -1,4 +1,4 @@
-"""Checks that an installed trainer is one that its adapter was held against: trainers promise no internals."""
+"""Checks that an installed trainer still has the internal functions on which april's adapter relies."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from typing import Any
 from april.errors import ConfigError
 
 Seams = Mapping[str, tuple[str, ...]]
-"""Functions that are called, overridden or relied on, ``module:path``, with the names of their parameters."""
+"""Functions of a trainer that an adapter calls, overrides or relies on, ``module:path``, with their parameter names."""
 
 
 def import_trainer(package: str, needs: str, tested: str, otherwise: str = "") -> Any:
-    """The package; raises ConfigError, which begins with ``needs``, where it cannot be imported."""
+    """Import a trainer's package; raises ConfigError, with ``needs`` and ``otherwise`` in its text, if that fails."""
     try:
         return importlib.import_module(package)
     except ImportError as error:
@@ -24,7 +24,7 @@ def import_trainer(package: str, needs: str, tested: str, otherwise: str = "") -
 
 
 def version_of(package: str) -> str:
-    """The installed version; ``of unknown version`` where the package has no metadata."""
+    """Return the installed version of a package; ``of unknown version`` if it has no metadata."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
@@ -32,12 +32,12 @@ def version_of(package: str) -> str:
 
 
 def require_seams(package: str, tested: str, seams: Seams, owner: Any = None) -> None:
-    """Raise ConfigError for the first of the functions that is not there, or takes other parameters.
+    """Raise ConfigError for the first function that is missing or has other parameters than in the tested version.
 
     Args:
-        package: name of the distribution.
-        tested: the version that the adapter was held against.
-        seams: the functions; with an ``owner`` their paths are below that object.
+        package: Name of the distribution.
+        tested: Version with which the adapter was tested.
+        seams: Functions to check; with an ``owner`` their paths are relative to that object.
     """
     for where, parameters in seams.items():
         found = _parameters(where, owner)
@@ -59,10 +59,10 @@ def _parameters(where: str, owner: Any) -> tuple[str, ...] | None:
         names: Sequence[str] = tuple(inspect.signature(inspect.unwrap(found)).parameters)
     except (ImportError, AttributeError, TypeError, ValueError):
         return None
-    return tuple(name for name in names if not name.startswith("_ray_"))  # Ray adds one of its own
+    return tuple(name for name in names if not name.startswith("_ray_"))  # Ray adds parameters of its own
 
 
 def plain_class(found: Any) -> Any:
-    """The class behind a Ray actor class; anything else as it is."""
+    """Return the class behind a Ray actor class; any other object is returned unchanged."""
     made = getattr(getattr(found, "__ray_metadata__", None), "modified_class", None)
     return found if made is None else getattr(made, "__ray_actor_class__", made)

@@ -1,7 +1,7 @@
-"""Text of servers on its one way into a message, a log, a report or the name of a metric.
+"""Sanitises text from servers before it is used in a message, a log, a report or the name of a metric.
 
-Invariant: the text that :func:`clean` returns is short, printable, and without the keys that were given to
-:func:`hide`, however they are written there.
+Invariant: the text that :func:`clean` returns is short, printable, and without the API keys that were given to
+:func:`hide`, even if the server encoded or escaped them.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ import re
 from collections.abc import Callable, Iterator
 
 MAX_CHARS = 300
-"""Most characters of one text in a message."""
+"""Most characters of a server's text in a message."""
 LOOKED_AT = 1 << 13
-"""Most characters of a text that are examined; nothing beyond them is shown."""
+"""Most characters of a text that are searched for keys; nothing beyond them is shown."""
 BLOT = "<the key>"
 _PIECE = 8
-"""Number of letters and digits of a key in a row that count as the key: a text may have been cut in it."""
+"""Number of consecutive letters and digits of a key that are removed as if they were the key, as texts may be cut."""
 _SHORTEST = 4
-"""Fewest letters and digits of a key that is searched for in pieces; a shorter one is searched for as it stands."""
+"""Fewest letters and digits of a key that is searched for in pieces; a shorter one must occur literally."""
 _LAYERS = 4
-"""Number of layers of escapes that are undone."""
+"""Most nested layers of escapes that are decoded."""
 _ESCAPE = re.compile(
     r"\\x([0-9a-f]{2})|\\u([0-9a-f]{4})|\\u\{([0-9a-f]{1,6})\}|\\U([0-9a-f]{8})|%u([0-9a-f]{4})|%([0-9a-f]{2})"
     r"|=([0-9a-f]{2})|\\([0-7]{3})|(&#?[0-9a-z]{1,16};?)",
@@ -31,7 +31,7 @@ _OCTAL, _ENTITY = 8, 9
 
 
 class _Key:
-    """A key as the pieces to search for, in lower case and letters and digits alone."""
+    """A key split into pieces to search for, in lower case, letters and digits only."""
 
     def __init__(self, key: str) -> None:
         plain = _plain(key)
@@ -39,7 +39,7 @@ class _Key:
         self.literal = key if len(plain) < _SHORTEST else ""
         written = [plain, plain[::-1], raw.hex()] if not self.literal else []
         if not self.literal:
-            # what stands before the key shifts its letters, but only by a part of a group
+            # the encoded letters depend on the number of bytes before the key, modulo the group size
             written += [_inner(base64.b64encode, raw, 3, 4, before) for before in range(3)]
             written += [_inner(base64.b32encode, raw, 5, 8, before) for before in range(5)]
         self.starts = tuple(w for w in written[:3])
@@ -52,19 +52,19 @@ class _Key:
 
 
 _hidden: dict[str, _Key] = {}
-"""All keys that this process has been given: one server may repeat another's."""
+"""All keys that this process uses, as one server may repeat another's key."""
 
 
 def hide(key: str) -> None:
-    """Remove this key from all texts from now on."""
+    """Have this key removed from all texts from now on."""
     if key and key not in _hidden:
         _hidden[key] = _Key(key)
 
 
 def clean(value: object, limit: int = MAX_CHARS) -> str:
-    """Return the text of a server on one line of at most ``limit`` characters (and "..." where there was more).
+    """Return a server's text on one line of at most ``limit`` characters, followed by "..." if it was longer.
 
-    Keys are removed, however they are escaped, before anything is cut; unprintable characters are shown by number.
+    Keys are removed before the text is cut, also escaped ones; unprintable characters are shown as escapes.
     """
     text = _text_of(value)
     more = len(text) > LOOKED_AT
@@ -74,21 +74,21 @@ def clean(value: object, limit: int = MAX_CHARS) -> str:
 
 
 def printable(text: str) -> str:
-    """Return text with its spaces and lines, and unprintable characters by number, so that no terminal obeys it.
+    """Return text with unprintable characters as escapes, so that it cannot control a terminal; keeps line breaks.
 
-    It is for sentences of april's that repeat names and texts of others; keys are not removed.
+    It is for april's own sentences that quote names and texts of others; keys are not removed.
     """
     return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
 
 
 def quoted(value: object, limit: int = 64) -> str:
-    """Return :func:`clean` between quotation marks, for names."""
+    """Return a name as :func:`clean` shows it, in quotation marks."""
     return f"'{clean(value, limit)}'"
 
 
 def without_keys(text: str, *, cut: bool = False) -> str:
-    """Return the text without hidden keys; with ``cut`` it may end in the beginning of one."""
-    # of all keys together, for they may have parts in common
+    """Return the text without hidden keys; ``cut`` says that it was cut and may end within a key."""
+    # merge the spans of all keys, as keys may overlap
     spans = _merged([span for key in list(_hidden.values()) for span in _spans(text, key, cut)])
     parts, at = [], 0
     for start, end in spans:
@@ -102,7 +102,7 @@ def _text_of(value: object) -> str:
         return value[: 4 * LOOKED_AT].decode("utf-8", "replace")
     try:
         return str(value)
-    except (RecursionError, ValueError):  # too deep, or an integer of too many digits
+    except (RecursionError, ValueError):  # nested too deeply, or an integer with too many digits
         return f"a value of type {type(value).__name__}"
 
 
@@ -111,14 +111,14 @@ def _plain(text: str) -> str:
 
 
 def _inner(encode: Callable[[bytes], bytes], raw: bytes, group: int, letters: int, before: int) -> str:
-    """Return the letters of an encoding that the key alone decides, with so many bytes before it in its group."""
+    """Return those letters of an encoding that depend on the key only, if ``before`` bytes of its group precede it."""
     whole = encode(b"\0" * before + raw + b"\0" * group).decode()
     bits = 8 * group // letters
     return _plain(whole[-(-8 * before // bits) : 8 * (before + len(raw)) // bits])
 
 
 def _spans(text: str, key: _Key, cut: bool) -> list[tuple[int, int]]:
-    """Return the spans of the key; each layer of escapes is undone in turn."""
+    """Return the spans of the text that contain the key; each layer of escapes is decoded in turn."""
     if key.literal:
         return [match.span() for match in re.finditer(re.escape(key.literal), text)]
     found: list[tuple[int, int]] = []
@@ -146,7 +146,7 @@ def _has_piece(plain: str, key: _Key) -> bool:
 def _found(
     layer: str, origin: list[tuple[int, int]] | None, key: _Key, cut: bool
 ) -> Iterator[tuple[int, int]]:
-    """Yield the spans of the original text that hold a piece of the key."""
+    """Yield the spans of the original text that contain a piece of the key."""
     letters = [(c, i) for i, one in enumerate(layer) for c in one.casefold() if c.isalnum()]
     plain = "".join(c for c, _ in letters)
 
@@ -166,7 +166,7 @@ def _found(
 
 
 def _undone(layer: str, origin: list[tuple[int, int]] | None) -> Iterator[tuple[str, int, int]]:
-    """Yield the characters behind one layer of escapes, each with its place in the original text."""
+    """Decode one layer of escapes; yields each character with its span in the original text."""
 
     def original(start: int, end: int) -> tuple[int, int]:
         return (start, end) if origin is None else (origin[start][0], origin[end - 1][1])

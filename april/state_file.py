@@ -1,4 +1,4 @@
-"""Files with april's state beside a trainer's checkpoint: sealed bytes in msgpack, never executed."""
+"""Reads and writes files with april's state beside a trainer's checkpoint: MessagePack with a checksum, no pickle."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from april.errors import CheckpointError
 
 
 def pack(kind: str, content: Any) -> bytes:
-    """``content`` as sealed bytes; arrays, tensors and numbers of numpy become lists and numbers.
+    """Encode ``content`` with a checksum; arrays, tensors and numpy numbers become lists and numbers.
 
     Raises:
-        CheckpointError: it holds something that is no plain value.
+        CheckpointError: ``content`` has something that is no plain value.
     """
     try:
         data = msgspec.msgpack.encode(content, enc_hook=_plain)
@@ -33,10 +33,10 @@ def pack(kind: str, content: Any) -> bytes:
 
 
 def unpack(kind: str, data: bytes, where: str) -> Any:
-    """Return what was packed; the message of an error names ``where`` it was found.
+    """Check and decode bytes from :func:`pack`; error messages name ``where`` the bytes come from.
 
     Raises:
-        CheckpointError: it was changed, is of another kind, or another version of april wrote it.
+        CheckpointError: the bytes were changed, are of another kind, or were written by another version of april.
     """
     try:
         outer = msgspec.msgpack.decode(data)
@@ -51,10 +51,10 @@ def unpack(kind: str, data: bytes, where: str) -> Any:
 
 
 def write_state(path: Path, kind: str, content: Any) -> None:
-    """Write ``content`` to ``path``, whole or not at all, readable by its owner only.
+    """Write ``content`` to the file ``path`` atomically, readable by its owner only.
 
     Raises:
-        CheckpointError: it holds something that is no plain value, or the file cannot be written.
+        CheckpointError: ``content`` has something that is no plain value, or the file cannot be written.
     """
     data = pack(kind, content)
     try:
@@ -64,7 +64,7 @@ def write_state(path: Path, kind: str, content: Any) -> None:
 
 
 def read_state(path: Path, kind: str) -> dict[str, Any]:
-    """Read what :func:`write_state` wrote; raises CheckpointError."""
+    """Read a file that :func:`write_state` wrote; raises CheckpointError."""
     try:
         data = path.read_bytes()
     except OSError as error:
@@ -74,12 +74,12 @@ def read_state(path: Path, kind: str) -> dict[str, Any]:
 
 
 def groups_in(state: Mapping[str, Any]) -> set[int]:
-    """The numbers of the groups that a state of the scheduler holds."""
+    """Return the numbers of the groups in a saved state of the scheduler."""
     return {group["id"] for key in ("ready", "waiting") for group in state["core"][key]}
 
 
 def checksum_of(data: bytes) -> str:
-    """32 hex digits."""
+    """Return the BLAKE2b checksum of the data, 32 hex digits."""
     return hashlib.blake2b(data, digest_size=16).hexdigest()
 
 
@@ -94,10 +94,10 @@ NO_SYNC = (errno.EINVAL, errno.ENOTSUP)
 
 
 def write_atomic(path: Path, data: bytes) -> None:
-    """Replace ``path`` by a file of mode 0600 with ``data``, also after a crash of the machine; the last writer wins.
+    """Replace ``path`` atomically, also if the machine crashes, by a file of mode 0600 with ``data``.
 
-    Missing directories are made, with mode 0700. Raises OSError; then ``path`` is as it was, and nothing is left over.
-    A device or a pipe is written to.
+    The last of several writers wins. Missing directories are made, with mode 0700. Raises OSError; ``path`` is
+    unchanged then, and no temporary file remains. A device or a pipe is written to directly.
     """
     make_directory(path.parent)
     if path.exists() and not path.is_file():
@@ -118,21 +118,21 @@ def write_atomic(path: Path, data: bytes) -> None:
 
 
 def _open_part(path: Path) -> tuple[int, Path]:
-    """A new file beside ``path``, locked as long as it is open: somebody is writing it."""
+    """Create a temporary file beside ``path``; it is locked while it is open, which marks it as being written."""
     while True:
         file, name = tempfile.mkstemp(".part", f"{path.name}.", path.parent)
         fcntl.flock(file, fcntl.LOCK_EX)
         if os.fstat(file).st_nlink:
             return file, Path(name)
-        os.close(file)  # taken for left over, in the moment before it was locked
+        os.close(file)  # another process removed it as left over before it was locked
 
 
 def _remove_left_over(path: Path) -> None:
-    """Parts of writers that were killed: nobody holds their lock."""
+    """Remove temporary files of writers that were killed, which nobody holds a lock on."""
     for part in path.parent.iterdir():
         if not (part.name.startswith(f"{path.name}.") and part.suffix == ".part"):
             continue
-        with suppress(OSError):  # it is being written, or gone by now
+        with suppress(OSError):  # the file is being written, or was removed meanwhile
             file = os.open(part, os.O_RDWR | os.O_NOFOLLOW)
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -142,7 +142,7 @@ def _remove_left_over(path: Path) -> None:
 
 
 def make_directory(directory: Path) -> None:
-    """Make a directory of mode 0700, and those above it that are missing."""
+    """Make a directory of mode 0700, with missing parents, and sync each to the disk."""
     if directory.exists():
         return
     make_directory(directory.parent)
@@ -151,7 +151,7 @@ def make_directory(directory: Path) -> None:
 
 
 def _sync(directory: Path) -> None:
-    """Write to the disk what was renamed or made in a directory."""
+    """Sync a directory to the disk, so that files renamed or made in it survive a crash."""
     file = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(file)

@@ -1,4 +1,4 @@
-"""A batch's arrays as torch tensors; torch is imported when it is needed."""
+"""Converts a batch's arrays to torch tensors; torch is imported only when this is called."""
 
 from __future__ import annotations
 
@@ -16,12 +16,13 @@ if TYPE_CHECKING:
 def to_torch(arrays: Mapping[str, Any], device: torch.device | str | int | None = None) -> dict[str, torch.Tensor]:
     """Copy the arrays to tensors of the same names and shapes, on ``device`` (None means torch's default).
 
-    Integers become int64, as gather and embeddings want their indices; the uint8 masks become bool, which selects,
-    multiplies and goes into torch.where (sums are int64; for ``1 - mask`` write ``~mask``); floats become float32.
+    Integers become int64, which gather and embeddings need as indices; floats become float32. Masks (uint8 arrays whose
+    names end in ``_mask``) become bool, for indexing, multiplication and torch.where (sums are int64; for ``1 - mask``
+    write ``~mask``).
 
     Raises:
         ConfigError: torch is not installed.
-        TypeError: not the arrays of a batch; a value that is not an array of numbers is named.
+        TypeError: ``arrays`` is no mapping of arrays of numbers; the message names the wrong value.
     """
     if not isinstance(arrays, Mapping):
         raise TypeError(
@@ -33,12 +34,12 @@ def to_torch(arrays: Mapping[str, Any], device: torch.device | str | int | None 
         raise ConfigError(
             "april.to_torch needs torch, in the build for your machine: pip install torch; without it, use the arrays"
         ) from None
-    dtypes = {"i": torch.int64, "b": torch.bool, "f": torch.float32}
+    dtypes = {"i": torch.int64, "u": torch.int64, "b": torch.bool, "f": torch.float32}
     tensors: dict[str, torch.Tensor] = {}
     for name, value in arrays.items():
         kind = value.dtype.kind if isinstance(value, np.ndarray) else ""
-        if isinstance(value, np.ndarray) and value.dtype == np.uint8:
-            kind = "b"
+        if kind == "u" and name.endswith("_mask"):
+            kind = "b"  # other uint8 arrays, such as ids of experts, are integers
         if kind not in dtypes:
             what = f"an array of {value.dtype}" if kind else type(value).__name__
             raise TypeError(f"april.to_torch: {name} is {what}; give the arrays of Batch.padded() or Batch.ragged()")

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from april.auto.question import Answer, InWork, Question
+from april.auto.question import SMALLEST_QUORUM, Answer, InWork, Question
 from april.core.types import Refill, Work
 from april.engines.simulated.decode_cost import DecodeCost
 from april.engines.simulated.response_lengths import LognormalLengths, ResponseLengths
@@ -32,7 +32,8 @@ LIMIT = 0.6
 """max_off_policy_share, where generation is stepwise; continuous, nearly all tokens are older than their training."""
 LEARNS = 20
 """Steps that auto has, from the beginning and after a change."""
-QUORUMS = (1.0, 0.75, 0.5)
+QUORUMS = (1.0, SMALLEST_QUORUM)
+"""Those that auto chooses from."""
 
 
 class Doubling(ResponseLengths):
@@ -207,8 +208,7 @@ def fixed(case: Case) -> list[Schedule]:
     out = [] if mode else [w.one_shot(round(n * (1.0 + i / 8))) for i in range(0, 17 // eighths, eighths)]
     shares = np.arange(0.375, 2.01, 0.125) if case.fine else np.arange(0.5, 2.01, 0.25)
     out += [Schedule(n, Refill.SAMPLE, round(full * share), mode) for share in shares]
-    quorums = QUORUMS if case.fine else (1.0, 0.5)
-    found = [replace(s, quorum=quorum) for s in out for quorum in quorums]
+    found = [replace(s, quorum=quorum) for s in out for quorum in QUORUMS]
     return [s for s in found if not (s.refill is Refill.NONE and s.over <= n and s.quorum < 1.0)]
 
 

@@ -7,7 +7,8 @@ prints one JSON line, ``{"port": ...}``, and serves on 127.0.0.1 until SIGTERM o
 Invariant: no answer leaves before ``release_at`` requests wait together, unless it is aborted. Streams go in
 lock-step, as a decode step gives each running request its next tokens: one event on each stream, then a byte on the
 connection that asked for ``/pace``, and nothing more before that byte is answered. A client whose loop answers it
-has found every event in its sockets by then, and reads each by itself, however fast or slow it is.
+has found every event in its sockets by then, and reads each by itself, however fast or slow it is. With ``--staggered``
+streams begin one after the other, the last when the first ends, so that they end one after the other, too.
 """
 
 from __future__ import annotations
@@ -106,11 +107,13 @@ class CannedServer:
     response_tokens: int
     abort_tokens: int = 0
     incremental: bool = True
+    staggered: bool = False
     label: str = "default"
     held: dict[str, _Held] = field(default_factory=dict)
     counts: Counts = field(default_factory=Counts)
     pace: asyncio.Transport | None = None
-    _steps: list[tuple[asyncio.Transport, list[bytes]]] = field(default_factory=list)
+    _steps: list[tuple[asyncio.Transport, int, list[bytes]]] = field(default_factory=list)
+    """Streams, with the step at which each begins."""
     _step: int = 0
 
     def generate(self, kind: str, raw: bytes, connection: _Connection) -> None:
@@ -136,7 +139,7 @@ class CannedServer:
 
     def _release(self, released: list[_Held]) -> None:
         self._steps, self._step = [], 0
-        for held in released:
+        for i, held in enumerate(released):
             self.counts.tokens += held.count
             if not held.stream:
                 reply = whole_reply(held.kind, held.id, held.prompt, held.count, self.label, "length")
@@ -146,18 +149,19 @@ class CannedServer:
             assert transport is not None
             transport.write(_CHUNK_HEAD)
             events = stream_events(held.kind, held.id, held.prompt, held.count, self.label)
-            self._steps.append((transport, [b"%x\r\n%b\r\n" % (len(e), e) for e in events]))
+            first = i * len(events) // len(released) if self.staggered else 0
+            self._steps.append((transport, first, [b"%x\r\n%b\r\n" % (len(e), e) for e in events]))
         if self._steps:
             self.next_step()
 
     def next_step(self) -> None:
         """The next event of every stream; without a pace they all go at once."""
         while self._steps:
-            last = self._step + 1 == max(len(events) for _, events in self._steps)
-            for transport, events in self._steps:
-                transport.write(events[self._step] + (b"0\r\n\r\n" if last else b""))
+            for transport, first, events in self._steps:
+                if 0 <= (at := self._step - first) < len(events):
+                    transport.write(events[at] + (b"0\r\n\r\n" if at + 1 == len(events) else b""))
             self._step += 1
-            if last:
+            if self._step == max(first + len(events) for _, first, events in self._steps):
                 self._steps = []
             elif self.pace is not None:
                 self.pace.write(b"t")
@@ -289,9 +293,12 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--response-tokens", type=int, required=True)
     parser.add_argument("--abort-tokens", type=int, default=0)
     parser.add_argument("--cumulative", action="store_true", help="say that SGLang's streams repeat everything")
+    parser.add_argument("--staggered", action="store_true", help="streams begin and end one after the other")
     args = parser.parse_args(argv)
     require_open_files(args.release_at)
-    server = CannedServer(args.release_at, args.response_tokens, args.abort_tokens, not args.cumulative)
+    server = CannedServer(
+        args.release_at, args.response_tokens, args.abort_tokens, not args.cumulative, args.staggered
+    )
     asyncio.run(_serve(server, lambda port: print(json.dumps({"port": port}), flush=True)))
     return 0
 

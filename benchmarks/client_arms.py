@@ -20,7 +20,7 @@ import msgspec
 import numpy as np
 
 import april
-from april.config.engines import SglangEngineConfig, VllmEngineConfig
+from april.config.engines import AprilEngineConfig, SglangEngineConfig, VllmEngineConfig
 from april.core.sampling import SamplingParams, attempt_seed
 from april.engines.protocol import Float32, Int32, Request
 from april.engines.sglang import wire as sglang_wire
@@ -36,6 +36,8 @@ from benchmarks.canned_replies import (
     make_prompts,
 )
 
+SALT = "v0.0-000000"
+"""The label of the first weights: as long as april's."""
 Kept = list[tuple[Int32, Float32]]
 
 
@@ -44,6 +46,8 @@ class Round(msgspec.Struct, frozen=True):
 
     cpu_s: float
     wall_s: float
+    relay_s: float = 0.0
+    """CPU of the process between client and server, if there is one."""
 
 
 class ArmResult(msgspec.Struct, frozen=True):
@@ -67,16 +71,26 @@ class ArmResult(msgspec.Struct, frozen=True):
         """CPU per request of each later round, microseconds."""
         return [self._us(one) for one in self.rounds[1:]]
 
+    @property
+    def relay_us(self) -> list[float]:
+        """The same of the process between client and server."""
+        return [one.relay_s / self.requests * 1e6 for one in self.rounds[1:]]
+
     def _us(self, one: Round) -> float:
         return one.cpu_s / self.requests * 1e6
 
 
 @contextmanager
-def measured(rounds: list[Round]) -> Iterator[None]:
-    """Append the cost of the block to ``rounds``."""
-    wall, cpu = time.perf_counter(), time.process_time()
+def measured(rounds: list[Round], relay: int | None = None) -> Iterator[None]:
+    """Append the cost of the block to ``rounds``; ``relay``: the process between client and server."""
+    wall, cpu, other = time.perf_counter(), time.process_time(), cpu_of(relay)
     yield
-    rounds.append(Round(time.process_time() - cpu, time.perf_counter() - wall))
+    rounds.append(Round(time.process_time() - cpu, time.perf_counter() - wall, cpu_of(relay) - other))
+
+
+def cpu_of(process: int | None) -> float:
+    """CPU seconds of another process of this machine (Linux); 0 for none."""
+    return 0.0 if process is None else time.clock_gettime((~process << 3) | 2)  # as clock_getcpuclockid(3) makes it
 
 
 class Case(msgspec.Struct, frozen=True):
@@ -105,9 +119,11 @@ class Case(msgspec.Struct, frozen=True):
     def body(self, request: Request) -> bytes:
         """What april sends."""
         if self.kind == VLLM:
-            return vllm_wire.request_body(self.route, self.model, request, stream=self.stream, priority=False)
+            return vllm_wire.request_body(
+                self.route, self.model, request, stream=self.stream, priority=False, salt=SALT
+            )
         interval = TOKENS_PER_EVENT[self.kind] if self.stream else None
-        return sglang_wire.request_body(request, stream=self.stream, stream_interval=interval, seed=None)
+        return sglang_wire.request_body(request, stream=self.stream, stream_interval=interval, seed=None, salt=SALT)
 
 
 class _Pace(asyncio.Protocol):
@@ -218,35 +234,49 @@ def _read_sglang(payload: bytes, tokens: list[int], logprobs: list[float]) -> No
 # ---------------------------------------------------------------- april
 
 
-def run_april(url: str, case: Case) -> ArmResult:
+class Relay(msgspec.Struct, frozen=True):
+    """A process of april's before the server: its address, its number, and how often it hands tokens over."""
+
+    url: str
+    pid: int
+    interval_s: float
+
+
+def run_april(url: str, case: Case, relay: Relay | None = None) -> ArmResult:
     """``RolloutScheduler`` with the configured engine; one ``next_batch`` per round. Raises as :func:`run_bare`."""
     groups = case.in_flight // case.samples_per_prompt
     config = april.Config(
         rollout_batch_size=groups,
         n_samples_per_prompt=case.samples_per_prompt,
         max_response_len=case.response_tokens,
-        engine=engine_config(url, case),
+        engine=engine_config(url, case)
+        if relay is None
+        else AprilEngineConfig(urls=(relay.url,), interval_s=relay.interval_s),
     )
     costs: list[Round] = []
     total = 0
     with april.RolloutScheduler(config, prompts=prompts_of(case, case.rounds), reward=None) as scheduler:
-        pace = scheduler._thread.run(keep_pace(url))  # it must answer on the loop that reads the streams
+        # it must answer on the loop that reads the streams
+        pace = scheduler._thread.run(keep_pace(url)) if relay is None else None
         for number in range(case.rounds):
             if number:
                 scheduler.weight_update(transfer=lambda: None)  # commits the batch before; not measured
             gc.collect()
-            with measured(costs):
+            with measured(costs, None if relay is None else relay.pid):
                 batch = scheduler.next_batch()
             kept: Kept = [(sample.tokens, sample.logprobs) for sample in batch.samples]
             total += check_kept([sample.prompt.token_ids for sample in batch.samples], kept, case.response_tokens)
             del batch, kept
-        scheduler._thread.call(pace.close)
-    return ArmResult("april", case.in_flight, case.response_tokens, case.prompt_len, costs, total)
+        if pace is not None:
+            scheduler._thread.call(pace.close)
+    arm = "april" if relay is None else "relay"
+    return ArmResult(arm, case.in_flight, case.response_tokens, case.prompt_len, costs, total)
 
 
 def engine_config(url: str, case: Case) -> VllmEngineConfig | SglangEngineConfig:
     """vLLM streams where tokens may not be lost; SGLang where its server does it well."""
     common: dict[str, Any] = {"urls": (url,), "vocab_size": case.vocab_size, "eos_token_ids": ()}
+    common["first_weights"] = "present"  # those of the turn before
     if case.model == MODEL:
         common["logprobs"] = "processed"  # a canned server cannot be asked for their kind
     if case.kind == VLLM:

@@ -25,7 +25,6 @@ from april.core.sampling import SamplingParams
 from april.core.settings import CoreSettings, EngineLimits
 from april.core.state import RolloutCore
 from april.core.types import Attempt, EngineFinish, Prompt, Refill
-from april.core.versions import PolicyVersion
 
 TOKENS = np.zeros(64, np.int32)
 LOGPROBS = np.zeros(64, np.float32)
@@ -53,6 +52,7 @@ class Pump:
         self._handle = Observed(self.core, observers).handle if times else self.core.handle
         self.attempts: list[Attempt] = []
         self.delivered = False
+        self.updates = 0
         self._events: deque[ev.Event] = deque()
 
     def post(self, event: ev.Event) -> None:
@@ -73,6 +73,8 @@ class Pump:
                         stopped = set(attempt_ids)
                         self._events.extend(ev.AttemptEnded(i, EngineFinish.ABORT) for i in attempt_ids)
                         self.attempts = [a for a in self.attempts if a.id not in stopped]
+                    case do.PauseEngine() | do.LoadEngine() | do.ResumeEngine():
+                        self._events.append(ev.EngineCallEnded(command.engine, command.call, ev.CallResult.DONE))
                     case do.Deliver(batch):
                         self.delivered = True
                         self._events.append(ev.BatchCommitted(batch.id))
@@ -102,8 +104,8 @@ class Pump:
     def _step(self) -> None:
         if self.delivered:
             self.delivered = False
-            current = self.core.clock.current
-            self.post(ev.WeightsUpdated(PolicyVersion(current.incarnation, current.n + 1)))
+            self.updates += 1
+            self.post(ev.UpdateRequested(update=self.updates))
         self.post(ev.StepRequested())
 
 

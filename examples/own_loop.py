@@ -40,15 +40,18 @@ async def reward(prompt: april.Prompt, response: april.Response) -> float:
     return float((response.tokens % 2 == prompt.data["remainder"]).mean())
 
 
-def grpo_loss(model: Any, batch: april.Batch) -> torch.Tensor:
-    """The recommended loss, the mean over the batch's tokens: each response is corrected for the weights that wrote it.
+def grpo_loss(model: Any, batch: april.Batch) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the recommended loss, and the log-probabilities [B, T] that it is made of.
+
+    It is the mean over the batch's tokens; each response is corrected for the weights that wrote it.
     """
     rows = batch.padded(left_pad_prompts=True) | {"advantages": batch.advantages("grpo")}
     arrays = april.to_torch(rows, device=model.device)
     ids = arrays["response_ids"]  # [B, T]
     logits = model(arrays["input_ids"], attention_mask=arrays["attention_mask"]).logits[:, -ids.shape[1] - 1 : -1]
     logprobs = logits.float().log_softmax(-1).gather(-1, ids[..., None])[..., 0]
-    return april.policy_loss(logprobs, arrays["logprobs"], arrays["loss_mask"], arrays["advantages"])
+    loss = april.policy_loss(logprobs, arrays["logprobs"], arrays["loss_mask"], arrays["advantages"])
+    return loss, logprobs
 
 
 def main(arguments: Sequence[str] | None = None) -> float:
@@ -67,11 +70,13 @@ def main(arguments: Sequence[str] | None = None) -> float:
         max_in_flight=64,
         group_quorum=options.group_quorum,
     )
-    record = "runs/own_loop.jsonl"  # what april decided, for `april replay`
+    record = "runs/own_loop.jsonl"  # what april decided, for `april report` and `april replay`
     with april.RolloutScheduler(config, prompts=prompts(), reward=reward, model=model, record=record) as rollouts:
         for step in range(options.steps):
             batch = rollouts.next_batch()
-            loss = grpo_loss(model, batch)
+            loss, logprobs = grpo_loss(model, batch)
+            # how far the batch is from the present weights, for the report; before the optimizer changes them
+            rollouts.record_report(batch.id, april.off_policy_report(batch, logprobs))
             optimizer.zero_grad()
             loss.backward()  # type: ignore[no-untyped-call]
             optimizer.step()

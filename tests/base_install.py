@@ -32,7 +32,7 @@ except april.ConfigError as error:
 assert f"needs torch: {install('transformers')}" in refusal, refusal
 assert install("transformers").endswith("[transformers]'"), refusal
 
-run = subprocess.run([sys.executable, "-m", "april", "demo"], capture_output=True, text=True, check=False)
+run = subprocess.run([sys.executable, "-m", "april", "simulate"], capture_output=True, text=True, check=False)
 assert run.returncode == 1, run
 assert install("cli") in run.stderr, run.stderr
 print("base install: ok")

@@ -31,7 +31,6 @@ from april.core.types import (
     Timer,
     TimerKind,
 )
-from april.core.versions import PolicyVersion
 
 ENDS = 25
 """Per cent of tokens that end their response."""
@@ -237,7 +236,7 @@ class ChainLife(ChainMachine):
             case do.Submit(attempt):
                 super()._execute(command)
                 (row,) = [r for r in self.books.rows[tuple(attempt.sample.id)] if r.open == attempt.call.number]
-                assert attempt.token_ids.tolist() == row.ids, "a request is not what its conversation is"
+                assert attempt.request.token_ids.tolist() == row.ids, "a request is not what its conversation is"
                 row.attempt = attempt.id
             case do.CallCompleted(call):
                 super()._execute(command)
@@ -310,8 +309,7 @@ class ChainLife(ChainMachine):
         self.post(ev.PauseRequested())
         while self.in_flight:
             self.engine_works()
-        current = self.core.clock.current
-        self.post(ev.WeightsUpdated(PolicyVersion(current.incarnation, current.n + 1)))
+        self.update()
         self.post(ev.Resumed())
         self.ask()
 
@@ -367,7 +365,7 @@ class ChainLife(ChainMachine):
                 if row.attempt == attempt_id:
                     row.ids += tokens
                     row.attempt = ""
-                    whole = tokens[-1:] == [EOS] or len(tokens) == attempt.sampling.max_tokens
+                    whole = tokens[-1:] == [EOS] or len(tokens) == attempt.request.sampling.max_tokens
                     if ended and whole and tuple(attempt.sample.id) not in self.alive:
                         row.made.append((row.asked, len(row.ids), 0))
                         row.open = None
@@ -471,7 +469,7 @@ class ChainLife(ChainMachine):
         again.memory, again.kept, again.generated = memory, kept, kept.generated
         snapshot.restore(again.core, kept.state)
         again.check_books()
-        again.post(ev.WeightsUpdated(again.core.clock.current))
+        again.restored()
         again.ask()
         return again
 

@@ -108,7 +108,7 @@ class ChainMachine(CoreMachine):
                     del book[of, number]
 
     def gone(self, key: Key) -> None:
-        """A function has ended, or its host died."""
+        """A function has ended, or its process died."""
         self.alive.discard(key)
         self.forget(key)
 
@@ -139,10 +139,12 @@ class ChainMachine(CoreMachine):
         return self.post(ev.SampleReturned(SampleId(*of)))
 
     def lose(self, *groups: int) -> list[do.Command]:
-        """The host of the functions of these groups dies."""
-        for key in [key for key in self.alive if key[0] in groups]:
+        """The processes of the functions of these groups die."""
+        commands = []
+        for key in sorted(key for key in self.alive if key[0] in groups):
             self.gone(key)
-        return self.post(ev.FunctionsLost(groups))
+            commands += self.post(ev.FunctionLost(SampleId(*key)))
+        return commands
 
     # ---------------------------------------------------------------- engines
 
@@ -158,14 +160,14 @@ class ChainMachine(CoreMachine):
     def tokens(self, attempt_id: str, count: int) -> bool:
         """Let an attempt gain up to ``count`` tokens; True when no other may follow."""
         attempt = self.in_flight[attempt_id]
-        ids = [*attempt.token_ids.tolist(), *attempt.tape.packed()[0].tolist()]
-        for _ in range(min(count, attempt.sampling.max_tokens - attempt.tape.parsed)):
+        ids = [*attempt.request.token_ids.tolist(), *attempt.tape.packed()[0].tolist()]
+        for _ in range(min(count, attempt.request.sampling.max_tokens - attempt.tape.parsed)):
             token = token_after(ids, self.core.clock.current, self.ends)
             self._came(attempt, token)
             ids.append(token)
             if token == EOS:
                 break
-        return attempt.tape.count == attempt.sampling.max_tokens or (attempt.tape.count > 0 and ids[-1] == EOS)
+        return attempt.tape.count == attempt.request.sampling.max_tokens or (attempt.tape.count > 0 and ids[-1] == EOS)
 
     def _came(self, attempt: Attempt, token: int) -> None:
         attempt.tape.append(np.array([token], np.int32), np.full(1, -token / 8, np.float32), self.core.clock.current)
@@ -216,7 +218,7 @@ class ChainMachine(CoreMachine):
         again = type(self)(replace(self.core.settings, **changes), engines=self.limits)
         snapshot.restore(again.core, self.saved(trained_through))
         again.generated = again.core.tokens.observed
-        again.post(ev.WeightsUpdated(again.core.clock.current))
+        again.restored()
         again.ask()
         return again
 

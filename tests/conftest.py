@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import inspect
+import warnings
 from collections.abc import Generator
+from contextlib import suppress
 
 import pytest
 from steady_loop import SteadyPolicy
@@ -17,6 +20,11 @@ asyncio.set_event_loop_policy(SteadyPolicy())
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "on_virtual_time: an async test whose waiting takes no time")
+    with suppress(ImportError):  # not in every environment
+        from hypothesis import settings
+
+        settings.register_profile("untimed", deadline=None)  # by default an example of 200 ms fails
+        settings.load_profile("untimed")
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -39,6 +47,26 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
 
     asyncio.run(bounded())
     return True
+
+
+@pytest.fixture(autouse=True)
+def keys_of_one_test() -> Generator[None, None, None]:
+    """Forget the keys of servers after each test: april removes them from all texts, and tests use words as keys."""
+    from april import server_text
+
+    before = dict(server_text._hidden)
+    yield
+    server_text._hidden.clear()
+    server_text._hidden.update(before)
+
+
+@pytest.fixture
+def client_left_open() -> Generator[None, None, None]:
+    """For a test of a program whose samples share an HTTP client: once april's loop has ended, nobody can close it."""
+    yield
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ResourceWarning)
+        gc.collect()
 
 
 @pytest.hookimpl(wrapper=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping, Sequence
+from itertools import islice
 from typing import Any, TypeVar
 
 import numpy as np
@@ -15,7 +16,7 @@ from april.core.event_pump import EventPump
 from april.core.sampling import SamplingParams
 from april.core.settings import CoreSettings, EngineLimits
 from april.core.state import RolloutCore
-from april.core.types import Attempt, EngineFinish, Prompt, Timer, TimerKind
+from april.core.types import Attempt, EngineFinish, OnWeightUpdate, Prompt, Timer, TimerKind
 from april.core.versions import PolicyVersion
 
 EOS = 1
@@ -74,7 +75,7 @@ class CoreMachine:
         self.commands: list[do.Command] = []
         self.errors: list[str] = []
         self.ended = False
-        self.generated = 0
+        self.generated = self.updates_asked = 0
         self._pump = EventPump(self.core, dict.fromkeys(do.Command.__subclasses__(), self._execute))
 
     def post(self, event: ev.Event) -> list[do.Command]:
@@ -200,9 +201,9 @@ class CoreMachine:
     def tokens(self, attempt_id: str, count: int) -> bool:
         """Let an attempt gain up to ``count`` tokens; True when its response is now complete."""
         attempt = self.in_flight[attempt_id]
-        have = len(attempt.token_ids) - len(attempt.sample.group.prompt.token_ids) + attempt.tape.parsed
+        have = len(attempt.request.token_ids) - len(attempt.sample.group.prompt.token_ids) + attempt.tape.parsed
         end = self.length(*attempt.sample.id)
-        budget = attempt.sampling.max_tokens - attempt.tape.parsed
+        budget = attempt.request.sampling.max_tokens - attempt.tape.parsed
         count = min(count, end - have, budget)
         if attempt.tape.stopped:
             attempt.tape.after_stop += count
@@ -246,12 +247,46 @@ class CoreMachine:
                 self.end(attempt_id, 0)
         return self.batches[-1] if len(self.batches) > before else None
 
-    def update(self) -> None:
-        """One weight update."""
+    def update(self, version: PolicyVersion | None = None, *, unreachable: str = "") -> list[do.Command]:
+        """One weight update: what is in flight ends, unless it is kept, and engines do what they are asked.
+
+        ``version``: where it is not the next one, as after a restart. ``unreachable``: an engine that does not answer.
+        """
         for batch_id in list(self.core.leased):
             self.post(ev.BatchCommitted(batch_id))
-        current = self.core.clock.current
-        self.post(ev.WeightsUpdated(PolicyVersion(current.incarnation, current.n + 1)))
+        self.updates_asked += 1
+        before = len(self.commands)
+        self.post(ev.UpdateRequested(update=self.updates_asked, version=version, held=self.core.held))
+        if self.core.settings.on_weight_update is OnWeightUpdate.RESUBMIT:
+            self.finish_aborts()
+        return self.engines_answer(before, unreachable)
+
+    def restored(self) -> None:
+        """The engines have the weights of the state that was put into the core."""
+        self.update(self.core.clock.current)
+
+    def engines_answer(self, since: int, unreachable: str = "") -> list[do.Command]:
+        """All calls of engines from this command on, and those that follow, end; returns all commands from there."""
+        for command in islice(iter(self.commands), since, None):
+            if isinstance(command, (do.PauseEngine, do.LoadEngine, do.ResumeEngine)):
+                result = ev.CallResult.UNREACHABLE if command.engine == unreachable else ev.CallResult.DONE
+                self.post(ev.EngineCallEnded(command.engine, command.call, result, "no answer" if unreachable else ""))
+        return self.commands[since:]
+
+    def probed(self, name: str, **found: Any) -> list[do.Command]:
+        """An engine says that it is well and has its weights, or what ``found`` says; it does what it is asked then.
+
+        Only servers and engines in quarantine are asked.
+        """
+        state, before = self.core.engines.states[name], len(self.commands)
+        if not state.quarantined:
+            self.post(ev.EnginesAsked())
+        elif state.probe_timer:
+            self.post(ev.TimerFired(Timer(TimerKind.PROBE, state.probe_timer, name)))
+        if state.probe:
+            values = {"answered": True, "ok": True, "current": True} | found
+            self.post(ev.EngineProbed(engine=name, probe=state.probe, **values))
+        return self.engines_answer(before)
 
     def fire(self, command: do.StartTimer) -> list[do.Command]:
         """A timer that was started runs out."""

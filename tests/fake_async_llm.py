@@ -172,6 +172,7 @@ class FakeAsyncLLM(FakeServer[LlmRun]):
         ids = prompt["prompt_token_ids"]
         ids = ids if self.images is None else self.images.expanded(ids)
         run = LlmRun(request_id, ids, vars(params), stream=params.output_kind == 1, seen=self._look(prompt))
+        run.cache_salt = prompt.get("cache_salt", "")
         self.runs.append(run)
         self.options.append(options)
         if self.before_add is not None:

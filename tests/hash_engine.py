@@ -63,7 +63,7 @@ def save(directory: Path, weights: str) -> str:
 
 @dataclass(eq=False)
 class Server:
-    """What holds the weights; it outlives the engine object of a host that dies."""
+    """What holds the weights; it outlives its clients."""
 
     weights: str = START
     dead_until: float = 0.0

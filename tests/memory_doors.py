@@ -48,6 +48,9 @@ class MemoryDoors:
         self.closed = False
         self.opened = 0
 
+    def load(self) -> None:
+        """Nothing is needed."""
+
     def open(self, behind: Sheltered, place: Any = None) -> MemoryDoor:
         """A door for one more sample."""
         assert not self.closed

@@ -17,10 +17,12 @@ import pytest
 from pydantic import BaseModel
 
 from april.config.engines import (
+    AprilEngineConfig,
     ServerEngineConfig,
     SglangEngineConfig,
     SimulatedEngineConfig,
     TransformersEngineConfig,
+    VllmEngineConfig,
 )
 from april.config.flags import Setting, choices, settings_of
 from april.config.images import ImagesConfig
@@ -105,11 +107,16 @@ def settings_page() -> str:
         "## sampling", _table(settings_of(SamplingConfig)),
         "## images", _table(settings_of(ImagesConfig)),
         "## engine",
-        "`kind` is `transformers` (default), `simulated`, `vllm`, `sglang` or `openai`, and decides on the others.",
+        "`kind` is `transformers`, `simulated`, `vllm`, `sglang`, `openai` or `april`, and decides on the others. "
+        "Without `engine` it is `transformers`, as among flags; a mapping must name it, "
+        "unless a trainer's adapter does.",
         "### transformers: [the embedded engine](embedded.md)", _table(_without_kind(TransformersEngineConfig)),
         "### vllm, sglang, openai: [servers](servers.md)", _table(settings_of(ServerEngineConfig)),
-        "`api_key` is the key itself, and no flag. On `sglang` also:",
-        _table(s for s in _without_kind(SglangEngineConfig) if s.path not in shared),
+        "`api_key` is the key itself, and no flag. On `vllm` also:",
+        _table(s for s in _without_kind(VllmEngineConfig) if s.path not in shared),
+        "On `sglang` also:", _table(s for s in _without_kind(SglangEngineConfig) if s.path not in shared),
+        "### april: [engines of other processes](processes.md#engines-in-other-processes)",
+        _table(_without_kind(AprilEngineConfig)),
         "### simulated: [for planning and tests](simulate.md)", _table(_without_kind(SimulatedEngineConfig)),
     ])  # fmt: skip
     text = text_of("settings.md")

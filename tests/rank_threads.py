@@ -1,19 +1,18 @@
-"""Ranks as threads of one process, over loopback sockets: each has a loop, a link and a scheduler of its own."""
+"""Ranks as threads of one process, over loopback sockets: each has a loop, a line and a scheduler of its own."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
 from typing import Any
 
 import april
-from april.driver.loop_thread import LoopThread
 from april.engines.simulated.decode_cost import DecodeCost
 from april.engines.simulated.engine import SimulatedEngine
-from april.processes.link import SocketLink
 from april.processes.rank_scheduler import RankScheduler
+from april.processes.rank_server import RankServer
 
 PATIENCE_S = 60.0
 """Of a test that would hang."""
@@ -61,9 +60,27 @@ def reward(prompt: april.Prompt, response: april.Response) -> float:
     return float(response.sample_id.index) + prompt.position / 8
 
 
-def cut(links: Iterable[Any], thread: LoopThread) -> None:
-    """What the other ends see when this process is killed."""
-    thread.call(lambda: [link._ws._writer.transport.abort() for link in links if isinstance(link, SocketLink)])
+def cut(rollouts: RankScheduler) -> None:
+    """What the others see when this rank's process is killed."""
+    server, client = rollouts._server, rollouts._client
+    if server is None:
+        connector: Any = client._session and client._session.connector
+        client.thread.call(lambda: [connection.transport.abort() for connection in connector._acquired])
+    else:
+        cut_server(server)
+
+
+def cut_server(server: RankServer) -> None:
+    """What ranks see when the process of the server is killed."""
+    runner: Any = server._runner
+
+    def end() -> None:
+        for site in runner.sites:
+            site._server.close()
+        for connection in runner.server.connections:
+            connection.transport.abort()
+
+    server.thread.call(end)
 
 
 def beside(*programs: Callable[[], Any]) -> list[Any]:

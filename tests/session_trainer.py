@@ -20,8 +20,8 @@ from april.agents import Sessions
 from april.config.settings import Config
 from april.core.types import Prompt
 from april.scheduler import RolloutScheduler
-from april.testing.gateway.of_april import HeldEngine
-from april.testing.gateway.script import TOKENIZER
+from tests.gateway_suite.script import TOKENIZER
+from tests.gateway_suite.subject import HeldEngine
 
 SESSIONS = 64
 

@@ -54,26 +54,6 @@ def test_preemptions_are_not_set_against_what_is_left_at_the_end_of_a_step() -> 
     assert cap.value == 94
 
 
-def test_an_engine_that_refuses_is_tried_with_more_after_a_cap_full_of_requests() -> None:
-    """Each end would provoke the next refusal; an engine that tells its load and refuses for other reasons as well."""
-    for tells in (False, True):
-        cap = AdmissionCap(None)
-        if tells:
-            cap.report(16, 16, 0, 0.9, 0)
-        cap.refused(16)
-        assert [cap.admits(n) for n in (15, 16)] == [True, False]
-        seen = []
-        for _ in range(16 + 18):
-            cap.request_ended((cap.value or 0) - 1)
-            seen.append(cap.value)
-        assert seen == [16] * 15 + [18] * 18 + [20]
-        for _ in range(100):
-            cap.request_ended(3)  # it does not bind
-        assert cap.value == 20
-        cap.refused(0)
-        assert cap.value == 1  # never none at all
-
-
 def test_a_burst_of_refusals_does_not_end_at_one() -> None:
     """An engine that refuses all of a hundred has not said how much it holds; the next burst may say more."""
     cap = AdmissionCap(None)

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import sys
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,10 +17,11 @@ import april
 from april.agents import ProgramResult, Verifiers, program
 from april.errors import ConfigError, RolloutError, UsageError
 from april.testing import FakeEngine, conversation
-from april.testing.gateway.script import EOS, TOKENIZER, VOCAB, reply
+from tests.gateway_suite.script import EOS, TOKENIZER, VOCAB, reply
 
 renderers = pytest.importorskip("renderers")
-LLM: Any = SimpleNamespace(base_url="http://127.0.0.1:1/x/v1", api_key="k")
+DOOR = SimpleNamespace(url="http://127.0.0.1:1/x/v1", key="k", accepted=True, refused="")
+LLM: Any = SimpleNamespace(door=lambda: DOOR)
 
 
 def prompt(**data: Any) -> april.Prompt:
@@ -83,6 +83,30 @@ async def test_the_last_of_what_a_program_writes_is_kept(monkeypatch: pytest.Mon
     code = "import sys; sys.stdout.write('abcdefgh'); sys.stderr.write('12345')"
     found = await program(python(code), stdin=lambda p: "x" * 300_000)(prompt(), LLM)
     assert found == ProgramResult(0, "efgh", "2345")
+
+
+REFUSED = """
+import os, urllib.request as u
+head = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]}
+u.urlopen(u.Request(os.environ["OPENAI_BASE_URL"] + "/chat/completions", b'{"messages": [], "n": 2}', head))
+"""
+
+
+@pytest.mark.parametrize(("code", "says"), [
+    ("import no_such_agent", r"exit code 1.*wrote last: .*No module named 'no_such_agent'"),
+    (REFUSED, r"exit code 1.*april refused its last one: messages must be a list.*HTTP Error 400"),
+    ("pass", r"exit code 0 and without a request that april accepted \(line"),
+])  # fmt: skip
+def test_a_program_that_asks_nothing_says_why(code: str, says: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Its exit code, its last lines, and april's own refusal are what is logged of the sample."""
+    config = april.Config(rollout_batch_size=1, n_samples_per_prompt=1, max_response_len=60)
+    engine = FakeEngine("e", vocab_size=VOCAB, eos_token_id=EOS)
+    with april.RolloutScheduler(
+        config, prompts=[{"token_ids": [20]}], rollout=program(python(code)), reward=lambda p, r: 1.0, engines=[engine],
+        tokenizer=TOKENIZER, renderer=renderers.Qwen3RendererConfig(enable_thinking=False), progress=False,
+    ) as rollouts, pytest.raises(april.DataExhausted):  # fmt: skip
+        rollouts.next_batch()
+    assert re.search(says, " ".join(r.getMessage() for r in caplog.records if "is dropped" in r.getMessage()))
 
 
 def alive(number: int) -> bool:
@@ -153,6 +177,7 @@ def test_an_agent_that_is_not_trained_has_no_policy(package: None) -> None:
     assert batch.rewards.tolist() == [1.0] * 4
     refused = [said["message"] for said in environment.said if said != "hi"]
     assert all("no sample has the name" in message for message in refused)
+    assert all("user simulator or a judge, needs a model of its own" in message for message in refused)
     assert len(refused) >= 4
 
 
@@ -190,43 +215,8 @@ async def test_what_is_served_comes_and_goes_with_those_who_play(package: None) 
         assert (environment.up, environment.served) == (1, 2)
 
 
-async def test_who_gives_up_while_it_comes_up_leaves_nothing_behind(package: None) -> None:
-    """The start is waited for and undone; a start that fails is the failure of all who wait for it."""
-
-    class Slow(Environment):
-        @asynccontextmanager
-        async def serving(self) -> AsyncIterator[None]:
-            await started.wait()
-            if self.errors:
-                raise RuntimeError("no port")
-            async with super().serving():
-                yield
-
-    started = asyncio.Event()
-    wrapped = Verifiers(environment := Slow())
-    entering = asyncio.ensure_future(wrapped._serving.__aenter__())
-    await asyncio.sleep(0)
-    await asyncio.sleep(0)
-    entering.cancel()
-    await asyncio.sleep(0)
-    started.set()
-    with pytest.raises(asyncio.CancelledError):
-        await entering
-    assert (environment.up, environment.served) == (0, 1)
-    environment.errors = ("x",)
-    for _ in range(2):
-        with pytest.raises(RuntimeError, match="no port"):
-            await wrapped._serving.__aenter__()
-
-
 def test_without_the_package_or_a_tokenizer(monkeypatch: pytest.MonkeyPatch) -> None:
     """Both are named."""
     monkeypatch.setitem(sys.modules, "verifiers", None)
     with pytest.raises(ConfigError, match="pip install verifiers"):
         Verifiers(Environment())
-
-
-def test_prompts_need_a_tokenizer(package: None) -> None:
-    """Which is named; a host that only plays needs none."""
-    with pytest.raises(UsageError, match="tokenizer"):
-        Verifiers(Environment()).prompts  # noqa: B018

@@ -11,10 +11,9 @@ from typing import Any
 import pytest
 from virtual_rollouts import on_virtual_time
 
-import april
 from april import Config
 from april.core.batch import Batch
-from april.errors import CheckpointError, ConfigError, RolloutError
+from april.errors import CheckpointError, ConfigError
 from april.testing import FakeEngine, rollouts, run_virtual
 
 N, SAMPLES, TRAINING_S = 4, 2, 600.0
@@ -111,19 +110,6 @@ async def test_who_never_trains_is_told(caplog: pytest.LogCaptureFixture) -> Non
         assert (batch.version.n, batch.trained_at.n, batch.metrics["batches_out"]) == (1, 2, 1.0)
 
 
-def test_a_blocking_call_says_train_first() -> None:
-    """It could wait for ever; nothing is lost by the error."""
-    with april.RolloutScheduler(
-        config(1, "none", N), engines=[FakeEngine("e", lengths=9)], prompts=[[1, 2]] * 99, reward=lambda p, r: 0.0
-    ) as run:
-        batches = [run.next_batch(), run.next_batch()]
-        for _ in range(2):
-            with pytest.raises(RolloutError, match=r"train first: 2 batches are out .* commit\(batch.id\)"):
-                run.next_batch()
-        run.weight_update(trained=batches[1].id)
-        assert run.next_batch().id == 2
-
-
 @on_virtual_time
 async def test_an_update_commits_the_oldest_batch_or_those_up_to_the_one_it_names() -> None:
     """At most one update per batch, in the order of delivery; an unknown batch is refused before anything happens."""
@@ -199,24 +185,6 @@ async def test_a_bound_that_is_lowered() -> None:
     async with rollouts(config(2, "sample", N), engines=[FakeEngine("e", lengths=lengths)], prompts=many) as run:
         await run.load_state_dict(state)
         assert (await run.next_batch()).metrics["staleness_bound"] == 2.0
-
-
-@on_virtual_time
-async def test_a_bound_that_is_lowered_under_a_trainer_that_waits() -> None:
-    """Too many batches are out then: one that cannot train meanwhile is told so, and gets the batch when it has."""
-    async with short(3) as run:
-        driver = run.scheduler._driver
-        first, second = await run.next_batch(), await run.next_batch()
-        waits = asyncio.create_task(driver.wait_batch(blocks=True))
-        await asyncio.sleep(0.001)
-        driver.lower_staleness(1)
-        assert not waits.done()
-        driver.lower_staleness(0)
-        with pytest.raises(RolloutError, match="train first: 2 batches are out"):
-            await waits
-        await run.weight_update(trained=first.id)
-        await run.weight_update(trained=second.id)
-        assert (await run.next_batch()).id == second.id + 1
 
 
 @on_virtual_time

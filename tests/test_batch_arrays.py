@@ -179,6 +179,32 @@ def test_tensors(rows: Rows) -> None:
             assert np.array_equal(tensor.numpy(), arrays[name]), name
 
 
+def test_a_share_without_samples_has_extras() -> None:
+    """With no rows, and of the same shape and type: every rank has the same arrays."""
+    sample = sample_of(7, 0, [1, 2, 3], ((0, 0.875), (1, 1.875)))
+    rows = np.ones((len(sample.prompt.token_ids) + len(sample.tokens) - 1, 4, 2), np.uint8)
+    sample = replace(sample, extras={"routed_experts": rows})
+    batch = Batch(
+        id=0, version=PolicyVersion(0, 2), samples=(sample,), group_sizes=(1,), metrics={"off_policy_share": 0.5}
+    )
+    full, empty = batch.split(2)
+    for of, none in ((full.padded(), empty.split(2)[1].padded()), (full.ragged(), empty.ragged())):
+        assert list(of) == list(none)
+        assert none["routed_experts"].shape == (0, *none["routed_experts"].shape[1:-2], 4, 2)
+        assert none["routed_experts"].dtype == np.uint8
+    assert empty.ragged()["extras_offsets"].tolist() == [0]
+
+
+@pytest.mark.parametrize("kind", [np.uint8, np.uint16, np.uint32, np.int8])
+def test_extras_stay_numbers(kind: type[np.integer[Any]]) -> None:
+    """Rows of small unsigned numbers, such as ids of experts, are no masks: they become int64."""
+    rows = np.array([[[0, 5]], [[127, 1]]], kind)
+    found = april.to_torch({"routed_experts": rows, "loss_mask": np.array([1, 0], np.uint8)})
+    assert found["routed_experts"].dtype == torch.int64
+    assert found["routed_experts"].tolist() == rows.tolist()
+    assert found["loss_mask"].tolist() == [True, False]
+
+
 def test_what_is_no_array_is_named() -> None:
     """to_torch says which value it cannot take."""
     with pytest.raises(TypeError, match=r"to_torch: text is list; give the arrays"):

@@ -69,8 +69,8 @@ def test_equal_calls_side_by_side_open_two() -> None:
     """Neither is the answer of the other; each is heard where it was asked, whatever comes first."""
     m = began()
     a, b = m.call(P), m.call(P)
-    assert {m.of_call(n).sampling.seed for n in (a, b)} == {m.of_call(n).sampling.seed for n in (b, a)}
-    assert m.of_call(a).sampling.seed != m.of_call(b).sampling.seed
+    assert {m.of_call(n).request.sampling.seed for n in (a, b)} == {m.of_call(n).request.sampling.seed for n in (b, a)}
+    assert m.of_call(a).request.sampling.seed != m.of_call(b).request.sampling.seed
     second, first = m.complete(b, 5), m.complete(a, 2)
     assert [len(first.tokens), len(second.tokens)] == [2, 5]
     assert (first.chain, second.chain) == (0, 1)
@@ -145,7 +145,7 @@ def test_parallel_calls_take_a_place_each() -> None:
 
 
 def test_a_function_of_one_conversation_makes_one_call_at_a_time() -> None:
-    """``any_chain`` is what allows several; without it a second call is the host's mistake."""
+    """``any_chain`` is what allows several; without it a second call is the driver's mistake."""
     m = began()
     m.call(P)
     with pytest.raises(InvariantError, match="called generate twice at the same time"):
@@ -177,7 +177,7 @@ def test_a_client_that_outlives_the_process_goes_on_from_its_tokens() -> None:
     m.grow(m.call([*two, 8]), 4)
     again = m.restarted()
     number = again.call([*two, 8])
-    assert len(again.of_call(number).token_ids) == len(two) + 1 + 4
+    assert len(again.of_call(number).request.token_ids) == len(two) + 1 + 4
     again.complete(number)
     again.returns()
     (row,) = delivered(again).samples
@@ -259,7 +259,7 @@ def test_all_conversations_share_the_sample_s_budget() -> None:
     m = began(max_sample_tokens=10)
     one = m.say(P, 4)
     two = m.call([*P, 20])
-    assert m.of_call(two).sampling.max_tokens == 6
+    assert m.of_call(two).request.sampling.max_tokens == 6
     m.end(m.of_call(two).id)
     assert (len(m.heard[FIRST, two].tokens), m.heard[FIRST, two].finish) == (6, FinishReason.LENGTH)
     for ids in ([*one, 7, 8], [*P, 30]):
@@ -284,8 +284,8 @@ def test_a_call_that_waits_while_others_use_the_budget_up_is_answered_with_nothi
 def test_a_long_conversation_has_what_the_context_leaves_it() -> None:
     """Room is counted from its own prompt, not from the group's."""
     m = began()
-    assert m.of_call(m.call([7] * 4090)).sampling.max_tokens == 6
-    assert m.of_call(m.call(P)).sampling.max_tokens == 1000
+    assert m.of_call(m.call([7] * 4090)).request.sampling.max_tokens == 6
+    assert m.of_call(m.call(P)).request.sampling.max_tokens == 1000
 
 
 def test_a_budget_that_is_used_up_is_so_after_a_restart() -> None:
@@ -492,7 +492,7 @@ def test_a_state_in_the_middle_of_everything_goes_on() -> None:
     for number in (c, b):
         again.complete(number, 2)
     number = again.call([*one, 7])
-    assert again.of_call(number).in_call == 5
+    assert again.of_call(number).request.response_offset == 5
     again.complete(number, 1)
     again.returns()
     assert again.dropped == {}

@@ -72,17 +72,6 @@ def test_the_simulated_engine_keeps_every_promise_but_stop_ids() -> None:
     assert outcomes(report, Outcome.NOT_TESTED) == KILLS | NO_REFERENCE
 
 
-@pytest.mark.parametrize("check", conformance.CHECKS, ids=str)
-def test_every_check_runs_on_its_own(check: conformance.Check) -> None:
-    """As a user's own test would do it, one check per test on a freshly opened engine."""
-    verdict = run_virtual(check(fake_subject(aborts=50)))
-
-    assert verdict.outcome is not Outcome.FAILED, str(verdict)
-    assert verdict.check == check.name
-    assert verdict.promise == check.promise
-    assert check.promise.endswith(".")
-
-
 def test_a_report_is_json_a_table_and_a_matrix() -> None:
     """A report reads back equal; the matrix has a column per engine, rows for words and promises, and the sentences."""
     first = Report(

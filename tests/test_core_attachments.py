@@ -66,9 +66,9 @@ def test_every_attempt_has_the_image_of_its_own_group_and_one_copy_of_it() -> No
     for attempt in list(m.in_flight.values()):
         m.end(attempt.id, 5)
     for attempt in m.in_flight.values():
-        (placed,) = attempt.attached
+        (placed,) = attempt.request.attached
         assert placed.attachment is (CAT, DOG)[attempt.sample.id.group]
-        assert len(attempt.token_ids) == 5 + 5
+        assert len(attempt.request.token_ids) == 5 + 5
     m.finish(0, 1)
     for row in m.batches[-1].samples:
         assert row.attached == row.prompt.attached == (Placed((CAT, DOG)[row.id.group], 1, 3, (PAD,)),)

@@ -149,7 +149,7 @@ def test_tokens_of_the_environment_carry_no_loss(has_reward: bool) -> None:
     m = talking(has_reward=has_reward)
     (submit,) = call(m, [*SAID, 77, 78])
     assert isinstance(submit, do.Submit)
-    assert submit.attempt.token_ids.tolist() == [*SAID, 77, 78]
+    assert submit.attempt.request.token_ids.tolist() == [*SAID, 77, 78]
     generate(m)
     m.post(ev.SampleReturned(SampleId(0, 0)))
     (sample,) = m.batches[0].samples

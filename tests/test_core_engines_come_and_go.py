@@ -284,12 +284,22 @@ def test_when_all_wait_for_the_next_update_the_outage_says_so() -> None:
     assert outage_words(m) == "call weight_update, for which a waits, and ask for the batch again"
 
 
-def test_an_engine_that_was_paused_when_its_host_died_is_resumed() -> None:
+def test_an_engine_that_comes_with_the_weights_of_an_earlier_run_waits_for_an_update() -> None:
+    """The others began with those of this run; what a server has that was written to is of no version."""
+    m = machine(n=2)
+    m.post(ev.EnginesJoined([replace(REMOTE, written=True)]))
+    m.probed("b")
+    assert not m.core.engines.states["b"].loaded
+    assert engines_in_use(m) == ["a", "a"]
+    updated(m, "/1")
+    assert m.core.engines.states["b"].version == m.core.clock.current
+
+
+def test_an_engine_that_was_paused_when_it_was_lost_is_resumed() -> None:
     """Its server may be paused still: it gets nothing before it says that it is open."""
     m = machine(n=2, engines=(A, REMOTE))
-    m.post(ev.EngineStale("b"))
+    (timer,) = timers(m.probed("b", current=False), TimerKind.PROBE)
     m.finish_aborts()
-    (timer,) = timers(m.post(ev.EngineFailed("b")), TimerKind.PROBE)
     assert isinstance(found(m, "b", m.fire(timer))[0], do.PauseEngine)
     commands = m.post(ev.EnginesJoined([REMOTE]))
     state = m.core.engines.states["b"]
@@ -322,6 +332,26 @@ def test_nothing_goes_to_an_engine_that_left_and_nobody_waits_for_its_answers() 
     m.check_ledger()
 
 
+@pytest.mark.parametrize("cut", [False, True])
+def test_an_engine_that_is_to_leave_gets_no_more_requests(cut: bool) -> None:
+    """What it has ends by itself, or is cut and goes on elsewhere with its tokens; then it leaves."""
+    m = machine(n=4, engines=(A, B), samples=1)
+    theirs = [a for a in m.in_flight.values() if a.engine == "b"]
+    assert theirs
+    for attempt in theirs:
+        m.tokens(attempt.id, 5)
+    m.post(ev.EngineLeaving("b", cut))
+    assert set(m.abort_asked) == ({a.id for a in theirs} if cut else set())
+    for attempt in theirs:
+        m.end(attempt.id, 0) if cut else m.fail(attempt)
+    assert set(engines_in_use(m)) == {"a"}
+    assert sorted(len(a.request.token_ids) for a in m.in_flight.values())[-len(theirs) :] == [2 + 5] * len(theirs)
+    m.core.validate()
+    m.post(ev.EnginesLeft(["b"]))
+    m.post(ev.EnginesJoined([B]))
+    assert not m.core.engines.states["b"].leaving
+
+
 def test_an_engine_does_not_leave_with_requests_in_flight() -> None:
     """They would belong to nobody; nor does one come anew over them."""
     m = machine(engines=(A, B))
@@ -337,11 +367,11 @@ def test_when_all_have_left_the_deadline_of_an_outage_holds() -> None:
     m.tokens(m.only.id, 5)
     m.fail(m.only)
     m.post(ev.EnginesLeft(["a"]))
-    assert outage_words(m) == "all have left, so let a host bring some and ask for the batch again"
+    assert outage_words(m) == "all have left, so add some and ask for the batch again"
     m.errors.clear()
     m.post(ev.EnginesJoined([B]))
     m.ask()
-    assert (m.only.engine, len(m.only.token_ids)) == ("b", 2 + 5)
+    assert (m.only.engine, len(m.only.request.token_ids)) == ("b", 2 + 5)
     m.finish(0)
     assert len(m.batches) == 1
     m.check_ledger()
@@ -442,7 +472,7 @@ class ComingAndGoing(UpdatePlayer):
             self._joins(name, self.away.pop(name, Server()))
 
     def comes_anew(self) -> None:
-        """Its host was away for a moment."""
+        """It was away for a moment."""
         name = self.luck.choice(sorted(self.servers))
         self._breaks_off(name)
         self._joins(name, self.servers[name])
@@ -460,13 +490,13 @@ class ComingAndGoing(UpdatePlayer):
         for attempt in [a for a in self.in_flight.values() if a.engine == name]:
             del self.in_flight[attempt.id]
             self.abort_asked.discard(attempt.id)
-            self.post(ev.AttemptFailed.of(attempt, "host gone"))
+            self.post(ev.AttemptFailed.of(attempt, "it is gone"))
         self.calls.pop(name, None)
         self.probes = [p for p in self.probes if p.engine != name]
 
     def _joins(self, name: str, before: Server) -> None:
         self.servers[name] = server = before if self.luck.random() < 0.5 else Server()
-        server.alive, server.lost = True, False  # nobody has told its host's new client what it should have
+        server.alive, server.lost = True, False  # nobody has told its new client what it should have
         self.seen[f"joins while {self.core.updates.phase}"] += 1
         self.post(ev.EnginesJoined([limits_of(name)]))
 

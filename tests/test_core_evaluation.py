@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from april.core import commands as do
 from april.core import events as ev
-from april.core.engine_table import EngineWeights
+from april.core.engine_table import EngineHealth, EngineWeights
 from april.core.sampling import attempt_seed
 from april.core.settings import EngineLimits
 from april.core.types import Attempt, AttemptFailure, EngineFinish, Prompt, SampleId, TimerKind
@@ -93,14 +93,14 @@ def test_its_seeds_are_those_of_the_call() -> None:
     for seed in (5, 9):
         number = m.evaluates(seed=seed)
         ids = {tuple(a.sample.key): a for a in m.in_flight.values()}
-        assert {k: a.sampling.seed for k, a in ids.items()} == {k: attempt_seed(seed, *k, 0) for k in ids}
+        assert {k: a.request.sampling.seed for k, a in ids.items()} == {k: attempt_seed(seed, *k, 0) for k in ids}
         assert set(ids) == {(g, i) for g in range(2) for i in range(2)}
         assert all(a.id[16:20] == "ffff" for a in ids.values())
         cut = ids[1, 0]
         m.tokens(cut.id, 3)
         (probe,) = timers(m.fail(cut), TimerKind.PROBE)
         (again,) = [a for a in m.in_flight.values() if a.sample.key == (1, 0)]
-        assert (again.sampling, again.token_ids.tolist()) == (cut.sampling, [5, 6])
+        assert (again.request.sampling, again.request.token_ids.tolist()) == (cut.request.sampling, [5, 6])
         assert again.engine != cut.engine
         m.finish_evaluation()
         assert isinstance(m.results[number], do.EvaluationDone)
@@ -122,7 +122,7 @@ def test_training_gives_way_and_goes_on() -> None:
     counters, tokens = m.core.counters.copy(), m.core.tokens.as_dict()
     assert m.running
     m.finish_evaluation()
-    again = sum(len(a.token_ids) for a in m.in_flight.values())
+    again = sum(len(a.request.token_ids) for a in m.in_flight.values())
     counted = {"attempts": 6, "resumed_attempts": 6, "reprefill_tokens": again}
     assert (m.core.counters - counters, m.core.tokens.as_dict()) == (counted, tokens)
     (*groups,) = m.results[number].groups
@@ -230,11 +230,26 @@ def test_one_without_an_engine_that_could_come_back_fails_at_once() -> None:
     assert m.results[0] == do.EvaluationFailed(
         0, "all engines are quarantined or have other weights: a, b", AttemptFailure.BROKE_OFF
     )
-    m.post(ev.EngineFailed("a"))
+    m.core.engines.states["a"].health = EngineHealth.QUARANTINED
     m.evaluates()
     assert set(m.results) == {0}
     m.fire(timers(m.commands, TimerKind.OUTAGE)[-1])
     assert set(m.results) == {0, 1}
+
+
+def test_it_is_over_when_its_last_request_has_ended() -> None:
+    """Also one whose function was lost meanwhile: the weight update that follows finds nothing in flight."""
+    m = Machine()
+    m.evaluates(1, 1)
+    m.finish_aborts()
+    (old,) = m.of(evaluation=True)
+    m.post(ev.FunctionLost(m.in_flight[old].sample.id))
+    (new,) = set(m.of(evaluation=True)) - {old}
+    m.end(new)
+    m.update()
+    assert not m.results
+    m.end(old, 0)
+    assert isinstance(m.results[0], do.EvaluationDone)
 
 
 def test_a_function_that_fails_ends_it_and_its_requests() -> None:
@@ -259,7 +274,7 @@ def test_an_end_that_nobody_asked_for_is_a_failure() -> None:
     for _ in range(m.core.settings.max_attempt_failures):
         attempt = m.only
         assert isinstance(attempt, Attempt)
-        assert attempt.token_ids.tolist() == [5, 6]
+        assert attempt.request.token_ids.tolist() == [5, 6]
         m.tokens(attempt.id, 2)
         m.in_flight.clear()
         m.post(ev.AttemptEnded.of(attempt, EngineFinish.ABORT))

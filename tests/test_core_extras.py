@@ -13,6 +13,7 @@ from core_machine import EOS, PROMPT, A, CoreMachine, asked, settings
 from april.core import commands as do
 from april.core import events as ev
 from april.core import snapshot
+from april.core.attachments import wrong_rows
 from april.core.partial_buffer import ROWS_COUNTED_AGAIN
 from april.core.sampling import SamplingParams
 from april.core.settings import EngineLimits
@@ -28,16 +29,16 @@ class Giving(CoreMachine):
 
     def rows(self, attempt: Attempt) -> dict[str, Any]:
         """The rows of all tokens of an attempt, and of those before that had none."""
-        read = np.concatenate((attempt.token_ids, attempt.tape.packed()[0]))[attempt.extras_from : -1]
+        read = np.concatenate((attempt.request.token_ids, attempt.tape.packed()[0]))[attempt.request.extras_from : -1]
         number = int(attempt.id[-12:], 16)
-        return {name: np.stack([read, np.full_like(read, number)], 1) for name in attempt.extras}
+        return {name: np.stack([read, np.full_like(read, number)], 1) for name in attempt.request.extras}
 
     def end(self, attempt_id: str, count: int = 10**6) -> list[do.Command]:
         """As before, with rows."""
         attempt, before = self.in_flight[attempt_id], self.length
         self.tokens(attempt_id, count)
         if attempt.tape.count:
-            attempt.tape.give_rows(self.rows(attempt), attempt.missing_rows)
+            attempt.tape.give_rows(self.rows(attempt), attempt.request.rows_wanted(0))
         commands = super().end(attempt_id, 0)
         assert self.length is before
         return commands
@@ -95,8 +96,8 @@ def test_tokens_without_their_rows_are_dropped_by_name_and_generated_again() -> 
     CoreMachine.end(m, attempt.id, 0)
     assert m.dropped == {"no_extras": 6}
     m.check_ledger()
-    assert m.only.extras_from == P + 7 - 1
-    assert len(m.only.token_ids) == P + 7
+    assert m.only.request.extras_from == P + 7 - 1
+    assert len(m.only.request.token_ids) == P + 7
     m.finish(0)
     assert len(m.batches[-1].samples[0].extras["experts"]) == P + 20 - 1
 
@@ -111,9 +112,9 @@ def test_a_state_has_the_rows_and_not_the_tokens_that_have_none_yet() -> None:
     snapshot.restore(again.core, state)
     again.generated = again.core.tokens.observed
     assert again.dropped == {"no_extras": 4}
-    again.post(ev.WeightsUpdated(again.core.clock.current))
+    again.restored()
     again.ask()
-    assert again.only.extras_from == P + 7 - 1
+    assert again.only.request.extras_from == P + 7 - 1
     again.finish(0)
     experts = again.batches[-1].samples[0].extras["experts"]
     assert experts[:, 1].tolist()[: P - 1 + 7] == [1] * (P - 1 + 7)
@@ -139,6 +140,25 @@ def test_wrong_rows_of_a_state_are_refused(change: Any, why: str) -> None:
     again = Giving(settings(n=1, samples=1, extras=("experts",)), 20, engines=(GIVES,))
     with pytest.raises(CheckpointError, match=why):
         snapshot.restore(again.core, state)
+
+
+def test_rows_after_a_restart_have_the_layout_of_those_before() -> None:
+    """A state with rows says what later rows look like; rows that differ among themselves are refused."""
+    m = giving(n=1, samples=2)
+    for attempt_id in list(m.in_flight):
+        m.end(attempt_id, 7)
+    state = msgspec.msgpack.decode(msgspec.msgpack.encode(snapshot.take(m.core, None)))
+    again = Giving(settings(n=1, samples=2, extras=("experts",)), 20, engines=(GIVES,))
+    snapshot.restore(again.core, state)
+    layout = again.core.engines.row_layout
+    assert {name: (rows.shape, rows.dtype) for name, rows in layout.items()} == {"experts": ((0, 2), np.int32)}
+    floats = {"experts": np.zeros((5, 2), np.float32)}
+    assert wrong_rows(floats, ("experts",), 5, layout) == "rows of experts of type float32, after rows of type int32"
+    assert wrong_rows({"experts": np.zeros((5, 2), np.int64)}, ("experts",), 5, layout) is None
+    state["waiting"][0]["samples"][1]["extras"]["experts"][0] = "<f4"
+    other = Giving(settings(n=1, samples=2, extras=("experts",)), 20, engines=(GIVES,))
+    with pytest.raises(CheckpointError, match=r"damaged.*of type float32, after rows of type int32"):
+        snapshot.restore(other.core, state)
 
 
 def test_rows_leave_with_their_tokens() -> None:
@@ -194,7 +214,7 @@ def test_evaluations_want_no_rows() -> None:
     m.finish(0)
     m.evaluate()
     assert m.only.sample.evaluation is not None
-    assert m.only.extras == ()
+    assert m.only.request.extras == ()
     assert not m.only.tape.needs_rows
 
 

@@ -34,7 +34,7 @@ def test_broken_attempt_keeps_its_tokens_and_continues_elsewhere() -> None:
     m.tokens(first.id, 7)
     m.fail(first)
     assert m.only.id != first.id
-    assert (m.only.engine, len(m.only.token_ids)) == ("b", 2 + 7)
+    assert (m.only.engine, len(m.only.request.token_ids)) == ("b", 2 + 7)
     m.finish(0)
     assert len(m.batches[0].samples[0].tokens) == 20
     m.check_ledger()
@@ -45,11 +45,11 @@ def test_corrupt_attempt_is_dropped_with_a_reason_and_never_trained() -> None:
     m = asked()
     m.tokens(m.only.id, 5)
     m.fail(m.only)
-    m.post(ev.EngineReady("a"))
+    m.probed("a")
     m.tokens(m.only.id, 6)
     m.fail(m.only, kind=AttemptFailure.CORRUPT, rejected=3)
     assert m.core.tokens.as_dict() == {"observed": 14, "delivered": 0, "held": 5, "dropped": {"corrupt": 9}}
-    assert len(m.only.token_ids) == 2 + 5
+    assert len(m.only.request.token_ids) == 2 + 5
 
 
 def test_engine_that_breaks_after_every_few_tokens_costs_no_group() -> None:
@@ -58,7 +58,7 @@ def test_engine_that_breaks_after_every_few_tokens_costs_no_group() -> None:
     for _ in range(4):
         m.tokens(m.only.id, 3)
         m.fail(m.only)
-        m.post(ev.EngineReady("a"))  # it may have been quarantined
+        m.probed("a")  # it may have been quarantined
     m.finish(0)
     assert len(m.batches[0].samples[0].tokens) == 20
     assert m.prompts_dropped == {}
@@ -70,7 +70,7 @@ def test_sample_that_fails_too_often_takes_its_group_along_and_is_replaced() -> 
     m.tokens(m.attempt(0, 1).id, 4)
     for _ in range(2):
         m.fail(m.attempt(0, 0))
-        m.post(ev.EngineReady("a"))
+        m.probed("a")
     assert m.prompts_dropped == {"failed": 1}
     assert m.groups() == [1]
     m.finish_aborts()
@@ -160,13 +160,13 @@ def test_groups_failing_in_a_row_end_the_step_with_a_reason_and_keep_the_rest() 
     """No endless retry: after max_failed_groups dead groups in a row the trainer is told; a new step may follow."""
     m = asked(9, max_attempt_failures=1, max_failed_groups=4)
     for _ in range(4):
-        m.post(ev.EngineReady("a"))
+        m.probed("a")
         m.fail(m.only)
     assert m.errors == ["4 groups failed in a row, the last one: g3.s0: reset"]
     assert m.core.step is None
     assert m.prompts_dropped == {"failed": 4}
     m.errors.clear()
-    m.post(ev.EngineReady("a"))
+    m.probed("a")
     assert m.step(random.Random(0)) is not None
 
 
@@ -237,8 +237,8 @@ def test_function_that_fails_in_flight_leaves_its_attempt_behind() -> None:
     """The sample begins again at once; its old attempt's tokens are dropped by name when it ends, never mixed in."""
     m, first = left_behind()
     second = next(a for a in m.in_flight.values() if a.id != first.id)
-    assert second.token_ids.tolist() == [5, 6]
-    assert second.sampling.seed != first.sampling.seed
+    assert second.request.token_ids.tolist() == [5, 6]
+    assert second.request.sampling.seed != first.request.sampling.seed
     m.end(first.id, 7)  # it had gone on for a while
     assert m.dropped == {"failed": 14}
     m.end(second.id)
@@ -303,7 +303,7 @@ def test_deaf_engine_is_asked_again_then_fenced_and_quarantined() -> None:
     m.update()
     m.ask()
     assert {a.engine for a in m.in_flight.values()} == {"a", "b"} - {deaf.engine}
-    m.post(ev.EngineReady(deaf.engine))
+    m.probed(deaf.engine)
     assert not state.quarantined
 
 

@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
-import numpy as np
 import pytest
 from core_machine import EOS, CoreMachine, settings
-from host_sides import HostSides, requests
 from seeds import seeds
 from update_player import UpdatePlayer, limits_of
 
@@ -17,7 +15,7 @@ from april.core import events as ev
 from april.core import snapshot
 from april.core.settings import EngineLimits
 from april.core.state import RolloutCore
-from april.core.types import EngineFinish, GenerationMode, OnWeightUpdate
+from april.core.types import GenerationMode, OnWeightUpdate
 from april.core.versions import PolicyVersion
 from april.core.weight_updates import Phase
 
@@ -269,47 +267,3 @@ def test_an_engine_that_cannot_keep_requests_cannot_join() -> None:
     m = Kept()
     assert "on_weight_update: keep" in (m.core.engines.unfit(EngineLimits("c", 4096, None, (EOS,))) or "")
     assert m.core.engines.unfit(limits_of("c")) is None
-
-
-def updated_on_a_host(sides: HostSides) -> None:
-    """A whole update of the host's engine."""
-    sides.pump.post(ev.UpdateRequested(update=1, path="/1"))
-    while sides.core.updates.running:
-        (call,) = [command for command in sides.down() if isinstance(command, CALLS)]
-        sides.mirror.post(ev.EngineCallEnded(call.engine, call.call, ev.CallResult.DONE))
-        sides.up()
-    sides.down()
-
-
-def test_a_host_tells_what_is_sure_and_at_the_end_all_of_it() -> None:
-    """Tokens whose version is a guess do not travel before it is known; their marks are those of the core's own."""
-    sides, (attempt,) = requests(on_weight_update=KEEP)
-    assert attempt.in_flight is KEEP
-    sides.brings(attempt, 5)
-    updated_on_a_host(sides)
-    tokens = np.arange(15, 18, dtype=np.int32)
-    attempt.tape.append(tokens, np.full(3, -0.5, np.float32), V1, sure=False)
-    sides.mirror.report()
-    sides.up()
-    (held,) = sides.core.attempts.values()
-    assert (held.tape.count, held.tape.unknown) == (5, 0)
-    attempt.tape.append(np.array([EOS], np.int32), np.array([-0.1], np.float32), V1, sure=False)
-    attempt.tape.settle([(V0, 6), (V1, 3)])
-    sides.mirror.post(ev.AttemptEnded.of(attempt, EngineFinish.STOP))
-    sides.up()
-    (batch,) = sides.batches
-    parts = [(part.version, part.count, part.over) for part in batch.samples[0].segments]
-    assert parts == [(V0, 6, None), (V1, 3, V0)]
-
-
-def test_a_host_tells_how_many_tokens_have_no_name() -> None:
-    """Its server dies after an update: the core hears what is sure, and drops the rest by name."""
-    sides, (attempt,) = requests(on_weight_update=KEEP)
-    sides.brings(attempt, 5)
-    updated_on_a_host(sides)
-    attempt.tape.append(np.arange(15, 18, dtype=np.int32), np.full(3, -0.5, np.float32), V1, sure=False)
-    attempt.tape.cut_unsaid()
-    sides.mirror.post(ev.AttemptFailed.of(attempt, "reset"))
-    sides.up()
-    assert {str(reason): n for reason, n in sides.core.tokens.dropped.items() if n} == {"unknown_weights": 3}
-    assert sides.core.tokens.held == 5

@@ -11,10 +11,10 @@ from core_machine import EOS, OLD_TIMER, CoreMachine, asked, settings, timers
 
 from april.core import commands as do
 from april.core import events as ev
+from april.core.engine_table import EngineWeights
 from april.core.over_sampler import OverSampler
 from april.core.settings import EngineLimits
-from april.core.types import Group, OnStale, Prompt, SampleId, TimerKind
-from april.core.versions import PolicyVersion
+from april.core.types import Group, OnStale, OnWeightUpdate, Prompt, SampleId, TimerKind
 
 MODES = pytest.mark.parametrize("on_stale", list(OnStale))
 
@@ -40,7 +40,7 @@ def waits_for_group_0(m: CoreMachine) -> bool:
     if m.abort_asked:
         m.finish_aborts()
         return False
-    assert first.urgent
+    assert first.request.priority == 0
     m.finish(0)
     m.finish_aborts()
     assert m.delivered() == [0]
@@ -116,7 +116,7 @@ def test_places_are_held_back_only_while_the_buffer_has_no_room() -> None:
 @pytest.mark.parametrize("on_stale", [OnStale.RESTART, OnStale.DROP])
 def test_step_whose_ready_group_gets_too_old_before_its_end_goes_on(on_stale: OnStale) -> None:
     """A weight update while aborts are under way takes the only ready group away: no empty batch, no end of data."""
-    m = asked(4, over=2, on_stale=on_stale, max_staleness=0)
+    m = asked(4, over=2, on_stale=on_stale, max_staleness=0, on_weight_update=OnWeightUpdate.KEEP)
     m.finish(0)
     assert m.abort_asked
     m.update()
@@ -160,17 +160,18 @@ def test_outage_of_all_engines_ends_the_step_with_a_reason(engines: int) -> None
     assert m.core.step is None
     assert len(m.core.buffer) == 3
     m.errors.clear()
-    m.post(ev.EngineReady("e0"))
+    m.probed("e0")
     assert m.step(random.Random(0)) is not None
     assert m.prompts_dropped == {}
 
 
 def test_engines_with_old_weights_are_an_outage_too() -> None:
-    """Nobody confirmed the current version: the step does not wait for ever either."""
+    """Nobody has the current version: the step does not wait for ever either."""
     m = broken(2)
-    m.post(ev.WeightsUpdated(PolicyVersion(0, 1), []))
+    for state in m.core.engines.states.values():
+        state.lose(EngineWeights.UNKNOWN)
     (timer,) = timers(m.ask(), TimerKind.OUTAGE)
-    m.post(ev.WeightsUpdated(PolicyVersion(0, 1), ["e1"]))
+    m.update(unreachable="e0")
     assert m.fire(timer) == []
     assert {a.engine for a in m.in_flight.values()} == {"e1"}
 
@@ -179,7 +180,7 @@ def test_outage_that_ends_in_time_is_none() -> None:
     """One engine is well again: its timer is void, and a later outage has a deadline of its own."""
     m = broken()
     timer = outage(m)
-    m.post(ev.EngineReady("e0"))
+    m.probed("e0")
     assert m.fire(timer) == []
     assert outage(m).timer != timer.timer
     assert m.fire(timer) == []

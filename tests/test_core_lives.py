@@ -29,6 +29,8 @@ class Talks(Life):
         super().__init__(seed, mode)
         self.turns = self.rng.randint(1, 3)
         self.strays = 0.1 if self.habits.function_troubles else 0.0
+        self.deaths: Counter[Key] = Counter()
+        """Of processes in which a function computed."""
 
     def new_process(self) -> None:
         """Nobody remembers what was said."""
@@ -110,26 +112,28 @@ class Talks(Life):
     # ---------------------------------------------------------------- functions that are lost
 
     def lose(self) -> None:
-        """The functions of a group die with their host: they begin again, and nothing else hears of it."""
-        group = self.rng.choice(sorted({group for group, _ in self.functions} or {0}))
-        keys = [key for key in self.functions if key[0] == group]
-        for key in keys:
-            self.functions.pop(key)
-            self.runs[key] += 1
-            self.evaluated.pop(key, None)
-            self.relived.add(key)
+        """A rollout function dies with its process: it begins again, and nothing else hears of it."""
+        runs = {key: state for key, state in self.functions.items() if state in ("started", "waiting", "between")}
+        if not runs:
+            return
+        key = self.rng.choice(sorted(runs))
+        if runs[key] != "waiting":
+            if self.deaths[key] + 1 >= self.settings.max_attempt_failures:
+                return  # it would be to blame
+            self.deaths[key] += 1
+        self.functions.pop(key)
+        self.runs[key] += 1
+        self.evaluated.pop(key, None)
+        self.relived.add(key)
         for request in self.running.values():
-            if request.key in keys and request.lost is None:
+            if request.key == key and request.lost is None:
                 request.stalled = True  # it is asked to end
-                if group < 0:
+                if key[0] < 0:
                     request.lost = "failed"
                 else:
-                    self.functions[request.key] = "lost"
-        if (self.settings.has_filter or self.settings.group_reward) and group not in self.books.accepted:
-            for key in [key for key in self.books.finished if key[0] == group]:
-                self.books.unfinish(key)  # what it returned is to be seen
-        self.seen[f"lost: evaluation={group < 0}"] += bool(keys)
-        self.post(ev.FunctionsLost([group]))
+                    self.functions[key] = "lost"
+        self.seen[f"lost: evaluation={key[0] < 0}"] += 1
+        self.post(ev.FunctionLost(SampleId(*key)))
 
     # ---------------------------------------------------------------- stop strings
 
@@ -139,7 +143,7 @@ class Talks(Life):
         tape = request.attempt.tape
         if not tape.stopped:
             return super().send(attempt_id, count, ends)
-        count = min(count, request.attempt.sampling.max_tokens - tape.parsed)
+        count = min(count, request.attempt.request.sampling.max_tokens - tape.parsed)
         tape.after_stop += count
         self.books.sent += count
         return request

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -19,9 +20,10 @@ from april.core.engine_table import (
     EngineHealth,
 )
 from april.core.types import Attempt, AttemptFailure, EngineFinish, TimerKind
-from april.core.versions import FIRST_VERSION, PolicyVersion
+from april.core.versions import FIRST_VERSION
 
 TWO = (A, B)
+SERVERS = (replace(A, remote=True), replace(B, remote=True))
 
 
 def busy(m: CoreMachine, attempt: Attempt | None = None, asked_s: float = 0.0) -> list[do.Command]:
@@ -90,7 +92,7 @@ def test_an_engine_that_is_busy_for_ever_is_probed_and_is_an_outage() -> None:
         commands = busy(m)
         outages += timers(commands, TimerKind.OUTAGE)
         assert bool(probed(commands)) == ((number + 1) % (RESTS_BEFORE_QUARANTINE + 1) == 0)
-        m.post(ev.EngineReady("a")) if probed(commands) else m.fire(rests(commands)[0])
+        m.probed("a") if probed(commands) else m.fire(rests(commands)[0])
     assert [t.seconds for t in outages] == [50.0]  # nothing ends it meanwhile
     busy(m)
     m.fire(outages[0])
@@ -151,9 +153,9 @@ def test_a_refused_request_costs_its_group_at_once_and_not_the_engine() -> None:
 
 def test_a_request_that_a_server_with_other_weights_refuses_costs_nothing() -> None:
     """It may have been started anew with another model: the right one is asked."""
-    m = asked(engines=TWO)
+    m = asked(engines=SERVERS)
     first = m.only
-    m.post(ev.EngineStale("a"))
+    m.probed("a", current=False)
     m.fail(first, kind=AttemptFailure.REFUSED)
     assert m.only.engine == "b"
     assert m.prompts_dropped == {}
@@ -179,14 +181,14 @@ def test_after_a_weight_update_the_least_loaded_engine_goes_first() -> None:
     paused(m)
     for sample in m.core.buffer.samples():
         sample.chains[0].cached_on = "c"  # were it asked, both would go there
-    m.post(ev.WeightsUpdated(PolicyVersion(0, 1)))
+    m.update()
     m.post(ev.Resumed())
     assert sorted(x.engine for x in m.in_flight.values()) == ["a", "b"]
 
 
 def test_what_an_engine_has_cached() -> None:
     """An attempt without a token leaves nothing, as it may never have begun; nor does an engine that starts anew."""
-    m = asked(engines=TWO)
+    m = asked(engines=SERVERS)
     sample, engines = m.only.sample, m.core.engines
     paused(m)
     engines.states["a"].rest, engines.states["a"].health = 99, EngineHealth.RESTING
@@ -194,8 +196,8 @@ def test_what_an_engine_has_cached() -> None:
     assert m.only.engine == "b"
     paused(m, tokens=0)
     assert engines.cached_on(sample.chains[0].cached_on, sample.chains[0].cached_under) == "a"
-    m.post(ev.EngineStale("a"))
-    m.post(ev.EngineReady("a", FIRST_VERSION))
+    m.probed("a", current=False)
+    m.probed("a", current=False)
     assert engines.cached_on(sample.chains[0].cached_on, sample.chains[0].cached_under) == ""
 
 
@@ -216,21 +218,23 @@ def test_affinity_has_its_price() -> None:
 
 def test_an_engine_that_was_started_anew_gets_nothing_until_it_confirms_the_version() -> None:
     """Its weights are not known; being well is not enough."""
-    m = asked(engines=TWO)
-    m.post(ev.EngineStale("b"))
-    m.post(ev.EngineFailed("b"))
-    m.post(ev.EngineReady("b"))
+    m = asked(engines=SERVERS)
+    m.probed("b", current=False)
     m.fail(m.only)
     assert not m.in_flight  # a is quarantined, b has other weights
-    m.post(ev.EngineReady("b", FIRST_VERSION))
+    m.probed("b", current=False)
     assert m.only.engine == "b"
 
 
 def test_a_stale_engine_comes_back_with_the_next_weight_update() -> None:
     """Where nobody knows how to give it the present weights."""
-    m = asked(engines=TWO)
-    m.post(ev.EngineStale("a"))
-    m.end(m.only.id)
+    m = asked(engines=SERVERS)
+    m.finish(0)
+    m.next_step()
+    for _ in range(2):  # well again, it waits for weights
+        m.probed("a", current=False)
+        m.finish_aborts()
+    assert m.core.engines.states["a"].health is EngineHealth.WELL
     assert m.only.engine == "b"
     m.end(m.only.id)
     m.next_step()
@@ -240,18 +244,18 @@ def test_a_stale_engine_comes_back_with_the_next_weight_update() -> None:
 @pytest.mark.parametrize("end", [ev.AttemptEnded, ev.AttemptFailed])
 def test_tokens_of_weights_that_nobody_knows_are_dropped(end: type[ev.AttemptEnded]) -> None:
     """A request that runs on an engine which turns out to be stale is ended, and its sample goes on without it."""
-    m = asked(engines=TWO)
+    m = asked(engines=SERVERS)
     paused(m)
     m.post(ev.Resumed())
     second = m.only
     m.tokens(second.id, 4)
-    m.post(ev.EngineStale(second.engine))
+    m.probed(second.engine, current=False)
     assert m.abort_asked == {second.id}
     del m.in_flight[second.id]
     m.post(end.of(second, EngineFinish.STOP))
     assert m.dropped == {"unknown_weights": 4}
     assert m.only.engine != second.engine
-    assert len(m.only.token_ids) == 2 + 3
+    assert len(m.only.request.token_ids) == 2 + 3
     m.finish(0)
     m.check_ledger()
     assert m.batches[0].samples[0].tokens.tolist() == [*range(10, 29), EOS]
@@ -260,9 +264,8 @@ def test_tokens_of_weights_that_nobody_knows_are_dropped(end: type[ev.AttemptEnd
 def test_failures_of_an_engine_itself_are_probed_once() -> None:
     """A failed pause, or nonsense several times in a row; asking again in quarantine starts no second probe."""
     m = asked(engines=TWO, max_attempt_failures=9)
-    commands = m.post(ev.EngineFailed("b"))
-    assert (probed(commands), len(commands)) == (["b"], 1)
-    assert m.post(ev.EngineFailed("b")) == []
+    assert probed(m.update(unreachable="b")) == ["b"]
+    assert probed(m.update(unreachable="b")) == []
     for number in range(1, FAILURES_BEFORE_QUARANTINE + 1):
         commands = m.fail(m.only, kind=AttemptFailure.CORRUPT)
         assert probed(commands) == ["a"] * (number == FAILURES_BEFORE_QUARANTINE)
@@ -290,17 +293,20 @@ def test_a_report_of_full_memory_lowers_what_goes_to_that_engine() -> None:
     for attempt in [x for x in m.in_flight.values() if x.engine == "a"][:3]:
         m.tokens(attempt.id, 1)
         m.fail(attempt)
-    m.post(ev.EngineReady("a"))  # quarantined for the broken attempts; well again, it is still over its cap
+    m.probed("a")  # quarantined for the broken attempts; well again, it is still over its cap
     assert state.in_flight == 7
     assert not state.has_room
 
 
 def test_a_batch_says_what_became_of_each_engine() -> None:
     """In flight when its step stopped, the cap and the memory where they are known, and what happened in the step."""
-    m = asked(n=2, over=4, engines=TWO)
+    m = asked(n=2, over=4, engines=SERVERS)
+    m.update()
     load(m, 0.97, running=1, waiting=1)
     busy(m, next(x for x in m.in_flight.values() if x.engine == "b"), 1.0)
-    m.post(ev.EngineStale("b"))
+    m.probed("b", current=False)
+    m.finish_aborts()
+    m.probed("b", current=False)
     while not m.core.step or not m.core.step.stopping:
         m.end(next(i for i in m.in_flight if i not in m.abort_asked))
     m.finish_aborts()

@@ -16,7 +16,6 @@ from april.core.completion_monitor import CompletionMonitor
 from april.core.settings import quorum_of
 from april.core.state import RolloutCore
 from april.core.types import Group, OnFailedSample, Prompt, Refill, SampleState, Work
-from april.core.versions import PolicyVersion
 from april.errors import CheckpointError
 
 
@@ -80,7 +79,7 @@ def test_a_finished_sample_that_is_owed_makes_its_group_go_first() -> None:
     m.finish_aborts()
     assert of(m.batches[0]) == [(0, 0), (0, 1), (0, 2), (0, 3)]
     submitted = [c.attempt for c in m.next_step() if isinstance(c, do.Submit)]
-    assert [(tuple(a.sample.id), a.urgent) for a in submitted[:4]] == [
+    assert [(tuple(a.sample.id), a.request.priority == 0) for a in submitted[:4]] == [
         ((1, 1), True), ((1, 2), True), ((1, 3), True), ((2, 0), False),
     ]  # fmt: skip
     m.finish(2)
@@ -180,8 +179,8 @@ def test_restoring_whole_groups_by_samples_is_never_in_the_way(late: bool) -> No
         m.tokens(attempt_id, 3)
     m.post(ev.PauseRequested())
     m.finish_aborts()
-    for version in range(1, 3 * late + 1):
-        m.post(ev.WeightsUpdated(PolicyVersion(0, version)))
+    for _ in range(3 * late):
+        m.update()
     assert restored(m, over=2, group_quorum=0.75, max_staleness=1).buffer.units == 8
 
 

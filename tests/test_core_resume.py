@@ -35,8 +35,8 @@ def test_resume_sends_prompt_and_partial_as_ids_with_the_rest_of_the_budget() ->
     """Resumed by token ids; max_tokens is what is left of the response's budget, and the cost is counted."""
     m = machine(max_response_len=50)
     attempt = cut_once(m, 17)
-    assert attempt.token_ids.tolist() == [5, 6, *range(10, 27)]
-    assert attempt.sampling.max_tokens == 50 - 17
+    assert attempt.request.token_ids.tolist() == [5, 6, *range(10, 27)]
+    assert attempt.request.sampling.max_tokens == 50 - 17
     assert (m.core.counters["reprefill_tokens"], m.core.counters["resumed_attempts"]) == (2 + 17, 1)
 
 
@@ -63,8 +63,8 @@ def test_seed_of_an_attempt_depends_on_run_sample_and_offset_only() -> None:
     """With the seed of the first attempt a resumed one would repeat its start; so the offset is part of it."""
     first = machine()
     first.ask()
-    assert [a.sampling.seed for a in first.in_flight.values()] == [attempt_seed(0, g, 0, 0) for g in range(2)]
-    assert cut_once(machine(), 9).sampling.seed == attempt_seed(0, 0, 0, 9)
+    assert [a.request.sampling.seed for a in first.in_flight.values()] == [attempt_seed(0, g, 0, 0) for g in range(2)]
+    assert cut_once(machine(), 9).request.sampling.seed == attempt_seed(0, 0, 0, 9)
     grid = itertools.product(range(2), range(4), range(4), range(6))
     assert len({attempt_seed(*key) for key in grid}) == 2 * 4 * 4 * 6
 
@@ -74,7 +74,7 @@ def test_min_tokens_counts_the_whole_response(tokens: int, left: int) -> None:
     """What is there already is subtracted from min_tokens, down to 0."""
     m = machine()
     m.sampling = replace(m.sampling, min_tokens=20)
-    assert cut_once(m, tokens).sampling.min_tokens == left
+    assert cut_once(m, tokens).request.sampling.min_tokens == left
 
 
 def test_min_tokens_never_exceeds_the_rest_of_the_budget() -> None:
@@ -82,7 +82,7 @@ def test_min_tokens_never_exceeds_the_rest_of_the_budget() -> None:
     m = machine(max_response_len=20)
     m.sampling = SamplingParams(max_tokens=1000, min_tokens=18)
     m.ask()
-    assert {(a.sampling.max_tokens, a.sampling.min_tokens) for a in m.in_flight.values()} == {(20, 18)}
+    assert {(a.request.sampling.max_tokens, a.request.sampling.min_tokens) for a in m.in_flight.values()} == {(20, 18)}
     assert SamplingParams(max_tokens=50, min_tokens=18).capped(7) == SamplingParams(max_tokens=7, min_tokens=7)
 
 
@@ -125,8 +125,8 @@ def test_abort_without_tokens_is_no_partial_and_costs_nothing() -> None:
     m = machine()
     attempt = cut_once(m, 0)
     assert (m.core.counters["reprefill_tokens"], m.core.counters["empty_partials"]) == (0, 1)
-    assert attempt.token_ids.tolist() == [5, 6]
-    assert attempt.sampling.seed == attempt_seed(0, 0, 0, 0)
+    assert attempt.request.token_ids.tolist() == [5, 6]
+    assert attempt.request.sampling.seed == attempt_seed(0, 0, 0, 0)
     assert attempt.sample.attempts == 2
 
 

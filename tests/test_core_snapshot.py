@@ -39,7 +39,7 @@ def restored(state: State, core_settings: CoreSettings = ONE, length: Any = LONG
     m = CoreMachine(core_settings, length, **how)
     snapshot.restore(m.core, state)
     m.generated = m.core.tokens.observed
-    m.post(ev.WeightsUpdated(m.core.clock.current))
+    m.restored()
     return m
 
 
@@ -60,7 +60,7 @@ def test_tokens_of_running_attempts_are_in_the_state() -> None:
     again = restored(state)
     assert again.core.tokens.as_dict() == {"observed": 17, "delivered": 0, "held": 17, "dropped": {}}
     again.ask()
-    assert again.attempt(0).token_ids.tolist() == [5, 6, *range(10, 27)]
+    assert again.attempt(0).request.token_ids.tolist() == [5, 6, *range(10, 27)]
     again.finish(0)
     again.finish_aborts()
     (sample,) = again.batches[0].samples
@@ -248,8 +248,8 @@ def test_function_that_asks_the_same_is_answered_from_the_tape() -> None:
     assert talk.said == [5, 6, *range(10, 16)]
     (submit,) = talk.call([77])
     assert isinstance(submit, do.Submit)
-    assert submit.attempt.token_ids.tolist() == [5, 6, *range(10, 16), 77, 17, 18]
-    assert submit.attempt.sampling.max_tokens == 4
+    assert submit.attempt.request.token_ids.tolist() == [5, 6, *range(10, 16), 77, 17, 18]
+    assert submit.attempt.request.sampling.max_tokens == 4
 
     talk.tokens(4)
     m.post(ev.SampleReturned(SampleId(0, 0)))
@@ -265,7 +265,7 @@ def test_function_between_two_calls_goes_on_by_itself() -> None:
     talk.call([77])
     (submit,) = talk.call([78, 79])
     assert isinstance(submit, do.Submit)
-    assert submit.attempt.token_ids.tolist() == [5, 6, *range(10, 16), 77, *range(17, 23), 78, 79]
+    assert submit.attempt.request.token_ids.tolist() == [5, 6, *range(10, 16), 77, *range(17, 23), 78, 79]
     assert m.core.counters["replays_diverged"] == 0
 
 

@@ -9,7 +9,7 @@ from core_machine import PROMPT, CoreMachine, asked, settings
 
 from april.core import commands as do
 from april.core import events as ev
-from april.core.types import OnStale, Refill, SampleState
+from april.core.types import OnStale, OnWeightUpdate, Refill, SampleState
 from april.core.versions import PolicyVersion, VersionClock
 from april.errors import InvariantError
 
@@ -54,7 +54,8 @@ def test_restart_reopens_a_finished_sibling() -> None:
 
 def test_group_is_scored_again_when_one_of_its_samples_began_again() -> None:
     """Group rewards and restart: a finished sibling stays, and the rewards are asked for once more."""
-    m = asked(3, samples=2, over=2, group_reward=True, on_stale=OnStale.RESTART, max_staleness=1)
+    kept = {"on_stale": OnStale.RESTART, "max_staleness": 1, "on_weight_update": OnWeightUpdate.KEEP}
+    m = asked(3, samples=2, over=2, group_reward=True, **kept)
     m.finish((1, 0), 0)
     m.next_step()
     m.finish((1, 1))  # group 1 is complete; what else runs is asked to end
@@ -95,7 +96,7 @@ def test_weights_never_go_back() -> None:
     m = CoreMachine(settings(), lambda g, i: 3)
     m.update()
     with pytest.raises(InvariantError, match="went back"):
-        m.post(ev.WeightsUpdated(PolicyVersion(0, 0)))
+        m.update(PolicyVersion(0, 0))
 
 
 def test_staleness_over_a_restart_counts_the_way_back_to_the_branch_point() -> None:

@@ -172,7 +172,7 @@ def test_pause_ends_everything_in_flight_and_resume_goes_on() -> None:
     m.update()
 
     resumed = [c.attempt for c in m.post(ev.Resumed()) if isinstance(c, do.Submit)]
-    assert [len(a.token_ids) for a in resumed] == [2 + 11, 2 + 11]
+    assert [len(a.request.token_ids) for a in resumed] == [2 + 11, 2 + 11]
     m.finish(0)
     assert {tuple(v) for s in m.batches[0].samples for v in s.versions.tolist()} == {(0, 0), (0, 1)}
 

@@ -133,8 +133,8 @@ def too_long(m: CoreMachine) -> None:
 def surplus_attempt(m: CoreMachine) -> None:
     attempt = m.attempt(1, 1)
     nobody = Group(99, attempt.sample.group.prompt, 1).samples[0]
-    call = GenerateCall(nobody.chains[0], attempt.sampling, 0)
-    m.core.attempts["x" * 32] = replace(attempt, id="x" * 32, call=call)
+    call = GenerateCall(nobody.chains[0], attempt.request.sampling, 0)
+    m.core.attempts["x" * 32] = replace(attempt, request=replace(attempt.request, attempt_id="x" * 32), call=call)
 
 
 def put(path: str, **wrong: object) -> Callable[[CoreMachine], None]:

@@ -59,7 +59,10 @@ def test_random_events_reach_all_of_it() -> None:
 def quarantined(engines: int = 2) -> UpdatePlayer:
     """A player whose e0 has failed and is just being probed."""
     player = UpdatePlayer(0, engines)
-    player.post(ev.EngineFailed("e0"))
+    player.ask_batch()
+    while not player.core.engines.states["e0"].quarantined:
+        player.fail(next(a for a in player.in_flight.values() if a.engine == "e0"))
+    player.probes.clear()
     player.post(ev.TimerFired(player.timers.pop()))
     assert [probe.engine for probe in player.probes] == ["e0"]
     return player

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections import Counter
-from concurrent.futures import Future
-from concurrent.futures.process import BrokenProcessPool
-from dataclasses import asdict, replace
+from dataclasses import replace
+from operator import attrgetter, itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +15,16 @@ import numpy as np
 import pytest
 import torch
 
-from april.core.batch import Batch
 from april.core.partial_buffer import Idle
-from april.demo import figure, task, trainings
-from april.demo.arm import MODES, Arm, ArmResult, DemoSettings, Point, Stage, logprob_error, why_empty
-from april.demo.evaluation import evaluate, evaluate_together
-from april.demo.run import run_demo, table, verdict
-from april.demo.summary import against_sync, sentence
-from april.demo.warmup import build_model
 from april.errors import AprilError
+from benchmarks.demo import figure
+from benchmarks.demo.arm import MODES, Arm, ArmOutcome, DemoSettings, Measured, Point, Stage, logprob_error, why_empty
+from benchmarks.demo.run import run_demo, table, trained, verdict
+from benchmarks.demo.summary import against_sync, sentence
+from benchmarks.study import countdown as task
+from benchmarks.study.evaluation import evaluate, evaluate_together
+from benchmarks.study.tasks import TASKS
+from benchmarks.study.warmup import build_model
 
 SMALL = DemoSettings(
     groups=2, samples=4, steps=3, seeds=2, evaluate_every=3, group_quorum=0.75, warm_up_steps=20, modes=MODES
@@ -33,22 +34,23 @@ REQUIRED = {
     "reprefill_tokens", "bubble", "off_policy_share", "staleness_mean", "staleness_max", "held_out_reward_start",
     "held_out_reward_end", "held_out_reward_end_of_long_prompts", "max_abs_logprob_error", "ledger", "spread",
 }  # fmt: skip
-SECONDS = {"rollout_cpu_s", "rollout_wall_s", "train_cpu_s"}
+EXACT = ("step", "decode_steps", "trained_tokens", "reward", "long")
+"""Figures of an evaluation that are no seconds."""
 
 
-Seen = list[tuple[str, int]]
-"""What progress was told: (phase, steps done)."""
+Said = tuple[dict[str, Any], Path, list[str]]
+"""The summary, where it was written, and the lines that were said meanwhile."""
 
 
 @pytest.fixture(scope="module")
-def summary(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Path, Seen]:
+def summary(tmp_path_factory: pytest.TempPathFactory) -> Said:
     """One small demo, hardly warmed up: its rewards mean nothing, its books must balance."""
     out = tmp_path_factory.mktemp("demo")
-    seen: Seen = []
-    return run_demo(SMALL, out, lambda what, total: lambda done, figures: seen.append((what, done))), out, seen
+    said: list[str] = []
+    return run_demo(SMALL, out, said.append), out, said
 
 
-def test_summary_has_every_figure_of_every_mode(summary: tuple[dict[str, Any], Path, Seen]) -> None:
+def test_summary_has_every_figure_of_every_mode(summary: Said) -> None:
     """summary.json is what the run returned, with all figures under modes."""
     found, out, _ = summary
     written = json.loads((out / "summary.json").read_text("utf-8"))
@@ -59,10 +61,11 @@ def test_summary_has_every_figure_of_every_mode(summary: tuple[dict[str, Any], P
         assert set(figures) >= REQUIRED
         assert set(figures["ledger"]) == {"observed", "delivered", "held", "dropped"}
         assert figures["steps"] == SMALL.steps
-    assert (out / "demo.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+    for picture in ("demo.png", "slots.png"):
+        assert (out / picture).read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
 
 
-def test_every_check_holds(summary: tuple[dict[str, Any], Path, Seen]) -> None:
+def test_every_check_holds(summary: Said) -> None:
     """Books balance against counts at the engine and the source, log-probabilities against recomputation."""
     found = summary[0]
     broken = [(m, n, c) for m, group in found["checks"].items() for n, c in group.items() if not c["holds"]]
@@ -77,10 +80,10 @@ def test_every_check_holds(summary: tuple[dict[str, Any], Path, Seen]) -> None:
     assert found["modes"]["refill"]["bubble"] < found["modes"]["sync"]["bubble"]
 
 
-def test_progress_and_words_for_people(summary: tuple[dict[str, Any], Path, Seen]) -> None:
-    """Every step of every arm is reported; the table has a column per mode; a broken check is shouted."""
-    found, _, seen = summary
-    assert [done for what, done in seen if what == "seed 1: refill"] == [1, 2, 3]
+def test_progress_and_words_for_people(summary: Said) -> None:
+    """The end of every arm is reported; the table has a column per mode; a broken check is shouted."""
+    found, _, lines = summary
+    assert len([line for line in lines if "refill/1: " in line]) == 1
     assert [c.header for c in table(found).columns] == ["", *MODES]
     said = verdict(found)
     assert not any("BROKEN" in line for line in said)
@@ -91,15 +94,27 @@ def test_progress_and_words_for_people(summary: tuple[dict[str, Any], Path, Seen
     assert any("BROKEN: april: tokens_balance" in line for line in verdict(broken))
 
 
-def result(mode: str, seed: int, rewards: list[float], spent: int) -> ArmResult:
+def outcome(mode: str, seed: int, steps: int, points: list[Point], measured: Measured) -> ArmOutcome:
+    """Of an arm that nobody has trained."""
+    return ArmOutcome(
+        settings=DemoSettings(groups=2, samples=2, steps=steps).training(mode, seed), evaluations=points,
+        measured=measured, kl_k3=[], ess_token=[], quarters={}, old_share=0.0, staleness_max=0, places=0.0,
+    )  # fmt: skip
+
+
+def result(mode: str, seed: int, rewards: list[float], spent: int) -> ArmOutcome:
     """A training of 40 steps, evaluated every fifth, with so many decode steps for each of those."""
-    arm = ArmResult(mode=mode, seed=seed, slots=4, steps=40, decode_steps=8 * spent, trained_tokens=100)
-    arm.rollout_cpu_s, arm.occupancy, arm.lengths, arm.staleness, arm.group_spread = 8.0, [4], [[1]], [0], [0.0]
-    arm.curve = [
-        Point(step=5 * i, decode_steps=spent * i, rollout_cpu_s=float(i), reward=reward, reward_long=reward / 2)
+    measured = Measured(
+        decode_steps=8 * spent, trained_tokens=100, rollout_cpu_s=8.0, occupancy=[4], lengths=[[1]], staleness=[0],
+        group_spread=[0.0],
+    )  # fmt: skip
+    points = [
+        Point(
+            step=5 * i, decode_steps=spent * i, trained_tokens=0, rollout_cpu_s=float(i), reward=reward, long=reward / 2
+        )
         for i, reward in enumerate(rewards)
     ]
-    return arm
+    return outcome(mode, seed, 40, points, measured)
 
 
 RISING = [0.5, 0.5, 0.6, 0.7, 0.8, 0.8, 0.8, 0.8, 0.9]
@@ -150,24 +165,24 @@ def test_what_is_never_reached_or_was_there_at_once_is_said() -> None:
     assert "nothing can be compared" in sentence("april", against_sync(settings, falling, falling), 20)
 
 
-def test_processes_change_no_result(summary: tuple[dict[str, Any], Path, Seen]) -> None:
-    """Two processes train what one does, to the last digit, and tell each step."""
-    settings = replace(SMALL, seeds=2, modes=("sync", "april"))
-    seen: Seen = []
-    trained = trainings.side_by_side(settings, lambda what, total: lambda done, figures: seen.append((what, done)), 2)
-    for mode in settings.modes:
-        curves = [[vars_of(point) for point in arm.curve] for arm in trained.arms[mode]]
-        assert curves == [[without_seconds(p) for p in curve] for curve in summary[0]["curves"][mode]]
-        assert [arm.seed for arm in trained.arms[mode]] == [0, 1]
-        assert [done for what, done in seen if what == f"seed 1: {mode}"] == [1, 2, 3]
+def test_processes_change_no_result(summary: Said) -> None:
+    """Two processes train what one does, to the last digit."""
+    settings = replace(SMALL, modes=("sync", "april"))
+    lines: list[str] = []
+    for mode, arms in trained(settings, lines.append, processes=2).items():
+        before = [[itemgetter(*EXACT)(point) for point in curve] for curve in summary[0]["curves"][mode]]
+        assert [[attrgetter(*EXACT)(point) for point in arm.evaluations] for arm in arms] == before
+        assert [arm.settings.seed for arm in arms] == [0, 1]
 
 
-def test_a_process_that_is_ended_is_said_in_a_sentence() -> None:
-    """What the pool raises then names neither the demo nor a remedy."""
-    future: Future[Any] = Future()
-    future.set_exception(BrokenProcessPool())
-    with pytest.raises(AprilError, match=r"ended from outside, .* --processes 1"):
-        trainings._result(future)
+def test_a_training_that_fails_is_said_in_a_sentence() -> None:
+    """Which one, and why."""
+
+    def broken(settings: Any, model: Any) -> Stage:
+        raise AprilError("the server is gone")
+
+    with pytest.raises(AprilError, match=r"sync/0: AprilError: the server is gone"):
+        trained(replace(SMALL, seeds=1, modes=("sync",)), lambda line: None, broken)
 
 
 def test_a_stage_of_ones_own_stays_in_this_process(tmp_path: Path) -> None:
@@ -178,19 +193,11 @@ def test_a_stage_of_ones_own_stays_in_this_process(tmp_path: Path) -> None:
         def publish(self) -> None:
             published.append(self.engine._model.config.head_dim)  # type: ignore[attr-defined]
 
-    settings = replace(SMALL, engine="vllm", steps=2, seeds=1, evaluate_every=2, modes=("sync", "april"))
-    found = run_demo(settings, tmp_path, lambda what, total: lambda done, figures: None, Served, processes=2)
+    settings = replace(SMALL, served="vllm", steps=2, seeds=1, evaluate_every=2, modes=("sync", "april"))
+    found = run_demo(settings, tmp_path, lambda line: None, Served, processes=2)
     assert published == [32] * 4
     assert found["all_checks_hold"]
     assert "server" in found["notes"]["engine_count"]
-
-
-def vars_of(point: Point) -> dict[str, Any]:
-    return without_seconds(asdict(point))
-
-
-def without_seconds(figures: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in figures.items() if name not in SECONDS}
 
 
 def test_held_out_questions_together_or_apart_are_the_same_questions() -> None:
@@ -210,16 +217,16 @@ def test_the_picture_hides_nothing_and_says_why_slots_were_empty(monkeypatch: py
     settings = DemoSettings(groups=2, samples=2, steps=2, seeds=1, evaluate_every=1, modes=MODES)
     arms = {}
     for mode in MODES:
-        arm = ArmResult(mode=mode, seed=0, slots=4, steps=2, decode_steps=9, trained_tokens=30)
-        arm.rollout_cpu_s = 1.0
-        arm.lengths, arm.staleness = [[3, 4, 4, 4], [5, 5, 5, 0]], [0, 1]
-        arm.occupancy, arm.step_ends = [4, 4, 3, 2, 1, 4, 4, 4, 1], [5, 9]
-        arm.idle, arm.group_spread = ["over_sampling", "bound"], [0.0]
-        arm.curve = [
-            Point(step=step, decode_steps=4 * step, rollout_cpu_s=step / 2, reward=reward, reward_long=0.0)
-            for step, reward in ((0, 0.1), (1, 0.2), (2, 0.3))
+        measured = Measured(
+            decode_steps=9, trained_tokens=30, rollout_cpu_s=1.0, lengths=[[3, 4, 4, 4], [5, 5, 5, 0]],
+            staleness=[0, 1], occupancy=[4, 4, 3, 2, 1, 4, 4, 4, 1], step_ends=[5, 9], idle=["over_sampling", "bound"],
+            group_spread=[0.0],
+        )  # fmt: skip
+        points = [
+            Point(step=i, decode_steps=4 * i, trained_tokens=0, rollout_cpu_s=i / 2, reward=reward, long=0.0)
+            for i, reward in ((0, 0.1), (1, 0.2), (2, 0.3))
         ]
-        arms[mode] = [arm]
+        arms[mode] = [outcome(mode, 0, 2, points, measured)]
     drawn: list[Any] = []
     monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda of, path, **options: drawn.append(of))
     figure.draw(settings, arms, {"target_step": 1, "target_reward": 0.2}, Path("none.png"))
@@ -248,39 +255,37 @@ def test_why_slots_were_empty() -> None:
     assert why_empty(idle | {"idle_trainer": 0.9, "idle_bound": 0.1, "idle_functions": 0.05}) == "bound"
 
 
-def asked_little(arm: Arm) -> Arm:
-    """The arm, with a few held-out questions: a model that was not warmed up writes drafts without end."""
-    arm.held_out = replace(arm.held_out, short=arm.held_out.short[:2], long=arm.held_out.long[:2], response_cap=60)
+TASK = TASKS["tail"]()
+
+
+def arm_of(mode: str, seed: int, steps: int, model: Any) -> Arm:
+    """An arm that has trained."""
+    settings = DemoSettings(groups=2, samples=4, steps=steps, group_quorum=0.75).training(mode, seed)
+    arm = Arm(settings, TASK, model)
+    # a few held-out questions: a model that was not warmed up writes drafts without end
+    arm.task = replace(TASK, short=TASK.short[:2], long=TASK.long[:2], response_cap=60)
+    asyncio.run(arm.run())
     return arm
 
 
 @pytest.mark.parametrize("mode", ["april", "quorum"])
 def test_a_wrong_version_stamp_shows_at_once(mode: str) -> None:
     """Recomputed under another version's weights, log-probabilities differ by far more than the bound."""
-    arm = Arm(DemoSettings(groups=2, samples=4, steps=2, group_quorum=0.75), mode, 0, build_model(3))
-    result = asked_little(arm).run(lambda step, figures: None)
+    arm = arm_of(mode, 0, 2, build_model(3))
     moved = {name: tensor + 0.01 for name, tensor in arm.weights[1].items()}
 
-    assert result.max_abs_logprob_error < 1e-4
+    assert arm.measured.max_abs_logprob_error < 1e-4
     assert logprob_error(arm.model, arm.delivered, {**arm.weights, 1: moved})[0] > 1e-2
 
 
 def test_a_quorum_trains_parts_of_groups() -> None:
     """Batches are of N x n responses, groups over several of them; all responses of a group name the same cohort."""
-    batches: list[Batch] = []
-
-    class Noting(Arm):
-        def _note(self, batch: Batch) -> None:
-            batches.append(batch)
-            super()._note(batch)
-
-    settings = DemoSettings(groups=2, samples=4, steps=3, group_quorum=0.75)
-    arm = Noting(settings, "quorum", 0, build_model(3))
-    asked_little(arm).run(lambda step, figures: None)
-    parts = Counter(group for batch in batches for group in set(batch.group_ids.tolist()))
+    arm = arm_of("quorum", 0, 3, build_model(3))
+    batches = [arm.delivered[first : first + 8] for first in range(0, 24, 8)]
+    parts = Counter(group for batch in batches for group in {sample.id.group for sample in batch})
     cohorts = {(sample.id.group, sample.cohort) for sample in arm.delivered}
 
-    assert [len(batch) for batch in batches] == [8, 8, 8]
+    assert [len(lengths) for lengths in arm.measured.lengths] == [8, 8, 8]
     assert max(parts.values()) > 1
     assert len(cohorts) == len(parts)
     assert {len(cohort) for _, cohort in cohorts} == {3}
@@ -291,10 +296,9 @@ def test_arms_repeat_exactly() -> None:
 
     def fingerprint() -> tuple[Any, ...]:
         torch.set_num_threads(1)
-        arm = Arm(DemoSettings(groups=2, samples=4, steps=2), "refill", 1, build_model(4))
-        r = asked_little(arm).run(lambda step, figures: None)
-        weights = [tensor.double().sum().item() for tensor in arm.weights[2].values()]
-        return r.decode_steps, r.lengths, r.occupancy, [p.reward for p in r.curve], weights
+        arm = arm_of("refill", 1, 2, build_model(4))
+        m, weights = arm.measured, [tensor.double().sum().item() for tensor in arm.weights[2].values()]
+        return m.decode_steps, m.lengths, m.occupancy, [p.reward for p in arm.evaluations], weights
 
     assert fingerprint() == fingerprint()
 
@@ -366,7 +370,7 @@ def test_prompts_depend_on_seed_and_index_only_and_held_out_ones_are_never_train
     assert not np.array_equal(np.stack(train), np.stack([task.prompt_ids(4, i) for i in range(300)]))
 
 
-@pytest.mark.parametrize("sizes", [task.TAIL, task.WIDE], ids=["the demo's", "tiny.py's"])
+@pytest.mark.parametrize("sizes", [task.TAIL, task.WIDE], ids=["the demo's", "trl_demo.py's"])
 def test_demonstrations_fit_the_cap_and_are_imperfect(sizes: task.Sizes) -> None:
     """They teach the form and leave something to learn: between half and nine tenths earn the reward."""
     pairs = [task.demonstration(0, i, sizes) for i in range(500)]

@@ -5,15 +5,13 @@ from __future__ import annotations
 import asyncio
 import errno
 import socket
-import threading
-from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
 import pytest
 from raw_servers import Answer, http, raw_server
 
-from april.doctor import examine, reach
+from april.doctor import reach
 from april.doctor.examine import Patience, examine_urls
 from april.doctor.findings import Examined, Finding, Level, Report, Verdict
 from april.errors import EngineUnreachable
@@ -66,20 +64,6 @@ def test_a_closed_port() -> None:
     assert "start the server, or correct the port" in finding.advice
 
 
-def test_a_resolver_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is left behind in a thread of its own: the doctor is through in time, and so is its process."""
-    over = threading.Event()
-    monkeypatch.setattr(reach.socket, "getaddrinfo", lambda *_, **__: over.wait())
-    try:
-        _, finding = only(report_of("http://engine-0.nowhere:8000", patience=replace(LONG, reach_s=0.2)))
-        assert finding.sentence == "the name engine-0.nowhere was not resolved in 0.2 s"
-        (thread,) = [t for t in threading.enumerate() if t.name == "april-doctor-lookup"]
-        assert thread.daemon
-    finally:
-        over.set()
-        thread.join()
-
-
 @pytest.mark.parametrize(
     ("call", "error", "sentence"),
     [
@@ -116,28 +100,6 @@ def test_a_certificate_that_is_not_trusted() -> None:
     assert "SSL_CERT_FILE" in finding.advice
 
 
-def test_what_was_found_when_the_time_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A server that is known and then hangs: who it is stays in the report."""
-    answer = routes(**VLLM)
-    hanging = threading.Event()
-
-    def hangs(path: str) -> bytes | None:
-        if path in ("/version", "/v1/models", "/model_info", "/workers"):
-            return answer(path)
-        hanging.set()
-        return None
-
-    async def until_it_hangs(tasks: Iterable[Any], seconds: float) -> set[Any]:
-        await asyncio.to_thread(hanging.wait, seconds)
-        return set(tasks)
-
-    monkeypatch.setattr(examine, "unfinished", until_it_hangs)
-    server, finding = examined(hangs)
-
-    assert (server.kind, server.version, server.model) == ("vllm", "0.32.0", "tiny")
-    assert finding.sentence == f"{server.url} had not said in 60 s what it can do"
-
-
 # ---------------------------------------------------------------- reached, but no engine
 
 
@@ -165,14 +127,6 @@ def test_the_same_answer_to_everything(answer: Any, patience: Patience, sentence
     assert advice in finding.advice
 
 
-def test_json_of_another_kind() -> None:
-    """Shapes that only look like those of an engine are not taken for one, whatever their types."""
-    strange: Any
-    for strange in ([], "text", 5, None, {"data": 5}, {"data": [5, {"no id": 1}]}, {"workers": 3}, {"model_path": 3}):
-        server, _ = examined(lambda path, strange=strange: http(200, strange))  # type: ignore[misc]
-        assert server.kind == "other"
-
-
 @pytest.mark.parametrize("status", [301, 302, 307, 308])
 def test_a_redirect_is_not_followed(status: int) -> None:
     """The finding names where it leads; nothing is asked there, and no key sent."""
@@ -183,24 +137,6 @@ def test_a_redirect_is_not_followed(status: int) -> None:
         assert f"answered with a redirect ({status}) to {location}, which april does not follow" in finding.sentence
         assert "secret" not in finding.sentence
         assert elsewhere.asked == []
-
-
-def test_https_where_http_is_spoken() -> None:
-    """The address with the right scheme is in the advice."""
-    with raw_server(lambda path: http(200, MODELS) if path else http(400)) as server:
-        _, finding = only(report_of(server.url.replace("http:", "https:")))
-    assert finding.sentence == "the server speaks HTTP, and the address says https"
-    assert finding.advice == f"write {server.url}"
-
-
-def test_http_where_https_is_spoken() -> None:
-    """Whether the TLS server closes on plain requests or answers with an alert."""
-    alert = b"\x15\x03\x03\x00\x02\x02\x28"
-    for to_http in (b"", alert):
-        with raw_server(lambda path, to_http=to_http: to_http if path else alert) as server:  # type: ignore[misc]
-            _, finding = only(report_of(server.url))
-        assert finding.sentence == "the server speaks HTTPS, and the address says http"
-        assert finding.advice == f"write {server.url.replace('http:', 'https:')}"
 
 
 # ---------------------------------------------------------------- an engine, but not now, or not so
@@ -223,15 +159,6 @@ def test_a_key_is_wanted() -> None:
             server, finding = only(report_of(closed.url, key="sk-canary"))
             assert finding.sentence == f"{server.url} refuses the key"
             assert all("Authorization: Bearer sk-canary" in head for head in closed.heads)
-
-
-def test_a_gateway_that_locks_other_routes_only() -> None:
-    """Who sees the models needs no key."""
-    models = {"data": [{"id": "tiny", "owned_by": "somebody"}]}
-    with raw_server(lambda path: http(200, models) if path == "/v1/models" else http(403)) as server:
-        (found,) = report_of(server.url).servers
-    assert found.kind == "openai"
-    assert "key" not in [finding.subject for finding in found.findings]
 
 
 VLLM = {"version": http(200, {"version": "0.32.0"}), "v1_models": http(200, MODELS)}
@@ -274,19 +201,3 @@ def test_a_router_alone() -> None:
     assert report.engine_settings == (
         f"engine: {{kind: sglang, router: {server.url}, urls: [http://10.0.0.1:30000, http://10.0.0.2:30000]}}"
     )
-
-
-def test_several_servers_are_examined_at_once() -> None:
-    """The first answers only when the second was asked."""
-    second_was_asked = threading.Event()
-
-    def second(path: str) -> bytes:
-        second_was_asked.set()
-        return http(404)
-
-    with raw_server(lambda path: http(404 if second_was_asked.wait(30) else 200)) as one, raw_server(second) as two:
-        report = report_of(one.url, two.url)
-
-    assert second_was_asked.is_set()
-    assert [server.kind for server in report.servers] == ["other", "other"]
-    assert [server.findings[0].subject for server in report.servers] == ["kind", "kind"]

@@ -78,30 +78,6 @@ def test_sglang(lacks: dict[str, Any], verdict: Verdict, limited: Sequence[str],
     assert (server.updates, server.aborts, server.pause_mode) == ([], [], None)
 
 
-def test_sglang_by_its_address_alone() -> None:
-    """Nothing says at which temperature is trained, nor which ids end a response; the settings to copy are there."""
-    report = report_of(FakeSglangServer(logprobs="raw"))
-
-    (found,) = report.servers
-    assert limits(report) == ["log-probabilities", "ends"]
-    assert report.not_promised == [
-        "log-probabilities are right at temperatures other than 1", "no response is continued behind its end"
-    ]  # fmt: skip
-    assert report.engine_settings == f"engine: {{kind: sglang, urls: [{found.url}]}}"
-
-
-def test_sglang_that_is_paused() -> None:
-    """Found before a request is made that would wait for ever; it stays paused."""
-    server = FakeSglangServer()
-    server.pause_mode = "abort"
-
-    report = report_of(server)
-
-    assert limits(report) == ["paused"]
-    assert server.runs == []
-    assert server.pause_mode == "abort"
-
-
 OPENAI: dict[str, Any] = {"kind": "openai", "vocab_size": 512, "eos_token_ids": [2], "max_len": 4096}
 
 
@@ -116,18 +92,6 @@ def test_openai(shape: TokenShape, kind: LogprobKind, temperature: float) -> Non
     assert report.verdict is (Verdict.UNUSABLE if wrong else Verdict.LIMITED)
     assert limits(report) == ["abort", "versions", *["log-probabilities"] * wrong, "new weights"]
     assert [f.subject for f in report.together] == ["configuration"] * wrong
-
-
-def test_openai_that_does_not_tell_its_vocabulary() -> None:
-    """Known by its list of models alone: the finding says which setting to write, and where."""
-    report = report_of(FakeOpenAIServer())
-
-    (server,) = report.servers
-    (finding,) = server.findings
-    assert server.kind == "openai"
-    assert report.verdict is Verdict.UNUSABLE
-    assert finding.sentence.startswith(f"engine.vocab_size: {server.url} does not tell the size of its vocabulary;")
-    assert finding.advice.startswith(f"say it in a configuration (engine: {{kind: openai, urls: [{server.url}], ...}})")
 
 
 @pytest.mark.parametrize(
@@ -156,7 +120,8 @@ def vllm_server(
 ) -> Answer:  # fmt: skip
     """The routes that the probe of a vLLM server asks, as vLLM 0.32 answers them with these flags."""
     config = {
-        "model_config": {"logprobs_mode": mode}, "scheduler_config": {"max_num_seqs": 128, "policy": "fcfs"},
+        "model_config": {"logprobs_mode": mode}, "device_config": {"device": "cuda"},
+        "scheduler_config": {"max_num_seqs": 128, "policy": "fcfs", "enable_chunked_prefill": True},
         "parallel_config": {"data_parallel_size": 1, "_api_process_count": processes},
         "weight_transfer_config": {"backend": "nccl"} if sends else None,
     }  # fmt: skip
@@ -189,11 +154,12 @@ def vllm_server(
     [
         (
             {"developer": False, "scale_out": False}, Verdict.LIMITED,
-            ["abort", "versions", "log-probabilities", "new weights"],
+            ["abort", "versions", "log-probabilities", "new weights", "chunks"],
             ["VLLM_SERVER_DEV_MODE=1", "--logprobs-mode processed_logprobs"], ["--enable-scale-out"],
         ),
         (
-            {"developer": False, "scale_out": True}, Verdict.LIMITED, ["versions", "log-probabilities", "new weights"],
+            {"developer": False, "scale_out": True}, Verdict.LIMITED,
+            ["versions", "log-probabilities", "new weights", "chunks"],
             ["VLLM_SERVER_DEV_MODE=1", "--logprobs-mode processed_logprobs"], [],
         ),
         (
@@ -230,16 +196,6 @@ def test_vllm(
     assert [path for path in serving_it.asked if path.startswith(changing)] == []
 
 
-def test_vllm_with_the_files_of_its_model_elsewhere() -> None:
-    """EOS is not known then, so even a server with every flag is not exact before a setting says it."""
-    with raw_server(vllm_server(developer=True, scale_out=True, mode=PROCESSED)) as server:
-        report = asyncio.run(examine_urls([server.url], None, PATIENT))
-
-    assert report.verdict is Verdict.LIMITED
-    assert limits(report) == ["ends"]
-    assert report.servers[0].flags == []
-
-
 @pytest.mark.parametrize(
     ("options", "subject", "flag"),
     [
@@ -264,14 +220,6 @@ def test_vllm_with_a_trap(options: dict[str, Any], subject: str, flag: str | Non
     assert report.verdict is (Verdict.LIMITED if there else Verdict.EXACT)
     assert limits(report) == [subject] * there
     assert (flag in report.servers[0].flags) == (there and flag is not None)
-
-
-def test_sglang_that_speculates() -> None:
-    """It says so in its settings: what the log-probabilities are of was not tried."""
-    for algorithm in (None, "NGRAM"):
-        server = FakeSglangServer()
-        server.speculation = algorithm
-        assert ("speculation" in limits(report_of(server))) == (algorithm is not None)
 
 
 def images_of(report: Report) -> list[tuple[Level, str]]:

@@ -22,7 +22,7 @@ from april.core.sampling import LogprobKind
 from april.doctor import examine
 from april.doctor.examine import Patience, examine_config, examine_urls
 from april.doctor.findings import Examined, Finding, Level, Report, Verdict, abilities, verdict_of
-from april.engine_limits import Limit, LimitCode, unknown_eos
+from april.engine_limits import Limit, LimitCode
 from april.engines.http.server_probe import ServerFacts
 from april.engines.protocol import AbortMeans, Capabilities, OnWeightUpdate
 
@@ -128,59 +128,6 @@ def test_each_capability_has_its_line(change: dict[str, Any], subject: str, leve
     assert subject in usual or finding.advice == "mend it"
 
 
-def test_ends_that_the_configuration_gives(servers: Any, offers: dict[str, ServerFacts]) -> None:
-    """An empty list says that no id ends a response, which is something else than not to know it."""
-    url = servers(vllm_like)
-    offers[url] = replace(WELL, capabilities=replace(GOOD, eos_token_ids=(), limits=(unknown_eos(),)))
-
-    assert of_config({"kind": "vllm", "urls": url, "eos_token_ids": []}).verdict is Verdict.EXACT
-    report = of_config({"kind": "vllm", "urls": url})
-    assert report.verdict is Verdict.LIMITED
-    assert report.not_promised == ["no response is continued behind its end"]
-    assert "engine.eos_token_ids" in next(f.advice for f in report.servers[0].findings if f.subject == "ends")
-
-
-CODES = {
-    "abort": LimitCode.NO_ABORT_BY_ID,
-    "versions": LimitCode.NO_LABELS,
-    "log-probabilities": LimitCode.RAW_LOGPROBS,
-    "new weights": LimitCode.NO_DISK_UPDATES,
-    "ends": LimitCode.UNKNOWN_EOS,
-    "copies": LimitCode.SEVERAL_COPIES,
-}
-
-
-@pytest.mark.parametrize("curable", [True, False])
-def test_every_promise_that_is_not_kept_has_its_own_remedy_or_none(curable: bool) -> None:
-    """Each finding advises what the limit of its own code says; where that is nothing, it says so."""
-    amiss = replace(
-        GOOD, logprob_kind=LogprobKind.RAW, eos_token_ids=(), updates_from_disk=False, abort_means=AbortMeans.CLOSE,
-        verifies_weights=False,
-        limits=tuple(Limit(code, "It cannot", f"mend {code}" if curable else "", (f"--{code}",)) for code in LimitCode
-                     if code in CODES.values()),
-    )  # fmt: skip
-    found = [f for f in abilities(amiss) if f.level is Level.LIMITED]
-    assert [f.subject for f in found] == list(CODES)
-    assert found[1].promise == "every restart of the server is noticed"
-    for finding in found:
-        code = CODES[finding.subject]
-        assert finding.flags == (f"--{code}",)
-        assert finding.advice.startswith(f"mend {code}" if curable else "nothing gives it on a server of this kind")
-
-
-def test_raw_log_probabilities_are_right_at_temperature_1(servers: Any, offers: dict[str, ServerFacts]) -> None:
-    """Which is what most configurations say: then the verdict is exact."""
-    url = servers(vllm_like)
-    for kind in LogprobKind:
-        offers[url] = replace(WELL, capabilities=replace(GOOD, logprob_kind=kind, limits=(RAW,)))
-        report = of_config({"kind": "vllm", "urls": url})
-        assert report.verdict is Verdict.EXACT
-        # the flag would do no harm, and nothing here needs it
-        assert (report.servers[0].flags, report.servers[0].optional_flags) == (
-            [], ["--logprobs-mode processed_logprobs"]
-        )  # fmt: skip
-
-
 def test_the_worst_server_decides() -> None:
     """Exact only if all are; not usable as soon as one is not."""
     good, limited, bad = (Examined(url=n, findings=[Finding("x", level, "x")]) for n, level in
@@ -190,27 +137,6 @@ def test_the_worst_server_decides() -> None:
     assert Report([good, limited, bad]).verdict is Verdict.UNUSABLE
     assert Report([good], [Finding("x", Level.MISSING, "x")]).verdict is Verdict.UNUSABLE
     assert not Report([bad]).verdict.usable
-
-
-def test_flags_that_exactness_needs_stand_apart_from_the_others() -> None:
-    """Each once, in order, with their values; those of limits that cost no exactness are optional."""
-    server = Examined(
-        url="u",
-        findings=[
-            Finding("x", Level.LIMITED, "x", "x", "x", ("--logprobs-mode processed_logprobs",)),
-            Finding("y", Level.LIMITED, "y", "y", "y", ("VLLM_SERVER_DEV_MODE=1",)),
-            Finding("z", Level.LIMITED, "z", "z", "z", ("--dp-size 1", "VLLM_SERVER_DEV_MODE=1")),
-            Finding("r", Level.REMARK, "r", "start it with --stream-interval"),
-        ],
-        limits=[
-            RAW,
-            Limit(LimitCode.OTHER, "x", "y", ("VLLM_SERVER_DEV_MODE=1", "--enable-scale-out")),
-            Limit(LimitCode.NO_SEEDS, "x", "y", ("--enable-scale-out", "--enable-deterministic-inference")),
-            Limit(LimitCode.OTHER, "x", "start it with --no-such-flag"),
-        ],
-    )
-    assert server.flags == ["--logprobs-mode processed_logprobs", "VLLM_SERVER_DEV_MODE=1", "--dp-size 1"]
-    assert server.optional_flags == ["--enable-scale-out", "--enable-deterministic-inference"]
 
 
 # ---------------------------------------------------------------- several servers, and the configuration
@@ -273,17 +199,6 @@ def test_the_configuration_is_held_against_the_servers(
     assert report.verdict is Verdict.UNUSABLE
 
 
-def test_a_configuration_of_another_kind(servers: Any, offers: dict[str, ServerFacts]) -> None:
-    """engine.kind is corrected; openai is right for every server that speaks it."""
-    url = servers(sglang_like)
-    (finding,) = of_config({"kind": "vllm", "urls": url}).servers[0].findings
-    assert (finding.sentence, finding.advice) == (
-        "engine.kind is vllm, and the server is sglang", "write engine.kind: sglang"
-    )  # fmt: skip
-    assert of_config({"kind": "openai", "urls": url}).verdict is Verdict.EXACT
-    assert of_config({"kind": "sglang", "urls": url}).verdict is Verdict.EXACT
-
-
 def test_a_router_and_its_workers(servers: Any, offers: dict[str, ServerFacts]) -> None:
     """The router's list must be that of engine.urls: a worker more could not be aborted, one less gets no requests."""
     one, two = servers(sglang_like), servers(sglang_like)
@@ -310,24 +225,6 @@ def only(report: Report) -> str:
     (finding,) = [f for server in report.servers for f in server.findings if f.level is Level.MISSING]
     assert finding.advice
     return finding.sentence
-
-
-def test_an_engine_without_a_server() -> None:
-    """There is nothing to examine, and that is fine."""
-    report = of_config({"kind": "simulated"})
-    assert report.verdict is Verdict.EXACT
-    assert report.together[0].sentence.startswith("engine.kind simulated runs in the trainer's process")
-
-
-def test_a_server_that_the_probe_refuses(servers: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The probe's sentence is the finding."""
-
-    async def refuses(client: Any, config: Any) -> ServerFacts:
-        raise april.ConfigError("it gives no token ids; use another")
-
-    monkeypatch.setattr(examine, "probe", refuses)
-    (server,) = asyncio.run(examine_urls([servers(vllm_like)], None, PATIENT)).servers
-    assert [(f.level, f.sentence) for f in server.findings] == [(Level.MISSING, "it gives no token ids; use another")]
 
 
 # ---------------------------------------------------------------- the command

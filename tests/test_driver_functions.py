@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Awaitable, Callable
-from contextvars import ContextVar
+from contextlib import suppress
+from contextvars import ContextVar, copy_context
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from april.core.types import DropReason, OnDataEnd, OnStale, Prompt, Refill, Sam
 from april.driver.llm import LLM
 from april.driver.local_host import CLOSE_PATIENCE_S
 from april.driver.rewards import Response
+from april.driver.user_code import inside_user_code, refuse_inside_user_code
 from april.engines.simulated.response_lengths import LognormalLengths
 from april.errors import DataExhausted, RolloutError, SchedulerClosed
 
@@ -293,6 +295,56 @@ async def test_close_waits_for_functions_that_clean_up(caplog: pytest.LogCapture
     await asyncio.sleep(0)
     with pytest.raises(SchedulerClosed):
         await waiter
+
+
+@pytest.mark.parametrize("ask", ["generate", "chat", "base_url", "earlier call"])
+async def test_a_function_that_swallows_the_end_generates_nothing(ask: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Whatever it asks for of llm then, it is told that the scheduler is closed, and close waits for nothing."""
+    errors: list[BaseException] = []
+
+    async def rollout(prompt: Prompt, llm: LLM) -> None:
+        earlier = asyncio.ensure_future(llm.generate())
+        with suppress(asyncio.CancelledError):  # as asyncio.wait_for of Python 3.11 may
+            await asyncio.shield(earlier)
+        try:
+            if ask == "generate":
+                await llm.generate(any_conversation=True, token_ids=prompt.token_ids)
+            elif ask == "chat":
+                await llm.chat([{"role": "user", "content": "and now?"}])
+            elif ask == "base_url":
+                assert llm.base_url
+            else:
+                await earlier
+        except BaseException as error:
+            errors.append(error)
+            raise
+
+    rollouts = Rollouts(table({}, 500), n=2, rollout=rollout)
+    waiter = asyncio.create_task(rollouts.driver.next_batch())
+    await asyncio.sleep(10)
+    await rollouts.driver.close()
+    assert now() == 10
+    expected = asyncio.CancelledError if ask == "earlier call" else SchedulerClosed
+    assert [type(error) for error in errors] == [expected] * len(errors)
+    assert len(errors) >= 2
+    assert not caplog.text
+    with pytest.raises(SchedulerClosed):
+        await waiter
+
+
+def test_a_function_that_is_left_behind_ends_in_silence() -> None:
+    """It is dropped in the context of whoever drops it last, which need not be its own."""
+
+    async def left_behind() -> None:
+        with inside_user_code():
+            await asyncio.Future(loop=loop)
+
+    loop = asyncio.new_event_loop()
+    coroutine = left_behind()
+    copy_context().run(coroutine.send, None)
+    coroutine.close()  # raises what its end raises
+    refuse_inside_user_code()
+    loop.close()
 
 
 async def test_functions_do_not_see_each_others_context() -> None:

@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from saved_rollouts import LENGTHS, check, in_a_step, new, observed, plain, seen_of, until_the_end
+import torch
+from saved_rollouts import LENGTHS, by_torch, check, in_a_step, new, observed, plain, seen_of, until_the_end
 from virtual_rollouts import RecordingEngine, Rollouts, on_virtual_time, prompt_ids, table
 
 from april.core.sampling import SamplingParams
@@ -236,6 +237,56 @@ async def test_groups_that_wait_for_more_prompts_survive() -> None:
     again.driver.extend([prompt_ids(77)])
     batch = await again.driver.next_batch()
     assert [int(s.prompt.token_ids[0]) for s in batch.samples] == [3, 78]
+
+
+async def with_output(prompt: Prompt, llm: LLM) -> Any:
+    done = await llm.generate()
+    if llm.sample_id.group == 4:
+        return object()
+    said = {"tokens": torch.tensor(done.tokens), "none": torch.zeros(0, 2, dtype=torch.bfloat16), "at": (1, None)}
+    return said | {"logprobs": done.logprobs, "half": np.float16(0.5)}
+
+
+@pytest.mark.parametrize("judged", [True, False])
+async def test_what_functions_have_returned_survives(judged: bool) -> None:
+    """With a batch that is delivered again, and with what was finished: as plain values in the state, with their types
+    afterwards. What is no plain value is gone. A filter sees the outputs of all of its group.
+    """
+    seen: list[Any] = []
+
+    async def keep(prompt: Prompt, responses: list[Response]) -> bool:
+        seen.extend(response.output for response in responses)
+        return True
+
+    lengths = table({(2, 0): 16}, 9)
+    given = {"rollout": with_output, "filter": keep if judged else None}
+    old = Rollouts(lengths, n=2, samples=2, over=5, **given)
+    first = await old.driver.next_batch()
+    assert [s.id.group for s in first.samples] == [0, 0, 1, 1]
+    old.driver.handed_out = first.id
+    await old.driver.update_weights()
+    second = await old.driver.next_batch()
+    state = by_torch(old.driver.state_dict(first.id))
+    kept = {SampleId(*name[:2]) for name in state["outputs"]}
+    assert {s.id for s in second.samples if s.id.group != 4} <= kept
+    assert ((2, 1) in kept) is not judged  # the functions of a group that waits for the filter run again
+    await old.close()
+
+    again = Rollouts(lengths, n=2, samples=2, over=5, **given)
+    await again.driver.load_state_dict(state)
+    batches = [await again.driver.next_batch() for _ in range(3)]
+    assert seen_of(batches[0]) == seen_of(second)
+    assert any(s.id.group == 2 for batch in batches for s in batch.samples)
+    for batch in (second, *batches):
+        for s in batch.samples:
+            if s.id.group == 4:
+                assert (s.output is None) is (batch is not second)
+                continue
+            assert s.output["tokens"].tolist() == s.tokens.tolist()
+            assert s.output["logprobs"].tolist() == s.logprobs.tolist()
+            assert (s.output["none"].shape, s.output["none"].dtype) == ((0, 2), torch.bfloat16)
+            assert (s.output["half"], list(s.output["at"])) == (0.5, [1, None])
+    assert None not in seen
 
 
 # ---------------------------------------------------------------- several turns

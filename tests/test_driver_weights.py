@@ -11,7 +11,7 @@ from virtual_rollouts import LengthOf, RecordingEngine, Rollouts, now, on_virtua
 from april.core.sampling import SamplingParams
 from april.core.types import GenerationMode, Prompt
 from april.core.versions import PolicyVersion
-from april.errors import EngineError
+from april.errors import ConfigError, EngineError, RolloutError
 
 pytestmark = on_virtual_time
 
@@ -52,6 +52,67 @@ async def test_a_cancelled_pause_goes_on() -> None:
     rollouts.check(await waiter)
     async with rollouts.driver.paused():  # the lock was given back
         pass
+
+
+async def test_a_trainer_pauses_updates_and_resumes_in_calls_of_its_own() -> None:
+    """What ran goes on under the version that it names; a pause asked for twice is one, and a second end none."""
+    rollouts = Rollouts(table({(0, 0): 20, (1, 0): 30}), n=2)
+    driver = rollouts.driver
+    waiter = asyncio.create_task(driver.next_batch())
+    await asyncio.sleep(7.5)
+    await asyncio.gather(driver.pause(), driver.pause())
+    assert not rollouts.core.attempts
+    await asyncio.sleep(100)
+    assert await driver.update_weights(transfer=lambda: asyncio.sleep(1), label=4) == PolicyVersion(0, 4)
+    await asyncio.sleep(10)
+    assert not rollouts.core.attempts
+    assert not waiter.done()
+    await driver.resume()
+    await driver.resume()
+    batch = await waiter
+    assert [[(s.version.n, s.count) for s in sample.segments] for sample in batch.samples] == [
+        [(0, 7), (4, 13)], [(0, 7), (4, 23)],
+    ]  # fmt: skip
+    assert now() == pytest.approx(7.5 + 111 + 23, abs=1.01)
+    assert await driver.update_weights() == PolicyVersion(0, 5)
+
+
+async def test_a_version_that_a_trainer_names_goes_up() -> None:
+    """Above those of the updates that were asked for before; one that failed may be named again."""
+    driver = Rollouts(table({}, 20), n=1).driver
+
+    async def fails() -> None:
+        raise OSError("gone")
+
+    with pytest.raises(OSError, match="gone"):
+        await driver.update_weights(transfer=fails, label=3)
+    first = asyncio.create_task(driver.update_weights(transfer=lambda: asyncio.sleep(1), label=3))
+    await asyncio.sleep(0)
+    for label, newest in ((3, 3), (2, 3), (True, 3), ("4", 3)):
+        with pytest.raises(ConfigError, match=f"label must be a whole number above {newest}"):
+            await driver.update_weights(label=label)  # type: ignore[arg-type]
+    assert await asyncio.gather(first, driver.update_weights(), driver.update_weights(label=6)) == [
+        PolicyVersion(0, 3), PolicyVersion(0, 4), PolicyVersion(0, 6),
+    ]  # fmt: skip
+
+
+async def test_calls_that_would_wait_for_the_end_of_a_pause_say_so() -> None:
+    """They come from the trainer's thread, which could not end it; who asks beside it waits."""
+    rollouts = Rollouts(table({}, 5), n=1)
+    driver = rollouts.driver
+    await driver.pause()
+    for call in (
+        lambda: driver.wait_batch(blocks=True),
+        lambda: driver.load_state_dict(driver.state_dict(None)),
+        lambda: driver.evaluate([], 1, SamplingParams(max_tokens=5), 0),
+    ):
+        with pytest.raises(RolloutError, match=r"generation is paused; call resume\(\) first"):
+            await call()
+    waiter = asyncio.create_task(driver.next_batch())
+    await asyncio.sleep(50)
+    assert not waiter.done()
+    await driver.resume()
+    rollouts.check(await waiter)
 
 
 async def test_weight_update_in_the_middle_of_a_step() -> None:

@@ -19,12 +19,12 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 import april
 from april.record.replay import replay
+from april.view.health import health_of
+from april.view.run_data import read_run
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 FILES = sorted(EXAMPLES.rglob("*.py"))
 ADAPTERS = {f"april.adapters.{trainer}" for trainer in ("areal", "openrlhf", "slime", "trl", "verl")}
-OF_THE_DEMO = {"trl/tiny.py": {"april.demo", "april.demo.warmup"}}
-"""The same task as that of `april demo`, to be compared with it."""
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(EXAMPLES)))
@@ -38,7 +38,13 @@ def test_examples_import_from_april_only(path: Path) -> None:
             modules.add(node.module)
     ours = {name for name in modules if name.split(".")[0] == "april"}
 
-    assert ours <= {"april"} | ADAPTERS | OF_THE_DEMO.get(str(path.relative_to(EXAMPLES)), set())
+    assert ours <= {"april"} | ADAPTERS
+
+
+@pytest.fixture(autouse=True)
+def beside_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As for a program that is run, examples import each other."""
+    monkeypatch.syspath_prepend(EXAMPLES)
 
 
 def loaded(name: str) -> ModuleType:
@@ -51,16 +57,26 @@ def loaded(name: str) -> ModuleType:
     return example
 
 
+def reports_in(record: Path) -> int:
+    """Number of batches of which a record says how far off they were, once per batch."""
+    health = health_of(read_run(record))
+    return 0 if health is None else health.batches
+
+
 @pytest.mark.parametrize(("steps", "how"), [(10, []), (15, ["--group-quorum", "0.5"])], ids=["whole groups", "quorum"])
 def test_the_loop_of_ones_own_learns(
     steps: int, how: list[str], capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Some steps of examples/own_loop.py on tokens of which most are from older weights: the reward rises."""
+    """Some steps of examples/own_loop.py on tokens of which most are from older weights: the reward rises.
+
+    Its record says how far off each batch was.
+    """
     example = loaded("own_loop")
     monkeypatch.chdir(tmp_path)  # it leaves a record of its run
 
     assert example.main(["--steps", str(steps), *how]) > 0.7
     assert replay(tmp_path / "runs" / "own_loop.jsonl").core.context.batches == steps
+    assert reports_in(tmp_path / "runs" / "own_loop.jsonl") == steps
     assert (tmp_path / "runs").stat().st_mode & 0o777 == 0o700
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("step 0: reward 0.5")
@@ -147,11 +163,8 @@ def test_the_real_models_engine_computes_as_the_trainer_does(
     assert not torch.is_autocast_enabled("cpu")
 
 
-def test_the_loop_of_ranks_runs_as_one_process(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_loop_of_ranks_runs_as_one_process(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """Without torchrun, as docs/processes.md says; what it saved goes on."""
-    monkeypatch.syspath_prepend(EXAMPLES)  # it takes model and task from own_loop.py
     example, saved = loaded("own_loop_ranks"), str(tmp_path / "saved.pt")
 
     example.main(["--steps", "1", "--checkpoint", saved])
@@ -169,6 +182,7 @@ def test_the_loop_with_images_learns_what_it_sees(capsys: pytest.CaptureFixture[
     assert any("0% from" not in line for line in lines)
 
 
+@pytest.mark.usefixtures("client_left_open")
 def test_the_agent_with_a_tool_trains(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """A step of examples/tool_agent.py, from OpenAI's client to the optimizer, on a model that knows no calculator."""
     pytest.importorskip("openai")
@@ -180,6 +194,7 @@ def test_the_agent_with_a_tool_trains(capsys: pytest.CaptureFixture[str], tmp_pa
 
     assert example.main(["--model", str(model), "--steps", "2"]) == [0.0, 0.0]
     assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == ["step", "0", "1"]
+    del example.HTTP
 
 
 def test_the_agent_has_its_reward_by_a_call_and_a_number() -> None:

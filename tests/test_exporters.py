@@ -130,21 +130,6 @@ def test_an_exporter_that_fails_is_warned_of_once(error: type[BaseException], ca
     assert said == [f"exporter Failing failed at step 0, the run goes on: {error.__name__}: no route at step 0"]
 
 
-def test_an_exporter_has_metrics_of_its_own() -> None:
-    """What it writes into them neither the trainer sees nor another exporter."""
-
-    class Takes(Kept):
-        def log(self, metrics: Mapping[str, float], step: int) -> None:
-            assert isinstance(metrics, dict)
-            super().log(metrics, step)
-            metrics.clear()
-
-    well = Kept()
-    batches = run(Takes(), well)
-    assert well.rows == [(b.id, b.metrics) for b in batches]
-    assert all("step_s" in b.metrics for b in batches)
-
-
 def test_a_tokenizer_that_fails_ends_nothing(caplog: pytest.LogCaptureFixture) -> None:
     """The metrics have been logged by then."""
 
@@ -263,30 +248,6 @@ def test_texts_are_of_the_lowest_to_the_highest_reward(batch: april.Batch) -> No
         assert text.response == Words().decode(sample.tokens.tolist())
         assert (text.age, text.cuts, text.finish) == (sample.staleness, sample.resumes, sample.finish.value)
         assert text.tokens == len(sample.tokens)
-
-
-def test_long_texts_are_shortened(batch: april.Batch) -> None:
-    """Their beginning and their end; of very long ones only that is decoded."""
-    whole = {(t.group, t.index): t for t in sample_texts(batch, Words(), 99)}
-    decoded: list[int] = []
-
-    class Counting(Words):
-        def decode(self, ids: list[int], *, skip_special_tokens: bool = False) -> str:
-            decoded.append(len(ids))
-            return super().decode(ids)
-
-    for longest in (9, 30):
-        decoded.clear()
-        for text in sample_texts(batch, Counting(), 99, longest=longest):
-            full = whole[text.group, text.index].response
-            if len(full) <= longest:
-                assert text.response == full
-                continue
-            head, _, tail = text.response.partition(f" [... shortened, {text.tokens:,} tokens in all ...] ")
-            assert full.startswith(head)
-            assert full.endswith(tail)
-            assert len(head) + len(tail) == longest
-        assert max(decoded) <= 2 * longest
 
 
 # ---------------------------------------------------------------- the targets, as stand-ins

@@ -23,7 +23,6 @@ from april.core.types import (
     SampleState,
     TimerKind,
 )
-from april.core.versions import PolicyVersion
 
 DROP_GROUP, REPLACE, SHRINK = OnFailedSample
 POLICIES = [DROP_GROUP, REPLACE, SHRINK]
@@ -134,7 +133,7 @@ def test_what_takes_the_place_of_an_urgent_sample_is_urgent() -> None:
     m.update()
     m.ask()
     (attempt,) = [c.attempt for c in fail(m, (1, 1)) if isinstance(c, do.Submit)]
-    assert (tuple(attempt.sample.id), attempt.urgent) == ((1, 2), True)
+    assert (tuple(attempt.sample.id), attempt.request.priority == 0) == ((1, 2), True)
     m.finish((1, 2))
     m.finish_aborts()
     assert of(m, 1) == [(1, 0), (1, 2)]
@@ -154,7 +153,7 @@ def test_a_straggler_without_room_after_a_restart_leaves_alone() -> None:
     smaller = (EngineLimits("e0", 30, None, (EOS,)),)
     again = CoreMachine(m.core.settings, lambda g, i: 9, engines=smaller, prompts=0)
     snapshot.restore(again.core, state)
-    again.post(ev.WeightsUpdated(again.core.clock.current))
+    again.restored()
     assert again.core.buffer.groups[0].held == 3
     assert 1 not in again.core.buffer.groups
     assert again.core.prompts.dropped == {DropReason.TOO_LONG: 1}
@@ -228,10 +227,10 @@ def test_a_group_whose_last_sample_is_given_up_is_a_dropped_group() -> None:
     """It is reported and counted as one, whether its samples left together or one by one."""
     m = asked(9, n=2, samples=4, group_quorum=0.75, max_staleness=1, on_stale=OnStale.DROP, max_in_flight=64)
     m.finish((0, 0), (0, 1), (0, 2), (0, 3))
-    for version in (1, 2):
-        m.core.handle(ev.PauseRequested())
+    for _ in range(2):
+        m.post(ev.PauseRequested())
         m.finish_aborts()
-        m.core.handle(ev.WeightsUpdated(PolicyVersion(0, version)))
-        m.core.handle(ev.Resumed())
+        m.update()
+        m.post(ev.Resumed())
     assert 0 not in m.core.buffer.groups
     assert m.core.prompts.dropped[DropReason.STALE] == m.core.counters["groups_dropped_stale"] > 0

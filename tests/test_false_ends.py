@@ -1,225 +1,29 @@
-"""Ends, counts and versions that cannot be true: of a host, of an engine object, of a trainer's own servers."""
+"""Ends, counts and versions that cannot be true: of an engine object, of a trainer's own servers."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
-from core_machine import EOS, settings
-from host_sides import ENGINES, HostSides
+from core_machine import EOS
 from virtual_rollouts import EOS as VIRTUAL_EOS
 from virtual_rollouts import RecordingEngine, Rollouts, on_virtual_time, table
 
 import april
-from april.core import commands as do
-from april.core import events as ev
 from april.core.sampling import SamplingParams
-from april.core.tape import AttemptTape
 from april.core.types import (
-    Attempt,
-    AttemptFailure,
     DropReason,
-    GenerateCall,
-    Group,
-    Prompt,
-    Sample,
-    SampleId,
 )
 from april.core.versions import FIRST_VERSION, PolicyVersion
-from april.driver.detokenizer import Detokenizer
 from april.driver.wire_checks import AnswerChecks
 from april.engines.protocol import Chunk, EngineFinish, Request
-from april.errors import EngineError, LinkError, WireError
-from april.processes import messages as wire
-from april.processes.coordinator.asked_host import take
-from april.processes.coordinator.messages import Result
-from april.processes.desk import HostDesk
-from april.processes.host import Host
-from april.processes.link import Link, memory_links
-from april.processes.messages import ProtocolError
-from april.processes.remote_hosts import HostDoor
+from april.errors import EngineError, WireError
 from april.testing import FakeEngine, rollouts
 
 pytestmark = on_virtual_time
 
 V0 = (FIRST_VERSION, 1)
-
-
-def came(i: str, *tokens: int, at: int = 0, **more: Any) -> wire.Came:
-    """Tokens of an attempt, all under the first version."""
-    logprobs = np.full(len(tokens), -0.5, np.float32)
-    spans = ((FIRST_VERSION, len(tokens)),) if tokens else ()
-    return wire.Came(i, at, bytearray(np.array(tokens, np.int32)), bytearray(logprobs), spans, **more)
-
-
-def ended(i: str, finish: str, count: int, *, fenced: bool = False) -> wire.Ended:
-    return wire.Ended(i, EngineFinish(finish), fenced, count)
-
-
-FALSE: dict[str, tuple[Callable[[str], list[wire.Message]], str]] = {
-    "a stop with no token": (lambda i: [ended(i, "stop", 0)], "without a token"),
-    "a length with no token": (lambda i: [ended(i, "length", 0)], "without a token"),
-    "an abort that nobody asked for, with no token": (lambda i: [ended(i, "abort", 0)], "without a token"),
-    "a stop at any token": (lambda i: [came(i, 5, 6), ended(i, "stop", 2)], "neither EOS nor a stop token"),
-    "a length before the budget": (lambda i: [came(i, 5, 6), ended(i, "length", 2)], "for want of room"),
-    "tokens that got lost": (lambda i: [came(i, 5, 6), ended(i, "stop", 3)], "ended with 3 tokens, and 2 came"),
-    "tokens that got lost of a partial": (lambda i: [came(i, 5, 6), ended(i, "abort", 9)], "9 tokens, and 2 came"),
-    "tokens that got lost before a failure": (
-        lambda i: [came(i, 5), wire.Failed(i, "broke", AttemptFailure.BROKE_OFF, 0, 0.0, 2)], "2 tokens, and 1 came",
-    ),
-    "an end before its tokens": (lambda i: [ended(i, "stop", 2), came(i, 5, EOS)], "with 2 tokens, and 0 came"),
-    "a token after EOS": (lambda i: [came(i, 5, EOS, 6)], f"after token {EOS}, which ends responses"),
-    "a token after EOS, told later": (lambda i: [came(i, 5, EOS), came(i, 6, at=2)], "which ends responses"),
-    "a cut that was not ordered": (lambda i: [came(i, 5), ended(i, "abort", 1, fenced=True)], "been cut off here"),
-    "a stop string where there is none": (lambda i: [came(i, 5, stopped=True)], "where there is none"),
-    "more than the budget after a stop string": (
-        lambda i: [came(i, 5, stopped=True, after_stop=1000)], "1001 tokens came where 1000 were left",
-    ),
-    "half a token": (lambda i: [wire.Came(i, 0, bytearray(3), bytearray(3), (V0,))], "3 bytes are no token ids"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("what", FALSE)
-def test_a_host_that_lies_about_an_end_is_cut_off(what: str) -> None:
-    """By a sentence with host, engine, attempt and what is wrong; tokens of that request are dropped as corrupt."""
-    lie, words = FALSE[what]
-    sides = HostSides(settings(n=1, samples=2, has_reward=False))
-    sides.pump.post(ev.StepRequested())
-    sides.down()
-    liar, other = sides.core.attempts
-    said = [came(other, 7, 8), *lie(liar)]
-    with pytest.raises(ProtocolError, match=words) as caught:
-        sides.hear(sides.desk.receive(wire.encode(said)))
-    assert str(caught.value).startswith(f"host h: attempt {liar} of ")
-    assert " on engine h/e0: " in str(caught.value)
-    believed = sides.core.attempts[liar].tape.count
-    sides.hear(sides.desk.lost(str(caught.value)))
-    tokens = sides.core.tokens
-    assert tokens.dropped[DropReason.CORRUPT] == believed == tokens.dropped.total()
-    assert (tokens.observed, tokens.held) == (2 + believed, 2)
-    sides.core.validate()
-    assert not sides.core.attempts
-
-
-def test_an_end_that_was_asked_for_may_come_without_a_token() -> None:
-    """An abort, and a cut, before anything was generated: both are true."""
-    sides = HostSides(settings(n=1, samples=2, has_reward=False))
-    sides.pump.post(ev.StepRequested())
-    sides.down()
-    one, two = sides.core.attempts
-    sides.desk.execute(do.Abort("h/e0", (one,), False))
-    sides.desk.execute(do.Fence("h/e0", (two,)))
-    sides.hear(sides.desk.receive(wire.encode([ended(one, "abort", 0), ended(two, "abort", 0, fenced=True)])))
-    assert sides.core.tokens.observed == 0
-    assert len(sides.core.attempts) == 2  # they begin anew
-    assert not {one, two} & set(sides.core.attempts)
-
-
-class Letters:
-    """Token 5 is ``a``, 6 ``b``, and so on."""
-
-    def decode(self, ids: list[int], skip_special_tokens: bool = False) -> str:
-        return "".join(chr(97 + (i - 5) % 26) for i in ids)
-
-
-@pytest.mark.parametrize(("tokens", "found"), [((5, 6, 7), True), ((5, 6, 7, 8), False), ((5, 7, 6), False)])
-def test_a_stop_string_of_a_host_is_looked_at_in_the_text(tokens: tuple[int, ...], found: bool) -> None:
-    """The last token completes ``bc``, or the host is cut off."""
-    sides = HostSides(settings(n=1, samples=1))
-    sides.desk = HostDesk(
-        sides.core, "h", ENGINES, functions=False, failed=lambda call, error: None, detokenizer=Detokenizer(Letters())
-    )
-    group = Group(0, Prompt(np.array([1, 2], np.int32), {}, 0, 0), 1)
-    call = GenerateCall(Sample(SampleId(0, 0), group).chains[0], SamplingParams(20, stop=("bc",)), 0)
-    attempt = Attempt(
-        id="a", call=call, engine="h/e0", token_ids=group.prompt.token_ids, sampling=call.sampling, tape=AttemptTape(),
-        end_ids=frozenset((EOS,)), oldest=FIRST_VERSION,
-    )  # fmt: skip
-    sides.desk.execute(do.Submit(attempt))
-    frame = wire.encode([came("a", *tokens, stopped=True, after_stop=2)])
-    if found:
-        assert list(sides.desk.receive(frame)) == []
-        assert (attempt.tape.count, attempt.tape.stopped, attempt.tape.after_stop) == (3, True, 2)
-    else:
-        with pytest.raises(ProtocolError, match="where there is none"):
-            list(sides.desk.receive(frame))
-        assert attempt.tape.count == 0
-
-
-class _Lying(Link):
-    """A link whose messages are changed."""
-
-    def __init__(self, link: Any, change: Callable[[Any], None]) -> None:
-        self.link, self.change, self.peer = link, change, link.peer
-        self.open, self.close = link.open, link.close  # type: ignore[method-assign]
-
-    def send(self, frame: bytes) -> None:
-        messages = wire.decode_from_host(frame)
-        for message in messages:
-            self.change(message)
-        self.link.send(wire.encode(messages))
-
-
-def _early(message: Any) -> None:
-    if isinstance(message, wire.Ended):
-        message.finish = EngineFinish.LENGTH
-
-
-def _half(message: Any) -> None:
-    """And the count says the same."""
-    if isinstance(message, wire.Came) and len(message.tokens) > 4:
-        half = len(message.tokens) // 8
-        message.tokens, message.logprobs = message.tokens[: 4 * half], message.logprobs[: 4 * half]
-        message.spans = ((message.spans[0][0], half),)
-    elif isinstance(message, wire.Ended):
-        message.count //= 2
-
-
-def _old(message: Any) -> None:
-    if isinstance(message, wire.Came):
-        message.spans = tuple((v._replace(n=v.n - 1), count) for v, count in message.spans)
-
-
-@pytest.mark.parametrize("lie", [_early, _half, _old], ids=["length", "half", "old version"])
-async def test_work_goes_on_without_a_host_that_lies(
-    lie: Callable[[Any], None], caplog: pytest.LogCaptureFixture
-) -> None:
-    """A host is cut off twice and then refused; every batch comes, whole, from the engine that is left."""
-
-    door = HostDoor()
-    config = april.Config(
-        rollout_batch_size=2, n_samples_per_prompt=2, max_response_len=30, engine={"kind": "simulated"}
-    )
-    own = FakeEngine("own", max_running=1, seconds_per_token=10)
-    async with rollouts(
-        config, engines=[own], prompts=[[1, 2 + i] for i in range(50)], reward=None, hosts=door, check=True
-    ) as run:
-        await run.weight_update(path="/weights")
-
-        async def join() -> Any:
-            here, there = memory_links()
-            door.accept(here)
-            return _Lying(there, lie)
-
-        host = Host("h", engines=[FakeEngine("x", lengths=9)], join=join)
-        await host.astart()
-        for _ in range(3):
-            batch = await run.next_batch()
-            for sample in batch.samples:
-                assert sample.tokens[-1] == 0 or len(sample.tokens) == 30
-                assert {s.engine for s in sample.segments} == {"own"}
-            await run.weight_update(path="/weights")
-        with pytest.raises(LinkError, match="was cut off 2 times for what cannot be true"):
-            await host.aend()
-        await host.aclose()
-        ledger = run.ledger()
-        assert set(ledger["tokens"].dropped) <= {DropReason.CORRUPT}
-        assert not ledger["prompts"].dropped
-    lost = [r.getMessage() for r in caplog.records if "host h is lost: " in r.getMessage()]
-    assert len(lost) == 2
-    assert all(" on engine h/x: " in line and ": attempt " in line for line in lost)
 
 
 # ---------------------------------------------------------------- engines of this process
@@ -300,43 +104,6 @@ async def test_an_engine_object_that_goes_on_after_eos_is_not_believed(caplog: p
 
 
 # ---------------------------------------------------------------- a trainer's own servers
-
-
-@pytest.mark.parametrize(
-    ("tokens", "more", "kind"),
-    [
-        ((5, EOS), {}, EngineFinish.STOP),
-        ((5, 6), {"aborted": True}, EngineFinish.ABORT),
-        ((5, 6, 7, 8), {}, EngineFinish.LENGTH),
-        ((5, 7), {"stop_token_ids": (7,)}, EngineFinish.STOP),
-        ((5, 6), {"ends_anywhere": True}, EngineFinish.STOP),
-        ((5, 6), {}, "neither EOS nor a stop token"),
-        ((5, EOS, 6), {"aborted": True}, "which ends responses"),
-        ((), {}, "without a token"),
-        ((5, 6, 7, 8, 9), {}, "5 tokens came where 4 were left"),
-        ((5, EOS), {"label": 1}, "policy version 0.1"),
-    ],
-)
-def test_results_of_a_trainers_own_servers(tokens: tuple[int, ...], more: dict[str, Any], kind: Any) -> None:
-    """What a coordinator is told of them is looked at in the same place."""
-    sample = Group(0, Prompt(np.ones(2, np.int32)), 1).samples[0]
-    call = GenerateCall(sample.chains[0], SamplingParams(4), 0)
-    attempt = Attempt(
-        id="a", call=call, engine="e", token_ids=np.ones(2, np.int32), sampling=call.sampling, tape=AttemptTape(),
-        end_ids=frozenset((EOS,)),
-    )  # fmt: skip
-    ids = np.array(tokens, np.int32)
-    logprobs = np.full(len(ids), -1, np.float32)
-    result = Result(offset=2, tokens=ids, logprobs=logprobs, **({"label": 0, "aborted": False} | more))
-    event = take(attempt, result, FIRST_VERSION)
-    if isinstance(kind, EngineFinish):
-        assert isinstance(event, ev.AttemptEnded)
-        assert event.finish is kind
-    else:
-        assert isinstance(event, ev.AttemptFailed)
-        assert event.kind is AttemptFailure.CORRUPT
-        assert kind in event.error
-        assert attempt.tape.count == 0
 
 
 # ----------------------------------------------------------------

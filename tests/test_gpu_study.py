@@ -4,31 +4,21 @@ from __future__ import annotations
 
 import itertools
 import json
-import socket
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 import torch
-from fake_servers.vllm import FakeVllmServer
-from server_fixtures import ServerThread
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import april
-from april.config.settings import Config
 from benchmarks.gpu_study import __main__ as program
-from benchmarks.gpu_study import design, plan, questions, servers, smoke, training
+from benchmarks.gpu_study import design, plan, questions, smoke, training
 from benchmarks.gpu_study.__main__ import main
 from benchmarks.gpu_study.questions import is_right
-from benchmarks.gpu_study.smoke import EOS, WORDS
-from benchmarks.gpu_study.trainer import chosen_logprobs
-from benchmarks.study import design as study
 from benchmarks.study.claims import OPEN
 from benchmarks.study.runner import Cost, outcome_path
-from benchmarks.study.training import config_of
 
 
 @pytest.fixture(autouse=True)
@@ -137,28 +127,6 @@ def test_ranks_train_in_processes_of_their_own(tmp_path: Path, monkeypatch: pyte
     assert last.gpu_s == pytest.approx(2 * last.wall_s, abs=0.02)
 
 
-def test_a_server_gets_the_weights_of_every_step(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By directories that take turns; each holds the trained weights, as transformers reads them."""
-    made = design.read(tiny)
-    settings, sizes = made.of(3)["served/refill/7"], made.tasks["served"]
-    server = FakeVllmServer(vocab_size=len(WORDS), eos=EOS, context=sizes.max_len, mean_length=12)
-    apart, write = [], training.write_weights
-
-    def written(directory: Path, weights: dict[str, Any], model: Any, *rest: Any) -> None:
-        write(directory, weights, model, *rest)
-        read = AutoModelForCausalLM.from_pretrained(directory).state_dict()
-        apart.append(max(float((read[name] - value).abs().max()) for name, value in model.state_dict().items()))
-
-    monkeypatch.setattr(training, "write_weights", written)
-    with ServerThread(server):
-        training.train(tmp_path, "served/refill/7", settings, sizes, [server.url])
-    assert apart == [0.0] * 3
-    assert len({run.under for run in server.runs}) == 3  # the start's, and one name per turn
-    outcome = msgspec.json.decode(outcome_path(tmp_path, "served/refill/7").read_bytes(), type=training.GpuOutcome)
-    assert outcome.evaluations[-1].step == 3
-    assert not (tmp_path / "weights" / "served--refill--7").exists()
-
-
 def test_micro_batches_and_recomputation_change_no_update(tiny: Path, tmp_path: Path) -> None:
     """A few rows at a time, in any number, give the gradients of all at once."""
     made = design.read(tiny)
@@ -188,137 +156,7 @@ def weights_of(run: Any) -> dict[str, torch.Tensor]:
     return {name: value.clone() for name, value in run._model.state_dict().items()}
 
 
-def test_log_probabilities_are_those_of_the_softmax(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In pieces of any size, with the same gradient, from bfloat16 logits as well."""
-    monkeypatch.setattr("benchmarks.gpu_study.trainer.LOGITS_AT_ONCE", 3)
-    logits, ids = torch.randn(2, 8, 5, dtype=torch.bfloat16, requires_grad=True), torch.randint(5, (2, 8))
-    found = chosen_logprobs(logits, ids)
-    (grad,) = torch.autograd.grad(found.sum(), logits)
-    whole = logits.float().log_softmax(-1).gather(-1, ids[..., None])[..., 0]
-    assert torch.equal(found, whole)
-    assert torch.equal(grad, torch.autograd.grad(whole.sum(), logits)[0])
-
-
-# ---------------------------------------------------------------- the design
-
-
-def test_the_design_speaks_the_words_of_the_study() -> None:
-    """Arms are those of the study on CPUs, both sizes pair all with sync; the ratio is to q, as in bfloat16."""
-    made, cpu = design.read(), study.read()
-    assert {size for size in (1, 8) if made.of(size)} == {1, 8}
-    with pytest.raises(ValueError, match=r"no trainings for 3 GPUs, but for 1, 8"):
-        made.of(3)
-    for size in (1, 8):
-        arms: dict[str, set[int]] = {}
-        for name, settings in made.of(size).items():
-            task, arm, _ = name.split("/")
-            arms.setdefault(arm, set()).add(settings.seed)
-            sizes = made.tasks[task]
-            assert settings.april == cpu.arms[arm].get("april", {})
-            assert settings.over_sampling == cpu.arms[arm].get("over_sampling", 1.0)
-            assert settings.loss == "behaviour"
-            assert settings.steps % settings.evaluate_every == sizes.early % settings.evaluate_every == 0
-            assert sizes.late % settings.evaluate_every == 0
-            assert isinstance(config_of(settings, sizes), Config)
-            assert sizes.trainers + sizes.servers == sizes.gpus
-        assert arms.keys() == {"sync", "over-2", "refill", "quorum-0.5"}
-        assert len({frozenset(seeds) for seeds in arms.values()}) == 1
-
-
-@pytest.mark.parametrize(("change", "sentence"), [
-    ({"engine": "x"}, r"must be one of transformers, vllm, sglang"),
-    ({"servers": 1}, r"engine 'transformers' with 1 servers"),
-    ({"engine": "vllm", "servers": 4, "gpus": 4}, r"4 servers leave no GPU of 4 to train on"),
-])  # fmt: skip
-def test_sizes_that_cannot_be_are_refused(change: dict[str, Any], sentence: str) -> None:
-    """Before anything runs, in a sentence."""
-    known = msgspec.structs.asdict(design.read().tasks["qwen3-0.6b"])
-    with pytest.raises(ValueError, match=sentence):
-        design.GpuSizes(**(known | change))
-
-
-def test_hours_are_computed_and_said_to_be(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """By april's simulation; over-sampling is computed to be faster, and a step holds its training."""
-    monkeypatch.setattr(plan, "STEPS", 6)
-    monkeypatch.setattr(plan, "RAMP", 2)
-    assert main(["plan", "--gpus", "8"]) == 0
-    said = capsys.readouterr().out
-    assert said.startswith("Computed by april's simulation, not measured.")
-    rows = plan.computed(design.read(), 8)
-    assert list(rows) == [f"qwen3-4b/{arm}" for arm in ("sync", "over-2", "refill", "quorum-0.5")]
-    assert rows["qwen3-4b/over-2"].step_s < rows["qwen3-4b/sync"].step_s
-    for row in rows.values():
-        assert 0 < row.train_s < row.step_s
-        assert row.gpu_hours == pytest.approx(8 * row.hours)
-
-
-def test_the_hours_on_the_page_are_the_computed_ones() -> None:
-    """Those of `plan`, with the number of trainings."""
-    text = (Path(__file__).parent.parent / "docs" / "measurements.md").read_text("utf-8")
-    page = text.partition("## A study on GPUs")[2]
-    for size in (1, 8):
-        (row,) = [line.split("|") for line in page.splitlines() if line.startswith(f"| {size} |")]
-        rows = plan.computed(design.read(), size).values()
-        assert row[3].strip() == f"{sum(r.hours for r in rows):.0f} hours"
-        assert row[2].split()[0] == str(sum(r.trainings for r in rows))
-
-
 # ---------------------------------------------------------------- servers and answers
-
-
-def test_servers_and_ranks_share_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each has its own, of those that are named; on one GPU they share it, and the server takes less of its memory."""
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    eight = design.read().tasks["qwen3-4b"]
-    one = msgspec.structs.replace(eight, gpus=1, servers=1, engine="sglang")
-    trainer, served = servers.gpus_of(eight)
-    assert [*trainer.split(","), *served] == [str(gpu) for gpu in range(8)]
-    assert servers.gpus_of(one) == ("0", ["0"])
-    command = servers.command(eight, 8003, "python3")
-    assert command[:5] == ["python3", "-m", "vllm.entrypoints.cli.main", "serve", eight.model]
-    assert command[command.index("--gpu-memory-utilization") + 1] == "0.9"
-    shared = servers.command(one, 8003, "python3")
-    assert shared[shared.index("--mem-fraction-static") + 1] == "0.35"
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5")
-    assert servers.gpus_of(one) == ("5", ["5"])
-    with pytest.raises(RuntimeError, match=r"CUDA_VISIBLE_DEVICES=5 names fewer than 8 GPUs"):
-        servers.gpus_of(eight)
-
-
-def test_servers_live_as_long_as_a_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It begins when all are ready and they end with it; one that ends before that is named with its log."""
-    sizes = msgspec.structs.replace(design.read().tasks["qwen3-4b"], gpus=2, servers=1)
-    ready = (
-        "import http.server, sys\n"
-        "class Ready(http.server.BaseHTTPRequestHandler):\n"
-        "    def do_GET(self):\n        self.send_response(200)\n        self.end_headers()\n"
-        "http.server.HTTPServer(('127.0.0.1', int(sys.argv[1])), Ready).serve_forever()\n"
-    )
-    monkeypatch.setattr(servers, "FIRST_PORT", free_port())
-    monkeypatch.setattr(servers, "command", lambda _, port, python: [python, "-c", ready, str(port)])
-    ended: list[subprocess.Popen[bytes]] = []
-    end = servers._end
-
-    def ends(process: subprocess.Popen[bytes]) -> None:
-        end(process)
-        ended.append(process)
-
-    monkeypatch.setattr(servers, "_end", ends)
-    with servers.serving(sizes, tmp_path, sys.executable) as urls:
-        assert urls == [f"http://127.0.0.1:{servers.FIRST_PORT}"]
-        assert not ended
-    assert [process.poll() is not None for process in ended] == [True]
-    monkeypatch.setattr(servers, "command", lambda _, port, python: [python, "-c", "raise SystemExit(3)"])
-    waiting = servers.serving(sizes, tmp_path, sys.executable)
-    with pytest.raises(RuntimeError, match=r"has ended; .*server0.log says why"), waiting:
-        pass
-
-
-def free_port() -> int:
-    """A port at which nobody listens."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
 
 
 @pytest.mark.parametrize(("text", "answer", "right"), [

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import hashlib
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -155,14 +153,6 @@ async def test_an_image_in_every_dialect(route: str) -> None:
     assert (placed.attachment.data, placed.count) == (RED, ids.count(IMAGE_ID))
 
 
-async def test_counts_are_of_expanded_tokens() -> None:
-    """Anthropic's ``count_tokens`` counts an image as the tokens that the model reads."""
-    async with world() as w:
-        assert await w.ask("messages/count_tokens", BODIES["messages"]) == (
-            200, {"input_tokens": len(by_processor(MARKED, picture()))},
-        )  # fmt: skip
-
-
 RESULTS: dict[str, dict[str, Any]] = {
     "chat/completions": {
         "messages": [
@@ -223,18 +213,6 @@ async def test_another_image_of_the_same_size_is_another_conversation() -> None:
     assert ids[: len(asked)] == asked
 
 
-async def test_the_name_of_an_image_is_not_the_image() -> None:
-    """A text that says the hash of an image does not stand for it: another conversation is not gone on with."""
-    names = [hashlib.sha256(data).hexdigest() for data in (RED, TALL)]
-    one, other = asks(names[0], part(TALL)), asks(part(RED), names[1])
-    async with world() as w:
-        _, body = await w.ask("chat/completions", {"messages": one})
-        said = {"role": "assistant", "content": body["choices"][0]["message"]["content"]}
-        await w.ask("chat/completions", {"messages": [*other, said, *asks("more")]})
-        (placed,) = w.model.asked[-1][1]
-    assert placed.attachment.digest == names[0]
-
-
 async def test_a_mark_stands_for_an_image_of_the_prompt() -> None:
     """Clients that repeat ``prompt.data["messages"]`` need not send the bytes."""
     read = way_in().read([RED], "prompt 0")
@@ -265,6 +243,59 @@ async def test_an_image_that_a_client_may_not_send(content: dict[str, Any], says
         status, body = await w.ask("chat/completions", {"messages": asks(content)})
         assert (status, w.model.asked) == (400, [])
         assert says in body["error"]["message"]
+
+
+def in_dialect(route: str, *content: dict[str, Any], tool: bool = False) -> dict[str, Any]:
+    """A request of one dialect with this content, of the user or of a tool's result."""
+    if route == "responses":
+        call = {"type": "function_call_output", "call_id": "c", "output": [*content]}
+        return {"input": [call if tool else {"role": "user", "content": [*content]}]}
+    if route == "messages":
+        block = [{"type": "tool_result", "tool_use_id": "c", "content": [*content]}] if tool else [*content]
+        return {"max_tokens": 9, "messages": [{"role": "user", "content": block}]}
+    result = {"role": "tool", "tool_call_id": "c", "content": [*content]}
+    return {"messages": [result] if tool else asks(*content)}
+
+
+UNREADABLE: list[tuple[str, dict[str, Any], str]] = [
+    ("chat/completions", {"type": "image_url", "image_url": None}, "has image_url of null and no image"),
+    ("chat/completions", {"type": "image_url"}, "a part of type image_url has no other field and no image"),
+    ("chat/completions", {"type": "image_url", "image_url": {"url": None}}, "is a mapping with url; give a data: URL"),
+    ("chat/completions", {"type": "image_url", "image_url": {}}, "is a mapping with nothing in it; give a data: URL"),
+    ("chat/completions", {"type": "image_url", "image_url": 7}, "is of type int; give a data: URL"),
+    ("chat/completions", {"type": "image_url", "image_url": ""}, "a client sends an image as a data: URL"),
+    ("chat/completions", {"type": "image_url", "file_id": "f"}, "has file_id and no image"),
+    ("chat/completions", {"type": "image", "id": "img-17"}, "has id and no image"),
+    ("chat/completions", {"type": "image", "image": None}, "has image of null and no image"),
+    ("chat/completions", {"type": "image", "bytes": "abc"}, "is a mapping with bytes, path; give a data: URL"),
+    ("chat/completions", {"type": "text", "text": "a", "image_url": {"url": "x"}}, "of type 'text' has an image"),
+    ("responses", {"type": "input_image", "file_id": "f"}, "has file_id and no image"),
+    ("responses", {"type": "input_image", "image_url": None}, "has image_url of null and no image"),
+    ("responses", {"type": "input_image", "detail": "low"}, "has detail and no image"),
+    ("messages", {"type": "image"}, "messages[0]: an image has no source"),
+    ("messages", {"type": "image", "cache_control": {}}, "has cache_control and no image"),
+    ("messages", {"type": "image", "source": None}, "has source of null and no image"),
+    ("messages", {"type": "image", "source": {"type": "file", "file_id": "f"}}, "a mapping with type, file_id; give"),
+    ("messages", {"type": "image", "source": {"type": "url", "url": "http://a/b"}}, "images.hosts"),
+    ("messages", {"type": "image", "source": {"type": "base64", "media_type": "image/png"}}, "with type, media_type;"),
+    ("messages", {"type": "image", "source": {"type": "base64", "data": "QUJD"}}, "is no image that can be read"),
+]
+
+
+@pytest.mark.parametrize("tool", [False, True], ids=["user", "tool"])
+@pytest.mark.parametrize(("route", "content", "says"), UNREADABLE)
+async def test_only_a_part_that_says_nothing_stands_for_the_prompts_image(
+    route: str, content: dict[str, Any], says: str, tool: bool
+) -> None:
+    """A part that names an image which cannot be read is refused by its field; no path is suggested to a client."""
+    ids, attached = way_in().place(way_in().render(MARKED, None, ""), way_in().read([RED], "prompt 0"), "prompt 0")
+    async with world(Prompt(ids, {}, 0, 0, attached)) as w:
+        status, body = await w.ask(route, in_dialect(route, content, tool=tool))
+        assert (status, w.model.asked) == (400, []), body
+        message = body["error"]["message"]
+        assert says in message
+        assert "a path" not in message
+        assert '"path"' not in message
 
 
 async def test_too_many_images_are_refused_by_their_number() -> None:
@@ -327,53 +358,5 @@ def test_a_chat_goes_on_with_the_prompt_and_its_image() -> None:
             assert sample.tokens[sample.loss_mask == 1].tolist() == said * 2
             tall = (sample.tokens == IMAGE_ID) & (sample.loss_mask == 0)
             assert tall.sum() == way_in()._count(300, 140)
-
-    run_virtual(program())
-
-
-def test_a_function_may_show_a_file_and_a_client_may_not(tmp_path: Path) -> None:
-    """``llm.chat`` is the function's own call: paths are as good as bytes there."""
-    path = tmp_path / "tall.png"
-    path.write_bytes(encoded(picture(color=(9, 8, 7))))
-
-    async def rollout(prompt: Prompt, llm: april.LLM) -> None:
-        await llm.chat(asks({"type": "image", "path": str(path)}))
-        with pytest.raises(april.UsageError, match=r"llm.chat: the request, image 1 .* cannot be read"):
-            await llm.chat(asks({"type": "image", "path": str(path) + "x"}))
-
-    async def program() -> None:
-        async with run_of(rollout) as run:
-            batch = await run.next_batch()
-        assert {s.prompt.attached[0].attachment.path for s in batch.samples} == {str(path)}
-
-    run_virtual(program())
-
-
-def test_after_a_restart_the_same_images_have_the_same_answers() -> None:
-    """A function that begins again gets its answers from the tokens, matched with the images by their hashes."""
-    texts: list[Any] = []
-
-    async def rollout(prompt: Prompt, llm: april.LLM) -> None:
-        messages = list(prompt.data["messages"])
-        first = await llm.chat(messages)
-        messages += [first.message, *asks(part(TALL))]
-        second = await llm.chat(messages)
-        await asyncio.sleep(40)
-        texts.append((first.id, second.id))
-        await llm.chat([*messages, second.message, *asks("more")])
-
-    async def program() -> None:
-        async with run_of(rollout) as run:
-            waiting = asyncio.create_task(run.next_batch())
-            await asyncio.sleep(20)
-            state = run.state_dict()
-            waiting.cancel()
-        again = engine()
-        async with run_of(rollout, engines=[again]) as run:
-            await run.load_state_dict(state)
-            await run.next_batch()
-            assert run.ledger()["tokens"].dropped == {}
-        assert len(again.attempts) == 2  # of "more" only
-        assert len(set(texts)) == 1
 
     run_virtual(program())

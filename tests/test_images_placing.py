@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import hashlib
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -32,7 +30,6 @@ from april.driver.prompt_source import PromptSource
 from april.engines.protocol import Capabilities
 from april.errors import CheckpointError, ConfigError
 from april.images.placing import Images
-from april.processes.content import pack_call
 from april.testing import FakeEngine, rollouts, run_virtual
 
 RED, BLUE = encoded(), encoded(picture(color=(0, 0, 255)))
@@ -106,11 +103,6 @@ def test_placeholders_that_do_not_fit(text: str, shown: list[bytes], sentence: s
     way_in = images()
     with pytest.raises(ConfigError, match=sentence):
         way_in.place(way_in.encode(text), way_in.read(shown, "prompt 0"), "prompt 0")
-
-
-def test_what_is_never_generated() -> None:
-    """The placeholders of images and of videos."""
-    assert images().banned_ids == (IMAGE_ID, VIDEO_ID)
 
 
 class Odd:
@@ -210,9 +202,12 @@ SAID = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text":
         {"messages": SAID, "images": [RED]},
         {"messages": [{"role": "user", "content": "what is it?"}], "images": [RED]},
         {"messages": [{"role": "user", "content": [{"type": "image", "image": RED}, SAID[0]["content"][1]]}]},
+        {"messages": [{"role": "user", "content": [
+            {"type": "image", "index": 0, "text": None}, {"type": "text", "index": None, "text": "what is it?"},
+        ]}], "images": [RED]},
         {"token_ids": None, "images": [RED]},
     ],
-    ids=["beside", "before the first words", "in the message", "token ids"],
+    ids=["beside", "before the first words", "in the message", "filled up with null", "token ids"],
 )
 def test_prompts_with_images(item: dict[str, Any]) -> None:
     """Chats, with images in their parts or beside them, and token ids with a placeholder: one prompt."""
@@ -243,6 +238,14 @@ def test_a_chat_without_images_needs_a_tokenizer_only() -> None:
     [
         ({"messages": SAID, "images": [RED, BLUE]}, r"prompt 5 has 2 images beside its messages .*, and 1 part "),
         ({"messages": SAID}, r"prompt 5 has no images beside its messages .*, and 1 part "),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image", "index": 1}]}], "images": [RED]},
+            "prompt 5: a part of type image has index and no image",
+        ),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "file_id": "f"}]}], "images": [RED]},
+            "prompt 5: a part of type image_url has file_id and no image",
+        ),
         ({"messages": SAID, "images": RED}, "prompt 5: images must be a list of images, got bytes"),
         ({"messages": "hello", "images": []}, "prompt 5: messages must be a list of chat messages, got str"),
         ({"messages": [{"role": "user", "content": [{"type": "video"}]}]}, "a part of type 'video'; april takes text"),
@@ -335,40 +338,6 @@ def test_an_environment_adds_an_image() -> None:
     assert not sample.loss_mask[3 : 3 + len(added)].any()
 
 
-def test_a_function_that_begins_again_shows_its_images_again() -> None:
-    """Restarted behind the image of an environment, it gets the answers that it had; nothing is generated twice."""
-
-    async def rollout(prompt: Prompt, llm: april.LLM) -> None:
-        done = await llm.generate(max_tokens=3)
-        for picture_shown in (TALL, BLUE):
-            new = images().encode(f"look{MARK}")
-            done = await llm.generate([*done.conversation, *new], images=[picture_shown], max_tokens=3)
-            await asyncio.sleep(40)
-
-    def run_of(engine: FakeEngine) -> Any:
-        config = april.Config(rollout_batch_size=1, n_samples_per_prompt=2, max_response_len=400)
-        prompts = [{"messages": SAID, "images": [RED]}] * 3
-        given: dict[str, Any] = {"engines": [engine], "prompts": prompts, "reward": lambda p, r: 1.0}
-        return rollouts(config, rollout=rollout, processor=tiny_processor(), **given)
-
-    async def program() -> None:
-        first, again = (FakeEngine("e", lengths=5, vocab_size=VOCAB, eos_token_id=2) for _ in range(2))
-        async with run_of(first) as run:
-            waiting = asyncio.create_task(run.next_batch())
-            await asyncio.sleep(20)
-            state = run.state_dict()
-            waiting.cancel()
-        async with run_of(again) as run:
-            await run.load_state_dict(state)
-            batch = await run.next_batch()
-            assert run.ledger()["tokens"].dropped == {}
-        assert len(again.attempts) == 2  # of the second image only
-        digests = [p.attachment.digest for p in batch.samples[0].attached]
-        assert digests == [hashlib.sha256(data).hexdigest() for data in (RED, TALL, BLUE)]
-
-    run_virtual(program())
-
-
 @pytest.mark.parametrize(
     ("ask", "sentence"),
     [
@@ -405,21 +374,3 @@ def test_engines_that_take_no_images_are_named_at_the_start() -> None:
     config = april.Config(rollout_batch_size=1, max_response_len=9)
     with pytest.raises(ConfigError, match=r"engine e takes no images, .*; use an engine and a model that do; for text"):
         april.RolloutScheduler(config, prompts=[[1]], reward=None, engines=[Blind("e")], processor=tiny_processor())
-
-
-@pytest.mark.parametrize("item", [{"messages": SAID}, {"token_ids": [1, IMAGE_ID], "images": [RED]}])
-def test_prompts_that_other_processes_send_are_plain(item: dict[str, Any]) -> None:
-    """Ranks under Ray have no processor: what they extend or evaluate with is refused in a sentence, and not lost."""
-    with pytest.raises(ConfigError, match="extend: prompt 0 is a chat or has images, which are read where"):
-        pack_call("extend", [[item]], {})
-
-
-async def test_an_evaluation_with_images() -> None:
-    """Read beside the caller's loop where threads wake it; its prompts may have images as those of training have."""
-    config = april.Config(rollout_batch_size=1, n_samples_per_prompt=2, max_response_len=50)
-    engine = FakeEngine("e", lengths=3, vocab_size=VOCAB, eos_token_id=2, seconds_per_token=0.001)
-    with april.RolloutScheduler(
-        config, prompts=[[1]], reward=lambda p, r: float(len(p.attached)), engines=[engine], processor=tiny_processor()
-    ) as run:
-        result = await run.aevaluate([{"messages": SAID, "images": [RED]}, [1, 2]])
-    assert result.rewards.tolist() == [[1.0], [0.0]]

@@ -109,7 +109,7 @@ def test_a_request_looks_at_one_engine_of_a_thousand(monkeypatch: pytest.MonkeyP
 
 
 def test_engines_that_come_and_go_leave_nothing_behind() -> None:
-    """A host that comes back every minute for months costs a request what it cost at first."""
+    """An engine that comes back every minute for months costs a request what it cost at first."""
     table = EngineTable([EngineLimits("stays", 100), EngineLimits("comes", 100)], FIRST_VERSION)
     for _ in range(1000):
         table.leave("comes")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import gc
 import subprocess
 import sys
@@ -14,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from real_schedulers import FAST, assert_nothing_is_left, config, endless, scheduler
+from real_schedulers import config, endless, scheduler
 from test_exporters import Kept
 
 import april
@@ -85,25 +84,6 @@ def test_a_scheduler_that_is_dropped_ends_its_threads(caplog: pytest.LogCaptureF
     assert "dropped without close()" in caplog.text
 
 
-def test_a_scheduler_that_is_dropped_ends_its_requests(caplog: pytest.LogCaptureFixture) -> None:
-    """Whatever runs holds the driver, and nothing of that holds the scheduler: or it would generate for ever."""
-    before = threads_of_april()
-    endless_response = SimulatedEngine(
-        "e0", FAST, lambda r: 5 if r.sample_key == (0, 0) else 10**9, max_running=8, max_context=2 * 10**9
-    )
-    settings = april.Config(
-        rollout_batch_size=1, n_samples_per_prompt=1, over_sampling_batch_size=2, max_response_len=10**9,
-        generation="continuous",
-    )  # fmt: skip
-    rollouts = april.RolloutScheduler(settings, prompts=endless(), reward=None, engines=[endless_response])
-    rollouts.next_batch()
-    left = threads_of_april(before)
-    gone = weakref.ref(rollouts)
-    del rollouts
-    assert_ended(gone, left, before)
-    assert "dropped without close()" in caplog.text
-
-
 @pytest.mark.parametrize("batches", [0, 2])
 def test_a_scheduler_that_is_dropped_ends_its_exporters_and_its_record(batches: int, tmp_path: Path) -> None:
     """All that was delivered is logged, the exporter is closed once, and the record says that the run is over."""
@@ -139,16 +119,6 @@ def test_a_scheduler_that_could_not_be_made_closes_what_it_made(given: bool, mon
         with pytest.raises(april.ConfigError, match="prompts"):
             april.RolloutScheduler(config(engine={"kind": "simulated"}), prompts=5, reward=None, engines=engines)
         assert bool(closed) is not given
-
-
-def test_a_closed_scheduler_is_dropped_in_silence(caplog: pytest.LogCaptureFixture) -> None:
-    """There is nothing left to end."""
-    with scheduler() as rollouts:
-        rollouts.next_batch()
-    del rollouts
-    gc.collect()
-    assert not caplog.text
-    assert_nothing_is_left()
 
 
 def test_a_forked_child_is_told_at_once() -> None:
@@ -251,14 +221,3 @@ def test_close_beside_a_reward_that_blocks_the_loop(
     for thread in left:
         thread.join(30)
     assert not threads_of_april(before)
-
-
-@pytest.mark.asyncio
-async def test_async_with_closes() -> None:
-    """The scheduler is an asynchronous context manager for a trainer with an event loop of its own."""
-    async with scheduler() as rollouts:
-        await rollouts.anext_batch()
-    with pytest.raises(SchedulerClosed):
-        await rollouts.anext_batch()
-    await asyncio.sleep(0)
-    assert_nothing_is_left()

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
-import aiohttp
 import numpy as np
 import pytest
 
@@ -16,7 +16,7 @@ from renderers import Qwen3RendererConfig
 
 import april
 from april.testing import FakeEngine, Rollouts, conversation, rollouts, run_virtual
-from april.testing.gateway.script import EOS, LONG, TOKENIZER, TOOL, VOCAB, reply, says
+from tests.gateway_suite.script import EOS, LONG, TOKENIZER, TOOL, VOCAB, reply, says
 
 PLAIN = Qwen3RendererConfig(enable_thinking=False)
 TOOLS = [{"type": "function", "function": TOOL}]
@@ -77,6 +77,21 @@ def test_an_answer_has_the_message_its_calls_and_its_end() -> None:
     assert answer.tokens.tolist() == [*TOKENIZER.encode(says("add")), EOS]
     assert first.tokens.tolist() == answer.tokens.tolist()
     np.testing.assert_array_equal(first.logprobs, answer.logprobs)
+
+
+@pytest.mark.parametrize("opens", ["base_url", "chat"])
+def test_what_the_function_itself_has_generated_is_heard(opens: str) -> None:
+    """A call of any conversation counts beside an endpoint that no client has asked, and beside llm.chat."""
+
+    async def rollout(prompt: april.Prompt, llm: april.LLM) -> None:
+        if opens == "chat":
+            await llm.chat(ask("#add"), tools=TOOLS)
+        else:
+            assert llm.base_url
+        await llm.generate(list(prompt.token_ids), any_conversation=True)
+
+    rows = Counter(row.id for row in batch_of(rollout).samples)
+    assert set(rows.values()) == {2 if opens == "chat" else 1}
 
 
 def test_turns_are_one_row_over_weight_updates() -> None:
@@ -189,17 +204,6 @@ def test_what_cannot_be_asked_is_refused_by_name(messages: Any, arguments: Any, 
     assert batch_of(rollout).one_row_each
 
 
-def test_without_a_tokenizer_it_says_what_to_give() -> None:
-    """Messages cannot become tokens then."""
-
-    async def rollout(prompt: april.Prompt, llm: april.LLM) -> None:
-        with pytest.raises(april.UsageError, match="give the scheduler tokenizer="):
-            await llm.chat(ask("#hello"))
-        await llm.generate()
-
-    batch_of(rollout, tokenizer=None, renderer=None)
-
-
 def test_a_cut_answer_is_length() -> None:
     """By the call's own ``max_tokens``, even inside a tool call."""
     seen: list[Any] = []
@@ -225,33 +229,6 @@ def test_the_budget_of_a_sample_ends_its_answers_as_length() -> None:
     assert np.bincount(batch.sample_numbers, [s.loss_mask.sum() for s in batch.samples]).tolist() == [whole + 10] * 4
 
 
-def test_one_conversation_too_many_fails_the_sample_by_the_setting_s_name() -> None:
-    """``max_chains`` is in the reason for which the group is dropped."""
-
-    async def rollout(prompt: april.Prompt, llm: april.LLM) -> None:
-        for i in range(3):
-            await llm.chat(ask(f"{i} #hello"))
-
-    with pytest.raises(april.RolloutError, match="it wants more than max_chains=2 conversations"):
-        batch_of(rollout, {"max_chains": 2})
-
-
-def test_an_evaluation_chats_too() -> None:
-    """Its answers are the evaluation's, and none is trained."""
-
-    async def rollout(prompt: april.Prompt, llm: april.LLM) -> str:
-        return (await llm.chat(ask("#hello"))).text
-
-    async def program() -> None:
-        async with started(rollout, reward=lambda prompt, response: float(response.output == "hi")) as run:
-            result = await run.evaluate([[7], [8]], temperature=0)
-            assert result.rewards.tolist() == [[1.0], [1.0]]
-            assert len((await run.next_batch()).samples) == 4
-            run.validate()
-
-    run_virtual(program())
-
-
 def scheduler(rollout: Any, **config: Any) -> april.RolloutScheduler:
     """On a thread of its own, in real time."""
     return april.RolloutScheduler(
@@ -268,26 +245,6 @@ def test_a_plain_function_blocks() -> None:
 
     with scheduler(rollout) as run:
         assert [TOKENIZER.decode(s.tokens, skip_special_tokens=True) for s in run.next_batch().samples] == ["hi"] * 4
-
-
-def test_a_client_sees_the_budget_as_length() -> None:
-    """At ``base_url`` as in ``llm.chat``: a cut answer, then empty ones, and no error."""
-    seen: list[Any] = []
-
-    async def rollout(prompt: april.Prompt, llm: april.LLM) -> None:
-        headers = {"Authorization": f"Bearer {llm.api_key}"}
-        said = []
-        async with aiohttp.ClientSession(headers=headers) as http:
-            for i in range(2):
-                body = {"messages": ask(f"{i} #long")}
-                async with http.post(f"{llm.base_url}/chat/completions", json=body) as response:
-                    answer = await response.json()
-                said.append((answer["choices"][0]["finish_reason"], answer["usage"]["completion_tokens"]))
-        seen.append(said)
-
-    with scheduler(rollout, max_sample_tokens=30) as run:
-        run.next_batch()
-    assert seen == [[("length", 30), ("length", 0)]] * 4
 
 
 def test_tokens_may_be_of_any_conversation() -> None:

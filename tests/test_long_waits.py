@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import threading
-from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,10 +17,7 @@ from april.core.settings import EngineLimits
 from april.core.state import RolloutCore
 from april.core.types import Prompt
 from april.driver.long_waits import WARN_AFTER_S, LongWaits
-from april.record.standing import waits_for
-from april.testing import FakeEngine, rollouts
-from april.view.observers import Feed
-from april.view.watch import Screen
+from april.record.standing import Waits, waits_for
 
 pytestmark = on_virtual_time
 
@@ -109,34 +103,8 @@ async def test_a_function_that_is_warned_of_has_the_rest_of_its_time() -> None:
     assert ended == [100.0, 99.0]
 
 
-async def test_the_functions_of_an_evaluation_are_named_too(caplog: pytest.LogCaptureFixture) -> None:
-    """They are the same functions."""
-
-    async def judge(prompt: Prompt, response: Any) -> float:
-        await asyncio.sleep(90)
-        return 1.0
-
-    run = Rollouts(table({}, 5), n=1, reward=judge)
-    await run.driver.evaluate([Prompt(prompt_ids(1))], 1, SamplingParams(max_tokens=5), 0)
-    assert any("judge has been at work on " in text for text in said(caplog))
-
-
-async def test_too_many_batches_out_are_named_every_time_that_they_last(caplog: pytest.LogCaptureFixture) -> None:
-    """An update that came in time once does not keep the second wait from being named."""
-    run = Rollouts(table({}, 5), n=1, max_staleness=0)
-    for lasts in (30.0, 61.0):
-        await run.driver.next_batch()
-        ahead = asyncio.create_task(run.driver.next_batch())
-        await asyncio.sleep(lasts)
-        assert len(said(caplog)) == (lasts > WARN_AFTER_S)
-        await run.driver.update_weights("weights")
-        await ahead
-        await run.driver.update_weights("weights")
-    (sentence,) = said(caplog)
-    assert sentence.startswith("next_batch has waited 60 s for training: max_staleness. train first: 1 batch")
-
-
 ASKED, PAUSE = ev.StepRequested(), ev.PauseRequested()
+OTHER_WEIGHTS = ev.EngineProbed(engine="e0", probe=1, answered=True, ok=True)
 DRAWN = ev.PromptsDrawn([Prompt(prompt_ids(0))], exhausted=True)
 EVALUATION = ev.EvaluationRequested(
     evaluation=0, prompts=[Prompt(prompt_ids(0))], n_samples=1, sampling=SamplingParams(5), seed=0,
@@ -149,7 +117,7 @@ EVALUATION = ev.EvaluationRequested(
     [
         ([ASKED], "next_batch has waited 60 s for prompts: their source has not returned any"),
         (
-            [ASKED, ev.EngineFailed("e0"), DRAWN],
+            [ev.EnginesAsked(), OTHER_WEIGHTS, ASKED, DRAWN],
             "next_batch has waited 60 s for an engine: mend one of e0; after outage_deadline_s the step fails",
         ),
         ([ASKED, PAUSE], "next_batch has waited 60 s for the end of a pause"),
@@ -165,7 +133,7 @@ async def test_whatever_is_waited_for_is_named_once_and_no_timer_is_left(
     events: list[ev.Event], sentence: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Nothing happens any more, and the loop has nothing to do for it."""
-    core = RolloutCore(settings(n=1, samples=1), [EngineLimits("e0", 4096, None, (2,))])
+    core = RolloutCore(settings(n=1, samples=1), [EngineLimits("e0", 4096, None, (2,), remote=True)])
     told: list[float] = []
     waits = LongWaits(core, now, 60.0, {}, told.append)
     for event in events:
@@ -177,21 +145,6 @@ async def test_whatever_is_waited_for_is_named_once_and_no_timer_is_left(
     assert told == [6.0]
     assert waits.standing == f"waits for {waits_for(core)}, for 3600 s"
     assert not asyncio.get_running_loop()._scheduled  # type: ignore[attr-defined]
-
-
-async def test_a_wait_of_aprils_own_is_named(caplog: pytest.LogCaptureFixture) -> None:
-    """What the core does not know of, such as an engine that still computes on the trainer's model."""
-    run = Rollouts(table({}, 5), n=1)
-
-    async def never() -> None:
-        await asyncio.sleep(100)
-
-    run.driver.quiet = never  # type: ignore[method-assign]
-    await run.driver.next_batch()
-    assert said(caplog) == [
-        "next_batch has waited 60 s for engines to end what they still compute on the trainer's model"
-    ]
-    assert "waits for" not in repr(run.driver)
 
 
 async def test_silent_requests_are_named_where_nothing_else_ends_them(caplog: pytest.LogCaptureFixture) -> None:
@@ -215,71 +168,31 @@ async def test_silent_requests_are_named_where_nothing_else_ends_them(caplog: py
     ]
 
 
-async def test_silent_requests_of_an_evaluation_are_its_own(caplog: pytest.LogCaptureFixture) -> None:
-    """The call that waits is named as it is called, with the requests that it waits for."""
-
-    run = Rollouts(table({}, 200), n=1)
-    prompts = [Prompt(prompt_ids(i)) for i in range(3)]
-    await run.driver.evaluate(prompts, 1, SamplingParams(200), 0)
-    await run.close()
-    (sentence, *_) = said(caplog)
-    assert sentence == "evaluate has waited 60 s for responses: 1 request in flight, and no token of theirs has come"
-
-
-def test_an_exporter_that_takes_long_is_named_once(caplog: pytest.LogCaptureFixture) -> None:
-    """Batches wait for it, and nothing else does."""
-    busy, go_on = threading.Event(), threading.Event()
-
-    class Slow:
-        """Takes long."""
-
-        def log(self, metrics: Mapping[str, float], step: int) -> None:
-            """Once it is told."""
-            busy.set()
-            go_on.wait()
-
-        def log_texts(self, texts: Any, step: int) -> None:
-            """Nothing."""
-
-        def close(self) -> None:
-            """Nothing."""
-
-    feed = Feed(Slow(), None, warn_after_s=0.0)
-    feed.put(3, {}, [])
-    busy.wait()
-    feed.put(4, {}, [])
-    feed.put(5, {}, [])
-    go_on.set()
-    feed.close()
-    (sentence,) = said(caplog)
-    assert sentence.startswith("exporter Slow has been at work on step 3 for 0 s; 1 batches wait for it, and no more ")
+@pytest.mark.parametrize("patience_s", [None, 60.0, 1800.0])
+async def test_a_shorter_limit_counts_although_a_longer_one_runs(
+    patience_s: float | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A wait is told of after 6 s and warned of after 60, whatever was waited for before it, and how long at most."""
+    core = RolloutCore(settings(n=1, samples=1), [EngineLimits("e0", 4096, None, (2,))])
+    told: list[float] = []
+    waits = LongWaits(core, now, 60.0, {Waits.PROMPTS: patience_s}, lambda _: told.append(now()))
+    core.handle(ev.StepRequested())
+    waits.look()
+    await asyncio.sleep(20)
+    with waits.on("next_batch", "engines to end"):
+        await asyncio.sleep(59)
+        assert not said(caplog)
+        await asyncio.sleep(2)
+        assert said(caplog) == ["next_batch has waited 60 s for engines to end"]
+        assert told[-1] == 26.0
+    waits.close()
 
 
-async def test_a_record_says_that_an_update_hangs(tmp_path: Path) -> None:
-    """Nothing happens in the core, so no event is written; whoever watches sees it all the same, and for how long."""
-    path = tmp_path / "run.jsonl"
-
-    config = april.Config(rollout_batch_size=2, n_samples_per_prompt=1, max_response_len=60)
-    engine = FakeEngine(lengths=20)
-    options: dict[str, Any] = {"prompts": [[1, 2]] * 9, "reward": lambda p, r: 1.0, "record": path}
-    async with rollouts(config, engines=[engine], **options) as run:
-        await run.next_batch()
-        hangs: Any = asyncio.Event().wait
-        update = asyncio.create_task(run.scheduler._driver.update_weights(transfer=hangs))
-        await asyncio.sleep(1000)
-        update.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await update
-    lines = path.read_text("utf-8").splitlines()
-    hanging = next(i for i, line in enumerate(lines) if "its transfer function to return" in line)
-    path.write_text("\n".join(lines[: hanging + 1]) + "\n", "utf-8")
-    screen = Screen(path)
-    while screen.look():
-        pass
-    screen.follower.close()
-    assert "waits for a weight update: its transfer function to return (29 s)" in screen._line.at(
-        screen.follower.seen.seconds + 23.0
-    )
+async def test_no_wait_is_longer_than_the_scheduler_lives() -> None:
+    """The clock of a loop begins anywhere, such as when the machine was started."""
+    await asyncio.sleep(4098)
+    core = RolloutCore(settings(n=1, samples=1), [EngineLimits("e0", 4096, None, (2,))])
+    assert LongWaits(core, now, 60.0, {}).waited_s == 0.0
 
 
 def test_the_time_is_a_setting_that_follows_the_deadline_of_outages() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from test_shared_weights import _broken_stream, _config
-from tiny_models import apart, at_call, collect, joined, off, tiny_engine, tiny_model, tiny_request
+from tiny_models import apart, at_call, tiny_engine, tiny_model, tiny_request
 
 import april
 from april.errors import ConfigError, RolloutError, UsageError, WeightsInUse
@@ -126,29 +126,6 @@ async def test_a_model_that_stays_switched_is_found_out(switch: str) -> None:
     _, error = await _broken_stream(engine, tiny_request(new=100))
     assert error.unsound > 0
     switched.__exit__(None, None, None)
-    await engine.close()
-
-
-@pytest.mark.asyncio
-async def test_a_switch_without_a_call_is_found_by_looking_before_each_step() -> None:
-    """A part of the switches at a time, all of them within a tick."""
-    model = _model()
-    engine = tiny_engine(model)
-    engine._steps_per_tick = 100
-    at_call(model, 5, lambda: setattr(model.model.layers[1].mlp, "adapter_off", True))
-    at_call(model, 55, lambda: setattr(model.model.layers[1].mlp, "adapter_off", False))
-    _, error = await _broken_stream(engine, tiny_request(new=100))
-    assert "the model was switched (" in str(error)
-    await engine.close()
-
-
-@pytest.mark.asyncio
-async def test_who_only_calls_the_model_does_no_harm() -> None:
-    """From another thread, in the middle of a tick."""
-    model = _model()
-    engine = tiny_engine(model)
-    at_call(model, 9, lambda: _in_a_thread(lambda: model(input_ids=IDS)))
-    assert off(model, tiny_request(), joined(await collect(engine, tiny_request(new=100)))) <= 1e-5
     await engine.close()
 
 

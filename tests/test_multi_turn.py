@@ -8,15 +8,17 @@ from typing import Any
 
 import numpy as np
 import pytest
-from virtual_rollouts import EOS, VOCAB, Rollouts, now, on_virtual_time, table
+from virtual_rollouts import EOS, VOCAB, Rollouts, on_virtual_time, table
 
 from april.core.batch import DeliveredSample
 from april.core.tape import SegmentKind
 from april.core.types import FinishReason, Prompt, SampleId
 from april.driver.llm import LLM, Completion
 from april.driver.rewards import Response
+from april.driver.sample_functions import MOST_EMPTY
 from april.engines.simulated.engine import synthetic_response
 from april.engines.simulated.response_lengths import LognormalLengths
+from april.errors import RolloutError
 
 LENGTHS = LognormalLengths(14, 0.5, 0.5, seed=8)
 
@@ -94,24 +96,6 @@ async def test_parked_functions_cross_step_boundaries() -> None:
 
 
 @on_virtual_time
-async def test_tools_run_on_while_the_trainer_trains() -> None:
-    """Between steps a tool goes on and its next call waits; time spent parked delays nobody."""
-    agent = Agent(turns=2, tool_s=30.0)
-
-    rollouts = Rollouts(table({(0, 0): 4, (1, 0): 6}, 200), n=1, over=2, rollout=agent, max_response_len=50)
-    waiter = asyncio.create_task(rollouts.driver.next_batch())
-    await asyncio.sleep(5)  # group 0 has called its tool at t = 4
-    assert len(agent.completions[SampleId(0, 0)]) == 1
-    async with rollouts.driver.paused():
-        await asyncio.sleep(100)
-        assert len(rollouts.sample(0, 0).chains[0].tape) == 4 + 1  # the tool has answered, the next call is parked
-        assert [c.finish for c in agent.completions[SampleId(0, 0)]] == [FinishReason.STOP]
-    batch = await waiter
-    check_transcript(batch.samples[0], 4, 2)
-    assert now() == pytest.approx(5 + 100 + 4, abs=1.01)
-
-
-@on_virtual_time
 async def test_max_tokens_per_call() -> None:
     """A call ends with LENGTH at its own max_tokens, however often it was cut; the next call goes on."""
     agent = Agent(turns=3, max_tokens=7)
@@ -130,19 +114,24 @@ async def test_max_tokens_per_call() -> None:
 
 
 @on_virtual_time
-async def test_the_budget_is_that_of_the_whole_response() -> None:
-    """max_response_len counts all calls and what the tools add; a call without room ends at once with LENGTH."""
-    agent = Agent(turns=4)
-    rollouts = Rollouts(table({}, 12), n=2, rollout=agent, max_response_len=30)
+async def test_a_function_that_asks_on_and_on_behind_its_budget_is_told() -> None:
+    """Whoever never looks at ``finish`` gets an error that names the cause, and everybody else goes on meanwhile."""
+    raised: list[BaseException] = []
+
+    async def goes_round(prompt: Prompt, llm: LLM) -> None:
+        try:
+            for _ in range(3 * MOST_EMPTY):
+                await llm.generate(max_tokens=3)
+        except RolloutError as error:
+            raised.append(error)
+            for _ in range(3):  # an "except Exception" around the call
+                with pytest.raises(RolloutError):
+                    await llm.generate(max_tokens=3)
+
+    rollouts = Rollouts(table({}, 12), rollout=goes_round, max_response_len=30)
     batch = await rollouts.driver.next_batch()
-    for sample in batch.samples:
-        calls = agent.completions[sample.id]
-        # 12 + 1 tool + 12 + 2 tool leave 3 tokens
-        assert [len(c.tokens) for c in calls] == [12, 12, 3, 0]
-        assert [c.finish for c in calls] == [FinishReason.STOP] * 2 + [FinishReason.LENGTH] * 2
-        assert len(sample.tokens) <= 30
-        rollouts.check_provenance(sample)
-    rollouts.check_ledger()
+    assert len(batch.samples[0].tokens) == 30
+    assert "calls of llm.generate have returned no tokens" in str(raised[0])
 
 
 @on_virtual_time
@@ -180,21 +169,3 @@ async def test_sampling_of_a_call_overrides_the_configuration() -> None:
     first, second = rollouts.engines[0].requests.values()
     assert (first.sampling.temperature, first.sampling.stop_token_ids) == (0.5, (17,))
     assert (second.sampling.temperature, second.sampling.stop_token_ids) == (1.0, ())
-
-
-@on_virtual_time
-async def test_a_function_that_begins_again_has_a_new_conversation() -> None:
-    """After a failure in the second turn the sample starts with its prompt; the first try is in no delivered token."""
-    failed: list[SampleId] = []
-
-    async def rollout(prompt: Prompt, llm: LLM) -> None:
-        done = await llm.generate()
-        if llm.sample_id.index == 0 and not failed:
-            failed.append(llm.sample_id)
-            raise ValueError("the tool is down")
-        await llm.generate([*done.conversation, 950])
-
-    rollouts = Rollouts(table({}, 6), n=1, samples=2, rollout=rollout)
-    batch = await rollouts.driver.next_batch()
-    assert [len(s.tokens) for s in batch.samples] == [13, 13]
-    assert sum(rollouts.dropped.values()) == 6

@@ -145,13 +145,3 @@ def test_weights_that_are_not_taken_leave_the_last_good_ones(
 
     assert server.weights == "step_2"
     assert sorted(path.name for path in (tmp_path / "shared").iterdir()) == ["step_2", "step_3"]
-
-
-def test_weights_of_an_earlier_run_are_not_mixed_in(
-    example: ModuleType, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """A directory that is not empty is refused before any server is asked."""
-    (tmp_path / "shared" / "step_9").mkdir(parents=True)
-    with pytest.raises(SystemExit):
-        example.main(arguments("vllm", ["http://127.0.0.1:9"], model, tmp_path / "shared"))
-    assert "has weights of an earlier run" in capsys.readouterr().err

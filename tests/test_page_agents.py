@@ -19,8 +19,8 @@ pytest.importorskip("renderers")
 from renderers import Qwen3RendererConfig
 
 import april
-from april.testing import FakeEngine, conversation, gateway
-from april.testing.gateway.script import EOS, TOKENIZER, TOOL, VOCAB, reply, says
+from april.testing import FakeEngine, conversation
+from tests.gateway_suite.script import EOS, TOKENIZER, TOOL, VOCAB, reply, says
 
 PLAIN = Qwen3RendererConfig(enable_thinking=False)
 AGENT = """#!{python}
@@ -87,6 +87,7 @@ def test_messages_and_tools(code: list[Block]) -> None:
 
 
 @executes("agents.md-2")
+@pytest.mark.usefixtures("client_left_open")
 def test_a_client_of_ones_own(code: list[Block]) -> None:
     """OpenAI's client in a coroutine; what it returns is what the reward sees."""
     assert trained(code[0].run(reader())).rewards.tolist() == [1.0] * 4
@@ -166,10 +167,3 @@ def test_rows_of_a_sample_weigh_as_one(code: list[Block]) -> None:
     rows = type("Rows", (), {"sample_numbers": numbers})
     space = code[0].run({"april": april, "arrays": batch.padded(), "batch": rows})
     assert space["weights"].sum() == pytest.approx(1.0)
-
-
-@executes("agents.md-9")
-def test_the_suite_for_gateways(code: list[Block], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Run by the lines of the page; one promise stands for the twenty, which test_gateway_conformance.py runs."""
-    monkeypatch.setattr(gateway, "run", partial(gateway.run, promises=gateway.PROMISES[:1]))
-    assert len(code[0].run({})["report"].verdicts) == 1

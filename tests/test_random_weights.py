@@ -1,6 +1,6 @@
-"""Lives in which weights go wrong: restarted servers, broken links, failed updates, directories that are written over.
+"""Lives in which weights go wrong: restarted servers, failed updates, directories that are written over.
 
-Real scheduler, driver, hosts and core on virtual time. The oracle knows nothing of april's books: every token is a hash
+Real scheduler, driver and core on virtual time. The oracle knows nothing of april's books: every token is a hash
 of the weights that made it (``hash_engine.py``), and must be of those that its version names. No wait is forgotten.
 More lives: ``make random``, or ``APRIL_RANDOM_LIVES=2000`` before pytest.
 """
@@ -12,25 +12,18 @@ import contextlib
 import os
 import random
 from collections import Counter
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
+from collections.abc import Awaitable
 from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
 from hash_engine import EOS, START, HashEngine, Server, conversation, logprob_of, longer, next_token, save
-from msgspec.structs import replace
 
 import april
-from april.core import events as ev
 from april.core.batch import Batch
 from april.core.tape import SegmentKind
-from april.core.types import EngineFinish, FinishReason, GenerationMode
+from april.core.types import FinishReason, GenerationMode
 from april.core.versions import FIRST_VERSION, PolicyVersion
-from april.processes import messages as wire
-from april.processes.host import Host
-from april.processes.link import Link, MemoryLink, OnFrame, OnLost, memory_links
-from april.processes.remote_hosts import HostDoor
 from april.testing import rollouts, run_virtual
 from april.testing.same_loop import Rollouts
 
@@ -42,103 +35,6 @@ LONGEST, FIRST_TURN = 30, 8
 """Most tokens of a response, and of the first of two calls."""
 TOOL = (901, 902)
 UPDATE_TRIES = 8
-
-
-class Liar(Link):
-    """A host's end of a link on which the next report of a request may be a lie."""
-
-    def __init__(self, link: MemoryLink) -> None:
-        self.link, self.peer = link, link.peer
-        self.lie: Callable[[wire.Message], wire.Message | None] | None = None
-        self.lies = 0
-        self.late_s = self._last_s = 0.0
-        """How long what the host is told is on its way."""
-
-    def open(self, on_frame: OnFrame, on_lost: OnLost) -> None:
-        loop = asyncio.get_running_loop()
-
-        def arrives(frame: bytes) -> None:
-            if self.late_s or self._last_s > loop.time():
-                self._last_s = max(self._last_s, loop.time() + self.late_s)
-                loop.call_at(self._last_s, on_frame, frame)
-            else:
-                on_frame(frame)
-
-        self.link.open(arrives, on_lost)
-
-    def close(self) -> None:
-        self.link.close()
-
-    def send(self, frame: bytes) -> None:
-        messages = wire.decode_from_host(frame)
-        if self.lie is not None:
-            told = [self.lie(message) for message in messages]
-            self.lies += told != messages
-            messages = [message for message in told if message is not None]
-        if messages:
-            self.link.send(wire.encode(messages))
-
-
-def no_tokens(message: wire.Message) -> wire.Message | None:
-    """What requests bring gets lost, that they end does not."""
-    return None if isinstance(message, wire.Came) else message
-
-
-def early_length(message: wire.Message) -> wire.Message | None:
-    """Whatever ends is said to have used up its budget."""
-    if isinstance(message, wire.Ended) and message.finish is EngineFinish.STOP:
-        return wire.Ended(message.attempt_id, EngineFinish.LENGTH, message.fenced)
-    return message
-
-
-def early_stop(message: wire.Message) -> wire.Message | None:
-    """Whatever has used up its budget is said to have stopped."""
-    if isinstance(message, wire.Ended) and message.finish is EngineFinish.LENGTH:
-        return wire.Ended(message.attempt_id, EngineFinish.STOP, message.fenced)
-    return message
-
-
-def later_version(message: wire.Message) -> wire.Message | None:
-    """Tokens of weights that never were."""
-    if isinstance(message, wire.Came):
-        message.spans = tuple((v._replace(n=v.n + 1), count) for v, count in message.spans)
-    return message
-
-
-def no_such_token(message: wire.Message) -> wire.Message | None:
-    """A token that is in no vocabulary."""
-    if isinstance(message, wire.Came) and message.tokens:
-        message.tokens[0:4] = (10**6).to_bytes(4, "little")
-    return message
-
-
-def other_content(message: wire.Message) -> wire.Message | None:
-    """What it has loaded was in no directory of anybody else."""
-    if isinstance(message, wire.Happened) and isinstance(message.event, ev.EngineCallEnded) and message.event.content:
-        message.event = replace(message.event, content="0" * len(message.event.content))
-    return message
-
-
-def unknown_content(message: wire.Message) -> wire.Message | None:
-    """It cannot say what it has loaded."""
-    if isinstance(message, wire.Happened) and isinstance(message.event, ev.EngineCallEnded):
-        message.event = replace(message.event, content="")
-    return message
-
-
-LIES = (no_tokens, early_length, early_stop, later_version, no_such_token)
-LIES_OF_LOADS = (other_content, unknown_content)
-
-
-@dataclass(eq=False)
-class Machine:
-    """A host's process with its servers, which outlive it."""
-
-    name: str
-    servers: list[Server]
-    host: Host | None = None
-    engines: list[HashEngine] = field(default_factory=list)
-    link: Liar | None = None
 
 
 async def two_turns(prompt: Any, llm: Any) -> None:
@@ -161,8 +57,8 @@ class WeightLife:
         self.seeds: dict[str, int | None] = {}
         self.seen: Counter[str] = Counter()
         self.tokens = self.made = self.saved = 0
-        self.own = [Server() for _ in range(self.luck.choice([1, 1, 2]))]
-        self.machines = [Machine(f"h{i}", [Server() for _ in range(self.luck.choice([1, 1, 2]))]) for i in range(2)]
+        self.servers = {f"e{i}": Server() for i in range(self.luck.choice([2, 3, 4]))}
+        """By the names of their engines; they outlive the trainer's processes."""
         self.clients: list[HashEngine] = []
         self.checkpoint: tuple[dict[str, Any], str, str] | None = None
         self.in_one_place = self.luck.random() < 0.5
@@ -172,8 +68,6 @@ class WeightLife:
         self.turns = self.luck.choice([1, 1, 2])
         self.weights = START
         """Those of the trainer."""
-        self.door: HostDoor | None = None
-        """None: no process of the trainer is there."""
         self.written_over: list[str] = []
         """What was written into the directory while it was loaded."""
         self.hung: list[Server] = []
@@ -191,28 +85,23 @@ class WeightLife:
     async def process(self) -> None:
         """One process of the trainer, to the end or to its next restart."""
         if self.checkpoint is None:  # it begins, or begins anew
-            for server in self.servers():
-                if server not in self.known_to_be_written():
-                    server.restart(0.0)
-        self.door = HostDoor(deadline_s=20.0, first_s=60.0)
+            for server in self.servers.values():
+                server.restart(0.0)
         config = april.Config(
             rollout_batch_size=2, n_samples_per_prompt=2, over_sampling_batch_size=self.luck.choice([2, 4]),
             max_response_len=LONGEST, max_staleness=3, generation=self.mode, max_in_flight=8, outage_deadline_s=120.0,
             max_failed_groups=10_000, max_attempt_failures=10_000, engine={"kind": "simulated"}, seed=7,
         )  # fmt: skip
-        own = [self.client(f"own{i}", server) for i, server in enumerate(self.own)]
+        engines = [self.client(*named) for named in self.servers.items()]
         prompts = [[1 + i // 900, 1 + i % 900, 5] for i in range(4000)]
         functions: dict[str, Any] = {"reward": lambda p, r: 1.0}
         if self.turns == 2:
             functions["rollout"] = two_turns
-        async with rollouts(config, engines=own, prompts=prompts, hosts=self.door, **functions) as run:
-            for machine in self.machines:
-                if machine.host is None:
-                    await self.start(machine)
+        async with rollouts(config, engines=engines, prompts=prompts, **functions) as run:
             if self.checkpoint is not None:
                 await self.restore(run, *self.checkpoint)
             self.restless = True
-            unrest = asyncio.create_task(self.unrest())
+            unrest = asyncio.create_task(self.unrest(run))
             try:
                 await self.train(run, self.luck.randint(2, 6))
             finally:
@@ -222,29 +111,6 @@ class WeightLife:
             if not unrest.cancelled():
                 unrest.result()
             run.validate()
-            self.door = None
-            for machine in self.machines:
-                if not self.outlives(machine):
-                    await self.stop(machine)
-
-    def known_to_be_written(self) -> list[Server]:
-        """Servers of hosts that have seen an update; another one with old weights cannot be told from a new server."""
-        return [
-            engine.server
-            for machine in self.machines
-            if machine.host is not None
-            for engine in machine.engines
-            if engine.name in machine.host._written
-        ]
-
-    def outlives(self, machine: Machine) -> bool:
-        """A host that heard no goodbye lives on, and joins the trainer's next process with the weights that it has."""
-        host, link = machine.host, machine.link
-        if host is None or link is None or self.luck.random() < 0.5 or host._ended is None or host._ended.done():
-            return False
-        link.link.cut("the trainer was killed")
-        self.seen["host outlived the trainer"] += self.steps > 0
-        return self.steps > 0
 
     async def train(self, run: Rollouts, steps: int) -> None:
         """Batches and updates, sometimes with the next batch asked for ahead."""
@@ -267,7 +133,7 @@ class WeightLife:
             await asyncio.sleep(self.luck.choice([0.0, 3.0, 15.0]))
             await self.update(run, batch.id)
             if self.luck.random() < 0.4 and run.ledger()["tokens"].delivered:
-                state = await self.state(run, batch.id)
+                state = run.state_dict(batch.id)
                 place = save(self.directory / f"checkpoint{self.saved}", self.weights)
                 self.saved += 1
                 self.checkpoint = state, place, self.weights
@@ -293,11 +159,6 @@ class WeightLife:
                         is_of = {w for w in self.named[run.version] if logprob_of(w, made, int(token)) == logprob}
                         assert is_of, f"evaluated under {run.version}, which is {self.named[run.version]}"
                     made = longer(made, int(token))
-
-    async def state(self, run: Rollouts, trained_through: int) -> dict[str, Any]:
-        """As ``RolloutScheduler.astate_dict`` would be: what hosts have is in it."""
-        await self.hears("state_dict", run._driver.caught_up())
-        return run._driver.state_dict(trained_through)
 
     async def hears(self, what: str, awaited: Awaitable[T]) -> T:
         """What comes of it, in good time."""
@@ -333,7 +194,7 @@ class WeightLife:
         by_hand = self.luck.random() < 0.25
         save(path, weights)
         if self.luck.random() < 0.3:
-            self.luck.choice(self.servers()).restart(self.luck.choice([1.0, 10.0]))
+            self.a_server().restart(self.luck.choice([1.0, 10.0]))
             self.seen["started anew between save and update"] += 1
             await asyncio.sleep(self.luck.choice([2.0, 12.0]))
         for tries in range(UPDATE_TRIES):
@@ -364,15 +225,12 @@ class WeightLife:
             finally:
                 for client in self.clients:
                     client.on_load = None
-                for machine in self.machines:
-                    if machine.link is not None:
-                        machine.link.late_s, machine.link.lie = 0.0, None
         raise AssertionError("weight_update never worked, with all servers alive")
 
     async def hand_over(self, weights: str, breaks: bool) -> None:
         """The trainer's own transfer, which reaches all servers that live, or breaks off."""
         now = asyncio.get_running_loop().time()
-        servers = [server for server in self.servers() if now >= server.dead_until]
+        servers = [server for server in self.servers.values() if now >= server.dead_until]
         if any(server.loading.locked() for server in servers):
             raise OSError("a server loads from a directory")
         self.luck.shuffle(servers)
@@ -387,23 +245,19 @@ class WeightLife:
 
     # ---------------------------------------------------------------- what goes wrong
 
-    def servers(self) -> list[Server]:
-        return [*self.own, *(server for machine in self.machines for server in machine.servers)]
+    def a_server(self) -> Server:
+        return self.luck.choice([*self.servers.values()])
 
     def revive(self) -> None:
         """Whatever is dead comes back, and what hangs is started anew."""
-        for server in self.servers():
+        for server in self.servers.values():
             server.dead_until = 0.0
         while self.hung:
             self.hung.pop().restart(1.0)
 
     def trouble(self) -> None:
-        """What the next load meets at some of the servers.
-
-        A host that hides what it has loaded cannot be found out where the directory is written over meanwhile.
-        """
-        hooks = [self.refuses, self.tears, self.hangs, self.is_late, self.breaks_the_link, self.crashes]
-        hooks += [self.overwritten, self.swapped] if self.luck.random() < 0.5 else [self.lies_of_it] * 2
+        """What the next load meets at some of the servers."""
+        hooks = [self.refuses, self.tears, self.hangs, self.is_late, self.crashes, self.overwritten]
         for client in self.clients:
             if self.luck.random() < 0.25:
                 client.on_load = self.luck.choice(hooks)
@@ -434,14 +288,6 @@ class WeightLife:
         self.seen["load late"] += 1
         await asyncio.sleep(130.0)
 
-    async def breaks_the_link(self, client: HashEngine, path: str) -> None:
-        """It works, and the host's connection is lost before it can say so."""
-        for machine in self.machines:
-            if client in machine.engines and machine.link is not None:
-                self.seen["link cut while loading"] += 1
-                asyncio.get_running_loop().call_soon(machine.link.link.cut, "the cable was pulled")
-        await asyncio.sleep(0.1)
-
     async def crashes(self, client: HashEngine, path: str) -> None:
         """It is started anew with the weights of its start."""
         self.seen["crashed while loading"] += 1
@@ -457,116 +303,36 @@ class WeightLife:
         self.written_over.append(f"w{self.made}")
         save(Path(path), f"w{self.made}")
 
-    async def lies_of_it(self, client: HashEngine, path: str) -> None:
-        """Its host does not say what it has loaded, or says something else."""
-        for machine in self.machines:
-            if client in machine.engines and machine.link is not None:
-                machine.link.lie = self.luck.choice(LIES_OF_LOADS)
-                self.seen["lied of a load"] += 1
-
-    async def swapped(self, client: HashEngine, path: str) -> None:
-        """The next weights are written when this server has loaded, and before a host has heard that it is to load."""
-        link = self.luck.choice(self.machines).link
-        if link is None or "checkpoint" in Path(path).name:
-            return
-        self.seen["directory written over between two loads"] += 1
-
-        def write() -> None:
-            self.made += 1
-            self.written_over.append(f"w{self.made}")
-            save(Path(path), f"w{self.made}")
-
-        link.late_s = 2.0
-        asyncio.get_running_loop().call_later(1.0, write)
-
-    async def unrest(self) -> None:
+    async def unrest(self, run: Rollouts) -> None:
         """Things that happen by themselves."""
         while self.restless:
             await asyncio.sleep(self.luck.uniform(1.0, 2.0 * self.unrest_s))
-            event = self.luck.choice([self.restart_a_server, self.cut_a_link, self.kill_a_host, self.part, self.lie])
-            await event()
+            if self.luck.random() < 0.6:
+                self.seen["server started anew"] += 1
+                self.a_server().restart(self.luck.choice([0.5, 5.0, 40.0]))
+            elif len(run.engines) > 1:
+                await self.part(run)
 
-    async def restart_a_server(self) -> None:
-        self.seen["server started anew"] += 1
-        self.luck.choice(self.servers()).restart(self.luck.choice([0.5, 5.0, 40.0]))
-
-    async def cut_a_link(self) -> None:
-        """The host comes back by itself."""
-        machine = self.luck.choice(self.machines)
-        if machine.link is not None:
-            self.seen["link cut"] += 1
-            machine.link.link.cut("the cable was pulled")
-
-    async def kill_a_host(self) -> None:
-        """Its process dies; another one comes for the same servers."""
-        machine = self.luck.choice(self.machines)
-        if machine.host is None:
+    async def part(self, run: Rollouts) -> None:
+        """An engine leaves; its server comes back, perhaps as another one, perhaps under another name."""
+        name = self.luck.choice([engine.name for engine in run.engines])
+        cut = self.luck.random() < 0.5
+        try:
+            await self.hears("remove_engine", run.scheduler.aremove_engine(name, cut=cut))
+        except april.AprilError as error:
+            self.seen[f"remove_engine: {type(error).__name__}"] += 1
             return
-        self.seen["host killed"] += 1
-        ended = machine.host._ended
-        assert ended is not None
-        ended.cancel()
-        await asyncio.wait([ended])
-        machine.host = machine.link = None
+        self.seen["engine left"] += 1
+        server = self.servers.pop(name)
+        name += "x" * (self.luck.random() < 0.3)
+        self.servers[name] = Server() if self.luck.random() < 0.2 else server
         await asyncio.sleep(self.luck.choice([0.0, 5.0, 25.0]))
-        await self.start(machine)
-
-    async def part(self) -> None:
-        """A host leaves in peace, and comes back, perhaps under another name, perhaps with another server."""
-        machine = self.luck.choice(self.machines)
-        if machine.host is None:
-            return
-        self.seen["host left"] += 1
-        await self.stop(machine)
-        await asyncio.sleep(self.luck.choice([0.0, 5.0, 25.0]))
-        if self.luck.random() < 0.3:
-            machine.name += "x"
-        if self.luck.random() < 0.2:
-            machine.servers = [Server()]
-        await self.start(machine)
-
-    async def lie(self) -> None:
-        """A host tells lies about its requests for a while."""
-        machine = self.luck.choice(self.machines)
-        if (link := machine.link) is not None:
-            link.lie = self.luck.choice(LIES)
-            await asyncio.sleep(20.0)
-            link.lie = None
-            self.seen["lied"] += link.lies > 0
-
-    # ---------------------------------------------------------------- hosts
+        await self.hears("add_engine", run.scheduler.aadd_engine(self.client(name, self.servers[name])))
 
     def client(self, name: str, server: Server) -> HashEngine:
         client = HashEngine(name, self.seeds, server)
         self.clients.append(client)
         return client
-
-    async def start(self, machine: Machine) -> None:
-        """A process for these servers joins; it tries again where it is refused."""
-
-        async def join() -> Link:
-            if self.door is None:
-                raise april.LinkError("nobody listens")
-            here, there = memory_links()
-            machine.link = Liar(there)
-            self.door.accept(here)
-            return machine.link
-
-        while True:
-            machine.engines = [self.client(f"e{i}", server) for i, server in enumerate(machine.servers)]
-            machine.host = Host(machine.name, engines=machine.engines, join=join, rejoin_s=1e6)
-            try:
-                await self.hears("a host that joins", machine.host.astart())
-                return
-            except april.AprilError as error:
-                self.seen[f"host refused: {type(error).__name__}"] += 1
-                machine.host = machine.link = None
-                await asyncio.sleep(30.0)
-
-    async def stop(self, machine: Machine) -> None:
-        host, machine.host, machine.link = machine.host, None, None
-        if host is not None:
-            await host.aclose()
 
     # ---------------------------------------------------------------- the oracle
 
@@ -611,7 +377,7 @@ LIVES = int(os.environ.get("APRIL_RANDOM_LIVES", "32"))
 @pytest.mark.no_cover
 @pytest.mark.parametrize("mode", list(GenerationMode))
 def test_tokens_are_of_the_weights_that_their_version_names(mode: GenerationMode, tmp_path: Path) -> None:
-    """Whatever happens to servers, links, updates and directories: right or dropped. Every wait ends or says why."""
+    """Whatever happens to servers, updates and directories: right or dropped. Every wait ends or says why."""
     seen: Counter[str] = Counter()
     for number in range(LIVES // 2):
         directory = tmp_path / str(number)
@@ -624,9 +390,8 @@ def test_tokens_are_of_the_weights_that_their_version_names(mode: GenerationMode
             raise
         seen += life.seen
     for what in (
-        "batches", "crashed while loading", "directory written over between two loads",
-        "directory written over while loading", "host killed", "host left", "host outlived the trainer", "lied",
-        "lied of a load", "link cut", "link cut while loading", "load hangs", "load late", "load refused", "load torn",
-        "restored", "server started anew", "started anew between save and update", "transfer broke off",
+        "batches", "crashed while loading", "directory written over while loading", "engine left", "load hangs",
+        "load late", "load refused", "load torn", "restored", "server started anew",
+        "started anew between save and update", "transfer broke off",
     ):  # fmt: skip
         assert seen[what], f"no life had: {what}"

@@ -2,35 +2,25 @@
 
 from __future__ import annotations
 
-import asyncio
 import re
+import socket
 import threading
 from contextlib import suppress
 from typing import Any
 
 import numpy as np
 import pytest
-import rank_threads
-from rank_threads import CONFIG, PATIENCE_S, OnePlace, Store, drain, engine, names_of, raised, run_ranks
+from rank_threads import CONFIG, PATIENCE_S, OnePlace, Store, cut, drain, engine, names_of, raised, run_ranks
 
 import april
-from april.driver.loop_thread import LoopThread
 from april.driver.user_code import inside_user_code
-from april.errors import LinkError
-from april.processes import rank_messages as say
 from april.processes import rank_scheduler as scheduler
-from april.processes.center import Center
-from april.processes.link import CLOSING_TURNS, RANK, Hello, Listener, SocketLink, connect, new_token
-from april.processes.member import Member
+from april.processes.addresses import new_token
+from april.processes.rank_client import RankClient
 from april.processes.rank_scheduler import RankScheduler
+from april.processes.rank_server import RankServer
 
 TOKEN = new_token()
-
-
-def cut(rollouts: RankScheduler) -> None:
-    """What others see when this rank's process is killed."""
-    center, seat = rollouts._center, rollouts._seat
-    rank_threads.cut([seat._link] if center is None else list(center._links.values()), seat._thread)
 
 
 def test_different_calls() -> None:
@@ -47,9 +37,40 @@ def test_different_calls() -> None:
     (ranks, sentence, there), (same, words, _) = run_ranks(program)
     assert (same, words) == (ranks, sentence)
     assert sorted(ranks) == [0, 1]
-    assert "rank 0 weight_update(path=None, transfer=None, trained=7)" in sentence
-    assert "rank 1 weight_update(path=None, transfer=None, trained=0)" in sentence
+    assert "rank 0 weight_update(trained=7)" in sentence
+    assert "rank 1 weight_update(trained=0)" in sentence
     assert there
+
+
+def test_the_end_of_a_long_argument_counts() -> None:
+    """Two directories whose names differ after hundreds of characters are two."""
+    long = "/" + "x" * 300
+
+    def program(rollouts: RankScheduler, rank: int) -> None:
+        rollouts.next_batch()
+        rollouts.weight_update(path=f"{long}/step-{rank}")
+
+    for outcome in run_ranks(program):
+        assert "make different calls" in str(raised(outcome))
+
+
+def test_the_same_arguments_in_other_words() -> None:
+    """A number of numpy's, a default that is written out, and a key, which no message shows, are no difference."""
+
+    def program(rollouts: RankScheduler, rank: int) -> int:
+        batch = rollouts.next_batch()
+        rollouts.commit(np.int64(batch.id) if rank else batch.id)
+        rollouts.weight_update(transfer=lambda: None, **({"trained": None} if rank else {}))
+        with pytest.raises(april.EngineError) as caught:
+            rollouts.add_engine("http://127.0.0.1:1", api_key=f"secret{rank}")
+        assert "secret" not in str(caught.value)
+        report = {"kl": np.float32(0.5)}
+        rollouts.record_report(batch.id, report)
+        with pytest.raises(april.ConfigError, match="record_report"):
+            rollouts.record_report(batch.id, {"kl": object()})  # type: ignore[dict-item]
+        return batch.id
+
+    assert run_ranks(program) == [0, 0]
 
 
 def test_different_configurations() -> None:
@@ -115,7 +136,7 @@ def test_an_error_says_which_rank_it_comes_of(culprit: int) -> None:
 def test_no_rank_is_missed_where_all_have_come_to_the_end(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Every rank generates, and leaves when rank 0's scheduler has ended: nothing is said of hosts that are gone."""
+    """Every rank generates, and leaves when rank 0's scheduler has ended: nothing is said of ranks that are gone."""
     monkeypatch.setattr(scheduler, "FAREWELL_S", PATIENCE_S)
     outcomes = run_ranks(lambda rollouts, rank: len(rollouts.next_batch()), 3, engines=lambda rank: [engine()])
 
@@ -159,42 +180,6 @@ def test_rank_0_does_not_wait_for_a_batch_when_another_rank_has_died() -> None:
     ]
 
 
-def test_a_hundred_ranks_come_at_once() -> None:
-    """They all wait for the same word, and none may be taken for one stranger too many."""
-    store, size = Store(), 100
-    here = OnePlace(world_size=size, address="127.0.0.1:0", store=store)
-    center, token = Center(here), new_token()
-    address = center.listen(token)
-
-    async def come() -> None:
-        hellos = [Hello(RANK, f"{rank} {rank}") for rank in range(1, size)]
-        for link in await asyncio.gather(*(connect(address, token, hello) for hello in hellos)):
-            link.close()
-
-    asyncio.run(come())
-    center.close(ConnectionError("enough"))
-
-
-def test_a_state_that_is_longer_than_a_frame(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who has asked for it is told, and the ranks go on together."""
-    send = SocketLink.send
-
-    def no_state(link: SocketLink, frame: bytes) -> None:
-        if b"checksum" in frame:
-            raise LinkError("a message of too many bytes")
-        send(link, frame)
-
-    monkeypatch.setattr(SocketLink, "send", no_state)
-
-    def program(rollouts: RankScheduler, rank: int) -> int:
-        if rank == 1:
-            with pytest.raises(LinkError, match="too many bytes"):
-                rollouts.state_dict()
-        return len(rollouts.next_batch())
-
-    assert run_ranks(program) == [3, 3]
-
-
 def test_a_rank_that_never_comes() -> None:
     """To its construction, or to a call: the others end after rank_timeout_s and name it."""
     store = Store()
@@ -208,34 +193,30 @@ def test_a_rank_that_never_comes() -> None:
         RankScheduler(CONFIG, ranks=there)
 
 
-def test_rank_0_takes_a_rank_and_says_nothing() -> None:
-    """It was stopped in that moment, or its machine is gone: a rank that stands still is missed, before it says
+def test_rank_0_takes_a_connection_and_says_nothing() -> None:
+    """It was stopped in that moment, or its machine is gone: a rank 0 that stands still is missed, before it says
     anything, too."""
-    store, links, raises = Store(), [], []  # type: ignore[var-annotated]
-    loop, silent = LoopThread("rank 0"), Listener(TOKEN, lambda link: links.append(link))
-    store.set("ranks", f"{loop.run(silent.open)} {TOKEN}")
-
-    def live() -> None:
-        try:
+    store = Store()
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        store.set("ranks", f"127.0.0.1:{silent.getsockname()[1]} {TOKEN}")
+        with pytest.raises(april.RankError) as caught:
             RankScheduler(CONFIG, ranks=OnePlace(rank=1, world_size=2, store=store, rank_deadline_s=0.2))
-        except april.RankError as error:
-            raises.append(error)
+    assert "rank 0 cannot be reached: nothing was heard of it for 0.2 s (rank_deadline_s)" in str(caught.value)
+    assert caught.value.ranks == (0,)
 
-    async def end() -> None:
-        await silent.close()
-        for link in links:
-            link.close()
-        for _ in range(CLOSING_TURNS):
-            await asyncio.sleep(0)
 
-    thread = threading.Thread(target=live, daemon=True)
-    thread.start()
-    thread.join(PATIENCE_S / 4)
-    loop.run(end)
-    loop.stop()
-    (error,) = raises
-    assert "rank 0 cannot be reached: nothing was heard of it for 0.2 s (rank_deadline_s)" in str(error)
-    assert error.ranks == (0,)
+def test_who_does_not_know_the_token_is_no_rank() -> None:
+    """It learns nothing, and the ranks go on."""
+    server = RankServer(april.Ranks(world_size=2, address="127.0.0.1:0", token=TOKEN))
+    address = server.listen(TOKEN)
+    stranger = april.Ranks(rank=1, world_size=2, address=address, token=april.new_token(), rank_timeout_s=0.1)
+    client = RankClient(stranger)
+    with pytest.raises(april.RankError, match=r"rank 0 cannot be reached: .*401"):
+        client.open(stranger.meeting_point())
+    client.close(None)
+    assert not server._sessions
+    server.close(ConnectionError("enough"))
+    server.stop()
 
 
 def test_rank_0_cannot_begin() -> None:
@@ -294,9 +275,13 @@ def test_calls_in_wrong_places() -> None:
         ({"rank": 0, "world_size": 2}, "need the address at which rank 0 listens and a token"),
         ({"data_rank": 1, "data_size": 1}, "data_rank 1 of data_size 1"),
         ({"data_size": 2}, "data_rank 0 of data_size 2 is not among 1 ranks"),
-        ({"rank_timeout_s": 0.0}, "must be above 0"),
+        ({"rank_timeout_s": 0.0}, "must be above 0"), ({"rank_deadline_s": float("nan")}, "must be above 0"),
+        ({"rank": "0"}, "rank must be a whole number, got '0'"), ({"world_size": 2.0}, "world_size must be a whole"),
+        ({"rank": 1, "world_size": 2, "address": "127.0.0.1", "token": TOKEN}, 'expected "host:port"'),
+        ({"rank": 1, "world_size": 2, "address": "127.0.0.1:0", "token": TOKEN}, "give the port at which it listens"),
+        ({"world_size": 2, "address": "127.0.0.1:1", "token": f"{TOKEN}\n"}, "the key of the server .*line break"),
     ],
-)
+)  # fmt: skip
 def test_ranks_that_cannot_be(numbers: dict[str, Any], sentence: str) -> None:
     """Refused before anything starts."""
     with pytest.raises(april.ConfigError, match=sentence):
@@ -308,20 +293,3 @@ def test_a_share_that_nobody_gets() -> None:
     for outcome in run_ranks(lambda rollouts, rank: None, data={0: 0, 1: 0}, data_size=2):
         assert type(outcome) is april.ConfigError
         assert str(outcome) == "ranks: nobody has the data_rank 1, of data_size 2"
-
-
-def test_an_answer_on_its_way_is_not_taken_for_another_calls() -> None:
-    """Who was interrupted in a call and makes another one hears that they differ, not how the first one ended."""
-    member = Member(april.Ranks(rank=1, world_size=2, address="127.0.0.1:1", token=april.new_token()))
-    hear = member._frame
-    try:
-        member.arrive(0, "next_batch()")
-        member._thread.call(lambda: hear(say.encode(say.Answer(0, b"a batch"))))  # it has come already
-        member.arrive(0, "commit(0)")
-        member._thread.call(lambda: hear(say.encode(say.Step(0, "transfer", what="next_batch()"))))
-        member._thread.call(lambda: hear(say.encode(say.Answer(0, b"a batch", what="next_batch()"))))
-        member._thread.call(lambda: hear(say.encode(say.Broken("they differ", (1,)))))
-        with pytest.raises(april.RankError, match="they differ"):
-            member.next(0, 0)
-    finally:
-        member.close(None)

@@ -39,6 +39,21 @@ def test_it_has_the_face_of_the_rollout_scheduler() -> None:
     assert {n for n in dir(RankScheduler) if n[0] != "_"} == {n for n in dir(april.RolloutScheduler) if n[0] != "_"}
 
 
+def test_a_loop_over_the_shares() -> None:
+    """Every rank has its share of each batch, until the data ends on all of them."""
+
+    def program(rollouts: RankScheduler, rank: int) -> list[tuple[int, int]]:
+        seen = []
+        for batch in rollouts:
+            seen.append((batch.id, batch.share.rank))
+            rollouts.weight_update(transfer=lambda: None)
+        return seen
+
+    first, second = run_ranks(program)
+    assert first == [(number, 0) for number in range(4)]
+    assert second == [(number, 1) for number in range(4)]
+
+
 class Shown(SimulatedEngine):
     """With weights."""
 
@@ -152,6 +167,25 @@ def test_a_rank_alone_is_a_rollout_scheduler() -> None:
 # ---------------------------------------------------------------- calls of all
 
 
+def test_a_pause_and_the_number_of_a_version_are_every_ranks() -> None:
+    """Between pause and resume no rank waits for a batch; a weight update there names the version, on all."""
+
+    def program(rollouts: RankScheduler, rank: int) -> Any:
+        first = rollouts.next_batch()
+        rollouts.pause()
+        rollouts.pause()
+        with pytest.raises(april.RolloutError, match=r"call resume\(\) first"):
+            rollouts.next_batch()
+        versions = [rollouts.weight_update(transfer=lambda: None, label=7), rollouts.version]
+        rollouts.resume()
+        then = rollouts.next_batch()
+        with pytest.raises(april.RankError, match="label=8"):
+            rollouts.weight_update(transfer=lambda: None, label=8 + rank)
+        return versions, [first.id, then.id]
+
+    assert run_ranks(program) == [([(0, 7)] * 2, [0, 1])] * 2
+
+
 def test_transfers_run_on_every_rank_while_the_engines_are_paused() -> None:
     """In each trainer's thread, at the same time: they may wait for each other."""
     together = threading.Barrier(3, timeout=30)
@@ -246,8 +280,8 @@ def test_a_rank_says_in_which_call_it_is() -> None:
         return words
 
     (first,), (second,) = run_ranks(program)
-    assert second.startswith("<RankScheduler rank 1 of 2, in weight_update(path=None, transfer=")
-    assert first.startswith("<RankScheduler rank 0 of 2, in weight_update(path=None, transfer=")
+    assert second.startswith("<RankScheduler rank 1 of 2, in weight_update(transfer=")
+    assert first.startswith("<RankScheduler rank 0 of 2, in weight_update(transfer=")
     assert "waits for a weight update: its transfer function to return, for 0 s" in first
 
 

@@ -14,7 +14,6 @@ import pytest
 import torch
 from rank_threads import PATIENCE_S, engine, raised, run_ranks
 
-import april
 from april.core.versions import PolicyVersion
 from april.engines.simulated.engine import SimulatedEngine
 from april.engines.weight_routes import TensorSpec
@@ -206,17 +205,16 @@ def test_one_rank_is_a_rank_like_any_other() -> None:
     assert len(taking.weights) == 1
 
 
-def test_engines_of_another_process_are_refused() -> None:
-    """Weights go to the engines of rank 0; where others have servers, a path or a function is needed."""
+def test_engines_of_other_ranks_that_do_not_read_the_trainers_model_are_sent_the_weights() -> None:
+    """As the engines of rank 0 are."""
+    taking = [Taking(), Taking()]
 
     def program(rollouts: RankScheduler, rank: int) -> Any:
         rollouts.next_batch()
-        rollouts.weight_update(weights={"w": torch.ones(1)})
+        return rollouts.weight_update(weights={"w": torch.full((3,), 7.0)})
 
-    outcomes = run_ranks(program, 2, engines=lambda rank: [Taking()])
-    for outcome in outcomes:
-        assert isinstance(outcome, april.ConfigError), outcome
-        assert "is in another process, and weights= go to the engines of this one" in str(outcome)
+    assert run_ranks(program, 2, engines=lambda rank: [taking[rank]]) == [PolicyVersion(0, 1)] * 2
+    assert [[found["w"].tolist() for found in one.weights] for one in taking] == [[[7.0] * 3]] * 2
 
 
 def test_a_state_is_loaded_with_weights_of_all_ranks() -> None:

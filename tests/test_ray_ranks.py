@@ -15,12 +15,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from rank_threads import CONFIG, PATIENCE_S, beside, cut, engine
+from rank_threads import CONFIG, PATIENCE_S, beside, cut, cut_server, engine
 
 import april
 from april.driver.loop_thread import LoopThread
 from april.errors import RankError
-from april.processes.content import pack_call, unpack_call
+from april.processes.rank_content import pack_call, unpack_call
+from april.processes.rank_server import RankServer
 from april.processes.ranks import Ranks
 from april.processes.ray_run import CLOSE_S, ActorScheduler, CoreActor, Run, scheduler
 
@@ -45,10 +46,9 @@ class FakeRay:
         self.killed: list[Any] = []
         self.waited: list[float | None] = []
 
-    def wait(self, references: list[Any], *, num_returns: int, timeout: float | None = None) -> Any:
+    def wait(self, references: list[Any], *, timeout: float | None = None) -> Any:
         """Time is not waited for."""
         self.waited.append(timeout)
-        assert len(references) == num_returns
         if "interrupt" in references:
             raise KeyboardInterrupt
         return [r for r in references if r is not None], [r for r in references if r is None]
@@ -72,25 +72,30 @@ def ray(monkeypatch: pytest.MonkeyPatch) -> FakeRay:
     return fake
 
 
-def test_a_host_that_was_never_placed_does_not_hold_up_the_end(ray: FakeRay, caplog: pytest.LogCaptureFixture) -> None:
-    """Nor does one that is gone; said in a warning each."""
-    core, gone, pending = FakeActor("closed"), FakeActor("gone"), FakeActor(None)
-    run = Run("r", core, [gone, pending])
+@pytest.mark.parametrize(
+    ("answer", "said"),
+    [
+        ("closed", []),
+        ("gone", ["run r: its actor was gone already (Gone)"]),
+        (None, ["run r: its actor did not close in 30 s and is killed"]),
+    ],
+)
+def test_the_end_of_a_run(ray: FakeRay, caplog: pytest.LogCaptureFixture, answer: str | None, said: list[str]) -> None:
+    """An actor that is gone, or that Ray has never placed, does not hold it up; said in a warning."""
+    run = Run("r", core := FakeActor(answer))
     run.close()
     run.close()
-    assert ray.killed == [core, gone, pending]
-    assert ray.waited == [CLOSE_S, CLOSE_S]
-    assert [record.getMessage() for record in caplog.records] == [
-        "run r: 1 actors did not close in 30 s and are killed", "run r: an actor was gone already (Gone)",
-    ]  # fmt: skip
+    assert ray.killed == [core]
+    assert ray.waited == [CLOSE_S]
+    assert [record.getMessage() for record in caplog.records] == said
 
 
 def test_an_interrupt_in_the_end_leaves_no_actor_behind(ray: FakeRay) -> None:
-    """A second Ctrl-C, while actors close."""
-    actors = [FakeActor("interrupt"), FakeActor("closed"), FakeActor("closed")]
+    """A second Ctrl-C, while the actor closes."""
+    core = FakeActor("interrupt")
     with pytest.raises(KeyboardInterrupt):
-        Run("r", actors[0], actors[1:]).close()
-    assert ray.killed == actors
+        Run("r", core).close()
+    assert ray.killed == [core]
 
 
 def test_a_core_that_would_begin_anew_is_refused(ray: FakeRay) -> None:
@@ -124,15 +129,16 @@ class World:
         self._thread.call(lambda: asyncio.get_running_loop().set_default_executor(pool))
         seen = {"prompts": [[1 + i, 2] for i in range(prompts)], "reward": reward, "check": True}
         start = partial(
-            self.core.start, config=CONFIG, ranks=group, split_by="samples", engines=lambda _: [engine()], hosts=[],
+            self.core.start, config=CONFIG, ranks=group, split_by="samples", engines=lambda: [engine()],
             options=seen,
         )  # fmt: skip
         assert self._thread.run(start) is None
 
     @property
-    def center(self) -> Any:
-        """The actor's, which the ranks meet at."""
-        return self.core.center
+    def server(self) -> RankServer:
+        """The actor's, at which the ranks make their calls."""
+        assert self.core.server is not None
+        return self.core.server
 
     def attach(self, rank: int) -> ActorScheduler:
         """The scheduler of a rank."""
@@ -147,16 +153,17 @@ class World:
 
     def kill(self, rank: ActorScheduler) -> None:
         """The end of a rank's process: its connection ends, and nothing comes from it any more."""
-        cut([rank._seat._link], rank._seat._thread)
-        rank._seat._thread.stop()
+        cut(rank)
+        client = rank._client
+        assert client._session is not None
+        client.thread.begin_to_stop(client._session.close)
+        client.thread.stop()
 
     def __enter__(self) -> World:
         return self
 
     def __exit__(self, *exc: object) -> None:
         self._thread.run(self.core.close)
-        self.center.conductor.join(PATIENCE_S)
-        assert not self.center.conductor.is_alive(), "it hangs"
         self._thread.stop()
 
 
@@ -305,11 +312,13 @@ def test_a_rank_that_died_in_the_wait_for_a_batch(world: World) -> None:
     shares: list[april.Batch] = []
     waits = threading.Thread(target=lambda: shares.append(zero.next_batch()))
     waits.start()
-    one._seat.arrive(0, "next_batch()")
-    center = world.center
-    center.thread.run(lambda: until(lambda: center._meeting.began))
+    asks = threading.Thread(target=lambda: beside(one.next_batch))
+    asks.start()
+    server = world.server
+    server.thread.run(lambda: until(lambda: 0 in server._calls and server._calls[0].began))
     world.kill(one)
     GO_ON.set()
+    asks.join()
     waits.join()
     again = world.attach(1)
     shares.append(again.next_batch())
@@ -366,7 +375,7 @@ def test_calls_that_differ_are_named_on_all_ranks(world: World) -> None:
     both([zero, one], next_batch)
     world.kill(one)
     again = world.attach(1)
-    with pytest.raises(RankError, match=r"makes another call .* commit\(0\) in place of next_batch\(\)"):
+    with pytest.raises(RankError, match=r"makes another call .* commit\(batch_id=0\) in place of next_batch\(\)"):
         again.commit(0)
     outcomes = beside(lambda: zero.weight_update(transfer=nothing), lambda: again.commit(0))
     assert all(isinstance(o, RankError) and "different calls" in str(o) for o in outcomes)
@@ -397,8 +406,8 @@ def test_a_rank_that_attached_anew_is_told_so_in_its_old_place(world: World) -> 
     shares = to_the_end([zero, ones[-1]])
     assert settled(shares) == EVERYTHING
     for old in ones[:-1]:
-        seat = old._seat
-        seat._thread.run(partial(until, lambda seat=seat: seat.broken is not None))
+        client = old._client
+        client.thread.run(partial(until, lambda client=client: client.broken is not None))
         with pytest.raises(RankError, match="rank 1 has attached anew") as caught:
             old.next_batch()
         assert caught.value.ranks == (1,)
@@ -424,51 +433,23 @@ def test_mistakes(world: World) -> None:
         zero.weight_update()
 
 
-def test_a_run_that_closes_between_two_calls_leaves_nobody_behind(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What carries calls out comes back for the next one when the run closes already, and ends with it."""
-    with World(ranks=1) as world:
-        center = world.center
-        closes = threading.Event()
-        carry_out, stop = center._carry_out, center.thread.begin_to_stop
-
-        def goes_on_later(*arguments: Any) -> None:
-            carry_out(*arguments)
-            closes.wait()
-
-        def stopped(last: Any = None) -> None:
-            if not closes.is_set():
-                before = center._waiting
-                closes.set()
-                center.thread.run(lambda: until(lambda: center._waiting is not before))
-            stop(last)
-
-        monkeypatch.setattr(center, "_carry_out", goes_on_later)
-        monkeypatch.setattr(center.thread, "begin_to_stop", stopped)
-        world.attach(0).next_batch()
-
-
 def test_a_core_that_died_is_told_of_on_all_ranks(world: World) -> None:
     """Whoever waits for it, too."""
     zero = world.attach(0)
     waits = threading.Thread(target=lambda: outcome.extend(beside(zero.next_batch)))
     outcome: list[Any] = []
     waits.start()
-    center = world.center
-    cut(center._links.values(), center.thread)
+    cut_server(world.server)
     waits.join()
     assert isinstance(outcome[0], RankError)
     assert "the core is gone" in str(outcome[0])
 
 
-@pytest.mark.parametrize(("method", "at"), [("weight_update", 0), ("load_state_dict", 1)])
+@pytest.mark.parametrize("method", ["weight_update", "load_state_dict"])
 def test_a_directory_is_that_of_the_rank_that_calls(
-    method: str, at: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The core's actor runs in another directory; an address is the same everywhere."""
     monkeypatch.chdir(tmp_path)
-    asked: list[Any] = [{}, {}, None]
-    for path, meant in ((Path("w1"), str(tmp_path / "w1")), ("w1", str(tmp_path / "w1")), ("s3://b/w1", "s3://b/w1")):
-        asked[at] = path
-        assert unpack_call(pack_call(method, asked, {}), nothing)[1][at] == meant
-    asked[at] = None
-    assert unpack_call(pack_call(method, asked, {}), nothing)[1][at] is None
+    for path, meant in ((None, None), (Path("w1"), str(tmp_path / "w1")), ("w1", str(tmp_path / "w1")), ("s3://b/w1", "s3://b/w1")):
+        assert unpack_call(pack_call(method, {"path": path}), nothing) == (method, {"path": meant})

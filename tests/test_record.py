@@ -383,7 +383,8 @@ def test_a_file_that_cannot_be_made_is_refused_before_anything_starts(tmp_path: 
     (tmp_path / "file").touch()
     for wrong, sentence in [
         (tmp_path / "file" / "run.jsonl", "cannot be written: Not a directory"),
-        (tmp_path, "cannot be written: File exists"),
+        (tmp_path, f"record: {tmp_path} is a directory; name a file in it, such as run.jsonl"),
+        (f"{tmp_path}/runs/", "runs/ is a directory; name a file in it"),
         (7, "record must be the name of a file or an april.RunRecord, got 7"),
     ]:
         with pytest.raises(ConfigError, match=sentence):

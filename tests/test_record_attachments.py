@@ -3,53 +3,72 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
-from test_random_host_attachments import IMAGES, LifeWithMore, image_of
-from test_random_host_protocol import lived
+from test_random_extras import CONFIG, check, engines
 from virtual_rollouts import on_virtual_time
 
+import april
+from april.core.attachments import Attachment, Placed
+from april.core.types import Prompt
 from april.record.plain import bare, filled
 from april.record.replay import replay
+from april.testing import FaultScript, rollouts
+from april.testing.fault_script import ROW_FAULTS, STREAM_FAULTS
+from april.testing.same_loop import Rollouts
 from april.view.report import page
 from april.view.run_data import read_run
 
-pytestmark = on_virtual_time
+IMAGES = [Attachment.of("image", bytes([i]) * (100 + i)) for i in range(3)]
 
 
-class Recorded(LifeWithMore):
-    """A life with a record."""
+class Prompts(list[Prompt]):
+    """Several of them have the same image."""
 
-    path = Path()
-
-    def begin(self, local: list[Any], **options: Any) -> None:
-        super().begin(local, record=self.path, **options)
+    attachments = ("image",)
 
 
-@pytest.mark.parametrize("seed", [0, 3, 6, 11])
+async def recorded(path: Path, seed: int = 0) -> Rollouts:
+    """A few batches of a run with a record, in which requests break off and rows get lost."""
+    prompts = Prompts(
+        Prompt(np.array([1, 2, i + 3], np.int32), {"i": i}, attached=(Placed(IMAGES[i % 3], 1, 2, (2,)),))
+        for i in range(40)
+    )
+    script = FaultScript.random(seed=seed, rate=0.25, kinds=(*STREAM_FAULTS, *ROW_FAULTS))
+    config = april.Config(**CONFIG, generation="continuous" if seed % 2 else "stepwise")
+    async with rollouts(config, engines=engines(script), prompts=prompts, record=path) as run:
+        for _ in range(4):
+            batch = await run.next_batch()
+            check(batch)
+            assert all(s.attached[0].attachment == IMAGES[s.prompt.data["i"] % 3] for s in batch.samples)
+            await run.weight_update()
+    return run
+
+
+@pytest.mark.parametrize("seed", range(4))
+@on_virtual_time
 async def test_a_run_with_images_and_rows_is_decided_again(seed: int, tmp_path: Path) -> None:
     """From events alone, which have the hash and the size of each image, and how many tokens came without rows."""
-    Recorded.path = tmp_path / "run.jsonl"
-    life = await lived(Recorded(seed))
-    lines = Recorded.path.read_text("utf-8")
-    run = replay(Recorded.path)
-    assert {n: book.as_dict() for n, book in (("tokens", run.core.tokens), ("prompts", run.core.prompts))} == {
-        n: book.as_dict() for n, book in life.scheduler.ledger().items() if n in ("tokens", "prompts")
-    }
-    drawn = [parts for _, what, parts, *_ in map(msgspec.json.decode, lines.splitlines()) if what == "PromptsDrawn"]
+    path = tmp_path / "run.jsonl"
+    core = (await recorded(path, seed))._driver.core
+    again = replay(path).core
+    assert (again.tokens, again.prompts) == (core.tokens, core.prompts)
+    lines = map(msgspec.json.decode, path.read_text("utf-8").splitlines())
+    drawn = [parts for _, what, parts, *_ in lines if what == "PromptsDrawn"]
     first = drawn[0]["prompts"][0]["attached"][0]["attachment"]
-    assert first == {"kind": "image", "digest": image_of(0).digest, "size": 100}
+    assert first == {"kind": "image", "digest": IMAGES[0].digest, "size": 100}
 
 
+@on_virtual_time
 async def test_the_report_tells_of_tokens_without_rows(tmp_path: Path) -> None:
     """Beside what else was dropped."""
-    Recorded.path = tmp_path / "run.jsonl"
-    life = await lived(Recorded(0))
-    bare = sum(batch.metrics["no_extras_tokens"] for batch in life.batches)
+    path = tmp_path / "run.jsonl"
+    run = await recorded(path)
+    bare = sum(batch.metrics["no_extras_tokens"] for batch in run.batches)
     assert bare
-    assert f"tokens that came without their rows of extras</td><td>{bare:,.0f}" in page([read_run(Recorded.path)])
+    assert f"tokens that came without their rows of extras</td><td>{bare:,.0f}" in page([read_run(path)])
 
 
 def test_a_state_in_a_record_has_no_image_and_no_row() -> None:

@@ -52,15 +52,6 @@ def test_what_a_server_sends_beyond_its_own_count_is_told_apart() -> None:
     assert tokens_in(b"".join(ECHO), streamed=True) == ([4, 5, 6], 1)
 
 
-def test_answers_that_are_no_stream_count_whole_or_not_at_all() -> None:
-    """A cut JSON has no token."""
-    body = json.dumps({"choices": [{"token_ids": [4, 5]}]}).encode()
-    assert tokens_in(body, streamed=False) == ([4, 5], 0)
-    assert tokens_in(body[:-1], streamed=False) == ([], 0)
-    assert tokens_in(b"", streamed=False) == ([], 0)
-    assert tokens_in(b'{"output_ids":[7,8,8],"meta_info":{"completion_tokens":2}}', streamed=False) == ([7, 8], 1)
-
-
 @asynccontextmanager
 async def behind_a_proxy(handler: Handler) -> AsyncIterator[tuple[RecordingProxy, aiohttp.ClientSession]]:
     """A server with one handler, a proxy before it, and a client."""

@@ -10,15 +10,19 @@ import numpy as np
 import pytest
 from memory_doors import MemoryDoors, door_of
 from several_rows import batch
-from test_hosts import CONFIG
 
 import april
 from april.core.batch import rows_by_sample
-from april.demo.arm import group_spread
 from april.export import choose_samples
 from april.record.recorder import Recorder
 from april.testing import AuditError, FakeEngine, audit, run_virtual
 from april.testing.same_loop import _SameLoopScheduler
+from benchmarks.demo.arm import group_spread
+
+CONFIG = april.Config(
+    rollout_batch_size=2, n_samples_per_prompt=2, over_sampling_batch_size=4, max_response_len=40, max_in_flight=8,
+    engine={"kind": "simulated"},
+)  # fmt: skip
 
 
 def test_rows_of_a_sample_are_together() -> None:

@@ -9,7 +9,6 @@ import asyncio
 import random
 import re
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +16,9 @@ import pytest
 from seeds import seeds
 from virtual_rollouts import RecordingEngine, Rollouts, now, on_virtual_time, prompt_ids, table
 
-import april
-from april.config.engine_fit import fits
 from april.core.batch import Batch
 from april.core.partial_buffer import Idle
 from april.core.run_times import (
-    PARTS,
     SECONDS,
     SHARES,
     UPDATE_PARTS,
@@ -32,10 +28,8 @@ from april.core.run_times import (
     pace,
     whole,
 )
-from april.core.sampling import LogprobKind
 from april.core.settings import CoreSettings
-from april.core.types import GenerationMode, Prompt, Refill, Work
-from april.engines.protocol import Capabilities
+from april.core.types import GenerationMode, Prompt, Refill
 from april.errors import EngineError
 from april.record.file import RunRecord
 from april.record.replay import replay
@@ -139,35 +133,6 @@ async def test_the_bound_is_what_keeps_places_empty() -> None:
         "training is the bottleneck: it took 100 of 100 s; the trainer waited 0 s for rollouts; engines stood "
         "idle 95% of the time because max_staleness 1 admits no more; fewer engines would do"
     )
-
-
-async def test_a_broken_engine_keeps_its_places_empty() -> None:
-    """Two engines of one place each; one is broken from the start for 10 s."""
-    engines = [Watched(lambda g, i: 20, name=f"e{i}", max_running=1) for i in range(2)]
-    engines[1].broken_until = 10.0
-    run = Rollouts(lambda g, i: 20, n=2, engines=engines)
-    batch = await run.driver.next_batch()
-    check(batch.metrics)
-    m = batch.metrics
-    assert m["idle_engines"] * m["step_s"] * 2 == pytest.approx(10, abs=1.1)
-    assert "no engine took the work that waits" in batch.bottleneck
-
-
-async def test_an_evaluation_has_its_places_and_keeps_the_others_empty() -> None:
-    """Stepwise: of 2 places an evaluation has one for 30 s, and training has none meanwhile."""
-    run = Rollouts(lambda g, i: 10 if g >= 0 else 30, n=2, engines=[Watched(lambda g, i: 10)])
-    run.engines[0].engine._length_of = lambda r: 30 if is_evaluation(r.attempt_id) else 10
-    waiter = asyncio.create_task(run.driver.next_batch())
-    await asyncio.sleep(4)
-    await run.driver.evaluate([Prompt(prompt_ids(1))], 1, run.driver.sampling, 0)
-    batch = await waiter
-    check(batch.metrics)
-    assert times(batch) == pytest.approx(
-        {
-            "step_s": 40, "trainer_wait_s": 10, "evaluation_s": 30,
-            "engines_busy": 10 / 40, "idle_evaluation": 30 / 40,
-        }
-    )  # fmt: skip
 
 
 async def test_a_pause_slow_rewards_and_prompts_that_have_ended() -> None:
@@ -399,11 +364,6 @@ def test_every_cause_has_words(cause: Idle) -> None:
     assert "engines stood idle 50% of the time because " in said
 
 
-def test_every_part_of_an_update_has_words() -> None:
-    """The parts are those that are measured."""
-    assert set(PARTS) == set(UPDATE_PARTS.values())
-
-
 def test_the_first_batch_blames_nobody() -> None:
     """Everything waits for it, so a slow start is no verdict on generation; what blocked the loop is named.
 
@@ -425,11 +385,6 @@ def test_the_first_batch_blames_nobody() -> None:
     steps = [start, *[none | {"step_s": 10.0, "train_s": 9.0, "trainer_wait_s": 1.0}] * 2]
     assert bottleneck_of(steps, core).startswith("training is the bottleneck: it took 18.0 of 20.0 s")
     assert bottleneck_of(steps[:1], core).startswith("start-up: ")
-
-
-def test_no_time_no_words() -> None:
-    """A batch that was there already."""
-    assert sentence(step_s=0) == ""
 
 
 def test_a_function_that_blocks_the_loop_is_the_bottleneck() -> None:
@@ -465,34 +420,3 @@ def test_nothing_is_advised_that_would_be_refused(cause: Idle) -> None:
         advice = sentence(settings, (name,), step_s=14, trainer_wait_s=14, **idle).rpartition("; ")[2]
         assert words in allowed.rpartition("; ")[2]
         assert words not in advice
-
-
-def test_what_april_chooses_itself_is_not_advised() -> None:
-    """``over_sampling_batch_size: auto`` is nobody's to raise, and its refill nobody's to set."""
-    for auto in (Work.OVER_SAMPLING, Work.REFILL):
-        said = sentence({"auto": (auto,)}, step_s=14, trainer_wait_s=14, idle_over_sampling=0.5)
-        assert str(auto) not in said.rpartition("(refill: ")[2].partition(")")[2]
-
-
-def test_advice_is_checked_as_the_configuration_is() -> None:
-    """By the configuration itself and what the engines can do; the embedded engine cannot go on beside the trainer."""
-    config = april.Config(rollout_batch_size=2, max_response_len=8)
-    able = Capabilities(max_context=64, logprob_kind=LogprobKind.TEMPERATURE, vocab_size=10, returns_partials=True)
-    shared = replace(able, shares_weights=True)
-    lossy = replace(able, returns_partials=False)
-    for change, here in {
-        "continuous": ({"generation": "continuous"}, (True, False, False)),
-        "more": ({"over_sampling_batch_size": 4}, (True, True, False)),
-        "sample": ({"refill": "sample"}, (True, True, False)),
-        "nonsense": ({"refill": "much"}, (False, False, False)),
-    }.values():
-        assert tuple(fits(config, {"e": engine}, **change) for engine in (able, shared, lossy)) == here
-
-
-def test_the_embedded_engine_is_never_told_to_go_on() -> None:
-    """Where nothing is known of the engines, neither."""
-    core = CoreSettings(
-        rollout_batch_size=2, n_samples_per_prompt=2, over_sampling_batch_size=2, max_response_len=8, max_in_flight=4
-    )
-    times = dict.fromkeys((*SECONDS, *SHARES), 0.0) | {"step_s": 10.0, "train_s": 8.0, "idle_trainer": 0.8}
-    assert "continuous" not in bottleneck(times, core)

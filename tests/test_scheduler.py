@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import signal
 import threading
 from collections.abc import Iterator
@@ -56,8 +57,11 @@ def test_the_blocking_face() -> None:
         rollouts.validate()
         assert [e.name for e in rollouts.engines] == ["e0", "e1"]
         assert "leased in batch" in rollouts.story(*delivered[0])
-        assert "version=0.6" in repr(rollouts)
-        assert repr(rollouts).startswith("<RolloutScheduler <RolloutCore")
+        assert re.fullmatch(
+            r"<RolloutScheduler version=0\.6, between steps: \d+ groups held, \d+ of them finished; "
+            r"0 requests in flight; tokens: \d+ generated, \d+ delivered, \d+ held, 0 dropped>",
+            repr(rollouts),
+        )
 
 
 @pytest.mark.asyncio
@@ -75,6 +79,44 @@ async def test_the_async_face() -> None:
         assert result.rewards.shape == (1, 2)
     finally:
         await asyncio.to_thread(rollouts.close)
+
+
+def test_a_loop_over_the_batches() -> None:
+    """It is next_batch again and again, ends with the data, and may be left and entered again without a loss."""
+    prompts = [[1 + i, 2] for i in range(12)]
+    with scheduler(prompts=prompts) as rollouts:
+        seen: list[april.Batch] = []
+        for batch in rollouts:
+            rollouts.weight_update()
+            seen.append(batch)
+            if len(seen) == 2:
+                break
+        for batch in rollouts:
+            assert rollouts.weight_update() == (0, batch.id + 1)
+            seen.append(batch)
+        assert list(rollouts) == []
+        with pytest.raises(april.DataExhausted):
+            rollouts.next_batch()
+    assert [batch.id for batch in seen] == list(range(4))
+    assert sorted(int(n) for batch in seen for n in set(batch.group_ids)) == list(range(12))
+
+
+def test_a_loop_without_updates_says_so() -> None:
+    """More batches than max_staleness are out, so the next one is refused as next_batch refuses it."""
+    with scheduler(config=config(max_staleness=1)) as rollouts, pytest.raises(RolloutError, match="train"):
+        for _ in zip(range(9), rollouts, strict=False):
+            pass
+
+
+@pytest.mark.asyncio
+async def test_an_async_loop_over_the_batches() -> None:
+    """The async face has the same loop."""
+    async with scheduler(prompts=[[1 + i, 2] for i in range(6)]) as rollouts:
+        seen = []
+        async for batch in rollouts:
+            seen.append(batch.id)
+            await rollouts.aweight_update()
+    assert seen == [0, 1]
 
 
 @pytest.mark.asyncio
@@ -308,7 +350,7 @@ def test_blocking_calls_inside_a_reward_are_refused(asynchronous: bool, what: st
         check(rollouts.next_batch())
     assert errors
     assert all("inside a rollout or reward function" in str(e) for e in errors)
-    assert all(look.startswith("<RolloutScheduler <RolloutCore") for look in looked)
+    assert all(look.startswith("<RolloutScheduler version=0.0, ") for look in looked)
 
 
 def test_the_async_face_inside_a_rollout_function_is_refused() -> None:

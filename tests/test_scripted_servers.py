@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 pytest.importorskip("transformers")
-from april.testing.gateway.script import TOKENIZER, reply, says
+from tests.gateway_suite.script import TOKENIZER, reply, says
 from tests.real_engines import scripted
 from tests.real_engines.scripted import Line
 

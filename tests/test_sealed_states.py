@@ -174,7 +174,7 @@ def test_no_bit_of_a_state_can_be_changed() -> None:
     assert refused > 1000
 
 
-# ---------------------------------------------------------------- files of adapters and of the coordinator
+# ---------------------------------------------------------------- files of adapters
 
 
 def test_no_bit_of_a_file_can_be_changed() -> None:

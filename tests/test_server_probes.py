@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,13 @@ from fake_servers.sglang import FakeSglangServer
 from fake_servers.vllm import FakeVllmServer
 from raw_servers import http, raw_server
 from server_fixtures import KINDS, begun, connected, facts_of, listening, probed, read, request, served, until
+from socket_clock import run_with_sockets
 
 from april.core.engine_table import EngineTable
 from april.core.sampling import LogprobKind
 from april.core.versions import PolicyVersion
 from april.driver.local_host import limits_of
+from april.engines.http.http_client import HttpClient, Reply
 from april.engines.http.server_probe import eos_of, model_files
 from april.engines.openai.wire import TokenShape
 from april.engines.protocol import AbortMeans
@@ -232,6 +235,33 @@ async def test_what_is_no_sglang_server_is_said() -> None:
     ):  # fmt: skip
         with raw_server(lambda path, answer=answer: answer) as raw, pytest.raises(error, match=words):
             await connected("sglang", raw, probe_timeout_s=patience)
+
+
+@pytest.mark.parametrize("kind", ["vllm", "sglang"])
+def test_a_server_that_is_slow_at_first_is_waited_for(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One answer may take long, as a cold server's first one does; only all of them together have a limit."""
+    exchange, heard = HttpClient._exchange, set()
+
+    async def to_thread(function: Callable[..., Any], *args: Any) -> Any:
+        return function(*args)  # virtual time does not wait for threads
+
+    async def cold(client: HttpClient, method: str, route: str, *rest: Any) -> Reply:
+        reply = await exchange(client, method, route, *rest)
+        if route not in heard:
+            heard.add(route)
+            await asyncio.sleep(25.0)
+        return reply
+
+    async def program() -> None:
+        server = KINDS[kind][0]()
+        async with listening(server):
+            engine = await connected(kind, server, probe_timeout_s=3600.0)
+            await engine.close()
+
+    monkeypatch.setattr(HttpClient, "_exchange", cold)
+    monkeypatch.setattr(asyncio, "to_thread", to_thread)
+    run_with_sockets(program())
+    assert heard
 
 
 async def test_key() -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from april.testing.gateway.script import TOKENIZER, says
+from tests.gateway_suite.script import TOKENIZER, says
 
 pytest.importorskip("renderers")
 openai = pytest.importorskip("openai")

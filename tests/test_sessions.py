@@ -15,7 +15,7 @@ import pytest
 import april
 from april.agents import Sessions
 from april.errors import UsageError
-from april.testing.gateway.script import EOS, TOKENIZER, VOCAB
+from tests.gateway_suite.script import EOS, TOKENIZER, VOCAB
 
 pytest.importorskip("renderers")
 

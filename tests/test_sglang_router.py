@@ -77,20 +77,6 @@ async def test_requests_go_through_the_router_and_aborts_to_every_worker() -> No
             assert g.tokens + rest.tokens == uncut(prompt, mean_length=10**6)[0]
 
 
-async def test_weights_reach_every_worker() -> None:
-    async with routed() as (servers, router, engine):
-        await engine.pause()
-        await engine.update_weights(V1, "/weights/w1")
-        await engine.resume()
-        assert [server.weights for server in servers] == ["w1", "w1"]
-        for _ in range(2):
-            got = await read(engine, request())
-            assert got.tokens == uncut(PROMPT, weights="w1")[0]
-            assert set(got.versions) == {V1}
-        assert len(set(router.passed[-2:])) == 2
-        assert (await engine.health()).current
-
-
 async def test_half_an_update_is_no_update() -> None:
     """One worker has new weights and the other has died: nothing is generated until an update has reached both."""
     async with routed() as (servers, _router, engine):

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 from fake_servers.base import SAYS_NOTHING, ControlFault, PlannedControlFault
 from fake_servers.sglang import FakeSglangRouter, FakeSglangServer
-from server_fixtures import begun, beside, connected, listening, probed, read, request, served, settings, update
+from server_fixtures import begun, beside, connected, listening, probed, read, request, served, settings
 
 from april.core.versions import PolicyVersion
 from april.engines.kinds.factory import open_servers
 from april.engines.sglang.worker import HalfUpdated
 from april.engines.weight_routes import Handshake, Meeting, ReceivesWeights, TensorSpec
-from april.errors import EngineError, EngineUnreachable
+from april.errors import EngineError
 
 V1, V2 = PolicyVersion(0, 1), PolicyVersion(0, 2)
 LONG = 10**6
@@ -259,18 +259,6 @@ async def test_a_server_that_hangs(phase: str) -> None:
         assert (server.pause_mode, server.session) == (None, False)
 
 
-async def test_the_limit_of_a_meeting_is_that_of_its_calls() -> None:
-    """In seconds that are over at once."""
-    async with served("sglang") as (server, engine):
-        await engine.pause()
-        server.control_faults.append(
-            PlannedControlFault(kind=ControlFault.SILENT, route="/init_weights_update_group")
-        )
-        with pytest.raises(EngineUnreachable, match=r"init_weights_update_group has not answered in 0\.05 s"):
-            await engine.join(meeting(timeout_s=0.05))
-        await engine.resume()
-
-
 @pytest.mark.parametrize("phase", ["begin", "receive", "finish"])
 async def test_a_server_that_restarts_in_a_transfer(phase: str) -> None:
     """The new process has the weights of its start, and never gets the label of what was sent to the old one."""
@@ -316,18 +304,6 @@ async def test_one_worker_that_cannot_join_ends_the_wait_for_the_other() -> None
                 await engine.join(meeting(2))  # type: ignore[attr-defined]
             await engine.resume()
             await engine.close()
-
-
-async def test_a_directory_after_a_broken_transfer() -> None:
-    """Whatever way the next weights come: they are whole, and the server is as it should be."""
-    async with served("sglang") as (server, engine):
-        await engine.pause()
-        server.control_faults.append(PlannedControlFault(kind=ControlFault.FAILS, route=PHASES["receive"]))
-        await failing(engine)
-        await engine.leave()
-        await engine.resume()
-        await update(engine, V1, "/weights/w5")
-        assert (server.weights, set((await read(engine, request())).versions)) == ("w5", {V1})
 
 
 async def test_a_server_that_is_paused_for_a_transfer_goes_on_when_the_engine_closes() -> None:

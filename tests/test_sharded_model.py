@@ -315,7 +315,7 @@ async def test_mixed_precision_is_that_of_the_forward_pass() -> None:
     engine.release()
     assert {p.dtype for p in model.parameters()} == {torch.float32}
     own, whole = off(model, REQUEST, chunk), off(_plain(model), REQUEST, chunk)
-    assert 1e-4 < own < 0.1  # the noise of its own precision
+    assert own < 0.1  # the noise of its own precision, none on some processors
     assert whole > 1e-3
     await engine.close()
 

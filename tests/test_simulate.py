@@ -9,18 +9,19 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from typer.testing import CliRunner
 
 from april import cli
 from april.cli import app
-from april.core.types import OnStale
+from april.core.types import OnStale, Refill
 from april.engines.simulated.decode_cost import limit_tokens_per_s
 from april.extras import install
 from april.simulate import workload
-from april.simulate.run import RATIOS, length_statistics, measure, simulate
-from april.simulate.workload import Workload
+from april.simulate.figure import draw_loop
+from april.simulate.run import RATIOS, measure, simulate
+from april.simulate.show import verdict
+from april.simulate.workload import BOUNDS, Placement, Schedule, Workload
 
 SMALL = Workload(
     engines=2, groups=4, samples=4, max_response_len=900, median_len=60.0, sigma_between=0.5, sigma_within=0.7,
@@ -67,17 +68,6 @@ def test_kept_tokens_are_what_the_engines_generated_less_what_was_dropped(on_sta
     assert (m["dropped_tokens"] > 0) is (on_stale is OnStale.DROP)
 
 
-def test_what_is_missing_to_the_limit_is_the_second_prefill() -> None:
-    """With all slots busy, the fraction of the limit and the time of the second prefills add up to one."""
-    w = replace(SMALL, max_staleness=50)
-
-    m = measure(w, w.modes["refill"]).figures
-
-    assert m["bubble"] < 0.005
-    assert m["reprefill_time_share"] > 0.01
-    assert m["fraction_of_limit"] + m["reprefill_time_share"] == pytest.approx(1.0, abs=0.01)
-
-
 def test_equal_lengths_leave_sync_at_the_limit(tmp_path: Path) -> None:
     """Where there is no tail there is nothing to gain; the limit is that of the formula, by hand."""
     lengths = trace(tmp_path / "lengths.jsonl", 300)
@@ -90,15 +80,6 @@ def test_equal_lengths_leave_sync_at_the_limit(tmp_path: Path) -> None:
     assert m["limit_tokens_per_s"] == pytest.approx(by_hand)
     assert m["long_run_limit_tokens_per_s"] == pytest.approx(by_hand)
     assert m["bubble"] == pytest.approx(0.0, abs=1e-9)
-
-
-def test_the_limit_of_a_window_is_that_of_the_distribution_in_the_long_run() -> None:
-    """The limit of the tokens kept and that of a large sample of lengths agree: no bias towards short responses."""
-    w = replace(SMALL, steps=100, ramp=10)
-
-    m = measure(w, w.modes["april"]).figures
-
-    assert m["limit_tokens_per_s"] == pytest.approx(m["long_run_limit_tokens_per_s"], rel=0.02)
 
 
 def test_report_of_all_modes_and_the_sweep() -> None:
@@ -124,25 +105,6 @@ def test_report_of_all_modes_and_the_sweep() -> None:
     assert runs["refill"].step_ends[-1] == pytest.approx(modes["refill"]["rollout_s"])
 
 
-def test_busy_slots_of_the_picture_integrate_to_the_bubble() -> None:
-    """What is drawn is what was measured: the area under the busy slots is 1 - bubble."""
-    w = replace(SMALL, steps=40)
-    run = measure(w, w.modes["april"])
-    at, busy = np.array([t for t, _ in run.busy]), np.array([b for _, b in run.busy])
-
-    area = float((np.diff(at) * busy[:-1]).sum()) / (run.figures["in_flight"] * run.figures["rollout_s"])
-
-    assert area == pytest.approx(1.0 - run.figures["bubble"], abs=0.02)
-
-
-def test_ratios_that_the_staleness_bound_forbids_are_left_out_and_named() -> None:
-    """3 N groups cannot all be delivered within one update: the sweep says so and goes on."""
-    report, _ = simulate(replace(SMALL, max_staleness=1, steps=8, ramp=2), sweep=True, begin=silent)
-
-    assert [row["ratio"] for row in report["sweep"]] == [1.0, 1.25, 1.5, 2.0]
-    assert any(note.startswith("N'/N = 3 is left out: over_sampling_batch_size=12") for note in report["notes"])
-
-
 @pytest.mark.parametrize(
     ("max_staleness", "on_stale", "words"),
     [
@@ -160,31 +122,6 @@ def test_what_binds_is_said(max_staleness: int, on_stale: OnStale, words: list[s
     assert bool(report["notes"]) is bool(words)
     for part in words:
         assert any(part in note for note in report["notes"])
-
-
-def test_samples_that_do_not_fit_into_the_kv_cache_are_named() -> None:
-    """More in flight than the KV cache holds: the limit is out of reach, and the engine's evictions are counted."""
-    w = replace(SMALL, engines=1, tensor_parallel=1, memory_share=0.1025, steps=6, ramp=1)
-    report, _ = simulate(w, sweep=False, begin=silent)
-
-    assert w.fits < 16
-    assert any(note.startswith("sync: the KV cache holds about") for note in report["notes"])
-    assert any("had to leave it and wait" in note for note in report["notes"])
-
-
-def test_length_statistics_by_hand(tmp_path: Path) -> None:
-    """Two kinds of prompts, constant within a prompt: median, share at the cap, all variance between prompts."""
-    lengths = trace(tmp_path / "lengths.jsonl", {"lengths": [10, 10]}, {"lengths": [10, 10]}, {"lengths": [5000, 5000]})
-    w = replace(SMALL, lengths_file=lengths, median_len=None, sigma_between=None, sigma_within=None)
-
-    found = length_statistics(w)
-
-    assert found["median"] == 10
-    assert found["longest"] == 900  # cut at max_response_len
-    assert found["share_at_the_cap"] == pytest.approx(1 / 3, abs=0.02)
-    assert found["share_of_log_variance_between_prompts"] == pytest.approx(1.0)
-    assert sum(found["histogram"]["counts"]) == found["samples"] >= 8000
-    assert found["longest_of_a_step_over_median"] == pytest.approx(90 * (1 - (2 / 3) ** 4) + (2 / 3) ** 4, rel=0.02)
 
 
 # ---------------------------------------------------------------- the command
@@ -215,14 +152,6 @@ def whole(tmp_path: Path, *arguments: str, says: tuple[str, ...]) -> tuple[str, 
     return text, report, report["modes"]
 
 
-def test_table_json_and_picture(tmp_path: Path) -> None:
-    """One call prints both tables and writes the figures and the picture."""
-    says = ("sync april refill", "fraction of that limit", "How much to over-sample", "refill reaches")
-    text, _, modes = whole(tmp_path, says=says)
-    assert list(modes) == ["sync", "april", "refill"]
-    assert f"{modes['refill']['fraction_of_limit']:.1%}" in text
-
-
 def test_group_quorum(tmp_path: Path) -> None:
     """april and refill beside themselves with a quorum, in table, sentence and picture; the sweep is with it."""
     says = ("scheduled five ways", "sync april refill april q=0.75 refill q=0.75", "once per step, group quorum 0.75")
@@ -251,22 +180,6 @@ def test_the_whole_loop(quorum: float, tmp_path: Path) -> None:
     assert modes["continuous 4"]["group_quorum"] == quorum
     if quorum < 1:
         assert modes["refill q=0.75"]["group_quorum"] == quorum
-
-
-def test_the_same_arguments_give_the_same_json(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """To the last bit, CPU seconds apart; another seed gives other figures."""
-    monkeypatch.setattr(cli, "find_spec", lambda name: None)  # drawing takes most of the time
-
-    def figures(name: str, *arguments: str) -> dict[str, Any]:
-        assert call("--no-sweep", "--out", str(tmp_path / name), *arguments)[0] == 0
-        report = json.loads((tmp_path / name / "simulate.json").read_text("utf-8"))
-        assert report.pop("cpu_s")["total"] > 0
-        return dict(report)
-
-    first = figures("a")
-    assert figures("b") == first
-    assert figures("c", "--seed", "1")["modes"] != first["modes"]
-    assert first["sweep"] == []
 
 
 def test_own_lengths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -330,17 +243,17 @@ def test_bad_arguments_are_refused_in_one_sentence(tmp_path: Path, arguments: li
 @pytest.mark.parametrize(
     ("content", "sentence"),
     [
-        (b"12\n{\n", "line 2: not JSON"),
+        (b"12\n{\n", "line 2: neither JSON of lengths nor the first line of a record"),
         (b"12\n\n0\n", "line 3: expected an integer >= 1"),
-        (b"ten\n", "line 1: not JSON"),
+        (b"ten\n", "line 1: neither JSON of lengths nor the first line of a record"),
         (b"1.5\n", "line 1: expected an integer >= 1"),
         (b"5\ntrue\n", "line 2: expected an integer >= 1"),
         (b'{"lengths": [3, "4"]}\n', "line 1: expected an integer >= 1"),
         (b'5\n{"lengths": [1, -2]}\n', "line 2: expected an integer >= 1"),
         (b'5\n{"lengths": []}\n', "line 2"),
         (b'5\n{"length": [1]}\n', "line 2"),
-        (b"[" * 100_000 + b"\n", "line 1: not JSON"),
-        (b"3\n" + b"1" * 5000 + b"\n", "line 2: not JSON"),
+        (b"[" * 100_000 + b"\n", "line 1: neither JSON of lengths nor the first line of a record"),
+        (b"3\n" + b"1" * 5000 + b"\n", "line 2: neither JSON of lengths nor the first line of a record"),
         (b"\n", "the trace is empty"),
         (b"\xff\xfe", "is no UTF-8 text"),
         (None, "cannot read"),
@@ -363,38 +276,110 @@ def test_bad_length_files_are_refused_with_the_line(tmp_path: Path, content: byt
     assert not (tmp_path / "plan").exists()
 
 
-def test_a_length_of_any_size_is_cut_at_the_most(tmp_path: Path) -> None:
-    """Also one that is beyond what a float holds."""
-    path = tmp_path / "lengths.jsonl"
-    path.write_text(f"{10**400}\n" + '{"lengths": [3]}\n')
-    assert workload.read_lengths(path, 0).group(0, 4).max() in (3, 2**31 - 1)
-    path.write_text(f'{{"lengths": [{10**400}, 3]}}\n')
-    assert sorted(workload.read_lengths(path, 0).group(0, 2)) == [3, 2**31 - 1]
+# ----------------------------------------------------------------
+# With a train time: generation and training as one loop, and what continuous generation gains there.
+
+LOOP = replace(SMALL, steps=40, ramp=10, train_time="0.5x")
+ANOTHER_MODEL = {
+    "0.25x": {1: 0.55, 2: 0.71, 4: 0.89},
+    "1x": {1: 0.47, 2: 0.62, 4: 0.84},
+    "4x": {1: 1.0, 2: 1.0, 4: 1.0},
+}
+"""Share of the smaller limit by train time and max_staleness, from a model that shares nothing with april's."""
 
 
-@pytest.mark.parametrize("name", ["simulate.json", "simulate.png"])
-def test_a_file_that_cannot_be_written_is_named(tmp_path: Path, name: str) -> None:
-    """The tables are there by then."""
-    (tmp_path / name).mkdir()
-    code, text = call("--out", str(tmp_path), "--no-sweep")
-    assert code == 2
-    assert f"{name}: Is a directory; choose another --out" in text
-    assert "seconds per step" in text
+def continuous(w: Workload, bound: int) -> Schedule:
+    """Continuous generation with that max_staleness."""
+    return w.modes[f"continuous {bound}"]
 
 
-def test_steps_that_take_no_time_are_too_few(tmp_path: Path) -> None:
-    """What counts had all been generated in the ramp: one sentence, not a speed without end."""
-    few = ["--median-len", "2500", "--max-response-len", "300", "--n-samples-per-prompt", "8", "--steps", "3"]
-    code, output = call(*few, "--ramp", "1", "--out", str(tmp_path))
-    assert code == 1
-    assert "took no time" in output
-    assert "simulate more steps" in output
+def test_modes_with_a_trainer_on_gpus_of_its_own() -> None:
+    """Continuous generation at each bound, or at max_staleness only; colocated there is none."""
+    assert list(LOOP.modes) == ["sync", "april", "refill", *(f"continuous {b}" for b in BOUNDS)]
+    assert LOOP.modes["continuous 2"] == Schedule(4, Refill.SAMPLE, 16, 2)
+    assert list(replace(LOOP, bounds=False, max_staleness=3).modes)[3:] == ["continuous 3"]
+    assert list(replace(LOOP, placement=Placement.COLOCATED).modes) == ["sync", "april", "refill"]
+    assert list(replace(LOOP, train_time=None).modes) == ["sync", "april", "refill"]
 
 
-def test_a_directory_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
-    """A file in the way of --out is said before anything runs."""
-    (tmp_path / "taken").write_text("", "utf-8")
-    code, text = call("--out", str(tmp_path / "taken" / "plan"))
+@pytest.mark.parametrize("train_time", ["0.25x", "1x", "4x"])
+@pytest.mark.parametrize("bound", BOUNDS)
+def test_continuous_generation_loses_nothing_and_keeps_the_bound(train_time: str, bound: int) -> None:
+    """Kept tokens are counted twice: by the engines, and from the responses delivered, held and running."""
+    w = replace(LOOP, train_time=train_time)
 
-    assert code == 2
-    assert "cannot make the directory" in text
+    m = measure(w, continuous(w, bound)).figures
+
+    assert m["kept_tokens"] == m["generated_tokens"]
+    assert m["dropped_tokens"] == m["masked_tokens"] == 0
+    assert m["staleness_max"] <= bound
+    assert m["fraction_of_limit"] <= 1.0 + 1e-9
+
+
+def test_dropped_tokens_are_kept_apart_in_continuous_generation_too() -> None:
+    """With on_stale: drop something is dropped, and the two accounts agree to the token."""
+    w = replace(LOOP, on_stale=OnStale.DROP, train_time="1x")
+
+    m = measure(w, continuous(w, 1)).figures
+
+    assert m["kept_tokens"] == m["generated_tokens"] - m["dropped_tokens"]
+    assert m["dropped_tokens"] > 0
+
+
+@pytest.mark.parametrize(("train_time", "shares"), ANOTHER_MODEL.items())
+def test_continuous_generation_on_the_reference_workload(train_time: str, shares: dict[int, float]) -> None:
+    """At least 0.97 of what another model gives for 32 x 8 on four engines, 256 in flight; the bound holds."""
+    w = Workload(steps=40, ramp=10, train_time=train_time)
+
+    for bound, share in shares.items():
+        m = measure(w, continuous(w, bound)).figures
+        assert m["fraction_of_limit"] >= 0.97 * share, bound
+        assert m["staleness_max"] <= bound
+        assert m["dropped_tokens"] == m["masked_tokens"] == 0
+
+
+def test_where_the_trainer_is_the_slower_it_never_waits() -> None:
+    """When a batch is trained the next one is ready: the whole of the trainer's limit."""
+    w = replace(LOOP, train_time="8x")
+
+    m = measure(w, continuous(w, 2)).figures
+
+    assert m["fraction_of_limit"] == pytest.approx(1.0)
+    assert m["trainer_idle_share"] == pytest.approx(0.0, abs=1e-9)
+    assert m["rollout_s"] == pytest.approx(30 * w.train_s)
+
+
+def test_colocated_time_is_rollout_and_training_one_after_the_other(tmp_path: Path) -> None:
+    """With equal lengths nothing is lost: sync is at the limit of engines and trainer in turn."""
+    lengths = tmp_path / "lengths.jsonl"
+    lengths.write_text("300\n", "utf-8")
+    w = replace(
+        LOOP, lengths_file=lengths, median_len=None, sigma_between=None, sigma_within=None,
+        placement=Placement.COLOCATED,
+    )  # fmt: skip
+
+    m = measure(w, w.modes["sync"]).figures
+
+    assert m["fraction_of_limit"] == pytest.approx(1.0, abs=1e-3)
+    assert m["step_s_mean"] == pytest.approx(1.5 * w.batch_s, rel=1e-3)
+    assert m["trainer_idle_share"] == pytest.approx(2 / 3, abs=1e-3)
+    assert m["bubble"] == pytest.approx(1 / 3, abs=1e-3)
+
+
+def test_report_and_picture_of_the_loop(tmp_path: Path) -> None:
+    """No sweep of N'/N; what is drawn of the trainer is what was measured; one sentence says which bound is enough."""
+    report, runs = simulate(LOOP, sweep=True, begin=silent)
+    draw_loop(report, runs, tmp_path / "loop.png")
+
+    assert (tmp_path / "loop.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+    assert report["sweep"] == []
+    assert report["loop"] == {
+        "placement": "separate", "batch_s": LOOP.batch_s, "train_s": LOOP.train_s,
+        "train_time_in_batch_times": pytest.approx(0.5), "slower": "engines",
+    }  # fmt: skip
+    for name, run in runs.items():
+        busy = sum(ended - began for began, ended in run.trainings)
+        assert busy == pytest.approx((1.0 - report["modes"][name]["trainer_idle_share"]) * run.step_ends[-1])
+    speed = [m["trained_tokens_per_s"] for m in report["modes"].values()]
+    assert speed[0] < speed[2] < speed[5]
+    assert any("generation: continuous with max_staleness" in line for line in verdict(report))

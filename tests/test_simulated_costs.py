@@ -18,9 +18,7 @@ from april.core.types import SampleId
 from april.engines.simulated.clockwork import SimulatedDecoder
 from april.engines.simulated.decode_cost import (
     DecodeCost,
-    GpuSpeed,
     ModelSize,
-    in_flight_that_fits,
     limit_s,
     limit_tokens_per_s,
     roofline,
@@ -83,27 +81,6 @@ def test_presets_have_the_published_coefficients(
     assert cost.per_sequence_s * 1e6 == pytest.approx(sequence_us, abs=0.0501)
     assert cost.per_kv_token_s * 1e9 == pytest.approx(kv_ns, abs=0.0501)
     assert cost.per_prefill_token_s == cost.per_sequence_s
-
-
-def test_kv_capacity_is_memory_left_by_the_weights() -> None:
-    """Capacity grows with the memory share by memory / KV bytes, and starts where the weights end."""
-    model, gpu = (
-        ModelSize(1e9, 1000),
-        GpuSpeed(bandwidth_bytes_per_s=1e12, flops_per_s=1e15, memory_bytes=10e9, bandwidth_share=1.0, flops_share=1.0),
-    )
-
-    assert roofline(model, gpu, memory_share=0.5).kv_capacity_tokens == 3_000_000
-    assert roofline(model, gpu, memory_share=0.8).kv_capacity_tokens == 6_000_000
-    assert roofline(model, gpu, tensor_parallel=2, memory_share=0.8).kv_capacity_tokens == 14_000_000
-
-
-def test_tensor_parallel_divides_the_work_but_not_the_overhead() -> None:
-    """Two GPUs halve every coefficient except the fixed overhead of a step."""
-    one, two = roofline("qwen3-8b", "h100"), roofline("qwen3-8b", "h100", tensor_parallel=2)
-
-    assert two.base_s - 1.5e-3 == pytest.approx((one.base_s - 1.5e-3) / 2)
-    assert two.per_sequence_s == pytest.approx(one.per_sequence_s / 2)
-    assert two.per_kv_token_s == pytest.approx(one.per_kv_token_s / 2)
 
 
 @pytest.mark.parametrize(
@@ -187,15 +164,6 @@ def test_limit_formula_matches_a_full_simulated_engine() -> None:
     assert rate == pytest.approx(limit_tokens_per_s(cost, lengths, 64, prompt_tokens=150), rel=0.01)
 
 
-def test_in_flight_that_fits() -> None:
-    """The KV cache holds capacity / (prompt + half a response) sequences; long ones are met more often."""
-    cost = DecodeCost(1.0, 0.0, 0.0, 0.0, kv_capacity_tokens=10_000)
-
-    assert in_flight_that_fits(cost, [800, 800], prompt_tokens=100) == pytest.approx(10_000 / 500)
-    assert in_flight_that_fits(cost, [100, 900]) == pytest.approx(10_000 / (0.1 * 50 + 0.9 * 450))
-    assert in_flight_that_fits(DecodeCost(1.0, 0.0, 0.0), [1]) == math.inf
-
-
 def logged(mode: str, steps: int = 10) -> tuple[Workload, RequestLog]:
     """The requests of a simulation of the reference workload."""
     workload = Workload()
@@ -277,11 +245,6 @@ def test_the_log_forgets() -> None:
     assert all(log.ran(attempt, 3) is not None for attempt in log._core.context.attempts)
 
 
-def test_no_requests_take_no_time() -> None:
-    """A step may have brought none."""
-    assert predicted_s(Requests.of([]), DecodeCost(1e-3, 0.0, 0.0)).tolist() == []
-
-
 EVERY_KIND: list[ResponseLengths] = [
     ConstantLengths(7),
     LognormalLengths.split(2500, 0.8, 0.25, cap=16_384, seed=1),
@@ -318,27 +281,6 @@ def test_lognormal_has_the_stated_median_spread_and_split() -> None:
     assert within == pytest.approx(0.75 * 0.64, rel=0.03)
 
 
-def test_lognormal_at_the_reference_workload() -> None:
-    """Median 2500, sigma 0.8, cap 16k: mean 3393 and 0.9 % at the cap, as published."""
-    lengths = LognormalLengths(2500, 0.0, 0.8, cap=16_384)
-    drawn = np.concatenate([lengths.group(g, 8) for g in range(20_000)])
-
-    assert drawn.mean() == pytest.approx(3393, rel=0.01)
-    assert (drawn == 16_384).mean() == pytest.approx(0.009, abs=0.001)
-    assert drawn.max() == 16_384
-
-
-def test_seeds_and_indices_are_independent() -> None:
-    """Another seed gives other lengths; neighbouring samples and groups are uncorrelated when they should be."""
-    first, second = LognormalLengths(2500, 0.0, 0.8, seed=0), LognormalLengths(2500, 0.0, 0.8, seed=1)
-    a = np.log(np.stack([first.group(g, 8) for g in range(3000)]))
-    b = np.log(np.stack([second.group(g, 8) for g in range(3000)]))
-
-    assert abs(np.corrcoef(a.ravel(), b.ravel())[0, 1]) < 0.03
-    assert abs(np.corrcoef(a[:, 0], a[:, 1])[0, 1]) < 0.06
-    assert abs(np.corrcoef(a[:-1].ravel(), a[1:].ravel())[0, 1]) < 0.03
-
-
 def test_trace_rows_stay_together(tmp_path: Path) -> None:
     """A group of a grouped trace is one row, every sample of it once before any twice."""
     path = tmp_path / "trace.jsonl"
@@ -348,14 +290,3 @@ def test_trace_rows_stay_together(tmp_path: Path) -> None:
     groups = [sorted(trace.group(g, 3).tolist()) for g in range(40)]
     assert {tuple(g) for g in groups} == {(1, 2, 3), (40, 50, 60)}
     assert sorted(trace.group(0, 6).tolist()) == sorted(groups[0] * 2)
-
-
-def test_trace_of_plain_numbers_is_drawn_evenly(tmp_path: Path) -> None:
-    """Every number of a flat trace comes up equally often, capped."""
-    path = tmp_path / "trace.jsonl"
-    path.write_text("10\n20\n30\n4000\n")
-    trace = TraceLengths.from_jsonl(str(path), cap=100)
-
-    values, counts = np.unique(np.concatenate([trace.group(g, 8) for g in range(2000)]), return_counts=True)
-    assert values.tolist() == [10, 20, 30, 100]
-    assert counts / counts.sum() == pytest.approx(0.25, abs=0.02)

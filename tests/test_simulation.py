@@ -122,21 +122,6 @@ def test_failing_samples_cost_what_the_policy_says(
     simulation.core.validate()
 
 
-@pytest.mark.parametrize(
-    ("changes", "failing", "words"),
-    [
-        ({"has_reward": True}, 0.0, "no rewards and no filter"),
-        ({"has_filter": True}, 0.0, "no rewards and no filter"),
-        ({}, -0.1, "is a share of the samples"),
-        ({}, 1.0, "is a share of the samples"),
-    ],
-)
-def test_what_would_be_stuck_is_refused(changes: dict[str, bool], failing: float, words: str) -> None:
-    """Nobody would answer rewards and filters, and all failing would never give a batch."""
-    with pytest.raises(ValueError, match=words):
-        Simulation(core(**changes), COST, ConstantLengths(3), failing=failing)
-
-
 # ---------------------------------------------------------------- a trainer that takes its time
 
 STEP_ONLY = DecodeCost(base_s=0.004, per_sequence_s=0.0, per_kv_token_s=0.0)

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tiny_models import ARCHITECTURES, EOS, VOCAB_SIZE, apart, tiny_model
+from tiny_models import ARCHITECTURES, VOCAB_SIZE, apart, tiny_model
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from april.core.versions import FIRST_VERSION
@@ -164,44 +164,6 @@ def test_a_seed_gives_the_same_tokens_in_any_company() -> None:
     assert not np.array_equal(alone[0], other_seed[0])
 
 
-def test_stop_tokens_end_a_response_and_stay_in_it() -> None:
-    """Per-request stop ids in one batch: the first occurrence ends it, with its log-probability; others run on."""
-    model = tiny_model()
-    prompts = _prompts(24, seed=5)
-    free = _run(_decoder(model), [_request(f"{i}", p, 40, temperature=1.0) for i, p in enumerate(prompts)])
-    stops = {f"{i}": tuple(int(t) for t in free[f"{i}"][0][[5 + i, 30]]) for i in range(24) if i % 3}
-    stopped = _run(
-        _decoder(model, slots=6),
-        [_request(f"{i}", p, 40, temperature=1.0, stop_ids=stops.get(f"{i}", ())) for i, p in enumerate(prompts)],
-    )
-
-    for name, (tokens, logprobs, finish) in stopped.items():
-        end = 40 if name not in stops else int(np.flatnonzero(np.isin(free[name][0], stops[name]))[0]) + 1
-        assert finish is (EngineFinish.LENGTH if end == 40 else EngineFinish.STOP)
-        np.testing.assert_array_equal(free[name][0][:end], tokens)
-        np.testing.assert_allclose(free[name][1][:end], logprobs, rtol=0, atol=1e-5)
-
-
-def test_min_tokens_keeps_stop_tokens_out_until_then() -> None:
-    """With half the vocabulary as stop ids nothing stops before its own min_tokens, and all stop soon after."""
-    model = tiny_model()
-    stops = tuple(range(0, VOCAB_SIZE, 2))
-    requests = [
-        _request(f"{i}", p, 60, temperature=1.0, stop_ids=stops if i % 2 else (EOS, *stops), min_tokens=5 * i)
-        for i, p in enumerate(_prompts(8, seed=6))
-    ]
-    prompts = {r.attempt_id: r.tokens for r in requests}
-    result = _run(_decoder(model), requests)
-
-    for i in range(8):
-        tokens, _, finish = result[f"{i}"]
-        assert finish is EngineFinish.STOP
-        assert len(tokens) > 5 * i
-        assert int(tokens[-1]) in requests[i].stop_ids
-        assert not set(tokens[:-1].tolist()) & set(requests[i].stop_ids)
-    assert _largest_difference(model, prompts, result, 1.0) <= 1e-5
-
-
 def test_equal_prompts_go_through_the_model_once() -> None:
     """A group of 8 samples costs one prefill of its prompt, and every sample's log-probabilities are exact."""
     model = tiny_model()
@@ -213,22 +175,6 @@ def test_equal_prompts_go_through_the_model_once() -> None:
     assert decoder._stats.prefill_tokens == first.size + second.size
     assert len({result[f"a{i}"][0].tobytes() for i in range(8)}) == 8
     assert _largest_difference(model, prompts, result, 1.0) <= 1e-5
-
-
-def test_counters_agree_with_what_happened() -> None:
-    """Steps, busy slots and tokens are what lengths and slots say they must be."""
-    model = tiny_model()
-    decoder = _decoder(model, slots=4)
-    decoder._stats.trace = []
-    lengths = [1, 5, 9, 9]
-    _run(decoder, [_request(f"{i}", p, k) for i, (p, k) in enumerate(zip(_prompts(4), lengths, strict=True))])
-    stats = decoder._stats
-
-    assert (stats.requests, stats.generated_tokens, stats.decode_steps) == (4, sum(lengths), 8)
-    assert stats.busy_slot_steps == sum(lengths) - 4  # first tokens come from the prefill
-    assert stats.slot_steps == 4 * 8
-    assert stats.trace == [(i, 3 if i <= 4 else 2) for i in range(1, 9)]
-    assert stats.counters()["occupancy"] == stats.occupancy == (sum(lengths) - 4) / 32
 
 
 def test_admission_waits_for_an_eighth_of_the_slots_or_for_all_that_wait() -> None:
@@ -311,16 +257,6 @@ class _HostReads(TorchDispatchMode):
         if name.split(".")[0] in self._WAITING:
             self.waiting.append(name)
         return func(*args, **(kwargs or {}))
-
-
-def test_other_dtypes_run() -> None:
-    """bfloat16 weights: masks and cache follow; log-probabilities are float32 and near a recompute in bfloat16."""
-    model = tiny_model("qwen2").to(torch.bfloat16)
-    prompts = {f"r{i}": p for i, p in enumerate(_prompts(6))}
-    result = _run(_decoder(model), [_request(n, p, 20, temperature=1.0) for n, p in prompts.items()])
-
-    assert all(logprobs.dtype == np.float32 for _, logprobs, _ in result.values())
-    assert _largest_difference(model, prompts, result, 1.0) < 0.5
 
 
 @pytest.mark.parametrize(

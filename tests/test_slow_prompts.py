@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 import april
-from april.driver.prompt_source import DRAW_ALLOWANCE_S, QUICK_DRAW_S, DrawPatience
 from april.testing import FakeEngine
 
 
@@ -73,35 +72,6 @@ def test_the_loop_goes_on_and_the_position_is_that_of_what_was_handed_over() -> 
         assert numbers(rollouts.next_batch()) == [2, 3]
 
 
-def test_the_patience_for_quick_draws_is_used_up() -> None:
-    """A source that takes just less than the longest wait does not hold up the loop at each draw."""
-    patience = DrawPatience()
-    for _ in range(1000):
-        patience.waited(0.004, found=True)
-    assert patience.left_s == QUICK_DRAW_S
-    patience.waited(0.2, found=True)
-    assert patience.left_s == pytest.approx(QUICK_DRAW_S + DRAW_ALLOWANCE_S - 0.2)
-    patience.waited(patience.left_s, found=False)
-    assert patience.left_s == 0.0
-    patience.waited(0.0, found=True)
-    assert patience.left_s == 0.0, "it would wait again"
-
-
-def test_a_list_is_drawn_without_a_thread() -> None:
-    """Nothing of it can take long."""
-    threads: set[str] = set()
-
-    class Listed(list[list[int]]):
-        def __iter__(self) -> Iterator[list[int]]:
-            for item in super().__iter__():
-                threads.add(threading.current_thread().name)
-                yield item
-
-    with scheduler(Listed([[1, 3], [2, 3]])) as rollouts:
-        rollouts.next_batch()
-    assert not any(name.startswith("april-worker") for name in threads)
-
-
 def test_close_does_not_wait_for_a_draw() -> None:
     """The caller is told; the thread ends when the prompts let it."""
     prompts = Gated(1)
@@ -110,23 +80,6 @@ def test_close_does_not_wait_for_a_draw() -> None:
     rollouts.close()
     assert isinstance(waiting.exception(), april.SchedulerClosed)
     prompts.gate.set()
-
-
-def test_more_prompts_that_come_while_the_last_draw_ends() -> None:
-    """The draw had seen the end before extend was called: the new prompts are drawn all the same."""
-
-    class Ending(Gated):
-        def __iter__(self) -> Iterator[list[int]]:
-            yield [1, 3]
-            self.held.set()
-            self.gate.wait()
-
-    prompts = Ending(0)
-    with scheduler(prompts) as rollouts:
-        waiting = hanging(rollouts, prompts)
-        rollouts.extend([[7, 3]])
-        prompts.gate.set()
-        assert numbers(waiting.result()) == [0, 6]
 
 
 @pytest.mark.parametrize("error", [ValueError("no such file"), SystemExit(3)])

@@ -10,15 +10,12 @@ import pytest
 from fake_servers.base import KEEPS_ALIVE, PlannedFault, RequestFault
 from real_schedulers import reward
 from server_fixtures import KINDS, ServerThread, settings
-from virtual_rollouts import RecordingEngine, Rollouts, now, on_virtual_time, table, virtual
+from virtual_rollouts import RecordingEngine, Rollouts, now, on_virtual_time, table
 
 import april
 from april.core import engine_table
-from april.core.sampling import SamplingParams
 from april.core.versions import FIRST_VERSION
-from april.driver.user_calls import TimeLimits
-from april.engines.protocol import BufferedStream, Chunk, EngineFinish, Request
-from april.errors import EngineError
+from april.engines.protocol import BufferedStream, Chunk, EngineFinish, OnWeightUpdate, Request
 from april.testing import FakeEngine, Fault, FaultScript, rollouts, run_virtual
 
 STALL_S = 10.0
@@ -137,53 +134,45 @@ def test_chunks_without_tokens() -> None:
     run_virtual(program(), limit_s=1000)
 
 
-def test_an_evaluation_counts_tokens_too() -> None:
-    """Empty chunks do not keep an evaluation request alive."""
+@pytest.mark.parametrize("in_flight", ["keep", "recompute"])
+@pytest.mark.parametrize("goes_on", [True, False])
+def test_a_pause_of_aprils_own_is_no_silence(in_flight: str, goes_on: bool) -> None:
+    """Engines that keep their requests are silent while april has paused them, for however long another one hangs and
+    the transfer takes; one that does not go on afterwards is silent stall_timeout_s later."""
 
-    class Empty(RecordingEngine):
-        async def generate(self, request: Request) -> Any:
-            while True:
-                await asyncio.sleep(1.0)
-                yield Chunk(np.empty(0, np.int32), np.empty(0, np.float32), FIRST_VERSION)
+    class Hangs(FakeEngine):
+        async def pause_in_flight(self, in_flight: OnWeightUpdate) -> None:
+            await asyncio.sleep(2.5 * STALL_S)
+            await super().pause_in_flight(in_flight)
+
+    class Well(FakeEngine):
+        async def resume(self) -> None:
+            if goes_on:
+                await super().resume()
 
     async def program() -> None:
-        engine = Empty(table({}, 8))
-        run = Rollouts(table({}, 8), n=1, engines=[engine], stall_timeout_s=STALL_S)
-        prompt = april.Prompt(np.array([1, 2], np.int32))
-        with pytest.raises(EngineError, match="was silent for 10 s"):
-            await run.driver.evaluate([prompt], 1, SamplingParams(8), 1)
-        await run.driver.close()
+        config = april.Config(
+            rollout_batch_size=1, over_sampling_batch_size=4, n_samples_per_prompt=1, max_response_len=3000,
+            generation="continuous", on_weight_update=in_flight, stall_timeout_s=STALL_S,
+        )  # fmt: skip
+        engines = [kind(name, lengths=1200, chunk_tokens=1) for name, kind in (("hangs", Hangs), ("well", Well))]
 
-    virtual(program)
+        async def hand_over() -> None:
+            await asyncio.sleep(2 * STALL_S)
 
+        async with rollouts(config, engines=engines, prompts=prompts(), reward=lambda p, r: 1.0) as run:
+            waits = asyncio.create_task(run.next_batch())
+            await asyncio.sleep(STALL_S / 2)
+            assert all(engine.attempts for engine in engines)
+            await run.weight_update(transfer=hand_over)
+            resumed = now()
+            await asyncio.sleep(STALL_S + 1)
+            assert not engines[0].aborts
+            assert [abort.at_s for abort in engines[1].aborts][:1] == ([] if goes_on else [resumed + STALL_S])
+            run.audit()
+            waits.cancel()
 
-@on_virtual_time
-async def test_time_limits_of_what_had_time_left() -> None:
-    """late() may give time back; stop and close end that too."""
-
-    class Work:
-        def __init__(self, *left: float | None) -> None:
-            self.left, self.late_s = list(left), []
-
-        def late(self) -> float | None:
-            self.late_s.append(now())  # type: ignore[attr-defined]
-            return self.left.pop(0)
-
-    limits = TimeLimits(10.0)
-    twice, stopped, plain = Work(4.0, 2.0, None), Work(5.0, None), Work(None)
-    for work in (twice, stopped, plain):
-        limits.start(work)
-    await asyncio.sleep(12.0)
-    limits.start(twice)  # it runs: nothing happens
-    limits.stop(stopped)
-    await asyncio.sleep(20.0)
-    assert (twice.late_s, stopped.late_s, plain.late_s) == ([10.0, 14.0, 16.0], [10.0], [10.0])
-    closed = Work(5.0, None)
-    limits.start(closed)
-    await asyncio.sleep(11.0)
-    limits.close()
-    await asyncio.sleep(20.0)
-    assert len(closed.late_s) == 1
+    run_virtual(program(), limit_s=1000)
 
 
 def prompts() -> list[list[int]]:

@@ -3,27 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
-from itertools import chain
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 import april
-from april.core.event_pump import KEPT, EndedRequest, RequestLog, RequestSums
+from april.core.event_pump import RequestLog, RequestSums
 from april.core.settings import EngineLimits
 from april.core.state import RolloutCore
-from april.core.types import SampleId
-from april.driver.limit import GROUPS, EngineCosts, distance_of
+from april.driver.limit import GROUPS, distance_of
 from april.engines.simulated.decode_cost import DecodeCost
 from april.engines.simulated.engine import SimulatedEngine
-from april.engines.simulated.fitted_cost import FEWEST, FittedCost
 from april.engines.simulated.response_lengths import LognormalLengths
-from april.processes.host import Host
-from april.processes.link import Link, memory_links
-from april.processes.remote_hosts import HostDoor
 from april.record.file import RunRecord
 from april.testing import rollouts, run_virtual
 from april.view.report import page
@@ -45,18 +37,17 @@ SIZES = {
 
 
 async def train(
-    engines: list[SimulatedEngine], batches: int, path: Path | None, before: Any = None, hosts: Any = None,
-    **config: Any,
+    engines: list[SimulatedEngine], batches: int, path: Path | None, before: Any = None, **config: Any
 ) -> list[dict[str, float]]:  # fmt: skip
-    """Metrics of the batches of a trainer that takes three seconds for each; ``before`` is called before each."""
+    """Metrics of the batches of a trainer that takes three seconds for each; before each, ``before`` is called."""
     found = []
     async with rollouts(
         april.Config(**(SIZES | config)), engines=engines, prompts=[[1, 2]] * 400, reward=lambda p, r: 1.0,
-        record=None if path is None else RunRecord(path), hosts=hosts,
+        record=None if path is None else RunRecord(path),
     ) as scheduler:  # fmt: skip
         for number in range(batches):
             if before is not None:
-                await before(number)
+                await before(scheduler, number)
             found.append(dict((await scheduler.next_batch()).metrics))
             await asyncio.sleep(3.0)
             await scheduler.weight_update("weights")
@@ -91,57 +82,26 @@ def test_too_few_requests_say_nothing() -> None:
     assert not any(name in step for name in PARTS)
 
 
-def test_the_report_says_the_same(tmp_path: Path) -> None:
-    """Of all steps together, from the record."""
-    steps = run(tmp_path / "run.jsonl")
-    data = read_run(tmp_path / "run.jsonl")
-    found = distance(data, data.batches[0].time_s, data.batches[-1].time_s)
-    assert found is not None
-    seconds = sum(step["step_s"] for step in steps[1:])
-    for name, share in (("of_limit", found.at_limit), ("lost_reprefill", found.reprefill)):
-        assert sum(step[name] * step["step_s"] for step in steps[1:]) / seconds == pytest.approx(share, rel=0.03)
-    assert set(found.causes) <= set(chain.from_iterable(GROUPS.values()))
-    for name, causes in GROUPS.items():
-        told = sum(step[f"lost_{name.replace(' ', '_')}"] * step["step_s"] for step in steps[1:]) / seconds
-        assert told == pytest.approx(sum(found.causes.get(cause, 0.0) for cause in causes), abs=0.03)
-
-
 JOIN, CHANGE = 6, 14
 
 
-def run_with_hosts(path: Path) -> list[dict[str, float]]:
-    """Metrics of 24 batches: one engine, then four with three hosts, of which one is replaced; 8 slots each."""
-    door, hosts = HostDoor(deadline_s=20.0), dict[str, Host]()
+def run_with_changes(path: Path) -> list[dict[str, float]]:
+    """Metrics of 24 batches: one engine, then four, of which one is replaced; 8 slots each."""
 
-    async def link() -> Link:
-        here, there = memory_links()
-        door.accept(here)
-        return there
-
-    async def joins(*names: str) -> None:
-        for name in names:
-            hosts[name] = Host(name, engines=[engine("e", 8)], join=link)
-            await hosts[name].astart()
-
-    async def before(number: int) -> None:
+    async def before(scheduler: Any, number: int) -> None:
         if number == JOIN:
-            await joins("a", "b", "c")
+            for name in ("a", "b", "c"):
+                await scheduler.scheduler.aadd_engine(engine(name, 8))
         if number == CHANGE:
-            await hosts.pop("a").aclose()
-            await joins("d")
+            await scheduler.scheduler.aremove_engine("a", cut=True)
+            await scheduler.scheduler.aadd_engine(engine("d", 8))
 
-    async def program() -> list[dict[str, float]]:
-        found = await train([engine("here", 8)], 24, path, before, door)
-        for host in hosts.values():
-            await host.aclose()
-        return found
-
-    return run_virtual(program())
+    return run_virtual(train([engine("here", 8)], 24, path, before))
 
 
 def test_the_report_counts_engines_as_long_as_they_were_there(tmp_path: Path) -> None:
-    """Hosts join, and one is replaced: the most places at a time, and the limit of the engines that there were."""
-    steps = run_with_hosts(tmp_path / "run.jsonl")
+    """Engines join, and one is replaced: the most places at a time, and the limit of the engines that there were."""
+    steps = run_with_changes(tmp_path / "run.jsonl")
     data = read_run(tmp_path / "run.jsonl")
     assert len(data.engines) == 5
     assert data.there.places[0] == 8
@@ -190,55 +150,3 @@ def test_an_engine_that_brought_nothing_was_there() -> None:
     settings = config.core_settings(has_reward=False, group_reward=False, run_id=0)
     core = RolloutCore(settings, [EngineLimits("a", 100), EngineLimits("b", 100)])
     assert set(RequestLog(core, lambda: 0.0).take()) == {"a", "b"}
-
-
-def test_a_long_run_goes_on_being_measured() -> None:
-    """What is remembered is never all older than the latest fit."""
-
-    class Log:
-        ended = 0
-
-        def __iter__(self) -> Iterator[Any]:
-            return iter([("a", [])])
-
-        def count(self, engine: str) -> int:
-            return self.ended
-
-    log = Log()
-    costs, seen = EngineCosts(log), set()  # type: ignore[arg-type]
-    for log.ended in range(0, 100_000, 512):
-        costs.look()
-        seen.add(costs._seen.get("a", 0))
-        assert log.ended - costs._seen.get("a", 0) < KEPT
-    assert len(seen) > 20
-
-
-def test_an_engine_that_is_new_costs_what_others_do() -> None:
-    """Until its own requests tell."""
-
-    class Log:
-        def __iter__(self) -> Iterator[Any]:
-            return iter(())
-
-    costs = EngineCosts(Log())  # type: ignore[arg-type]
-    costs.look()
-    assert costs.of("a") is None
-    costs._fitted["b"] = FittedCost(COST, FEWEST, 0.0, told=True, at_best=COST)
-    assert costs.of("a") == costs.of("b") == COST
-
-
-def test_engines_that_have_left_are_forgotten() -> None:
-    """With the step after their last request: a pool that comes and goes does not fill the memory."""
-    core = SimpleNamespace(engines=SimpleNamespace(states={"stays": None}))
-    log = RequestLog(core, lambda: 0.0)  # type: ignore[arg-type]
-    costs = EngineCosts(log)
-    for number in range(2 * FEWEST):
-        for name in ("stays", "left"):
-            log._add(EndedRequest(name, SampleId(0, 0), False, 0, 1.0 * number, number + 0.5, 10, 20))
-    costs.look()
-    assert log.take()["left"].generated == 40 * FEWEST
-    assert {name for name, _ in log} == {name for name, _ in costs} == {"stays", "left"}
-    assert set(log.take()) == {"stays"}
-    costs.look()
-    assert {name for name, _ in log} == {name for name, _ in costs} == {"stays"}
-    assert log.count("left") == 0

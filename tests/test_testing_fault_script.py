@@ -19,7 +19,6 @@ from april.testing import (
     FaultKind,
     FaultScript,
     Rollouts,
-    VirtualDeadlock,
     rollouts,
     run_virtual,
 )
@@ -137,69 +136,6 @@ async def test_each_fault_loses_nothing(case: str) -> None:
     assert failures == {"failed_update": 3}.get(case, failures)
 
 
-@on_virtual_time
-async def test_an_outage_of_all_engines_ends() -> None:
-    """Both engines are gone for 30 s: groups may be given up by name, batches come again, the books are exact."""
-    script = FaultScript(*(Fault("engine_dies", engine=f"e{i}", from_s=9.0, seconds=30.0) for i in range(2)))
-    async with make(script) as run:
-        await steps(run)
-        assert script.count("engine_dies") == 2
-        assert set(+run.ledger()["tokens"].dropped) <= {DropReason.FAILED}
-        assert run.audit().lost == 0
-
-
-@on_virtual_time
-async def test_what_was_withheld_is_what_an_engine_did_not_send() -> None:
-    """abort_empty: the tokens since the last chunk are made again, those of earlier chunks are not."""
-    script = FaultScript(Fault("abort_empty", sample=(2, 0)))
-    async with make(script, engines=1) as run:
-        await steps(run)
-        first, *rest = run.engines[0].attempts_of((2, 0))  # type: ignore[attr-defined]
-        assert first.withheld == 3
-        assert first.count % 4 == 0
-        assert rest[0].request.response_offset == first.count
-
-
-def test_a_break_behind_the_last_token_finishes_the_sample() -> None:
-    """All tokens came, EOS among them, and then the stream broke: the sample is complete and asked for no more."""
-
-    async def program(fault: Fault, config: april.Config, length: int) -> None:
-        script = FaultScript(fault)
-        async with make(script, config, engines=1, lengths=length, chunk_tokens=None) as run:
-            batch = await run.next_batch()
-            run.audit()
-            assert not script.unfired
-            (sample,) = (s for s in batch.samples if s.id == (0, 0))
-            assert len(run.engines[0].attempts_of((0, 0))) == sample.attempts == 1  # type: ignore[attr-defined]
-            assert sample.finish is (april.FinishReason.STOP if length == 8 else april.FinishReason.LENGTH)
-            assert batch.metrics["failed_attempts"] == 1
-
-    config = april.Config(rollout_batch_size=2, n_samples_per_prompt=1, max_response_len=8)
-    for length in (8, 20):
-        for fault in (Fault("break_off", sample=(0, 0), after_tokens=8), Fault("no_finish", sample=(0, 0))):
-            run_virtual(program(fault, config, length), limit_s=1000)
-
-
-def test_a_stream_that_falls_silent_is_ended_and_continued() -> None:
-    """stall_timeout_s: a step that waits for a silent stream goes on with a new attempt and loses no token."""
-
-    async def program(stall_timeout_s: float | None) -> None:
-        script = FaultScript(Fault("stall", sample=(0, 1), after_tokens=3))
-        config = april.Config(
-            rollout_batch_size=1, n_samples_per_prompt=2, max_response_len=60, stall_timeout_s=stall_timeout_s
-        )
-        async with make(script, config, engines=1) as run:
-            batch = await run.next_batch()
-            assert [s.attempts for s in batch.samples if s.id == (0, 1)] == [2]
-            assert batch.metrics["stalled_attempts"] == 1
-            assert batch.metrics["rollout_wall_s"] > 100
-            run.audit()
-
-    run_virtual(program(100.0), limit_s=1_000)
-    with pytest.raises(VirtualDeadlock):
-        run_virtual(program(None))
-
-
 @pytest.mark.parametrize("seed", range(60))
 @on_virtual_time
 async def test_random_scripts_lose_nothing(seed: int) -> None:
@@ -257,27 +193,6 @@ def test_a_random_script_repeats_itself_and_prints_its_seed(capsys: pytest.Captu
     assert "faults=[Fault('stall', seconds=2.0)]" in printed
 
 
-def test_random_scripts_draw_every_kind_equally_often() -> None:
-    """At rate 1 every attempt of 6,000 has a fault, each kind within 30 % of its share; at rate 0 none has."""
-    from april.core.sampling import SamplingParams
-    from april.engines.protocol import Request
-
-    def drawn(rate: float) -> list[FaultKind]:
-        script = FaultScript.random(1, rate)
-        ids = np.array([1], np.int32)
-        requests = [
-            Request(attempt_id=f"{i:08d}", token_ids=ids, sampling=SamplingParams(5), sample_key=(i, 0))
-            for i in range(6000)
-        ]
-        return [fault.kind for r in requests for fault in script.attempt("e0", r).faults]
-
-    assert drawn(0.0) == []
-    kinds = drawn(1.0)
-    assert len(kinds) == 6000
-    share = 6000 / len(STREAM_FAULTS)
-    assert {kind: kinds.count(kind) for kind in STREAM_FAULTS if abs(kinds.count(kind) - share) > 0.3 * share} == {}
-
-
 @on_virtual_time
 async def test_selectors_choose_engine_sample_attempt_and_time() -> None:
     """A fault hits what it names and nothing else."""
@@ -297,20 +212,6 @@ async def test_selectors_choose_engine_sample_attempt_and_time() -> None:
     assert all(20 <= f.at_s < 40 for f in third)
     assert not never
     assert script.unfired == [script.faults[3]]
-
-
-@on_virtual_time
-async def test_evaluations_are_not_hit_and_not_audited() -> None:
-    """A script is about training; an evaluation between two steps changes neither attempt numbers nor counts."""
-    script = FaultScript(Fault("break_off", sample=(0, 0), times=2))
-    config = april.Config(rollout_batch_size=1, n_samples_per_prompt=1, max_response_len=60)
-    async with make(script, config) as run:
-        result = await run.evaluate([[5], [6]], n_samples=2)
-        assert result.rewards.shape == (2, 2)
-        assert not script.fired
-        await run.next_batch()
-        assert [f.attempt for f in script.fired] == [1, 2]
-        assert run.audit().samples == 1
 
 
 @pytest.mark.parametrize(

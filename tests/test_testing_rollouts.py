@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import subprocess
 import sys
 from collections.abc import Callable
@@ -18,7 +17,8 @@ from april.core.batch import Batch
 from april.core.versions import PolicyVersion
 from april.engines.simulated.decode_cost import DecodeCost
 from april.engines.simulated.engine import SimulatedEngine
-from april.testing import AuditError, FakeEngine, Fault, FaultScript, audit, fake_logprobs, rollouts, run_virtual
+from april.testing import AuditError, FakeEngine, FaultScript, audit, rollouts, run_virtual
+from april.testing.fault_script import STREAM_FAULTS
 
 CONFIG = april.Config(rollout_batch_size=2, over_sampling_batch_size=4, n_samples_per_prompt=2, max_response_len=60)
 LENGTHS = {(g, i): 1 + (11 * g + 7 * i) % 40 for g in range(60) for i in range(2)}
@@ -67,114 +67,6 @@ def test_it_is_the_scheduler_without_its_thread() -> None:
 
 
 @on_virtual_time
-async def test_transfers_run_while_the_engines_are_paused() -> None:
-    """Plain or async; one that raises leaves the version as it is, and rollouts go on."""
-    engine = FakeEngine(lengths=LENGTHS)
-    seen: list[str] = []
-
-    async def transfer() -> None:
-        await asyncio.sleep(2)
-        seen.append(repr(engine).split()[2])
-
-    def fails() -> None:
-        raise OSError("no such file")
-
-    async with rollouts(CONFIG, engines=[engine], prompts=prompts(), reward=by_length) as run:
-        await run.next_batch()
-        await run.weight_update("/weights", transfer)
-        with pytest.raises(OSError, match="no such file"):
-            await run.weight_update(transfer=fails)
-        assert (seen, run.version, engine.updates[0][2]) == (["paused"], PolicyVersion(0, 1), "/weights")
-        await run.next_batch()
-        run.audit()
-
-
-@on_virtual_time
-async def test_a_cancelled_call_loses_nothing_and_close_is_final() -> None:
-    """The next call gets the batch of a cancelled one; after close every call says so."""
-    run = rollouts(CONFIG, engines=[FakeEngine(lengths=LENGTHS)], prompts=prompts(), reward=by_length)
-    waiter = asyncio.create_task(run.next_batch())
-    await asyncio.sleep(2)
-    waiter.cancel()
-    assert (await run.next_batch()).id == 0
-    run.validate()
-    assert "leased in batch 0" in run.story(0, 0)
-    assert repr(run).startswith("<Rollouts <RolloutCore")
-    with pytest.raises(april.RolloutError, match="await those of the facade"):
-        run.scheduler.next_batch()
-    await run.close()
-    await run.close()
-    for call in (run.next_batch, run.weight_update):
-        with pytest.raises(april.SchedulerClosed):
-            await call()
-
-
-@pytest.mark.parametrize("after", [0, 3])
-@on_virtual_time
-async def test_an_evaluation_does_not_wait_for_a_silent_engine_for_ever(after: int) -> None:
-    """Silent for stall_timeout_s, it is asked to end the request, which is tried again; after max_attempt_failures the
-    engine is named, and training goes on."""
-
-    class Silent(FakeEngine):
-        async def generate(self, request: Any) -> Any:
-            async for chunk in super().generate(request):
-                yield chunk
-                if request.attempt_id[16:20] == "ffff" and self.handed_over_tokens >= after:
-                    await asyncio.Event().wait()
-
-    engine = Silent(lengths=9, chunk_tokens=1)
-    config = CONFIG.model_copy(update={"stall_timeout_s": 100.0})
-    async with rollouts(config, engines=[engine], prompts=prompts(), reward=by_length) as run:
-        with pytest.raises(april.EngineError, match="engine fake was silent for 100 s"):
-            await run.evaluate([[1, 2]])
-        # the first try has ``after`` tokens, the others one; each ends when the engine has not heard of its end for
-        # abort_deadline_s, and before the next one a probe finds the engine well
-        assert asyncio.get_running_loop().time() == (100 + max(after, 1) + 30) + 2 * (1 + 100 + 1 + 30)
-        await asyncio.sleep(0)  # the last stream is being closed
-        assert engine.open_streams == 0
-        assert engine.aborts
-        assert (await run.next_batch()).id == 0
-
-
-@pytest.mark.parametrize("what", ["evaluate", "weight_update"])
-@on_virtual_time
-async def test_close_tells_who_waits(what: str) -> None:
-    """An evaluation or a weight update that runs while another task closes ends at once with SchedulerClosed."""
-    run = rollouts(CONFIG, engines=[FakeEngine(lengths=50)], prompts=prompts(), reward=by_length)
-    calls = {
-        "evaluate": lambda: run.evaluate([[1, 2]]),
-        "weight_update": lambda: run.weight_update(transfer=lambda: asyncio.sleep(1e6)),
-    }
-    waiter = asyncio.create_task(calls[what]())
-    await asyncio.sleep(5)
-    await run.close()
-    with pytest.raises(april.SchedulerClosed, match="the scheduler is closed"):
-        await waiter
-    assert asyncio.get_running_loop().time() == 5
-
-
-@on_virtual_time
-async def test_a_plain_filter_runs_on_the_loop() -> None:
-    """Dynamic sampling on virtual time: a plain filter, april's own too, needs no thread."""
-
-    async def by_index(prompt: april.Prompt, response: Any) -> float:
-        return float(response.sample_id.index * (response.sample_id.group % 2))
-
-    async with rollouts(
-        CONFIG,
-        engines=[FakeEngine(lengths=LENGTHS)],
-        prompts=prompts(),
-        reward=by_index,
-        filter=april.rewards_differ,
-    ) as run:
-        batch = await run.next_batch()
-        assert all(s.id.group % 2 for s in batch.samples)
-        run.audit()
-    with pytest.raises(april.ConfigError, match="rewards_differ would reject every group"):
-        rollouts(CONFIG, engines=[FakeEngine()], prompts=prompts(), filter=april.rewards_differ)
-
-
-@on_virtual_time
 async def test_a_plain_rollout_function_on_a_virtual_clock_is_refused() -> None:
     """It would run in a thread, which a virtual clock does not wait for: a sentence instead of time-outs."""
 
@@ -183,35 +75,6 @@ async def test_a_plain_rollout_function_on_a_virtual_clock_is_refused() -> None:
 
     with pytest.raises(april.ConfigError, match=r"plain is a plain function.*make it async"):
         rollouts(CONFIG, engines=[FakeEngine()], prompts=prompts(), rollout=plain)
-
-
-@on_virtual_time
-async def test_calls_inside_a_function_are_refused() -> None:
-    """next_batch inside a reward function would wait for itself: an error that says so, as in the scheduler."""
-
-    async def reward(prompt: april.Prompt, response: Any) -> float:
-        await run.next_batch()
-        return 1.0
-
-    async with rollouts(CONFIG, engines=[FakeEngine(lengths=3)], prompts=prompts(), reward=reward) as run:
-        with pytest.raises(april.RolloutError, match="cannot be called inside a rollout or reward function"):
-            await run.next_batch()
-
-
-@on_virtual_time
-async def test_group_rewards_and_wrong_arguments() -> None:
-    """A plain group reward works; what is no function is refused as by the scheduler."""
-    engines = [FakeEngine(lengths=LENGTHS)]
-
-    def ranks(prompt: april.Prompt, responses: Any) -> list[int]:
-        return list(range(len(responses)))
-
-    async with rollouts(CONFIG, engines=engines, prompts=prompts(), group_reward=ranks) as run:
-        assert (await run.next_batch()).rewards.tolist() == [0.0, 1.0] * 2
-    with pytest.raises(april.ConfigError, match="reward must be a function, got int"):
-        rollouts(CONFIG, engines=engines, prompts=prompts(), reward=3)  # type: ignore[arg-type]
-    with pytest.raises(april.ConfigError, match="names must be unique"):
-        rollouts(CONFIG, engines=engines * 2, prompts=prompts())
 
 
 @on_virtual_time
@@ -374,14 +237,43 @@ async def test_what_began_again_is_lost_unless_the_ledger_names_it() -> None:
             audit(run.batches, engine)
 
 
-def test_provenance_can_be_computed_again() -> None:
-    """Every log-probability of a delivered sample is that of its token under its version."""
-    batches, _, _ = _some_batches()
-    for sample in (s for b in batches for s in b.samples):
-        for segment in sample.segments:
-            where = slice(segment.start, segment.start + segment.count)
-            if segment.attempt_id:
-                assert np.array_equal(sample.logprobs[where], fake_logprobs(sample.tokens[where], segment.version))
+@pytest.mark.parametrize("group_quorum", [1.0, 0.5])
+@on_virtual_time
+async def test_what_was_loaded_can_be_audited(group_quorum: float) -> None:
+    """A run that began with a saved state: its tokens are compared with those that it held then, its counts with
+    those, and tokens of its own engines with what these handed over."""
+    config = april.Config(
+        rollout_batch_size=4, n_samples_per_prompt=6, max_response_len=60, over_sampling_batch_size=6,
+        group_quorum=group_quorum,
+    )  # fmt: skip
+    options: dict[str, Any] = {"prompts": prompts(), "reward": by_length}
+    lengths = {(g, i): 1 + (11 * g + 7 * i) % 40 for g in range(60) for i in range(6)}
+
+    def fakes() -> list[FakeEngine]:
+        return [FakeEngine(lengths=lengths, faults=FaultScript.random(seed=2, rate=0.1, kinds=STREAM_FAULTS))]
+
+    async with rollouts(config, engines=fakes(), **options) as run:
+        for _ in range(3):
+            await run.next_batch()
+            run.audit()
+            await run.weight_update()
+        state = run.state_dict()
+    async with rollouts(config, engines=fakes(), **options) as run:
+        version = await run.load_state_dict(state)
+        for _ in range(3):
+            await run.next_batch()
+            run.audit()
+            await run.weight_update()
+        loaded = [
+            (batch, sample, segment) for batch in run.batches for sample in batch.samples
+            for segment in sample.segments if segment.version < version
+        ]  # fmt: skip
+        assert len(loaded) > 3
+        _, sample, segment = loaded[0]
+        sample.logprobs.flags.writeable = True
+        sample.logprobs[segment.start] -= 1.0
+        with pytest.raises(AuditError, match=r"has other logprobs from .* than the state that was loaded"):
+            run.audit()
 
 
 # ---------------------------------------------------------------- the package
@@ -396,18 +288,3 @@ def test_importing_it_needs_no_torch_and_no_test_runner() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines() == ["[]"]
-
-
-def test_a_fault_in_real_time() -> None:
-    """The same engines and scripts serve the scheduler's own thread."""
-    script = FaultScript(
-        Fault("break_off", sample=(0, 1), after_tokens=3), Fault("nan_logprob", sample=(1, 0), after_tokens=2)
-    )
-    engines = [FakeEngine(f"e{i}", lengths=8, seconds_per_token=0.002, chunk_tokens=2, faults=script) for i in range(2)]
-    config = april.Config(rollout_batch_size=2, n_samples_per_prompt=2, max_response_len=20)
-    with april.RolloutScheduler(config, prompts=prompts(), reward=by_length, engines=engines, check=True) as scheduler:
-        batch = scheduler.next_batch()
-        found = audit(batch, engines, scheduler.ledger())
-    assert found.delivered == 2 * 2 * 8
-    assert found.rejected == 4
-    assert not script.unfired

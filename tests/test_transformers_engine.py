@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import copy
+import itertools
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -14,7 +16,6 @@ import pytest
 import torch
 from real_schedulers import assert_nothing_is_left
 from tiny_models import (
-    ARCHITECTURES,
     EOS,
     V1,
     VOCAB_SIZE,
@@ -27,7 +28,6 @@ from tiny_models import (
     tiny_engine,
     tiny_model,
     tiny_request,
-    write_weights,
 )
 from tiny_tokenizers import ids_of, tokenizer
 
@@ -35,9 +35,9 @@ import april
 from april.core.sampling import SamplingParams
 from april.core.versions import FIRST_VERSION
 from april.driver.rewards import Response
-from april.engines.protocol import Chunk, Engine, EngineFinish, Request
-from april.engines.transformers.engine import STREAM_INTERVAL, TransformersEngine
-from april.errors import ConfigError, EngineError
+from april.engines.protocol import Chunk, EngineFinish, Request
+from april.engines.transformers.engine import TransformersEngine
+from april.errors import ConfigError, EngineError, ModelBroken
 
 
 def _start(engine: TransformersEngine, *requests: Request) -> list[asyncio.Task[list[Chunk]]]:
@@ -47,68 +47,6 @@ def _start(engine: TransformersEngine, *requests: Request) -> list[asyncio.Task[
 async def _until(condition: Callable[[], bool]) -> None:
     while not condition():  # noqa: ASYNC110 - the worker thread's state has no event
         await asyncio.sleep(0)
-
-
-async def test_one_chunk_with_everything_at_the_end() -> None:
-    """By default a request is one chunk: int32 tokens, float32 log-probabilities, the version, the reason."""
-    model = tiny_model()
-    engine = tiny_engine(model)
-    assert isinstance(engine, Engine)
-    request = tiny_request("a", 20)
-    (chunk,) = await collect(engine, request)
-
-    assert (chunk.tokens.dtype, chunk.logprobs.dtype) == (np.int32, np.float32)
-    assert (len(chunk.tokens), chunk.version, chunk.finish) == (20, FIRST_VERSION, EngineFinish.LENGTH)
-    assert off(model, request, chunk) <= 1e-5
-    await engine.close()
-
-
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-async def test_cut_by_abort_and_resumed_under_new_weights(architecture: str) -> None:
-    """Tokens carry the version that sampled them, and their log-probabilities are those of its weights."""
-    model = tiny_model(architecture)
-    engine = tiny_engine(model)
-    requests = [tiny_request(f"r{i}", 60, 5 + 3 * i, temperature=0.8) for i in range(5)]
-    tasks = _start(engine, *requests)
-    await _until(lambda: engine.stats.decode_steps > 0 and not engine._ticking)
-    await engine.pause()
-    await engine.abort()
-    partials = [await task for task in tasks]
-
-    for request, chunks in zip(requests, partials, strict=True):
-        assert [c.finish for c in chunks] == [EngineFinish.ABORT]
-        assert 0 < len(chunks[0].tokens) < 60
-        assert off(model, request, joined(chunks), 0.8) <= 1e-5
-    write_weights(model)
-    await engine.update_weights(V1)
-    await engine.resume()
-    for request, chunks in zip(requests, partials, strict=True):
-        longer = np.concatenate([request.token_ids, chunks[0].tokens])
-        again = asked(f"{request.attempt_id}+", longer, request.sampling.after(len(chunks[0].tokens), seed=9))
-        (rest,) = await collect(engine, again)
-        assert (rest.version, rest.finish) == (V1, EngineFinish.LENGTH)
-        assert len(rest.tokens) + len(chunks[0].tokens) == 60
-        assert off(model, again, rest, 0.8) <= 1e-5
-    await engine.close()
-
-
-async def test_streamed_chunks_are_the_whole_cut_in_pieces() -> None:
-    """With stream_interval the chunks come early, in order, each token once, and are what one chunk would be."""
-    model = tiny_model()
-    requests = [tiny_request(f"{i}", 30 + i, 3 + i, seed=i) for i in range(12)]
-    whole_engine, streaming = tiny_engine(model), tiny_engine(model, stream_interval=7)
-    whole = await asyncio.gather(*_start(whole_engine, *requests))
-    pieces = await asyncio.gather(*_start(streaming, *requests))
-
-    for one, many in zip(whole, pieces, strict=True):
-        assert len(many) > 2
-        assert [c.finish for c in many[:-1]] == [None] * (len(many) - 1)
-        assert many[-1].finish is EngineFinish.LENGTH
-        assert all(len(c.tokens) >= 7 for c in many[:-1])
-        np.testing.assert_array_equal(joined(one).tokens, joined(many).tokens)
-        np.testing.assert_allclose(joined(one).logprobs, joined(many).logprobs, rtol=0, atol=1e-5)
-    assert streaming.stats.generated_tokens == sum(len(joined(many).tokens) for many in pieces)
-    await asyncio.gather(whole_engine.close(), streaming.close())
 
 
 @pytest.mark.parametrize(("call", "fewest"), [(1, 1), (5, 5)])
@@ -206,15 +144,6 @@ async def test_requests_that_make_no_sense_cost_nothing(bad: Request, complaint:
     assert engine._pump is None
 
 
-async def test_the_context_caps_the_response() -> None:
-    """A prompt of 60 under max_len 64 gets 4 tokens of the 100 asked for, finish LENGTH."""
-    engine = tiny_engine(max_len=64)
-    (chunk,) = await collect(engine, tiny_request("a", 100, length=60))
-
-    assert (len(chunk.tokens), chunk.finish) == (4, EngineFinish.LENGTH)
-    await engine.close()
-
-
 async def test_stale_keys_and_values_cannot_be_used() -> None:
     """With active requests a new version is refused, and so is resuming after the weights were written in place."""
     model = tiny_model()
@@ -235,25 +164,6 @@ async def test_stale_keys_and_values_cannot_be_used() -> None:
     await engine.resume()
     (chunk,) = await collect(engine, tiny_request("b", 5))
     assert chunk.version == V1
-    await engine.close()
-
-
-async def test_requests_that_wait_across_an_update_are_generated_under_it() -> None:
-    """They hold no keys and values, so they need not be aborted: their tokens carry the new version."""
-    model = tiny_model()
-    engine = tiny_engine(model, slots=1)
-    await engine.pause()
-    requests = [tiny_request("a", 5), tiny_request("b", 5)]
-    tasks = _start(engine, *requests)
-    await asyncio.sleep(0)
-    write_weights(model)
-    await engine.update_weights(V1)
-    await engine.resume()
-    results = await asyncio.gather(*tasks)
-
-    for request, (chunk,) in zip(requests, results, strict=True):
-        assert (chunk.version, len(chunk.tokens)) == (V1, 5)
-        assert off(model, request, chunk) <= 1e-5
     await engine.close()
 
 
@@ -344,6 +254,89 @@ async def test_a_failing_model_call_fails_its_streams_and_nothing_else() -> None
     await engine.close()
 
 
+def steps_of(model: Any, **more: Any) -> april.RolloutScheduler:
+    """A scheduler whose prompts never end."""
+    config = april.Config(rollout_batch_size=2, n_samples_per_prompt=2, max_response_len=12, outage_deadline_s=10.0)
+    prompts = ([1, 2 + i % 9] for i in itertools.count())
+    return april.RolloutScheduler(config, prompts=prompts, reward=None, model=model, progress=False, **more)
+
+
+@pytest.mark.parametrize(
+    "said", ["no kernel", "CUDA error: an illegal memory access was encountered", "use channels_last memory format"]
+)
+def test_a_model_call_that_fails_for_every_request_ends_the_step(said: str) -> None:
+    """At once, with the model's own error and nothing lost; after an update the same batch comes."""
+    model, failing = tiny_model(), [False]
+
+    def fail(*_: object) -> None:
+        if failing[0]:
+            raise RuntimeError(said)
+
+    model.register_forward_pre_hook(fail)
+    with steps_of(model) as rollouts:
+        failing[0] = True
+        with pytest.raises(EngineError, match=rf"a model call failed \(RuntimeError: {said}\).*mend the model"):
+            rollouts.next_batch()
+        failing[0] = False
+        rollouts.weight_update()
+        assert len(rollouts.next_batch()) == 4
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("out of memory"), RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried"),
+        MemoryError(),
+    ],
+    ids=repr,
+)  # fmt: skip
+async def test_a_want_of_memory_may_pass(error: Exception) -> None:
+    """It is told once: an engine that stayed unwell would be sent no request, and only a request can succeed."""
+    model, failing = tiny_model(), [error]
+
+    def fail(*_: object) -> None:
+        if failing:
+            raise failing.pop()
+
+    engine = tiny_engine(model, slots=2)
+    model.register_forward_pre_hook(fail)
+    with pytest.raises(EngineError, match="a model call failed") as caught:
+        await collect(engine, tiny_request("a", 20))
+    assert not isinstance(caught.value, ModelBroken)
+    assert [(await engine.health()).ok for _ in range(2)] == [False, True]
+    assert await collect(engine, tiny_request("b", 20))
+    await engine.close()
+
+
+def test_a_model_may_be_given_another_dtype_at_an_update() -> None:
+    """What waits is generated in the new one."""
+    model = tiny_model()
+    with steps_of(model) as rollouts:
+        rollouts.next_batch()
+        model.to(torch.bfloat16)
+        rollouts.weight_update()
+        assert len(rollouts.next_batch()) == 4
+
+
+@pytest.mark.parametrize(("trains", "warns"), [("a copy", True), ("the model", False), ("now and then", False)])
+def test_a_copy_of_the_model_that_is_trained_is_noticed(
+    trains: str, warns: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Versions that have the same weights are said once; a step that was skipped is no cause."""
+    model = tiny_model()
+    trained = copy.deepcopy(model) if trains == "a copy" else model
+    optimizer = torch.optim.SGD(trained.parameters(), lr=0.0)  # a warm-up from 0 writes, too
+    with steps_of(model) as rollouts:
+        for step in range(5):
+            rollouts.next_batch()
+            if trains != "now and then" or step % 2:
+                for parameter in trained.parameters():
+                    parameter.grad = torch.ones_like(parameter)
+                optimizer.step()
+            rollouts.weight_update()
+    assert caplog.text.count("is a copy of the model trained?") == warns
+
+
 async def test_a_device_that_is_lost_ends_all_streams_and_the_books_still_balance() -> None:
     """An abort that cannot read its tokens: active and waiting streams fail, the tokens count as discarded."""
     engine = tiny_engine(slots=1)
@@ -379,23 +372,6 @@ async def test_nan_in_the_weights_is_an_error_not_a_sample(stream_interval: int 
 
     assert engine._decoder.idle
     assert engine.stats.generated_tokens == engine.stats.discarded_tokens > 0
-
-
-async def test_close_ends_everything_and_may_be_repeated() -> None:
-    """Running and waiting requests end as aborted; later requests are refused; health says closed."""
-    engine = tiny_engine(slots=1)
-    tasks = _start(engine, tiny_request("a", 200), tiny_request("b", 200))
-    await _until(lambda: engine.stats.decode_steps > 0)
-    await engine.close()
-    await engine.close()
-    finishes = [(await task)[-1].finish for task in tasks]
-
-    assert finishes == [EngineFinish.ABORT, EngineFinish.ABORT]
-    with pytest.raises(EngineError, match="closed"):
-        await collect(engine, tiny_request("c"))
-    health = await engine.health()
-    assert (health.ok, health.detail) == (False, "closed")
-    assert health.counters["active"] == health.counters["waiting"] == 0.0
 
 
 async def test_capabilities_and_loading_from_a_directory(tmp_path: Path) -> None:
@@ -466,21 +442,6 @@ def rollouts(stop: list[str], network: Any = None, **arguments: Any) -> april.Ro
 def uncut(network: Any) -> list[int]:
     with rollouts([], network) as scheduler:
         return scheduler.next_batch().samples[0].tokens.tolist()
-
-
-@pytest.mark.parametrize(("tokens", "characters"), [(20, 5), (2, 1)])
-@pytest.mark.usefixtures("leaves_nothing")
-def test_the_engine_streams_and_ends_soon_after_the_string(tokens: int, characters: int) -> None:
-    """Without a configured interval tokens come in chunks of two, the first ones too, and the request ends after it."""
-    network = model()
-    stop = tokenizer(KIND).decode(uncut(network)[:tokens], skip_special_tokens=False)[-characters:]
-    with rollouts([stop], network, max_response_len=200) as scheduler:
-        batch = scheduler.next_batch()
-        wasted = scheduler.ledger()["tokens"].dropped["after_stop"]  # type: ignore[index]
-    kept = len(batch.samples[0].tokens)
-    assert kept < 40
-    assert 0 <= wasted <= 8 * STREAM_INTERVAL < 20
-    assert batch.metrics["after_stop_tokens"] == wasted
 
 
 @pytest.mark.usefixtures("leaves_nothing")

@@ -1,7 +1,7 @@
 """Mistakes that people make on the first day: each answer is one sentence, and a mistake is said once, not flooded.
 
-What runs and is probably not meant is warned of, once, and not for those who mean it. ``test_misuse.py`` has the
-mistakes that are about settings, rewards and engines.
+What runs and is probably not meant is warned of, once, and not for those who mean it. ``test_refusals.py`` has
+what is refused.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from april.engines.transformers import model_support
 from april.engines.transformers.engine import TransformersEngine
 from april.engines.transformers.model_support import generation_mode
 from april.errors import ConfigError, DataExhausted, RolloutError
-from april.testing import FakeEngine, Fault, FaultKind, FaultScript, rollouts, run_virtual
+from april.testing import FakeEngine, rollouts, run_virtual
 
 
 def test_one_line_and_one_traceback_for_one_mistake(caplog: pytest.LogCaptureFixture) -> None:
@@ -115,22 +115,6 @@ def test_a_reward_that_is_a_coroutine() -> None:
     forgotten.close()
 
 
-def test_a_response_in_a_message_is_short() -> None:
-    """Errors that quote a completion do not pour its arrays into the log."""
-    many = np.zeros(10_000, np.int32)
-    nothing = many.astype(np.float32)
-    done = april.Completion(
-        tokens=many,
-        logprobs=nothing,
-        versions=np.zeros((10_000, 2), np.int32),
-        finish=april.FinishReason.STOP,
-        conversation=many,
-    )
-    assert repr(done) == "<Completion of 10000 tokens, finish=stop>"
-    response = april.Response(april.SampleId(0, 1), many, nothing, many.astype(np.uint8), done.finish, None, 0.5)
-    assert repr(response) == "<Response g0.s1 of 10000 tokens, finish=stop, reward=0.5>"
-
-
 def test_a_model_that_is_none() -> None:
     """The name of a model, and a module that is no language model."""
     with pytest.raises(ConfigError, match="model is of type str, which has no config: a directory or hub name goes to"):
@@ -171,18 +155,6 @@ async def test_weights_written_without_weight_update(caplog: pytest.LogCaptureFi
         assert [warning in m for m in caplog.messages] == [True] * version
         await engine.update_weights(PolicyVersion(0, version + 1))
     await engine.close()
-
-
-def test_faults_that_do_not_exist() -> None:
-    """A misspelt kind, a sample by its name, a list where faults are wanted one by one."""
-    with pytest.raises(ValueError, match="there is no fault 'brake_off'; there are break_off, "):
-        Fault("brake_off")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"sample must be \(group, index\), got 'g0.s0'"):
-        Fault(FaultKind.BREAK_OFF, sample="g0.s0")  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="FaultScript takes faults one by one"):
-        FaultScript([Fault(FaultKind.BREAK_OFF)])  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="FakeEngine fake: faults must be a FaultScript, got list"):
-        FakeEngine(faults=[])  # type: ignore[arg-type]
 
 
 def small_config(**changes: Any) -> april.Config:
@@ -251,18 +223,29 @@ def test_doubtful_settings(changes: dict[str, Any], said: str, caplog: pytest.Lo
     assert not list(doubts_of(small_config(over_sampling_batch_size=4)))
 
 
-def test_a_bound_that_admits_no_more_says_how_many() -> None:
-    """N' above what max_staleness lets april deliver is refused with the number."""
-    with pytest.raises(ConfigError, match=r"over_sampling_batch_size=4 .* max_staleness=0 .* which is 2; "):
-        small_config(over_sampling_batch_size=4, max_staleness=0)
-
-
 def test_too_few_prompts_for_a_batch(caplog: pytest.LogCaptureFixture) -> None:
     """One prompt where a batch has two: said once, with what repeats it; the end is no failure of april's."""
     with pytest.raises(DataExhausted, match="the prompt source has ended"):
         run(3, prompts=[[1, 2]])
     (said,) = caplog.messages
     assert said.startswith("batch 0 has 1 of 2 groups, as there are no more prompts; to repeat them set epochs")
+
+
+@pytest.mark.parametrize(
+    ("lengths", "steps", "warned"),
+    [(99, 4, 1), (99, 9, 1), (99, 3, 0), (lambda asked: 99 if asked.sample_key[0] % 2 else 9, 9, 0)],
+    ids=["all", "said once", "too few to tell", "some end"],
+)
+def test_a_model_that_never_ends(
+    lengths: Any, steps: int, warned: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Once 16 responses have all come to their limit, it is said once, with april's end-of-sequence tokens."""
+    run(steps, engines=[FakeEngine("e", lengths=lengths)])
+    assert len(caplog.messages) == warned
+    for said in caplog.messages:
+        assert said.startswith("all 16 responses so far have max_response_len=20 tokens: none of them contains an end-")
+        assert "token, which are [0] here" in said
+        assert "sampling.stop_token_ids" in said
 
 
 def test_dropout_in_training_mode(caplog: pytest.LogCaptureFixture) -> None:
@@ -274,24 +257,6 @@ def test_dropout_in_training_mode(caplog: pytest.LogCaptureFixture) -> None:
     (said,) = caplog.messages
     assert said.startswith("the model is in training mode with dropout of 0.1: ")
     assert dropping in model_support._looked_at
-
-
-CHAT = [{"role": "user", "content": "What is 2+2?"}]
-
-
-@pytest.mark.parametrize("prompt", ["text", CHAT, {"prompt": CHAT}, {"prompt": "text"}, {"input_ids": "text"}])
-def test_text_and_chats_as_prompts(prompt: Any) -> None:
-    """The message names the call that makes token ids of them, and the page."""
-    with pytest.raises(ConfigError, match=r"apply_chat_template\(messages.*docs/rollouts.md") as raised:
-        as_prompt(prompt, 100, 0)
-    assert ("a list of chat messages" in str(raised.value)) == (prompt is CHAT)
-
-
-@pytest.mark.parametrize("ids", [["<|im_end|>"], "<|im_end|>", [5, "</s>"]])
-def test_stop_tokens_as_text(ids: Any) -> None:
-    """In the configuration: the tokenizer's function that gives the id."""
-    with pytest.raises(ConfigError, match=r"convert_tokens_to_ids\('<.*'\)"):
-        small_config(sampling={"stop_token_ids": ids})
 
 
 @pytest.mark.parametrize("new", [[5], np.int32(7), np.array([-1])])
@@ -386,31 +351,3 @@ def test_ranks_with_one_seed_and_the_same_prompts(
     as_rank(monkeypatch, store)
     assert look(1, 5, 7)
     assert "another rank of this trainer began with the same prompt and seed=1" in caplog.text
-
-
-@pytest.mark.parametrize("why", ["alone", "not initialised", "no torch", "a store that cannot be asked"])
-def test_a_rank_of_nobody(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, why: str) -> None:
-    """There is nobody to ask, or nobody who answers; neither is an error, nor is it said."""
-    store = None if why == "a store that cannot be asked" else Store()
-    as_rank(monkeypatch, store, 1 if why == "alone" else 2, ready=why != "not initialised")
-    if why == "no torch":
-        monkeypatch.delitem(sys.modules, "torch.distributed")
-    assert look(0, 1) is (store is None)
-    assert not caplog.records
-
-
-def test_the_first_batch_of_a_scheduler_looks(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Two ranks, each with a scheduler: once per scheduler, with the first prompt and the seed."""
-    looked: list[tuple[int, list[int]]] = []
-    monkeypatch.setattr(
-        "april.driver.rollout_driver.warn_of_equal_rollouts",
-        lambda seed, first: looked.append((seed, first.token_ids.tolist())),
-    )
-    prompts = iter([[4], [2], [3], [5], [6], [7]])
-    with april.RolloutScheduler(config(seed=3), prompts=prompts, reward=None, engines=[engine()]) as rollouts:
-        for _ in range(2):
-            rollouts.next_batch()
-            rollouts.weight_update()
-    assert looked == [(3, [4])]

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from steady_loop import SteadyLoop, turn_of_all
 
-from april.testing.virtual_clock import VirtualClockLoop, VirtualDeadlock, run_virtual
+from april.testing.virtual_clock import VirtualDeadlock, run_virtual
 
 
 def test_sleeping_takes_virtual_time_only() -> None:
@@ -59,39 +59,6 @@ def test_timers_run_at_their_exact_time_and_order(start_s: float) -> None:
         ("after 20 hops", at),
         ("one float later", math.nextafter(at, math.inf)),
     ]
-
-
-def test_timeouts_queues_and_cancellation_work() -> None:
-    """What driver code uses behaves as on a real loop."""
-
-    async def main() -> list[object]:
-        loop = asyncio.get_running_loop()
-        queue: asyncio.Queue[int] = asyncio.Queue()
-        seen: list[object] = []
-        with pytest.raises(TimeoutError):
-            async with asyncio.timeout(2.5):
-                await queue.get()
-        seen.append(loop.time())
-        loop.call_later(1.0, queue.put_nowait, 7)
-        seen.append(await asyncio.wait_for(queue.get(), timeout=3.0))
-        sleeper = asyncio.create_task(asyncio.sleep(1e6))
-        await asyncio.sleep(0.5)
-        sleeper.cancel()
-        await asyncio.wait([sleeper])
-        return [*seen, sleeper.cancelled(), loop.time()]
-
-    assert run_virtual(main()) == [2.5, 7, True, 4.0]
-
-
-def test_call_soon_threadsafe_from_the_loop_thread() -> None:
-    """The thread-safe call needs no pipe when it comes from the loop's own thread."""
-
-    async def main() -> str:
-        future: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        asyncio.get_running_loop().call_soon_threadsafe(future.set_result, "called")
-        return await future
-
-    assert run_virtual(main()) == "called"
 
 
 async def polls_for_ever() -> None:
@@ -164,39 +131,6 @@ def test_sockets_and_signals_are_refused() -> None:
         run_virtual(main(lambda loop, sock: loop.add_reader(sock, print)))
     with pytest.raises(NotImplementedError, match="no signals"):
         run_virtual(main(lambda loop, sock: loop.add_signal_handler(2, print)))
-
-
-def test_the_wall_clock_is_never_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Virtual time does not touch time.monotonic, so a run is the same on any machine."""
-
-    def broken() -> float:
-        raise AssertionError("the wall clock was read")
-
-    async def main() -> float:
-        await asyncio.gather(*(asyncio.sleep(i / 7) for i in range(100)))
-        return asyncio.get_running_loop().time()
-
-    monkeypatch.setattr(time, "monotonic", broken)
-    monkeypatch.setattr(time, "perf_counter", broken)
-    monkeypatch.setattr(time, "sleep", broken)
-    assert run_virtual(main()) == 99 / 7
-
-
-def test_debug_mode_and_exceptions() -> None:
-    """asyncio's debug mode works, and an exception of the program comes out as it is."""
-
-    async def main() -> None:
-        await asyncio.sleep(10.0)
-        raise LookupError("mine")
-
-    loop = VirtualClockLoop()
-    loop.set_debug(True)
-    try:
-        with pytest.raises(LookupError, match="mine"):
-            loop.run_until_complete(main())
-    finally:
-        loop.close()
-    assert loop.is_closed()
 
 
 # ---------------------------------------------------------------- the real loops of the tests

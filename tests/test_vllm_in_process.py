@@ -338,6 +338,21 @@ async def test_weights_that_somebody_else_updates_are_noticed() -> None:
         assert "somebody else changes its weights" in str(answer.error)
 
 
+@pytest.mark.parametrize("label", ["default", "mine", "v0.0-abcdef", "v0.3-abcdef", "between-01234567-abcdef"])
+async def test_weights_of_another_run_are_not_the_first_version(label: str) -> None:
+    """An AsyncLLM lives longer than an engine before it: what april has put there once is not its start."""
+    async with world() as w:
+        w.llm.label = label
+        answer = await w.ask()
+        others = label[:5] in ("v0.3-", "betwe")
+        assert others == (answer.error is not None)
+        assert not others or "another run of april gave it" in str(answer.error)
+        await w.engine.pause()
+        await w.engine.update_weights(PolicyVersion(0, 1), "tiny1")
+        await w.engine.resume()
+        assert set((await w.ask()).versions) == {PolicyVersion(0, 1)}
+
+
 @pytest.mark.parametrize(
     ("lies", "message"),
     [
@@ -539,3 +554,26 @@ async def test_a_text_model_in_process_is_shown_no_images() -> None:
         got = await read(w.engine, shown(b"x"))
         assert isinstance(got.error, RequestRefused)
         assert not w.llm.runs
+
+
+async def test_a_prompt_has_a_salt_per_engine_and_version() -> None:
+    """No request finds keys in vLLM's caches that other weights, or an engine before this one, have left there."""
+    async with world() as w:
+        engines = [w.engine, VllmInProcessEngine(w.llm)]
+        for engine in engines:
+            await read(engine, request())
+            await engine.pause()
+            await engine.update_weights(PolicyVersion(0, 1), "tiny1")
+            await engine.resume()
+            await read(engine, request())
+        salts = {run.cache_salt for run in w.llm.runs}
+        assert len(salts) == len(w.llm.runs) == 4
+        assert "" not in salts
+
+
+async def test_a_connector_that_may_ignore_salts_is_refused() -> None:
+    """A second cache that may answer with keys of older weights is refused as it is before a server."""
+    async with world() as w:
+        w.llm.vllm_config.kv_transfer_config = SimpleNamespace(kv_connector="ExampleConnector")
+        with pytest.raises(ConfigError, match="the AsyncLLM has the KV connector ExampleConnector"):
+            VllmInProcessEngine(w.llm)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import io
-import json
 import re
 import sys
 from collections.abc import Callable, Iterator
@@ -15,24 +15,22 @@ from typing import Any
 
 import pytest
 from real_schedulers import scheduler
-from records import command, recorded, rewritten
+from records import recorded, rewritten
 from rich.console import Console
 from typer.testing import CliRunner
-from virtual_rollouts import RecordingEngine, Rollouts, on_virtual_time, table
+from virtual_rollouts import Rollouts, on_virtual_time, table
 
 import april
 from april.cli import app
 from april.core import events as ev
 from april.core.types import Prompt
-from april.errors import ConfigError, RecordError
 from april.record.file import lines_of
 from april.record.replay import replay
 from april.record.standing import Standing, Waits, standing_of
-from april.testing import rollouts
 from april.view import progress
 from april.view.bars import EVERY_S, bars
-from april.view.progress import WINDOW_S, Line, Progress, WrittenLines, progress_on, short
-from april.view.watch import KEPT, SILENT_S, Follower, Screen, watch
+from april.view.progress import Line, Progress, WrittenLines, progress_on
+from april.view.watch import KEPT, Follower, Screen, watch
 
 pytestmark = on_virtual_time
 
@@ -97,49 +95,6 @@ def test_a_record_is_followed_as_it_grows(record: Path, tmp_path: Path, follower
     assert growing.seen.end == whole.seen.end == "the run was closed"
 
 
-def test_a_new_run_in_the_same_file_is_followed_from_its_start(
-    record: Path, tmp_path: Path, follower: Callable[[Path], Follower]
-) -> None:
-    """The old record was put aside, or written over."""
-    data, path = record.read_bytes(), tmp_path / "run.jsonl"
-    path.write_bytes(data)
-    followed = follower(path)
-    while followed.look():
-        pass
-    path.rename(tmp_path / "run.jsonl.1")
-    assert not followed.look()  # nothing is there for a moment
-    path.write_bytes(data[:20_000])
-    followed.look()
-    assert followed.seen.lines == data[:20_000].count(b"\n")
-    assert followed.seen.end is None
-    path.write_bytes(data[:5_000])
-    followed.look()
-    assert followed.seen.lines == data[:5_000].count(b"\n")
-
-
-def test_what_is_seen(record: Path) -> None:
-    """The latest steps with their figures, the engines, and how it ended; before the end the line of progress."""
-    text = screen_of(record)
-    batches = [line.parts for line in lines_of(record, ["Batch"]) if line.what == "Batch"]
-    assert "the run was closed, after" in text
-    for batch in batches[-KEPT:]:
-        assert f"{batch['metrics']['step_s']:.1f}" in text
-        assert f"{batch['metrics']['off_policy_share']:.0%}" in text
-    assert "engine0" in text
-    assert "engine1" in text
-
-
-def test_a_record_that_was_cut(record: Path, tmp_path: Path) -> None:
-    """In the middle of a line: what stands before it is shown, and after a while that nothing comes."""
-    path = tmp_path / "cut.jsonl"
-    path.write_bytes(record.read_bytes()[: record.stat().st_size // 3])
-    assert "in flight" in screen_of(path)
-    assert "process has died" not in screen_of(path)
-    assert "process has died" in screen_of(path, SILENT_S + 1)
-    path.write_bytes(record.read_bytes()[:10])  # not even one line
-    assert "nothing was generated yet" in screen_of(path)
-
-
 def hostile(line: list[Any]) -> list[Any]:
     """Names and sentences that would do something on a terminal."""
     time_s, what, parts, digest = line
@@ -165,36 +120,6 @@ def test_hostile_text_does_nothing(record: Path, tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["watch", "--once", str(path)])
     assert result.exit_code == 0, result.output
     assert "\x1b[2J" not in result.output
-
-
-@pytest.mark.parametrize(
-    ("parts", "why"),
-    [
-        ({"waits": 7}, "Expected `str`, got `int`"),
-        ({"engines": {"e": "many"}}, "Expected `int`, got `str`"),
-        ({"step": 1e300}, "Expected `int`, got `float`"),
-    ],
-)
-def test_a_line_that_cannot_be_is_named(
-    record: Path, tmp_path: Path, follower: Callable[[Path], Follower], parts: dict[str, Any], why: str
-) -> None:
-    """Its sums are right, its content is not."""
-
-    def wrong(line: list[Any]) -> list[Any]:
-        return [*line[:2], line[2] | parts, line[3]] if line[1] == "Standing" else line
-
-    followed = follower(rewritten(record, tmp_path / "wrong.jsonl", wrong))
-    with pytest.raises(RecordError, match=rf"line \d+ of .* is not valid: .*{why}"):
-        followed.look()
-
-
-def test_a_line_without_an_end_is_no_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is no record at all is not read whole."""
-    path = tmp_path / "run.jsonl"
-    path.write_bytes(b"x" * 1000)
-    monkeypatch.setattr("april.view.watch.PIECE", 900)
-    code, said = command("watch", "--once", path)
-    assert (code, "one of its lines does not end" in said) == (1, True)
 
 
 class Clock:
@@ -231,26 +156,48 @@ def test_it_is_watched_until_the_run_has_ended(record: Path, tmp_path: Path) -> 
     assert "the run was closed" in text
 
 
-def test_ctrl_c_ends_it(record: Path, tmp_path: Path) -> None:
-    """And only it, if the process was killed: then it is said for how long nothing was written."""
+def test_a_run_that_was_killed_waits_for_nothing(record: Path, tmp_path: Path) -> None:
+    """While a process writes the record it holds a lock; without one, what it waited for is of the past."""
     path = tmp_path / "run.jsonl"
-    path.write_bytes(record.read_bytes()[:90_000])
-    clock = Clock(*[lambda: None] * 100)
-    text = watched(path, clock)
-    assert clock.sleeps == 101
-    assert "nothing was written for 50 s" in text
-    assert text.rstrip("\n").endswith("\x1b[?25h")  # the cursor is back
+    lines = [line for line in record.read_bytes().splitlines(keepends=True) if b'"Closed"' not in line]
+    path.write_bytes(b"".join(lines))
+    with path.open("rb") as writer:
+        fcntl.flock(writer, fcntl.LOCK_EX)
+        text = screen_of(path, 20.0)
+        assert "waits for " in text
+        assert "killed" not in text
+    text = screen_of(path, 20.0)
+    assert "no process on this machine writes the record: the run was killed" in text
+    assert "waited for " in text
+    assert "waits for " not in text
+    assert "killed" not in screen_of(record)
 
 
-def test_lines_of_other_events_need_not_be_understood(record: Path, tmp_path: Path) -> None:
-    """Only a few kinds of lines are looked into, so a long record is read quickly."""
+@pytest.mark.parametrize("killed", [False, True])
+def test_what_is_not_there_is_said_before_a_pipe(record: Path, tmp_path: Path, killed: bool) -> None:
+    """Where no screen is drawn: once, at the beginning."""
+    path = tmp_path / "run.jsonl"
+    if killed:
+        path.write_bytes(record.read_bytes()[:90_000])
+    console = Console(file=io.StringIO(), width=100)
+    clock = Clock(*[lambda: None] * 10)
+    assert watch(path, console, now=lambda: clock.now, sleep=clock.sleep)
+    assert isinstance(console.file, io.StringIO)
+    text = console.file.getvalue()
+    assert text.startswith("no process" if killed else f"{path} is not there yet\n")
+    assert text.count("there yet") == (0 if killed else 2)  # and what the last screen shows
 
-    def odd(line: list[Any]) -> list[Any]:
-        return line if line[1] in ("Record", "Batch", "Standing", "Closed") else [line[0], line[1], {"odd": 1}, line[3]]
 
-    path = rewritten(record, tmp_path / "odd.jsonl", odd)
-    assert json.loads(path.read_bytes().splitlines()[1])[2] == {"odd": 1}
-    assert screen_of(path) == screen_of(record)
+@pytest.mark.parametrize("which", ["report", "replay", "watch --once"])
+def test_a_missing_record_is_an_error(tmp_path: Path, which: str) -> None:
+    """Nothing is among the results, and the exit code is the one that the page on the command line has."""
+    result = CliRunner().invoke(app, [*which.split(), str(tmp_path / "mistyped.jsonl")])
+    assert result.exit_code == 1
+    if which == "watch --once":  # what the run's state is, is the result
+        assert "is not there yet" in result.stdout.replace("\n", "")
+    else:
+        assert not result.stdout
+        assert "mistyped.jsonl cannot be read: No such file or directory" in result.stderr
 
 
 # ----------------------------------------------------------------
@@ -304,28 +251,6 @@ def test_the_line_says_how_the_step_stands() -> None:
     line.add(15.0, standing(step=4, observed=9000, whole_groups=False, partials=7, oldest=2))
     assert str(line).startswith("step 4  2/8 samples  0 s")
     assert "7 partial, oldest 2 updates" in str(line)
-
-
-def test_tokens_per_second_are_those_of_lately() -> None:
-    """What was long ago does not count, nor what stood there before another state was loaded."""
-    line = Line()
-    line.add(0.0, standing(observed=0))
-    line.add(1.0, standing(observed=1_000_000))
-    for second in range(2, 40):
-        line.add(float(second), standing(observed=1_000_000 + 100 * second))
-    assert line.tokens_per_s == pytest.approx(100)
-    line.add(41.0, standing(observed=50))
-    assert line.tokens_per_s is None
-    line.add(42.0 + WINDOW_S, standing(observed=50))
-    assert line.tokens_per_s == 0
-
-
-@pytest.mark.parametrize(
-    ("number", "text"), [(0, "0"), (999, "999"), (1234, "1.2k"), (123_456, "123k"), (4.56e6, "4.6M"), (2e9, "2.0G")]
-)
-def test_numbers_are_short(number: float, text: str) -> None:
-    """About so many is what a line has room for."""
-    assert short(number) == text
 
 
 async def test_what_stands_there_is_what_the_core_has() -> None:
@@ -388,18 +313,6 @@ def test_the_line_is_there_while_a_batch_is_waited_for(own_loop: bool) -> None:
     assert text.index("\x1b[?25l") < text.index("\x1b[?25h")
 
 
-def test_one_line_at_a_time() -> None:
-    """A second wait in the process shows nothing, and waits."""
-    console, second = terminal(), terminal()
-    with Progress(console, lambda tell: None).shown(), Progress(second, lambda tell: None).shown():
-        pass
-    assert shown_on(second) == ""
-    assert shown_on(console) != ""
-    with Progress(second, lambda tell: None).shown():
-        pass
-    assert shown_on(second) != ""
-
-
 def test_a_loop_that_is_busy_is_not_asked_again() -> None:
     """One question is out at most, however often the line is drawn."""
     asked: list[progress.Tell] = []
@@ -423,16 +336,6 @@ def test_a_terminal_that_is_gone_loses_no_batch() -> None:
     """The wait goes on without a line."""
     with scheduler(progress=Console(file=_Broken(), force_terminal=True)) as run:
         assert len(run.next_batch().samples) == 6
-
-
-def test_an_interrupted_wait_leaves_no_line_and_loses_no_batch() -> None:
-    """The next call has the batch, and a line of its own."""
-    console = terminal()
-    with pytest.raises(KeyboardInterrupt), Progress(console, lambda tell: None).shown():
-        raise KeyboardInterrupt
-    assert shown_on(console).endswith("\x1b[2K") or shown_on(console).endswith("\x1b[?25h")
-    assert progress._SHOWN.acquire(blocking=False)
-    progress._SHOWN.release()
 
 
 def test_nothing_is_drawn_where_nobody_looks(
@@ -472,24 +375,6 @@ def test_a_long_wait_writes_lines_ever_more_rarely(
     assert [line.split("  ")[:2] for line in written] == [["april: step 3", "2/8 groups"]] * 3
 
 
-def test_a_first_batch_that_takes_long_is_not_silent(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Its rewards wait until the line stands on standard error, which is no terminal; nothing follows the wait."""
-    monkeypatch.setattr(progress, "WRITTEN_AFTER_S", 0.001)
-    monkeypatch.setattr(progress, "ANSWER_S", 0.001)
-    seen: list[str] = []
-
-    async def reward(prompt: Prompt, response: Any) -> float:
-        while "april: step 0" not in "".join(seen):
-            await asyncio.sleep(0.001)
-            seen.append(capsys.readouterr().err)
-        return 1.0
-
-    with scheduler(reward=reward) as run:
-        assert len(run.next_batch().samples) == 6
-
-
 def test_where_it_is_shown_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     """A terminal on standard error, if rich is there; lines now and then if it is dumb; nothing if it is not wanted."""
 
@@ -508,24 +393,3 @@ def test_where_it_is_shown_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setattr(progress, "find_spec", lambda name: None)
     assert isinstance(progress_on(None, lambda tell: None), WrittenLines)
-
-
-def test_what_progress_cannot_be(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It says so before anything starts; without rich, progress=True says how to get it."""
-    with pytest.raises(ConfigError, match="progress must be True, False, None or a rich Console, got str"):
-        scheduler(progress="yes")
-    monkeypatch.setattr("april.extras.find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match="progress=True needs rich: pip install"):
-        progress_on(True, lambda tell: None)
-
-
-async def test_a_virtual_clock_shows_nothing() -> None:
-    """rich's thread would not know its time."""
-    console = terminal()
-    run = rollouts(
-        april.Config(rollout_batch_size=1, max_response_len=9), prompts=[[1, 2]] * 4,
-        engines=[RecordingEngine(table({}))], progress=console,
-    )  # fmt: skip
-    await run.next_batch()
-    await run.close()
-    assert shown_on(console) == ""

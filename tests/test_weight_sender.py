@@ -337,16 +337,6 @@ def interrupted_at_the_end(ask: Callable[..., Any]) -> Callable[..., Any]:
     return asks
 
 
-def test_who_comes_from_another_process_meanwhile_is_left_out() -> None:
-    """Nobody sends to it, so it must not be called by the new version; the others get all."""
-    desk = Desk(Receiver("a"))
-    desk.sender.elsewhere = lambda: ["far", "later"]
-    desk.sender.send(WeightSource(WEIGHTS, bucket_bytes=ONE_EACH), ["a", "far"])
-    desk.loop.close()
-    assert desk.got_all(desk.engines[0])
-    assert {name: fate.torn for name, fate in desk.sender.left_out.items()} == {"far": False}
-
-
 def test_who_reads_in_place_has_them_whatever_becomes_of_others() -> None:
     """A server that fails is left out, as there is another engine with the new weights."""
     here = replace(CAPABILITIES, collective=(), shares_weights=True)

@@ -104,7 +104,10 @@ class UpdatingPlayer(TrainerPlayer):
 
     def probe_answered(self) -> None:
         """A server says how it is."""
-        probe = self.probes.pop(self.rng.randrange(len(self.probes)))
+        self.says(self.probes.pop(self.rng.randrange(len(self.probes))))
+
+    def says(self, probe: do.ProbeEngine) -> None:
+        """That it is well, if it is alive, and whether it has its weights."""
         server = self.servers[probe.engine]
         event = ev.EngineProbed(
             engine=probe.engine, probe=probe.probe, answered=server.alive, ok=server.alive, current=not server.lost
@@ -133,14 +136,18 @@ class UpdatingPlayer(TrainerPlayer):
         """Somebody else gives a server other weights, which is found out."""
         name = self.rng.choice(sorted(self.servers))
         server = self.servers[name]
+        if not server.alive or self.core.updates.running or self.core.engines.states[name].quarantined:
+            return  # it is not asked, or the answer says nothing
         if self.books.version == (0, 0) or name in self.calls:
             return  # those of the start are taken for granted until then
         server.weights, server.lost = "of others", True
         for request in self.at(server):
             request.doubtful = True
         self.seen["lost its weights"] += 1
-        self.post(ev.EngineStale(name))
-        self.post(ev.EngineFailed(name))
+        self.post(ev.EnginesAsked())
+        probe = next(p for p in reversed(self.probes) if p.engine == name)
+        self.probes.remove(probe)
+        self.says(probe)
 
     def stall(self) -> None:
         """A server is silent about a request."""

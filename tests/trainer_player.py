@@ -74,7 +74,7 @@ class Request:
     @property
     def complete(self) -> bool:
         """No token can follow."""
-        return self.ends or len(self.tokens) >= self.attempt.sampling.max_tokens
+        return self.ends or len(self.tokens) >= self.attempt.request.sampling.max_tokens
 
 
 @dataclass(eq=False)
@@ -92,8 +92,8 @@ class Update:
 
 def rows_of(attempt: Attempt) -> dict[str, Any]:
     """Rows of an attempt's tokens, and of those before that had none: which token was read, and by which attempt."""
-    read = np.concatenate((attempt.token_ids, attempt.tape.packed()[0]))[attempt.extras_from : -1]
-    return {name: np.stack([read, np.full_like(read, number_of(attempt.id))], 1) for name in attempt.extras}
+    read = np.concatenate((attempt.request.token_ids, attempt.tape.packed()[0]))[attempt.request.extras_from : -1]
+    return {name: np.stack([read, np.full_like(read, number_of(attempt.id))], 1) for name in attempt.request.extras}
 
 
 class TrainerPlayer:
@@ -484,12 +484,12 @@ class TrainerPlayer:
             assert self.under.setdefault(evaluation, books.version) == books.version
         else:
             assert self.begun > self.held, "training goes on before the first request, or in a pause"
-            sent = attempt.token_ids[2:].tolist()
+            sent = attempt.request.token_ids[2:].tolist()
             if not sent and books.tapes[key]:
                 assert self.settings.on_stale is OnStale.RESTART, f"tokens of {key} are forgotten"
                 self._begin_again(key, "stale")
             assert sent == [t.id for t in books.tapes[key]]
-            assert attempt.token_ids[1] == 10 + books.held[key[0]]
+            assert attempt.request.token_ids[1] == 10 + books.held[key[0]]
         self.running[attempt.id] = Request(attempt, key, server, books.version)
         assert sum(r.lost is None for r in self.running.values() if r.key == key) == 1, "two requests for a sample"
         assert len(self.running) <= self.settings.max_in_flight
@@ -526,8 +526,8 @@ class TrainerPlayer:
         ids, logprobs = [t.id for t in came], [t.logprob for t in came]
         version = PolicyVersion(*request.version)
         request.attempt.tape.append(np.array(ids, np.int32), np.array(logprobs, np.float32), version)
-        if request.attempt.extras:
-            request.attempt.tape.give_rows(rows_of(request.attempt), request.attempt.missing_rows)
+        if request.attempt.request.extras:
+            request.attempt.tape.give_rows(rows_of(request.attempt), request.attempt.request.rows_wanted(0))
         self.books.sent += len(came) if request.key[0] >= 0 else 0
         return request
 

@@ -1,1 +1,1 @@
-"""Adapters: one leaf per trainer, which imports its trainer lazily; none imports another."""
+"""Adapters, one package per trainer. Each imports its trainer lazily; none imports another adapter."""

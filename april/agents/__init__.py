@@ -1,4 +1,4 @@
-"""Agents that bring a client of their own: an endpoint per sample, over which partial rollouts cannot be seen."""
+"""Endpoints for agents with clients of their own: one per sample, which hides that rollouts are interrupted."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = ["ProgramResult", "Sessions", "Verifiers", "batched", "program"]
 
 
 def __getattr__(name: str) -> Any:
-    """Import what is asked for: the scheduler loads no web server for who has no agents."""
+    """Import a name on first use, so that a scheduler without agents loads no web server."""
     if name not in _HOME_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(_HOME_OF[name]), name)

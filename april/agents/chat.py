@@ -1,6 +1,6 @@
-"""A chat request and its answer, as every dialect of the endpoint reads and writes them.
+"""The chat request and its answer that all dialects of the endpoint share.
 
-Messages have OpenAI's shape: dicts of ``role``, ``content`` and, by role, ``tool_calls``, ``tool_call_id``, ``name``
+Messages have OpenAI's format: dicts of ``role``, ``content`` and, by role, ``tool_calls``, ``tool_call_id``, ``name``
 and ``reasoning_content``.
 """
 
@@ -19,16 +19,24 @@ Tools = Sequence[Mapping[str, Any]]
 Finish = Literal["stop", "length", "tool_calls"]
 NOT_READ = "content: a part of type {!r} is not supported; april takes text, and images with processor= of the model"
 COMMIT_S = 5.0
-"""Seconds in which an error still has its own status; then 200 is sent, and what keeps the connection alive."""
+"""Seconds in which an error still gets its own HTTP status; then 200 and keep-alive bytes are sent."""
 ALIVE_S = 10.0
-"""The longest silence of an answer that takes long."""
+"""Seconds between two writes that keep the connection of a slow answer alive."""
+
+
+DISTRIBUTION: Mapping[str, Sequence[Any]] = {
+    "temperature": (), "top_p": (), "top_k": (-1, 0), "min_p": (0,), "top_a": (0,), "typical_p": (1,),
+    "min_tokens": (0,), "frequency_penalty": (0,), "presence_penalty": (0,), "repetition_penalty": (1,),
+    "logit_bias": ({},), "seed": (),
+}  # fmt: skip
+"""Request fields that change the sampling distribution, each with the values that have no effect."""
 
 
 class RequestError(Exception):
     """A request that cannot be answered.
 
-    ``status`` is that of HTTP, ``kind`` is OpenAI's type of the error; ``retry`` says whether the same request may
-    succeed later, which the client is told, and ``retry_s`` after how many seconds (0: it may choose).
+    ``status`` is the HTTP status, and ``kind`` is OpenAI's error type. ``retry`` says whether the same request may
+    succeed later, and ``retry_s`` after how many seconds (0 leaves that to the client); clients are told both.
     """
 
     def __init__(
@@ -47,15 +55,15 @@ class ChatRequest:
     """A request to answer a conversation, or to continue token ids.
 
     Attributes:
-        messages: the conversation; empty where ``token_ids`` are given.
+        messages: conversation to answer; empty if ``token_ids`` are given.
         tools: OpenAI's tool definitions.
-        token_ids: the tokens to continue as they are (``/v1/completions``).
-        sampling: the arguments of ``llm.generate`` that the client sets.
-        stream: the answer is wanted as server-sent events.
-        usage: the stream ends with the counts of tokens.
-        logprobs: each token's log-probability is wanted.
-        return_token_ids: prompt and answer are wanted as token ids, too.
-        model: the name of the model, which is sent back.
+        token_ids: tokens to continue as they are (``/v1/completions``); () for a text, None for a chat.
+        sampling: settings of the client: arguments of ``llm.generate``, and fields of DISTRIBUTION.
+        stream: True if the answer is wanted as server-sent events.
+        usage: True if the stream ends with token counts.
+        logprobs: True if each token's log-probability is wanted.
+        return_token_ids: True if prompt and answer are wanted as token ids, too.
+        model: name of the model, which is sent back.
     """
 
     messages: Sequence[Message] = ()
@@ -82,8 +90,8 @@ class ToolCall:
 class Answer:
     """The answer to a request.
 
-    ``id`` depends on the prompt's tokens and on which of the equal requests this is, so that it is the same after a
-    restart. ``tokens`` int32 [T], ``logprobs`` float32 [T] in nats.
+    ``id`` is made of the prompt's tokens and the number of earlier answers to them, so it is the same after a restart.
+    ``tokens`` is int32 [T], ``logprobs`` is float32 [T] in nats.
     """
 
     id: str
@@ -95,7 +103,7 @@ class Answer:
     tool_calls: tuple[ToolCall, ...]
     finish: Finish
     stopped_by: str | None = None
-    """The stop string that ended the answer; None where it ended otherwise."""
+    """Stop string that ended the answer; None if the answer ended in another way."""
 
     @property
     def message(self) -> dict[str, Any]:
@@ -112,9 +120,9 @@ class Answer:
 
 
 def checked_content(content: Any) -> Any:
-    """A message's content: text, or a list of parts where there are images among them.
+    """Check a message's content and return it; if it has images, its text parts get the type ``text``.
 
-    Raises RequestError for a part that is neither.
+    Raises RequestError for a part that is neither text nor an image.
     """
     if not has_images(content):
         text_of(content)
@@ -123,14 +131,14 @@ def checked_content(content: Any) -> Any:
 
 
 def has_images(content: Any) -> TypeGuard[list[Any]]:
-    """Return whether a message's content has images."""
+    """Return True if a message's content has images."""
     return isinstance(content, list) and any(isinstance(part, dict) and is_image(part) for part in content)
 
 
 def text_of(content: Any) -> str:
-    """The text of a message's content: a string, None, or a list of text parts.
+    """Return the text of a message's content, which is a string, None, or a list of text parts.
 
-    Raises RequestError for a part that is no text.
+    Raises RequestError for a part that is not text.
     """
     if content is None:
         return ""
@@ -143,18 +151,20 @@ def text_of(content: Any) -> str:
         kind = part.get("type") if isinstance(part, dict) else None
         if kind not in TEXT_PARTS:
             raise RequestError(NOT_READ.format(kind))
+        if is_image({**part, "type": None}):
+            raise RequestError(f"content: a part of type {kind!r} has an image; give the image a part of its own")
         texts.append(str(part.get(TEXT_PARTS[kind]) or ""))
     return "".join(texts)
 
 
 TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
-"""Types of content parts that are text, and the field that holds it."""
+"""Types of text parts, each with the field that holds the text."""
 
 
 def key_of(message: Message) -> str:
-    """What a client keeps of a message when it sends it back.
+    """Return a key of a message that stays the same when a client sends the message back.
 
-    Clients add nulls, write "" for null, format arguments anew and drop the reasoning: none of that is a change.
+    Clients add nulls, write "" for null, reformat arguments and drop the reasoning; the key ignores these changes.
     """
     calls = [
         (call.get("id"), call["function"]["name"], _plain(call["function"]["arguments"]))
@@ -165,17 +175,17 @@ def key_of(message: Message) -> str:
 
 
 def _said(content: Any) -> Any:
-    """The text, or what is said and shown: an image by the hash of its content."""
+    """Return the text of a message's content, or its parts with the hash of its bytes in place of each image."""
     if not has_images(content):
         return text_of(content)
     return [{"image": part["picture"].attachment.digest} if is_image(part) else part["text"] for part in content]
 
 
 def _plain(arguments: Any) -> Any:
-    """Arguments as a value, if they are JSON."""
+    """Return the arguments as a value if they are JSON, otherwise unchanged."""
     if not isinstance(arguments, str):
         return arguments
     try:
         return json.loads(arguments or "{}")
-    except ValueError:
+    except (ValueError, RecursionError):
         return arguments

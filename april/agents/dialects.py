@@ -1,7 +1,7 @@
-"""The endpoint's dialects: OpenAI's chat and text completions, Anthropic's messages.
+"""The endpoint's dialects: OpenAI's chat and text completions, and Anthropic's messages.
 
-Each reads a body into a ChatRequest, writes an Answer as a whole or as a stream, and words an error as its clients
-expect it. Parameters are honoured, known to change nothing, or refused by name: none is dropped silently.
+Each dialect reads a body into a ChatRequest, writes an Answer as one body or as a stream, and formats errors as its
+clients expect. Every parameter is honoured, known to have no effect, or refused by name; none is dropped silently.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ import json
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Protocol
 
-from april.agents.chat import Answer, ChatRequest, RequestError, checked_content, has_images, text_of
+from april.agents.chat import DISTRIBUTION, Answer, ChatRequest, RequestError, checked_content, has_images, text_of
+from april.images.chats import MARK
 
 Json = dict[str, Any]
 SseEvent = tuple[str, Any]
@@ -18,30 +19,30 @@ SseEvent = tuple[str, Any]
 
 
 class Dialect(Protocol):
-    """One of the endpoint's ways to ask and to answer."""
+    """An API format of the endpoint: how it reads requests, and writes answers and errors."""
 
     ping: bytes
-    """What keeps a stream alive."""
+    """Bytes that keep a stream alive."""
 
     def read(self, body: Json) -> ChatRequest:
         """Read a request; raises RequestError."""
         ...
 
     def whole(self, answer: Answer, request: ChatRequest) -> Json:
-        """The answer to a request without a stream."""
+        """Return the body of an answer that is not streamed."""
         ...
 
     def stream(self, answer: Answer, request: ChatRequest) -> Iterator[SseEvent]:
-        """The answer as a stream."""
+        """Return the answer as a stream of events."""
         ...
 
     def error(self, error: RequestError) -> Json:
-        """An error as a body."""
+        """Return the body of an error."""
         ...
 
 
 class Body:
-    """The fields of a request, each of which somebody must take."""
+    """The fields of a request body; :meth:`end` refuses every field that was neither taken nor ignored."""
 
     def __init__(self, body: Any) -> None:
         if not isinstance(body, dict):
@@ -49,7 +50,7 @@ class Body:
         self._left: Json = {name: value for name, value in body.items() if value is not None}
 
     def take(self, name: str, kind: type | tuple[type, ...], default: Any = None) -> Any:
-        """The value of a field, which must be of this kind; ``default`` where it is missing or null."""
+        """Remove a field and return its value, which must be of this type; ``default`` if it is missing or null."""
         value = self._left.pop(name, None)
         if value is None:
             return default
@@ -60,24 +61,24 @@ class Body:
         return value
 
     def ignore(self, names: Iterable[str]) -> None:
-        """These change nothing about the answer."""
+        """Discard fields that have no effect on the answer."""
         for name in names:
             self._left.pop(name, None)
 
     def neutral(self, **values: Any) -> None:
-        """These are understood at one value alone, at which they change nothing."""
+        """Accept fields with the one value that has no effect; raises RequestError for any other value."""
         for name, value in values.items():
             given = self._left.pop(name, value)
             if given != value:
                 raise RequestError(f"{name}={json.dumps(given)[:100]} is not supported; leave it out")
 
     def end(self) -> None:
-        """Refuse what nobody took."""
+        """Raise RequestError if a field is left over."""
         if self._left:
             raise RequestError(f"unknown or unsupported parameters: {', '.join(sorted(self._left))}")
 
     def sampling(self, limit: Any, stops: str) -> Json:
-        """The arguments of ``llm.generate``."""
+        """Return the sampling settings of the client; see :attr:`ChatRequest.sampling`."""
         stop = self.take(stops, (str, list))
         stop = [stop] if isinstance(stop, str) else stop
         if stop is not None and not (len(stop) <= MOST_STOPS and all(isinstance(s, str) for s in stop)):
@@ -87,6 +88,7 @@ class Body:
             "temperature": self.take("temperature", (int, float)),
             "top_p": self.take("top_p", (int, float)),
             "stop": stop,
+            **{name: self._left.pop(name, None) for name in DISTRIBUTION if name not in ("temperature", "top_p")},
         }
         return {name: value for name, value in found.items() if value is not None}
 
@@ -94,13 +96,13 @@ class Body:
 MOST_STOPS = 64
 IGNORED = (
     "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
-    "parallel_tool_calls", "seed", "reasoning_effort", "verbosity", "prediction", "betas",
+    "parallel_tool_calls", "reasoning_effort", "verbosity", "prediction", "betas",
 )  # fmt: skip
-"""Fields that have no effect here; a sample's seed is april's, so that a restart samples the same."""
+"""Fields that are accepted and have no effect."""
 
 
 def messages_of(value: Any) -> list[Json]:
-    """A conversation in OpenAI's shape; raises RequestError."""
+    """Return a conversation in OpenAI's format; raises RequestError."""
     if not isinstance(value, list) or not value:
         raise RequestError("messages must be a list that is not empty")
     messages = []
@@ -109,6 +111,9 @@ def messages_of(value: Any) -> list[Json]:
             raise RequestError(f"messages[{i}] must be an object whose role is one of {', '.join(ROLES)}")
         message = {**given, "role": "system" if given["role"] == "developer" else given["role"]}
         message["content"] = checked_content(message.get("content"))
+        for name in BESIDE_CONTENT:
+            if message.get(name):
+                raise RequestError(f"messages[{i}].{name} is not supported; images are parts of the content")
         if not isinstance(message.get("tool_calls") or [], list):
             raise RequestError(f"messages[{i}].tool_calls must be a list")
         for call in message.get("tool_calls") or ():
@@ -122,10 +127,15 @@ def messages_of(value: Any) -> list[Json]:
 
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
+BESIDE_CONTENT = (
+    "images", "image", "image_url", "image_urls", "audio", "audio_url", "input_audio", "video", "videos", "video_url",
+    "file", "files", "attachments",
+)  # fmt: skip
+"""Fields in which other endpoints accept media next to a message's content; here they are refused."""
 
 
 def tools_of(value: Any) -> list[Json]:
-    """Tool definitions in OpenAI's shape; raises RequestError."""
+    """Return tool definitions in OpenAI's format; raises RequestError."""
     tools = []
     for i, tool in enumerate(value or ()):
         function = tool.get("function") if isinstance(tool, dict) else None
@@ -137,7 +147,7 @@ def tools_of(value: Any) -> list[Json]:
 
 
 def choose_tools(choice: Any, tools: list[Json]) -> list[Json]:
-    """The tools that the model sees."""
+    """Return the tools that the model is shown; raises RequestError for a choice that cannot be enforced."""
     if choice in (None, "auto"):
         return tools
     if choice == "none":
@@ -146,7 +156,7 @@ def choose_tools(choice: Any, tools: list[Json]) -> list[Json]:
 
 
 class OpenAIChat:
-    """``/v1/chat/completions``."""
+    """The dialect of ``/v1/chat/completions``."""
 
     ping = b": ping\n\n"
 
@@ -170,14 +180,14 @@ class OpenAIChat:
         )
         b.ignore((*IGNORED, "max_tokens"))
         b.neutral(
-            n=1, top_logprobs=0, frequency_penalty=0, presence_penalty=0, logit_bias={},
-            response_format={"type": "text"}, modalities=["text"], functions=[], function_call="none",
+            n=1, top_logprobs=0, response_format={"type": "text"}, modalities=["text"], functions=[],
+            function_call="none",
         )  # fmt: skip
         b.end()
         return request
 
     def whole(self, answer: Answer, request: ChatRequest) -> Json:
-        """A ``chat.completion``."""
+        """Return the body of a ``chat.completion``."""
         choice: Json = {"index": 0, "message": {"refusal": None, **answer.message}, "finish_reason": answer.finish}
         choice["logprobs"] = {"content": self._logprobs(answer)} if request.logprobs else None
         found = {**self._head(answer, request, "chat.completion"), "choices": [choice], "usage": usage_of(answer)}
@@ -187,7 +197,7 @@ class OpenAIChat:
         return found
 
     def stream(self, answer: Answer, request: ChatRequest) -> Iterator[SseEvent]:
-        """Chunks: the role and all that the answer says, the reason of its end, and the counts if wanted."""
+        """Yield chunks: one with the whole answer, one with the finish reason, and one with token counts if wanted."""
         head = self._head(answer, request, "chat.completion.chunk")
         delta = answer.message
         if "tool_calls" in delta:
@@ -206,7 +216,7 @@ class OpenAIChat:
         yield "", "[DONE]"
 
     def error(self, error: RequestError) -> Json:
-        """OpenAI's error."""
+        """Return the body of an OpenAI error."""
         return {"error": {"message": str(error), "type": error.kind, "param": None, "code": None}}
 
     @staticmethod
@@ -220,13 +230,13 @@ class OpenAIChat:
 
 
 def usage_of(answer: Answer) -> Json:
-    """OpenAI's counts of tokens."""
+    """Return the token counts in OpenAI's format."""
     prompt, completion = len(answer.prompt_ids), len(answer.tokens)
     return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
 
 
 class OpenAIText(OpenAIChat):
-    """``/v1/completions``: a text or token ids are continued as they are."""
+    """The dialect of ``/v1/completions``: text or token ids are continued as they are."""
 
     def read(self, body: Json) -> ChatRequest:
         """Read a request."""
@@ -252,16 +262,16 @@ class OpenAIText(OpenAIChat):
             model=b.take("model", str, ""),
         )
         b.ignore(IGNORED)
-        b.neutral(n=1, best_of=1, echo=False, suffix="", frequency_penalty=0, presence_penalty=0, logit_bias={})
+        b.neutral(n=1, best_of=1, echo=False, suffix="")
         b.end()
         return request
 
     def whole(self, answer: Answer, request: ChatRequest) -> Json:
-        """A ``text_completion``."""
+        """Return the body of a ``text_completion``."""
         return {**self._text(answer, request, answer.finish), "usage": usage_of(answer)}
 
     def stream(self, answer: Answer, request: ChatRequest) -> Iterator[SseEvent]:
-        """The text in one chunk, and the counts if wanted."""
+        """Yield the text in one chunk, and the token counts if wanted."""
         yield "", self._text(answer, request, answer.finish)
         if request.usage:
             yield "", {**self._text(answer, request, answer.finish), "choices": [], "usage": usage_of(answer)}
@@ -283,8 +293,14 @@ class OpenAIText(OpenAIChat):
         return {**head, "choices": [choice]}
 
 
+def refuse_marks(i: int, blocks: Iterable[Any]) -> None:
+    """Raise RequestError for an image block without a source: in Anthropic's format, its image was lost."""
+    if any(block == MARK for block in blocks):
+        raise RequestError(f"messages[{i}]: an image has no source; give it in base64 in source")
+
+
 class Anthropic:
-    """``/v1/messages``."""
+    """The dialect of ``/v1/messages``."""
 
     ping = b'event: ping\ndata: {"type": "ping"}\n\n'
 
@@ -308,7 +324,7 @@ class Anthropic:
             model=b.take("model", str, ""),
         )
         b.ignore((*IGNORED, "context_management", "output_config"))
-        b.neutral(top_k=-1, mcp_servers=[], container="")
+        b.neutral(mcp_servers=[], container="")
         b.end()
         return request
 
@@ -323,7 +339,7 @@ class Anthropic:
 
     @staticmethod
     def _message(i: int, message: Any) -> Iterator[Json]:
-        """One message as OpenAI's: results of tools are messages of their own there."""
+        """Convert one message to OpenAI's format, in which tool results are messages of their own."""
         if not isinstance(message, dict) or message.get("role") not in ("user", "assistant", "system"):
             raise RequestError(f"messages[{i}] must be an object whose role is user, assistant or system")
         content = message.get("content")
@@ -332,6 +348,7 @@ class Anthropic:
             return
         if not isinstance(content, list) or not all(isinstance(part, dict) for part in content):
             raise RequestError(f"messages[{i}].content must be a string or a list of blocks")
+        refuse_marks(i, content)
         parts: list[Json] = []
         reasoning, calls, results = "", [], 0
         for part in content:
@@ -345,11 +362,15 @@ class Anthropic:
                 case "redacted_thinking":
                     pass
                 case "tool_use":
-                    function = {"name": part.get("name"), "arguments": json.dumps(part.get("input", {}))}
+                    given = part.get("input", {})
+                    if not isinstance(given, dict):
+                        raise RequestError(f"messages[{i}]: input of a tool_use block must be an object")
+                    function = {"name": part.get("name"), "arguments": json.dumps(given)}
                     calls.append({"id": part.get("id"), "type": "function", "function": function})
                 case "tool_result":
                     results += 1
                     result = part.get("content")
+                    refuse_marks(i, result if isinstance(result, list) else ())
                     result = result if has_images(result) else text_of(result)
                     yield {"role": "tool", "tool_call_id": part.get("tool_use_id"), "content": result}
                 case kind:
@@ -361,7 +382,7 @@ class Anthropic:
             yield found | ({"reasoning_content": reasoning} if reasoning else {})
 
     def whole(self, answer: Answer, request: ChatRequest) -> Json:
-        """A ``message``."""
+        """Return the body of a ``message``."""
         stop = "stop_sequence" if answer.stopped_by is not None else STOP_REASONS[answer.finish]
         usage = {"input_tokens": len(answer.prompt_ids), "output_tokens": len(answer.tokens)}
         return {
@@ -380,7 +401,7 @@ class Anthropic:
         return [*thinking, *text, *uses]
 
     def stream(self, answer: Answer, request: ChatRequest) -> Iterator[SseEvent]:
-        """The events of a message, one delta for each block."""
+        """Yield the events of a message, with one delta for each block."""
         whole = self.whole(answer, request)
         start = {**whole, "content": [], "stop_reason": None, "stop_sequence": None}
         yield _named(type="message_start", message={**start, "usage": {**whole["usage"], "output_tokens": 1}})
@@ -394,7 +415,7 @@ class Anthropic:
         yield _named(type="message_stop")
 
     def error(self, error: RequestError) -> Json:
-        """Anthropic's error."""
+        """Return the body of an Anthropic error."""
         kind = ANTHROPIC_KINDS.get(error.status, "api_error")
         return {"type": "error", "error": {"type": kind, "message": str(error)}}
 
@@ -409,7 +430,7 @@ EMPTY: Mapping[str, Any] = {
     "thinking": lambda b: ({**b, "thinking": ""}, {"type": "thinking_delta", "thinking": b["thinking"]}),
     "tool_use": lambda b: ({**b, "input": {}}, {"type": "input_json_delta", "partial_json": json.dumps(b["input"])}),
 }
-"""By type of a block: how it begins in a stream, and the one delta that brings all of it."""
+"""For each block type, a function that returns its empty block for a stream, and the delta that fills it."""
 
 
 def _named(**data: Any) -> SseEvent:

@@ -1,7 +1,8 @@
-"""The HTTP server of a process: an address and a key for each sample, on a thread of its own.
+"""The HTTP server of a process, with an address and a key for each sample; it runs in its own thread.
 
-A client sees an answer that takes long, never an abort: bytes that mean nothing keep its connection alive. The thread
-lets a function that blocks the driver's loop with a client of its own be told so, instead of waiting for itself.
+A client sees only that an answer takes long, never an abort: filler bytes keep its connection alive. The thread is
+separate so that a function which blocks the driver's loop with its own client can be told so; a server on that loop
+would wait for itself.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ wire_log = logging.getLogger("april.agents.wire")
 
 
 def _without_content(record: logging.LogRecord) -> bool:
-    """What is no HTTP is named by its error alone: its text would have a part of what was sent."""
+    """Reduce a log record about malformed HTTP to the error's type, as its text contains part of what was sent."""
     kind = record.exc_info[0] if record.exc_info else None
     record.msg, record.args = "a connection to an agent's endpoint failed: %s", ("" if kind is None else kind.__name__,)
     record.exc_info = record.exc_text = None
@@ -40,49 +41,56 @@ def _without_content(record: logging.LogRecord) -> bool:
 wire_log.addFilter(_without_content)
 
 GRACE_S = 60.0
-"""Seconds in which an answer goes on that nobody waits for, in case its client asks again."""
+"""Seconds for which an answer is still generated after its client has left, in case the client asks again."""
 SHUTDOWN_S = 1.0
-"""Seconds that clients have to read what is left when the server ends."""
+"""Seconds that clients have to read what is left when the server stops."""
 BY_NAME = "by-name"
-"""In the place of a session's own path: the client says which one it means."""
+"""Path that clients use instead of a session's own when they name the session in a header."""
 LARGEST_BODY = 32 << 20
 SMALL_BODY = 1 << 20
 BYTES_PER_TOKEN = 32
-"""A body above SMALL_BODY with more than these for each token of the context is refused before it is tokenised."""
+"""Bytes allowed for each token of the context: a body above this and SMALL_BODY is refused before it is tokenised."""
 MOST_MESSAGES = 4096
 NO_RETRY = {"x-should-retry": "false"}
 
 
 @dataclass(slots=True, eq=False)
 class Opened:
-    """A session under its address."""
+    """A session with the path and key under which clients reach it."""
 
     session: Session
     endpoint: Endpoint
     path: str
     key: str
     asked: Callable[[], None]
-    """Called when a client asks with the key."""
+    """Called when a client makes a request with the key."""
     names: list[str] = field(default_factory=list)
+    refused: str = ""
+    """Reason why the latest refused request was refused; empty if there is none."""
+
+    @property
+    def accepted(self) -> bool:
+        """True if at least one request was not refused."""
+        return any(self.session.asked.values())
 
     @property
     def url(self) -> str:
-        """The address for a client."""
+        """Base URL for a client."""
         return f"{self.endpoint.url}/{self.path}/v1"
 
     def by_name(self) -> tuple[str, str]:
-        """Address and key of one client for several sessions, each of which it names: ``X-Session-ID``."""
+        """Return base URL and key for a client of several sessions, which names one per request (``X-Session-ID``)."""
         return f"{self.endpoint.url}/{BY_NAME}/v1", self.endpoint.key
 
     def name(self, name: str) -> None:
-        """This session's name for such a client. May be called from any thread."""
+        """Register this session under a name, for clients of :meth:`by_name`. May be called from any thread."""
         self.names.append(name)
         self.endpoint._named[name] = self
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """The place of a session: a server, and what is the same there after a restart (drawn where it is empty)."""
+    """Where a session is served: the server, and a path and key to keep across restarts (random if empty)."""
 
     endpoint: Endpoint
     path: str = ""
@@ -90,23 +98,23 @@ class Place:
     asked: Callable[[], None] = lambda: None
 
     def open(self, session: Session) -> Opened:
-        """An address and a key for a session, which is used on the server's loop from now on."""
+        """Serve a session, which may be used only on the server's loop from now on; returns its address and key."""
         path, key = self.path or secrets.token_hex(8), self.key or secrets.token_urlsafe(24)
         return self.endpoint.add(Opened(session, self.endpoint, path, key, self.asked))
 
 
 @dataclass(slots=True, eq=False)
 class Endpoint:
-    """The server; ``add`` and ``shut`` may be called from any thread.
+    """The HTTP server; ``add`` and ``shut`` may be called from any thread.
 
     Args:
-        host: the address that it listens on.
-        port: 0 means any that is free.
+        host: address to listen on.
+        port: port to listen on; 0 means any free one.
         commit_s: see COMMIT_S.
         alive_s: see ALIVE_S.
         grace_s: see GRACE_S.
-        model: the name that ``/v1/models`` says.
-        more: adds routes.
+        model: name of the model in ``/v1/models``.
+        more: function that adds further routes.
     """
 
     host: str = "127.0.0.1"
@@ -127,7 +135,7 @@ class Endpoint:
     # ---------------------------------------------------------------- from other threads
 
     def start(self) -> None:
-        """Begin to listen; raises OSError if the address is taken."""
+        """Start the server in its thread; raises OSError if the address is taken."""
         self._thread = threading.Thread(target=self._loop.run_forever, name="april agents", daemon=True)
         self._thread.start()
         asyncio.run_coroutine_threadsafe(self._start(), self._loop).result()
@@ -138,7 +146,7 @@ class Endpoint:
         return door
 
     def shut(self, door: Opened, why: str) -> list[int]:
-        """Answer nothing of this session any more; returns the numbers of calls whose answers a client has heard."""
+        """Stop answering this session's requests; returns the numbers of calls whose answers a client has received."""
         if self._doors.get(door.path) is door:
             del self._doors[door.path]
         for name in door.names:
@@ -148,7 +156,7 @@ class Endpoint:
         return door.session.heard()
 
     def stop(self) -> None:
-        """End the server; its thread has ended when this returns."""
+        """Stop the server and wait for its thread to end."""
         if self._thread is None:
             return
         asyncio.run_coroutine_threadsafe(self._stop(), self._loop).result()
@@ -162,12 +170,12 @@ class Endpoint:
     async def _start(self) -> None:
         app = web.Application(client_max_size=LARGEST_BODY, middlewares=[_by_name])
         self.more(app.router)
-        for base in ("/{path}", "/{path}/v1", "/{path}/v1/v1"):  # a client of Anthropic's writes /v1 itself
+        for base in ("/{path}", "/{path}/v1", "/{path}/v1/v1"):  # Anthropic's clients append /v1 themselves
             for route, dialect in ROUTES.items():
                 app.router.add_post(base + route, self._handler(dialect))
             app.router.add_post(base + "/messages/count_tokens", self._count)
             app.router.add_get(base + "/models", self._models)
-        # a handler ends with its client: whether somebody listens decides what a request is that comes again
+        # cancel a handler when its client leaves: whether a client still waits decides if an equal request is a retry
         self._runner = web.AppRunner(
             app, access_log=None, handle_signals=False, handler_cancellation=True, shutdown_timeout=SHUTDOWN_S,
             logger=wire_log,
@@ -185,7 +193,7 @@ class Endpoint:
             await self._runner.cleanup()
 
     def _door(self, request: web.Request) -> Opened:
-        """The session that the request is for; raises RequestError without its key."""
+        """Return the session that a request is for; raises RequestError if there is none or the key is wrong."""
         by_name = request.match_info["path"] == BY_NAME
         door = self._doors.get(request.match_info["path"])
         if door is None and not by_name:
@@ -193,10 +201,14 @@ class Endpoint:
         check_key(request, self.key if door is None else door.key, "the API key is not that of this address")
         name = request.headers.get("X-Session-ID")
         if door is None and name is None and request.path.endswith("count_tokens"):
-            door = next(iter(self._doors.values()), None)  # a count is the same for all
+            door = next(iter(self._doors.values()), None)  # all sessions count tokens alike
         door = door or self._named.get(name or "")
         if door is None:
-            raise RequestError(f"no sample has the name {name!r:.100} (X-Session-ID)", 404, "not_found_error")
+            raise RequestError(
+                f"no sample has the name {name!r:.100} (X-Session-ID): the model {self.model!r} here is the policy, "
+                "which answers agents that are trained; another, such as a user simulator or a judge, needs a model of "
+                "its own in the environment's configuration", 404, "not_found_error",
+            )  # fmt: skip
         door.asked()
         return door
 
@@ -206,18 +218,26 @@ class Endpoint:
         return web.json_response({"object": "list", "data": [{**model, "max_model_len": context}]})
 
     async def _count(self, request: web.Request) -> web.Response:
-        """Anthropic's count of the tokens that a request would have."""
+        """Answer Anthropic's request for the number of tokens in a conversation."""
         session = self._door(request).session
         wanted = ROUTES["/messages"].read(await body_of(request, _most_bytes(session)))
         return web.json_response({"input_tokens": await session.count(wanted)})
 
     def _handler(self, dialect: Dialect) -> Callable[[web.Request], Any]:
         async def handle(request: web.Request) -> web.StreamResponse:
-            session = self._door(request).session
-            asked, wanted = await self._ask(session, dialect, request)
+            door = self._door(request)
+            session = door.session
+            try:
+                asked, wanted = await self._ask(session, dialect, request)
+            except RequestError as error:
+                door.refused = str(error)
+                raise
             asked.clients += 1
             try:
                 return await self._reply(request, dialect, wanted, asked)
+            except RequestError as error:
+                door.refused = str(error)
+                raise
             finally:
                 asked.clients -= 1
                 if not asked.clients and not asked.task.done():
@@ -233,14 +253,17 @@ class Endpoint:
         for stream in ("stream", "stream_options"):
             body.pop(stream, None)
         client = request.headers.get("X-Session-ID", "")
-        what = json.dumps([request.path, client, body], sort_keys=True)
+        try:
+            what = json.dumps([request.path, client, body], sort_keys=True, allow_nan=False)
+        except ValueError:
+            raise RequestError("the body is not JSON: it has a number that is not finite") from None
         retry = request.headers.get("x-stainless-retry-count", "0") not in ("", "0")
         return session.ask(wanted, hashlib.sha256(what.encode()).hexdigest(), retry=retry), wanted
 
     async def _reply(
         self, request: web.Request, dialect: Dialect, wanted: ChatRequest, asked: Asked
     ) -> web.StreamResponse:
-        """Wait for the answer, keeping the connection alive, and write it."""
+        """Wait for the answer while keeping the connection alive, and send it."""
         done, _ = await asyncio.wait([asked.task], timeout=self.commit_s)
         response: web.StreamResponse | None = None
         if not done:
@@ -263,7 +286,7 @@ class Endpoint:
             to = request.transport
             if to is None or to.is_closing():
                 return response
-            asked.sending.append(to)  # before the last byte: who has read it may be over before this goes on
+            asked.sending.append(to)  # before the last byte: a client that has read it may leave before this continues
             try:
                 await response.write(written)
                 await response.write_eof()
@@ -277,7 +300,7 @@ class Endpoint:
             await response.write(_event(("error", dialect.error(error))))
             await response.write_eof()
             return response
-        # a body that began as an answer cannot become an error: the client takes a cut connection for one
+        # the 200 is sent already, so the error can only be reported by cutting the connection
         if request.transport is not None:
             request.transport.abort()
         return response
@@ -293,7 +316,7 @@ ROUTES: dict[str, Dialect] = {
 
 @web.middleware
 async def _by_name(request: web.Request, handler: Callable[[web.Request], Any]) -> web.StreamResponse:
-    """Whatever goes wrong has a name, in the words of the dialect; the log says nothing of what was asked."""
+    """Turn every failure into an error of the request's dialect, without logging what was asked."""
     try:
         response: web.StreamResponse = await handler(request)
         return response
@@ -313,23 +336,23 @@ async def _by_name(request: web.Request, handler: Callable[[web.Request], Any]) 
 
 
 def check_key(request: web.Request, key: str, why_not: str) -> None:
-    """Raise RequestError for a request without the key."""
+    """Raise RequestError for a request that does not carry the key."""
     scheme, _, token = request.headers.get("Authorization", "").partition(" ")
-    # a client may bring both, one of which is a placeholder
+    # a client may send both headers, one of them with a placeholder
     given = request.headers.get("x-api-key", ""), token.strip() if scheme.lower() == "bearer" else ""
     if not any(hmac.compare_digest(one.encode(errors="surrogateescape"), key.encode()) for one in given):
         raise RequestError(why_not, 401, "authentication_error")
 
 
 def _most_bytes(session: Session) -> int:
-    """A body of more bytes has no room in the context, whatever it says."""
+    """Return the bytes above which a body cannot fit into the context, whatever it contains."""
     if session.sight is not None:
-        return LARGEST_BODY  # most of it is images
+        return LARGEST_BODY  # images may make up most of the body
     return min(LARGEST_BODY, max(SMALL_BODY, BYTES_PER_TOKEN * session.max_context))
 
 
 async def body_of(request: web.Request, most: int) -> Any:
-    """The JSON of a request, of so many bytes at most; raises RequestError."""
+    """Return the JSON of a request whose body has at most ``most`` bytes; raises RequestError."""
     large = RequestError(f"the body is larger than {most:,} bytes, for which there is no room", 413)
     if (request.content_length or 0) > most:
         raise large
@@ -339,7 +362,7 @@ async def body_of(request: web.Request, most: int) -> Any:
         raise large from None
     except (ConnectionError, asyncio.CancelledError):
         raise
-    except Exception as error:  # what a decoder raises
+    except Exception as error:  # whatever the decoder of the body raises
         raise RequestError(f"the body cannot be decoded: {type(error).__name__}") from None
     if len(raw) > most:
         raise large
@@ -356,7 +379,7 @@ async def body_of(request: web.Request, most: int) -> Any:
 
 
 async def _begin(request: web.Request, wanted: ChatRequest) -> web.StreamResponse:
-    """Send the 200."""
+    """Send the headers of a 200 response."""
     kind = "text/event-stream" if wanted.stream else "application/json"
     response = web.StreamResponse(headers={"Content-Type": kind, "Cache-Control": "no-store"})
     await response.prepare(request)
@@ -364,13 +387,13 @@ async def _begin(request: web.Request, wanted: ChatRequest) -> web.StreamRespons
 
 
 def _written(dialect: Dialect, wanted: ChatRequest, answer: Answer) -> bytes:
-    """The answer in one piece: it is heard as a whole, or not."""
+    """Return the answer's bytes as one piece, so that a client receives all of it or nothing."""
     if wanted.stream:
         return b"".join(map(_event, dialect.stream(answer, wanted)))
-    return json.dumps(dialect.whole(answer, wanted)).encode()
+    return json.dumps(dialect.whole(answer, wanted), allow_nan=False).encode()
 
 
 def _event(event: SseEvent) -> bytes:
     name, data = event
-    text = data if isinstance(data, str) else json.dumps(data)
+    text = data if isinstance(data, str) else json.dumps(data, allow_nan=False)
     return (f"event: {name}\n" if name else "").encode() + f"data: {text}\n\n".encode()

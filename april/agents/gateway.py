@@ -1,15 +1,18 @@
-"""The agents of a process's samples: the server of their endpoints, ``llm.chat``, and the way to the driver."""
+"""Serves the agents of a process's samples: opens their endpoints, answers ``llm.chat``, and calls the driver."""
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 from collections.abc import Callable, Coroutine, Iterable, Mapping
 from dataclasses import dataclass, replace
+from importlib import import_module
+from importlib.util import find_spec
 from numbers import Real
 from typing import TYPE_CHECKING, Any
 
-from april.agents.chat import ALIVE_S, COMMIT_S
+from april.agents.chat import ALIVE_S, COMMIT_S, DISTRIBUTION
 from april.core.attachments import Placed
 from april.core.tape import Int32
 from april.driver.llm import Completion, Door, Sheltered
@@ -22,8 +25,11 @@ if TYPE_CHECKING:
     from april.images.placing import Images
 
 
+log = logging.getLogger("april")
+RENDERERS = "renderers"
+"""Package that converts messages to tokens."""
 OPTIONS = ("renderer", "commit_s", "alive_s")
-"""Arguments of the scheduler and of hosts that are this one's."""
+"""Arguments of the scheduler that are passed on to the Gateway."""
 
 
 @dataclass(slots=True)
@@ -31,11 +37,11 @@ class Gateway:
     """Serves an endpoint for each sample that asks for one; the server starts with the first.
 
     Args:
-        tokenizer: the model's; None means that clients can give token ids only.
+        tokenizer: tokenizer of the model; None means that clients can send only token ids.
         renderer: a ``renderers.RendererConfig``; None means the one for the tokenizer.
         commit_s: see COMMIT_S.
         alive_s: see ALIVE_S.
-        images: reads the images of messages; None means that they are refused.
+        images: places the images of messages; None means that images are refused.
 
     Raises ConfigError for a renderer without a tokenizer, or times out of range.
     """
@@ -47,6 +53,8 @@ class Gateway:
     images: Images | None = None
     _endpoint: Endpoint | None = None
     _template: Template | None = None
+    _warned: bool = False
+    """True once the user was told that a client asked for another sampling distribution."""
 
     def __post_init__(self) -> None:
         if self.renderer is not None and self.tokenizer is None:
@@ -57,11 +65,19 @@ class Gateway:
             if not number or seconds < 0 or (seconds == 0 and name == "alive_s"):
                 raise ConfigError(f"{name} must be a number of seconds {least}, got {seconds!r}")
 
-    def open(self, behind: Sheltered, place: Place | None = None) -> Door:
-        """Serve one more sample; ``place``: on another server than that of this process."""
-        from april.agents.endpoint import Place  # a web server, loaded by who asks for one
+    def load(self) -> None:
+        """Import what ``llm.base_url`` and ``llm.chat`` need; a later import would block the event loop."""
+        names = ["april.agents.endpoint", "april.agents.session", "april.agents.sight", "april.agents.template"]
+        if self.tokenizer is not None and find_spec(RENDERERS) is not None:
+            names.append(RENDERERS)  # it imports all types of openai, which takes a second or two
+        for name in names:
+            import_module(name)
 
-        ask = self._asks(behind)
+    def open(self, behind: Sheltered, place: Place | None = None) -> Door:
+        """Serve one more sample at an HTTP endpoint; ``place`` is needed for a server other than this process's own."""
+        from april.agents.endpoint import Place  # loads a web server, so it is imported only for an endpoint
+
+        ask = self._asks(behind, strangers=True)
 
         async def ask_there(
             ids: Int32, changes: Mapping[str, Any], attached: tuple[Placed, ...] | None = None
@@ -73,24 +89,43 @@ class Gateway:
         return (Place(self._served()) if place is None else place).open(session)
 
     def chat(self, behind: Sheltered) -> Chat:
-        """What ``llm.chat`` of one more sample asks, on the running loop: a session without a server."""
+        """Return what answers ``llm.chat`` for one more sample: a session on the running loop, without a server."""
         from april.agents.session import Chat
 
-        return Chat(self._session(self._asks(behind), behind, strangers=False))
+        return Chat(self._session(self._asks(behind, strangers=False), behind, strangers=False))
 
-    @staticmethod
-    def _asks(behind: Sheltered) -> Callable[..., Coroutine[Any, Any, Completion]]:
+    def _asks(self, behind: Sheltered, *, strangers: bool) -> Callable[..., Coroutine[Any, Any, Completion]]:
         async def ask(ids: Int32, changes: Mapping[str, Any], attached: tuple[Placed, ...] | None = None) -> Completion:
             plain: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in changes.items()}
-            return await behind.generate(replace(behind.sampling, **plain), ids, attached=attached)
+            other = self._overridden(plain, behind) if strangers else False
+            return await behind.generate(
+                replace(behind.sampling, **plain), ids, attached=attached, overridden=other
+            )  # fmt: skip
 
         return ask
 
+    def _overridden(self, changes: dict[str, Any], behind: Sheltered) -> bool:
+        """Remove distribution parameters from a client's changes; returns True if they ask for another distribution."""
+        given = {name: changes.pop(name) for name in DISTRIBUTION if name in changes}
+        same = {name: (*neutral, getattr(behind.sampling, name, None)) for name, neutral in DISTRIBUTION.items()}
+        same["seed"] = ()  # april seeds each sample, so that a restart samples the same tokens
+        other = {name: value for name, value in given.items() if value not in same[name]}
+        if other and not self._warned:
+            self._warned = True
+            log.warning(
+                "a client at llm.base_url asks for %s; it gets the sampling of the configuration (in evaluations, of "
+                "evaluate), temperature=%s and top_p=%s here, as all samples do. Leave such parameters out of the "
+                "client. batch.metrics['overridden_requests'] counts these requests; this is said once",
+                ", ".join(f"{name}={value!r:.40}" for name, value in other.items()),
+                behind.sampling.temperature, behind.sampling.top_p,
+            )  # fmt: skip
+        return bool(other)
+
     def _session(self, generate: Generate, behind: Sheltered, *, strangers: bool) -> Session:
-        """``strangers``: what asks is a client, which may name no files."""
+        """Create a session; ``strangers`` means that requests come from HTTP clients, which may not name files."""
         from april.agents.session import Session
         from april.agents.sight import Sight
-        from april.agents.template import Template  # needs a package that most do not
+        from april.agents.template import Template  # needs the package renderers, which most users do without
 
         if self.tokenizer is not None and self._template is None:
             self._template = Template(self.tokenizer, self.renderer, self.images)
@@ -101,7 +136,7 @@ class Gateway:
         return Session(generate, self._template, behind.max_context, behind.answered, sight)
 
     def _served(self) -> Endpoint:
-        """This process's own server, which is started if it was not."""
+        """Return this process's own server; start it if it is not running."""
         from april.agents.endpoint import Endpoint
 
         if self._endpoint is None:
@@ -111,11 +146,11 @@ class Gateway:
         return self._endpoint
 
     def shut(self, door: Any) -> Iterable[int]:
-        """Answer nothing of this sample any more; returns the numbers of calls whose answers a client has heard."""
+        """Stop answering this sample's requests; returns the numbers of calls whose answers a client has received."""
         return door.endpoint.shut(door, "its rollout function has ended")  # type: ignore[no-any-return]
 
     def close(self) -> None:
-        """End the server."""
+        """Stop the server."""
         endpoint, self._endpoint = self._endpoint, None
         if endpoint is not None:
             endpoint.stop()

@@ -1,4 +1,4 @@
-"""OpenAI's ``/v1/responses``: items instead of messages, and a stream of named events."""
+"""The dialect of OpenAI's ``/v1/responses``, with items instead of messages and a stream of named events."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from april.agents.dialects import IGNORED, Body, Json, OpenAIChat, SseEvent, cho
 
 
 class OpenAIResponses(OpenAIChat):
-    """The whole conversation is in each request: nothing is stored, and ``previous_response_id`` is refused."""
+    """The dialect of ``/v1/responses``: each request holds its whole conversation, since nothing is stored."""
 
     def read(self, body: Json) -> ChatRequest:
         """Read a request."""
@@ -44,7 +44,7 @@ class OpenAIResponses(OpenAIChat):
 
     @staticmethod
     def _messages(items: Any) -> list[Json]:
-        """Items as messages: what the assistant said and called in one turn is one message."""
+        """Convert items to messages; what the assistant says and calls in one turn becomes one message."""
         messages: list[Json] = []
 
         def assistant() -> Json:
@@ -74,7 +74,7 @@ class OpenAIResponses(OpenAIChat):
         return messages
 
     def whole(self, answer: Answer, request: ChatRequest) -> Json:
-        """A ``response``."""
+        """Return the body of a ``response``."""
         cut = answer.finish == "length"
         prompt, completion = len(answer.prompt_ids), len(answer.tokens)
         return {
@@ -107,7 +107,7 @@ class OpenAIResponses(OpenAIChat):
         return items
 
     def stream(self, answer: Answer, request: ChatRequest) -> Iterator[SseEvent]:
-        """The events of a response, one delta for each item."""
+        """Yield the events of a response, with one delta for each item."""
         for number, (name, data) in enumerate(self._events(self.whole(answer, request))):
             yield name, {"type": name, "sequence_number": number, **data}
 

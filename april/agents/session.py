@@ -1,7 +1,7 @@
-"""One sample's requests: which of them are the same, which conversation each continues, and what is answered.
+"""The requests of one sample: which of them are retries, which conversation each continues, and their answers.
 
-Invariant: equal requests are one generation only where the later one is a retry of the earlier; two clients that ask
-the same have two answers.
+Invariant: two equal requests share one generation only if the later is a retry of the earlier; two clients that send
+the same request get two answers.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from april.errors import UsageError
 
 
 class Generated(Protocol):
-    """What ``generate`` returns: ``tokens`` int32 [T], ``logprobs`` float32 [T], and the reason of the end."""
+    """The result of ``generate``: ``tokens`` int32 [T], ``logprobs`` float32 [T], finish reason, and call number."""
 
     @property
     def tokens(self) -> Int32: ...
@@ -45,9 +45,9 @@ class Generated(Protocol):
 
 
 class Generate(Protocol):
-    """Continues token ids, with arguments of ``llm.generate``; however many steps that takes.
+    """Continues token ids, with arguments of ``llm.generate``; returns when complete, however many steps that takes.
 
-    ``attached`` is what is attached to them; None means what is known of them.
+    ``attached`` lists what is attached to the token ids; None means what april already knows to be attached.
     """
 
     def __call__(
@@ -57,11 +57,11 @@ class Generate(Protocol):
 
 
 SAME_TEXT = 8
-"""Answers of the same text to the same conversation whose tokens are remembered."""
+"""Most answers that are remembered for one conversation and one answer text, as their tokens may differ."""
 
 
 SHELVES = 16
-"""Token sequences of which the end is looked for, to keep what goes on with one in the same array."""
+"""Number of recent token arrays that are searched for one that a new sequence continues."""
 
 
 @dataclass(slots=True, eq=False)
@@ -71,13 +71,13 @@ class _Shelf:
 
 
 class _Shelves:
-    """Keeps token sequences; one that goes on with another takes the room of what it adds."""
+    """Stores token sequences; a sequence that continues another needs memory only for what it adds."""
 
     def __init__(self) -> None:
         self._latest: deque[_Shelf] = deque(maxlen=SHELVES)
 
     def keep(self, ids: Int32) -> Int32:
-        """The same ids, in an array that others share; it must not be written into."""
+        """Return the same ids in an array that other sequences share; it must not be modified."""
         for shelf in reversed(self._latest):
             both = min(shelf.count, len(ids))
             if both and np.array_equal(shelf.ids[:both], ids[:both]):
@@ -98,7 +98,7 @@ class _Shelves:
 
 
 class _Known(NamedTuple):
-    """A conversation that ended with an answer: its tokens, how many of them are the prompt's, what is attached."""
+    """A conversation that ended with an answer: all its tokens, the number of prompt tokens, and its attachments."""
 
     ids: Int32
     prompt: int
@@ -106,18 +106,18 @@ class _Known(NamedTuple):
 
 
 Written = tuple[Int32, tuple[Placed, ...]]
-"""A conversation as tokens, and what is attached to them."""
+"""A conversation as tokens, with what is attached to them."""
 
 
 MessageOf = Callable[[str, Int32, Int32, Tools, Mapping[str, Any]], Message]
-"""Of the name of an answer, its prompt and tokens, the tools and the sampling: the message that the client has."""
+"""Makes the message that the client has, from an answer's id, prompt and tokens, the tools and the sampling."""
 
 
 class Conversations:
-    """The conversations of a sample, found again by the messages that the client sends back.
+    """Finds the conversation that a request continues, by the messages that the client sends back.
 
-    They are matched on messages as they were answered, not on text that is rendered anew: what was sampled may be
-    rendered otherwise.
+    Messages are compared as they were answered, not as text that is rendered anew, since rendering an answer may give
+    other tokens than those that were sampled.
     """
 
     def __init__(
@@ -130,7 +130,7 @@ class Conversations:
         self._message_of = message_of
 
     def ids_of(self, messages: Sequence[Message], tools: Tools, sampling: Mapping[str, Any]) -> Written:
-        """The tokens of a request: those of the longest known conversation that it goes on with, or all rendered anew.
+        """Return the tokens of a request, which continue the longest known conversation, or are all rendered anew.
 
         Raises RequestError.
         """
@@ -148,7 +148,7 @@ class Conversations:
                     continue
                 if self._sight is None:
                     return np.array(found, np.int32), ()
-                if np.array_equal(found[: len(ids)], ids):  # what is attached to them stays where it is
+                if np.array_equal(found[: len(ids)], ids):  # the attachments keep their places
                     return self._sight.place(found, len(ids), attached, messages[count:])
         found = self._template.render(messages, tools)
         if self._sight is None:
@@ -158,7 +158,7 @@ class Conversations:
     def _recall(
         self, messages: Sequence[Message], tools: Tools, sampling: Mapping[str, Any], digests: Sequence[str]
     ) -> None:
-        """Know again what was answered before a restart and is repeated now, by a client that has heard it."""
+        """Recognise answers from before a restart when a client that has received them sends them back."""
         for i, message in enumerate(messages):
             if message["role"] != "assistant" or not i or digests[i] in self._known:
                 continue
@@ -172,20 +172,20 @@ class Conversations:
                     break
 
     def remember(self, digest: str, ids: Int32, prompt: int, attached: tuple[Placed, ...] = ()) -> None:
-        """These ``ids`` are a conversation that ends with an answer; a partial answer is never remembered.
+        """Remember a conversation that ends with an answer; partial answers are never remembered.
 
-        ``prompt``: how many are before the answer. ``digest``: of the conversation, the answer's message included.
-        ``attached``: what is attached to them.
+        ``ids`` are its tokens, and ``prompt`` is the number of tokens before the answer. ``digest`` is that of the
+        conversation, the answer's message included. ``attached`` lists what is attached to the tokens.
         """
         self._known.setdefault(digest, deque(maxlen=SAME_TEXT)).append(_Known(ids, prompt, attached))
 
     def digest(self, messages: Sequence[Message], tools: Tools) -> str:
-        """The digest of a conversation."""
+        """Return the digest of a conversation."""
         return self._digests(messages, tools)[-1]
 
     @staticmethod
     def _digests(messages: Sequence[Message], tools: Tools) -> list[str]:
-        """A digest of each beginning of the conversation."""
+        """Return a digest for each prefix of the conversation."""
         so_far = hashlib.sha256(json.dumps(list(tools), sort_keys=True).encode())
         digests = []
         for message in messages:
@@ -202,30 +202,30 @@ class Asked:
     clients: int = 0
     """Connections that wait for the answer or are reading it."""
     heard: bool = False
-    """True once a client has been sent the whole answer."""
+    """True once the whole answer was sent to a client."""
     left: bool = False
-    """Its client has left for good: nobody joins it any more."""
+    """True once its clients have left for good; later requests do not share its answer."""
     sending: list[asyncio.WriteTransport] = field(default_factory=list)
-    """Connections to which the whole answer has been given, and which may not have sent all of it."""
+    """Connections to which the whole answer was written, but which may not have sent all of it yet."""
     number: int | None = None
     """Number of the call that generated the answer; None before that."""
 
     @property
     def reached(self) -> bool:
-        """Whether a client has the whole answer, as far as this side can see: one that does not read has not."""
+        """True if a client has received the whole answer, as far as the write buffers of its connection show."""
         return self.heard or any(not to.get_write_buffer_size() for to in list(self.sending))
 
 
 @dataclass(slots=True)
 class Session:
-    """The requests of one sample. Must be used on one loop.
+    """The requests of one sample. Must be used on one event loop.
 
     Args:
-        generate: continues token ids; one that is cancelled is given up.
-        template: the model's; None refuses messages and texts, and takes token ids.
-        max_context: tokens that the engines have room for.
-        answered: the answers of before a restart, which a client may have heard.
-        sight: reads images in messages; None refuses them.
+        generate: function that continues token ids; cancelling it gives the call up.
+        template: chat template of the model; None means that messages and texts are refused, and only token ids taken.
+        max_context: number of tokens that the engines have room for.
+        answered: answers from before a restart, which a client may have received.
+        sight: reads the images in messages; None means that they are refused.
     """
 
     generate: Generate
@@ -235,9 +235,9 @@ class Session:
     sight: Sight | None = None
     conversations: Conversations | None = field(init=False)
     asked: dict[str, list[Asked]] = field(default_factory=dict)
-    """By digest of the body: each request that is no retry of another."""
+    """Requests by the digest of their body; retries are not listed again."""
     closed: str = ""
-    """The reason why nothing is answered any more; empty while it is."""
+    """Reason why requests are no longer answered; empty while they are."""
     _counts: dict[str, int] = field(default_factory=dict)
     _shelves: _Shelves = field(default_factory=_Shelves)
 
@@ -248,9 +248,10 @@ class Session:
             self.conversations = Conversations(self.template, self.answered, self._message_of, self.sight)
 
     def ask(self, request: ChatRequest, digest: str, *, retry: bool) -> Asked:
-        """The request's answer to come: that of the request which this one repeats, or a new one.
+        """Return the pending answer to a request: that of an earlier equal request, or a new one.
 
-        It repeats an equal one if it says that it is a retry, or if nobody is left who hears that one.
+        The earlier one is shared if this request says that it is a retry, or if no client waits for the earlier one any
+        more.
         """
         if self.closed:
             raise RequestError(self.closed, 410, "session_closed")
@@ -258,7 +259,7 @@ class Session:
             over = earlier.reached or earlier.left or _failed(earlier.task)
             if not over and (retry or not earlier.clients):
                 return earlier
-        if retry:  # of an answer that was heard after all, as far as this side can see
+        if retry:  # the client may have lost an answer that looks delivered from here
             for earlier in reversed(self.asked.get(digest, ())):
                 if earlier.task.done() and not _failed(earlier.task):
                     return earlier
@@ -266,27 +267,27 @@ class Session:
         asked.task = asyncio.get_running_loop().create_task(self._answer(request, asked))
         same = self.asked.setdefault(digest, [])
         same.append(asked)
-        # what has failed is asked anew, and holds on to all that it was asked with
+        # forget a failed request: an equal one starts anew, and the failure would keep its arguments in memory
         asked.task.add_done_callback(lambda task: same.remove(asked) if _failed(task) else None)
         return asked
 
     async def count(self, request: ChatRequest) -> int:
-        """The tokens of a request; raises RequestError."""
+        """Return the number of tokens of a request; raises RequestError."""
         return len(self._ids_of(await self._seen(request))[0])
 
     def heard(self) -> list[int]:
-        """The numbers of calls whose answers a client has heard. May be called from any thread."""
+        """Return the numbers of calls whose answers a client has received. May be called from any thread."""
         every = [a for several in list(self.asked.values()) for a in list(several)]
         return [a.number for a in every if a.number is not None and a.reached]
 
     def leave(self, asked: Asked) -> None:
-        """Give up a request that nobody waits for any more, unless it was answered or somebody does."""
+        """Cancel a request that is not answered yet, if no client waits for it any more."""
         if not asked.clients and not asked.task.done():
             asked.left = True
             asked.task.cancel()
 
     def close(self, why: str) -> None:
-        """Answer nothing any more, for this reason; what is being answered is cancelled."""
+        """Stop answering for this reason, and cancel the requests in progress."""
         self.closed = why
         for asked in [a for several in self.asked.values() for a in several]:
             asked.task.cancel()
@@ -314,7 +315,7 @@ class Session:
         return self._read(ChatRequest(tools=tools, sampling=sampling), name, prompt, done, tokens.tolist()).message
 
     async def _seen(self, request: ChatRequest) -> ChatRequest:
-        """The request with its images read; raises RequestError."""
+        """Return the request with its images read; raises RequestError."""
         if self.sight is None:
             refuse_images(request.messages)
             return request
@@ -330,7 +331,7 @@ class Session:
         return self.conversations.ids_of(request.messages, request.tools, request.sampling)
 
     def _read(self, request: ChatRequest, name: str, prompt: Int32, done: Generated, tokens: list[int]) -> Answer:
-        """What was generated, as the client sees it."""
+        """Return the generated tokens as the answer that the client gets."""
         cut = done.finish is FinishReason.LENGTH
         text, reasoning, calls = "", "", Parsed("", "", ()).calls
         if self.template is not None and request.token_ids is not None:
@@ -345,40 +346,39 @@ class Session:
             at, stopped_by = min(found)
             text = text[:at]
         answered = tuple(
-            ToolCall(number or f"call_{name}_{i}", called, said if isinstance(said, str) else json.dumps(said))
-            for i, (number, called, said) in enumerate(calls)
+            ToolCall(number or f"call_{name}_{i}", called, said) for i, (number, called, said) in enumerate(calls)
         )
         return Answer(
             id=name, prompt_ids=prompt, tokens=done.tokens, logprobs=done.logprobs, text=text, reasoning=reasoning,
             tool_calls=answered, stopped_by=stopped_by,
-            # a cut is "length" even behind a complete tool call: the client must not take it for a finished turn
+            # a cut answer is "length" even after a complete tool call: the client must not take it for a finished turn
             finish="length" if cut else "tool_calls" if answered else "stop",
         )  # fmt: skip
 
 
 @dataclass(slots=True)
 class Chat:
-    """``llm.chat`` of one sample: a session whose only client is the rollout function, which never asks twice."""
+    """``llm.chat`` of one sample: a session whose only client is the rollout function, which never retries."""
 
     session: Session
     _asked: int = 0
 
     async def ask(self, messages: Sequence[Message], tools: Tools, sampling: Mapping[str, Any]) -> Answer:
-        """The answer to a conversation; raises UsageError for one that cannot be asked."""
+        """Return the answer to a conversation; raises UsageError if the request is refused."""
         self._asked += 1
         try:
             request = ChatRequest(
                 messages=messages_of(list(messages)), tools=tools_of(tools), sampling=sampling
             )
             asked = self.session.ask(request, f"chat {self._asked}", retry=False)
-            answer = await asyncio.shield(asked.task)  # who waits no longer has not heard it
+            answer = await asyncio.shield(asked.task)  # a caller that is cancelled has not received the answer
         except RequestError as error:
             raise UsageError(f"llm.chat: {error}") from None
         asked.heard = True
         return answer
 
     def close(self) -> list[int]:
-        """Answer nothing any more; returns the numbers of calls whose answers the function has got."""
+        """Stop answering; returns the numbers of calls whose answers the function has received."""
         self.session.close("its rollout function has ended")
         return self.session.heard()
 
@@ -391,7 +391,7 @@ class _Recalled(NamedTuple):
 
 
 def name_of(prompt: Int32, number: int | None = None, attached: Sequence[Placed] = ()) -> str:
-    """The id of an answer, which is the same after a restart: of its prompt, and which of the answers to it it is."""
+    """Return the id of an answer, made of its prompt and its number among the prompt's answers; restarts keep it."""
     asked = prompt.tobytes() + "".join(placed.attachment.digest for placed in attached).encode()
     return hashlib.sha256(asked).hexdigest()[:16] + ("" if number is None else f"{number:02x}")
 

@@ -1,6 +1,6 @@
-"""Sessions for an orchestrator outside: it asks for the next sample, runs an agent on it, and says the reward.
+"""Hands samples to an external orchestrator over HTTP, which runs an agent on each one and reports the reward.
 
-The trainer's side is a RolloutScheduler as ever, with :attr:`Sessions.rollout` and :attr:`Sessions.reward`.
+The trainer uses a normal RolloutScheduler, with :attr:`Sessions.rollout` and :attr:`Sessions.reward`.
 """
 
 from __future__ import annotations
@@ -30,39 +30,39 @@ from april.driver.rewards import Response
 from april.errors import RolloutError, UsageError
 
 RETRY_AFTER_S = 1
-"""What an orchestrator is told to wait, in seconds, when no sample is wanted."""
+"""Seconds that an orchestrator is told to wait (Retry-After) when no sample is wanted."""
 REMEMBERED = 4096
-"""Sessions that have ended of which the outcome is known for those who ask again."""
+"""Number of ended sessions whose outcome is remembered, to answer repeated requests."""
 LARGEST_BODY = 1 << 20
 
 
 @dataclass(slots=True, eq=False)
 class _Waiting:
-    """A sample whose rollout function waits for the orchestrator."""
+    """A sample whose rollout function waits for the orchestrator to end its session."""
 
     id: str
     key: str
     shown: Mapping[str, Any]
     resumed: bool
-    """Its agent may come back, and is given no second one."""
+    """True if the sample ran before a restart: its old agent may come back, so no second agent is given the session."""
     loop: asyncio.AbstractEventLoop
     given: asyncio.Future[None]
-    """Done once there is an agent that works on it."""
+    """Resolved once an agent works on the sample."""
     outcome: asyncio.Future[dict[str, Any]]
     taken: bool = False
-    """Somebody was given it, or has its key from before a restart."""
+    """True once an agent has the session: it was handed out, or its agent has the key from before a restart."""
     asked: bool = False
-    """Its agent has asked for something."""
+    """True once the agent has made a request."""
 
     def take(self, *, asks: bool = False) -> None:
-        """There is an agent: its time counts from now on."""
+        """Mark the session as taken by an agent, whose time counts from now on; ``asks``: it made a request."""
         self.asked |= asks
         if not self.taken:
             self.taken = True
             self.loop.call_soon_threadsafe(_done, self.given, None)
 
     def end(self, outcome: dict[str, Any] | Exception) -> None:
-        """Tell the rollout function."""
+        """Pass the outcome, or the error, to the waiting rollout function."""
         self.loop.call_soon_threadsafe(_done, self.outcome, outcome)
 
 
@@ -75,22 +75,22 @@ def _done(future: asyncio.Future[Any], value: Any) -> None:
 class Sessions:
     """Hands a scheduler's samples to an orchestrator over HTTP.
 
-    ``POST /sessions`` opens the next one: ``{"id", "base_url", "api_key", "group", "index", "data"}``, or 429 with
-    Retry-After while the plan wants no more. ``POST /sessions/ID/end`` with ``{"reward": number, "output": anything}``
-    ends it, ``POST /sessions/ID/cancel`` with ``{"why": text}`` fails it; both may be repeated. ``GET /sessions`` lists
-    those that are open.
+    ``POST /sessions`` opens a session for the next sample: ``{"id", "base_url", "api_key", "group", "index", "data"}``,
+    or 429 with Retry-After while no sample is wanted. ``POST /sessions/ID/end`` with ``{"reward": number, "output":
+    anything}`` ends a session, ``POST /sessions/ID/cancel`` with ``{"why": text}`` makes its sample fail; both may be
+    repeated. ``GET /sessions`` lists the open sessions.
 
-    With the same key and port after a restart of the trainer, ids, addresses and keys of sessions are the same, too:
-    agents that are still there go on with what they have heard, and no other is given their sessions. One of which
-    nobody asks anything for ``function_timeout_s`` fails; its sample begins again, as another session.
+    If the trainer restarts with the same key and port, sessions keep their ids, addresses and keys: agents that are
+    still running continue with the answers they have, and no other agent is given their sessions. A session without any
+    request for ``function_timeout_s`` fails; its sample begins again in a new session.
 
     Args:
-        key: what every request must bring as a bearer token; those of agents follow from it. Empty: that of
-            ``key_file``, or one that is drawn.
-        key_file: where the key is kept, for its owner alone; it is written if there is none.
-        host: the address to listen on, for agents too; base URLs have the one under which the orchestrator asks.
-        port: 0 means any that is free; give one if clients are to find it again after a restart.
-        commit_s, alive_s: as for the scheduler.
+        key: bearer token that every request of the orchestrator must carry; agents' keys are derived from it. If it is
+            empty, the key in ``key_file`` is used, or a random one.
+        key_file: file that holds the key, readable by its owner only; it is created if it is missing.
+        host: address to listen on, for agents too; base URLs use the host of the orchestrator's request.
+        port: port to listen on; 0 means any free one. Give a number if clients are to find it again after a restart.
+        commit_s, alive_s: timings of slow answers, as for the scheduler.
     """
 
     key: str = field(default="", repr=False)
@@ -113,7 +113,7 @@ class Sessions:
     # ---------------------------------------------------------------- the trainer's side
 
     async def rollout(self, prompt: Prompt, llm: LLM) -> dict[str, Any]:
-        """The rollout function: wait until the orchestrator has ended the session; returns what it said."""
+        """Run a sample: wait until the orchestrator ends its session, and return the reward and output that it sent."""
         endpoint = self.start()
         loop = asyncio.get_running_loop()
         name, key = self._names(prompt, llm)
@@ -138,11 +138,11 @@ class Sessions:
 
     @staticmethod
     def reward(prompt: Prompt, response: Response) -> float:
-        """The reward function: what the orchestrator said."""
+        """Return the reward that the orchestrator sent."""
         return float(response.output["reward"])
 
     def start(self) -> Endpoint:
-        """Listen, on a thread of its own; done by the first sample unless before.
+        """Start the server in its own thread; the first sample does this if nobody has.
 
         Raises RolloutError if the address is taken.
         """
@@ -158,17 +158,17 @@ class Sessions:
             return self._endpoint
 
     def close(self) -> None:
-        """Listen no more."""
+        """Stop the server."""
         with self._lock:
             endpoint, self._endpoint = self._endpoint, None
         if endpoint is not None:
             endpoint.stop()
 
     def _names(self, prompt: Prompt, llm: LLM) -> tuple[str, str]:
-        """The session's id and its agent's key, which nobody can guess without that of all; the same after a restart.
+        """Return the session's id and its agent's key, which are derived from ``key``: a restart does not change them.
 
-        A sample that begins again is another session, and so is one whose number another prompt has after a restart.
-        Those of evaluations do not outlive the process.
+        A sample that begins again gets a new session. So does a different prompt that gets the same group number after
+        a restart. Sessions of evaluations get random ids, since they do not outlive the process.
         """
         sample, life = llm.sample_id, llm.life
         of = f"{prompt.epoch}/{prompt.position}/{sample}/{life.restarts}"
@@ -227,7 +227,7 @@ class Sessions:
         return body
 
     def _over(self, request: web.Request, how: str, outcome: dict[str, Any] | Exception) -> web.Response:
-        """Tell the rollout function; told again, nothing changes."""
+        """Pass the outcome to the rollout function; a repeated request changes nothing."""
         name = request.match_info["id"]
         waiting = self._waiting.get(name)
         if name not in self._ended:
@@ -243,9 +243,9 @@ class Sessions:
 
 
 def _kept(path: Path) -> str:
-    """The key in a file that its owner alone can read; a file that is not there is made.
+    """Return the key in a file that only its owner can read; create the file if it is missing.
 
-    Raises UsageError for one that others can read, or that is empty.
+    Raises UsageError if others can read the file, or if it is empty.
     """
     try:
         with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:

@@ -1,8 +1,8 @@
-"""The images of an agent's messages: read once, and placed among the tokens that a template writes for them."""
+"""Reads the images in an agent's messages once, and places them among the tokens that a template writes."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -24,9 +24,9 @@ class Sight:
     """Reads the images of one sample's messages.
 
     Args:
-        images: the model's.
-        reader: what an image may be: a client's cannot be a path.
-        prompt: the sample's; parts ``{"type": "image"}`` without content stand for its images, in order.
+        images: places images among tokens, as the model's processor does.
+        reader: reads images in the forms that the sender may use; a client may not send paths.
+        prompt: prompt of the sample; parts ``{"type": "image"}`` without content stand for its images, in order.
     """
 
     def __init__(self, images: Images, reader: Reader, prompt: Prompt) -> None:
@@ -35,28 +35,29 @@ class Sight:
         self._prompt = prompt
 
     async def read(self, messages: Sequence[Message]) -> Sequence[Message]:
-        """The same messages, with each image as a part that has its ``picture``; raises RequestError."""
+        """Return the messages, in which each image part now has its ``picture``; raises RequestError."""
         if not any(has_images(message.get("content")) for message in messages):
             return messages
         return await in_thread(self._read, messages)
 
     def _read(self, messages: Sequence[Message]) -> list[Message]:
         own = iter(self._images.of_prompt(self._prompt.token_ids, self._prompt.attached))
-        items = [of_part(part) for message in messages for part in _images_in(message)]
+        parts = [part for message in messages for part in _images_in(message)]
         try:
-            self._reader.check_count(len(items), ASKED)
-            pictures = iter([
-                _own(own, f"{ASKED}, image {i}") if item is None else self._reader.read(item, f"{ASKED}, image {i}")
-                for i, item in enumerate(items, 1)
-            ])  # fmt: skip
+            self._reader.check_count(len(parts), ASKED)
+            pictures = iter([self._picture(part, own, f"{ASKED}, image {i}") for i, part in enumerate(parts, 1)])
         except ConfigError as error:
             raise RequestError(str(error)) from error
         return [_with_pictures(message, pictures) for message in messages]
 
+    def _picture(self, part: Message, own: Iterator[Picture], where: str) -> Picture:
+        item = of_part(part, where)
+        return _own(own, where) if item is None else self._reader.read(item, where)
+
     def place(
         self, token_ids: Sequence[int], have: int, attached: Sequence[Placed], new: Sequence[Message]
     ) -> tuple[Int32, tuple[Placed, ...]]:
-        """The tokens, and all that is attached to them; the images of ``new`` stand behind the first ``have``."""
+        """Return the tokens and everything attached to them; images of ``new`` go behind the first ``have`` tokens."""
         pictures = [part["picture"] for message in new for part in _images_in(message)]
         try:
             return self._images.place_behind(np.array(token_ids, np.int32), have, attached, pictures, ASKED)
@@ -84,7 +85,7 @@ def _with_pictures(message: Message, pictures: Any) -> Message:
 
 
 def refuse_images(messages: Sequence[Message]) -> None:
-    """Raise RequestError where there are images, and nobody to read them."""
+    """Raise RequestError if a message has an image, for a model without an image reader."""
     for message in messages:
         for part in _images_in(message):
             raise RequestError(NOT_READ.format(part.get("type")))

@@ -1,11 +1,12 @@
-"""Messages to tokens and back, by the package ``renderers`` (extra ``agents``).
+"""Converts messages to tokens and back, with the package ``renderers`` (extra ``agents``).
 
-Invariant: what the model generated is never tokenised again. A conversation that goes on is the token ids so far and
-what its template writes behind them.
+Invariant: generated tokens are never tokenised again. A conversation that continues consists of its tokens so far and
+what the template writes behind them.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -21,20 +22,20 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Parsed:
-    """What generated tokens say: text, reasoning, and tool calls (id of the format or None, name, arguments)."""
+    """The content of generated tokens: text, reasoning, and tool calls (id or None, name, JSON of an object)."""
 
     text: str
     reasoning: str
-    calls: tuple[tuple[str | None, str, Any], ...]
+    calls: tuple[tuple[str | None, str, str], ...]
 
 
 class Template:
     """The chat template of a model.
 
     Args:
-        tokenizer: the model's, with ``apply_chat_template`` unless ``renderers`` knows the model.
+        tokenizer: tokenizer of the model, with ``apply_chat_template`` unless ``renderers`` knows the model.
         config: a ``renderers.RendererConfig``; None means the one for the tokenizer's name.
-        images: writes messages that have images, by the chat template of the model's processor.
+        images: renders messages with images, by the chat template of the model's processor.
     """
 
     def __init__(self, tokenizer: Any, config: Any = None, images: Images | None = None) -> None:
@@ -48,16 +49,16 @@ class Template:
         except Exception:
             if images is None or config is not None:
                 raise
-            # a model that reads images and has no renderer of its own
+            # a model for images that has no renderer of its own
             self._renderer = renderers.create_renderer(tokenizer, renderers.DefaultRendererConfig())
         self._ok = renderers.ToolCallParseStatus.OK
         self._writes_tools: dict[str, bool] = {}
         self._bridges = not isinstance(self._renderer, renderers.DefaultRenderer)
 
     def render(self, messages: Sequence[Message], tools: Tools) -> list[int]:
-        """The token ids of a conversation, up to where the assistant begins to write.
+        """Return the token ids of a conversation, up to where the assistant's answer begins.
 
-        Raises RequestError for messages or tools that the template does not take.
+        Raises RequestError for messages or tools that the template does not accept.
         """
         plain = [_plain(m) for m in messages]
         if self._images is not None and _shows(messages):
@@ -73,7 +74,7 @@ class Template:
         return ids
 
     def _with_images(self, plain: list[dict[str, Any]], tools: Tools) -> list[int]:
-        """The tokens of messages with images: one placeholder for each."""
+        """Return the tokens of messages with images, with one placeholder for each image."""
         assert self._images is not None
         try:
             ids: list[int] = self._images.render(plain, list(tools) or None, "the request").tolist()
@@ -91,10 +92,10 @@ class Template:
     def extend(
         self, prompt: list[int], completion: list[int], said: Sequence[Message], new: Sequence[Message], tools: Tools
     ) -> list[int] | None:
-        """``prompt + completion`` and what the template writes for the ``new`` messages behind them.
+        """Return ``prompt + completion`` followed by the tokens that the template writes for the ``new`` messages.
 
-        ``said`` are the messages before, the completion's own the last of them. None means that the template would
-        write the earlier turns otherwise, once these follow.
+        ``said`` are the messages before them, ending with that of the completion. None is returned if the template
+        would write the earlier turns differently once the new messages follow.
         """
         plain = [_plain(m) for m in new]
         if any(m["role"] == "assistant" for m in plain):
@@ -112,8 +113,8 @@ class Template:
         new: list[dict[str, Any]],
         tools: Tools,
     ) -> list[int] | None:
-        """What the template writes behind the last answer, as text that it writes with ``new`` and not without."""
-        mark = "\u241e answer \u241e"  # stands for the answer; a template may strip white space, but not this
+        """Do the work of :meth:`extend` by comparing what the template writes with and without ``new``."""
+        mark = "\u241e answer \u241e"  # stands for the answer; a template may strip white space, but not this text
         before = [*said[:-1], {"role": "assistant", "content": mark}]
         without, whole = self._text(before, tools, False), self._text([*before, *new], tools, True)
         if without is None or whole is None or whole.count(mark) != 1:
@@ -124,7 +125,7 @@ class Template:
             return None
         tail = self._tokenizer.encode(whole[len(head) :], add_special_tokens=False)
         if completion and tail and completion[-1] == tail[0]:
-            tail = tail[1:]  # the model has ended its turn itself
+            tail = tail[1:]  # the model has generated the end of its turn itself
         return [*prompt, *completion, *tail]
 
     def _text(self, messages: list[dict[str, Any]], tools: Tools, go_on: bool) -> str | None:
@@ -134,32 +135,51 @@ class Template:
             text: str = self._tokenizer.apply_chat_template(
                 messages, tools=list(tools) or None, tokenize=False, add_generation_prompt=go_on
             )
-        except Exception:  # whatever a template raises: it does not take these messages
+        except Exception:  # whatever a template raises, it does not accept these messages
             return None
         return text
 
     def parse(self, tokens: list[int], prompt: list[int], tools: Tools) -> Parsed:
-        """Read what was generated; a call that is malformed stays text, as it was written."""
-        parsed = self._renderer.parse_response(tokens, tools=list(tools) or None, prompt_ids=prompt)
-        good = [c for c in parsed.tool_calls if c.status is self._ok]
-        raw = "".join(c.raw for c in parsed.tool_calls if c.status is not self._ok)
-        return Parsed(
-            text=parsed.content + raw,
-            reasoning=parsed.reasoning_content or "",
-            calls=tuple((c.id, c.name, c.arguments) for c in good),
-        )
+        """Parse generated tokens; a malformed tool call stays in the text, as it was written."""
+        try:
+            parsed = self._renderer.parse_response(tokens, tools=list(tools) or None, prompt_ids=prompt)
+        except (ValueError, RecursionError):  # such as numbers with thousands of digits, or brackets thousands deep
+            return Parsed(self._tokenizer.decode(tokens[:-1]), "", ())
+        text, calls = parsed.content, []
+        for call in parsed.tool_calls:
+            arguments = json_object(call.arguments) if call.status is self._ok else None
+            if arguments is None or not (isinstance(call.name, str) and call.name) or not json_object({call.name: 1}):
+                text += call.raw
+            else:
+                calls.append((call.id, call.name, arguments))
+        return Parsed(text=text, reasoning=parsed.reasoning_content or "", calls=tuple(calls))
 
     def encode(self, text: str) -> list[int]:
-        """Text as it stands, as token ids (``/v1/completions``)."""
+        """Return the token ids of a text without any chat template (``/v1/completions``)."""
         return list(self._tokenizer.encode(text))
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """The text of tokens, without special ones."""
+        """Return the text of tokens, without special tokens."""
         return str(self._tokenizer.decode(list(tokens), skip_special_tokens=True))
 
 
+def json_object(arguments: Any) -> str | None:
+    """Return the arguments of a tool call as JSON that every client reads, or None if they are not an object.
+
+    Python's parser accepts more than JSON (NaN, 1e400), and half of a surrogate pair cannot be encoded.
+    """
+    try:
+        value = json.loads(arguments) if isinstance(arguments, str) else arguments
+        json.dumps(value, allow_nan=False, ensure_ascii=False).encode()
+    except (TypeError, ValueError, RecursionError):
+        return None
+    if not isinstance(value, dict):
+        return None
+    return arguments if isinstance(arguments, str) else json.dumps(value)
+
+
 def _plain(message: Message) -> dict[str, Any]:
-    """A message with its content as text, and without what is null."""
+    """Return a message without null fields, with its content as text, or as parts if it has images."""
     plain = {name: value for name, value in message.items() if value is not None}
     content = message.get("content")
     plain["content"] = [_marked(part) for part in content] if has_images(content) else text_of(content)
@@ -167,12 +187,12 @@ def _plain(message: Message) -> dict[str, Any]:
 
 
 def _marked(part: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A content part as templates know it; of an image, that there is one."""
+    """Return a content part as chat templates know it; an image becomes a mark without content."""
     return MARK if is_image(part) else part
 
 
 def _shows(messages: Sequence[Message]) -> bool:
-    """Return whether there are images in these messages."""
+    """Return True if any of these messages has an image."""
     return any(has_images(message.get("content")) for message in messages)
 
 

@@ -1,4 +1,4 @@
-"""An environment of Prime Intellect's ``verifiers`` as a rollout function: its agents play, april's policy answers."""
+"""Runs an environment of Prime Intellect's ``verifiers`` as a rollout function, with the policy as its model."""
 
 from __future__ import annotations
 
@@ -18,18 +18,20 @@ log = logging.getLogger("april")
 
 
 class Verifiers:
-    """An environment, ``verifiers.v1.Env``, with what a RolloutScheduler asks for: prompts, rollout and reward.
+    """Makes prompts, rollout and reward of a RolloutScheduler from an environment (``verifiers.v1.Env``).
 
-    The rollout function plays one episode, whose requests have the sample's endpoint behind them, and returns the
-    ``Episode``. What the environment serves beside (shared tools, the server before its harnesses) is up while any
-    episode is played.
+    The policy answers the agents that are trained. Any other agent, such as a user simulator, needs a model of its own.
+    The rollout function plays one episode, whose requests go to the sample's endpoint, and returns the ``Episode``. The
+    environment's own servers (shared tools, the server of its harnesses) run while any episode is played.
 
     Args:
-        environment: as ``verifiers.v1.load_environment`` makes it.
-        tokenizer: the model's, for :attr:`prompts`.
-        sampling: ``verifiers.v1.Sampling`` of its requests; None means that april's configuration holds.
+        environment: environment as ``verifiers.v1.load_environment`` returns it.
+        tokenizer: tokenizer of the model, for :attr:`prompts`.
+        sampling: ``verifiers.v1.Sampling`` of its requests; None means april's configuration. Its token limit and stop
+            strings apply. Its temperature and ``top_p`` do not: training uses those of the run's configuration, an
+            evaluation uses those of the evaluation.
 
-    Raises ConfigError without the package.
+    Raises ConfigError if the package is missing.
     """
 
     def __init__(self, environment: Any, tokenizer: Any = None, sampling: Any = None) -> None:
@@ -41,25 +43,25 @@ class Verifiers:
 
     @property
     def prompts(self) -> _Prompts:
-        """The tasks of the environment's taskset, each time from the first."""
+        """The tasks of the environment's taskset as prompts; every iteration begins with the first."""
         if self._tokenizer is None:
             raise UsageError("Verifiers.prompts are token ids: give Verifiers(..., tokenizer=...)")
         return _Prompts(self.environment.taskset, self._tokenizer)
 
     async def rollout(self, prompt: Prompt, llm: LLM) -> Any:
-        """Play an episode of the prompt's task; raises RolloutError where the environment says that it failed."""
+        """Play an episode of the prompt's task; raises RolloutError if the environment says that it failed."""
         from verifiers.v1 import EvalClientConfig, ModelContext, Sampling
 
         kind = type(self.environment.taskset).task_type()
         task = kind(kind.data_type().model_validate(prompt.data["task"]), self.environment.config.taskset.task)
         door = cast(Opened, llm.door())
         url, key = door.by_name()
-        # one for all samples, as verifiers keeps a client for each there is; who has which key, the endpoint decides
+        # one config for all samples, as verifiers keeps a client per config; the endpoint tells samples apart by name
         client = EvalClientConfig(base_url=url, headers={"Authorization": f"Bearer {key}", "x-api-key": key})
         context = ModelContext(door.endpoint.model, client, self._sampling or Sampling())
 
         def began(trace: Any) -> None:
-            if trace.agent.trainable:  # the answers of others are not the policy's to learn
+            if trace.agent.trainable:  # the policy must not learn from the answers of other agents
                 door.name(trace.id)
 
         async with self._serving:
@@ -70,7 +72,7 @@ class Verifiers:
         return episode
 
     def reward(self, prompt: Prompt, response: Response) -> float:
-        """The reward of the episode's one trainable trace; raises UsageError where there are more."""
+        """Return the reward of the episode's trainable trace; raises UsageError unless there is exactly one."""
         traces = [trace for trace in response.output.traces if trace.agent.trainable]
         if len(traces) != 1:
             raise UsageError(
@@ -81,7 +83,7 @@ class Verifiers:
 
 
 class _Prompts:
-    """The tasks as prompts."""
+    """Iterates over the tasks as prompts."""
 
     def __init__(self, taskset: Any, tokenizer: Any) -> None:
         self._taskset = taskset
@@ -94,9 +96,9 @@ class _Prompts:
 
 
 class _Serving:
-    """What the environment serves, from the first that enters to the last that leaves.
+    """Runs the environment's servers from the first episode that enters to the last that leaves.
 
-    It is entered and left in a task of its own: what it holds may not be left in another.
+    They start and stop in one task of their own, since what they hold must be released in the task that acquired it.
     """
 
     def __init__(self, environment: Any) -> None:
@@ -130,7 +132,7 @@ class _Serving:
         await asyncio.shield(asyncio.ensure_future(self._leave()))
 
     async def _leave(self) -> None:
-        async with self._door:  # who comes now waits until all is down
+        async with self._door:  # an episode that begins now waits until the servers are down
             self._inside -= 1
             if not self._inside:
                 self._over.set()

@@ -1,4 +1,4 @@
-"""Rollout functions out of what exists: a program that brings its own client, a function of many prompts."""
+"""Makes rollout functions of existing code: of a program with its own client, or a function of many prompts."""
 
 from __future__ import annotations
 
@@ -7,20 +7,24 @@ import contextlib
 import os
 import signal
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from april.core.types import Prompt
 from april.driver.llm import LLM, BlockingLLM, RolloutFunction
 from april.errors import RolloutError, UsageError
+from april.server_text import clean
+
+if TYPE_CHECKING:
+    from april.agents.endpoint import Opened
 
 MOST_OUTPUT = 1 << 20
-"""Bytes of each of a program's streams that are kept: the last ones."""
+"""Bytes that are kept from the end of each output stream of a program."""
 PATIENCE_S = 5.0
 """Seconds that a program has to end after SIGTERM, before SIGKILL."""
 
 
 class ProgramResult(NamedTuple):
-    """How a program has ended: its exit code (below 0: the signal), and the last of what it has written."""
+    """The result of a program: its exit code (negative for a signal), and the end of its output."""
 
     returncode: int
     stdout: str
@@ -34,26 +38,30 @@ def program(
     env: Mapping[str, str] | None = None,
     cwd: str | os.PathLike[str] | Callable[[Prompt], str | os.PathLike[str]] | None = None,
 ) -> RolloutFunction:
-    """A rollout function that runs a program for each sample, whose client finds the policy in its environment.
+    """Return a rollout function that runs a program for each sample, with the policy's address in its environment.
 
-    OPENAI_BASE_URL, OPENAI_API_KEY, ANTHROPIC_BASE_URL and ANTHROPIC_API_KEY are those of the sample. The program's end
-    is the function's, and what it returns is a :class:`ProgramResult`, which the reward sees as ``response.output``. It
-    runs in a process group of its own, which is ended with the sample.
+    OPENAI_BASE_URL, OPENAI_API_KEY, ANTHROPIC_BASE_URL and ANTHROPIC_API_KEY point to the sample's endpoint. The
+    function returns when the program ends; its :class:`ProgramResult` is ``response.output`` for the reward. The
+    program runs in a process group of its own, which is ended with the sample.
 
     Args:
-        command: the program and its arguments, or what makes them of the prompt. No shell is involved.
-        stdin: what the program reads, made of the prompt; None means nothing.
-        env: variables beside those of this process; None as a value is not possible, "" is.
-        cwd: the directory in which it runs, or what makes one for the prompt.
+        command: program and arguments, or a function that makes them from the prompt. No shell is involved.
+        stdin: function that makes the program's standard input from the prompt; None means no input.
+        env: variables to add to those of this process; a value may be "", but not None.
+        cwd: working directory, or a function that returns one for the prompt.
 
-    Raises UsageError for a command that is no list of strings.
+    A sample fails if its program ends without any request that april accepted. The error names the exit code, the end
+    of the output, and why april refused the last request.
+
+    Raises UsageError for a command that is not a list of strings.
     """
     if not callable(command):
         command = _words(command)
 
     async def rollout(prompt: Prompt, llm: LLM) -> ProgramResult:
         words = _words(command(prompt)) if callable(command) else command
-        url, key = llm.base_url, llm.api_key
+        door = cast("Opened", llm.door())
+        url, key = door.url, door.key
         variables = {
             **os.environ, **(env or {}), "OPENAI_BASE_URL": url, "OPENAI_API_KEY": key,
             "ANTHROPIC_BASE_URL": url.removesuffix("/v1"), "ANTHROPIC_API_KEY": key,
@@ -78,10 +86,23 @@ def program(
             await asyncio.shield(_end(transport, running))
         code = transport.get_returncode()
         assert code is not None
-        return ProgramResult(code, *(kept.decode(errors="replace") for kept in running.kept.values()))
+        result = ProgramResult(code, *(kept.decode(errors="replace") for kept in running.kept.values()))
+        if not door.accepted:
+            raise RolloutError(_asked_nothing(words[0], result, door.refused))
+        return result
 
     rollout.__qualname__ = f"program {command[0] if not callable(command) else command.__qualname__}"
     return rollout
+
+
+def _asked_nothing(name: str, result: ProgramResult, refused: str) -> str:
+    """Say why a program may have ended without a request that april accepted."""
+    last = [line for line in (result.stderr.strip() or result.stdout.strip()).splitlines() if line.strip()][-3:]
+    return (
+        f"{name} ended with exit code {result.returncode} and without a request that april accepted"
+        + (f"; april refused its last one: {refused}" if refused else "")
+        + (f"; it wrote last: {clean(' | '.join(last), 400)}" if last else "")
+    )
 
 
 def _words(command: Any) -> list[str]:
@@ -93,7 +114,7 @@ def _words(command: Any) -> list[str]:
 
 
 class _Running(asyncio.SubprocessProtocol):
-    """A program that runs. What it has started may hold its streams open for longer than it is there itself."""
+    """A running program. Processes that it has started may hold its streams open after it has exited itself."""
 
     def __init__(self) -> None:
         loop = asyncio.get_running_loop()
@@ -102,21 +123,21 @@ class _Running(asyncio.SubprocessProtocol):
         self.kept = {1: bytearray(), 2: bytearray()}
 
     def pipe_data_received(self, fd: int, data: bytes) -> None:
-        """Keep the last of it."""
+        """Keep the end of the output."""
         self.kept[fd] += data
         del self.kept[fd][:-MOST_OUTPUT]
 
     def process_exited(self) -> None:
-        """It has ended itself."""
+        """Note that the program itself has exited."""
         self.exited.set_result(None)
 
     def connection_lost(self, error: Exception | None) -> None:
-        """It has ended, and nobody has its streams any more."""
+        """Note that the program has exited and that no process holds its streams any more."""
         self.closed.set_result(None)
 
 
 async def _end(transport: asyncio.SubprocessTransport, running: _Running) -> None:
-    """End the program, and whatever it has started."""
+    """End the program and the processes that it has started."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(transport.get_pid(), number)
@@ -125,11 +146,11 @@ async def _end(transport: asyncio.SubprocessTransport, running: _Running) -> Non
 
 
 def batched(function: Callable[..., Any]) -> Callable[[Prompt, BlockingLLM], Any]:
-    """A rollout function out of one that takes a list of prompts and returns a list of as many completions.
+    """Turn a function from a list of prompts to a list of as many completions into a rollout function.
 
-    ``function(prompts, base_url=..., api_key=...)`` is called for each sample, in a thread, with a list of one: the
-    ``data`` of its prompt. Its client asks at ``base_url``; the completion is what the reward sees as
-    ``response.output``. Samples wait for each other no more than those of any other rollout function.
+    ``function(prompts, base_url=..., api_key=...)`` is called in a thread for each sample, with a list that holds only
+    the ``data`` of its prompt. Its client sends requests to ``base_url``; the completion is ``response.output`` for the
+    reward. Samples run side by side, as with any other rollout function.
     """
 
     def rollout(prompt: Prompt, llm: BlockingLLM) -> Any:

@@ -1,1 +1,1 @@
-"""Settings that are ``auto``: when a run asks the simulation for better ones, and what becomes of the answer."""
+"""Tunes settings that are ``auto``: a run asks a simulation for better values and tries them."""

@@ -1,4 +1,4 @@
-"""A run whose settings are ``auto``: the simulation answers questions in a process beside it, and it goes on."""
+"""Tunes the ``auto`` settings of a run. The simulation works in another process, so the run does not wait for it."""
 
 from __future__ import annotations
 
@@ -25,30 +25,30 @@ from april.errors import RolloutError
 log = logging.getLogger("april")
 
 PATIENCE_S = 1800.0
-"""Longest wait for an answer; then the question is given up, and the next one comes in its time."""
+"""Longest wait for an answer in seconds; after that the question is dropped, and the next one is asked when due."""
 
 
 COMMAND = ("-m", "april.simulate.choose")
 
 
 class Chooser(Protocol):
-    """Answers questions."""
+    """Finds better settings for a run."""
 
     async def ask(self, question: Question) -> Answer:
-        """Return the answer; an error leaves everything as it is."""
+        """Return the answer to a question; if this raises, the settings stay as they are."""
 
     def close(self) -> None:
-        """Give up the question."""
+        """Stop working on the current question."""
 
 
 class AutoRun:
-    """Changes the settings of a run that are ``auto``.
+    """Changes the ``auto`` settings of a run.
 
     Args:
         core: core of the run.
-        costs: fitted costs of its engines, by name.
-        post: gives the core an event.
-        chooser: answers the questions. None means the simulation, in a process of its own.
+        costs: (name, fitted cost) pairs of its engines, read anew for each question.
+        post: function that passes an event to the core.
+        chooser: object that answers the questions; None means a simulation in another process.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class AutoRun:
         self._task: asyncio.Task[None] | None = None
 
     def delivered(self, batch: Batch) -> Batch:
-        """Return the batch with the settings among its metrics; ask a question if it is time for one."""
+        """Return the batch with the ``auto`` settings added to its metrics. Ask a question if one is due."""
         self._decided(self._work.delivered(batch))
         if self._task is None and self._work.asks:
             question = self._work.question(fitted for _, fitted in self._costs)
@@ -89,13 +89,13 @@ class AutoRun:
                 self._post(decision.change)
 
     def close(self) -> None:
-        """Ask nothing any more."""
+        """Stop asking and kill the process."""
         if self._task is not None:
             self._task.cancel()
         self._chooser.close()
 
     async def closed(self) -> None:
-        """Ask nothing any more, and wait until no process is left."""
+        """Like :meth:`close`, but also wait until the process has ended."""
         task = self._task
         self.close()
         if task is not None:
@@ -103,32 +103,39 @@ class AutoRun:
 
 
 class ChooserProcess:
-    """Asks one question at a time; each has a process of its own, which ends with its answer."""
+    """Starts a simulation process for each question, one at a time; the process ends with its answer."""
 
     def __init__(self) -> None:
         self._process: Process | None = None
+        self._warned = False
 
     async def ask(self, question: Question) -> Answer:
-        """Return the answer; raises RolloutError with what went wrong there, OSError if no process can be started.
+        """Return the answer. Raises RolloutError if the process failed, OSError if it could not be started.
 
-        A loop that cannot wait for a process, as one on virtual time, stands still until the answer is there.
+        An event loop without support for subprocesses, such as one on virtual time, is blocked until the answer comes.
         """
         try:
             process = self._process = await asyncio.create_subprocess_exec(
                 sys.executable, *COMMAND, stdin=PIPE, stdout=PIPE, stderr=PIPE
             )
         except NotImplementedError:
+            if not self._warned:
+                self._warned = True
+                log.warning(
+                    "auto: this loop cannot wait for the process that searches for better settings, so it stands still "
+                    "while that computes, for half a minute or more each time; in tests give settings instead of auto"
+                )
             return _ask_and_wait(question)
         try:
             out, errors = await process.communicate(msgspec.json.encode(question))
         finally:
             self.close()
-            if process.returncode is None:  # killed; its pipes must not outlive the loop
+            if process.returncode is None:  # killed: read to the end, so that its pipes close before the loop
                 await process.communicate()
         return _answer(process.returncode, out, errors)
 
     def close(self) -> None:
-        """End the process."""
+        """Kill the process if it runs."""
         process, self._process = self._process, None
         if process is not None and process.returncode is None:
             with suppress(ProcessLookupError):

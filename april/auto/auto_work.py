@@ -1,8 +1,7 @@
-"""The questions of a run whose settings are ``auto``, and its decisions on the answers. No clock, no I/O.
+"""Decides when a run asks for better ``auto`` settings, and whether it keeps the ones it gets. No clock, no I/O.
 
-The expectations of an answer are believed only until they can be seen. A change is a trial: the batches after it are
-measured against those before it, and it is taken back where they are not faster. So at the same speed the younger
-tokens stay.
+A change is a trial: the speed of the batches after it is compared with that of the batches before it, and the change
+is taken back if they are not faster. So at equal speed the settings stay that leave tokens less stale.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ import numpy as np
 
 from april.auto.batches import LATEST as SEEN
 from april.auto.batches import LengthWindow, Speeds
-from april.auto.question import GAIN, Answer, InWork, Question
+from april.auto.question import GAIN, SMALLEST_QUORUM, Answer, InWork, Question
 from april.core.batch import Batch, rows_by_sample
 from april.core.events import WorkChanged
 from april.core.run_times import pace
@@ -24,26 +23,26 @@ from april.core.types import GenerationMode, Refill, Work
 from april.engines.simulated.fitted_cost import FittedCost
 
 FIRST, MOST = 2, 32
-"""Number of batches before the first question; afterwards twice as many each time, up to the most."""
+"""Number of batches before the first question, and the largest number between two; it doubles each time."""
 SETTLING = 4
-"""Number of batches after a change whose lengths and ages say little: short responses come first."""
+"""Number of batches after a change whose lengths and ages are not representative: short responses finish first."""
 LATEST = 2
-"""Number of batches whose lengths are compared with those before them."""
+"""Number of latest batches whose lengths are compared with those of the batches before them."""
 FEWEST, ENOUGH = 3, 8
-"""Batches of a trial, without the first one, after which a plain result is believed, and after which it ends."""
+"""Batches of a trial, not counting the first, after which it ends if its result is clear, and ends in any case."""
 STEP = 1.25
-"""Largest growth of the number in flight at the next trial, while the cost of more in flight is unknown."""
+"""Largest factor by which the next trial may raise the number in flight while the cost of more is unknown."""
 
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """A change whose speed is still to be seen.
+    """A change of the settings whose speed is still being measured.
 
     Attributes:
         before: settings before the change.
-        speeds: speeds with those.
-        expected: expected speed of the change, as a multiple of theirs.
-        needed: multiple below which the change is taken back.
+        speeds: speeds of the batches before the change.
+        expected: predicted speed after the change, as a multiple of the speed before.
+        needed: multiple of the speed before, below which the change is taken back.
     """
 
     before: InWork
@@ -52,7 +51,7 @@ class Trial:
     needed: float
 
     def holds(self, now: Speeds) -> bool | None:
-        """Return whether the change brought the speed that is needed; None while it is unknown."""
+        """Return whether the change reached the needed speed; None while that is not clear."""
         if len(now) < FEWEST:
             return None
         ratio, error = now.against(self.speeds)
@@ -67,7 +66,7 @@ class Decision:
 
     Attributes:
         words: sentence for the log.
-        change: change of the settings; None if they stay.
+        change: event that changes the settings; None if they stay.
     """
 
     words: str
@@ -75,10 +74,10 @@ class Decision:
 
 
 class AutoWork:
-    """The questions and decisions of one run.
+    """Collects measurements of one run, asks questions about its settings and decides on the answers.
 
     Args:
-        core: core of the run, whose settings change.
+        core: core of the run whose settings are changed.
     """
 
     def __init__(self, core: RolloutCore) -> None:
@@ -87,33 +86,33 @@ class AutoWork:
         self._prompts: deque[float] = deque(maxlen=16)
         self._steps: deque[Mapping[str, float]] = deque(maxlen=16)
         self._shares: deque[tuple[float, int]] = deque(maxlen=16)
-        """Off-policy share and tokens of batches with the present settings."""
+        """(off-policy share, trained tokens) of batches with the current settings."""
         self._speeds = Speeds()
-        """Speeds with the present settings."""
+        """Speeds of batches with the current settings."""
         self._held = 0.0
         self._trial: Trial | None = None
         self._once: Speeds | None = None
-        """Earlier speeds with the present settings, after a trial was taken back: they should come again."""
+        """Speeds from before a trial that was taken back; the same settings should reach them again."""
         self._below: int | None = None
-        """Number in flight from which on nothing was gained."""
+        """Number in flight from which on a trial brought no gain; None if no trial showed one."""
         self._refused: set[InWork] = set()
-        """Settings that were taken back."""
+        """Settings that were tried and taken back."""
         self._wait, self._since_asked, self._since_changed = FIRST, 0, SETTLING
         self._answer: Answer | None = None
         self._nothing_better = False
-        """Set when there was no better answer the last time that too much was old; the next question waits its turn."""
+        """True if the latest answer had nothing better although too many tokens were stale: do not ask early again."""
         self._changes = self._taken_back = 0
 
     def delivered(self, batch: Batch) -> Decision | None:
-        """Add a batch with all its metrics; return the decision on the trial, if one ends."""
+        """Add a batch with all its metrics. If that ends a trial, return the decision."""
         samples = rows_by_sample(batch.samples)
         self._lengths.add((rows[0].id.group, sum(len(row.tokens) for row in rows)) for rows in samples)
         self._prompts.append(float(np.mean([len(rows[0].prompt.token_ids) for rows in samples])))
         self._since_asked += 1
         self._since_changed += 1
-        if batch.id:  # before the first one was asked for, the trainer did not train
+        if batch.id:  # before the first batch the trainer did not train
             self._steps.append(batch.metrics)
-            if self._since_changed > 1:  # it may have begun before the change
+            if self._since_changed > 1:  # the first batch may have begun before the change
                 self._speeds.add(batch.metrics, self._held)
         self._held = batch.metrics["held_tokens"]
         if self._since_changed > SETTLING:
@@ -129,7 +128,7 @@ class AutoWork:
         return None
 
     def _begin_anew(self) -> None:
-        """Forget what was found out: lengths or speeds have changed."""
+        """Forget the results of trials, as the lengths or speeds of the run itself have changed."""
         self._speeds.forget_old()
         self._wait, self._nothing_better = FIRST, False
         self._trial = self._below = None
@@ -161,7 +160,7 @@ class AutoWork:
 
     @property
     def asks(self) -> bool:
-        """True if it is time for a question."""
+        """True if a question is due."""
         if self._trial is not None:
             return False
         if self._since_asked >= self._wait:
@@ -169,7 +168,7 @@ class AutoWork:
         return self._since_asked >= FIRST and not self._nothing_better and self._too_old
 
     def question(self, costs: Iterable[FittedCost]) -> Question | None:
-        """Return the question to ask now, with the cost of each engine; None while those are unknown."""
+        """Return a question about the run as it is now, given its engines' costs; None while no cost is known."""
         found = list(costs)
         if not found or not self._prompts:
             return None
@@ -194,7 +193,7 @@ class AutoWork:
         )  # fmt: skip
 
     def _next_step(self, told: bool) -> int | None:
-        """Return the number in flight from which on nothing is tried now."""
+        """Return the number in flight below which the next trial must stay; None means no bound."""
         if told:
             return self._below
         s = self._core.settings
@@ -202,9 +201,11 @@ class AutoWork:
         return step if self._below is None else min(step, self._below)
 
     def answered(self, question: Question, answer: Answer) -> Decision | None:
-        """Return the decision on an answer; None where everything stays."""
+        """Return the decision on an answer; None if the settings stay."""
         self._answer, settings = answer, self._core.settings
-        now, forced = InWork.of(settings), self._too_old
+        now = InWork.of(settings)
+        # a quorum from an older checkpoint may be smaller than what is chosen today
+        forced = self._too_old or (Work.QUORUM in settings.auto and now.group_quorum < SMALLEST_QUORUM)
         self._nothing_better = answer.best == now and forced
         if answer.best == now or (answer.best in self._refused and not forced):
             return None
@@ -224,7 +225,7 @@ class AutoWork:
         )  # fmt: skip
 
     def metrics(self) -> dict[str, float]:
-        """Return the settings that are auto, and the expectations of the latest answer, as metrics."""
+        """Return the ``auto`` settings, the number of changes and the latest answer's predictions as metrics."""
         s = self._core.settings
         found = {f"auto_{name}": float(getattr(s, name)) for name in s.auto if name is not Work.REFILL}
         if Work.REFILL in s.auto:
@@ -237,13 +238,13 @@ class AutoWork:
 
     @property
     def _too_old(self) -> bool:
-        """True if more is old than the limit allows, and not by chance."""
+        """True if the off-policy share is above its limit by more than two standard errors."""
         share, error = self._seen_share
         return share - 2.0 * error > self._most
 
     @property
     def _off_by(self) -> float:
-        """The expected over the seen off-policy share of the present settings; at most 1, beyond chance."""
+        """Predicted off-policy share divided by the measured one less its standard error; at most 1."""
         if self._answer is None or self._answer.off_policy_share <= 0.0:
             return 1.0
         share, error = self._seen_share
@@ -251,7 +252,7 @@ class AutoWork:
 
     @property
     def _seen_share(self) -> tuple[float, float]:
-        """The off-policy share since the latest change, and its standard error; 0 while little was trained."""
+        """(off-policy share since the latest change, its standard error); zeros while there are too few batches."""
         tokens = sum(count for _, count in self._shares)
         if len(self._shares) < SETTLING or not tokens:
             return 0.0, 0.0

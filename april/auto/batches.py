@@ -1,4 +1,4 @@
-"""The lengths and speeds of the latest batches, and whether they changed by more than chance does."""
+"""Windows over the response lengths and speeds of the latest batches, with tests for significant changes."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ from numpy.typing import NDArray
 from april.core.run_times import TrainerTime
 
 BATCHES = 16
-"""Most batches that are kept."""
+"""Largest number of batches in a window."""
 LENGTH_ERRORS, LENGTH_FACTOR = 4.0, 1.15
-"""Lengths have changed if their mean is off by so many standard errors, and by this factor."""
+"""Lengths count as changed if their geometric mean moves by this many standard errors and by this factor."""
 LATEST = 6
-"""Number of batches whose speed is compared with that of those before them."""
+"""Number of latest batches whose speed is compared with that of the batches before them."""
 SPREAD = 0.1
-"""Relative spread of the speeds of single batches, as long as there are too few to see it."""
+"""Assumed relative standard deviation of a batch's speed while there are too few batches to measure it."""
 SPEED_ERRORS, SPEED_FACTOR = 5.0, 1.25
-"""Speeds differ if they are off by so many standard errors, and by this factor."""
+"""Speeds count as different if they differ by this many standard errors and by this factor."""
 
 Floats = NDArray[np.float64]
 
 
 class LengthWindow:
-    """The response lengths of each batch, by group."""
+    """Response lengths of the latest batches, by group."""
 
     def __init__(self) -> None:
         self._batches: deque[dict[int, list[int]]] = deque(maxlen=BATCHES)
 
     def add(self, lengths: Iterable[tuple[int, int]]) -> None:
-        """Add a batch: (group, response tokens) of every response in it."""
+        """Add a batch, given as (group, number of tokens) of each response in it."""
         groups: dict[int, list[int]] = {}
         for group, length in lengths:
             if length:
@@ -40,13 +40,13 @@ class LengthWindow:
         self._batches.append(groups)
 
     def forget_before(self, batches: int) -> None:
-        """Keep the latest ``batches`` only."""
+        """Keep only this many of the latest batches."""
         while len(self._batches) > batches:
             self._batches.popleft()
 
     @property
     def rows(self) -> list[list[int]]:
-        """The lengths of each group, which may have come in several batches."""
+        """The lengths of each group, joined over the batches."""
         found: dict[int, list[int]] = {}
         for groups in self._batches:
             for group, lengths in groups.items():
@@ -54,14 +54,17 @@ class LengthWindow:
         return list(found.values())
 
     def changed(self, latest: int) -> bool:
-        """Return whether the ``latest`` batches are unlike those before them, of which there are at least as many."""
+        """Return True if the lengths in the ``latest`` batches differ significantly from the ones before.
+
+        False while there are fewer than twice as many batches.
+        """
         if len(self._batches) < 2 * latest:
             return False
         batches = list(self._batches)
         old, new = _means(batches[:-latest]), _means(batches[-latest:])
         if len(old) < 2 or len(new) < 2:
             return False
-        # responses of a prompt are alike, so its mean is what is independent
+        # responses to one prompt are correlated, so the means of groups are the independent samples
         error = math.sqrt(float(old.var(ddof=1)) / len(old) + float(new.var(ddof=1)) / len(new))
         difference = abs(float(new.mean() - old.mean()))
         return difference > math.log(LENGTH_FACTOR) and difference > LENGTH_ERRORS * error
@@ -73,10 +76,10 @@ def _means(batches: Iterable[dict[int, list[int]]]) -> Floats:
 
 
 class Speeds:
-    """The speeds of batches made with the same settings: new tokens that were kept, over the seconds of the step.
+    """Speeds of the latest batches with the same settings: tokens generated and kept, per second of the step.
 
-    Delivered tokens and the growth of those held are both counted: a batch that cuts long responses is as fast as one
-    that waits for them, if as much is generated. Saving and evaluating are left out.
+    Delivered tokens and the growth of held tokens both count, so a batch that cuts long responses is as fast as one
+    that waits for them if as many tokens are generated. Time for saving and evaluating is left out.
     """
 
     def __init__(self) -> None:
@@ -86,7 +89,7 @@ class Speeds:
         return len(self._batches)
 
     def add(self, metrics: Mapping[str, float], held_before: float) -> None:
-        """Add a batch, with the number of tokens held at the delivery of the one before it."""
+        """Add a batch. ``held_before``: number of tokens held when the previous batch was delivered."""
         seconds = metrics["step_s"] - metrics[TrainerTime.EVALUATES] - metrics[TrainerTime.OTHER]
         if seconds > 0.0:
             tokens = metrics["trained_tokens"] - metrics["masked_tokens"] + metrics["held_tokens"] - held_before
@@ -99,19 +102,19 @@ class Speeds:
         return sum(tokens for tokens, _ in self._batches) / seconds if seconds else 0.0
 
     def against(self, before: Speeds) -> tuple[float, float]:
-        """Return the ratio to the speed of those ``before``, and its standard error."""
+        """Return (ratio of this speed to the speed ``before``, its standard error)."""
         ratio = self.tokens_per_s / before.tokens_per_s
         return ratio, ratio * self.error(before, len(self))
 
     def error(self, before: Speeds, count: int) -> float:
-        """Return the relative standard error of the ratio of ``count`` batches like these to those ``before``."""
+        """Return the relative standard error of the ratio of speeds of ``count`` such batches to ``before``."""
         off = np.concatenate([self._off, before._off])
         free = len(off) - (len(self) > 0) - (len(before) > 0)
         spread = float(np.sqrt(np.square(off).sum() / free)) if free > 0 else SPREAD
         return spread * float(np.sqrt(1.0 / max(1, count) + 1.0 / max(1, len(before))))
 
     def unlike(self, before: Speeds) -> bool:
-        """Return whether they are faster or slower than those ``before`` by more than chance does."""
+        """Return True if the speed differs significantly from the speed ``before``."""
         if min(self.tokens_per_s, before.tokens_per_s) <= 0.0:
             return False
         off = abs(math.log(self.tokens_per_s / before.tokens_per_s))
@@ -119,7 +122,7 @@ class Speeds:
 
     @property
     def changed(self) -> bool:
-        """True if the latest are unlike those before them, of which there are at least as many."""
+        """True if the latest :data:`LATEST` batches differ significantly in speed from at least as many before them."""
         if len(self) < 2 * LATEST:
             return False
         batches = list(self._batches)
@@ -129,13 +132,13 @@ class Speeds:
         return new.unlike(old)
 
     def forget_old(self) -> None:
-        """Keep the latest only."""
+        """Keep only the latest :data:`LATEST` batches."""
         while len(self._batches) > LATEST:
             self._batches.popleft()
 
     @property
     def _off(self) -> Floats:
-        """The surplus of each batch's tokens over those expected of its time, relative to those of a mean batch."""
+        """Each batch's deviation from the tokens expected for its seconds, relative to the mean tokens of a batch."""
         if not self._batches:
             return np.zeros(0)
         tokens, seconds = np.array(self._batches).T

@@ -1,4 +1,4 @@
-"""The question of a run to the simulation, and the answer: plain data, as JSON between two processes."""
+"""The request that a run with ``auto`` settings sends to the simulation process, and the response, as JSON."""
 
 from __future__ import annotations
 
@@ -11,11 +11,13 @@ from april.core.types import OnStale, Refill, Work
 
 GAIN = 0.03
 """Smallest relative gain in speed that is worth a change."""
+SMALLEST_QUORUM = 0.75
+"""Smallest ``group_quorum`` that april chooses: with 0.5, the reward fell in some trainings."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InWork:
-    """The settings of the amount of work; their names are those of the configuration."""
+    """The settings that decide how much work is in flight, under their names in the configuration."""
 
     over_sampling_batch_size: int
     refill: Refill
@@ -24,11 +26,11 @@ class InWork:
 
     @classmethod
     def of(cls, settings: CoreSettings) -> InWork:
-        """Return the present settings."""
+        """Return the current values of the core's settings."""
         return cls(**{str(name): getattr(settings, name) for name in Work})
 
     def change(self, settings: CoreSettings) -> WorkChanged:
-        """Return the change to these settings, as far as they are auto."""
+        """Return the event that changes the ``auto`` ones among the core's settings to these values."""
         return WorkChanged(**{str(name): getattr(self, name) for name in settings.auto})
 
     def __str__(self) -> str:
@@ -40,24 +42,24 @@ class InWork:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Question:
-    """A run as it is, and the settings that may be changed.
+    """Description of a run, with the settings that may be changed.
 
     Attributes:
         groups, samples: N groups of n responses in a batch.
         max_response_len, prompt_len: lengths in tokens.
-        max_staleness, on_stale, max_off_policy_share: limits of the answer.
+        max_staleness, on_stale, max_off_policy_share: limits that the answer must keep.
         continuous: whether generation goes on while the trainer trains.
         train_s: training time of a batch, in seconds.
-        fetch_ahead: number of batches that the trainer asks for before it is done with one.
-        engines: number of engines, all with this cost.
+        fetch_ahead: number of batches that the trainer requests before it has finished with one.
+        engines: number of engines; all are taken to have the same ``cost``.
         cost: (base_s, per_sequence_s, per_kv_token_s, per_prefill_token_s), see
             :class:`april.engines.simulated.decode_cost.DecodeCost`.
-        lengths: response tokens, by group.
+        lengths: response lengths in tokens, one list per group.
         places: largest possible number of samples in flight.
-        below: number in flight from which on nothing may be tried now; None means no limit.
-        told: whether the cost is known beyond the number in flight that was seen; else it is the least it may be there.
+        below: bound of the number in flight: the answer must stay below it; None means no bound.
+        told: whether the cost of more in flight than was seen is known; otherwise ``cost`` is a lower bound there.
         free: settings that may be changed.
-        now: present settings.
+        now: current settings.
     """
 
     groups: int
@@ -80,7 +82,7 @@ class Question:
     now: InWork
 
     def check(self, answer: Answer) -> None:
-        """Raise ValueError for an impossible answer: the core believes what it is given."""
+        """Raise ValueError for an impossible answer; the core would not check its values."""
         best, free = answer.best, self.free
         figures = (answer.tokens_per_s, answer.off_policy_share, answer.speed_up, answer.share_now)
         wrong, most = "", (self.max_staleness + 1) * self.groups
@@ -90,13 +92,13 @@ class Question:
             wrong = f"{fixed[0]} is not to be chosen"
         elif best.refill not in (self.now.refill, Refill.NONE, Refill.SAMPLE):
             wrong = "refill"
-        elif best == self.now:  # whatever it is
+        elif best == self.now:  # settings of the user's own may lie outside the ranges below
             return
         elif Work.OVER_SAMPLING in free and not self.groups <= best.over_sampling_batch_size <= most:
             wrong = "over_sampling_batch_size"
         elif Work.IN_FLIGHT in free and not 1 <= best.max_in_flight <= self.places:
             wrong = "max_in_flight"
-        elif not 0.0 < best.group_quorum <= 1.0:
+        elif Work.QUORUM in free and not SMALLEST_QUORUM <= best.group_quorum <= 1.0:
             wrong = "group_quorum"
         if wrong:
             raise ValueError(f"the answer is not possible ({wrong}): {answer}")
@@ -104,14 +106,14 @@ class Question:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """The best settings, and their expected figures.
+    """The best settings that the simulation found, with its predictions for them.
 
     Attributes:
         best: best settings.
-        tokens_per_s: expected trained tokens per second, all engines together.
-        off_policy_share: expected off-policy share of the trained tokens.
-        speed_up: ratio of its tokens per second to those expected of the present settings.
-        share_now: off-policy share expected of the present settings.
+        tokens_per_s: predicted trained tokens per second, all engines together.
+        off_policy_share: predicted off-policy share of the trained tokens.
+        speed_up: predicted speed of ``best`` divided by the predicted speed of the current settings.
+        share_now: predicted off-policy share with the current settings.
     """
 
     best: InWork

@@ -1,4 +1,4 @@
-"""Does a configuration fit its engines? One sentence for each thing that cannot work, before anything starts.
+"""Checks whether a configuration fits its engines before anything starts, with one sentence for each problem.
 
 The scheduler refuses with the first sentence; ``april doctor`` shows them all.
 """
@@ -18,10 +18,11 @@ if TYPE_CHECKING:
     from april.engines.protocol import Capabilities, Engine
 
 
-def why_unfit(
-    config: Config, engines: Mapping[str, Capabilities], attachments: Sequence[str] = ()
-) -> Iterator[str]:
-    """Yield a sentence for each reason against ``config`` on ``engines`` (by name), with such attachments."""
+def why_unfit(config: Config, engines: Mapping[str, Capabilities], attachments: Sequence[str] = ()) -> Iterator[str]:
+    """Yield a sentence for each reason why ``config`` cannot work on the engines.
+
+    ``engines`` are given by name; ``attachments`` are the kinds of attachments that prompts may have.
+    """
     if not config.allow_mismatch:
         yield from _wrong_logprobs(config.sampling.temperature, engines)
     for name, c in engines.items():
@@ -67,11 +68,9 @@ def why_unfit(
             )
 
 
-def check_engines(
-    config: Config, engines: Sequence[Engine], *, gathers: bool, hosts: bool, attachments: Sequence[str] = ()
-) -> None:
-    """Raise ConfigError for what cannot work with these engines; ``attachments``: kinds that prompts may have."""
-    if not engines and not hosts:
+def check_engines(config: Config, engines: Sequence[Engine], *, gathers: bool, attachments: Sequence[str] = ()) -> None:
+    """Raise ConfigError if the configuration cannot work on the engines; see :func:`why_unfit` for ``attachments``."""
+    if not engines:
         raise ConfigError("engines: at least one engine is needed")
     for engine in engines:
         if not hasattr(engine, "capabilities"):
@@ -89,7 +88,7 @@ def check_engines(
 
 
 def fits(config: Config, engines: Mapping[str, Capabilities], **changes: object) -> bool:
-    """Return whether the configuration with these changes is valid, by itself and on these engines."""
+    """Return True if the configuration with these changes is valid and fits the engines."""
     try:
         changed = type(config)(**(config.model_dump(exclude_unset=True) | changes))
     except ConfigError:
@@ -100,8 +99,8 @@ def fits(config: Config, engines: Mapping[str, Capabilities], **changes: object)
 def _wrong_logprobs(temperature: float, engines: Mapping[str, Capabilities]) -> Iterator[str]:
     """Yield a sentence for each engine whose log-probabilities are not log_softmax(logits / T).
 
-    Nothing but the temperature shapes what is sampled, as the configuration refuses the rest; so all kinds agree at
-    temperature 1, and elsewhere those that follow the temperature.
+    The configuration refuses all sampling parameters that change the distribution, except the temperature. So all kinds
+    of log-probabilities agree at temperature 1; at others, the kinds that follow the temperature do.
     """
     if temperature == 1:
         return
@@ -122,7 +121,7 @@ def _wrong_logprobs(temperature: float, engines: Mapping[str, Capabilities]) -> 
 
 
 def doubts_of(config: Config) -> Iterator[str]:
-    """Yield a warning for each setting that is allowed and may not be what was meant."""
+    """Yield a warning for each setting that is allowed but may not be intended."""
     n, over = config.rollout_batch_size, config.groups_in_work
     if over < n:
         yield (

@@ -1,4 +1,4 @@
-"""The settings of each kind of engine, and the checks of servers' addresses and keys."""
+"""Settings of each kind of engine, and checks of the servers' addresses and keys."""
 
 from __future__ import annotations
 
@@ -20,63 +20,70 @@ from april.config.values import (
 from april.errors import ConfigError
 from april.server_text import clean, hide, quoted
 
-_EVERYWHERE = ("0.0.0.0", "::")  # noqa: S104 - refused here
-"""A server that listens on these is reached under its machine's name."""
+EVERYWHERE = ("0.0.0.0", "::")  # noqa: S104 - refused in the address of a server
+"""Addresses that a server can listen on, but under which no client can reach it."""
 
 
 def checked_url(url: str) -> str:
-    """Return the URL of an engine without a trailing slash.
+    """Return the URL of an engine in lower case and without a trailing slash.
 
     Raises:
-        ConfigError: it is not of the form http(s)://host:port, or its host is no place where a server can be reached;
-            the sentence says what to write instead.
+        ConfigError: the URL does not look like http(s)://host:port, or no server can be reached at its host; the
+            message says what to write instead.
     """
     try:
         parts = urlsplit(url)
-    except ValueError:  # half of the brackets of an IPv6 address
+    except ValueError:  # unbalanced brackets of an IPv6 address
         raise ConfigError(f"an engine's URL must look like http://host:port, got {quoted(_shown(url), 100)}") from None
     try:
         right = parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port is None or parts.port > 0)
-    except ValueError:  # the port
+    except ValueError:  # a wrong port
         right = False
     if not right or parts.path not in ("", "/") or parts.query or parts.fragment or parts.username or parts.password:
         instead = clean(_instead(url, parts, right))
         raise ConfigError(f"an engine's URL must look like http://host:port, got {quoted(_shown(url), 100)}{instead}")
-    if parts.hostname in _EVERYWHERE:
+    if parts.hostname in EVERYWHERE:
         port = "" if parts.port is None else f":{parts.port}"
         raise ConfigError(
             f"{parts.hostname} in {quoted(url, 100)} is where a server listens, not where it is reached; write "
             f"{parts.scheme}://127.0.0.1{port} if it is on this machine, or else the name of its machine"
         )
-    return f"{parts.scheme}://{parts.netloc}"
+    return f"{parts.scheme}://{parts.netloc.lower()}"
+
+
+def name_at(url: str) -> str:
+    """Return the name of the engine at a :func:`checked_url`."""
+    return urlsplit(url).netloc
 
 
 def _shown(url: str) -> str:
-    """Leave out what may be a secret: a user, a password, a query or a fragment."""
-    rest = repr(url)[1:-1].rpartition("@")[2]  # white space at the end is what is wrong with some
+    """Return a URL for messages without its parts that may be secret: user, password, query and fragment."""
+    rest = repr(url)[1:-1].rpartition("@")[2]  # repr, as trailing white space may be the mistake
     end = min((at for at in map(rest.find, "?#") if at >= 0), default=len(rest))
     return f"{rest[:end]}{rest[end : end + 1]}..." if end < len(rest) else rest
 
 
 def _instead(url: str, parts: SplitResult, right: bool) -> str:
-    """Advise what to write in place of a wrong address; nothing where a part of it may be a secret."""
+    """Return advice on what to write instead of a wrong address; empty if a part of it may be secret."""
     if parts.query or parts.fragment or "@" in url:
         return ""
     if "://" not in url:
         host, _, path = url.partition("/")
         beyond = f", without /{path}" if path else ""
         return f"; write http://{host}{beyond}" if ":" in host else f"; write http://{host or 'host'}:PORT{beyond}"
-    if right:  # the path
+    if right:  # then the path is the mistake
         return f"; write {parts.scheme}://{parts.netloc}, without {parts.path}: april adds the routes"
     return ""
 
 
 def checked_key(key: str) -> str:
-    """Return the key of a server, which no text shows from now on.
+    """Return the key of a server, and register it so that it is hidden in all of april's messages.
 
     Raises:
-        ConfigError: a header cannot hold it; the key is not in the message.
+        ConfigError: an HTTP header cannot hold the key. The message does not contain it.
     """
+    if not isinstance(key, str):
+        raise ConfigError(f"the key of the server must be a string, got {type(key).__name__}")
     hide(key)
     if key.strip() != key:
         raise ConfigError("the key of the server begins or ends with white space or a line break; take that away")
@@ -89,7 +96,7 @@ def checked_key(key: str) -> str:
 
 
 class TransformersEngineConfig(Model):
-    """The embedded engine: any Hugging Face causal LM in this process."""
+    """Settings of the embedded engine, which runs any Hugging Face causal LM in this process."""
 
     kind: Literal["transformers"] = "transformers"
     model: str | None = None
@@ -103,7 +110,7 @@ class TransformersEngineConfig(Model):
 
 
 class SimulatedEngineConfig(Model):
-    """Engines on virtual or real time with a decode-cost model, for tests and planning."""
+    """Settings of simulated engines: they follow a decode-cost model on virtual or real time, for tests and plans."""
 
     kind: Literal["simulated"] = "simulated"
     count: PositiveInt = 1
@@ -129,13 +136,13 @@ class SimulatedEngineConfig(Model):
 
 
 THIS_MACHINE = ("localhost", "127.0.0.1", "::1")
-"""Hosts in addresses of servers that see this machine's files."""
+"""Hosts that mean this machine; a server at one of them can read this machine's files."""
 Url = Annotated[str, AfterValidator(checked_url)]
 Urls = Annotated[tuple[Url, ...], BeforeValidator(one_or_more), Field(min_length=1)]
 
 
-class ServerEngineConfig(Model):
-    """Settings that all engines behind HTTP servers have in common."""
+class AddressedEngineConfig(Model):
+    """Settings that are common to all engines reached by an address."""
 
     urls: Urls
     """The addresses of the servers, such as http://127.0.0.1:8000; one engine per server."""
@@ -147,24 +154,13 @@ class ServerEngineConfig(Model):
     max_in_flight: PositiveInt | None = None
     """Most requests at one server at the same time, within the max_in_flight of all together. None means what the
     server's memory allows."""
-    max_token_loss: NonNegativeInt | None = None
-    """Most tokens of one response that may be lost when its server dies. None means what costs least there."""
-    vocab_size: PositiveInt | None = None
-    """Size of the vocabulary. None means what the server says."""
-    max_len: PositiveInt | None = None
-    """Longest prompt plus response. None means what the server says."""
-    eos_token_ids: tuple[NonNegativeInt, ...] | None = None
-    """Ids that end every response. None means what the server says."""
-    logprobs: Literal["temperature", "processed", "raw"] | None = None
-    """Distribution of the log-probabilities. None means that april finds out by requests of one token."""
     connect_timeout_s: Seconds = 10.0
     """Longest wait for a connection."""
     probe_timeout_s: Seconds = 60.0
     """Longest wait at the start for a server to say what it can do."""
-    model: str | None = None
-    """Name under which the servers list the model, or the adapter (LoRA), that is trained. None means the only one."""
-    expert_shape: tuple[PositiveInt, PositiveInt] | None = None
-    """Layers and experts per token, of routed_experts. None means what the model's files say."""
+    first_weights: Literal["start", "present"] = "start"
+    """Weights of the first version: start, those that the servers were started with (one that has those of another run
+    waits for the first weight update); or present, those that they have, whoever has put them there."""
 
     @field_validator("api_key")
     @classmethod
@@ -183,14 +179,45 @@ class ServerEngineConfig(Model):
         return self
 
 
+class AprilEngineConfig(AddressedEngineConfig):
+    """Settings of engines that other processes serve with `april.serve`."""
+
+    kind: Literal["april"] = "april"
+    interval_s: NonNegativeFloat = 1.0
+    """Longest time for which a server keeps tokens of a request that nobody reads along; a server that dies takes them
+    with it. 0 means that all tokens come at once."""
+
+
+class ServerEngineConfig(AddressedEngineConfig):
+    """Settings that are common to engines behind third-party servers."""
+
+    max_token_loss: NonNegativeInt | None = None
+    """Most tokens of one response that may be lost when its server dies. None means what costs least there."""
+    vocab_size: PositiveInt | None = None
+    """Size of the vocabulary. None means what the server says."""
+    max_len: PositiveInt | None = None
+    """Longest prompt plus response. None means what the server says."""
+    eos_token_ids: tuple[NonNegativeInt, ...] | None = None
+    """Ids that end every response. None means what the server says."""
+    logprobs: Literal["temperature", "processed", "raw"] | None = None
+    """Distribution of the log-probabilities. None means that april finds out by requests of one token."""
+    model: str | None = None
+    """Name under which the servers list the model, or the adapter (LoRA), that is trained. None means the only one."""
+    expert_shape: tuple[PositiveInt, PositiveInt] | None = None
+    """Layers and experts per token, of routed_experts. None means what the model's files say."""
+
+
 class VllmEngineConfig(ServerEngineConfig):
-    """vLLM servers (`vllm serve`)."""
+    """Settings of vLLM servers (`vllm serve`)."""
 
     kind: Literal["vllm"] = "vllm"
+    salted_kv_connectors: tuple[str, ...] = ()
+    """Names of KV connectors that keep keys of different cache salts apart, beyond those that april knows, and of
+    encoder-cache connectors where the encoder is not trained."""
 
 
 class SglangEngineConfig(ServerEngineConfig):
-    """SGLang servers (`python -m sglang.launch_server`)."""
+    """Settings of SGLang servers (`python -m sglang.launch_server`)."""
 
     kind: Literal["sglang"] = "sglang"
     router: Url | None = None
@@ -198,13 +225,14 @@ class SglangEngineConfig(ServerEngineConfig):
 
 
 class OpenAIEngineConfig(ServerEngineConfig):
-    """Servers with the OpenAI completions route that take and give token ids, such as TensorRT-LLM's."""
+    """Settings of servers whose OpenAI completions route accepts and returns token ids, such as TensorRT-LLM's."""
 
     kind: Literal["openai"] = "openai"
 
 
 EngineConfig = Annotated[
-    TransformersEngineConfig | SimulatedEngineConfig | VllmEngineConfig | SglangEngineConfig | OpenAIEngineConfig,
+    TransformersEngineConfig | SimulatedEngineConfig | VllmEngineConfig | SglangEngineConfig | OpenAIEngineConfig
+    | AprilEngineConfig,
     Field(discriminator="kind"),
 ]
 ENGINE_CONFIGS = (
@@ -213,5 +241,6 @@ ENGINE_CONFIGS = (
     VllmEngineConfig,
     SglangEngineConfig,
     OpenAIEngineConfig,
+    AprilEngineConfig,
 )
-"""All kinds of engines."""
+"""Settings classes of all kinds of engines."""

@@ -1,6 +1,6 @@
-"""Flags for any argparse trainer: one per setting of :class:`april.Config`, read off the model itself.
+"""Adds a command-line flag for each setting of :class:`april.Config` to the argparse parser of any trainer.
 
-Invariants: every setting that can be typed as text has one flag; a flag that was not typed leaves nothing in the
+Invariants: every setting that can be given as text has one flag; a flag that was not typed is absent from the
 namespace, so it overrides neither the file nor a default.
 """
 
@@ -25,30 +25,30 @@ from april.errors import ConfigError
 
 FILE_FLAG = "--april-config"
 MARK = "april_arguments"
-"""Attribute of the namespace that tells config_from_arguments how the flags were added; plain data."""
+"""Attribute of the namespace from which config_from_arguments learns how the flags were added; plain data."""
 SCALARS = (str, int, float, Enum, Path)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """A setting that a flag can give."""
+    """A setting that a flag can set."""
 
     path: str
-    """Path in the configuration: ``sampling.top_p``."""
+    """Path in the configuration, such as ``sampling.top_p``."""
     annotation: Any
     help: str
     default: Any = None
     chooser: str = ""
-    """Path of the setting that decides whether this one exists: ``engine.kind``."""
+    """Path of the setting that decides whether this one exists, such as ``engine.kind``; empty if it always does."""
     kinds: tuple[str, ...] = ()
-    """Values of the chooser for which this one exists."""
+    """Values of the chooser for which this setting exists."""
 
     def flag(self, prefix: str) -> str:
-        """Return the flag: ``--sampling-top-p``."""
+        """Return the name of the flag, such as ``--sampling-top-p``."""
         return f"--{prefix}{re.sub('[._]', '-', self.path)}"
 
     def dest(self, prefix: str) -> str:
-        """Return the attribute of the namespace."""
+        """Return the name of the namespace's attribute for the flag."""
         return re.sub(r"\W", "_", prefix + self.path)
 
 
@@ -57,17 +57,17 @@ def add_april_arguments(
 ) -> argparse.ArgumentParser:
     """Add a group of flags, one per setting of :class:`april.Config`, and ``--april-config FILE`` (YAML).
 
-    Flags that the parser has already (same flag or same dest) are not added again: the trainer goes by their values,
-    so april does too. Flags not typed are absent from the namespace; read the configuration instead.
+    A flag that the parser already has (same flag or same dest) is not added again: the trainer uses its value, so april
+    does, too. Flags that were not typed are absent from the namespace; read the configuration instead.
 
     Args:
-        parser: parser of the trainer; changed in place and returned, as trainers with a hook for arguments want it.
+        parser: parser of the trainer. It is changed in place and returned, as some trainers' hooks require.
         prefix: prefix of all flags: ``april-`` gives ``--april-max-staleness``.
         trainer_flags: flags of the trainer that decide a setting under another name, or that the trainer adds
-            later: ``{"max_response_len": "--rollout-max-response-len"}``. A value of None decides nothing.
+            later: ``{"max_response_len": "--rollout-max-response-len"}``. If such a flag is None, it decides nothing.
 
     Raises:
-        ConfigError: the parser has april's flags already, or ``prefix`` or ``trainer_flags`` make no sense.
+        ConfigError: the parser already has april's flags, or ``prefix`` or ``trainer_flags`` is wrong.
     """
     if not isinstance(parser, argparse.ArgumentParser):
         raise ConfigError(f"add_april_arguments: needs an argparse.ArgumentParser, got {type(parser).__name__}")
@@ -101,7 +101,7 @@ def add_april_arguments(
 
 
 def config_from_arguments(args: argparse.Namespace) -> Config:
-    """Return the configuration: flags that were typed, else the file of ``--april-config``, else the defaults.
+    """Return the configuration. Typed flags override the file of ``--april-config``, which overrides the defaults.
 
     Raises:
         ConfigError: one sentence per mistake, with the flags as they are typed.
@@ -143,14 +143,14 @@ def config_from_arguments(args: argparse.Namespace) -> Config:
     try:
         return Config.from_mapping(values)
     except WrongSettings as error:
-        # what stands in the file is named as it stands there
+        # a setting from the file is named as in the file
         named = {path: flag for path, flag in flags.items() if path in typed or _look_up(values, path) is None}
         text = error.sentence(lambda setting: _as_typed(setting, named, settings, mark["trainer"]))
         raise ConfigError(text if file is None else f"{text} (with {FILE_FLAG} {file})") from None
 
 
 def _find(parser: argparse.ArgumentParser, flag: str, dest: str | None) -> list[str] | None:
-    """Return [dest, flag] of an option that the parser has already; dashes and underscores are the same."""
+    """Return [dest, flag] of an option that the parser already has; dashes and underscores count as equal."""
     for action in parser._actions:
         same = [o for o in action.option_strings if o.replace("_", "-") == flag.replace("_", "-")]
         if same or action.dest == dest:
@@ -159,7 +159,7 @@ def _find(parser: argparse.ArgumentParser, flag: str, dest: str | None) -> list[
 
 
 def _sections(values: Any, file: Any, settings: Mapping[str, Setting]) -> dict[str, Any]:
-    """Return a copy of the file's values in which flags can be placed."""
+    """Return a copy of the file's values, with its sections copied too, into which flags can be written."""
     if not isinstance(values, Mapping):
         raise ConfigError(f"{file}: expected a mapping of settings, got {type(values).__name__}")
     copy = dict(values)
@@ -183,7 +183,7 @@ def _place(values: dict[str, Any], path: str, value: Any) -> None:
 def _as_typed(
     setting: Named, flags: Mapping[str, str], settings: Mapping[str, Setting], of_trainer: Mapping[str, list[str]]
 ) -> str:
-    """Word ``sampling.top_p=0.5`` as ``--sampling-top-p 0.5``; without a flag, as in a file."""
+    """Return a setting as typed: ``--sampling-top-p 0.5`` for ``sampling.top_p=0.5``. Without a flag, as in a file."""
     flag = flags.get(setting.path)
     if flag is None or setting.value is None:
         return flag or str(setting)
@@ -198,7 +198,7 @@ def _as_typed(
 
 
 def settings_of(model: type[BaseModel] = Config, parent: str = "") -> Iterator[Setting]:
-    """Yield every setting that can be given as text; others (mappings, lists of models) are for files only."""
+    """Yield every setting that can be given as text. Others (mappings, lists of models) can only be set in files."""
     for name, info in model.model_fields.items():
         path, leaves = parent + name, _leaves(info.annotation)
         models = [leaf for leaf in leaves if isinstance(leaf, type) and issubclass(leaf, BaseModel)]
@@ -208,14 +208,14 @@ def settings_of(model: type[BaseModel] = Config, parent: str = "") -> Iterator[S
             else:
                 yield from _alternatives(models, path + ".", str(info.discriminator), info.default)
         elif typed_as(info.annotation) is not None:
-            # pydantic keeps the constraints apart from the type
+            # pydantic stores the constraints separately from the type
             annotation = Annotated[info.annotation, *info.metadata] if info.metadata else info.annotation
             default = info.get_default(call_default_factory=False)
             yield Setting(path=path, annotation=annotation, help=_sentence(info), default=default)
 
 
 def _alternatives(models: list[type[BaseModel]], parent: str, discriminator: str, default: Any) -> Iterator[Setting]:
-    """Yield the settings of several models, of which ``discriminator`` chooses one: each name once."""
+    """Yield the settings of a union of models, of which ``discriminator`` selects one; each name is yielded once."""
     found: dict[str, dict[str, Setting]] = {}
     for model in models:
         kind = str(model.model_fields[discriminator].default)
@@ -223,7 +223,7 @@ def _alternatives(models: list[type[BaseModel]], parent: str, discriminator: str
             found.setdefault(setting.path, {})[kind] = setting
     chooser, chosen = parent + discriminator, getattr(default, discriminator, None)
     for path, members in found.items():
-        # the same annotation twice is one member of a union
+        # Union drops duplicates of the same annotation
         annotation: Any = Union[tuple(setting.annotation for setting in members.values())]  # noqa: UP007 - at run time
         setting = Setting(path=path, annotation=annotation, help="", kinds=tuple(members))
         if path == chooser:
@@ -235,7 +235,7 @@ def _alternatives(models: list[type[BaseModel]], parent: str, discriminator: str
 
 
 def _leaves(annotation: Any) -> list[Any]:
-    """Return the members of a union, without None and without their Annotated wrappers."""
+    """Return the members of a union without None and without Annotated wrappers."""
     origin = get_origin(annotation)
     if origin is Annotated:
         return _leaves(get_args(annotation)[0])
@@ -245,7 +245,7 @@ def _leaves(annotation: Any) -> list[Any]:
 
 
 def typed_as(annotation: Any) -> Literal["one", "many", "switch"] | None:
-    """Return how a flag is typed: one value, several, ``--x / --no-x``; None if it cannot be typed."""
+    """Return how a flag takes its value: "one" value, "many", or as a "switch" (--x / --no-x); None if it cannot."""
     leaves = _leaves(annotation)
     if leaves and all(leaf is bool for leaf in leaves):
         return "switch"
@@ -265,7 +265,7 @@ def _sentence(info: FieldInfo) -> str:
 
 
 def flag_options(setting: Setting) -> dict[str, Any]:
-    """Return the arguments of ``add_argument`` for a setting."""
+    """Return the keyword arguments of ``add_argument`` for a setting."""
     options: dict[str, Any] = {"help": setting.help.replace("%", "%%")}
     kind, annotation = typed_as(setting.annotation), setting.annotation
     if kind == "switch":
@@ -276,7 +276,7 @@ def flag_options(setting: Setting) -> dict[str, Any]:
     leaves = set(_leaves(annotation))
     literals = {leaf for leaf in leaves if get_origin(leaf) is Literal}
     if possible := choices(annotation):
-        # checked by the reader, whose message is the same on every Python; shown here
+        # only shown here: the value is checked by _reader, whose message is the same on every Python version
         options["metavar"] = "{" + ",".join(possible) + "}"
     else:
         numbers = leaves - literals
@@ -286,7 +286,7 @@ def flag_options(setting: Setting) -> dict[str, Any]:
 
 
 def choices(annotation: Any) -> list[str]:
-    """Return all possible values, or nothing if there are many."""
+    """Return all possible values of a setting; empty if they cannot be listed."""
     found: list[str] = []
     for leaf in _leaves(annotation):
         if get_origin(leaf) is Literal:
@@ -299,7 +299,7 @@ def choices(annotation: Any) -> list[str]:
 
 
 def _reader(annotation: Any) -> Callable[[str], Any]:
-    """Return the function from typed text to a checked value; ``none`` is None where None is allowed."""
+    """Return a function that converts typed text to a checked value; ``none`` becomes None if None is allowed."""
     adapter: TypeAdapter[Any] = TypeAdapter(annotation)
     words: dict[str, Any] = {"none": None, "None": None}
     for leaf in _leaves(annotation):
@@ -317,7 +317,7 @@ def _reader(annotation: Any) -> Callable[[str], Any]:
         except ValidationError as error:
             wrong: dict[str, None] = {}
             for item in error.errors(include_url=False):
-                if item["type"] == "value_error":  # our own sentence, which shows what may be shown
+                if item["type"] == "value_error":  # april's own sentence, which hides secrets itself
                     raise argparse.ArgumentTypeError(str(item["ctx"]["error"])) from None
                 wrong[item["msg"][0].lower() + item["msg"][1:]] = None
             raise argparse.ArgumentTypeError(f"{' or '.join(wrong)}, got {text!r}") from None

@@ -1,4 +1,4 @@
-"""The settings of images: their limits, and where they may come from."""
+"""Settings for images: limits of their size, and the hosts from which they may be fetched."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from april.config.values import Model, PositiveInt, one_or_more
 
 
 class InState(StrEnum):
-    """What is held, in memory and in a saved state, of an image that comes from a file."""
+    """Form in which an image that comes from a file is kept in memory and in saved states."""
 
     REFERENCE = "reference"
-    """Its path and its hash: the file is read whenever its bytes are sent, and must stay as it is."""
+    """Path and hash. The file is read whenever its bytes are sent, and must not change."""
     VALUE = "value"
-    """Its bytes."""
+    """The bytes of the file."""
 
 
 def _host(host: str) -> str:
@@ -27,7 +27,7 @@ def _host(host: str) -> str:
 
 
 class ImagesConfig(Model):
-    """Limits of images, which are checked before one is decoded, and the hosts that they may be fetched from."""
+    """Limits of images, which are checked before decoding, and hosts from which images may be fetched."""
 
     max_bytes: PositiveInt = 20_000_000
     """Most bytes of an image, encoded."""

@@ -1,6 +1,6 @@
-"""Mistakes in the configuration: sentences with places for settings, which each reader fills with own names.
+"""Mistakes in the configuration, as sentences in which settings can be named in more than one way.
 
-A file and keyword arguments have names (``sampling.top_p=0.5``), a command line has flags (``--sampling-top-p 0.5``).
+For files and keyword arguments a setting is named ``sampling.top_p=0.5``, for a command line ``--sampling-top-p 0.5``.
 """
 
 from __future__ import annotations
@@ -44,19 +44,63 @@ UNSUPPORTED: dict[str, str] = {
     "stop_strings": "is called stop here",
     "skip_special_tokens": "belongs to response.text(special_tokens=...)",
 }
-"""Options that april does not pass on to engines, under the names of common engines: the reason and the way out."""
+"""Options of common engines that april does not pass on, with the reason and what to do instead."""
+
+NAMES_ELSEWHERE: dict[str, str] = {
+    other: setting
+    for setting, others in {
+        "rollout_batch_size": "batch_size train_batch_size gen_batch_size prompts_per_step num_prompts",
+        "rollout_batch_size, which counts prompts, not responses": "generation_batch_size global_batch_size",
+        "n_samples_per_prompt": "num_generations group_size n_samples num_samples samples_per_prompt rollout_n "
+        "rollout.n",
+        "over_sampling_batch_size": "over_sampling oversampling vllm_generate_batch_size",
+        "max_response_len": "max_tokens max_new_tokens max_completion_length max_completion_tokens response_length "
+        "max_response_length rollout_max_response_len generate_max_len max_length",
+        "max_staleness": "staleness max_head_offpolicyness staleness_threshold max_off_policy_threshold",
+        "max_in_flight": "max_concurrency max_num_seqs max_running_requests",
+        "max_in_flight, which counts responses, not prompts": "max_concurrent_rollouts",
+        "epochs": "num_epochs num_epoch num_train_epochs total_epochs total_train_epochs num_episodes",
+        "generation: continuous": "async_training async_enable asynchronous",
+        "group_quorum": "quorum",
+        "partial_rollout": "partial",
+        "filter=april.rewards_differ of the scheduler": "dynamic_sampling_filter_path filter_groups",
+        "function_timeout_s": "timeout reward_timeout",
+        "sampling.temperature": "rollout_temperature",
+        "sampling.top_p": "rollout_top_p",
+        "sampling.stop": "stop_strings rollout_stop",
+        "sampling.stop_token_ids": "rollout_stop_token_ids",
+        "engine.urls": "url base_url api_base server_url",
+        "evaluate(n_samples=...) of the scheduler": "n_samples_per_eval_prompt num_generations_eval",
+    }.items()
+    for other in others.split()
+}
+"""april's setting for each name of a setting in TRL, verl, slime, OpenRLHF, AReaL and others."""
+_TRAINERS_OWN = (
+    "steps_per_generation num_iterations gradient_accumulation_steps per_device_train_batch_size micro_batch_size "
+    "ppo_mini_batch_size learning_rate lr eps_clip beta kl_coef kl_loss_coef init_kl_coef weight_decay max_grad_norm"
+)
+_SERVERS_OWN = "gpu_memory_utilization mem_fraction_static max_model_len context_length enforce_eager dtype"
+_ARGUMENTS = (
+    "prompts reward group_reward filter rollout model tokenizer processor renderer engines record progress exporters"
+)
+NO_SETTINGS: dict[str, str] = {
+    **dict.fromkeys(_TRAINERS_OWN.split(), "belongs to the trainer; april's settings are those of rollouts"),
+    **dict.fromkeys(_SERVERS_OWN.split(), "belongs to the command that starts the server, or to the embedded model"),
+    **dict.fromkeys(_ARGUMENTS.split(), "is an argument of RolloutScheduler, beside the configuration"),
+}
+"""Names that have no counterpart in the configuration, with an explanation of where they belong."""
 
 
 @dataclass(frozen=True, slots=True)
 class Named:
-    """A setting in a sentence."""
+    """A setting as it is named in a sentence."""
 
     path: str
-    """Path in the configuration: ``sampling.top_p``."""
+    """Path in the configuration, such as ``sampling.top_p``."""
     value: str | None = None
-    """Value in the sentence; None means its name alone."""
+    """Value to show; None means to show only the name."""
     advised: bool = False
-    """True if the value is one to give it, and not the one that it has."""
+    """True if ``value`` is a recommendation, False if it is the current value."""
 
     def __str__(self) -> str:
         if self.value is None:
@@ -65,35 +109,36 @@ class Named:
 
 
 class Mistake(ValueError):
-    """A sentence on a mistake; its text has the names of a file."""
+    """A sentence about a mistake. As text, it names settings as in a file."""
 
     def __init__(self, *parts: str | Named) -> None:
         super().__init__("".join(map(str, parts)))
         self.parts = parts
 
     def sentence(self, name: Callable[[Named], str]) -> str:
-        """Return the sentence with other names."""
+        """Return the sentence with each setting named by ``name``."""
         return "".join(part if isinstance(part, str) else name(part) for part in self.parts)
 
 
 class WrongSettings(ConfigError):
-    """All mistakes of one configuration."""
+    """Error that holds all mistakes of one configuration."""
 
     def __init__(self, mistakes: Iterable[Mistake]) -> None:
         self.mistakes = tuple(mistakes)
         super().__init__(self.sentence(str))
 
     def sentence(self, name: Callable[[Named], str]) -> str:
-        """Return all sentences with other names."""
+        """Return all sentences with each setting named by ``name``."""
         return "; ".join(mistake.sentence(name) for mistake in self.mistakes)
 
 
 def contradiction(settings: object, template: str) -> Mistake:
-    """Return a mistake in ``settings``.
+    """Return a mistake made from a template and the values in ``settings``.
 
     Args:
+        settings: object that has the settings as attributes.
         template: sentence with ``{max_staleness=}`` for a setting and its value, ``{max_staleness}`` for its name,
-            ``{partial_rollout: true}`` for a value to give it.
+            ``{partial_rollout: true}`` for a recommended value.
     """
     parts: list[str | Named] = []
     for text, field, advice, _ in Formatter().parse(template):

@@ -1,12 +1,13 @@
-"""The configuration: one frozen model, refused with one sentence wherever it contradicts itself.
+"""The configuration: one frozen model, which refuses each contradiction between settings with one sentence.
 
-Accepted from keyword arguments, a plain mapping, an OmegaConf container or a YAML file. Names follow what
-users of slime already type.
+It is made from keyword arguments, a plain mapping, an OmegaConf container or a YAML file. The names of settings follow
+slime's, which users already know.
 """
 
 from __future__ import annotations
 
 import difflib
+import os
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import fields
@@ -17,7 +18,15 @@ from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, mo
 
 from april.config.engines import ENGINE_CONFIGS, EngineConfig, TransformersEngineConfig
 from april.config.images import ImagesConfig
-from april.config.mistakes import UNSUPPORTED, Mistake, Named, WrongSettings, contradiction
+from april.config.mistakes import (
+    NAMES_ELSEWHERE,
+    NO_SETTINGS,
+    UNSUPPORTED,
+    Mistake,
+    Named,
+    WrongSettings,
+    contradiction,
+)
 from april.config.values import (
     AUTO,
     Bytes,
@@ -49,9 +58,9 @@ from april.errors import ConfigError
 from april.extras import install
 
 MOST_ASKED = 1_000_000
-"""Most requests for the same abort."""
+"""Largest number of times that the same abort may be sent."""
 RETRY_PAUSE_S = 4.0
-"""Pause before a reward function or filter that failed is called again; 8 times as long the next time."""
+"""Seconds before a failed reward function or filter is called again; the next pause is 8 times as long."""
 _ENGINES = {str(engine.model_fields["kind"].default): engine for engine in ENGINE_CONFIGS}
 
 
@@ -75,7 +84,7 @@ def _stop_id(given: Any) -> Any:
 
 
 class SamplingConfig(Model):
-    """The sampling of responses in training."""
+    """Sampling parameters of training responses."""
 
     temperature: NonNegativeFloat = 1.0
     """0 is greedy."""
@@ -92,10 +101,10 @@ class SamplingConfig(Model):
 
 
 class Config(Model):
-    """Everything april needs to know.
+    """All settings of april.
 
     Raises:
-        ConfigError: an unknown key, a value out of range, or a contradiction; one sentence each.
+        ConfigError: a key is unknown, a value is out of range, or settings contradict each other; one sentence each.
     """
 
     rollout_batch_size: PositiveInt
@@ -209,7 +218,7 @@ class Config(Model):
         return self
 
     def _contradictions(self) -> Iterator[tuple[bool, str]]:
-        """Yield (is wrong, sentence) for each contradiction; each takes for granted that those before it are right."""
+        """Yield (is wrong, sentence) for each check. A check may assume that all earlier ones found nothing wrong."""
         n, over = self.rollout_batch_size, self._number(self.over_sampling_batch_size) or self.rollout_batch_size
         yield from self._wrong_auto()
         yield over > n and not self.partial_rollout, (
@@ -278,7 +287,7 @@ class Config(Model):
         )
 
     def _wrong_auto(self) -> Iterator[tuple[bool, str]]:
-        """Yield (is wrong, sentence) for the settings that are auto."""
+        """Yield (is wrong, sentence) for each check of the settings that are auto."""
         chosen = next((name for name in Work if getattr(self, name) == AUTO), None)
         yield chosen is None and self.max_off_policy_share < 1, (
             "{max_off_policy_share=} is for what april chooses, and nothing is auto; set {over_sampling_batch_size: "
@@ -304,63 +313,63 @@ class Config(Model):
 
     @staticmethod
     def _number(value: Any) -> Any:
-        """Return a setting as given; None for auto."""
+        """Return the value of a setting, or None if it is auto."""
         return None if value == AUTO else value
 
     @property
     def auto(self) -> tuple[Work, ...]:
-        """The settings that april changes while the run goes on."""
+        """The settings that april changes during the run."""
         found = {name for name in Work if getattr(self, name) == AUTO}
         if Work.OVER_SAMPLING in found:
             if Work.IN_FLIGHT in found:
                 found.add(Work.REFILL)
-            if self.max_in_flight is None:  # it follows N'
+            if self.max_in_flight is None:  # then it follows N'
                 found.add(Work.IN_FLIGHT)
         return tuple(name for name in Work if name in found)
 
     @property
     def delivers_parts(self) -> bool:
-        """True if a batch may have some responses of a group and not the others."""
+        """True if a batch may contain only some responses of a group."""
         return self.group_quorum != 1
 
     @property
     def groups_in_work(self) -> int:
-        """N' as given, or N, with which auto begins; N without partial_rollout, as portions may come to more than N."""
+        """N', or N if it is not given or auto. N without partial_rollout, as portions may add up to more than N."""
         given = self._number(self.over_sampling_batch_size) if self.partial_rollout else None
         return given or self.rollout_batch_size
 
     @property
     def leaves_partials(self) -> bool:
-        """True if requests are cut: steps may start more groups than they deliver, or a weight update finds some."""
+        """True if steps or weight updates may leave unfinished responses."""
         if self.generation is GenerationMode.CONTINUOUS or self.auto:
             return True
         return self.groups_in_work not in (1, self.rollout_batch_size) or self.refill is not Refill.NONE
 
     @property
     def age_limit(self) -> int:
-        """max_age as given, or 4 * (max_staleness + 1)."""
+        """max_age, or 4 * (max_staleness + 1) if it is None."""
         return self.max_age or 4 * (self.max_staleness + 1)
 
     @property
     def warned_after_s(self) -> float:
-        """warn_after_s as given, or 60 s or outage_deadline_s."""
+        """warn_after_s, or the smaller of 60 s and outage_deadline_s if it is None."""
         return self.warn_after_s or min(60.0, self.outage_deadline_s)
 
     @property
     def passes(self) -> int | None:
-        """Passes over the prompts; None means for ever."""
+        """Number of passes over the prompts; None means no limit."""
         return None if self.on_data_end is OnDataEnd.WRAP else self.epochs
 
     @property
     def samples_in_flight(self) -> int:
-        """The in-flight cap as given, or max(N, N') * n (N' < N: the portions that reach N)."""
+        """max_in_flight, or max(N, N') * n if it is None or auto. If N' < N, N is rounded up to a multiple of N'."""
         n, over = self.rollout_batch_size, self.groups_in_work
         groups = over if over >= n else -(-n // over) * over
         return self._number(self.max_in_flight) or groups * self.n_samples_per_prompt
 
     @classmethod
     def from_mapping(cls, values: Any) -> Self:
-        """Return the configuration from a plain mapping or an OmegaConf container (resolved)."""
+        """Make a configuration from a plain mapping or an OmegaConf container, which is resolved."""
         if "omegaconf" in sys.modules:
             omegaconf = sys.modules["omegaconf"]
             if isinstance(values, omegaconf.Container):
@@ -369,12 +378,13 @@ class Config(Model):
                 except omegaconf.errors.OmegaConfBaseException as error:
                     raise ConfigError(" ".join(str(error).split())) from None
         if not isinstance(values, Mapping):
-            raise ConfigError(f"expected a mapping of settings, got {type(values).__name__}")
+            hint = "; Config.from_yaml reads files" if isinstance(values, (str, os.PathLike)) else ""
+            raise ConfigError(f"expected a mapping of settings, got {type(values).__name__}{hint}")
         return cls(**{str(key): value for key, value in values.items()})
 
     @classmethod
     def from_yaml(cls, path: str | Path) -> Self:
-        """Return the configuration from a YAML file."""
+        """Make a configuration from a YAML file."""
         values = read_yaml(path)
         try:
             return cls.from_mapping(values)
@@ -382,7 +392,7 @@ class Config(Model):
             raise ConfigError(f"{path}: {error}") from None
 
     def to_mapping(self, *, defaults: bool = True) -> dict[str, Any]:
-        """Return plain values that :meth:`from_mapping` takes, without ``engine.api_key``; perhaps without defaults."""
+        """Return plain values for :meth:`from_mapping`, without ``engine.api_key``, and with or without defaults."""
         out = self.model_dump(mode="json", exclude={"engine": {"api_key"}}, exclude_defaults=not defaults)
         if (engine := out.get("engine")) is not None:
             out["engine"] = {"kind": self.engine.kind, **engine}
@@ -392,9 +402,9 @@ class Config(Model):
         self, *, has_reward: bool, group_reward: bool, run_id: int, has_filter: bool = False,
         attachments: tuple[str, ...] = (),
     ) -> CoreSettings:  # fmt: skip
-        """Return the core's settings: those of the same name, and those that follow from others.
+        """Return the core's settings: those with the same name, and those derived from other settings.
 
-        ``attachments`` are the kinds that prompts may have.
+        ``attachments`` are the kinds of attachments that prompts may have.
         """
         same = {f.name: getattr(self, f.name) for f in fields(CoreSettings) if f.name in type(self).model_fields}
         return CoreSettings(**same | {
@@ -414,12 +424,12 @@ class Config(Model):
         })  # fmt: skip
 
     def sampling_params(self, banned_ids: tuple[int, ...] = ()) -> SamplingParams:
-        """Return the sampling parameters of a whole response; the seed is set per attempt."""
+        """Return the sampling parameters of a whole response, without a seed, which is set for each attempt."""
         return SamplingParams(max_tokens=self.max_response_len, banned_ids=banned_ids, **self.sampling.model_dump())
 
 
 def read_yaml(path: str | Path) -> Any:
-    """Return the values in a YAML file; raises ConfigError if it cannot be read."""
+    """Return the values in a YAML file. Raises ConfigError if it cannot be read."""
     try:
         import yaml
     except ImportError:
@@ -433,7 +443,7 @@ def read_yaml(path: str | Path) -> Any:
 
 
 def _why_no_yaml(error: Exception) -> str:
-    """Return what is wrong and where; not the line itself, as it may hold a key."""
+    """Return what is wrong in which line. The line itself is not shown, as it may contain a key."""
     mark = getattr(error, "problem_mark", None)
     if mark is None:
         return " ".join(str(error).split())
@@ -441,7 +451,7 @@ def _why_no_yaml(error: Exception) -> str:
 
 
 def _mistake(item: Any) -> Mistake:
-    """Return a mistake from pydantic's: where, what is wrong, what is possible. Values of secrets are never shown."""
+    """Convert one of pydantic's errors to a mistake: where, what is wrong, what is possible. Secrets are not shown."""
     loc, kind = item["loc"], None
     if loc[:1] == ("engine",) and len(loc) > 1 and loc[1] in _ENGINES:
         kind, loc = str(loc[1]), ("engine", *loc[2:])
@@ -449,7 +459,7 @@ def _mistake(item: Any) -> Mistake:
     got = f", got {without_contents(item.get('input'))}" if loc[-1:] != ("api_key",) else ""
     match item["type"]:
         case "extra_forbidden":
-            return _why_unknown(where, kind)
+            return _why_unknown(where, kind, item["input"])
         case "missing" | "too_short" if kind is not None:
             return Mistake(where, " is required for ", _KIND, f" {kind}: {_REQUIRED}")
         case "missing":
@@ -473,41 +483,38 @@ def _mistake(item: Any) -> Mistake:
 
 _KIND = Named("engine.kind")
 _REQUIRED = "the addresses of the servers, such as http://127.0.0.1:8000"
-"""Meaning of engine.urls, the only setting that an engine must have."""
+"""Description of engine.urls, the only required setting of any engine."""
 
 
 def _is_kind(value: Any) -> bool:
     return isinstance(value, str) and value in _ENGINES
 
 
-_OTHER_NAMES = dict.fromkeys(("max_tokens", "max_new_tokens"), "max_response_len") | {"stop_strings": "sampling.stop"}
-"""Names of settings in other interfaces."""
 _ENGINE_NAMES = dict.fromkeys(("base_url", "api_base", "server_url", "host", "endpoint", "endpoints"), "urls") | {
     "max_model_len": "max_len",
     "context_length": "max_len",
     "served_model_name": "model",
     "router_url": "router",
 }
-"""Names of settings of an engine in servers and their clients."""
+"""Settings of an engine, by the names that servers and their clients use."""
 
 
-def _why_unknown(where: Named, kind: str | None) -> Mistake:
-    """Return why there is no such setting, and which one may be meant; ``kind`` is the engine's for its settings."""
+def _why_unknown(where: Named, kind: str | None, value: Any) -> Mistake:
+    """Return a mistake for an unknown setting that suggests the one meant. ``kind``: engine kind, inside ``engine``."""
     name = where.path.rpartition(".")[2]
     if kind is not None:
         return _why_unknown_in_engine(where, name, kind)
-    if name in UNSUPPORTED and name not in _OTHER_NAMES:
-        return Mistake(where, f": {UNSUPPORTED[name]}")
+    inside = [f"{parent}{key}" for key in value for parent in ("", f"{name}.")] if isinstance(value, Mapping) else []
+    near = next(filter(None, map(NAMES_ELSEWHERE.get, [name, *inside])), None)  # also names inside a trainer's section
+    if near is None and (reason := NO_SETTINGS.get(name) or UNSUPPORTED.get(name)):
+        return Mistake(where, f": {reason}")
     engines = {field for engine in ENGINE_CONFIGS for field in engine.model_fields}
     sections = {"": Config.model_fields, "sampling.": SamplingConfig.model_fields, "engine.": engines}
     known = [section + field for section, fields in sections.items() for field in fields]
-    near = [path for path in known if path.rpartition(".")[2] == name]
-    near = near or (
-        [_OTHER_NAMES[name]] if name in _OTHER_NAMES else difflib.get_close_matches(where.path, known, 1, 0.75)
-    )
-    # the unknown name stands in a file, and so should the one that was meant
-    advice = f"do you mean {near[0]}?" if near else "see april.Config for the names"
-    return Mistake(where, f": unknown setting; {advice}")
+    same = [path for path in known if path.rpartition(".")[2] == name]
+    # the unknown name is in a file, so the suggestion is worded as in a file
+    near = near or next(iter(same or difflib.get_close_matches(where.path, known, 1, 0.75)), None)
+    return Mistake(where, f": unknown setting; {f'do you mean {near}?' if near else 'see april.Config for the names'}")
 
 
 def _why_unknown_in_engine(where: Named, name: str, kind: str) -> Mistake:

@@ -1,12 +1,14 @@
-"""Kinds of values in the configuration, and the base of its models."""
+"""Types of values in the configuration, and the base class of its models."""
 
 from __future__ import annotations
 
 from enum import Enum
-from typing import Annotated, Any, Literal, TypeVar, get_args
+from typing import Annotated, Any, Literal, NoReturn, TypeVar, get_args
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, GetCoreSchemaHandler
 from pydantic_core import CoreSchema, core_schema
+
+from april.errors import ConfigError
 
 
 def _no_bool(value: Any) -> Any:
@@ -16,7 +18,7 @@ def _no_bool(value: Any) -> Any:
 
 
 def one_or_more(value: Any) -> Any:
-    """Return a list of one for a single word."""
+    """Return a tuple with the value if it is a string, otherwise the value itself."""
     return (value,) if isinstance(value, str) else value
 
 
@@ -24,7 +26,7 @@ LISTS = (tuple, list, set, frozenset)
 
 
 def shown(value: Any) -> str:
-    """Return a value as one would type it."""
+    """Return a value as text, as a user would type it."""
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, LISTS):
@@ -35,24 +37,24 @@ def shown(value: Any) -> str:
 
 
 def without_contents(value: Any) -> str:
-    """Return a wrong value for a message; of a collection only its type, for there may be a key in it."""
+    """Return a wrong value for an error message. Of a collection only the type is shown, as it may contain a key."""
     if isinstance(value, int) and value.bit_length() > 64:
-        return f"a number of {value.bit_length()} bits"  # Python refuses to print those that are long enough
+        return f"a number of {value.bit_length()} bits"  # Python refuses to print very long integers
     return repr(value) if value is None or isinstance(value, str | int | float) else type(value).__name__
 
 
 MOST = 2**31 - 1
-"""Most of anything that is counted: beyond it, arrays, clocks and files begin to fail one by one."""
+"""Largest accepted count; beyond int32, arrays, clocks and file formats start to fail."""
 LONGEST_S = 1e9
-"""Longest wait: thirty years."""
+"""Longest accepted time in seconds, about thirty years."""
 
-# pydantic takes true for 1
+# pydantic would accept true as 1
 Number = BeforeValidator(_no_bool)
 PositiveInt = Annotated[int, Field(ge=1, le=MOST), Number]
 Bytes = Annotated[int, Field(ge=1, le=2**53), Number]
 NonNegativeInt = Annotated[int, Field(ge=0, le=MOST), Number]
 Seed = Annotated[int, Field(ge=0, le=2**63 - 1), Number]
-"""A seed goes into checkpoints, whose formats have no longer numbers."""
+"""Seed of at most 63 bits: it is stored in checkpoints, whose formats have no longer integers."""
 Seconds = Annotated[float, Field(gt=0, le=LONGEST_S, allow_inf_nan=False), Number]
 PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False), Number]
 NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False), Number]
@@ -60,11 +62,11 @@ NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False), Number]
 
 T = TypeVar("T")
 AUTO: Literal["auto"] = "auto"
-"""A value in place of a number: april finds it out while the run goes on."""
+"""Value in place of a number that lets april choose the number during the run."""
 
 
 class _OneOrAuto:
-    """A union whose mistakes are those of its first member: pydantic's would name both."""
+    """Makes error messages name only the union's first member; pydantic would list the errors of both."""
 
     @staticmethod
     def __get_pydantic_core_schema__(source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
@@ -80,3 +82,9 @@ OrAuto = Annotated[T | Literal["auto"], _OneOrAuto]
 class Model(BaseModel):
     # the docstrings of the fields are the help texts of the command-line flags
     model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, use_attribute_docstrings=True)
+
+    def __setattr__(self, name: str, value: Any) -> NoReturn:
+        raise ConfigError(f"{name}: a configuration cannot be changed; make another april.Config with the new value")
+
+    def __delattr__(self, name: str) -> NoReturn:
+        self.__setattr__(name, None)

@@ -1,8 +1,8 @@
-"""Abort controller: asks for the end of attempts that others want stopped, until every one is accounted for.
+"""Abort controller: sends aborts for attempts that must stop, again and again until each of them has ended.
 
-An engine's acknowledgement of an abort proves nothing: only the end of each attempt does. The request is
-sent again until then; after the deadline, and at most one such interval later, the attempt is fenced (its tokens so
-far are kept, nothing more is accepted) and its engine is not used before a probe says that it is well.
+An engine's acknowledgement of an abort proves nothing; only the end of each attempt does. The abort is sent again every
+``resend_s`` until then. After the deadline, or at most one interval later, the attempt is fenced (its tokens so far are
+kept, nothing more is accepted), and its engine is not used until a probe finds it healthy.
 """
 
 from __future__ import annotations
@@ -14,32 +14,32 @@ from april.core.types import Attempt, Timer, TimerKind
 
 
 class AbortController:
-    """Attempts that were asked to end, with one timer for all of them."""
+    """Tracks the attempts that were asked to end, with one timer for all of them."""
 
     def __init__(self, deadline_s: float, resend_s: float) -> None:
         self._rounds = max(1, round(deadline_s / resend_s))
         self._resend_s = resend_s
         self._pending: dict[str, tuple[Attempt, int]] = {}
-        """Each attempt that was asked to end, and the rounds that it has left."""
+        """Each attempt that was asked to end, by id, and the number of rounds before it is fenced."""
         self._timer = 0
         self._timer_running = False
 
     @property
     def pending(self) -> int:
-        """Attempts asked to end that have not."""
+        """Number of attempts that were asked to end and have not ended."""
         return len(self._pending)
 
     def __contains__(self, attempt_id: str) -> bool:
         return attempt_id in self._pending
 
     def stop(self, attempts: Iterable[Attempt], in_flight: dict[str, int]) -> list[Command]:
-        """Ask for the end of ``attempts``.
+        """Return the commands that ask engines to end ``attempts``.
 
-        ``in_flight`` counts all attempts per engine, so that one request may end them all; empty where new ones may
-        start meanwhile, which such a request would hit.
+        ``in_flight`` counts all attempts per engine, so that one abort can end them all. It must be empty if new ones
+        may start meanwhile, as such an abort would end those, too.
         """
         new = [a for a in attempts if a.id not in self._pending]
-        for attempt in new:  # joining a timer that runs, its first round is a short one
+        for attempt in new:  # one round more if the timer is already running, as the first round is then shorter
             self._pending[attempt.id] = attempt, self._rounds + self._timer_running
         commands = self._ask(new, in_flight)
         if new and not self._timer_running:
@@ -47,11 +47,11 @@ class AbortController:
         return commands
 
     def ended(self, attempt_id: str) -> None:
-        """The attempt is accounted for."""
+        """Stop tracking an attempt that has ended."""
         self._pending.pop(attempt_id, None)
 
     def timer_fired(self, timer: Timer, in_flight: dict[str, int]) -> tuple[list[Command], list[Attempt]]:
-        """Ask again, and give up on those past the deadline: (commands, attempts that are fenced by them, once)."""
+        """Send aborts again and fence attempts past the deadline; return (commands, attempts fenced now)."""
         if timer.number != self._timer or not self._timer_running:
             return [], []
         self._timer_running = False

@@ -1,11 +1,11 @@
-"""What comes with a conversation and is no token: attachments, such as images, and extras, such as routed experts.
+"""Data that accompanies the tokens of a conversation: attachments, such as images, and extras, such as routed experts.
 
-An *attachment* is bytes under the hash of their content, or the path of a file that has them. A conversation's tokens
-say where each one is, by as many tokens as the model reads it as; everything that counts tokens counts those.
+An *attachment* is a block of bytes, or a file, identified by the hash of its content. In a conversation's tokens it
+takes as many tokens as the model reads for it; everything that counts tokens counts these.
 
-*Extras* are named arrays that an engine gives with the tokens that it generates: one row for each token of the
-conversation but its first, made by the step in which the model read the token before. A row is kept as it was made, by
-the attempt that generated its token; a prompt's rows are those of its first attempt.
+*Extras* are named arrays that an engine returns with the tokens that it generates. They have one row for each token of
+the conversation except the first, computed in the step in which the model read the token before. Each row is kept from
+the attempt that generated its token; the rows of a prompt come from its first attempt.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 Rows = NDArray[Any]
-"""[R, ...]: a row per token, of any number type."""
+"""Array [R, ...] with one row per token, of any number type."""
 Extras = Mapping[str, Rows]
-"""Rows by name; all of them have the same number of rows."""
+"""Row arrays by name; all have the same number of rows."""
 
 
 class _None(dict[str, Rows]):
-    """No rows; hashable, so that it can be the default of a field: a factory costs at every object."""
+    """Empty extras; hashable so that they can be a field's default, which is cheaper than a default factory."""
 
     __hash__ = object.__hash__  # type: ignore[assignment]  # never changed, as its type says
 
@@ -35,49 +35,50 @@ NO_EXTRAS: Extras = _None()
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)
 class Attachment:
-    """Bytes that come with a prompt, in memory (``data``) or in a file (``path``); equal if their content is."""
+    """Bytes attached to a prompt, such as an image, in memory (``data``) or in a file (``path``); equal by content."""
 
     kind: str
-    """The name of what it is, as engines know it: ``image``."""
+    """Kind of attachment, by the name that engines use, such as ``image``."""
     digest: str
-    """SHA-256 of the bytes, in hexadecimal: the name under which servers and caches know it."""
+    """SHA-256 of the bytes in hexadecimal, by which servers and caches identify it."""
     size: int = field(compare=False)
-    """The number of bytes."""
+    """Number of bytes."""
     data: bytes | None = field(default=None, repr=False, compare=False)
-    """The bytes; None means that they are in the file ``path``, and read whenever they are needed."""
+    """The bytes; None if they are read from the file ``path`` whenever they are needed."""
     path: str = field(default="", compare=False)
-    """The file that they come from; empty if there is none."""
+    """Path of the file with the bytes; empty if there is none."""
 
     @classmethod
     def of(cls, kind: str, data: bytes, path: str = "") -> Attachment:
-        """The attachment with these bytes."""
+        """Return the attachment with these bytes."""
         return cls(kind, hashlib.sha256(data).hexdigest(), len(data), data, path)
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of memory that its content takes."""
+        """Bytes of memory that its content takes; 0 if it is only on disk."""
         return 0 if self.data is None else self.size
 
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """An attachment at its place: tokens [at, at + count) of a conversation are what the model reads it as."""
+    """An attachment with its place in a conversation: the model reads tokens [at, at + count) for it."""
 
     attachment: Attachment
     at: int
     count: int
     stands: tuple[int, ...]
-    """The tokens that stand there for it in a request to an engine that expands prompts itself."""
+    """Placeholder tokens that replace these in a request to an engine that expands prompts itself."""
 
     @property
     def end(self) -> int:
-        """The place of the token that follows it."""
+        """Position of the token after it."""
         return self.at + self.count
 
 
 def collapsed(token_ids: NDArray[np.int32], attached: Sequence[Placed]) -> NDArray[np.int32]:
-    """A conversation as an engine takes it that expands prompts itself: int32 [K], each attachment's tokens replaced by
-    those that stand for it.
+    """Return a conversation as int32 [K] for an engine that expands prompts itself.
+
+    The tokens of each attachment are replaced by its placeholder tokens.
     """
     if not attached:
         return token_ids
@@ -89,27 +90,27 @@ def collapsed(token_ids: NDArray[np.int32], attached: Sequence[Placed]) -> NDArr
 
 
 def before(attached: Sequence[Placed], end: int) -> tuple[Placed, ...]:
-    """Those attachments of a conversation that begin within its first ``end`` tokens."""
+    """Return the attachments that begin within the first ``end`` tokens of a conversation."""
     return tuple(placed for placed in attached if placed.at < end)
 
 
 def rows_of(extras: Extras) -> int:
-    """The number of rows; 0 without any."""
+    """Return the number of rows; 0 if there are none."""
     return next((len(rows) for rows in extras.values()), 0)
 
 
 def joined(extras: Extras, more: Extras) -> Extras:
-    """Rows, and rows that follow them; those of one name have the same shape."""
+    """Return rows followed by more rows; arrays of one name must have the same row shape and kind of number."""
     return {name: np.concatenate((extras[name], rows)) for name, rows in more.items()} if extras else more
 
 
 def first_rows(extras: Extras, count: int) -> Extras:
-    """The first ``count`` rows."""
+    """Return the first ``count`` rows of each array."""
     return {name: rows[:count] for name, rows in extras.items()} if rows_of(extras) > count else extras
 
 
 def whole_rows(extras: Extras, count: int) -> Extras:
-    """``count`` rows, read-only; the last one stands for tokens behind it that have none, on which nothing rests."""
+    """Return ``count`` rows, read-only; missing ones at the end repeat the last row, and no loss depends on these."""
     whole = {}
     for name, rows in extras.items():
         missing = np.repeat(rows[-1:], count - len(rows), axis=0)
@@ -118,23 +119,37 @@ def whole_rows(extras: Extras, count: int) -> Extras:
     return whole
 
 
-def wrong_rows(extras: Extras, names: Sequence[str], count: int, held: Extras = NO_EXTRAS) -> str | None:
-    """Describe why these cannot be the ``count`` rows that were asked for, after ``held``; None means that they can."""
+def note_layout(layout: dict[str, Rows], extras: Extras, names: Sequence[str]) -> None:
+    """Record the shape and type of the first rows of each name in ``layout``, which later rows must match."""
+    for name in names:
+        if name not in layout and name in extras:
+            layout[name] = np.empty((0, *extras[name].shape[1:]), extras[name].dtype)
+
+
+def wrong_rows(extras: Extras, names: Sequence[str], count: int, layout: Extras = NO_EXTRAS) -> str | None:
+    """Describe why ``extras`` are not the ``count`` rows that were requested; None if they are.
+
+    ``layout`` has earlier rows of the run, by name. New rows must have the same shape and kind of number, so that they
+    fit into one array; the number of bytes may differ, as small ids may take one byte.
+    """
     for name in names:
         rows = extras.get(name)
         if not isinstance(rows, np.ndarray) or rows.ndim < 1:
             return f"no rows of {name}"
         if len(rows) != count:
             return f"{len(rows)} rows of {name}, and {count} were asked for"
-        if rows.dtype.kind not in "iuf":
-            return f"rows of {name} that are no numbers ({rows.dtype})"
-        if name in held and rows.shape[1:] != held[name].shape[1:]:
-            return f"rows of {name} of shape {rows.shape[1:]}, after rows of shape {held[name].shape[1:]}"
+        if rows.dtype.kind not in "iuf" or rows.itemsize > 8:
+            return f"rows of {name} that are no numbers of up to 8 bytes ({rows.dtype})"
+        earlier = layout.get(name)
+        if earlier is not None and rows.shape[1:] != earlier.shape[1:]:
+            return f"rows of {name} of shape {rows.shape[1:]}, after rows of shape {earlier.shape[1:]}"
+        if earlier is not None and rows.dtype.kind != earlier.dtype.kind:
+            return f"rows of {name} of type {rows.dtype}, after rows of type {earlier.dtype}"
     return None
 
 
 def wrong_places(attached: Sequence[Placed], length: int, kinds: Sequence[str], vocab_size: int) -> str | None:
-    """Describe why these cannot be attached to ``length`` tokens; None means that they can."""
+    """Describe why these attachments do not fit ``length`` tokens; None if they do."""
     end = 0
     for placed in attached:
         if placed.at < end or placed.count < 1 or placed.end > length:

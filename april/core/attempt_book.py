@@ -1,13 +1,14 @@
-"""Attempt book: every engine request in flight, and with which tokens, budget and seed it was sent.
+"""Attempt book: records every engine request in flight, and builds requests with their tokens, budget and seed.
 
-Invariant: an attempt is in the book from its submission until it is accounted for, once; its id is of fixed
-length (engines match ids by prefix) and never used again, not even after a restart.
+Invariant: an attempt is in the book from its submission until its end is handled, once; attempt ids have a fixed
+length (engines match ids by prefix) and are never reused, not even after a restart.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 
@@ -16,11 +17,11 @@ from april.core.engine_table import EngineTable
 from april.core.sampling import attempt_seed
 from april.core.settings import CoreSettings
 from april.core.tape import AttemptTape
-from april.core.types import Attempt, Chain, GenerateCall, Sample, SampleId
+from april.core.types import Attempt, Chain, GenerateCall, OnWeightUpdate, Request, Sample, SampleId
 from april.core.versions import PolicyVersion
 
 EVALUATION_MARK = 0xFFFF
-"""Stands where attempt ids have the incarnation, so that no id of an evaluation is one of training."""
+"""Takes the place of the incarnation in the attempt ids of evaluations, so that they differ from those of training."""
 
 
 class AttemptBook:
@@ -31,7 +32,7 @@ class AttemptBook:
         self._engines = engines
         self._number = self._evaluation_number = 0
         self.in_flight: dict[str, Attempt] = {}
-        """Attempts of training."""
+        """Attempts of training in flight, by id."""
         self.of_evaluations: dict[str, Attempt] = {}
 
     def __len__(self) -> int:
@@ -41,22 +42,22 @@ class AttemptBook:
         return itertools.chain(self.of_evaluations.values(), self.in_flight.values())
 
     def get(self, attempt_id: str) -> Attempt | None:
-        """The attempt; None for one that is accounted for."""
+        """Return the attempt in flight with this id; None if there is none (any more)."""
         return self.in_flight.get(attempt_id) or self.of_evaluations.get(attempt_id)
 
     def room(self, chain: Chain) -> int:
-        """Longest response, tokens of the environment included: its own limit and the context's."""
+        """Return the longest response that the chain may have, environment tokens included, by all limits."""
         return min(self._settings.max_response_len, self._engines.max_context - len(chain.prompt))
 
     def budget(self, call: GenerateCall) -> int:
-        """Tokens the call may still generate: its own limit, and what is left of the response and of the sample."""
+        """Return how many tokens the call may still generate, by its own limit and those of chain and sample."""
         chain, most = call.chain, self._settings.max_sample_tokens
         held = len(chain.tape.tokens)
         left = min(self.room(chain) - held, call.sampling.max_tokens - (held - call.start))
         return left if most is None else min(left, most - call.sample.generated)
 
     def open(self, call: GenerateCall, engine: str, version: PolicyVersion) -> Attempt:
-        """A new attempt that continues ``call`` where its sample stands; the engine has the weights of ``version``."""
+        """Create the attempt that continues ``call`` after its present tokens; the engine has weights ``version``."""
         chain, sample = call.chain, call.sample
         evaluation, s, held = sample.evaluation, self._settings, len(chain.tape.tokens)
         run_seed, key, incarnation, attempts = s.run_seed, sample.id, version.incarnation, self.in_flight
@@ -70,20 +71,24 @@ class AttemptBook:
         extras = s.extras if evaluation is None else ()
         seed = attempt_seed(run_seed, key.group, key.index, held, sample.restarts, chain.number)
         sampling = call.sampling.after(held - call.start, seed).capped(self.budget(call))
-        attempt = Attempt(
-            id=f"{s.run_id:016x}{incarnation:04x}{number:012x}",
-            call=call,
-            engine=engine,
+        keeps = s.on_weight_update is OnWeightUpdate.KEEP and evaluation is None
+        request = Request(
+            attempt_id=f"{s.run_id:016x}{incarnation:04x}{number:012x}",
             token_ids=np.concatenate((chain.prompt, chain.tape.tokens)) if held else chain.prompt,
-            sampling=sampling,
-            tape=AttemptTape(needs_rows=bool(extras)),
+            sampling=replace(sampling, stop=()) if sampling.stop else sampling,  # april itself finds stop strings
+            priority=0 if sample.urgent else 1,
+            sample_key=sample.key,
+            response_offset=held - call.start,
+            stream=keeps or bool(sampling.stop),  # with keep, a weight update ends requests without a token
+            in_flight=s.on_weight_update,
+            attached=chain.attached,
             extras=extras,
             extras_from=rows_of(chain.extras) if extras else 0,
-            end_ids=self._end_ids(call),
-            oldest=version,
-            urgent=sample.urgent,
-            in_flight=s.on_weight_update,
         )
+        attempt = Attempt(
+            request=request, call=call, engine=engine, tape=AttemptTape(needs_rows=bool(extras)),
+            end_ids=self._end_ids(call), oldest=version,
+        )  # fmt: skip
         attempts[attempt.id] = attempt
         self._engines.states[engine].add(1)
         sample.attempts += 1
@@ -91,7 +96,7 @@ class AttemptBook:
         return attempt
 
     def close(self, attempt_id: str) -> Attempt | None:
-        """The attempt, no longer in flight; None for one that is already accounted for."""
+        """Remove the attempt from the book and return it; None if it is not in flight."""
         attempt = self.in_flight.pop(attempt_id, None)
         if attempt is None and (attempt := self.of_evaluations.pop(attempt_id, None)) is not None:
             assert attempt.sample.evaluation is not None
@@ -102,7 +107,7 @@ class AttemptBook:
         return attempt
 
     def ends_in_stop(self, call: GenerateCall) -> bool:
-        """A partial out of a saved state that ends in EOS is finished: its attempt had not ended yet."""
+        """Return True if the call's tokens end in EOS or a stop token, as a partial from a saved state may."""
         tape = call.chain.tape
         if len(tape) - call.start <= call.sampling.min_tokens:
             return False
@@ -114,26 +119,25 @@ class AttemptBook:
 
 
 class Places:
-    """Places in flight: how many more requests may be sent, to whatever engine.
+    """Counts the places (slots for requests in flight) over all engines, and how many are free.
 
-    Each attempt has one until it is accounted for. A rollout function that was started has one reserved until it asks
-    for something or ends, so that no more functions are started than can generate. What is reserved keeps functions
-    from starting, not calls: a function may wait for a tool or a client as long as it likes. Evaluations start without
-    regard to those of training.
+    Each attempt takes a place until it has ended. A started rollout function has a place reserved until its first call
+    or its end, so that no more functions are started than can generate. Reservations limit the start of functions, not
+    calls, so a function may wait for a tool or a client for any time. Evaluations ignore the reservations of training.
     """
 
     def __init__(self, total: int, attempts: AttemptBook) -> None:
         self.total = self.most = total
-        """``most``: so many may be taken. What was sent before there were fewer places is not cut for that."""
+        """``most`` is the largest valid ``taken``: requests from before ``total`` was lowered are not cut."""
         self._attempts = attempts
         self.reserved: set[SampleId] = set()
-        """Samples whose function was started and has asked for nothing yet."""
+        """Ids of samples whose function was started and has not made a call yet."""
         self._of_evaluations = 0
-        """Those of evaluations among them."""
+        """Number of evaluations' samples in ``reserved``."""
 
     @property
     def free(self) -> int:
-        """The number of requests that may be sent; below 0 while too many are in flight."""
+        """Number of requests that may be sent; below 0 while too many are in flight."""
         return self.total - self.taken
 
     @property
@@ -142,20 +146,20 @@ class Places:
         return len(attempts.in_flight) + len(attempts.of_evaluations)
 
     def to_start(self, *, evaluation: bool = False) -> int:
-        """Return how many functions may be started, of training or of an evaluation."""
+        """Return how many rollout functions of training, or of an evaluation, may be started."""
         return self.free - (self._of_evaluations if evaluation else len(self.reserved))
 
     def reserve(self, sample: Sample) -> None:
-        """Its function is started."""
+        """Reserve a place for a sample whose rollout function is being started."""
         self.reserved.add(sample.id)
         self._of_evaluations += sample.evaluation is not None
 
     def change(self, total: int) -> None:
-        """So many there are from now on."""
+        """Set the number of places."""
         self.total, self.most = total, max(total, self.taken)
 
     def give_back(self, sample: Sample) -> None:
-        """Give the place back, if there is one: the function has asked for something, or is over."""
+        """Release the sample's reservation, if it has one: its function made a call or ended."""
         if sample.id in self.reserved:
             self.reserved.remove(sample.id)
             self._of_evaluations -= sample.evaluation is not None

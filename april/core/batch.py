@@ -1,7 +1,7 @@
-"""A delivered batch: N finished groups, or N * n samples, with exact provenance, as ragged and padded arrays.
+"""Delivered batches: N finished groups, or N * n samples, as ragged and padded arrays, with the origin of each token.
 
-Rows are samples, group by group (with a group quorum, those of a group that are in this batch); each names its own:
-``group_ids[row]``, ``sample_indices[row]``, ``samples[row].id``.
+The rows are ordered by group (with a group quorum, only some samples of a group may be in a batch);
+``group_ids[row]``, ``sample_indices[row]`` and ``samples[row].id`` identify the sample of a row.
 Shapes: B rows, T longest response, P longest prompt.
 """
 
@@ -18,7 +18,7 @@ from typing import Any, Literal, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from april.core.attachments import NO_EXTRAS, Extras, Placed, before, whole_rows
+from april.core.attachments import NO_EXTRAS, Extras, Placed, before, first_rows, whole_rows
 from april.core.tape import Float32, Int32, Segment, SegmentKind, kept_mask, versions_of
 from april.core.types import FinishReason, Prompt, Sample, SampleId
 from april.core.versions import PolicyVersion, VersionClock
@@ -29,45 +29,47 @@ SplitBy = Literal["samples", "tokens"]
 
 log = logging.getLogger("april")
 _warned_of: set[str] = set()
-"""Reasons for advantages of 0 that were warned of."""
+"""Reasons for all-zero advantages for which a warning was already logged."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeliveredSample:
-    """A finished response: a row of the batch.
+    """One row of a batch: a finished response.
 
-    A sample whose rollout function held several conversations has a row for each in which the policy wrote something:
-    they have its ``id``, its reward and its cohort in common.
+    A sample whose rollout function used several conversations has a row for each one with generated tokens; these rows
+    share the sample's ``id``, reward and cohort.
     """
 
     id: SampleId
     prompt: Prompt
-    """of this row; what the first call of a further conversation was given is its prompt"""
+    """prompt of this row; for a further conversation, the tokens of its first call"""
     tokens: Int32
     """int32 [T], EOS included"""
     logprobs: Float32
     """float32 [T], behaviour log-probabilities in nats; 0 for environment tokens"""
     loss_mask: UInt8
-    """uint8 [T], 1 where the policy wrote the token and it is not too old"""
+    """uint8 [T], 1 where the policy generated the token and it is not too old"""
     segments: tuple[Segment, ...]
     staleness: int
-    """weight updates between the oldest generated token and training, one for each batch that is trained before"""
+    """number of weight updates between the oldest generated token and training, counting one for each earlier batch
+    that is not trained yet"""
     reward: float
     cohort: tuple[tuple[int, float], ...]
-    """(index, reward) of the first k finishers of its group, in the order in which they finished; k = n without a
-    quorum"""
+    """(index, reward) of the first k finishers of its group, in order of finishing; k = n without a quorum"""
     finish: FinishReason
     attempts: int
-    """requests to engines"""
+    """number of requests to engines"""
     resumes: int
-    """of these, continued a call in the middle"""
+    """number of these requests that continued a call after its first token"""
     chain: int = 0
     """number of its conversation"""
     attached: tuple[Placed, ...] = ()
-    """what is attached to its conversation, such as images: to ``prompt``, and to what a tool wrote behind it"""
+    """attachments of the conversation, such as images: those of ``prompt`` and of later tool results"""
     extras: Extras = field(default=NO_EXTRAS, compare=False)
-    """arrays by name, [P + T - 1, ...], read-only: row i was made when token i of prompt and response was read, by the
-    attempt that generated token i + 1; behind the last generated token the last row is repeated"""
+    """per-token arrays by name, [P + T - 1, ...], read-only: row i was computed when token i of prompt and response was
+    read, in the attempt that generated token i + 1; after the last generated token the last row is repeated"""
+    output: Any = field(default=None, compare=False, repr=False)
+    """return value of its rollout function; None outside of the process that ran it"""
 
     @property
     def versions(self) -> Int32:
@@ -76,16 +78,16 @@ class DeliveredSample:
 
     @property
     def kept_mask(self) -> UInt8:
-        """uint8 [T], 1 where a token was sampled over keys of older weights than its own (``on_weight_update: keep``):
-        its log-probability is not the one that a recomputation gives"""
+        """uint8 [T], 1 where a token was sampled over keys of older weights than its own (``on_weight_update: keep``),
+        so that recomputing its log-probability gives another value"""
         return kept_mask(self.segments)
 
     @property
     def baseline_rewards(self) -> Float32:
-        """float32 [k - 1], rewards of the first k - 1 other finishers of its group: of what its baseline is made.
+        """float32 [k - 1], rewards from which its baseline is computed: the first k - 1 other finishers of its group.
 
-        As many for one of the first k as for one that came later, and its own is not among them, so the baseline
-        does not depend on the sample (nor on how long it took).
+        Early and late finishers get equally many, and never their own reward, so the baseline does not depend on the
+        sample or on how long it took.
         """
         (others,) = first_others_of([self.id.index], [self.cohort])
         rewards: Float32 = others[~np.isnan(others)].astype(np.float32)
@@ -94,27 +96,29 @@ class DeliveredSample:
 
 @dataclass(frozen=True, kw_only=True)
 class Batch:
-    """The batch that a step delivers; leased until it is committed."""
+    """The batch that a step delivers to the trainer; april keeps its samples until it is committed."""
 
     id: int
     version: PolicyVersion
     """policy version at delivery"""
     samples: tuple[DeliveredSample, ...]
-    """its rows, those of one sample next to each other"""
+    """rows of the batch; the rows of one sample are adjacent"""
     group_sizes: tuple[int, ...]
-    """rows per group, as far as they are in this batch; sums to len(samples)"""
+    """number of rows in this batch per group; sums to len(samples)"""
     metrics: Mapping[str, float]
     logprob_kind: str = "temperature"
-    """The distribution of ``logprobs``: ``temperature`` (log_softmax(logits / T)), ``processed`` (the one really
-    sampled from; the same with top_p 1, min_tokens 0 and T > 0), ``raw`` (log_softmax(logits)) or ``unknown`` (both
-    allowed at T = 1 only, where they are the same too), or ``mixed`` (by engine; see the segments)"""
+    """Distribution of ``logprobs``: ``temperature`` (log_softmax(logits / T)), ``processed`` (the one really sampled
+    from; equal to ``temperature`` with top_p 1, min_tokens 0 and T > 0), ``raw`` (log_softmax(logits)) or ``unknown``
+    (both allowed only at T = 1, where they are equal to it, too), or ``mixed`` (differs by engine; see the segments)"""
     bottleneck: str = ""
-    """Which side the step waited for, how long and why, and what to change: a sentence for people. Empty if it
-    took no time"""
+    """Sentence for users: which side the step waited for, how long and why, and what to change. Empty if the step took
+    no time"""
     branches: Mapping[int, int] = field(default_factory=dict)
-    """incarnation -> ``n`` of the weights from which the next one began, by a restart"""
+    """incarnation -> ``n`` of the weights from which the next incarnation began, after a restart"""
     _part: BatchShare | None = None
-    """set by :meth:`split`; None means that it is whole"""
+    """share of the whole batch that this one is, set by :meth:`split`; None for a whole batch"""
+    _no_rows: Extras = field(default=NO_EXTRAS, repr=False, compare=False)
+    """extras without rows, set by :meth:`split`, from which a share without samples takes shapes and types"""
 
     def __len__(self) -> int:
         return len(self.samples)
@@ -130,15 +134,15 @@ class Batch:
 
     @property
     def trained_at(self) -> PolicyVersion:
-        """Version at which it is trained: one update later for each batch that was out when it was delivered."""
+        """Version at which it will be trained: one update later for each untrained batch delivered before it."""
         return self.version._replace(n=self.version.n + int(self.metrics.get("batches_out", 0.0)))
 
     @cached_property
     def share(self) -> BatchShare:
-        """Which share of a batch this is, and what a loss over all shares is divided by; of a whole batch: all of it.
+        """The share of the whole batch that this is, and the totals by which a loss over all shares is divided.
 
-        :func:`april.loss_weights` takes it. Count the loss of your own with ``samples`` or ``loss_tokens``, which are
-        those of the whole batch.
+        Pass it to :func:`april.loss_weights`. In a loss of your own, divide by its ``samples`` or ``loss_tokens``,
+        which count the whole batch.
         """
         if self._part is not None:
             return self._part
@@ -146,15 +150,15 @@ class Batch:
         return BatchShare(0, 1, len({s.id for s in self.samples}), loss_tokens)
 
     def split(self, ranks: int, by: SplitBy = "samples") -> list[Batch]:
-        """The batch in ``ranks`` shares: each sample is in one of them, in the order that it has here.
+        """Split the batch into ``ranks`` shares; each sample is in one of them, and their order is kept.
 
-        ``by="samples"``: contiguous rows; the numbers of samples differ by one at most. ``by="tokens"``: about equal
-        numbers of prompt and response tokens; the numbers of samples differ then. Where there are more ranks than
+        ``by="samples"`` gives contiguous rows; the numbers of samples differ by at most one. ``by="tokens"`` gives
+        about equal numbers of prompt and response tokens, but different numbers of samples. With more ranks than
         samples, some shares are empty: their arrays have B = 0.
 
-        Of each share, ``metrics`` and ``off_policy_share`` are those of the whole batch, and :meth:`advantages` are the
-        rows of the whole batch's: the siblings they compare with go with the samples. The same batch is always split
-        alike. A share may be split again: its :attr:`share` still counts the whole batch.
+        Each share has the ``metrics`` and ``off_policy_share`` of the whole batch, and its :meth:`advantages` equal
+        those rows of the whole batch's, as each sample carries the rewards of its group. The same batch is always split
+        in the same way. A share may be split again: its :attr:`share` still counts the whole batch.
 
         Raises ValueError for ``ranks`` below 1 and for another ``by``.
         """
@@ -171,12 +175,14 @@ class Batch:
         ends = np.searchsorted(numbers, np.arange(len(self) + 1)).tolist()
         shares = [[row for n in share for row in range(ends[n], ends[n + 1])] for share in of_samples]
         groups = [number for number, size in enumerate(self.group_sizes) for _ in range(size)]
+        no_rows = first_rows(self.samples[0].extras, 0) if self.samples else self._no_rows
         return [
             replace(
                 self,
                 samples=tuple(self.samples[row] for row in rows),
                 group_sizes=tuple(len(list(run)) for _, run in itertools.groupby(groups[row] for row in rows)),
                 _part=replace(self.share, rank=rank, ranks=ranks),
+                _no_rows=no_rows,
             )
             for rank, rows in enumerate(shares)
         ]
@@ -193,12 +199,12 @@ class Batch:
 
     @cached_property
     def sample_numbers(self) -> Int32:
-        """int32 [B], the number of each row's sample in this batch: 0 to B - 1, unless samples have several rows."""
+        """int32 [B], number of each row's sample in this batch: 0 to B - 1 unless some samples have several rows."""
         return sample_numbers(self.samples)
 
     @property
     def one_row_each(self) -> bool:
-        """Whether every sample is one row."""
+        """True if every sample has exactly one row."""
         return len({s.id for s in self.samples}) == len(self.samples)
 
     @cached_property
@@ -218,9 +224,10 @@ class Batch:
 
     @cached_property
     def token_ages(self) -> Int32:
-        """int32 [sum of T], weight updates between each token and its training; 0 for tokens of the environment.
+        """int32 [sum of T], number of weight updates between each token and its training; 0 for environment tokens.
 
-        Rows as in :meth:`ragged`. After a restart: the way back to where the weights branched off, and the way since.
+        The rows are laid out as in :meth:`ragged`. Across a restart, the age is the distance from the token's version
+        back to the branch point plus the updates since.
         """
         clock = VersionClock(self.trained_at, dict(self.branches))
         ages, counts = [], []
@@ -231,10 +238,11 @@ class Batch:
         return np.repeat(np.array(ages, np.int32), np.array(counts, np.int64))
 
     def advantages(self, method: Method = "grpo", *, epsilon: float = 1e-6, ddof: int = 0) -> Float32:
-        """float32 [B]: each response against the first k - 1 other finishers of its group, whatever batch they are in.
+        """float32 [B], advantages: each response is compared with the first k - 1 other finishers of its group.
 
-        Without a quorum those are all its siblings, and it is the textbook's. ``method``: ``grpo``, ``dr_grpo``,
-        ``rloo``, ``dapo`` or ``gspo``; formulas, papers and errors are those of :func:`april.group_advantages`.
+        These may be in other batches. Without a quorum they are all other samples of the group, as in the textbook.
+        ``method`` is ``grpo``, ``dr_grpo``, ``rloo``, ``dapo`` or ``gspo``; see :func:`april.group_advantages` for
+        formulas, papers and errors.
         """
         others = first_others_of(self.sample_indices, [s.cohort for s in self.samples])
         found = group_advantages([s.reward for s in self.samples], others, method, epsilon=epsilon, ddof=ddof)
@@ -255,11 +263,11 @@ class Batch:
 
     @property
     def extras(self) -> tuple[str, ...]:
-        """Names of the arrays that its rows have with their tokens."""
-        return tuple(self.samples[0].extras) if self.samples else ()
+        """Names of the per-token arrays (extras) of its rows."""
+        return tuple(self.samples[0].extras if self.samples else self._no_rows)
 
     def ragged(self) -> dict[str, NDArray[Any]]:
-        """Flat arrays without padding; row i is ``response_ids[response_offsets[i]:response_offsets[i + 1]]``.
+        """Return flat arrays without padding; row i is ``response_ids[response_offsets[i]:response_offsets[i + 1]]``.
 
         ``prompt_ids`` int32 [sum of P], ``prompt_offsets`` int64 [B + 1]; ``response_ids`` int32, ``logprobs`` float32,
         ``loss_mask`` and ``kept_mask`` uint8, ``version_n`` and ``version_incarnation`` int32, all [sum of T],
@@ -275,22 +283,22 @@ class Batch:
         arrays["response_offsets"] = _offsets([s.tokens for s in samples])
         for name in self.extras:
             rows = [s.extras[name] for s in samples]
-            arrays |= {name: np.concatenate(rows), "extras_offsets": _offsets(rows)}
+            arrays |= {name: np.concatenate(rows or [self._no_rows[name]]), "extras_offsets": _offsets(rows)}
         return arrays | _per_row(samples)
 
     def padded(self, pad_id: int = 0, *, left_pad_prompts: bool = False) -> dict[str, NDArray[Any]]:
-        """Rectangular arrays; responses are padded on the right, prompts too unless ``left_pad_prompts``.
+        """Return padded arrays; responses are padded on the right, prompts too unless ``left_pad_prompts``.
 
         ``prompt_ids`` int32 and ``prompt_mask`` uint8 [B, P]; ``response_ids`` int32, ``response_mask`` uint8,
         ``loss_mask`` and ``kept_mask`` uint8, ``logprobs`` float32, ``version_n`` and ``version_incarnation`` int32 (-1
         in the padding), all [B, T]; ``rewards`` float32, ``group_ids`` int64, ``sample_numbers`` and ``staleness``
         int32, all [B].
 
-        ``input_ids`` int32 and ``attention_mask`` uint8 have each prompt and its response without a gap. With
+        ``input_ids`` int32 and ``attention_mask`` uint8 hold each prompt and its response without a gap. With
         ``left_pad_prompts`` they are [B, P + T] and every response begins in column P: the layout of trainers that
-        cut the last T columns off the logits. Without, they are [B, longest sum], padded on the right only, and
-        response i begins in column ``prompt_mask[i].sum()``. With extras, each is under its name, [B, P + T, ...]: a
-        row in the column of the token that was read for it, and 0 elsewhere.
+        slice the last T columns of the logits. Without it they are [B, longest sum], padded on the right only, and
+        response i begins in column ``prompt_mask[i].sum()``. Extras, each under its name, have the same first two
+        dimensions: a row is in the column of the token that was read to compute it, and other columns are 0.
 
         Raises TypeError for a ``pad_id`` that is no integer.
         """
@@ -317,15 +325,17 @@ class Batch:
             arrays["input_ids"] = pad(whole, pad_id, np.int32)
             arrays["attention_mask"] = pad(_ones(whole), 0, np.uint8)
         for name in self.extras:
-            rows, starts = [s.extras[name] for s in samples], (arrays["attention_mask"] != 0).argmax(axis=1)
-            out = arrays[name] = np.zeros((*arrays["input_ids"].shape, *rows[0].shape[1:]), np.result_type(*rows))
-            for i, (start, row) in enumerate(zip(starts, rows, strict=True)):
+            rows = [s.extras[name] for s in samples]
+            like = rows or [self._no_rows[name]]
+            out = arrays[name] = np.zeros((*arrays["input_ids"].shape, *like[0].shape[1:]), np.result_type(*like))
+            for i, row in enumerate(rows):
+                start = int(arrays["attention_mask"][i].argmax())
                 out[i, start : start + len(row)] = row
         return arrays | _per_row(samples)
 
 
 def with_all_rows(samples: Sequence[DeliveredSample]) -> list[DeliveredSample]:
-    """The samples, those in which nothing was generated with rows of zeros, as many and as wide as they would have."""
+    """Return the samples, with extras of zeros of the right shape for those in which nothing was generated."""
     first = next((s.extras for s in samples if s.extras), NO_EXTRAS)
 
     def whole(s: DeliveredSample) -> DeliveredSample:
@@ -339,9 +349,9 @@ def with_all_rows(samples: Sequence[DeliveredSample]) -> list[DeliveredSample]:
 def deliver_sample(
     sample: Sample, staleness_of: Callable[[PolicyVersion], int], max_staleness: int | None
 ) -> list[DeliveredSample]:
-    """Freeze a finished sample as its rows; tokens older than ``max_staleness`` (None: no bound) get loss mask 0.
+    """Return the batch rows of a finished sample; tokens older than ``max_staleness`` (None: no limit) get loss mask 0.
 
-    The arrays are copies: the trainer may write into them, and what a state delivers again is what was sampled.
+    The arrays are copies: the trainer may write into them, and a saved state still holds what was sampled.
     """
     if sample.finish is None:
         raise ValueError(f"{sample.id} is not finished")
@@ -385,7 +395,7 @@ def deliver_sample(
 def batch_metrics(
     groups: int, samples: Sequence[DeliveredSample], staleness_of: Callable[[PolicyVersion], int]
 ) -> dict[str, float]:
-    """Metrics that can be read off the batch itself."""
+    """Return the metrics that can be computed from the rows of the batch alone."""
     generated = stale = trained = kept = 0
     for s in samples:
         for segment in s.segments:
@@ -396,7 +406,7 @@ def batch_metrics(
         trained += int(np.count_nonzero(s.loss_mask))
     numbers = sample_numbers(samples)
     lengths = np.bincount(numbers, [len(s.tokens) for s in samples])
-    first = np.searchsorted(numbers, np.arange(len(lengths)))  # of the rows of each sample
+    first = np.searchsorted(numbers, np.arange(len(lengths)))  # index of the first row of each sample
     ages = np.zeros(len(lengths))
     np.maximum.at(ages, numbers, [s.staleness for s in samples])
     rewards = np.array([samples[i].reward for i in first], np.float64)
@@ -418,23 +428,23 @@ def batch_metrics(
 
 
 def sample_numbers(rows: Sequence[DeliveredSample]) -> Int32:
-    """int32 [R]: the number of each row's sample, from 0; the rows of one sample are next to each other."""
+    """Return the number of each row's sample, from 0, as int32 [R]; the rows of one sample must be adjacent."""
     numbers = [int(i > 0 and row.id != rows[i - 1].id) for i, row in enumerate(rows)]
     return np.cumsum(numbers, dtype=np.int32)
 
 
 def rows_by_sample(rows: Sequence[DeliveredSample]) -> list[list[DeliveredSample]]:
-    """The rows of each sample, in their order; those of one sample are next to each other."""
+    """Return one list of rows per sample, in order; the rows of one sample must be adjacent."""
     return [list(several) for _, several in itertools.groupby(rows, key=lambda row: row.id)]
 
 
 Array = NDArray[Any]
 Columns = dict[str, tuple[list[Array], type[np.generic], int]]
-"""Per-token values: the rows, their type, what the padding is."""
+"""Per-token values by name: (rows, number type, padding value)."""
 
 
 def pad(rows: Sequence[Array], fill: float, dtype: type[np.generic], *, left: bool = False) -> Array:
-    """Rows of different length as one array [len(rows), longest], padded on the right (or on the left)."""
+    """Return rows of different lengths as one array [len(rows), longest], padded on the right (or on the left)."""
     longest = max((len(r) for r in rows), default=0)
     out = np.full((len(rows), longest), fill, dtype)
     for i, row in enumerate(rows):
@@ -473,18 +483,21 @@ def _joined(rows: Sequence[Array], dtype: type[np.generic]) -> Array:
 
 
 def _offsets(rows: Sequence[Array]) -> Array:
-    """int64 [B + 1]: where each row begins, and the end."""
+    """Return the start of each row in the joined array, and its end, as int64 [B + 1]."""
     return np.cumsum([0, *(len(row) for row in rows)], dtype=np.int64)
 
 
 def _contiguous(rows: int, ranks: int) -> Sequence[Sequence[int]]:
-    """The first ``rows % ranks`` shares have one row more."""
+    """Split the numbers 0 to ``rows`` - 1 into ranges; the first ``rows % ranks`` of them have one row more."""
     starts = [rank * (rows // ranks) + min(rank, rows % ranks) for rank in range(ranks + 1)]
     return [range(start, end) for start, end in itertools.pairwise(starts)]
 
 
 def _balanced(tokens: Sequence[int], ranks: int) -> Sequence[Sequence[int]]:
-    """The longest row first, each to the share that has the fewest tokens (then rows) so far; rows in their order."""
+    """Split rows so that the shares have about equal tokens; each share lists its rows in order.
+
+    The longest row goes first, each to the share with the fewest tokens (then rows) so far.
+    """
     heap = [(0, 0, rank) for rank in range(ranks)]
     shares: list[list[int]] = [[] for _ in range(ranks)]
     for row in sorted(range(len(tokens)), key=lambda row: (-tokens[row], row)):

@@ -1,4 +1,4 @@
-"""Commands: the core's decisions. The layer above executes commands in order and reports back with events."""
+"""Commands: the outputs of the core. The driver executes them in order and reports results as events."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from april.core.versions import PolicyVersion
 
 
 class Command(msgspec.Struct, frozen=True, tag=True, omit_defaults=True, gc=False):
-    """The base of all commands."""
+    """Base class of all commands."""
 
 
 class DrawPrompts(Command, frozen=True):
@@ -32,7 +32,7 @@ class Submit(Command, frozen=True):
 
 
 class Abort(Command, frozen=True):
-    """Ask an engine to end these attempts; ``everything``: they are all it has."""
+    """Ask an engine to end these attempts; ``everything``: the engine has no others."""
 
     engine: str
     attempt_ids: tuple[str, ...]
@@ -40,7 +40,7 @@ class Abort(Command, frozen=True):
 
 
 class CallCompleted(Command, frozen=True):
-    """A generate call is complete and has its ``result``. Wake its rollout function."""
+    """Return the ``result`` of a completed generate call to its rollout function."""
 
     call: GenerateCall
 
@@ -52,27 +52,26 @@ class ScoreSample(Command, frozen=True):
 
 
 class ScoreGroup(Command, frozen=True):
-    """All samples of a group have returned: compute its rewards in one call; answer with Scored or SampleFailed."""
+    """Compute the rewards of a whole group in one call; answer with Scored or SampleFailed."""
 
     group: Group
 
 
 class JudgeGroup(Command, frozen=True):
-    """The quorum of a group is finished: ask the filter about ``group.first``; answer with GroupJudged and the same
-    ``judgement``."""
+    """Call the filter with ``group.first``, the finished quorum; answer with GroupJudged and the same ``judgement``."""
 
     group: Group
     judgement: int
 
 
 class CancelSample(Command, frozen=True):
-    """The sample was given up: end its rollout or reward function, if there is one still."""
+    """Cancel the rollout or reward function of a sample that was dropped or begins again, if it still runs."""
 
     sample: Sample
 
 
 class ReportDrop(Command, frozen=True):
-    """A group was given up; for whoever watches."""
+    """Report a dropped group to observers and the user."""
 
     group: Group
     reason: DropReason
@@ -80,7 +79,7 @@ class ReportDrop(Command, frozen=True):
 
 
 class StartTimer(Command, frozen=True):
-    """Answer with TimerFired(timer) after ``seconds``; ``why`` is for whoever watches, if it is not empty."""
+    """Answer with TimerFired(timer) after ``seconds``; a non-empty ``why`` is a message for the user."""
 
     timer: Timer
     seconds: float
@@ -88,27 +87,24 @@ class StartTimer(Command, frozen=True):
 
 
 class Fence(Command, frozen=True):
-    """Close the streams of attempts that did not end in time; answer each with AttemptEnded, ``fenced``."""
+    """Close the streams of attempts that did not end in time; answer AttemptEnded with ``fenced`` for each."""
 
     engine: str
     attempt_ids: tuple[str, ...]
 
 
 class ProbeEngine(Command, frozen=True):
-    """Ask an engine for its health once; answer with EngineProbed and the same ``probe``.
-
-    A host that looks after its engines itself answers with EngineReady, EngineStale or EngineFailed.
-    """
+    """Probe an engine's health once; answer with EngineProbed and the same ``probe``."""
 
     engine: str
     probe: int
 
 
 class PauseEngine(Command, frozen=True):
-    """Close the engine's admission; answer with EngineCallEnded, as UNREACHABLE after ``within_s``.
+    """Pause an engine; answer with EngineCallEnded, with the result UNREACHABLE after ``within_s`` seconds.
 
-    ``in_flight``: what becomes of its requests; with KEEP the answer names those that have no token.
-    A call of an engine that still runs when another one is asked for is cancelled before that one begins.
+    ``in_flight`` says what happens to its requests; with KEEP the answer names those that have no token.
+    If an earlier call to the engine is still running, it is cancelled before this one begins.
     """
 
     engine: str
@@ -118,9 +114,9 @@ class PauseEngine(Command, frozen=True):
 
 
 class LoadEngine(Command, frozen=True, kw_only=True):
-    """The engine's weights are ``version`` from now on, loaded from ``path`` if there is one; as in PauseEngine.
+    """Load weights from ``path``, or declare the present ones, as ``version``; answer as for PauseEngine.
 
-    The directory must hold one of ``contents`` then, if there are any, and what it holds must not change meanwhile.
+    If ``contents`` is not empty, the directory must have one of these content hashes, also at the end of the load.
     """
 
     engine: str
@@ -130,11 +126,11 @@ class LoadEngine(Command, frozen=True, kw_only=True):
     path: str | None
     contents: tuple[str, ...] = ()
     base: PolicyVersion | None = None
-    """The version whose whole weights the engine must have below an adapter; None: these are whole ones."""
+    """Version of the full weights that the engine must have below an adapter; None for full weights."""
 
 
 class ResumeEngine(Command, frozen=True):
-    """Open the engine's admission; as in PauseEngine."""
+    """Let a paused engine admit requests again; answer as for PauseEngine."""
 
     engine: str
     call: int
@@ -142,23 +138,23 @@ class ResumeEngine(Command, frozen=True):
 
 
 class HandOver(Command, frozen=True):
-    """These engines are paused: the trainer hands its weights over now; answer with HandedOver."""
+    """Let the trainer transfer its weights to these paused engines; answer with HandedOver."""
 
     update: int
     engines: tuple[str, ...] = ()
 
 
 class Restore(Command, frozen=True):
-    """The engines have the weights of a saved state: put it into this core; answer with Restored."""
+    """Restore the saved state whose weights the engines now have into this core; answer with Restored."""
 
     update: int
 
 
 class UpdateEnded(Command, frozen=True):
-    """A weight update is over, and the policy is ``version``.
+    """Report the end of a weight update, after which the policy is ``version``.
 
-    ``failed``: the call of an engine (0: the transfer) whose error is the update's; None: there is none. ``why``: what
-    is wrong if that call itself has raised nothing.
+    ``failed`` is the number of the engine call (0: the transfer) whose error failed the update; None if it did not
+    fail. ``why`` is the error text if that call itself raised nothing.
     """
 
     update: int
@@ -168,34 +164,34 @@ class UpdateEnded(Command, frozen=True):
 
 
 class Warn(Command, frozen=True):
-    """Something that people should know."""
+    """Log a warning for the user."""
 
     message: str
 
 
 class Deliver(Command, frozen=True):
-    """The step is complete: hand this batch to the trainer."""
+    """Deliver the batch of a completed step to the trainer."""
 
     batch: Batch
 
 
 class EndOfData(Command, frozen=True):
-    """The source has ended; ``kept`` complete groups, or with a quorum samples, wait for more."""
+    """Tell the trainer that the prompts have ended; ``kept`` complete groups (or samples) wait for more prompts."""
 
     kept: int = 0
 
 
 class EvaluationDone(Command, frozen=True):
-    """All groups of an evaluation are finished and scored."""
+    """Return the finished and scored groups of an evaluation to its caller."""
 
     evaluation: int
     groups: tuple[Group, ...]
 
 
 class EvaluationFailed(Command, frozen=True):
-    """An evaluation cannot be finished, or was cancelled; nothing of it is at an engine any more.
+    """Report an evaluation that failed or was cancelled, once none of its requests is at an engine.
 
-    ``kind``: how the request broke off that is to blame; None: a function of the user's is.
+    ``kind`` says how the responsible request broke off; None if a function of the user's failed.
     """
 
     evaluation: int
@@ -204,13 +200,13 @@ class EvaluationFailed(Command, frozen=True):
 
 
 class Paused(Command, frozen=True):
-    """Nothing is in flight any more; nothing starts before Resumed."""
+    """Report that generation is paused: nothing is in flight, and nothing starts before the event Resumed."""
 
 
 class Fail(Command, frozen=True):
-    """Going on makes no sense; tell the trainer why.
+    """End the step with an error for the trainer.
 
-    ``weights``: those of the engines are to blame, and only a weight update helps.
+    ``weights``: the engines' weights are the cause, and only a weight update helps.
     """
 
     error: str

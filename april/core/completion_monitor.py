@@ -1,10 +1,10 @@
-"""Completion monitor: what is complete, and when the step has what it needs.
+"""Completion monitor: tracks the complete units, and decides when the step has enough of them for a batch.
 
-It counts *units*: groups, or, with a group quorum below 1, samples. A step delivers so many of them (N groups, or N x n
-samples). With a staleness bound it must also deliver enough of the older ones: a unit's *slack* is the number of
-batches after which it is too old, and however the later steps go, all units can only be delivered in time if, for
-every k, at most ``(k + 1) * target`` of them have slack <= k. So a step owes at least ``units with slack <= k  -
-k * target`` of those (earliest deadline first, k = 0 being the last chance).
+A *unit* is a group or, with a group quorum below 1, a sample. A step delivers ``target`` units (N groups, or N x n
+samples). With a staleness limit it must also deliver enough of the older ones: a unit's *slack* is the number of
+batches after which it is too old. All units can be delivered in time only if, for every k, at most ``(k + 1) * target``
+of them have slack <= k. So this step owes (must deliver) at least ``units with slack <= k  -  k * target`` of those:
+earliest deadline first, where k = 0 is the last chance.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from itertools import accumulate
 from april.core.types import Group, Sample
 
 Unit = Group | Sample
-"""A unit is what a batch counts."""
+"""Thing that a batch counts: a group, or with a group quorum a sample."""
 
 
 class CompletionMonitor:
-    """Counts towards the target.
+    """Counts the complete units towards the target of a step.
 
-    A unit counts when it is finished and scored (a group: all of it; a sample: with the quorum of its group), and the
-    filter, if there is one, has accepted its group.
+    A unit counts once it is finished and scored (for a sample, the quorum of its group, too), and the filter, if there
+    is one, has accepted its group.
     """
 
     def __init__(self, target: int) -> None:
@@ -32,11 +32,11 @@ class CompletionMonitor:
         self._held_by_slack: list[int] = []
         self._ready_by_slack: list[int] = []
         self._owed: list[int] = []
-        """The number of units with slack <= k, for every k, that this step has to deliver."""
+        """Number of units with slack <= k that this step must deliver, for every k."""
 
     @property
     def ready(self) -> int:
-        """Complete units that wait for delivery."""
+        """Number of complete units that wait for delivery."""
         return len(self._ready)
 
     def __iter__(self) -> Iterator[Unit]:
@@ -45,7 +45,7 @@ class CompletionMonitor:
     # ---------------------------------------------------------------- deadlines
 
     def plan(self, slacks: Iterable[tuple[Unit, int]], horizon: int) -> list[Unit]:
-        """Take down each held unit's slack, those below ``horizon`` count; returns what goes first."""
+        """Record each held unit's slack (``horizon`` or more sets no deadline); return the units that must go first."""
         self._held_by_slack = [0] * horizon
         self._ready_by_slack = [0] * horizon
         units: list[Unit] = []
@@ -65,7 +65,7 @@ class CompletionMonitor:
 
     @property
     def target_reached(self) -> bool:
-        """So many units are complete, and enough of those that would get too old."""
+        """True if enough units are complete, and among them those that would otherwise get too old."""
         if len(self._ready) < self._target:
             return False
         ready = 0
@@ -78,25 +78,25 @@ class CompletionMonitor:
     # ---------------------------------------------------------------- units
 
     def accept(self, unit: Unit) -> None:
-        """A unit counts from now on."""
+        """Count a unit that has become complete."""
         self._ready[id(unit)] = unit
         if unit.slack < len(self._ready_by_slack):
             self._ready_by_slack[unit.slack] += 1
 
     def forget(self, unit: Unit) -> None:
-        """The unit is given up."""
+        """Remove a unit that was dropped."""
         self.not_ready(unit)
         if unit.slack < len(self._held_by_slack):
             self._held_by_slack[unit.slack] -= 1
             self._count_owed()
 
     def not_ready(self, unit: Unit) -> None:
-        """If it counts, it is to count no more."""
+        """Stop counting a unit, if it counts."""
         if self._ready.pop(id(unit), None) is not None and unit.slack < len(self._ready_by_slack):
             self._ready_by_slack[unit.slack] -= 1
 
     def take(self, goes_first: Callable[[Unit], int] = lambda unit: 0) -> list[Unit]:
-        """Complete units, up to the target: what is owed, then the least by ``goes_first``, then by completion."""
+        """Remove and return up to ``target`` complete units: owed ones first, then by ``goes_first`` and completion."""
         chosen: dict[int, Unit] = {}
         ready = sorted(self._ready.values(), key=lambda u: (goes_first(u), u.since))
         for k, owed in enumerate(self._owed):

@@ -1,4 +1,4 @@
-"""The context: everything that the core remembers, and the small entries that all its parts make."""
+"""The context: the state that all parts of the core share, with helpers to change states and keep the log."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ from april.core.versions import VersionClock
 from april.errors import InvariantError
 
 HISTORY_EVENTS = 100_000
-"""Enough for several steps of a large run; 16 to 32 MB, by what the notes say (measured)."""
+"""Length of the log: several steps of a large run; takes 16 to 32 MB, depending on the texts (measured)."""
 
 
 class CoreContext:
-    """Parts, ledgers and counters of one run; ``out`` takes the commands of the event that is being handled."""
+    """Holds the parts, ledgers and counters of one run; ``out`` collects the commands of the present event."""
 
     def __init__(self, settings: CoreSettings, engines: Sequence[EngineLimits], clock: VersionClock) -> None:
         self.settings = settings
@@ -60,32 +60,32 @@ class CoreContext:
         self.prompts = Ledger()
         self.lengths = LengthLedger()
         self.batches = 0
-        """Batches delivered; the number of the next one."""
+        """Number of batches delivered, which is also the id of the next one."""
         self.groups_drawn = 0
         self.counters: Counter[str] = Counter()
-        """Totals over the run; the differences over a step are in its batch's metrics."""
+        """Totals over the run, by name; a batch's metrics have their increase over its step."""
         self.event_number = 0
         self.log: deque[tuple[int, int, int, str]] = deque(maxlen=HISTORY_EVENTS)
         """(Event number, group, index, what happened); flat, so that the garbage collector need not walk it."""
         self.out: list[Command] = []
         self.last_timer = 0
         self.retries: dict[int, Sample | tuple[Group, int]] = {}
-        """The sample whose reward is asked for again, or the group with its judgement, by timer."""
+        """What each retry timer asks for again: the reward of a sample, or a filter's judgement of a group."""
         self.urgent: list[Sample] = []
-        """As of the latest plan; with what took the place of such a one since."""
+        """Samples that the latest plan made urgent, and those that have replaced such samples since."""
         self.failure: str | None = None
-        """The reason for which the step cannot go on."""
+        """Reason why the step cannot go on; None if it can."""
         self.without_room: list[Sample] = []
-        """Out of a snapshot, and to be dropped, as the engines' context is smaller now."""
+        """Restored samples that will be dropped, as the engines' context is now too small for them."""
         self.evaluations: dict[int, Evaluation] = {}
         self.evaluation_groups: dict[int, Group] = {}
-        """Groups of evaluations by number, as long as their functions run."""
+        """Groups of running evaluations by number."""
 
     def change(self, event: WorkChanged) -> None:
-        """Change how much is in work; groups that were drawn before keep their quorum.
+        """Change the settings for the amount of work; groups that were drawn before keep their quorum.
 
         Raises:
-            InvariantError: one of these settings was said to be the same for the whole run.
+            InvariantError: one of these settings is not in ``auto``, so it must not change.
         """
         work = {name: value for name in Work if (value := getattr(event, name)) is not None}
         if fixed := work.keys() - set(self.settings.auto):
@@ -95,19 +95,22 @@ class CoreContext:
         self.places.change(self.settings.max_in_flight)
 
     def group(self, number: int) -> Group | None:
-        """A held group, of training or of an evaluation."""
+        """Return a held group of training or of an evaluation; None if there is none with this number."""
         return (self.evaluation_groups if number < 0 else self.buffer.groups).get(number)
 
     def ledger(self, sample: Sample) -> Ledger:
-        """The ledger of the sample's tokens."""
+        """Return the ledger of the sample's tokens: training's, or its evaluation's."""
         return self.tokens if sample.evaluation is None else sample.evaluation.tokens
 
     def counts(self, sample: Sample) -> Counter[str]:
-        """The counters of what happens to the sample."""
+        """Return the counters for the sample: training's, or its evaluation's."""
         return self.counters if sample.evaluation is None else sample.evaluation.counters
 
     def sample(self, sample_id: SampleId) -> Sample | None:
-        """A held sample; None, and a late event, if its group is settled; raises InvariantError if it never was."""
+        """Return a held sample; None, counted as a late event, if it is settled.
+
+        Raises InvariantError if no such sample was ever drawn.
+        """
         group = self.group(sample_id.group)
         if group is not None and (sample := group.samples[sample_id.index]).state not in SETTLED:
             return sample
@@ -117,10 +120,10 @@ class CoreContext:
         return None
 
     def free_to_act(self, sample_id: SampleId, what: str, *, asks: bool = False) -> Sample | None:
-        """The sample whose rollout function runs and now does ``what``; it gives back the place of its start.
+        """Return the sample whose rollout function has acted (``what``), after releasing the place of its start.
 
-        None for a sample of a settled group. Raises InvariantError for one that is beyond that, or waits for tokens
-        (``asks``: which it may).
+        None for a settled sample. Raises InvariantError if the function does not run, or if it waits for tokens, unless
+        ``asks`` allows that.
         """
         sample = self.sample(sample_id)
         if sample is None:
@@ -131,7 +134,7 @@ class CoreContext:
         return sample
 
     def to(self, thing: Stateful[State], state: State, why: str) -> None:
-        """A sample, a call, an attempt or a group changes its state; nothing else changes one."""
+        """Change the state of a sample, call, attempt or group, and log why; nothing else may change a state."""
         if state not in LEGAL[thing.state]:
             raise self.impossible(thing.owner, f"cannot go from {thing.state} to {state} ({why})")
         thing.state = state
@@ -139,41 +142,41 @@ class CoreContext:
         self.log.append((self.event_number, group, index, why))
 
     def to_group(self, group: Group, state: GroupState, why: str) -> None:
-        """A group changes its state, or is in the same anew."""
+        """Change the state of a group, or enter the same state again, and record the event number."""
         self.to(group, state, why)
         group.since = self.event_number
 
     def note(self, sample: Sample, what: str) -> None:
-        """Remember something for the sample's story."""
+        """Add a line to the sample's story without a change of state."""
         self.log.append((self.event_number, *sample.id, what))
 
     def story(self, sample: SampleId) -> str:
-        """Tell each transition of this sample and its group on a line, oldest first."""
+        """Return the logged changes of this sample and its group as text, one per line, oldest first."""
         own, all_of_it = tuple(sample), (sample[0], WHOLE_GROUP)
         lines = [f"  event {n}: {what}" for n, *of, what in self.log if tuple(of) in (own, all_of_it)]
         return "\n".join([f"story of {sample}:", *(lines or ["  nothing remembered"])])
 
     def impossible(self, sample: SampleId, what: str) -> InvariantError:
-        """The error for what cannot happen to this sample."""
+        """Return the error for an impossible event of this sample, with its story."""
         return InvariantError(f"{sample} {what}; {self.story(sample)}")
 
     def start_timer(self, kind: TimerKind, seconds: float, engine: str = "", why: str = "") -> int:
-        """A new timer; returns its number."""
+        """Start a timer and return its number."""
         self.last_timer += 1
         self.out.append(StartTimer(Timer(kind, self.last_timer, engine), seconds, why))
         return self.last_timer
 
     def engine_failed(self, name: str, *, at_once: bool = True) -> None:
-        """An engine failed; quarantined, it is probed until it is well."""
+        """Count an engine's failure; if that quarantines the engine, start the timer of its first probe."""
         seconds = self.engines.failed(name, at_once=at_once)
         if seconds is not None:
             state = self.engines.states[name]
-            state.probe = 0  # what it was asked before says nothing now
+            state.probe = 0  # the answer to an earlier probe says nothing about the engine now
             why = f"engine {name} is quarantined until a probe finds it well"
             state.probe_timer = self.start_timer(TimerKind.PROBE, seconds, name, why)
 
     def stop(self, attempts: list[Attempt], *, sweep: bool = False) -> None:
-        """Ask for the end of attempts; ``sweep``: nothing new starts meanwhile, so engines may end all they have."""
+        """Ask engines to end attempts; ``sweep``: nothing new starts, so one abort may end all of an engine's."""
         self.counters["aborted_attempts"] += sum(
             1 for a in attempts if a.sample.evaluation is None and a.id not in self.aborts
         )

@@ -1,9 +1,9 @@
-"""Engines that rest, join and come back: when each is probed, and which get the present weights.
+"""Brings engines back into use: decides when they rest or are probed, and gives joining ones the present weights.
 
 ``EngineTable.failed`` decides which failures quarantine an engine.
 
-Invariant: a quarantined engine is used again only when a probe, answered while no weights moved, has found it well,
-open, and with the weights that it is used under.
+Invariant: a quarantined engine is used again only after a probe, during which no weights changed, has found it healthy,
+not paused, and with the weights of the version for which it will be used.
 """
 
 from __future__ import annotations
@@ -20,38 +20,23 @@ from april.core.types import Timer, TimerKind
 from april.core.weight_updates import EngineCalls, WeightUpdates
 
 CHECK_INTERVAL_S = 2.0
-"""The pause between two probes of a server that works."""
+"""Seconds between two probes of a working server."""
 
 
 class EngineRecovery:
-    """Decides when engines are probed, rest, and are used again."""
+    """Decides when engines are probed, when they rest, and when they are used again."""
 
     def __init__(self, context: CoreContext, calls: EngineCalls, updates: WeightUpdates) -> None:
         self._context = context
         self._calls = calls
         self._updates = updates
         self._troubles: dict[str, str] = {}
-        """The error of each engine that does not take the present weights."""
+        """Errors of engines that failed to take the present weights, by engine name."""
 
-    def ready(self, event: ev.EngineReady) -> None:
-        """A host reports an engine as well, perhaps with the weights that it gave it."""
-        self._context.engines.well(event.engine)
-        if event.version is not None:
-            self._context.engines.states[event.engine].confirm(event.version)
-
-    def stale(self, event: ev.EngineStale) -> None:
-        """A host reports that an engine lost its weights."""
-        self._calls.lost(event.engine)
-
-    def failed(self, event: ev.EngineFailed) -> None:
-        """A host reports that an engine failed outside of any attempt."""
-        if not self._updates.checks(event.engine):  # which finds out by itself
-            self._context.engine_failed(event.engine)
-
-    # ---------------------------------------------------------------- engines that come and go
+    # ---------------------------------------------------------------- joining and leaving engines
 
     def joined(self, event: ev.EnginesJoined) -> None:
-        """Take engines in: with the weights of the start, or probed first, as engines that come back are."""
+        """Add engines to the table; those whose weights are unknown or that may be paused are probed first."""
         context = self._context
         self._leave([e.name for e in event.engines if e.name in context.engines.states])
         for limits in event.engines:
@@ -61,8 +46,15 @@ class EngineRecovery:
                 state.health = EngineHealth.QUARANTINED
                 self._calls.probe(limits.name)
 
+    def leaving(self, event: ev.EngineLeaving) -> None:
+        """Send an engine no more requests, and with ``cut`` end those that it has."""
+        context = self._context
+        context.engines.states[event.engine].leaving = True
+        if event.cut:
+            context.stop([a for a in context.attempts.in_flight.values() if a.engine == event.engine])
+
     def left(self, event: ev.EnginesLeft) -> None:
-        """Engines have left."""
+        """Remove engines that have left."""
         self._leave(event.names)
 
     def _leave(self, names: Sequence[str]) -> None:
@@ -75,7 +67,7 @@ class EngineRecovery:
     # ---------------------------------------------------------------- load and rests
 
     def load(self, event: ev.LoadReported) -> None:
-        """Move an engine's cap by the load that it reports."""
+        """Adjust an engine's cap to the load that it reports."""
         state = self._context.engines.states[event.engine]
         state.kv_usage = event.kv_usage
         if state.cap.report(state.in_flight, event.running, event.waiting, event.kv_usage, event.preemptions):
@@ -83,10 +75,10 @@ class EngineRecovery:
         state.moved()
 
     def busy(self, name: str, event: ev.AttemptFailed) -> None:
-        """Let an engine that refused an attempt for now rest; probe one that is busy again and again."""
+        """Let an engine rest that refused an attempt because it is busy; probe it after many refusals in a row."""
         context = self._context
         state = context.engines.states[name]
-        # nobody waits for an engine longer than the deadline, whatever it asks for
+        # a server may ask for any waiting time, but a step waits no longer than this deadline for an engine
         asked_s = 0.0 if math.isnan(event.busy_s) else min(event.busy_s, context.settings.outage_deadline_s)
         seconds = context.engines.busy(name, asked_s, state.in_flight)
         if seconds is not None:
@@ -96,16 +88,16 @@ class EngineRecovery:
         elif not state.rest:
             context.engine_failed(name)
 
-    # ---------------------------------------------------------------- when to ask
+    # ---------------------------------------------------------------- sending probes
 
     def used(self, name: str) -> None:
-        """Probe a server from time to time, as long as it has requests."""
+        """Start the periodic probes of a server that has requests in flight."""
         state = self._context.engines.states[name]
         if state.limits.remote and not state.probe_timer and state.in_flight:
             state.probe_timer = self._context.start_timer(TimerKind.CHECK, CHECK_INTERVAL_S, name)
 
     def ask_all(self) -> None:
-        """Probe all servers now: one may have been restarted while nobody used it."""
+        """Probe all servers now, as one may have been restarted while it was idle."""
         for name, state in self._context.engines.states.items():
             if state.limits.remote and not state.quarantined and not self._updates.checks(name):
                 self._calls.probe(name)
@@ -124,10 +116,10 @@ class EngineRecovery:
         if state.quarantined or (state.limits.remote and state.in_flight):
             self._calls.probe(timer.engine)
 
-    # ---------------------------------------------------------------- what they answer
+    # ---------------------------------------------------------------- answers to probes
 
     def probed(self, event: ev.EngineProbed) -> None:
-        """Take the answer to a probe; it says nothing if weights moved meanwhile."""
+        """Handle the answer to a probe; it is ignored if weights changed since the probe was sent."""
         name, state = event.engine, self._context.engines.state_of(event.engine)
         if event.probe != state.probe:
             self._context.counters["late_events"] += 1
@@ -140,14 +132,14 @@ class EngineRecovery:
         elif state.quarantined:
             if not event.answered:
                 self._context.out.append(do.Warn(f"probe of engine {name} failed: {event.detail}"))
-            # one that is between two versions says so, and is not well before it has whole ones
+            # an engine with incomplete or other weights (current=False) need not be ok: it is given the weights first
             found = event.answered and (event.ok or not event.current)
             if found and same_weights and not self._updates.running:
                 self._found(name, state, current=event.current)
             else:
                 self._ask_again(name)
         else:
-            # what does not answer here fails by its requests
+            # no answer is not a failure here: if the engine is down, its requests fail
             if event.answered and event.ok and same_step and not self._updates.running:
                 self._looked_at(event, state)
             self.used(name)
@@ -166,10 +158,10 @@ class EngineRecovery:
         state = self._context.engines.states[name]
         state.probe_timer = self._context.start_timer(TimerKind.PROBE, engine_table.PROBE_INTERVAL_S, name)
 
-    # ---------------------------------------------------------------- the way back
+    # ---------------------------------------------------------------- return of quarantined engines
 
     def _found(self, name: str, state: EngineState, *, current: bool) -> None:
-        """A quarantined engine answers: it is well with the present weights, else gets them or waits for an update."""
+        """Use a quarantined engine that answered again, if it has the present weights; else give them to it."""
         if current:
             state.still_has_them()
         elif state.loaded or state.loaded_before:
@@ -182,7 +174,7 @@ class EngineRecovery:
             self._take_back(name, state)
 
     def _take_back(self, name: str, state: EngineState) -> None:
-        """Give an engine the next thing that it lacks: the present weights or an open gate."""
+        """Pause or resume an engine, as the next step of giving it the present weights and opening its gate."""
         context, version = self._context, self._context.clock.current
         state.taken_back = True
         if version in state.loaded and state.gate is not EngineGate.OPEN:
@@ -208,7 +200,7 @@ class EngineRecovery:
         return f": whether {path} still holds them cannot be read where april calls engines" if path and unread else ""
 
     def call_ended(self, event: ev.EngineCallEnded, was: tuple[EngineGate, EngineWeights]) -> None:
-        """Take the answer of an engine that comes back; ``was`` has its gate and weights while the call ran."""
+        """Handle an engine's answer to a call while it comes back; ``was`` is its gate and weights during the call."""
         name, state = event.engine, self._context.engines.states[event.engine]
         gate, weights = was
         if event.result is not ev.CallResult.DONE:
@@ -217,7 +209,7 @@ class EngineRecovery:
             state.taken_back = False
             opened = event.result is ev.CallResult.DONE
             if opened and state.not_given == self._context.clock.current and not self._updates.running:
-                self._take_back(name, state)  # there is nothing to give, and nothing to mend
+                self._take_back(name, state)  # its version cannot be loaded any more: it waits for the next update
                 return
             trouble = self._troubles.pop(name, None)
             if trouble is not None:
@@ -227,7 +219,7 @@ class EngineRecovery:
             else:
                 self._take_back(name, state)
         elif weights is EngineWeights.LOADING or name in self._troubles or not self._updates.can_give(state):
-            self._calls.resume(name)  # an update whose weights nobody can give has come since it was paused, say
+            self._calls.resume(name)  # the weights cannot be given any more, for example after another update
         else:
             updates = self._updates
             self._calls.load(name, self._context.clock.current, updates.path, updates.contents, updates.base)

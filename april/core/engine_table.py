@@ -1,11 +1,12 @@
-"""The engine table: the health, gate, weights and load of each engine, and which one gets the next request.
+"""The engine table: holds each engine's health, gate, weights and load, and picks the engine of the next request.
 
-This is the one place that says which weights an engine has; ``weight_updates`` and ``engine_recovery`` change them.
+Only this table says which weights an engine has; ``weight_updates`` and ``engine_recovery`` update it.
 
-An engine whose key-value memory is too small for its requests puts some of them back and prefills them again later,
-which costs more than to wait. It says so: preemptions grow, or requests wait while the memory is full. Then its cap
-goes down to what it really held; it goes up again by an eighth per report while there is room. An engine that refuses
-requests gets a cap of what it took, which goes up by an eighth as well whenever a cap-full of them has ended.
+An engine whose key-value memory is too small for its requests preempts some of them and prefills them again later,
+which costs more than waiting. Its load reports show this: preemptions grow, or requests wait while the memory is full.
+Its cap (most requests at a time) is then lowered to what it really held, and raised by an eighth per report while there
+is room. An engine that refuses requests is capped at what it accepted; that cap, too, is raised by an eighth each time
+a full cap of requests has ended.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from april.core.attachments import Rows
 from april.core.settings import EngineLimits
 from april.core.types import OnWeightUpdate
 from april.core.versions import PolicyVersion
@@ -22,16 +24,16 @@ from april.errors import InvariantError
 
 RESUBMIT = OnWeightUpdate.RESUBMIT
 FULL = 0.95
-"""Share of the key-value memory from which on waiting requests wait for memory."""
+"""Used share of the key-value memory from which waiting requests are taken to wait for memory."""
 ROOM = 0.85
-"""Share below which there is room for more."""
+"""Used share of the key-value memory below which there is room for more requests."""
 LOSS_PER_BURST = 4
-"""A burst of refusals leaves at least this part of what was tried: an engine that refuses everything has not said how
-much it holds."""
+"""Largest factor by which a burst of refusals lowers a cap: an engine that refuses everything does not show how many
+requests it can hold."""
 
 
 class AdmissionCap:
-    """The cap of one engine; ``ceiling`` is its configured or declared limit; None means no limit."""
+    """Limits the requests at one engine; ``ceiling`` is its configured or declared limit (None means no limit)."""
 
     __slots__ = ("_by_refusal", "_ended", "_held", "_least", "_measured", "_preemptions", "ceiling", "value")
 
@@ -42,17 +44,17 @@ class AdmissionCap:
         self._measured: int | None = None
         self._preemptions: int | None = None
         self._held = 0
-        """Requests of april that it ran at the last report."""
+        """Number of april's requests that the engine was running at its last report."""
         self._by_refusal = False
-        """True when the measured cap is what the engine took when it refused more."""
+        """True if the measured cap comes from a refusal; False if it comes from load reports."""
         self._ended = 0
-        """Requests that ended under such a cap since it changed."""
+        """Number of requests that ended under a cap from a refusal since it last changed."""
         self._least = 1
-        """The lowest cap that the present burst of refusals may lead to."""
+        """Lowest cap that the present burst of refusals may set."""
 
     @property
     def measured(self) -> int | None:
-        """The measured cap, at least 1; None means that nothing speaks against the ceiling."""
+        """Cap measured from reports or refusals, at least 1; None while only the ceiling applies."""
         return self._measured
 
     @measured.setter
@@ -64,16 +66,16 @@ class AdmissionCap:
         return self.value is None or in_flight < self.value
 
     def report(self, in_flight: int, running: int, waiting: int, kv_usage: float, preemptions: int) -> bool:
-        """Take what the engine says of itself; True when the cap went down."""
+        """Adjust the cap to a load report of the engine; return True if the cap was lowered."""
         before, self._preemptions = self._preemptions, preemptions
         recently, self._held = self._held, min(in_flight, running)
         if not self._held:
-            return False  # what was put back before it became idle says nothing of what it holds
+            return False  # preemptions from before it became idle do not show how much it can hold
         preempted = before is not None and preemptions > before
         if preempted or (waiting > 0 and kv_usage >= FULL):
             held = self._held
             if preempted and in_flight < recently:
-                held = max(held, recently)  # it put back some of those that ran then, not of the few that are left
+                held = max(held, recently)  # the preempted requests ran at the last report, when there were more
             # a sixteenth less than what it held: responses grow while they are decoded
             lower = max(1, held - max(1, held // 16))
             if self.measured is None or lower < self.measured:
@@ -85,7 +87,7 @@ class AdmissionCap:
         return False
 
     def refused(self, in_flight: int, *, again: bool = False) -> None:
-        """The engine took no more than ``in_flight``; ``again``: in the same burst of refusals as before."""
+        """Lower the cap after a refusal with ``in_flight`` accepted requests; ``again``: in the same burst."""
         if not again:
             self._least = max(1, (in_flight + 1) // LOSS_PER_BURST)
         took = max(self._least, in_flight)
@@ -93,7 +95,7 @@ class AdmissionCap:
         self._by_refusal, self._ended = True, 0
 
     def request_ended(self, in_flight: int) -> bool:
-        """A request ended in order; returns whether the cap rose, as it does a cap-full after a refusal."""
+        """Count a request that ended normally; return True if that raised a cap that a refusal had set."""
         if self._by_refusal and self.measured is not None and in_flight + 1 >= self.measured:
             self._ended += 1
             if self._ended >= self.measured:
@@ -109,21 +111,22 @@ class AdmissionCap:
 
 
 SPARE = 64
-"""Entries of the heap, beside eight for each engine, from which on void ones are thrown out."""
+"""Heap entries, in addition to eight per engine, above which void entries are removed."""
 PLACES = 32
-"""Bits of an engine's place in an entry of the heap."""
+"""Number of bits of a heap entry that hold the engine's place."""
 
 
 class LeastLoaded:
-    """Engines that take a request: those with the fewest first, and of equals the one that has been here longest.
+    """A queue of the engines that accept requests: fewest requests first, then the engine that joined first.
 
-    A heap of entries (load, place), each in one number; one whose engine has left, or has another load by now, is void.
+    It is a heap of (load, place) entries, each packed into one integer. An entry is void if its engine has left or has
+    another load now.
     """
 
     def __init__(self) -> None:
         self._heap: list[int] = []
         self._engines: dict[int, EngineState] = {}
-        """By place."""
+        """Engines by their place, a number in the order of joining."""
         self._joined = 0
 
     def __iter__(self) -> Iterator[EngineState]:
@@ -135,7 +138,7 @@ class LeastLoaded:
 
     @property
     def first(self) -> EngineState | None:
-        """The first of them; None when no engine takes a request."""
+        """The engine with the fewest requests; None if no engine accepts a request."""
         heap = self._heap
         while heap:
             if (engine := self._engine(heap[0])) is not None:
@@ -144,121 +147,123 @@ class LeastLoaded:
         return None
 
     def join(self, engine: EngineState) -> None:
-        """Add an engine behind the present ones; it enters itself whenever its load changes."""
+        """Add an engine after the present ones; from now on it calls :meth:`enter` whenever its load changes."""
         self._joined += 1
         engine.order, engine.place = self, self._joined
         self._engines[engine.place] = engine
         engine.moved()
 
     def leave(self, engine: EngineState) -> None:
-        """Take an engine out."""
+        """Remove an engine."""
         del self._engines[engine.place]
         engine.order = engine.load = None
 
     def enter(self, load: int, place: int) -> None:
-        """The engine at this place has this load from now on."""
+        """Record a new load of the engine at ``place``."""
         heapq.heappush(self._heap, load << PLACES | place)
         if len(self._heap) > 8 * len(self._engines) + SPARE:
             self._heap = sorted(entry for entry in set(self._heap) if self._engine(entry) is not None)
 
 
 FAILURES_BEFORE_QUARANTINE = 3
-"""Answers in a row that cannot be true; one is an accident, three are an engine."""
+"""Number of corrupt answers in a row that quarantine an engine; a single one may be an accident."""
 AFFINITY_SLACK = 8
-"""Requests by which the engine that has a sample's prefix cached may be fuller than the least loaded one: to prefill a
-prefix again costs about as much as a few requests more slow an engine down."""
+"""Requests that an engine with the sample's prefix cached may have more than the least loaded one: prefilling a prefix
+again costs about as much as the slowdown by a few more requests."""
 FIRST_REST_S = 0.5
 LONGEST_REST_S = 60.0
 RESTS_BEFORE_QUARANTINE = 8
-"""Times in a row that an engine was busy, which is some two minutes; then a probe shall say whether it is well, and it
-is no longer counted among the engines that can be used, until it takes a request."""
+"""Number of rests in a row (some two minutes) after which a busy engine is probed; until it accepts a request again, it
+no longer counts as usable."""
 PROBE_INTERVAL_S = 1.0
 """Seconds between two health probes of a quarantined engine."""
 
 
 class EngineHealth(StrEnum):
-    """The health of an engine."""
+    """Health states of an engine."""
 
     WELL = "well"
     RESTING = "resting"
-    """The engine was busy, and gets no requests for a while."""
+    """The engine was busy and gets no requests for a while."""
     QUARANTINED = "quarantined"
-    """The engine failed, and gets no requests before a probe finds it well."""
+    """The engine failed and gets no requests until a probe finds it healthy."""
 
 
 class EngineGate(StrEnum):
-    """The admission of an engine."""
+    """States of an engine's gate: whether it admits requests or is paused."""
 
     OPEN = "open"
     CLOSING = "closing"
-    """The engine was asked to pause and has not answered: it may be paused or not."""
+    """The engine was asked to pause and has not answered yet; it may or may not be paused."""
     CLOSED = "closed"
     OPENING = "opening"
 
 
 class EngineWeights(StrEnum):
-    """The weights of an engine, as far as they are known."""
+    """States of knowledge about an engine's weights."""
 
     CONFIRMED = "confirmed"
-    """The engine has the weights of the loaded versions."""
+    """The engine has confirmed that it has the versions in ``EngineState.loaded``."""
     LOADING = "loading"
     HALF = "half"
-    """The weights may be torn, or those of an update that was not adopted: no label makes them those of a version."""
+    """The weights may be incomplete or of an update that was not adopted; they must be loaded again before use."""
     UNKNOWN = "unknown"
-    """The server was started anew, or somebody else has changed the weights."""
+    """The server was restarted, or its weights were changed by someone else."""
 
 
-# names of the module: an enum's member costs 60 ns per use on Python 3.11, and these are used at every event
+# module-level names, as an enum member costs 60 ns per use on Python 3.11 and these are used at every event
 WELL, OPEN = EngineHealth.WELL, EngineGate.OPEN
 
-_DECIDES = frozenset({"gate", "health", "in_flight", "loaded"})
-"""Attributes that decide whether an engine takes a request, and before which others."""
+_DECIDES = frozenset({"gate", "health", "in_flight", "leaving", "loaded"})
+"""Attributes of an engine that decide whether it accepts a request, and its place in the order."""
 _set = object.__setattr__
-"""Sets an attribute without the detour of ``EngineState.__setattr__``; used at every request."""
+"""Sets an attribute without calling ``EngineState.__setattr__``, which is slower; used at every request."""
 
 
 @dataclass(slots=True, kw_only=True)
 class EngineState:
-    """An engine as the core sees it."""
+    """The state of one engine as the core knows it."""
 
     order: LeastLoaded | None = field(default=None, repr=False, compare=False)
-    """The order in which it is looked for; None once it has left."""
+    """Queue from which engines are picked; None once the engine has left."""
     place: int = 0
     load: int | None = None
-    """Requests with which it stands in ``order``; None means that it takes none."""
+    """Number of requests under which it is sorted in ``order``; None if it accepts no requests."""
     limits: EngineLimits
     cap: AdmissionCap
     loaded_before: frozenset[PolicyVersion] = frozenset()
-    """Versions before a load that is running or was refused: the engine may have them still, if it says so."""
+    """Versions from before a running or refused load; the engine may confirm that it still has them."""
     weights: EngineWeights = EngineWeights.CONFIRMED
     call: int = 0
-    """Number of the call (pause, load, resume) that runs; 0 means none."""
+    """Number of the running call (pause, load or resume); 0 if none runs."""
     probe: int = 0
-    """Number of the probe whose answer counts; 0 means none."""
+    """Number of the probe whose answer is awaited; 0 if none is."""
     rest: int = 0
-    """Timer of its rest; 0 means none."""
+    """Number of the timer that ends its rest; 0 if it does not rest."""
     probe_timer: int = 0
-    """Timer of the next probe, also while it works; 0 means none."""
+    """Number of the timer for its next probe, which also runs while it works; 0 if none runs."""
     not_given: PolicyVersion | None = None
-    """Version whose directory holds other weights by now: it waits for a later one."""
+    """Version that it could not load, as the directory now holds other weights; it waits for a later version."""
     taken_back: bool = False
-    """The engine came back with other weights, and is given the present ones outside of any update."""
+    """True while an engine that came back with other weights is given the present ones outside of any update."""
     failures: int = 0
     rests: int = 0
-    """In a row, without a request that ended in order between them."""
+    """Number of rests in a row without a normally ended request in between."""
+    leaving: bool = False
+    """True if it gets no more requests, as it is about to leave."""
     losses: int = 0
-    """Times that it was found without its weights, and so without its cache."""
+    """Number of times that it lost its weights, and with them its prefix cache."""
     has_rested: bool = False
-    """At some time of the run."""
+    """True if it has rested at some time of the run."""
     kv_usage: float | None = None
-    """Share of its key-value memory in use, as it said last; None before its first report."""
+    """Used share of its key-value memory in its last load report; None before the first report."""
 
     loaded: frozenset[PolicyVersion] = frozenset()
-    """Versions that the engine has confirmed; empty while its weights are not known."""
+    """Versions that the engine has confirmed; empty while its weights are unknown."""
     gate: EngineGate = OPEN
     health: EngineHealth = WELL
     in_flight: int = 0
-    """Requests, those of evaluations among them."""
+    """Number of requests in flight, those of evaluations included."""
 
     def __setattr__(self, name: str, value: object) -> None:
         _set(self, name, value)
@@ -266,9 +271,9 @@ class EngineState:
             self.moved()
 
     def moved(self) -> None:
-        """Stand under another load in ``order``, if what decides about it has changed."""
+        """Update the engine's load in ``order`` after a change of its state."""
         load: int | None = None
-        if self.health is WELL and self.gate is OPEN and self.loaded:
+        if self.health is WELL and self.gate is OPEN and self.loaded and not self.leaving:
             load, most = self.in_flight, self.cap.value
             if most is not None and load >= most:
                 load = None
@@ -284,7 +289,7 @@ class EngineState:
 
     @property
     def version(self) -> PolicyVersion | None:
-        """The newest version that it has confirmed; None while its weights are not known."""
+        """Newest version that it has confirmed; None while its weights are unknown."""
         return max(self.loaded, default=None)
 
     @property
@@ -297,35 +302,35 @@ class EngineState:
 
     @property
     def life(self) -> tuple[PolicyVersion | None, int]:
-        """A value that changes when the engine's cache becomes worthless."""
+        """Key that changes whenever the engine's prefix cache becomes useless."""
         return self.version, self.losses
 
     @property
     def has_room(self) -> bool:
-        if self.health is not WELL or self.gate is not OPEN:
+        if self.health is not WELL or self.gate is not OPEN or self.leaving:
             return False
         return (most := self.cap.value) is None or self.in_flight < most
 
     def waits(self, version: PolicyVersion) -> bool:
-        """Return whether the engine is well and only the next weight update will give it weights."""
+        """Return True if the engine is not quarantined and must wait for the next weight update to get weights."""
         return not self.quarantined and version not in self.loaded
 
     def confirm(self, version: PolicyVersion) -> None:
-        """The engine says that it has these weights, whole."""
+        """Record that the engine reported to have the complete weights of ``version``."""
         self.loaded, self.loaded_before, self.weights = frozenset((version,)), frozenset(), EngineWeights.CONFIRMED
 
     def still_has_them(self) -> None:
-        """A load was refused, or never began: it says that it has what it had."""
+        """Record that the engine still has the weights from before a load that was refused or never began."""
         if self.loaded_before:
             self.loaded, self.loaded_before, self.weights = self.loaded_before, frozenset(), EngineWeights.CONFIRMED
 
     def lose(self, weights: EngineWeights = EngineWeights.UNKNOWN) -> None:
-        """The engine has lost the weights that it was given, and what was cached under them."""
+        """Record that the engine lost its weights and with them its prefix cache."""
         self.loaded, self.loaded_before, self.weights = frozenset(), frozenset(), weights
         self.losses += 1
 
     def check(self) -> str | None:
-        """Describe a contradiction; None means that there is none."""
+        """Describe a contradiction in the engine's state; None if there is none."""
         if bool(self.loaded) != (self.weights is EngineWeights.CONFIRMED):
             return f"its weights are {self.weights}, and of versions {set(self.loaded)}"
         if self.resting and not self.rest:
@@ -338,22 +343,22 @@ class EngineState:
 
 
 class EngineTable:
-    """All engines, in the order of the configuration, then as they came.
+    """Holds the state of all engines, in the order of the configuration, then of joining.
 
-    Prompts and samples are promised what the first engines have in common; later ones come and go and have no less.
+    Samples rely on what the first engines have in common (context, vocabulary, ...); later engines must have no less.
 
     Args:
-        engines: at least one.
-        version: of the policy; they have it, unless an earlier run has written their weights.
-        in_flight: what requests in flight must be able to do at a weight update.
-        attachments, extras: what requests have, and what is wanted with their tokens.
+        engines: limits of the first engines, at least one.
+        version: policy version that these engines have, unless an earlier run has written their weights.
+        in_flight: what every engine must be able to do with running requests at a weight update.
+        attachments, extras: kinds of attachments, and names of per-token arrays, that every engine must support.
     """
 
     def __init__(
         self, engines: Sequence[EngineLimits], version: PolicyVersion, in_flight: OnWeightUpdate = RESUBMIT,
         attachments: Sequence[str] = (), extras: Sequence[str] = (),
     ) -> None:  # fmt: skip
-        self._in_flight, self._attachments, self._extras = in_flight, attachments, extras
+        self._in_flight, self._attachments, self._extras, self._first = in_flight, attachments, extras, version
         self.states = {e.name: EngineState(limits=e, cap=AdmissionCap(e.max_in_flight)) for e in engines}
         self._by_load = LeastLoaded()
         for state in self.states.values():
@@ -363,9 +368,11 @@ class EngineTable:
                 state.confirm(version)
             self._by_load.join(state)
         self.left: dict[str, EngineState] = {}
-        """As they were when they left; what they were asked for is void."""
+        """Engines that have left, by name, in their last state; their open calls are void."""
         self.turnover = 0
-        """Grows when one joins or leaves."""
+        """Counter that grows when an engine joins or leaves."""
+        self.row_layout: dict[str, Rows] = {}
+        """Empty arrays with the row shape and number type of the run's first extras; all later rows must match."""
         self.max_context = min(e.max_context for e in engines)
         self.vocab_size = min(e.vocab_size for e in engines)
         self.eos_token_ids = frozenset(i for e in engines for i in e.eos_token_ids)
@@ -373,15 +380,15 @@ class EngineTable:
         self.logprob_kind = kinds.pop() if len(kinds) == 1 else "mixed"
 
     def ends_of(self, engine: str) -> frozenset[int]:
-        """The end-of-sequence tokens of an engine; of one that is gone, those on which all present ones agree."""
+        """Return the end-of-sequence tokens of an engine; for one that left, those shared by all present engines."""
         if engine in self.states:
             return frozenset(self.states[engine].limits.eos_token_ids)
         return self.eos_token_ids.intersection(*(s.limits.eos_token_ids for s in self.states.values()))
 
-    # ---------------------------------------------------------------- engines that come and go
+    # ---------------------------------------------------------------- joining and leaving engines
 
     def unfit(self, engine: EngineLimits) -> str | None:
-        """Say why an engine has less than samples were promised, and so cannot join; None means that it can."""
+        """Return why an engine cannot join, as it has less than samples rely on; None if it can."""
         has, name = "", f"engine {engine.name}"
         if engine.max_context < self.max_context:
             has = f"a context of {engine.max_context} tokens, and {self.max_context} are needed"
@@ -401,10 +408,10 @@ class EngineTable:
         return f"{name} cannot join: it has {has}" if has else None
 
     def join(self, engine: EngineLimits) -> EngineState:
-        """A new engine, or one that comes anew; which weights it has is not known.
+        """Add an engine, new or returning, whose weights are unknown.
 
         Raises:
-            InvariantError: it is unfit, or is here already.
+            InvariantError: the engine is unfit, or is present already.
         """
         if wrong := self.unfit(engine):
             raise InvariantError(wrong)
@@ -414,7 +421,7 @@ class EngineTable:
         state = EngineState(limits=engine, cap=AdmissionCap(engine.max_in_flight), weights=EngineWeights.UNKNOWN)
         if before is not None:
             state.losses = before.losses + 1
-            if before.gate is not OPEN:  # its server may be the same, and paused still
+            if before.gate is not OPEN:  # it may be the same server, and still paused
                 state.gate = EngineGate.CLOSED
         self.states[engine.name] = state
         self._by_load.join(state)
@@ -422,7 +429,7 @@ class EngineTable:
         return state
 
     def leave(self, name: str) -> None:
-        """An engine is here no longer; raises InvariantError if it has requests in flight."""
+        """Remove an engine; raises InvariantError if it has requests in flight."""
         state = self.states[name]
         if state.in_flight:
             raise InvariantError(f"engine {name} has left with {state.in_flight} requests in flight")
@@ -433,15 +440,15 @@ class EngineTable:
         self.turnover += 1
 
     def state_of(self, name: str) -> EngineState:
-        """That of an engine that is here, or was: whatever is still said of one that left is void."""
+        """Return the state of an engine that is present or has left; events about one that left have no effect."""
         return self.states.get(name) or self.left[name]
 
-    # ---------------------------------------------------------------- where the next request goes
+    # ---------------------------------------------------------------- picking an engine
 
     def pick(self, version: PolicyVersion, avoid: str = "", prefer: str = "") -> EngineState | None:
-        """The least loaded engine that confirmed ``version`` and has room.
+        """Return the least loaded engine that has confirmed ``version`` and has room, or None.
 
-        ``avoid`` only if no other has; ``prefer`` if it is not much fuller than that one.
+        The engine ``avoid`` is returned only if it is the only one; ``prefer`` if it is not much fuller than the best.
         """
         best = self._by_load.first
         if best is not None and (best.limits.name == avoid or version not in best.loaded):
@@ -451,7 +458,7 @@ class EngineTable:
                     if state.limits.name != avoid:
                         best = state
                         break
-                    best = state  # unless another one follows
+                    best = state  # the engine to avoid, unless another one follows
         if best is None or not prefer or prefer == avoid:
             return best
         liked = self.states[prefer]
@@ -459,38 +466,38 @@ class EngineTable:
         return liked if near and version in liked.loaded and liked.has_room else best
 
     def cached_on(self, name: str, life: tuple[PolicyVersion | None, int] | None) -> str:
-        """The engine that has a prefix cached since ``life``; empty if it no longer has it."""
+        """Return ``name`` if that engine still has a prefix that it cached during ``life``; else an empty string."""
         state = self.states.get(name)
         return name if state is not None and state.life == life else ""
 
     def usable(self, version: PolicyVersion) -> bool:
-        """Return whether some engine is well, has confirmed ``version`` and is not busy for ever."""
+        """Return True if an engine has confirmed ``version``, is not quarantined and was not busy for too long."""
         return any(
-            version in s.loaded and not s.quarantined and s.rests <= RESTS_BEFORE_QUARANTINE
+            version in s.loaded and not s.quarantined and not s.leaving and s.rests <= RESTS_BEFORE_QUARANTINE
             for s in self.states.values()
         )
 
     def remedy(self, version: PolicyVersion) -> str:
-        """Say what to do where no engine is usable."""
+        """Return advice for the user when no engine is usable, to be put into an error."""
         if not self.states:
-            return "all have left, so let a host bring some"
+            return "all have left, so add some"
         well = [name for name, state in self.states.items() if state.waits(version)]
         if not well:
             return f"mend one of {', '.join(self.states)}"
         return f"call weight_update, for which {', '.join(well)} {'wait' if well[1:] else 'waits'},"
 
     def in_flight(self) -> dict[str, int]:
-        """Attempts per engine."""
+        """Return the number of attempts in flight per engine."""
         return {name: s.in_flight for name, s in self.states.items()}
 
     def metrics(self, in_flight: dict[str, int], version: PolicyVersion) -> dict[str, float]:
-        """The metrics of each engine as far as they are known; ``in_flight`` is counted when the step stopped."""
+        """Return the known metrics of each engine; ``in_flight`` has the requests at the moment the step stopped."""
         out: dict[str, float] = {}
         for name, state in self.states.items():
             out[f"engine/{name}/in_flight_at_stop"] = float(in_flight.get(name, 0))
             if (cap := state.cap.value) is not None:
                 out[f"engine/{name}/cap"] = float(cap)
-            if state.limits.unverified:
+            if state.limits.unverified or (state.limits.first_unverified and version == self._first):
                 out[f"engine/{name}/unverified_weights"] = 1.0
             out[f"engine/{name}/waits_for_update"] = float(state.waits(version))
             if state.kv_usage is not None:
@@ -498,9 +505,9 @@ class EngineTable:
         return out
 
     def failed(self, name: str, *, at_once: bool) -> float | None:
-        """Count a failure; quarantines it ``at_once``, or after several in a row. Seconds until it is to be probed.
+        """Count a failure and quarantine the engine, ``at_once`` or after several failures in a row.
 
-        None means that it is not quarantined, or was already.
+        Returns the seconds until the first probe; None if it is not quarantined now, or was already.
         """
         state = self.states[name]
         state.failures += 1
@@ -510,12 +517,12 @@ class EngineTable:
         return PROBE_INTERVAL_S
 
     def well(self, name: str) -> None:
-        """A probe, or a new load of weights, found it well; whether it takes requests, only a request can tell."""
+        """Mark an engine as healthy after a probe or load; an engine that rests for being busy goes on resting."""
         state = self.states[name]
         state.health, state.failures = EngineHealth.RESTING if state.rest else EngineHealth.WELL, 0
 
     def ended(self, name: str, in_flight: int) -> None:
-        """The engine ended a request in order, and has ``in_flight`` more of april's."""
+        """Count a request that the engine ended normally, with ``in_flight`` others of april's left there."""
         state = self.states[name]
         if state.failures or state.rests:
             state.failures = state.rests = 0
@@ -523,9 +530,9 @@ class EngineTable:
             state.moved()
 
     def busy(self, name: str, asked_s: float, in_flight: int) -> float | None:
-        """The engine refused a request for now, with ``in_flight`` others of april's there; returns seconds of rest.
+        """Handle a busy engine, which has ``in_flight`` other requests of april's; return the seconds that it rests.
 
-        None means that it is at rest already, or was busy so often that a probe shall say whether it is well.
+        None if it rests already, or was busy so many times in a row that it must be probed.
         """
         state = self.states[name]
         alone = state.health is not EngineHealth.WELL

@@ -1,11 +1,11 @@
-"""Evaluations: prompts that are answered under one policy version and leave no trace in training.
+"""Evaluations: prompts that are answered under one policy version, apart from training.
 
-Stepwise, training waits until they have ended; with continuous generation nothing does but the next weight update.
+In stepwise generation training waits until they have ended, in continuous generation only the next weight update does.
 
-Their groups go through the queue, the attempts and the functions as those of training do. What differs is decided here:
-they have accounts of their own, a cut response begins again from its call with the same seed, and the first failure of
-a function, or an engine's failures in a row, end the whole evaluation. Whose turn it is, of evaluations, updates and
-training, is decided in ``RolloutCore._advance_others``.
+Their groups use the same queue, attempts and functions as training. The differences: they have their own ledger and
+counters, a cut response begins again from its call with the same seed, and the first failure of a function, or several
+failed attempts in a row, fail the whole evaluation. ``RolloutCore._advance_others`` decides the order of evaluations,
+updates and training.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from april.core.types import AttemptFailure, DropReason, Evaluation, Group, Samp
 from april.errors import InvariantError
 
 FIRST_GROUP = -(1 << 40)
-"""Number of the first group of the first evaluation: all of them are below those of training, and so go first."""
+"""Number of the first group of the first evaluation; as all of these are negative, the queue puts them first."""
 
 
 class Evaluations:
@@ -32,13 +32,16 @@ class Evaluations:
         self._next_group = FIRST_GROUP
 
     def requested(self, event: EvaluationRequested, behind: int) -> None:
-        """Let an evaluation wait for a pause to end, and stepwise for training's last attempt."""
+        """Queue an evaluation, which begins after weight update ``behind``, outside of pauses.
+
+        In stepwise generation it also waits for training's last attempt to end.
+        """
         if not event.prompts or event.evaluation in self._context.evaluations:
             raise InvariantError(f"evaluation {event.evaluation} was requested twice, or without prompts")
         self._context.evaluations[event.evaluation] = Evaluation(request=event, behind=behind)
 
     def cancelled(self, event: EvaluationCancelled) -> None:
-        """End an evaluation as if it had failed, unless it has ended already."""
+        """Fail an evaluation that was cancelled, unless it has ended already."""
         if evaluation := self._context.evaluations.get(event.evaluation):
             evaluation.fail("it was cancelled")
 
@@ -47,7 +50,7 @@ class Evaluations:
         return (e for e in self._context.evaluations.values() if e.version is not None)
 
     def no_engine(self) -> None:
-        """End evaluations whose requests wait: no engine has taken them for too long, or none can come back."""
+        """Fail the running evaluations, as no engine accepted their requests for too long or none can come back."""
         states = self._context.engines.states
         ill = all(s.quarantined for s in states.values())
         why = f"all engines are {'quarantined' if ill else 'quarantined or have other weights'}: {', '.join(states)}"
@@ -58,26 +61,26 @@ class Evaluations:
 
     @property
     def hopeless(self) -> bool:
-        """True when no engine has the present weights and none is probed, which might bring it back.
+        """True if no engine has the present weights and none is quarantined, from where probes might bring it back.
 
-        Where all have left, others may join.
+        False if all engines have left, as others may join.
         """
         version, states = self._context.clock.current, self._context.engines.states
         return bool(states) and not any(s.quarantined or version in s.loaded for s in states.values())
 
     def come_first(self, *, held: bool, update: int) -> bool:
-        """Return whether an update waits for evaluations: begun ones, and without a pause (``held``) later ones.
+        """Return True if weight update ``update`` (the first that waits) must wait for evaluations.
 
-        ``update``: the first that waits; those that were asked for after it come after it.
+        It waits for running ones and, unless a pause is requested (``held``), for those that were requested before it.
         """
         evaluations = self._context.evaluations.values()
         return any(e.version is not None or not (held or e.behind >= update) for e in evaluations)
 
     def advance(self, *, may_begin: bool = False, half_updated: str | None = None, update: int = 0) -> None:
-        """Begin what waits for that, end what is finished or has failed.
+        """Begin waiting evaluations, and end those that are finished or have failed.
 
-        ``half_updated``: why nothing may be generated before another weight update. ``update``: the first that waits
-        or runs; 0 means none.
+        ``half_updated`` is the reason why nothing may be generated before another weight update, or None. ``update``
+        is the number of the first update that waits or runs; 0 if there is none.
         """
         context = self._context
         for number, evaluation in list(context.evaluations.items()):
@@ -117,12 +120,12 @@ class Evaluations:
                 evaluation.fail(why, sample=group.samples[0])
 
     def _give_up(self, evaluation: Evaluation) -> None:
-        """Cancel the functions and end the requests, once."""
+        """Cancel the functions and end the requests of a failed evaluation; later calls do nothing."""
         for sample in self._forget(evaluation):
             self._lives.leave(sample, DropReason.FAILED)
             self._context.to(sample, SampleState.DROPPED, "its evaluation has ended")
 
     def _forget(self, evaluation: Evaluation) -> list[Sample]:
-        """Take the groups out of the books; returns the samples that were in them."""
+        """Remove the evaluation's groups from the context; return the samples of those that were still there."""
         groups = [self._context.evaluation_groups.pop(g.id, None) for g in evaluation.groups]
         return [sample for group in groups if group is not None for sample in group.samples]

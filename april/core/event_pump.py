@@ -1,4 +1,4 @@
-"""The event pump: what has happened goes into the core, what the core wants is done, until nothing is left."""
+"""The event pump: passes events to the core and executes the commands that it returns, until no event is left."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from april.core.types import Attempt, SampleId
 
 
 class Observer(Protocol):
-    """Looks on as a core handles events; it changes nothing."""
+    """Is called before and after each event that a core handles; must not change the core."""
 
     def before(self, event: Event, /) -> None:
-        """Look at an event that the core has yet to handle."""
+        """Called before the core handles an event."""
 
     def after(self, event: Event, commands: list[Command], error: BaseException | None, /) -> None:
-        """Look at an event that the core has handled, or refused with an error."""
+        """Called after the core has handled an event, or has raised ``error``."""
 
 
 class Observed:
-    """A core with observers."""
+    """Wraps a core and calls observers around each event."""
 
     def __init__(self, core: RolloutCore, observers: Sequence[Observer]) -> None:
         self._core, self._observers = core, tuple(observers)
 
     def handle(self, event: Event, /) -> list[Command]:
-        """Let the core take one event, as the observers look on."""
+        """Let the core handle one event, calling the observers before and after."""
         for observer in self._observers:
             observer.before(event)
         try:
@@ -46,16 +46,16 @@ class Observed:
 
 
 class EventPump:
-    """Events in the order in which they come, the commands of each carried out before the next one.
+    """Handles events in the order of posting; the commands of each are executed before the next event.
 
     Args:
-        core: takes the events.
-        executors: what carries out the commands of each type.
-        ignored: types of command that need nothing done here.
-        observers: look on as the core handles events.
+        core: core that handles the events.
+        executors: functions that execute a command, by command type.
+        ignored: command types for which nothing is done.
+        observers: observers that are called around each event.
 
     Raises:
-        TypeError: a type of command has no executor and is not ignored, or has one and is.
+        TypeError: a command type has no executor and is not ignored, or has one and is.
     """
 
     def __init__(
@@ -72,12 +72,12 @@ class EventPump:
         self._executors = {**executors, **dict.fromkeys(ignored, _nothing)}
         self._events: deque[Event] = deque()
         self.runs = False
-        """True while commands are carried out."""
+        """True while events are handled and commands executed."""
 
     def post(self, event: Event) -> None:
-        """Take one event; one that an executor posts comes after those that wait already.
+        """Handle one event and its commands; an event that an executor posts is queued behind the waiting ones.
 
-        An error of the core or of an executor ends this; the events that waited are dropped.
+        An error of the core or of an executor is raised, and the queued events are dropped.
         """
         self._events.append(event)
         if self.runs:
@@ -95,24 +95,24 @@ class EventPump:
 
 
 def _nothing(command: Command) -> None:
-    """Ignore a command."""
+    """Execute an ignored command by doing nothing."""
 
 
 KEPT = 4096
-"""Requests that are remembered per engine."""
+"""Number of ended requests that are remembered per engine."""
 
 
 class EndedRequest(NamedTuple):
-    """A request that has ended.
+    """Record of a request that has ended.
 
     Attributes:
-        engine: its name.
-        sample: what it was for; of an evaluation, that one's.
-        evaluation: it was of one.
-        age: weight updates, when it was sent, since the oldest token of the sample; 0 without one.
-        began_s, ended_s: when it was sent and when it ended, by the clock.
-        context: tokens that were sent: prompt and response so far.
-        generated: tokens that came.
+        engine: name of the engine.
+        sample: id of the sample.
+        evaluation: True if the request belonged to an evaluation.
+        age: number of weight updates between the oldest token of its chain and its sending; 0 without tokens.
+        began_s, ended_s: times of sending and end, in seconds of the clock.
+        context: number of tokens sent: prompt and response so far.
+        generated: number of tokens received.
     """
 
     engine: str
@@ -127,12 +127,12 @@ class EndedRequest(NamedTuple):
 
 @dataclass(slots=True)
 class RequestSums:
-    """The sums over requests of training on one engine.
+    """Sums over the training requests of one engine.
 
     Attributes:
-        generated: tokens that came.
-        context: tokens that were sent.
-        resident: tokens in the engine's memory, summed up over the decode steps of each request.
+        generated: number of tokens received.
+        context: number of tokens sent.
+        resident: number of tokens in the engine's memory, summed over the decode steps of each request.
     """
 
     generated: int = 0
@@ -147,23 +147,23 @@ class RequestSums:
 
 
 class RequestLog:
-    """Observes when requests were sent and what they brought.
+    """Observer that records when each request was sent, when it ended, and how many tokens it returned.
 
     Args:
-        core: whose requests are looked at.
-        now: the clock, in seconds.
+        core: core whose requests are recorded.
+        now: clock function that returns seconds.
     """
 
     def __init__(self, core: RolloutCore, now: Callable[[], float]) -> None:
         self._core, self._now = core, now
         self._sent: dict[str, tuple[float, int]] = {}
-        """(Time of sending, age) by attempt."""
+        """(Time of sending, age) by attempt id, for requests in flight."""
         self._ended: dict[str, deque[EndedRequest]] = {}
         self._counts: dict[str, int] = {}
         self._brought: dict[str, RequestSums] = {}
 
     def before(self, event: Event) -> None:
-        """Note a request that ends."""
+        """Record a request that ends with this event."""
         if type(event) is ev.AttemptEnded or type(event) is ev.AttemptFailed:
             attempt = self._core.context.attempts.get(event.attempt_id)
             if attempt is not None and (ran := self.ran(attempt, event.counts.tokens)) is not None:
@@ -171,44 +171,44 @@ class RequestLog:
                 del self._sent[attempt.id]
 
     def after(self, event: Event, commands: list[Command], error: BaseException | None) -> None:
-        """Note requests that are sent."""
+        """Record the requests that are sent after this event."""
         for command in commands:
             if type(command) is Submit:
                 attempts, oldest = self._core.context.attempts, command.attempt.call.chain.tape.oldest_version
                 age = 0 if oldest is None else self._core.clock.staleness(oldest)
                 self._sent[command.attempt.id] = (self._now(), age)
-                if len(self._sent) > 2 * len(attempts) + KEPT:  # some were given up: nobody told how they ended
+                if len(self._sent) > 2 * len(attempts) + KEPT:  # drop requests that left the book without an event
                     self._sent = {name: sent for name, sent in self._sent.items() if attempts.get(name) is not None}
 
     def ran(self, attempt: Attempt, generated: int) -> EndedRequest | None:
-        """The entry of an attempt if it ended now; None if nobody saw it being sent."""
+        """Return the record of an attempt as if it ended now; None if its sending was not observed."""
         if (sent := self._sent.get(attempt.id)) is None:
             return None
         sample = attempt.sample
         return EndedRequest(
             attempt.engine, sample.id, sample.evaluation is not None, sent[1], sent[0], self._now(),
-            len(attempt.token_ids), generated,
+            len(attempt.request.token_ids), generated,
         )  # fmt: skip
 
     def __iter__(self) -> Iterator[tuple[str, deque[EndedRequest]]]:
-        """The latest requests that have ended, by engine."""
+        """Iterate over (engine name, its latest ended requests)."""
         return iter(self._ended.items())
 
     def count(self, engine: str) -> int:
-        """Requests that have ended there so far."""
+        """Return the number of requests that have ended at this engine so far."""
         return self._counts.get(engine, 0)
 
     def take(self) -> dict[str, RequestSums]:
-        """Take the sums over the requests that ended since the last call, by engine, idle engines included.
+        """Return and reset the sums over requests that ended since the last call, by engine, idle engines included.
 
-        Requests of engines that have left, and had none since, are forgotten.
+        Records of engines that have left and had no requests since the last call are deleted.
         """
         taken, self._brought = self._brought, {}
         there = self._core.engines.states
         for name in there:
             if name not in taken:  # its time passed, too
                 taken[name] = RequestSums()
-        for gone in self._ended.keys() - there.keys() - taken.keys():  # or engines that come and go would fill it
+        for gone in self._ended.keys() - there.keys() - taken.keys():  # else engines that come and go would pile up
             del self._ended[gone], self._counts[gone]
         return taken
 

@@ -1,4 +1,4 @@
-"""Events: all that can happen. They enter :meth:`april.core.state.RolloutCore.handle`; nothing else changes a core."""
+"""Events: the inputs of :meth:`april.core.state.RolloutCore.handle`. Nothing else changes a core."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from april.core.versions import PolicyVersion
 
 
 class StepRequested(Event, frozen=True):
-    """The trainer wants a batch."""
+    """The trainer asks for a batch."""
 
 
 class PromptsDrawn(Event, frozen=True):
-    """Answer to DrawPrompts. ``exhausted``: the source has ended; ``error``: the next prompt is unusable."""
+    """Answers DrawPrompts. ``exhausted``: the source has ended; ``error``: the next prompt is unusable."""
 
     prompts: Sequence[Prompt]
     exhausted: bool
@@ -39,24 +39,26 @@ class CallMade(Event, frozen=True):
     sampling: SamplingParams
     token_ids: Int32 | None = None
     number: int = 0
-    """The number by which the function knows the call."""
+    """Number by which the rollout function knows the call."""
     any_chain: bool = False
-    """``token_ids`` may be any conversation: one that extends a chain continues it, any other begins a chain."""
+    """True if ``token_ids`` may be any conversation: it continues the chain that it extends, or begins a new one."""
     attached: tuple[Placed, ...] = ()
-    """What is attached to ``token_ids``, in order; without them, what the conversation has."""
+    """Attachments of ``token_ids``, in order; unused without ``token_ids``, as the conversation keeps its own."""
     chain: int | None = None
-    """With ``any_chain``: the number of the chain, NEW_CHAIN for a new one; None means that the tokens tell."""
+    """Number of the chain to continue (used with ``any_chain``); NEW_CHAIN begins one, None finds it by the tokens."""
+    overridden: bool = False
+    """True if a client asked for other sampling parameters and ``sampling`` was used instead."""
 
 
 class CallUnheard(Event, frozen=True):
-    """Nobody will hear the answer of the call with this ``number``: what it brought, or brings, is dropped."""
+    """Nobody will read the answer of the call with this ``number``; its tokens are dropped."""
 
     sample: SampleId
     number: int
 
 
 class StopFound(Event, frozen=True):
-    """An attempt that goes on has completed a stop string: its counts will say so, whatever ends it now."""
+    """A running attempt has completed a stop string; its counts will say so, however it ends."""
 
     attempt_id: str
 
@@ -69,7 +71,7 @@ class AttemptStalled(Event, frozen=True):
 
 
 class AttemptEnded(Event, frozen=True):
-    """An attempt is over; ``fenced``: not by its engine, which did not end it in time."""
+    """An attempt has ended; ``fenced``: april closed its stream, as the engine did not end it in time."""
 
     attempt_id: str
     finish: EngineFinish
@@ -78,16 +80,16 @@ class AttemptEnded(Event, frozen=True):
 
     @classmethod
     def of(cls, attempt: Attempt, finish: EngineFinish, *, fenced: bool = False) -> Self:
-        """The end of this attempt, with what is on its tape; where that has a stop string, no budget has ended it."""
+        """Return the event for the end of this attempt, with the counts of its tape; a stop string makes it STOP."""
         if finish is EngineFinish.LENGTH and attempt.tape.stopped:
             finish = EngineFinish.STOP
         return cls(attempt.id, finish, attempt.counts(), fenced)
 
 
 class AttemptFailed(Event, frozen=True, kw_only=True):
-    """An attempt broke off. ``rejected`` tokens came and are not in its counts: corrupt ones, or of no known weights.
+    """An attempt broke off. ``rejected`` counts received tokens that were corrupt or of unknown weights.
 
-    ``busy_s`` is how long a busy engine asks to wait; 0 means that it does not say.
+    These are not in ``counts``. ``busy_s`` is the time in seconds that a busy engine asks to wait; 0 if it names none.
     """
 
     attempt_id: str
@@ -99,7 +101,7 @@ class AttemptFailed(Event, frozen=True, kw_only=True):
 
     @classmethod
     def of(cls, attempt: Attempt, error: str, kind: AttemptFailure = AttemptFailure.BROKE_OFF, **how: Any) -> Self:
-        """The failure of this attempt, with what is on its tape."""
+        """Return the event for the failure of this attempt, with the counts of its tape."""
         return cls(attempt_id=attempt.id, error=error, kind=kind, **how, counts=attempt.counts())
 
 
@@ -110,16 +112,16 @@ class SampleReturned(Event, frozen=True):
 
 
 class TokensUnused(Event, frozen=True):
-    """So many tokens came that belong to no attempt's tape: they are dropped for this reason."""
+    """``count`` tokens were received that belong to no attempt's tape; they are dropped for ``reason``."""
 
     count: int
     reason: DropReason
 
 
 class SampleFailed(Event, frozen=True):
-    """A rollout or reward function raised, or returned what cannot be.
+    """A rollout or reward function raised, or returned something invalid.
 
-    ``kind``: what was raised in which line, if another try would not mend it.
+    ``kind`` names the exception and its line if a retry would probably fail as well; else it is empty.
     """
 
     sample: SampleId
@@ -127,31 +129,28 @@ class SampleFailed(Event, frozen=True):
     kind: str = ""
 
 
-class FunctionsLost(Event, frozen=True):
-    """The rollout and reward functions of these groups died with their host, and nothing is heard of them any more.
+class FunctionLost(Event, frozen=True):
+    """A rollout function was lost, as the process in which it ran died.
 
-    They begin again elsewhere: StartSample follows, and what their calls had been answered comes from the tape; those
-    of evaluations begin again from nothing.
-
-    ``died``: nobody wanted the end of that host, and what ran there may be why.
+    It is started again by StartSample, and its earlier calls are answered from the tape; a function of an evaluation
+    begins again without its tokens.
     """
 
-    groups: Sequence[int]
-    died: bool = False
+    sample: SampleId
 
 
 class Scored(Event, frozen=True):
-    """Rewards of the named samples of one group."""
+    """Rewards of some samples of one group have been computed."""
 
     group: int
     rewards: Sequence[tuple[int, float]]
-    """(sample index, reward); they count rounded to float32, as batches hold them."""
+    """(sample index, reward) pairs; rewards are rounded to float32, as in batches."""
 
 
 class GroupJudged(Event, frozen=True, kw_only=True):
-    """The filter's verdict on a scored group; ``judgement`` as in JudgeGroup. ``error``: it has none.
+    """The filter has judged a scored group, or failed with ``error``.
 
-    ``kind``: as in SampleFailed.
+    ``judgement`` is as in JudgeGroup, ``kind`` as in SampleFailed.
     """
 
     group: int
@@ -162,13 +161,13 @@ class GroupJudged(Event, frozen=True, kw_only=True):
 
 
 class TimerFired(Event, frozen=True):
-    """A StartTimer has run out."""
+    """A timer that StartTimer started has fired."""
 
     timer: Timer
 
 
 class PauseRequested(Event, frozen=True):
-    """Stop all generation, as weights change; evaluations that have begun end first."""
+    """Generation must stop, for example for a change of weights; evaluations that have begun end first."""
 
 
 class Resumed(Event, frozen=True):
@@ -176,32 +175,35 @@ class Resumed(Event, frozen=True):
 
 
 class UpdateRequested(Event, frozen=True, kw_only=True):
-    """The trainer has new weights for the engines; UpdateEnded says what came of it."""
+    """The trainer has new weights for the engines; UpdateEnded reports the result."""
 
     update: int
-    """Unique, from 1."""
+    """Number of the update, unique, from 1."""
     version: PolicyVersion | None = None
-    """The version of the weights; None means the next one."""
+    """Version of the weights; None means the next one."""
     path: str | None = None
-    """The directory to load from; None means that the trainer hands the weights over, or that they are in place."""
+    """Directory to load from; None if the trainer transfers the weights, or if they are in place already."""
     content: str = ""
-    """A hash of the directory; empty where it cannot be read by whoever asked for the update."""
+    """Content hash of the directory; empty if the process that asked for the update cannot read it."""
     adapter: bool = False
-    """The directory has an adapter, which is laid over the whole weights that the engines have."""
+    """True if the directory holds an adapter (LoRA) for the full weights that the engines have."""
     transfers: bool = False
-    """The trainer hands them over when HandOver says that the engines are paused."""
+    """True if the trainer transfers the weights, once HandOver says that the engines are paused."""
     sends: bool = False
-    """april itself hands them over then, and knows of each engine what it has got: one that failed can be left out."""
+    """True if april itself does that transfer and knows the result for each engine, so that one can be left out."""
     restores: bool = False
-    """The weights are those of a saved state; whoever asks holds a pause (PauseRequested)."""
+    """True if the weights belong to a saved state that is loaded during a pause (PauseRequested)."""
+    held: bool = False
+    """True if the update was requested during a pause and must run before that ends."""
     trained: int | None = None
-    """As in WeightsUpdated."""
+    """Id of the last batch that these weights were trained on, which is committed with all earlier ones; None if there
+    is none to commit."""
 
 
 class UpdateCancelled(Event, frozen=True):
-    """An update is not wanted any more, and does not happen unless engines are loading already.
+    """An update is cancelled; it still happens if engines are loading already.
 
-    HandedOver tells the end of a transfer that has begun.
+    If its transfer has begun, HandedOver still reports the end of that.
     """
 
     update: int
@@ -209,128 +211,105 @@ class UpdateCancelled(Event, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class NotGiven:
-    """An engine that did not get the weights that were sent to it."""
+    """Describes an engine that did not get the weights that were sent to it."""
 
     engine: str
     why: str
     torn: bool
-    """It may have a part of them; if not, it has what it had."""
+    """True if it may have a part of the new weights; False if it still has the old ones."""
 
 
 class HandedOver(Event, frozen=True):
-    """The trainer has handed its weights over, or (``error``) has broken off in the middle."""
+    """The trainer's transfer of weights has ended, or has broken off with ``error``."""
 
     update: int
     error: str | None = None
     not_given: tuple[NotGiven, ...] | None = None
-    """Engines that did not get them, all others having them, or, after an error, what they had; None: nobody knows."""
+    """Engines that did not get the weights. All others have them, or after an error still the old ones; None if this is
+    unknown."""
 
 
 class Restored(Event, frozen=True):
-    """A saved state is in the core."""
+    """A saved state has been restored into the core."""
 
     update: int
 
 
 class CallResult(StrEnum):
-    """Ends of a call of an engine."""
+    """Results of a pause, load or resume call to an engine."""
 
     DONE = "done"
     REFUSED = "refused"
-    """The engine says what is wrong."""
+    """The engine answered with an error."""
     BUSY = "busy"
-    """The engine takes no calls for now; nothing has changed."""
+    """The engine accepts no calls for now; nothing has changed."""
     OTHER_CONTENT = "other content"
-    """The weights of the version are gone, as the directory holds others or the server was started anew; the engine was
-    given nothing."""
+    """The version cannot be loaded any more, as the directory holds other weights or the server was restarted; the
+    engine was given nothing."""
     UNREACHABLE = "unreachable"
-    """There was no answer, or none in time."""
+    """The engine did not answer in time."""
 
 
 class EngineCallEnded(Event, frozen=True):
-    """Answer to PauseEngine, LoadEngine and ResumeEngine, with their ``call``."""
+    """Answers PauseEngine, LoadEngine and ResumeEngine, with the same ``call``."""
 
     engine: str
     call: int
     result: CallResult
     error: str = ""
     content: str = ""
-    """A hash of the directory that was loaded; empty if there was none, or it cannot be read there."""
+    """Content hash of the directory that was loaded; empty if there was none or its hash is unknown."""
     silent: tuple[str, ...] = ()
-    """Attempts that have no token where an engine is paused that keeps its requests."""
+    """Ids of attempts without a token yet, at a paused engine that keeps its requests."""
 
 
 class EngineProbed(Event, frozen=True, kw_only=True):
-    """Answer to ProbeEngine, with its ``probe``."""
+    """Answers ProbeEngine, with the same ``probe``."""
 
     engine: str
     probe: int
     answered: bool
     ok: bool = False
     current: bool = False
-    """The engine has the weights that it was given last."""
+    """True if the engine has the weights that it was given last."""
     detail: str = ""
     load: LoadReported | None = None
 
 
 class WeightsWritten(Event, frozen=True):
-    """Weights were written while an engine generated from them, outside of any update."""
+    """An engine's weights were overwritten while it generated, outside of any update."""
 
     error: str
 
 
 class EnginesAsked(Event, frozen=True):
-    """The engines are to be asked now whether they have their weights (for an evaluation)."""
-
-
-class WeightsUpdated(Event, frozen=True):
-    """The policy is now ``version``, and the named engines (None means all) confirmed it; they update themselves.
-
-    ``trained``: the last batch that these weights were trained on; it and those before it are committed. None: no batch
-    that is out.
-    """
-
-    version: PolicyVersion
-    engines: Sequence[str] | None = None
-    trained: int | None = None
-
-
-class EngineReady(Event, frozen=True):
-    """A quarantined engine is well again, with the weights of ``version`` (None means those it had)."""
-
-    engine: str
-    version: PolicyVersion | None = None
-
-
-class EngineStale(Event, frozen=True):
-    """An engine does not have the weights that it was given: its server was started anew."""
-
-    engine: str
-
-
-class EngineFailed(Event, frozen=True):
-    """An engine failed outside of any attempt."""
-
-    engine: str
+    """All engines must be probed now for their weights, before an evaluation."""
 
 
 class EnginesJoined(Event, frozen=True):
-    """A host brings engines, for the first time or anew, of which ``EngineTable.unfit`` has said that they can join.
+    """Engines join, for the first time or again; ``EngineTable.unfit`` must have found them fit.
 
-    One that comes anew has nothing in flight: what had been has failed. Whatever else it was asked for before is void.
+    An engine that joins again must have no attempts in flight (they must have failed before); its open calls are void.
     """
 
     engines: Sequence[EngineLimits]
 
 
+class EngineLeaving(Event, frozen=True):
+    """An engine is about to leave and gets no more requests; with ``cut`` its present ones move to other engines."""
+
+    engine: str
+    cut: bool
+
+
 class EnginesLeft(Event, frozen=True):
-    """A host has taken its engines away for good; they have nothing in flight."""
+    """Engines have left; they have no attempts in flight."""
 
     names: Sequence[str]
 
 
 class LoadReported(Event, frozen=True, kw_only=True):
-    """An engine's load: requests decoded and queued, share of key-value memory in use, preemptions."""
+    """An engine reported its load: requests running and waiting, used share of key-value memory, preemptions so far."""
 
     engine: str
     running: int
@@ -340,25 +319,25 @@ class LoadReported(Event, frozen=True, kw_only=True):
 
 
 class EvaluationCancelled(Event, frozen=True):
-    """An evaluation is not wanted any more; its requests are ended, and EvaluationFailed follows."""
+    """An evaluation is cancelled; its requests are ended, and EvaluationFailed follows."""
 
     evaluation: int
 
 
 class BatchCommitted(Event, frozen=True):
-    """The trainer is done with this batch, and no weight update of its own follows."""
+    """The trainer is done with this batch, which gets no weight update of its own."""
 
     batch_id: int
 
 
 class StalenessLowered(Event, frozen=True):
-    """Prompts drawn from now on are trained within ``bound`` weight updates; earlier ones keep their bound."""
+    """Prompts drawn from now on must be trained within ``bound`` weight updates; earlier ones keep their limit."""
 
     bound: int
 
 
 class WorkChanged(Event, frozen=True, kw_only=True):
-    """Other values for the settings that ``CoreSettings.auto`` names; None leaves one as it is."""
+    """Settings named in ``CoreSettings.auto`` get new values; None leaves a setting as it is."""
 
     over_sampling_batch_size: int | None = None
     refill: Refill | None = None
@@ -367,4 +346,4 @@ class WorkChanged(Event, frozen=True, kw_only=True):
 
 
 class SourceExtended(Event, frozen=True):
-    """There are prompts again."""
+    """The prompt source, which had ended, has prompts again."""

@@ -1,4 +1,4 @@
-"""The ledgers: of tokens, of prompts, and of the lengths of responses.
+"""Ledgers that account for every token, every prompt, and the lengths of responses.
 
 Invariant, at all times: ``observed == delivered + held + sum(dropped)`` for tokens, and for prompts
 ``drawn == delivered + held + sum(dropped)``. Delivered counts leased batches too.
@@ -17,37 +17,37 @@ from april.core.numbers import count_of
 
 
 class DropReason(StrEnum):
-    """Reasons for giving up tokens or a prompt; every drop has one."""
+    """Reasons for dropping tokens or prompts; every drop has one."""
 
     STALE = "stale"
     """Older than max_staleness, with on_stale: drop or restart."""
     FAILED = "failed"
-    """The rollout, the reward or the engine failed too often."""
+    """The rollout function, the reward or the engine failed too often."""
     CORRUPT = "corrupt"
-    """The engine sent numbers that cannot be true."""
+    """The engine sent impossible numbers."""
     UNKNOWN_WEIGHTS = "unknown_weights"
-    """The engine lost its weights, or they were written, while the request ran."""
+    """The engine lost its weights, or they were overwritten, while the request ran."""
     AFTER_STOP = "after_stop"
-    """The engine generated them before it heard that a stop string was complete."""
+    """The engine generated the tokens after a complete stop string, before it was told to stop."""
     TOO_LONG = "too_long"
     """The prompt leaves no room for a response."""
     FILTERED = "filtered"
     """The dynamic-sampling filter rejected the scored group."""
     REPLAY_DIVERGED = "replay_diverged"
-    """After a restart, the rollout function did not ask what it had asked before."""
+    """After a restart, the rollout function made other calls than before."""
     UNHEARD = "unheard"
-    """The rollout function ended, or its client left, before the answer was heard."""
+    """The rollout function ended, or its client left, before the answer was read."""
     LATE = "late"
-    """The tokens came when their sample had gone on without the request that generated them."""
+    """The tokens arrived after their sample had gone on without the request that generated them."""
     NO_EXTRAS = "no_extras"
-    """They came without the rows that were asked for with them: the request broke off before its engine gave those."""
+    """The tokens arrived without the requested extras, as the request broke off before its engine returned those."""
     OVER_BUDGET = "over_budget"
-    """The server generated them beyond the limit that it was given."""
+    """The server generated more tokens than the limit that it was given."""
 
 
 @dataclass(slots=True)
 class Ledger:
-    """Counts of one kind of thing; ``held`` is counted on its own, never derived, so that a loss shows."""
+    """Counts tokens or prompts; ``held`` is counted independently of the other numbers, so that a loss is noticed."""
 
     observed: int = 0
     delivered: int = 0
@@ -55,27 +55,27 @@ class Ledger:
     dropped: Counter[DropReason] = field(default_factory=Counter)
 
     def observe(self, count: int) -> None:
-        """Newly seen; april holds it."""
+        """Count things that april has received and now holds."""
         self.observed += count
         self.held += count
 
     def deliver(self, count: int) -> None:
-        """Handed to the trainer."""
+        """Count held things that were delivered to the trainer."""
         self.held -= count
         self.delivered += count
 
     def drop(self, count: int, reason: DropReason) -> None:
-        """Given up for ``reason``."""
+        """Count held things that were dropped for ``reason``."""
         self.held -= count
         self.dropped[reason] += count
 
     @property
     def balanced(self) -> bool:
-        """True when every observed thing is accounted for."""
+        """True if every observed thing is delivered, held or dropped."""
         return self.observed == self.delivered + self.held + sum(self.dropped.values())
 
     def as_dict(self) -> dict[str, object]:
-        """Plain form for reports."""
+        """Return the counts as plain values, for reports and snapshots."""
         return {
             "observed": self.observed,
             "delivered": self.delivered,
@@ -85,52 +85,52 @@ class Ledger:
 
 
 FINEST = 3
-"""Bits of a length that its bucket keeps: up to 7 each length has a bucket, from there on each doubling has 4."""
+"""Leading bits of a length that select its bucket: lengths up to 7 have a bucket each, then every doubling has 4."""
 LONGEST = 1 << 40
-"""No response of a snapshot is longer."""
+"""Longest response that a snapshot may contain, in tokens."""
 
 
 def bucket_of(length: int) -> int:
-    """Number of the bucket of a length (0 or more), without gaps, in the order of lengths."""
+    """Return the number of the bucket of a length (0 or more); buckets are in the order of lengths, without gaps."""
     shift = max(length.bit_length() - FINEST, 0)
     return (shift << (FINEST - 1)) + (length >> shift)
 
 
 def shortest_of(bucket: int) -> int:
-    """The shortest length in a bucket; the longest is one less than that of the next."""
+    """Return the shortest length in a bucket; the longest is one less than the shortest of the next bucket."""
     shift = max((bucket >> (FINEST - 1)) - 1, 0)
     return (bucket - (shift << (FINEST - 1))) << shift
 
 
 @dataclass(slots=True)
 class Lengths:
-    """Generated tokens of some responses: how many responses by :func:`bucket_of`, and the tokens of all of them."""
+    """Histogram of response lengths: number of responses per bucket (:func:`bucket_of`), and their total tokens."""
 
     buckets: Counter[int] = field(default_factory=Counter)
     tokens: int = 0
 
     def add(self, length: int, count: int = 1) -> None:
-        """So many more responses of this length; fewer if negative."""
+        """Add ``count`` responses of this length; a negative count removes them."""
         self.buckets[bucket_of(length)] += count
         self.tokens += count * length
 
     @property
     def samples(self) -> int:
-        """Responses."""
+        """Number of responses."""
         return self.buckets.total()
 
     @property
     def mean(self) -> float:
-        """Generated tokens per response; 0 without any."""
+        """Mean number of generated tokens per response; 0 without responses."""
         return self.tokens / samples if (samples := self.samples) else 0.0
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain form."""
+        """Return the histogram as plain values."""
         return {"tokens": self.tokens, "buckets": {str(b): n for b, n in sorted(self.buckets.items()) if n}}
 
     @classmethod
     def from_dict(cls, state: Mapping[str, Any]) -> Lengths:
-        """Out of a snapshot; raises ValueError, TypeError or LookupError for what cannot be."""
+        """Return the histogram of a snapshot; raises ValueError, TypeError or LookupError for impossible values."""
         buckets, tokens = {int(b): count_of(n) for b, n in state["buckets"].items()}, count_of(state["tokens"])
         if any(not 0 <= b <= bucket_of(LONGEST) for b in buckets):
             raise ValueError(f"lengths in the buckets {sorted(buckets)}")
@@ -142,11 +142,11 @@ class Lengths:
 
 @dataclass(slots=True)
 class LengthLedger:
-    """Lengths of the run's responses, those that were trained and those that were not.
+    """Counts the lengths of the run's responses, to show whether the trained ones differ from the generated ones.
 
-    A response counts once: when it is finished, or given up while its reward is awaited. Carried over however long, it
-    counts the same, so only drops make the trained lengths differ from the generated ones. The length of a response
-    that was given up before it was complete is unknown; these are counted apart. Evaluations do not count.
+    A response counts once: when it is finished, or dropped while it waits for its reward. Being carried over steps does
+    not change its count, so only drops make trained and generated lengths differ. Responses that were dropped before
+    they were complete have no known length and are counted separately. Evaluations do not count.
 
     Invariant, for every bucket of lengths: ``generated == trained + finished and held + sum(dropped)``.
     """
@@ -154,20 +154,20 @@ class LengthLedger:
     generated: Lengths = field(default_factory=Lengths)
     """Lengths of all complete responses."""
     trained: Lengths = field(default_factory=Lengths)
-    """Lengths in batches, those that are out included."""
+    """Lengths of delivered responses, those in untrained batches included."""
     dropped: dict[DropReason, Lengths] = field(default_factory=dict)
-    """Lengths of responses that were complete and given up."""
+    """Lengths of responses that were dropped after they were complete."""
     unfinished: Counter[DropReason] = field(default_factory=Counter)
-    """Responses that were given up between their first request and the return of their rollout function."""
+    """Number of responses dropped between their first request and the return of their rollout function."""
 
     def drop(self, length: int, reason: DropReason, *, counted: bool) -> None:
-        """A complete response was given up; ``counted``: it was finished before, and not only awaiting its reward."""
+        """Count a complete response that was dropped; ``counted``: it was finished, and so is in ``generated``."""
         if not counted:
             self.generated.add(length)
         self.dropped.setdefault(reason, Lengths()).add(length)
 
     def metrics(self, batch: Iterable[int]) -> dict[str, float]:
-        """The metrics of a batch with these lengths."""
+        """Return the length metrics of a batch with these lengths."""
         lengths = list(batch)
         generated, mean = self.generated.mean, sum(lengths) / len(lengths)
         unknown = self.unfinished.total()
@@ -179,7 +179,7 @@ class LengthLedger:
         }
 
     def wrong(self, finished: Iterable[int]) -> str | None:
-        """Describe what is wrong, where responses of these lengths are finished and held; None means nothing."""
+        """Describe a violated invariant, given the lengths of finished and held responses; None if it holds."""
         accounted, generated = self._accounted(finished).as_dict(), self.generated.as_dict()
         if accounted == generated:
             return None
@@ -197,14 +197,14 @@ class LengthLedger:
     # ---------------------------------------------------------------- snapshots
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain form; what was generated follows from it and from what is held."""
+        """Return the counts as plain values, without ``generated``, which is recomputed when they are restored."""
         dropped = {str(reason): lengths.as_dict() for reason, lengths in self.dropped.items()}
         unfinished = {str(reason): count for reason, count in self.unfinished.items()}
         return {"trained": self.trained.as_dict(), "dropped": dropped, "unfinished": unfinished}
 
     def restore(self, state: Mapping[str, Any], finished: Iterable[int]) -> None:
-        """Out of a snapshot with which responses of these lengths are finished and held; an empty one is of a state
-        that had no lengths. Raises as :meth:`Lengths.from_dict`."""
+        """Restore the counts of a snapshot, given the lengths of its finished and held responses; an empty ``state`` is
+        allowed, as old snapshots had none. Raises like :meth:`Lengths.from_dict`."""
         if state:
             self.trained = Lengths.from_dict(state["trained"])
             self.dropped = {DropReason(reason): Lengths.from_dict(part) for reason, part in state["dropped"].items()}

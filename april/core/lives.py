@@ -1,13 +1,13 @@
-"""The lives of samples, in the order in which they pass.
+"""Handles every event that changes a sample, from its first call to its reward.
 
-A rollout function calls ``generate``; a call takes one attempt or several, and what an attempt brought is kept before
-anything else is decided. The function returns, its sample gets a reward, and its group counts when the quorum is
-finished and the filter has accepted it. What fails on the way is tried again, replaced, or given up. Whether a batch is
-complete is decided in ``completion_monitor``; when a busy engine is asked again, in ``engine_recovery``.
+A rollout function calls ``generate``. A call takes one or more attempts (engine requests), and the tokens of an attempt
+are stored before anything else is decided. When the function returns, its sample gets a reward. A group counts towards
+a batch once its quorum is finished and the filter has accepted it. Failures are retried, or the sample is replaced or
+dropped. ``completion_monitor`` decides when a batch is complete, ``engine_recovery`` when a busy engine is used again.
 
-Invariants: whatever is given up leaves under a named reason, tokens and prompt alike; an attempt whose sample went on
-without it drops its tokens for that reason when it ends; a lost function begins again only when none of its attempts
-is at an engine any more, and is then answered from the tape.
+Invariants: tokens and prompts are dropped only under a named reason; if a sample went on without an attempt, the
+attempt's tokens are dropped for that reason when it ends; a lost rollout function is started again only when none of
+its attempts is at an engine, and its earlier calls are then answered from the tape.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from april.core.types import (
 )
 from april.errors import InvariantError
 
-# names of the module: an enum's member costs 60 ns per use on Python 3.11, and these are used at every event
+# module-level names, as an enum member costs 60 ns per use on Python 3.11 and these are used at every event
 STOP, LENGTH, ABORT = EngineFinish.STOP, EngineFinish.LENGTH, EngineFinish.ABORT
 SILENT, DOUBTFUL, ABANDONED = AttemptState.SILENT, AttemptState.DOUBTFUL, AttemptState.ABANDONED
 NEW, RUNNING, SCORING = SampleState.NEW, SampleState.RUNNING, SampleState.SCORING
@@ -64,11 +64,11 @@ LONGEST_PAUSE_S = 32.0
 
 SURE_AFTER_GROUPS = 4
 SURE_AFTER_SAMPLES = 8
-"""A function that failed alike for so many groups and samples is believed to fail for all."""
+"""Groups and samples with the same failure after which a function is believed to fail for all samples."""
 
 
 class Function(StrEnum):
-    """The functions of the user."""
+    """Kinds of user functions that the core waits for."""
 
     ROLLOUT = "rollout function"
     REWARD = "reward function"
@@ -76,30 +76,30 @@ class Function(StrEnum):
 
 
 class Mistake(NamedTuple):
-    """Tells whether a failure may be a mistake in the function itself, and whether it is one for sure."""
+    """Says whether a failure may be a bug in the user's function, and whether it certainly is."""
 
     likely: bool
     sure: bool
 
 
 class Mistakes:
-    """Failures of a run's functions, wherever they run, by their kind: what was raised in which line."""
+    """Counts the failures of the user's functions by kind (exception and line), to recognise bugs in them."""
 
     def __init__(self, settings: CoreSettings) -> None:
         self.groups = max(2, min(settings.over_sampling_batch_size, SURE_AFTER_GROUPS))
-        """Prompts for which a function must fail alike."""
+        """Number of prompts for which a function must fail in the same way before it counts as a bug."""
         self._samples = min(self.groups * settings.n_samples_per_prompt, SURE_AFTER_SAMPLES)
         self._worked: set[Function] = set()
         self._failed: defaultdict[tuple[Function, str], set[SampleId]] = defaultdict(set)
 
     def worked(self, function: Function) -> None:
-        """A call for training has come to its end."""
+        """Note that a call of this function for a training sample succeeded; its failures no longer count as bugs."""
         self._worked.add(function)
 
     def made(self, function: Function, kind: str, samples: Iterable[Sample], others: Iterable[Sample] = ()) -> Mistake:
-        """A call for these samples has failed. ``kind``: empty if that may pass.
+        """Record a failed call for these samples. An empty ``kind`` marks a failure that may be temporary.
 
-        ``others``: for which it may be about to work; more of them than have failed are waited for.
+        ``others`` are samples for which the call has not ended; while they outnumber the failures, no bug is certain.
         """
         if not kind or function in self._worked:
             return Mistake(likely=False, sure=False)
@@ -110,20 +110,21 @@ class Mistakes:
 
 
 class SampleLives:
-    """The handlers of all events that change a sample, a call, an attempt or the state of a group."""
+    """Handles all events that change a sample, a call, an attempt or the state of a group."""
 
     def __init__(self, context: CoreContext) -> None:
         self._context = context
         self._mistakes = Mistakes(context.settings)
         self._failed_in_a_row = 0
-        """Groups dropped for failures since the last group that counted."""
+        """Number of groups dropped for failures since a group was last accepted."""
         self._filtered_in_a_row = 0
-        """Groups that the filter rejected since the last group that counted."""
+        """Number of groups that the filter rejected since a group was last accepted."""
 
     # ---------------------------------------------------------------- calls
 
     def call_made(self, event: ev.CallMade) -> None:
-        """A rollout function asks for tokens."""
+        """Handle a call of ``llm.generate``: answer it from the tape, or queue it for an engine."""
+        self._context.counters["overridden_requests"] += event.overridden
         what = "called generate twice at the same time"
         sample = self._context.free_to_act(event.sample, what, asks=event.any_chain)
         if sample is None:
@@ -143,8 +144,10 @@ class SampleLives:
         self._open(chain, event, len(chain.tape.tokens))
 
     def chain_of(self, sample: Sample, token_ids: Int32, attached: Sequence[Placed] = ()) -> Chain | None:
-        """The chain of a call that may be of any conversation: where it was made before its function was lost, else the
-        longest of those free that it extends. None means that it begins one.
+        """Return the chain (token sequence) that a call with these tokens continues, or None if it begins a new one.
+
+        A chain in which the call was already made before its function was lost goes first; then the longest free chain
+        that the tokens extend.
         """
         lost_ones = [chain for chain in sample.chains if chain.replay is not None]
         claims = [(chain, self._heard_before(chain, token_ids, attached)) for chain in lost_ones]
@@ -156,21 +159,21 @@ class SampleLives:
         longest, _, chain = max(extended, default=(-1, 0, None))
         if claimed:
             heard, _, lost = min(claimed)
-            # what this run has heard goes before an equal conversation of which it has heard nothing
+            # a chain whose answers the client has seen in this run goes before an equal one that is new to it
             if not heard or chain is None or self._heard_until(lost, heard) > longest:
                 return lost
         return chain
 
     def _heard_until(self, chain: Chain, heard: int) -> int:
-        """Tokens of its conversation with so many of the answers that are to be replayed."""
+        """Return the length of the conversation (prompt included) after the first ``heard`` replayed answers."""
         assert chain.replay is not None
         return len(chain.prompt) + chain.replay.calls[heard - 1].end
 
     def _heard_before(self, chain: Chain, token_ids: Int32, attached: Sequence[Placed]) -> int | None:
-        """Return after how many of the answers that are to be replayed a call comes; None: it is of another chain.
+        """Return how many replayed answers precede a call with these tokens; None if it belongs to another chain.
 
-        A function that begins anew asks for the first of them. A client that has outlived the process asks for what
-        follows on the last one that it has heard: those before stand in its tokens.
+        A restarted function asks for the first answer. A client that outlived the process asks for the answer after
+        the last one that it received; its tokens contain the earlier answers.
         """
         replay = chain.replay
         assert replay is not None
@@ -184,21 +187,21 @@ class SampleLives:
         return None
 
     def _asks_again(self, chain: Chain, token_ids: Int32, start: int, attached: Sequence[Placed]) -> bool:
-        """Return whether the tokens are those before ``start``, as far as there was room for them."""
+        """Return True if the tokens equal the conversation before ``start``, both cut to the room that there is."""
         asked = token_ids[: self._room_for(chain, attached)]
         return len(asked) == len(chain.prompt) + start and chain.begins(asked, start, attached)
 
     def _room_for(self, chain: Chain, attached: Sequence[Placed]) -> int:
-        """The most tokens of a conversation that a chain has room for; no attachment is there in part."""
+        """Return the most tokens that a chain may hold, prompt included; a cut never splits an attachment."""
         most = len(chain.prompt) + self._context.attempts.room(chain)
         return next((placed.at for placed in attached if placed.end > most), most) if attached else most
 
     def _is_cut(self, chain: Chain, event: ev.CallMade) -> bool:
-        """Return whether the conversation ends before something attached that has no room: nothing is to follow."""
+        """Return True if an attachment did not fit, so that the conversation was cut and nothing may be generated."""
         return event.token_ids is not None and self._room_for(chain, event.attached) < len(event.token_ids)
 
     def _call_of_any_chain(self, sample: Sample, event: ev.CallMade) -> None:
-        """Answer from a tape what was answered before; else continue a chain, or begin one."""
+        """Handle a call for any conversation: replay its answer from a tape, continue a chain, or begin a chain."""
         ids, attached, sample.any_chain = event.token_ids, event.attached, True
         assert ids is not None
         if event.chain is None:
@@ -217,15 +220,15 @@ class SampleLives:
                 chain = Chain(sample, 1 + sample.chains[-1].number, np.array(ids, np.int32), attached)
                 sample.chains += (chain,)
             elif not np.array_equal(ids, chain.prompt) or attached != chain.attached:
-                # the conversation that the prompt begins was never asked for
+                # no call used the group's prompt, so this conversation becomes the first chain
                 chain.prompt, chain.attached = np.array(ids, np.int32), attached
         self._add_environment(chain, ids, attached)
         self._open(chain, event, len(chain.tape))
 
     def _no_chain(self, sample: Sample, token_ids: Int32) -> str | None:
-        """Return why no further chain may begin with these tokens; None means that one may."""
+        """Return the reason why these tokens may not begin another chain, or None if they may."""
         settings = self._context.settings
-        # those of before a restart count once they are asked for again
+        # chains from before a restart count only once a call has used them again
         if sum(bool(chain.calls) for chain in sample.chains) >= settings.max_chains:
             return f"it wants more than max_chains={settings.max_chains} conversations"
         if len(token_ids) >= self._context.engines.max_context:
@@ -235,7 +238,7 @@ class SampleLives:
     def _open(self, chain: Chain, event: ev.CallMade, start: int) -> None:
         call = GenerateCall(chain, event.sampling, start, event.number)
         chain.calls.append(call)
-        # a call out of a saved state may be complete: it was saved between its last token and the end of its attempt
+        # a call from a saved state may be complete already: saved between its last token and the end of its attempt
         stopped = self._context.attempts.ends_in_stop(call)
         cut = bool(event.attached) and self._is_cut(chain, event)
         if not self._complete_if(call, stopped=stopped, length=cut):
@@ -254,7 +257,7 @@ class SampleLives:
         return True
 
     def _add_environment(self, chain: Chain, token_ids: Int32, attached: Sequence[Placed]) -> str | None:
-        """Make a segment of what the function added since its last call, cut to the room; returns what is wrong."""
+        """Append the tokens that the function added since its last call, cut to the room; return an error, or None."""
         have = len(chain.prompt) + len(chain.tape)
         if not chain.begins(token_ids, len(chain.tape), attached):
             return (
@@ -267,7 +270,7 @@ class SampleLives:
         return None
 
     def _replay(self, chain: Chain, event: ev.CallMade) -> None:
-        """Answer from the tape what was answered before; a function that asks otherwise begins again."""
+        """Answer a repeated call from the tape; a function whose calls differ from before begins again."""
         replay = chain.replay
         assert replay is not None
         ids = event.token_ids
@@ -289,7 +292,7 @@ class SampleLives:
             chain.calls.append(call)
             _, end, finish = replay.calls.popleft()
             if replay.next_start is None:
-                chain.replay = None  # it stood between two calls: from here on it is on its own
+                chain.replay = None  # no call was open when the function was lost, so later calls are new
             self._answer(call, end, finish)
             return
         chain.replay = None
@@ -298,14 +301,14 @@ class SampleLives:
         self._open(chain, event, len(chain.tape) if start is None else start)
 
     def call_unheard(self, event: ev.CallUnheard) -> None:
-        """A call's answer reaches nobody: it ends, and its tokens leave their chain; one that went on since stays."""
+        """End a call whose answer nobody will read and drop its tokens, unless its chain has continued since."""
         context = self._context
         sample = context.sample(event.sample)
         if sample is None:
             return
         last = [chain.calls[-1] for chain in sample.chains if chain.calls]
         call = next((c for c in last if c.number == event.number), None)
-        # what a lost function has heard is asked again
+        # a lost function is started again and repeats its calls
         if sample.state is not RUNNING or call is None or any(c.lost for c in last):
             return
         if call.state is not CallState.DONE:
@@ -326,14 +329,14 @@ class SampleLives:
         sample.finish = max(answered)[1] if answered else None
 
     def _abandon(self, call: GenerateCall, reason: DropReason) -> None:
-        """End the attempt of a call, if there is one; its tokens are dropped for this reason when it has ended."""
+        """Ask the engine to end the call's attempt, if any; its tokens are dropped for ``reason`` once it has ended."""
         if call.attempt is not None:
             call.attempt.lost_for = reason
             self._context.to(call.attempt, ABANDONED, f"attempt abandoned ({reason})")
             self._context.stop([call.attempt])
 
     def _drop_unclaimed(self, sample: Sample) -> None:
-        """The function has returned and asked for less than before the restart: the rest of its chains is dropped."""
+        """Drop the replayed tokens that a function did not ask for before it returned."""
         for chain in sample.chains:
             if chain.replay is not None:
                 end = chain.calls[-1].end if chain.calls else 0
@@ -343,7 +346,7 @@ class SampleLives:
         sample.chains = tuple(chain for chain in sample.chains if chain.number == 0 or chain.calls)
 
     def diverged(self, sample: Sample) -> None:
-        """The function did not ask what it had asked before: its tokens belong to another conversation."""
+        """Begin a sample again whose restarted function made other calls than before, so that its tokens do not fit."""
         self._context.counters["replays_diverged"] += 1
         self.begin_again(sample, DropReason.REPLAY_DIVERGED)
 
@@ -365,11 +368,11 @@ class SampleLives:
     # ---------------------------------------------------------------- attempts
 
     def spent(self, call: GenerateCall) -> bool:
-        """Complete a call if the sample's other calls have used up the budget while it waited; returns whether so."""
+        """Complete a queued call if other calls of its sample used up ``max_sample_tokens``; return True if so."""
         return self._context.settings.max_sample_tokens is not None and self._complete_if(call, stopped=False)
 
     def submit(self, call: GenerateCall, engine: str) -> None:
-        """Send what is missing of a call to an engine."""
+        """Start an attempt at ``engine`` for the tokens that the call still lacks."""
         context, sample, held = self._context, call.sample, len(call.chain.tape.tokens)
         state = context.engines.states[engine]
         if context.clock.current not in state.loaded or not state.has_room:
@@ -380,23 +383,23 @@ class SampleLives:
         if held > call.start:
             sample.resumes += 1
             context.counters["resumed_attempts"] += 1
-            context.counters["reprefill_tokens"] += len(attempt.token_ids)
+            context.counters["reprefill_tokens"] += len(attempt.request.token_ids)
         context.to(call, CallState.IN_FLIGHT, f"attempt {attempt.id} on {engine} from token {held}")
         context.out.append(do.Submit(attempt))
 
     def stop_found(self, event: ev.StopFound) -> None:
-        """The text of an attempt has a stop string: its response is complete, the engine may rest."""
+        """Stop an attempt whose text contains a stop string: its response is complete."""
         if attempt := self._running(event.attempt_id):
             self._context.stop([attempt])
 
     def _running(self, attempt_id: str) -> Attempt | None:
-        """The attempt; None, and a late event, for one that is accounted for."""
+        """Return the attempt in flight; None, counted as a late event, if it has already ended."""
         attempt = self._context.attempts.get(attempt_id)
         self._context.counters["late_events"] += attempt is None
         return attempt
 
     def attempt_stalled(self, event: ev.AttemptStalled) -> None:
-        """An engine is silent about an attempt: it is asked to end it, and another engine may go on."""
+        """Ask the engine to end an attempt for which it sent no token for too long; another engine may continue."""
         attempt = self._running(event.attempt_id)
         if attempt is None:
             return
@@ -407,13 +410,13 @@ class SampleLives:
         self._context.stop([attempt])
 
     def attempt_ended(self, event: ev.AttemptEnded) -> None:
-        """An attempt is over, by itself or because it was asked to end."""
+        """Store the tokens of an ended attempt, then complete its call or queue it again."""
         context, counts = self._context, event.counts
         attempt = self._close(event)
         if attempt is None:
             return
         came = counts.tokens
-        # others may never have reached it
+        # an attempt that was aborted without tokens may never have reached the engine, so it says nothing about it
         if not event.fenced and (event.finish is not ABORT or came or counts.after_stop):
             context.engines.ended(attempt.engine, context.engines.states[attempt.engine].in_flight)
         self._keep(attempt, event.finish, counts)
@@ -441,9 +444,9 @@ class SampleLives:
     def _broke_off(
         self, attempt: Attempt, error: str, kind: AttemptFailure = AttemptFailure.BROKE_OFF, *, progressed: bool
     ) -> None:
-        """Go on from what is there, elsewhere if possible; failing again and again at the same token is too much."""
+        """Queue the call again, for another engine if possible; the sample fails after too many at the same token."""
         call = attempt.call
-        progressed &= call.sample.evaluation is None  # which begins again
+        progressed &= call.sample.evaluation is None  # a call of an evaluation begins again without its tokens
         call.failures = 0 if progressed else call.failures + 1
         self._go_elsewhere(attempt, f"attempt failed: {error}", error, kind)
         if call.failures >= self._context.settings.max_attempt_failures:
@@ -457,7 +460,7 @@ class SampleLives:
         self._queue(attempt.call, why)
 
     def attempt_failed(self, event: ev.AttemptFailed) -> None:
-        """An attempt broke off; its tokens are kept unless they cannot be true."""
+        """Handle an attempt that broke off: its tokens are kept unless they are corrupt."""
         context, came = self._context, event.counts.tokens
         attempt = self._close(event)
         if attempt is None:
@@ -473,14 +476,14 @@ class SampleLives:
             tokens.drop(came, DropReason.CORRUPT)
         else:
             self._keep(attempt, ABORT, event.counts)
-        # an engine that breaks off is not used before it was probed; one that sends nonsense is, a few times; one that
-        # takes no requests for now, or says what is wrong with this one, is well; so is one whose tokens have no text
+        # a broken request quarantines the engine until a probe, corrupt answers only after several in a row; an engine
+        # that is busy, rejects one request or whose tokens could not be decoded is still healthy
         if corrupt or kind is AttemptFailure.BROKE_OFF:
             context.engine_failed(attempt.engine, at_once=not corrupt)
         call = attempt.call
         if attempt.state is ABANDONED:
             return
-        if attempt.state is DOUBTFUL:  # what a restarted server refuses, the right one may take
+        if attempt.state is DOUBTFUL:  # another engine may accept a request that a restarted server refused
             self._queue(call, f"engine {attempt.engine} had other weights: {event.error}")
             return
         if kind is AttemptFailure.REFUSED:
@@ -498,7 +501,7 @@ class SampleLives:
         self._broke_off(attempt, event.error, kind, progressed=came > 0 and not corrupt)
 
     def _close(self, event: ev.AttemptEnded | ev.AttemptFailed) -> Attempt | None:
-        """Take the attempt out of the book; None if it was accounted for before."""
+        """Remove the attempt from the book and return it; None if it had already ended."""
         context, after_stop = self._context, event.counts.after_stop
         attempt = context.attempts.close(event.attempt_id)
         if attempt is None:
@@ -522,29 +525,29 @@ class SampleLives:
         return attempt
 
     def _keep(self, attempt: Attempt, finish: EngineFinish, counts: AttemptCounts) -> None:
-        """Move the attempt's tokens to its sample, or drop them in the ledger."""
+        """Append the attempt's tokens to its sample, or record them in the ledger as dropped."""
         sample, count, lost_for = attempt.sample, counts.tokens, attempt.lost_for
         tokens = self._context.ledger(sample)
         tokens.observe(count)
-        cut = finish is ABORT and not counts.ends and count < attempt.sampling.max_tokens
+        cut = finish is ABORT and not counts.ends and count < attempt.request.sampling.max_tokens
         if cut and sample.evaluation is not None:
-            lost_for = lost_for or DropReason.FAILED  # its call begins again with the same seed
+            lost_for = lost_for or DropReason.FAILED  # a cut call of an evaluation begins again with the same seed
         if lost_for is not None:
             tokens.drop(count, lost_for)
             return
-        chain = attempt.call.chain
-        chain.tape.add_attempt(attempt.tape, attempt.id, attempt.engine, attempt.sampling.temperature, attempt.over)
-        if count:  # else what an earlier attempt left elsewhere is still the best there is
+        chain, temperature = attempt.call.chain, attempt.request.sampling.temperature
+        chain.tape.add_attempt(attempt.tape, attempt.id, attempt.engine, temperature, attempt.over)
+        if count:  # without tokens, the cached prefix of an earlier attempt is still the longest
             if attempt.tape.extras:
                 chain.add_extras(attempt.tape.extras)
             state = self._context.engines.states[attempt.engine]
-            kept = attempt.over not in (None, state.version)  # what it wrote serves no request of the present version
+            kept = attempt.over not in (None, state.version)  # its cache is of older weights and serves no new request
             chain.cached_on, chain.cached_under = "" if kept else attempt.engine, state.life
 
     # ---------------------------------------------------------------- returns, rewards and verdicts
 
     def sample_returned(self, event: ev.SampleReturned) -> None:
-        """A rollout function has returned."""
+        """Handle the return of a rollout function: ask for the reward, or finish the sample if there is none."""
         context = self._context
         sample = context.free_to_act(event.sample, "returned while it was waiting for tokens")
         if sample is None:
@@ -557,8 +560,8 @@ class SampleLives:
                 self.diverged(sample)
                 return
         if sample.finish is None:
-            error = "the rollout function returned without a call of llm.generate; await at least one"
-            self.cannot_go_on(sample, error)
+            error = "the rollout function returned without a call of llm.generate that it awaited"
+            self.cannot_go_on(sample, f"{error}; write await llm.generate(...)")
             return
         context.to(sample, SCORING, "returned")
         if sample.group.evaluation is not None:
@@ -571,7 +574,7 @@ class SampleLives:
             self.sample_finished(sample)
 
     def sample_failed(self, event: ev.SampleFailed) -> bool:
-        """A rollout or reward function failed; returns whether it would fail for every sample."""
+        """Retry or give up after a failed rollout or reward function; return True if it would fail for every sample."""
         sample = self._context.sample(event.sample)
         if sample is None:
             return False
@@ -591,23 +594,23 @@ class SampleLives:
         return mistake.sure
 
     def _got_as_far(self, sample: Sample, *, whole: bool) -> Iterator[Sample]:
-        """Yield samples whose function is at work where that of ``sample`` has failed, or further."""
+        """Yield samples whose function has got at least as far as that of ``sample`` had when it failed."""
         scored = (SCORING, FINISHED)
         if sample.state is RUNNING and sample.generated:
-            return  # the others still generate
+            return  # it failed with tokens; samples that still generate have not got as far
         for group in self._context.buffer.groups.values():
             if whole and not all(s.state in scored for s in group.members):
-                continue  # it is not asked for yet
+                continue  # its group reward is not asked for yet
             for s in group.members:
                 if s.state is sample.state and (s.state is SCORING or s.asks):
                     yield s
 
     def _waits(self, mistake: Mistake) -> bool:
-        """Return whether the next try waits; where too few prompts are in work to be sure of a mistake, it does not."""
+        """Return whether to pause before the retry: not for a likely bug while too few prompts are open to be sure."""
         return not mistake.likely or len(self._context.buffer.groups) >= self._mistakes.groups
 
     def scored(self, event: ev.Scored) -> None:
-        """Rewards have come in: all of them count, or none."""
+        """Store the rewards of a group; if one of them is invalid, none is stored."""
         context = self._context
         group = context.group(event.group)
         if group is None:
@@ -632,7 +635,10 @@ class SampleLives:
                 self.sample_finished(sample)
 
     def _whose_reward_is_awaited(self, sample: Sample) -> Sample | None:
-        """The sample itself, or the sibling for which its whole group is scored anew; None if neither."""
+        """Return the sample whose reward is awaited: this one, or the sibling for which the group is scored again.
+
+        None if no reward is awaited.
+        """
         if sample.state is SCORING:
             return sample
         if sample.state is not FINISHED or not self._context.settings.group_reward:
@@ -640,7 +646,7 @@ class SampleLives:
         return next((s for s in sample.group.samples if s.state is SCORING), None)
 
     def ask_again(self, timer: int) -> None:
-        """A pause after a failure is over: ask once more what is still wanted."""
+        """Retry the reward function or filter whose pause has ended, if its answer is still wanted."""
         context = self._context
         what = context.retries.pop(timer, None)
         if isinstance(what, Sample):
@@ -652,11 +658,11 @@ class SampleLives:
                 context.out.append(do.JudgeGroup(group, judgement))
 
     def _is_awaited(self, group: Group | None, judgement: int) -> bool:
-        """A verdict counts unless the group was dropped, or a sample of it began again, since the filter was asked."""
+        """Return False if the group was dropped, or one of its samples began again, since the filter was asked."""
         return group is not None and group.state is JUDGED and group.since == judgement
 
     def group_judged(self, event: ev.GroupJudged) -> bool:
-        """The filter gave its verdict, or failed; returns whether it would fail for every group."""
+        """Accept or drop a group after the filter; return True if the filter failed and would fail for every group."""
         context = self._context
         group = context.buffer.groups.get(event.group)
         if group is None or not self._is_awaited(group, event.judgement):
@@ -681,10 +687,10 @@ class SampleLives:
             self.give_up(group, DropReason.FILTERED, "the filter rejected it")
         return False
 
-    # ---------------------------------------------------------------- from a reward to a group that counts
+    # ---------------------------------------------------------------- finished samples and accepted groups
 
     def sample_finished(self, sample: Sample) -> None:
-        """A sample has its reward."""
+        """Mark a sample as finished, now that it has its reward."""
         group = sample.group
         sample.retry = None
         self._context.to(sample, FINISHED, f"finished, reward {sample.reward:g}")
@@ -698,7 +704,7 @@ class SampleLives:
             self._count(sample)
 
     def advance(self, group: Group) -> None:
-        """Let an open group with a finished quorum count, or ask the filter about it."""
+        """Accept an open group whose quorum is finished, or ask the filter about it."""
         if group.state is not OPEN or not group.complete:
             return
         if group.evaluation is not None:
@@ -714,7 +720,7 @@ class SampleLives:
         self._context.out.append(do.JudgeGroup(group, group.since))
 
     def accept(self, group: Group) -> None:
-        """Let the group count; its cohort is fixed from now on."""
+        """Make the group deliverable and fix its cohort, the rewards from which baselines are computed."""
         self._context.to_group(group, READY, "complete")
         self._failed_in_a_row = self._filtered_in_a_row = 0
         group.cohort = group.rewarded
@@ -725,18 +731,18 @@ class SampleLives:
                 self._count(group.samples[index])
 
     def _count(self, sample: Sample) -> None:
-        """With a quorum, a single sample can be delivered from now on."""
+        """Make a single finished sample deliverable (group quorum below 1)."""
         sample.since = self._context.event_number
         self._context.monitor.accept(sample)
 
     def no_longer_finished(self, sample: Sample) -> None:
-        """A finished sample begins again, or is given up."""
+        """Undo the bookkeeping of a finished sample that begins again or is given up."""
         self._context.monitor.not_ready(sample)
         sample.group.finishers.remove(sample.id.index)
         sample.group.unfinished += 1
 
     def reopen(self, group: Group) -> None:
-        """A finished sample began again; with a quorum that changes nothing once the cohort is fixed."""
+        """Open a group again because a finished sample began again; no change once a quorum's cohort is fixed."""
         context, settings = self._context, self._context.settings
         if group.state is READY and not settings.whole_groups:
             return
@@ -748,9 +754,9 @@ class SampleLives:
         self.advance(group)
 
     def run_again_for_returns(self, group: Group) -> None:
-        """Run functions once more whose returns a group reward or the filter needs and a dead process had.
+        """Run finished functions again whose return values were lost, where a group reward or the filter needs them.
 
-        Their calls are answered from the tape; a group that counts already needs no returns.
+        Their calls are answered from the tape. A group that is already accepted needs no return values.
         """
         context, settings = self._context, self._context.settings
         if group.state is READY or not (settings.group_reward or settings.has_filter):
@@ -758,17 +764,17 @@ class SampleLives:
         for sample in group.samples:
             if sample.replayed and sample.state is FINISHED:
                 self.no_longer_finished(sample)
-                context.lengths.generated.add(sample.generated, -1)  # until it is finished once more
+                context.lengths.generated.add(sample.generated, -1)  # counted once more when it finishes again
                 sample.finish = None
                 context.to(sample, NEW, "runs again for what it returns")
                 context.over_sampler.push(sample)
         if group.state is not OPEN:
             context.to_group(group, OPEN, "what the filter was to see is lost")
 
-    # ---------------------------------------------------------------- trying again, and giving up
+    # ---------------------------------------------------------------- retries and drops
 
     def fail(self, sample: Sample, error: str, *, waits: bool = True) -> None:
-        """Try the reward (after a pause, if it ``waits``) or the whole sample again, so often and no more."""
+        """Retry the reward (after a pause, if it ``waits``) or the sample, up to ``max_attempt_failures`` times."""
         context = self._context
         sample.failures += 1
         context.counts(sample)["failed_samples"] += 1
@@ -784,16 +790,16 @@ class SampleLives:
             self.ask_reward(sample)
 
     def cannot_go_on(self, sample: Sample, error: str, kind: AttemptFailure | None = None) -> None:
-        """Replace the sample, or give it up, its group, or its evaluation.
+        """Replace the sample, or give up the sample, its group or its evaluation, as the settings say.
 
-        ``kind`` says how the request failed that is to blame; None means that a function is.
+        ``kind`` tells how the engine request failed; None if a function of the user's failed.
         """
         if sample.evaluation is not None:
             sample.evaluation.fail(error, kind, sample if kind is None else None)
             return
         group, settings, error = sample.group, self._context.settings, f"{sample.id}: {error}"
         policy, n = settings.on_failed_sample, settings.n_samples_per_prompt
-        # with group rewards it is the group that cannot be scored; one that counts goes on without its stragglers
+        # a failed group reward concerns the whole group; an accepted group goes on without its late samples
         of_all = settings.group_reward and sample.state is SCORING
         counts = group.state is not OPEN
         if policy is OnFailedSample.REPLACE and not of_all and len(group.samples) < MOST_SAMPLES * n:
@@ -804,7 +810,7 @@ class SampleLives:
             self.give_up(group, DropReason.FAILED, error)
 
     def _replace(self, sample: Sample, error: str) -> None:
-        """A fresh sample joins the group before the one that failed leaves it."""
+        """Add a new sample to the group, then give up the one that failed."""
         context, group = self._context, sample.group
         fresh = Sample(SampleId(group.id, len(group.samples)), group)
         fresh.urgent = sample.urgent
@@ -818,11 +824,11 @@ class SampleLives:
         self.give_up_sample(sample, DropReason.FAILED, error)
 
     def pause_s(self, failures: int) -> float:
-        """Seconds before the next try: the judge or sandbox that a function asks may be well again by then."""
+        """Return the seconds before the next retry, in which a judge or sandbox that the function calls may recover."""
         return min(self._context.settings.retry_pause_s * PAUSE_GROWTH ** (failures - 1), LONGEST_PAUSE_S)
 
     def ask_reward(self, sample: Sample) -> None:
-        """Ask for the reward of a sample that has returned; with group rewards, once all its siblings have."""
+        """Ask for the reward of a sample whose function has returned; a group reward waits for all its samples."""
         if self._context.settings.group_reward:
             self._ask_group_reward(sample.group)
         else:
@@ -830,7 +836,7 @@ class SampleLives:
             self._context.out.append(do.ScoreSample(sample))
 
     def _ask_group_reward(self, group: Group) -> None:
-        """Ask if every held sample has returned and not every one has its reward."""
+        """Ask for the group's reward if the functions of all held samples have returned and a reward is missing."""
         members = group.members
         for sample in members:
             sample.retry = None
@@ -839,7 +845,7 @@ class SampleLives:
             self._context.out.append(do.ScoreGroup(group))
 
     def begin_again(self, sample: Sample, reason: DropReason) -> None:
-        """Drop the tokens of a sample and start it anew."""
+        """Drop the tokens of a sample and start its rollout function again."""
         context = self._context
         was_finished = sample.state is FINISHED
         self._end(sample, reason)
@@ -854,7 +860,7 @@ class SampleLives:
             self.reopen(sample.group)
 
     def _end(self, sample: Sample, reason: DropReason) -> None:
-        """End whatever the sample does, and drop its tokens."""
+        """Stop the sample's function and requests, and drop its tokens."""
         context, generated = self._context, sample.generated
         if sample.state in (SCORING, FINISHED):
             context.lengths.drop(generated, reason, counted=sample.state is FINISHED)
@@ -864,7 +870,7 @@ class SampleLives:
         context.tokens.drop(generated, reason)
 
     def leave(self, sample: Sample, reason: DropReason) -> None:
-        """Take a sample out of wherever it is waiting or generating, and end its rollout function."""
+        """Remove a sample from the queue, end its requests and cancel its rollout function."""
         context = self._context
         sample.retry = None
         context.over_sampler.forget(sample)
@@ -877,7 +883,7 @@ class SampleLives:
             context.out.append(do.CancelSample(sample))
 
     def give_up_sample(self, sample: Sample, reason: DropReason, error: str) -> None:
-        """Drop one sample; its group goes on with the others, if there are any or some are delivered."""
+        """Drop one sample and go on with the rest of its group; drop the group if no sample is left or delivered."""
         context, group = self._context, sample.group
         if group.held == 1 and not group.delivered:
             self.give_up(group, reason, error)
@@ -904,7 +910,10 @@ class SampleLives:
         self.sample_left(sample.group, reason)
 
     def sample_left(self, group: Group, reason: DropReason | None = None) -> None:
-        """A sample was delivered, or given up for ``reason``; a prompt counts as delivered if any sample of it was."""
+        """Count a sample that was delivered (``reason`` None) or given up; settle its prompt after the last sample.
+
+        A prompt counts as delivered if any of its samples was.
+        """
         context = self._context
         context.buffer.changes(group, -1)
         if group.held:
@@ -916,7 +925,7 @@ class SampleLives:
             context.prompts.drop(1, reason)
 
     def give_up(self, group: Group, reason: DropReason, error: str) -> None:
-        """Drop a whole group; it is replaced by the rules of the over-sampler."""
+        """Drop a whole group; the over-sampler decides whether another prompt replaces it."""
         context, settings = self._context, self._context.settings
         context.monitor.forget(group)
         context.counters[f"groups_dropped_{reason}"] += 1
@@ -938,11 +947,11 @@ class SampleLives:
                 self._filtered_in_a_row = 0
 
     def replace_too_old(self) -> None:
-        """After a weight update: begin again or drop what exceeds max_staleness, where the policy says so."""
+        """Restart or drop, as ``on_stale`` says, the samples that a weight update has made older than max_staleness."""
         context = self._context
         for sample in context.buffer.too_old():
             if sample.state is DROPPED:
-                continue  # with a sibling, a moment ago
+                continue  # dropped with its group earlier in this loop
             why = f"{sample.id} is older than max_staleness"
             if context.settings.on_stale is OnStale.RESTART:
                 self.begin_again(sample, DropReason.STALE)
@@ -951,59 +960,29 @@ class SampleLives:
             else:
                 self.give_up(sample.group, DropReason.STALE, why)
 
-    # ---------------------------------------------------------------- functions that died with their host
+    # ---------------------------------------------------------------- rollout functions whose process died
 
-    def functions_lost(self, event: ev.FunctionsLost) -> None:
-        """The functions of these groups died with their host; settled groups need none."""
-        for number in event.groups:
-            group = self._context.group(number)
-            if group is None:
-                continue
-            killers = [s for s in group.members if self._has_died_too_often(s)] if event.died else []
-            if group.evaluation is not None:
-                if killers:
-                    self._fail_for_deaths(killers[0])
-                else:
-                    self._evaluate_anew(group, group.evaluation)
-                continue
-            for sample in group.members:
-                if sample.state not in (RUNNING, SCORING):
-                    continue
-                if sample in killers:
-                    self._fail_for_deaths(sample)
-                else:
-                    self._lose_function(sample)
-            if not group.held:
-                continue
-            for sample in group.members:  # the returns of finished samples are lost, and what was to be judged
-                if sample.state is FINISHED:
-                    sample.replay_all()
-            self.run_again_for_returns(group)
-
-    def _has_died_too_often(self, sample: Sample) -> bool:
-        """Count the deaths of hosts while a function of the sample ran there and got no further; too many in a row?"""
-        group = sample.group
-        waits = sample.asks or sample.retry is not None
-        if sample.state is SCORING and self._context.settings.group_reward:
-            waits = any(s.state not in (SCORING, FINISHED) for s in group.members)
-        if waits or sample.state not in (RUNNING, SCORING):
-            return False
-        (times, at), now = sample.deaths, sample.tokens
-        sample.deaths = times + 1 if at == now else 1, now
-        return sample.deaths[0] >= self._context.settings.max_attempt_failures
-
-    def _fail_for_deaths(self, sample: Sample) -> None:
-        """A function that ran each time a host died may be what the hosts died of."""
-        context, times = self._context, sample.deaths[0]
-        why = f"{times} hosts in a row died while its functions ran there; what they do may be why"
-        context.counts(sample)["failed_samples"] += 1
-        context.note(sample, f"failed: {why}")
-        self.cannot_go_on(sample, why)
+    def function_lost(self, event: ev.FunctionLost) -> None:
+        """Restart a rollout function whose process died; it fails if that happens repeatedly without progress."""
+        sample = self._context.sample(event.sample)
+        if sample is None or sample.state is not RUNNING:
+            return
+        if not sample.asks:  # else it did nothing when its process died
+            (times, at), now = sample.deaths, sample.tokens
+            sample.deaths = times + 1 if at == now else 1, now
+            if sample.deaths[0] >= self._context.settings.max_attempt_failures:
+                why = f"{sample.deaths[0]} processes in a row died while its function ran there, which may be why"
+                self._context.counts(sample)["failed_samples"] += 1
+                self._context.note(sample, f"failed: {why}")
+                self.cannot_go_on(sample, why)
+                return
+        if sample.evaluation is None:
+            self._lose_function(sample)
+        else:
+            self._evaluate_anew(sample, sample.evaluation)
 
     def _lose_function(self, sample: Sample) -> None:
         context, calls = self._context, sample.open_calls
-        if any(call.lost for call in calls):
-            return
         context.counters["lost_functions"] += 1
         if running := [call.attempt for call in calls if call.attempt is not None]:
             for call in calls:
@@ -1016,8 +995,9 @@ class SampleLives:
             self.begin_from_tape(sample)
 
     def begin_from_tape(self, sample: Sample) -> None:
-        """Start the function of a sample anew, once none of its attempts is at an engine; its calls are answered from
-        the tapes.
+        """Start the function of a sample again once none of its attempts is at an engine.
+
+        Its earlier calls are answered from the tapes.
         """
         context, calls = self._context, sample.open_calls
         if any(call.attempt is not None for call in calls):
@@ -1026,29 +1006,16 @@ class SampleLives:
         for call in calls:
             context.over_sampler.forget(call)
         sample.replay_all()
-        sample.finish, sample.retry = None, None
+        sample.finish = None
         context.to(sample, NEW, "its function runs again, answered from the tape")
         context.over_sampler.push(sample)
 
-    def _evaluate_anew(self, group: Group, evaluation: Evaluation) -> None:
-        """Begin every sample from nothing, finished ones too, as an evaluation is what its functions return.
-
-        The seeds stay, so the responses will be those that they would have been.
-        """
-        context = self._context
-        for sample in reversed(group.members):
-            if sample.state is NEW:
-                continue
-            evaluation.counters["lost_functions"] += 1
-            evaluation.functions -= sample.state is RUNNING
-            if sample.state is FINISHED:
-                self.no_longer_finished(sample)
-            self.leave(sample, DropReason.FAILED)
-            evaluation.tokens.drop(sample.generated, DropReason.FAILED)
-            sample.clear()
-            sample.reward = 0.0
-            context.to(sample, NEW, "begins again, as its function was lost")
-            evaluation.to_start.appendleft(sample)
-        if group.ready:
-            context.to_group(group, OPEN, "its functions were lost")
-            evaluation.unfinished += 1
+    def _evaluate_anew(self, sample: Sample, evaluation: Evaluation) -> None:
+        """Restart a sample of an evaluation without its tokens; with the same seed it gets the same response."""
+        evaluation.counters["lost_functions"] += 1
+        evaluation.functions -= 1
+        self.leave(sample, DropReason.FAILED)
+        evaluation.tokens.drop(sample.generated, DropReason.FAILED)
+        sample.clear()
+        self._context.to(sample, NEW, "begins again, as its function was lost")
+        evaluation.to_start.appendleft(sample)

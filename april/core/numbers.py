@@ -1,4 +1,4 @@
-"""Which numbers can be true: token ids, log-probabilities, rewards and counts, wherever they come from."""
+"""Checks of numbers from engines, users and snapshots: token ids, log-probabilities, rewards and counts."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ import numpy as np
 from april.core.tape import Float32, Int32
 
 LOGPROB_EPS = float(np.float32(1e-3))
-"""float16 and bfloat16 engines round log-probabilities of near-certain tokens to slightly above 0."""
+"""Largest accepted log-probability: float16 and bfloat16 engines round those of near-certain tokens to just above 0."""
 LEAST_LOGPROB = -744.5
-"""Below it exp() is 0 even in 64 bits, so no sampler can have drawn the token. Engines sample from float32, where it is
-0 below -103.3; further down are at most tokens beside a mask at a low temperature. vLLM and TensorRT-LLM write -9999
-for minus infinity, SGLang the smallest number of the type."""
+"""Smallest accepted log-probability: below it exp() is 0 even in 64 bits, so no sampler can have drawn the token.
+Engines sample from float32, where exp() is 0 below -103.3; lower values occur at most next to a mask at a low
+temperature. vLLM and TensorRT-LLM write -9999 for minus infinity, SGLang the smallest number of the type."""
 LARGEST_REWARD = float(np.finfo(np.float32).max)
-"""Batches hold rewards as float32."""
+"""Largest absolute value of a reward, as batches hold rewards as float32."""
 
 
 def wrong_ids(tokens: Int32, vocab_size: int) -> str | None:
-    """Describe what is wrong with token ids int32 [T]; None means nothing."""
-    # where the largest is, is found in a third of the time of what it is
+    """Describe what is wrong with token ids int32 [T]; None if they are valid."""
+    # argmin and argmax take a third of the time of min and max
     if len(tokens) == 0 or 0 <= tokens.item(tokens.argmin()) <= tokens.item(tokens.argmax()) < vocab_size:
         return None
     bad = tokens[(tokens < 0) | (tokens >= vocab_size)][0]
@@ -29,8 +29,8 @@ def wrong_ids(tokens: Int32, vocab_size: int) -> str | None:
 
 
 def wrong_logprobs(logprobs: Float32) -> str | None:
-    """Describe what is wrong with log-probabilities float32 [T] in nats; None means nothing."""
-    # NaN, which is the largest and the smallest of all, fails as well
+    """Describe what is wrong with log-probabilities float32 [T] in nats; None if they are valid."""
+    # argmin and argmax return the position of a NaN, which then fails the comparison
     if len(logprobs) == 0 or (
         LEAST_LOGPROB <= logprobs.item(logprobs.argmin()) <= logprobs.item(logprobs.argmax()) <= LOGPROB_EPS
     ):
@@ -45,7 +45,7 @@ def wrong_logprobs(logprobs: Float32) -> str | None:
 
 
 def wrong_reward(reward: float) -> str | None:
-    """Describe what is wrong with a reward; None means nothing."""
+    """Describe what is wrong with a reward; None if it is valid."""
     if not math.isfinite(reward):
         return f"{reward}; expected a finite number"
     if abs(reward) > LARGEST_REWARD:
@@ -54,12 +54,12 @@ def wrong_reward(reward: float) -> str | None:
 
 
 def held_reward(reward: float) -> float:
-    """A reward that is not wrong as a batch holds it, in float32; whatever decides on rewards sees this number."""
+    """Return a valid reward rounded to float32, as batches hold it; filters and baselines use this number, too."""
     return float(np.float32(reward))
 
 
 def count_of(value: Any) -> int:
-    """A whole number that is not negative; raises ValueError."""
+    """Return ``value`` if it is an integer of at least 0; raises ValueError otherwise."""
     if type(value) is not int or value < 0:
         raise ValueError(f"expected a count, found {value!r}")
     return value

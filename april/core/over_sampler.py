@@ -1,7 +1,7 @@
-"""The over-sampler decides how much should be in flight now, and what goes next.
+"""Over-sampler: decides how many prompts to draw, and which queued sample or call goes next.
 
-Carry goes before new prompts and older groups before younger ones: the queue is ordered by (urgent, group
-number, sample index), and groups are numbered as drawn.
+Carried-over work goes before new prompts and older groups before younger ones: the queue is ordered by (urgent, group
+number, sample index), and groups are numbered in the order of drawing.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from april.core.types import NO_DEADLINE, GenerateCall, Refill, Sample
 
 
 class OverSampler:
-    """Queue of the calls and of the samples to be started that wait for a place; the rules for drawing prompts."""
+    """Queues the calls and the samples to be started, and applies the rules for drawing prompts."""
 
     def __init__(self, settings: CoreSettings) -> None:
         self.settings = settings
@@ -25,14 +25,14 @@ class OverSampler:
         self._starts: list[tuple[bool, int, int, int, Sample | GenerateCall]] = []
         self._tickets = 0
         self.waiting = 0
-        """Samples and calls in the queue (void entries left out)."""
+        """Number of samples and calls in the queue, void entries not counted."""
         self.asked = 0
-        """Prompts asked for and not answered yet."""
+        """Number of prompts that were requested from the source and have not arrived."""
         self.bound = NO_DEADLINE
-        """The bound on the staleness of those, where it was lowered before they were asked for."""
+        """Limit on the staleness of these prompts, if it was lowered before they were requested."""
         self.exhausted = False
         self.held_back = False
-        """More prompts would have been drawn, had the buffer room for them."""
+        """True if more prompts would have been drawn, but the buffer had no room."""
 
     def push(self, work: Sample | GenerateCall) -> None:
         """Queue a sample that is NEW, or a call that is QUEUED."""
@@ -43,24 +43,24 @@ class OverSampler:
         heapq.heappush(heap, (not sample.urgent, sample.id.group, sample.id.index, work.ticket, work))
 
     def forget(self, work: Sample | GenerateCall) -> None:
-        """Take something out of the queue, if it is there; its entry becomes void."""
+        """Remove a sample or call from the queue, if it is there; its heap entry becomes void."""
         if work.ticket:
             work.ticket = 0
             self.waiting -= 1
 
     def again(self, work: Sample | GenerateCall) -> None:
-        """Something in the queue has become urgent."""
+        """Queue a sample or call again after it became urgent."""
         self.forget(work)
         self.push(work)
 
     def extended(self, event: SourceExtended) -> None:
-        """There are prompts again."""
+        """Allow drawing again, as the source has prompts again."""
         self.exhausted = False
 
     def first(self, places: Places) -> Sample | GenerateCall | None:
-        """Return what goes next, if there is a place for it; it stays in the queue.
+        """Return the sample or call that goes next, without removing it; None if no place is free for one.
 
-        A function that may not start yet is not waited for: calls behind it go before it.
+        If a function may not start yet, calls that come after it in the queue go before it.
         """
         calls, starts = self._calls, self._starts
         for heap in (calls, starts):
@@ -77,11 +77,11 @@ class OverSampler:
         self, *, ready: int, in_work: int, free_places: int, step_start: bool, fits: Callable[[], int],
         room: Callable[[], int],
     ) -> int:  # fmt: skip
-        """Return how many prompts to take from the source now.
+        """Return how many prompts to draw from the source now.
 
-        ``ready``: complete units that wait for delivery; ``in_work``: units that are not complete; ``free_places``:
-        samples that could start in addition to those in flight and in the queue; ``fits`` and ``room``: how many
-        prompts the buffer takes of what the step cannot do without, and beyond it.
+        ``ready`` counts the complete units that wait for delivery, ``in_work`` the incomplete ones; ``free_places`` is
+        how many samples could start in addition to those in flight and in the queue; ``fits`` and ``room`` return how
+        many prompts the buffer can take that the step needs, and beyond those.
         """
         if self.exhausted or self.asked:
             return 0
@@ -89,18 +89,18 @@ class OverSampler:
         missing = max(-(-(self._batch - ready - in_work) // units), 0)
         missing = min(missing, fits()) if missing else 0
         if s.refill is Refill.SAMPLE:
-            # a place that nobody waits for is filled by a new group, whatever the number of groups
+            # free places without queued work are filled by new groups, however many groups there are
             wanted = max(-(-free_places // s.n_samples_per_prompt), 0)
         elif s.refill is Refill.GROUP:
             wanted = s.groups_wanted - in_work // units
         elif step_start:
             wanted = s.groups_wanted - (ready + in_work) // units
         elif s.over_sampling_batch_size < s.rollout_batch_size:
-            # inside a step only what is needed to reach N, in portions
+            # within a step, only as many portions as are needed to reach N
             portion = s.over_sampling_batch_size
             wanted = -(-missing // portion) * portion
         else:
-            # groups were given up and N cannot be reached any more: one at a time would cost a response's time each
+            # dropped groups put N out of reach: replacing them one at a time would take a response's time each
             wanted = s.groups_wanted - (ready + in_work) // units if missing else 0
         self.held_back = False
         if wanted <= missing:

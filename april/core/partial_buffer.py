@@ -1,7 +1,7 @@
-"""Partial-rollout buffer: the versioned store of everything that april holds.
+"""Partial-rollout buffer: stores every group that was drawn and is not yet delivered or dropped.
 
-Every group that was drawn and is not settled is in here, whatever its samples are doing: partials, finished
-siblings, surplus. The buffer knows what is too old, what is held, and when it is full.
+Its samples may be partial, finished, or surplus from an earlier step. The buffer computes which samples are too old and
+how many more prompts may be drawn; :class:`Leases` keeps the batches that are delivered and not trained.
 """
 
 from __future__ import annotations
@@ -17,43 +17,43 @@ from april.core.versions import PolicyVersion, VersionClock
 
 RESUBMIT = OnWeightUpdate.RESUBMIT
 MOST_OUT = 64
-"""Batches that may be out whatever ``max_staleness`` says: each is kept until it is trained."""
+"""Most batches that may be delivered and untrained, whatever ``max_staleness`` says, as each is kept until then."""
 
 
 class Leases:
-    """The batches that are out: delivered, and not yet trained. They say at which version the next one is trained.
+    """Keeps the batches that are out (delivered and not yet trained), and the version at which the next one is trained.
 
-    Each of them brings one weight update, in the order of delivery: with u updates made, the next batch is trained at
-    version u + out. A delivery moves that version by one, the update of a batch does not, so one rule holds for
-    trainers that wait for each batch and for those that fetch ahead.
+    Each batch is followed by one weight update, in the order of delivery: after u updates, the next batch is trained at
+    version u + out. A delivery raises that version by one and the update of a batch does not, so the same rule holds
+    for trainers that wait for each batch and for those that fetch batches ahead.
     """
 
     def __init__(self, clock: VersionClock, max_staleness: int) -> None:
         self._clock = clock
         self._configured = max_staleness
         self.bound = max_staleness
-        """The bound for prompts drawn from now on; it may be lowered while the run goes on."""
+        """Limit on staleness for prompts drawn from now on; it may be lowered during a run."""
         self.batches: dict[int, tuple[Sample, ...]] = {}
-        """Samples of every batch that is delivered and not committed, in the order of delivery."""
+        """Samples of every batch that is out, by batch id, in the order of delivery."""
         self._generated = self._stale = self._oldest = 0
 
     def __len__(self) -> int:
-        """Batches that are out."""
+        """Return the number of batches that are out."""
         return len(self.batches)
 
     @property
     def lowered(self) -> int:
-        """The bound, if it was lowered; else none of its own."""
+        """The limit on staleness if it was lowered; otherwise NO_DEADLINE."""
         return self.bound if self.bound < self._configured else NO_DEADLINE
 
     @property
     def full(self) -> bool:
-        """So many batches are out that whatever is generated now is too old when it is trained."""
+        """True if so many batches are out that tokens generated now would be too old when they are trained."""
         out = len(self.batches)
         return out > self.bound or out > MOST_OUT
 
     def why_full(self) -> str:
-        """Tell the trainer why no batch can be generated, where :attr:`full`."""
+        """Return the error for a trainer that asks for a batch while :attr:`full`."""
         newest = max(self.batches)
         return (
             f"train first: {len(self.batches)} batches are out (delivered and not trained; the newest is {newest}), "
@@ -65,15 +65,15 @@ class Leases:
 
     @property
     def current(self) -> PolicyVersion:
-        """The present version."""
+        """The present policy version."""
         return self._clock.current
 
     def age(self, version: PolicyVersion) -> int:
-        """Weight updates between ``version`` and the training of the next batch."""
+        """Return the number of weight updates between ``version`` and the training of the next batch."""
         return self._clock.staleness(version) + len(self.batches)
 
     def commit(self, batch_ids: Iterable[int]) -> None:
-        """Record the tokens' ages of batches that were trained at the present version, and forget the batches."""
+        """Record the ages of the tokens in batches trained at the present version, then remove the batches."""
         for batch_id in batch_ids:
             for sample in self.batches.pop(batch_id):
                 for segment in sample.segments:
@@ -84,11 +84,11 @@ class Leases:
                         self._oldest = max(self._oldest, age)
 
     def through(self, batch_id: int) -> list[int]:
-        """The batches that are out, up to ``batch_id``."""
+        """Return the ids of the batches that are out, up to and including ``batch_id``."""
         return [b for b in self.batches if b <= batch_id]
 
     def recorded(self) -> dict[str, float]:
-        """Take the ages at training of the tokens in the batches committed since the last call."""
+        """Return metrics on the ages of the tokens in batches committed since the last call, and reset them."""
         if not self._generated:
             return {}
         record = {
@@ -100,57 +100,57 @@ class Leases:
 
 
 AHEAD = 8
-"""Most groups held, in units of the work that is wanted at a time, whatever ``max_staleness`` allows."""
+"""Limit on held groups, as a multiple of ``groups_at_a_time``, whatever ``max_staleness`` allows."""
 
 
 ROWS_COUNTED_AGAIN = 16
-"""Bytes of rows are counted when such a part of the held tokens has come or gone: counting looks at every sample."""
+"""Change of the held tokens, as 1 / n, after which the bytes of rows are counted again (this visits every sample)."""
 
 
 class Idle(StrEnum):
-    """Reasons for which a place stands empty."""
+    """Reasons why a place (a slot for a request in flight) is unused."""
 
     UPDATE = "update"
-    """A weight update: what was in flight ends, engines pause, load and resume."""
+    """A weight update is running: requests end, engines pause, load and resume."""
     PAUSE = "pause"
-    """Generation is paused, to load a state or by a trainer that changes the weights itself (AReaL)."""
+    """Generation is paused, to load a state or for a trainer that changes the weights itself (AReaL)."""
     EVALUATION = "evaluation"
-    """An evaluation has the place, or training waits for its end."""
+    """An evaluation uses the place, or training waits for it to end."""
     TRAINER = "trainer"
-    """No batch is asked for."""
+    """The trainer has not asked for a batch."""
     BOUND = "bound"
-    """``max_staleness``: with more work, some could not be trained in time."""
+    """``max_staleness`` allows no more work: some of it could not be trained in time."""
     STOP = "stop"
-    """The batch is complete; what else is in flight ends."""
+    """The batch is complete, and the remaining requests are being ended."""
     ENGINES = "engines"
-    """Work waits, and no engine takes it: full by its own measure, at rest, or quarantined."""
+    """Work is queued, but every engine is at its cap, resting or quarantined."""
     FUNCTIONS = "functions"
-    """A function has the place and has asked for nothing yet, or nothing is left but functions, to complete a batch."""
+    """A rollout function holds the place without a request yet, or only functions are left to complete the batch."""
     PROMPTS = "prompts"
-    """Prompts are being drawn, or have ended."""
+    """Prompts are being drawn, or the source has ended."""
     HELD = "held"
-    """So much is held already: ``max_held_tokens``, ``max_extras_bytes``, or several times what is wanted in work."""
+    """Too much is held: ``max_held_tokens``, ``max_extras_bytes`` or :data:`AHEAD` is reached."""
     OVER_SAMPLING = "over_sampling"
-    """N' groups are in work, and the refill mode adds none."""
+    """N' groups are in progress, and the refill mode adds no more."""
 
 
 class PartialBuffer:
-    """Groups by number, in the order in which they were drawn."""
+    """Holds the undelivered groups by number, in the order of drawing, and limits how many there are."""
 
     def __init__(self, settings: CoreSettings, leases: Leases) -> None:
         self.settings = settings
         self._leases = leases
         self.groups: dict[int, Group] = {}
         self.limit = Idle.BOUND
-        """The limit of the last :meth:`room`."""
+        """Reason that limited the result of the last :meth:`room`."""
         self.batch = settings.target
-        """The units of a batch."""
+        """Number of units in a batch."""
         self._whole_groups = settings.whole_groups
         self._per_group = settings.units_per_group
         self._rows_counted = 0, 0
-        """Held tokens, and bytes of held rows, when these were counted last."""
+        """(Held tokens, bytes of held rows) at the last count of the rows."""
         self.units = 0
-        """Held units: groups, or with a quorum samples that are neither delivered nor given up."""
+        """Number of held units: groups, or with a quorum samples that are neither delivered nor dropped."""
 
     def __len__(self) -> int:
         return len(self.groups)
@@ -159,23 +159,23 @@ class PartialBuffer:
         return iter(self.groups.values())
 
     def add(self, group: Group) -> None:
-        """A prompt was drawn."""
+        """Add the group of a drawn prompt."""
         self.groups[group.id] = group
         self.units += 1 if self._whole_groups else group.held
 
     def remove(self, group: Group) -> None:
-        """A group was settled."""
+        """Remove a group that is settled."""
         del self.groups[group.id]
         self.units -= self._whole_groups
 
     def changes(self, group: Group, by: int) -> None:
-        """So many more or fewer samples of a group are held."""
+        """Change the number of held samples of a group by ``by``."""
         group.held += by
         if not self._whole_groups:
             self.units += by
 
     def samples(self) -> Iterator[Sample]:
-        """Every held sample, oldest group first."""
+        """Yield every held sample, oldest group first."""
         for group in self.groups.values():
             for sample in group.samples:
                 if sample.state not in SETTLED:
@@ -183,7 +183,7 @@ class PartialBuffer:
 
     @property
     def attachment_bytes(self) -> int:
-        """Bytes in memory of all attachments that are held, each once."""
+        """Bytes of memory that all held attachments take, each counted once."""
         if not self.settings.attachments:
             return 0
         attached = (p.attachment for s in self.samples() for chain in s.chains for p in chain.attached)
@@ -191,13 +191,13 @@ class PartialBuffer:
 
     @property
     def extras_bytes(self) -> int:
-        """Bytes of all rows that are held."""
+        """Bytes of all held rows of extras."""
         if not self.settings.extras:
             return 0
         return sum(rows.nbytes for s in self.samples() for chain in s.chains for rows in chain.extras.values())
 
     def room(self, held_tokens: int) -> int:
-        """Prompts that may be drawn beyond what the step cannot do without; 0 while ``max_held_tokens`` or
+        """Return how many prompts may be drawn beyond those that the step needs; 0 while ``max_held_tokens`` or
         ``max_extras_bytes`` is reached."""
         most = self.settings.max_held_tokens
         if (most is not None and held_tokens >= most) or (self.settings.extras and self._full_of_rows(held_tokens)):
@@ -207,7 +207,7 @@ class PartialBuffer:
         return self._free(capacity)
 
     def _full_of_rows(self, held_tokens: int) -> bool:
-        """Return whether ``max_extras_bytes`` are held, by a count that is made anew when tokens have come or gone."""
+        """Return True if ``max_extras_bytes`` is reached, by a count that is renewed when the held tokens changed."""
         most = self.settings.max_extras_bytes
         if most is None:
             return False
@@ -218,7 +218,7 @@ class PartialBuffer:
 
     @property
     def fits(self) -> int:
-        """Prompts that may be drawn at all: with more, some could not be delivered in time."""
+        """Number of prompts that may be drawn at all; with more, some could not be delivered in time."""
         return self._free(self.capacity)
 
     def _free(self, capacity: int) -> int:
@@ -226,11 +226,11 @@ class PartialBuffer:
 
     @property
     def capacity(self) -> int:
-        """Most groups to be held, in every mode: more could not all be delivered in time."""
+        """Most groups that may be held in any mode; more could not all be delivered in time."""
         return self._most()[0]
 
     def _most(self) -> tuple[int, Idle]:
-        """The capacity, and what limits it."""
+        """Return the capacity in groups, and the reason that limits it."""
         s = self.settings
         if self._overbooked:
             return self._wanted, Idle.OVER_SAMPLING
@@ -246,49 +246,52 @@ class PartialBuffer:
 
     @property
     def _overbooked(self) -> bool:
-        """The settings want more in work than can be delivered in time: what they lose by that they want to lose."""
+        """True if the settings ask for more work than can be delivered in time, and so accept losing some of it."""
         s = self.settings
         return s.on_stale is not OnStale.FINISH and self._wanted > (s.delivery_bound + 1) * s.rollout_batch_size
 
     def age(self, sample: Sample) -> int:
-        """Weight updates between the sample's oldest token and the training of the next batch; 0 without tokens."""
+        """Return the weight updates from the sample's oldest token to the next batch's training; 0 without tokens."""
         oldest = self.oldest(sample)
         return 0 if oldest is None else self._leases.age(oldest)
 
     def oldest(self, sample: Sample) -> PolicyVersion | None:
-        """Version of its oldest token, those on running attempts included that a weight update has not cut."""
+        """Return the version of the sample's oldest token, tokens of attempts kept through a weight update included."""
         chains = sample.chains
-        oldest = chains[0].tape.oldest_version if len(chains) == 1 else sample.oldest_version  # a call less
+        oldest = chains[0].tape.oldest_version if len(chains) == 1 else sample.oldest_version  # saves a call
         if self.settings.on_weight_update is RESUBMIT or (sent := sample.submitted_under) is None:
             return oldest
         return oldest if sent == self._leases.current else min(sent, oldest or sent)
 
     @property
     def horizon(self) -> int:
-        """Slack from which on a group sets no deadline; with ``on_stale: drop`` only the last chance does."""
+        """Slack from which a unit sets no deadline; with ``on_stale: drop`` only a slack of 0 sets one."""
         s = self.settings
         if s.on_stale is OnStale.DROP:
             return 1
-        # what is held is delivered within so many steps, whatever max_staleness is
+        # all held units are delivered within this many steps, so larger slacks do not matter
         return max(1, min(s.delivery_bound - len(self._leases), self.units // self.batch + 1))
 
     def slack(self, unit: Unit) -> int:
-        """Batches after which its oldest token is too old; without tokens, as if that were of the present version."""
+        """Return the number of batches after which the unit's oldest token is too old.
+
+        A unit without tokens counts as if its oldest token had the present version.
+        """
         return self.bound(unit) - max(len(self._leases.batches), *map(self.age, unit.members))
 
     def bound(self, unit: Unit) -> int:
-        """Most weight updates between its oldest token and its training: that of when it was drawn."""
+        """Return the limit on the unit's staleness, as it was when its prompt was drawn."""
         group = unit if isinstance(unit, Group) else unit.group
         return min(group.bound, self.settings.max_staleness)
 
     def slacks(self) -> Iterator[tuple[Unit, int]]:
-        """Each unit with the number of batches after which it must have been delivered."""
+        """Yield each unit with the number of batches after which it must have been delivered."""
         s = self.settings
         for group in self:
             in_time = s.max_age - self._leases.age(group.drawn_under)
             for unit in (group,) if s.whole_groups else group.members:
                 slack, by_tokens = in_time, self.slack(unit)
-                # drop gives up what would be waited for; what is lost already is not, where that is no accident
+                # drop discards old samples instead of waiting; lost ones set no deadline where the settings accept that
                 if s.on_stale is not OnStale.DROP and (by_tokens >= 0 or not self._overbooked):
                     slack = min(slack, by_tokens)
                 if s.on_stale is not OnStale.FINISH and any(x.resumes > s.max_resumes for x in unit.members):
@@ -296,11 +299,11 @@ class PartialBuffer:
                 yield unit, slack
 
     def goes_first(self, unit: Unit) -> int:
-        """Order of complete units that the step does not owe: where steps do not wait, what is too old soonest."""
+        """Return the sort key of a complete unit without a deadline: its slack, or 0 with ``on_stale: finish``."""
         return 0 if self.settings.on_stale is OnStale.FINISH else self.slack(unit)
 
     def too_old(self) -> list[Sample]:
-        """Samples that exceed max_staleness, where the policy acts on held samples (restart, drop)."""
+        """Return the samples older than max_staleness if ``on_stale`` acts on held samples (restart, drop)."""
         if self.settings.on_stale not in (OnStale.RESTART, OnStale.DROP):
             return []
         return [s for s in self.samples() if self.age(s) > self.bound(s)]

@@ -1,7 +1,7 @@
-"""Accounts of the time between two deliveries: the trainer's, and that of every place.
+"""Measures how the trainer and the engines' places spend the time between two deliveries.
 
-Invariant: the trainer's seconds add up to ``step_s``, the shares of the places to 1. Whoever drives a core tells the
-time; nothing here reads a clock. :func:`bottleneck` says which side a step waited for, and what to change.
+Invariant: the trainer's seconds add up to ``step_s``, the shares of the places to 1. The caller passes the time;
+nothing here reads a clock. :func:`bottleneck` says which side a step waited for, and what to change.
 """
 
 from __future__ import annotations
@@ -19,27 +19,27 @@ from april.core.weight_updates import Phase
 
 
 class TrainerTime(StrEnum):
-    """Activities of the trainer as far as april sees them; the first that holds counts."""
+    """Activities of the trainer as april sees them; if several apply, the first one counts."""
 
     UPDATES = "update_s"
     EVALUATES = "evaluation_s"
     WAITS = "trainer_wait_s"
-    """A batch is asked for, and it has none to train on."""
+    """The trainer asks for a batch and has none to train on."""
     AHEAD = "asked_ahead_s"
-    """A batch is asked for, and earlier ones are out: it may train on those."""
+    """The trainer asks for a batch while earlier ones are untrained, so it may be training on those."""
     TRAINS = "train_s"
-    """A batch is out, and none is asked for, or none may be generated before an update."""
+    """A batch is untrained, and none is asked for or none may be generated before an update."""
     OTHER = "other_s"
 
 
-# names of the module: an enum's member costs 60 ns per use on Python 3.11, and these are used at every event
+# module-level names, as an enum member costs 60 ns per use on Python 3.11 and these are used at every event
 UPDATES, EVALUATES, WAITS = TrainerTime.UPDATES, TrainerTime.EVALUATES, TrainerTime.WAITS
 AHEAD, TRAINS, OTHER = TrainerTime.AHEAD, TrainerTime.TRAINS, TrainerTime.OTHER
 TRAINER_PARTS = (UPDATES, EVALUATES, TRAINS, OTHER)
-"""Time in which the trainer does something else than wait for rollouts."""
+"""Activities in which the trainer does not wait for rollouts."""
 
 UPDATE_PARTS = {
-    Phase.IDLE: "update_stop_s",  # it waits for an evaluation
+    Phase.IDLE: "update_stop_s",  # the update waits for an evaluation
     Phase.STOPPING: "update_stop_s",
     Phase.PAUSING: "update_pause_s",
     Phase.RECALLING: "update_pause_s",
@@ -49,27 +49,27 @@ UPDATE_PARTS = {
     Phase.RESTORING: "update_load_s",
     Phase.RESUMING: "update_resume_s",
 }
-"""Metric by how far an update is."""
+"""Metric that counts the time of each phase of a weight update."""
 SECONDS = ("step_s", *TrainerTime, *dict.fromkeys(UPDATE_PARTS.values()), "bound_wait_s", "rollout_wall_s")
 SHARES = ("engines_busy", *(f"idle_{cause}" for cause in Idle))
-"""Metrics that are shares of places x ``step_s``."""
+"""Metrics that are shares of (number of places x ``step_s``)."""
 
 
 class RunTimes:
-    """Call :meth:`look` after the events of each moment, and :meth:`delivered` where the Deliver is carried out.
+    """Computes the time metrics of each batch of a core.
 
-    Args:
-        core: all that happens to it is told, with times that never go back.
+    Call :meth:`look` after the events of each moment, and :meth:`delivered` when a Deliver command is executed, with
+    times that never decrease.
     """
 
     def __init__(self, core: RolloutCore) -> None:
         self._core, self._places = core, core.context.places
         self.places = 0
-        """Most samples in flight: ``max_in_flight``, or the engines' slots if they are fewer."""
+        """Number of places for samples in flight: ``max_in_flight``, or the engines' slots if they are fewer."""
         self.batches = 0
-        """Batches that were delivered."""
+        """Number of batches delivered."""
         self._began: float | None = None
-        """The last delivery, or the first request; None before that."""
+        """Time of the last delivery, or of the first request for a batch; None before that."""
         self._since = 0.0
         self._busy = self._evaluating = self._reserved = self._free = 0
         self._why: Idle = Idle.TRAINER
@@ -80,7 +80,7 @@ class RunTimes:
         self._engines_changed()
 
     def _engines_changed(self) -> None:
-        """Other engines, or another number of places: what passed before did so with the places there were then."""
+        """Update the number of places after engines or limits changed; time so far keeps the number it had."""
         core, before = self._core, self.places
         most = self._most = self._places.total
         self.places = min(most, sum(s.limits.max_in_flight or most for s in core.engines.states.values()))
@@ -92,7 +92,7 @@ class RunTimes:
     def _clear(self) -> None:
         self._place_s_before = self._rollout_place_s_before = 0.0
         self._busy_place_s = self._rollout_s = 0.0
-        # cells, as a dict's lookup by an enum's member costs more than all the rest
+        # one-element lists as cells, as looking up a dict by an enum member costs more than everything else here
         self._idle: dict[Idle, list[float]] = {cause: [0.0, 0.0] for cause in Idle}
         self._doing: dict[TrainerTime, list[float]] = {name: [0.0] for name in TrainerTime}
         self._updating: dict[Phase, list[float]] = {phase: [0.0] for phase in UPDATE_PARTS}
@@ -100,12 +100,12 @@ class RunTimes:
         self._enter()
 
     def _enter(self) -> None:
-        """The cells of what holds now."""
+        """Select the cells in which the time of the present state is counted."""
         self._idle_cell, self._trainer_cell = self._idle[self._why], self._doing[self._trainer]
         self._update_cell = self._updating[self._phase] if self._trainer is UPDATES else None
 
     def look(self, now_s: float) -> None:
-        """Something may have happened: what held until now is counted, and what holds from now on remembered."""
+        """Count the time since the last call for the state until now, then read the present state of the core."""
         core = self._core
         if self._began is not None:
             self._count(now_s)
@@ -117,7 +117,7 @@ class RunTimes:
             self._engines_changed()
         attempts, updates = core.context.attempts, core.updates
         self._evaluating = min(len(attempts.of_evaluations), self.places)
-        self._busy = min(len(core.attempts), self.places - self._evaluating)  # more, where there were more places
+        self._busy = min(len(core.attempts), self.places - self._evaluating)  # more may run from before a lower limit
         free = self.places - self._busy - self._evaluating
         self._reserved = min(len(self._places.reserved), free) if self._places.reserved else 0
         self._free = free - self._reserved
@@ -155,10 +155,10 @@ class RunTimes:
             self._reserved_cell[0] += self._reserved * passed
 
     def delivered(self, now_s: float) -> dict[str, float]:
-        """The metrics of the batch that is delivered now; what follows is of the next one."""
+        """Return the time metrics of the batch that is delivered now, and begin those of the next one."""
         self.batches += 1
         began = self._began
-        if began is None:  # there by the first request, out of a saved state
+        if began is None:  # the first request was answered at once, from a saved state
             began = self._since = now_s
         self._count(now_s)
         step_s = now_s - began
@@ -182,10 +182,10 @@ class RunTimes:
 
 
 def pace(steps: Iterable[Mapping[str, float]]) -> tuple[float, int]:
-    """Seconds that a batch takes the trainer, and how many more it asks for before it is done with one.
+    """Estimate the trainer's seconds per batch, and how many batches it asks for ahead.
 
-    ``steps``: metrics of batches. One that asks ahead is seen to train only where the next batch had to wait for it;
-    elsewhere it may have waited itself, and counts as one that takes little time.
+    ``steps`` are the metrics of batches. The training time of a trainer that asks ahead is visible only in steps where
+    the next batch had to wait for it; other steps count with little time, as the trainer may have waited itself.
     """
     steps = list(steps)
     if not steps:
@@ -194,14 +194,14 @@ def pace(steps: Iterable[Mapping[str, float]]) -> tuple[float, int]:
     slower = [step for step in steps if step.get(TRAINS, 0.0) > 0.01 * step["step_s"]] if ahead else []
     if 2 * len(slower) > len(steps):
         parts = (*TRAINER_PARTS, AHEAD)
-        # some of these have the rest of a batch and nearly all of the next one, which the others lack
+        # a slow step may contain parts of the training of two batches, time that other steps then lack
         means = (fmean(sum(step.get(part, 0.0) for part in parts) for step in some) for some in (slower, steps))
         return min(means), ahead
     return fmean(sum(step.get(part, 0.0) for part in TRAINER_PARTS) for step in steps), ahead
 
 
 def whole(steps: Iterable[Mapping[str, float]]) -> dict[str, float]:
-    """The times of several steps as if they were one: seconds are summed up, shares weighed by the time."""
+    """Return the times of several steps as if they were one: seconds are summed, shares weighted by time."""
     steps = list(steps)
     out = {name: sum((step[name] for step in steps), 0.0) for name in SECONDS}
     total = out["step_s"]
@@ -216,7 +216,7 @@ def _bubble(busy: float, most: float) -> float:
     return 1.0 - busy / most if most > 0 else 0.0
 
 
-# names of the module: an enum's member costs 60 ns per use on Python 3.11, and these are used at every event
+# module-level names, as an enum member costs 60 ns per use on Python 3.11 and these are used at every event
 UPDATE, PAUSE, EVALUATION, TRAINER, BOUND, STOP = (
     Idle.UPDATE, Idle.PAUSE, Idle.EVALUATION, Idle.TRAINER, Idle.BOUND, Idle.STOP,
 )  # fmt: skip
@@ -225,7 +225,7 @@ STEPWISE = GenerationMode.STEPWISE
 
 
 def why_idle(core: RolloutCore) -> Idle:
-    """Return why an unused place stays empty between two events."""
+    """Return the reason why a place is unused in the present state of the core."""
     updates, queue = core.updates, core.over_sampler
     evaluates = bool(core.context.evaluations)
     if updates.running or updates.half_updated is not None:
@@ -235,7 +235,7 @@ def why_idle(core: RolloutCore) -> Idle:
     if evaluates and core.settings.generation is STEPWISE:
         return EVALUATION
     step = core.step
-    if step is None or core.context.failure is not None:  # a failure is told with the next request
+    if step is None or core.context.failure is not None:  # a failure is reported with the next request
         return TRAINER
     if core.train_first:
         return BOUND
@@ -253,9 +253,9 @@ def why_idle(core: RolloutCore) -> Idle:
 
 
 LITTLE = 0.1
-"""Share of a step below which waiting is not worth a word."""
+"""Share of a step below which waiting is not mentioned."""
 TURNS = 0.25
-"""Share for which each side must wait for the other to say that they take turns."""
+"""Share of a step that each side must wait for the other before the text says that they take turns."""
 PARTS = {
     "update_stop_s": "until nothing was in flight",
     "update_pause_s": "to pause the engines",
@@ -263,15 +263,15 @@ PARTS = {
     "update_load_s": "to load",
     "update_resume_s": "to resume the engines",
 }
-"""The parts of a weight update in words."""
+"""Text for the parts of a weight update, by metric."""
 
 
 Fits = Callable[..., bool]
-"""Tells whether settings (by name, with a value to try) may be changed where the run is."""
+"""Returns True if the run would accept the settings that are passed by name with new values."""
 
 
 def bottleneck_of(steps: Sequence[Mapping[str, float]], settings: CoreSettings) -> str:
-    """Say what several steps waited for; the first one, which has the start-up, counts only where it is alone."""
+    """Return the bottleneck of several steps as a sentence; the first one, with the start-up, counts only if alone."""
     return bottleneck(whole(steps[1:] or steps), settings, first=len(steps) == 1)
 
 
@@ -279,10 +279,11 @@ def bottleneck(
     times: Mapping[str, float], settings: CoreSettings, fits: Fits | None = None, blocking: str = "", *,
     first: bool = False,
 ) -> str:  # fmt: skip
-    """``times``: of :class:`.run_times.RunTimes`, or of several steps (``whole``). Empty if they took no time.
+    """Return a sentence on what a step waited for and what to change; empty if the step took no time.
 
-    ``fits``: nothing that it refuses is advised; None: what the engines allow is not known. ``blocking``: the function
-    that blocked the loop for most of ``loop_blocked_s``. ``first``: of the first batch, for which everything waits.
+    ``times`` come from :class:`RunTimes`, or from :func:`whole` for several steps. Settings that ``fits`` refuses are
+    not advised; None means that the engines' abilities are unknown. ``blocking`` names the function that blocked the
+    event loop for most of ``loop_blocked_s``. ``first`` is True for the first batch, which includes the start-up.
     """
     step = times["step_s"]
     if step <= 0.0:
@@ -296,11 +297,11 @@ def bottleneck(
         )
     waited, ahead = times[TrainerTime.WAITS], times[TrainerTime.AHEAD]
     stepwise = settings.generation is GenerationMode.STEPWISE
-    if ahead > waited:  # what it does meanwhile nobody knows; but no batch has waited for it
+    if ahead > waited:  # april cannot see whether the trainer is busy meanwhile, but no batch waited for it
         starved = times[TrainerTime.TRAINS] < LITTLE * step
-    else:  # stepwise, one waits while the other works
+    else:  # stepwise, the trainer always waits while the engines work
         starved = waited >= (0.5 if stepwise else LITTLE) * step
-    # where updates or evaluations took longer, faster engines would not help
+    # if updates or evaluations took longer, faster engines would not help
     starved = starved and max(waited, ahead) >= max(times[TrainerTime.UPDATES], times[TrainerTime.EVALUATES])
     turns = times["idle_trainer"] + times["idle_update"]
     if first:
@@ -342,19 +343,22 @@ def _trainer_side(times: Mapping[str, float]) -> str:
 
 
 class _Advice(NamedTuple):
-    """The changes that can be advised."""
+    """Filters advice: leaves out changes that the run would refuse or that april makes by itself."""
 
     settings: CoreSettings
     fits: Fits | None
 
     def of(self, words: str, *, known: bool = False, **change: object) -> str:
-        """``words``, if the change would be taken (``known``: only engines tell), and is not of what april chooses."""
+        """Return ``words`` if the change is possible and not of a setting in ``auto``; else an empty string.
+
+        ``known`` marks a change that only the engines can allow, so that it is not advised without ``fits``.
+        """
         refused = known if self.fits is None else not self.fits(**change)
         return "" if refused or change.keys() & set(self.settings.auto) else words
 
 
 def _engines(times: Mapping[str, float], advice: _Advice, *, starved: bool) -> str:
-    """``starved``: the trainer waits for them, so what keeps them idle is worth a change."""
+    """Return how busy the engines were and why not; advice only if the trainer waited for them (``starved``)."""
     idle = {cause: times[f"idle_{cause}"] for cause in Idle}
     total = sum(idle.values())
     cause = max(idle, key=lambda c: idle[c])
@@ -370,7 +374,7 @@ def _engines(times: Mapping[str, float], advice: _Advice, *, starved: bool) -> s
 
 
 def _reason(cause: Idle, advice: _Advice) -> tuple[str, str]:
-    """Say why places stood empty, and what to change, if anything."""
+    """Return the text for why places were unused, and advice on what to change (may be empty)."""
     s, more = advice.settings, advice.of
     held = s.max_held_tokens
     return {
@@ -412,5 +416,5 @@ def _of(seconds: float, step: float) -> str:
 
 
 def _seconds(seconds: float, step: float) -> str:
-    """With as many digits as the step deserves."""
+    """Format seconds with a precision that suits the length of the step."""
     return f"{seconds:.{0 if step >= 100 else 1 if step >= 10 else 2 if step >= 1 else 4}f}"

@@ -1,4 +1,4 @@
-"""Sampling parameters, and what is left of their budgets after a cut."""
+"""Sampling parameters of requests, and the parameters that continue an interrupted response."""
 
 from __future__ import annotations
 
@@ -8,29 +8,29 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 
 GAP = "\ufffd"
-"""Stands in decoded text for bytes that are no character, or not yet."""
+"""Replacement character, which decoders write for bytes that are not a complete character (yet)."""
 
 
 def stop_id_of(text: str) -> str:
-    """Say what to do about a token that was given as text."""
+    """Return advice for a user who named a stop token by its text instead of its id."""
     return f"a token is named by its id: tokenizer.convert_tokens_to_ids({text!r}); text that ends a response is stop"
 
 
 class LogprobKind(StrEnum):
-    """Distributions that log-probabilities may be of."""
+    """Distributions from which an engine may take its log-probabilities."""
 
     TEMPERATURE = "temperature"
-    """log_softmax(logits / T), before top-p and friends."""
+    """log_softmax(logits / T), before top-p and similar filters."""
     PROCESSED = "processed"
     """The distribution that was really sampled from."""
     RAW = "raw"
     """log_softmax(logits), whatever the temperature."""
     UNKNOWN = "unknown"
-    """The server does not say and could not be asked; right only where all kinds agree (temperature 1, no top-p)."""
+    """The server does not tell the kind; usable only where all kinds agree (temperature 1, no top-p)."""
 
     @property
     def follows_temperature(self) -> bool:
-        """True for log_softmax(logits / T) at every T > 0, as long as nothing else shapes the distribution."""
+        """True if it equals log_softmax(logits / T) at every T > 0 when no other parameter shapes the distribution."""
         return self in (LogprobKind.TEMPERATURE, LogprobKind.PROCESSED)
 
 
@@ -45,9 +45,9 @@ class SamplingParams:
         top_p: nucleus mass in (0, 1].
         stop_token_ids: ids that end the response, EOS included; the id itself is kept in the tokens.
         seed: seed of this request, or None for the engine's own stream.
-        banned_ids: ids that are never sampled, as they stand in prompts for what is no token, such as an image. The
-            log-probabilities of all others stay what they would be without a ban, where the engine can say those.
-        stop: strings that end the response once its text has them; april's affair, engines never see them.
+        banned_ids: ids that must not be sampled, as they are placeholders in prompts, for an image for example. The
+            log-probabilities of all other ids stay as without the ban, if the engine can return those.
+        stop: strings that end the response once its text contains one; april finds them, engines never see them.
     """
 
     max_tokens: int
@@ -60,7 +60,7 @@ class SamplingParams:
     banned_ids: tuple[int, ...] = ()
 
     def after(self, tokens_held: int, seed: int | None) -> SamplingParams:
-        """Parameters for the rest of a response of which ``tokens_held`` tokens are there."""
+        """Return the parameters for the rest of a response of which ``tokens_held`` tokens exist already."""
         return SamplingParams(
             self.max_tokens - tokens_held,
             max(0, self.min_tokens - tokens_held),
@@ -73,17 +73,17 @@ class SamplingParams:
         )
 
     def capped(self, max_tokens: int) -> SamplingParams:
-        """Parameters with another token budget (min_tokens never exceeds it)."""
+        """Return the parameters with another token budget (min_tokens never exceeds it)."""
         if self.max_tokens == max_tokens >= self.min_tokens:
             return self
         return replace(self, max_tokens=max_tokens, min_tokens=min(self.min_tokens, max_tokens))
 
 
 def attempt_seed(run_seed: int, group: int, index: int, token_offset: int, restarts: int = 0, chain: int = 0) -> int:
-    """Seed of one attempt, in [0, 2**63).
+    """Return the seed of one attempt, in [0, 2**63).
 
-    Another offset gives another stream, so a resume repeats nothing; so does another begin from nothing (``restarts``),
-    or a response that failed would fail in the same way again; and so does another conversation of the sample.
+    The seed differs by token offset, so that a resumed response does not repeat random numbers; by ``restarts``, so
+    that a failed response does not fail in the same way again; and by conversation (``chain``) of the sample.
     """
     text = f"{run_seed}/{group}/{index}/{token_offset}"
     if restarts:
@@ -94,7 +94,7 @@ def attempt_seed(run_seed: int, group: int, index: int, token_offset: int, resta
 
 
 def wrong_stop_strings(stop: Sequence[str]) -> str | None:
-    """Describe what cannot be a stop string; None means that all can."""
+    """Describe the first invalid stop string; None if all are valid."""
     for text in stop:
         if not isinstance(text, str):
             return f"stop strings must be strings, got {text!r}"

@@ -1,7 +1,7 @@
-"""Sealed states: a checksum over the whole, so that one that was changed on its way is not gone on from.
+"""Seals saved states with a checksum, so that a state that was changed on its way to disk and back is refused.
 
-Invariant: the checksum is that of the values. It outlives whatever keeps them: another order in dicts, tuples that come
-back as lists, arrays that come back as lists of their numbers, numbers as keys that come back as text.
+Invariant: the checksum depends on the values only, not on the file format: it is the same after dicts change their
+order, tuples become lists, arrays become lists of numbers, and numeric keys become text.
 """
 
 from __future__ import annotations
@@ -15,23 +15,23 @@ from typing import Any
 from april.errors import CheckpointError
 
 FORMAT = 2
-"""The format of everything that april saves; grows when an older april could not read it."""
+"""Format number of everything that april saves; it grows when older versions cannot read the new format."""
 LARGEST_ARRAY = 1 << 20
-"""Bytes of an array in a prompt's data, above which it is not looked at."""
+"""Size in bytes above which an array in a prompt's data gets no checksum."""
 State = dict[str, Any]
 
 
 def seal(kind: str, content: Mapping[str, Any]) -> State:
-    """``content`` as a state of this kind.
+    """Return ``content`` as a sealed state of this kind.
 
-    Mappings in it may have ``data`` of the user's; ``unchecked`` beside it names the entries that are not plain values,
-    and those are left out of the checksum.
+    Mappings in it may have the user's ``data``; an ``unchecked`` entry next to it names the entries of ``data`` that
+    are not plain values, which are left out of the checksum.
     """
     return {"april": kind, "format": FORMAT, "checksum": checksum(kind, content), **content}
 
 
 def require_sealed(kind: str, state: Any) -> None:
-    """Raise CheckpointError for a state that is none, is of another kind or format, or was changed."""
+    """Raise CheckpointError if ``state`` is not a sealed state of this kind and format, or was changed."""
     if not isinstance(state, Mapping) or "april" not in state:
         raise CheckpointError("this is not a state that april's state_dict() gave")
     if state.get("format") != FORMAT:
@@ -53,18 +53,18 @@ def require_sealed(kind: str, state: Any) -> None:
 
 
 class NotPlain(TypeError):
-    """A value of which nobody knows whether it is still the same."""
+    """Raised for a value of a type for which no checksum can be computed."""
 
 
 def checksum(kind: str, content: Any) -> str:
-    """32 hex digits over everything in ``content``; raises NotPlain for what is no plain value."""
+    """Return the checksum of ``content`` as 32 hex digits; raises NotPlain if a value is not plain."""
     digest = hashlib.blake2b(kind.encode(), digest_size=16)
     _add(content, digest.update)
     return digest.hexdigest()
 
 
 def is_plain(value: Any) -> bool:
-    """True for values with a checksum: numbers, strings, bytes, None, and lists, dicts and small arrays of them."""
+    """Return True if a value has a checksum: a number, string, bytes, None, or a list, dict or small array of these."""
     try:
         _add(value, lambda piece: None)
     except (NotPlain, RecursionError):
@@ -91,7 +91,7 @@ def _add(value: Any, put: Callable[[Any], None]) -> None:
 
 
 def _scalar(value: Any) -> bytes | None:
-    """A number, a string or None; a float that is a whole number is the same as the int."""
+    """Return the bytes to hash for a number, string or None, else None; an integral float is hashed like the int."""
     if value is None:
         return b"N"
     if isinstance(value, str):
@@ -120,16 +120,16 @@ def _add_mapping(value: Mapping[Any, Any], put: Callable[[Any], None]) -> None:
 
 
 def data_out(data: Mapping[Any, Any]) -> tuple[State, list[str]]:
-    """A prompt's data for a state, and the names of its entries that have no checksum.
+    """Return a prompt's data for a state, and the names of its entries that have no checksum.
 
-    Those that have are copies: functions may go on writing into theirs while the state is on its way to the disk.
+    Entries with a checksum are copies, as the user's functions may change theirs before the state is written to disk.
     """
     out, unchecked = {}, []
     for name, value in data.items():
         plain = is_plain(name) and is_plain(value)
         try:
             out[name] = deepcopy(value) if plain else value
-        except Exception:  # a tensor in the middle of a graph has no copy
+        except Exception:  # a tensor that is part of an autograd graph cannot be copied
             out[name], plain = value, False
         if not plain:
             unchecked.append(_text(name))
@@ -141,7 +141,7 @@ def _key(key: Any) -> bytes:
 
 
 def _text(key: Any) -> str:
-    """As JSON writes it."""
+    """Return a mapping's key as JSON writes it."""
     if isinstance(key, bool) or key is None:
         return {True: "true", False: "false", None: "null"}[key]
     return key if isinstance(key, str) else str(key)

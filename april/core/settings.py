@@ -1,4 +1,4 @@
-"""Settings of the core, checked by :class:`april.config.Config` before it gets here."""
+"""Settings of the core, already checked by :class:`april.config.Config`, and limits of engines."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from april.core.types import (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CoreSettings:
-    """Settings of the state machine; the names are those of the configuration."""
+    """Settings of the core, under their names in the configuration."""
 
     rollout_batch_size: int
     n_samples_per_prompt: int
@@ -27,10 +27,10 @@ class CoreSettings:
     max_response_len: int
     max_in_flight: int
     group_quorum: float = 1.0
-    """Share of a group's samples that, finished, make the finished ones deliverable; 1: groups are delivered whole."""
+    """Share of a group's samples that must finish before its finished samples are deliverable; 1: whole groups only."""
     on_failed_sample: OnFailedSample = OnFailedSample.DROP_GROUP
     min_group_size: int = 1
-    """With on_failed_sample: shrink, fewest samples of a group."""
+    """Fewest samples of a group, with on_failed_sample: shrink."""
     generation: GenerationMode = GenerationMode.STEPWISE
     on_weight_update: OnWeightUpdate = OnWeightUpdate.RESUBMIT
     refill: Refill = Refill.NONE
@@ -39,94 +39,96 @@ class CoreSettings:
     attachments: tuple[str, ...] = ()
     """Kinds of attachments that prompts may have; every engine must take them."""
     extras: tuple[str, ...] = ()
-    """Names of the rows that engines give with the tokens of training; every engine must give them."""
+    """Names of the per-token arrays that every engine must return with the tokens of training."""
     max_age: int = 24
-    """Weight updates after which a group goes first and the step waits for it, whatever on_stale says."""
+    """Number of weight updates after which a group goes first and the step waits for it, whatever on_stale says."""
     max_resumes: int = 100
-    """Attempts that continued one sample, after which the same holds, unless on_stale is finish."""
+    """Number of attempts that continued one sample, after which its group is treated in the same way, unless on_stale
+    is finish."""
     on_long_prompt: OnLongPrompt = OnLongPrompt.ERROR
     on_data_end: OnDataEnd = OnDataEnd.SHORT
     max_chains: int = 64
-    """Conversations that a sample has at most."""
+    """Most conversations of a sample."""
     max_sample_tokens: int | None = None
-    """Tokens that all of them together may generate at most."""
+    """Most tokens that all conversations of a sample may generate together; None means no limit."""
     max_held_tokens: int | None = None
-    """Held tokens from which on no prompt is drawn beyond what the step needs."""
+    """Number of held tokens from which no prompts are drawn beyond those that the step needs; None means no limit."""
     max_extras_bytes: int | None = None
-    """Bytes of held rows (extras) from which on the same holds."""
+    """Bytes of held extras from which no prompts are drawn beyond those that the step needs; None means no limit."""
     group_reward: bool = False
     has_reward: bool = True
     has_filter: bool = False
     max_filtered_groups: int = 1000
-    """Groups that the filter rejected in a row, without one accepted, after which the step fails."""
+    """Number of groups that the filter may reject in a row before the step fails."""
     max_attempt_failures: int = 3
-    """Failures of a sample (attempts in a row at the same token; or its functions, in all) that give its group up."""
+    """Number of failures after which a sample fails for good: attempts in a row at the same token, or all failures of
+    its functions."""
     retry_pause_s: float = 0.0
-    """Pause before a reward function or filter that failed is asked again, the first time; 0 means no pause."""
+    """Seconds before the first retry of a failed reward function or filter; 0 means no pause."""
     max_failed_groups: int = 8
-    """Groups that failed in a row, without one completed, after which the step fails."""
+    """Number of groups that may fail in a row before the step fails."""
     abort_deadline_s: float = 30.0
     abort_resend_s: float = 1.0
     outage_deadline_s: float = 600.0
-    """Longest wait while no engine is well and has the current weights, after which the step fails."""
+    """Seconds without a healthy engine with the current weights after which the step fails."""
     auto: tuple[Work, ...] = ()
-    """Settings that change while the run goes on; what the others say holds for all of it."""
+    """Settings that april may change during a run; all others are fixed."""
     max_off_policy_share: float = 1.0
-    """The largest off-policy share with which ``auto`` chooses; the core itself does not look at it."""
+    """Largest off-policy share that ``auto`` may choose; the core itself does not use it."""
     run_seed: int = 0
     run_id: int = 0
-    """Makes attempt ids unique between runs; decides nothing."""
+    """Number in attempt ids that makes them unique between runs; it has no other effect."""
 
     @property
     def whole_groups(self) -> bool:
-        """True when a batch counts groups; else it counts samples."""
+        """True if a batch counts groups; False if it counts samples."""
         return self.group_quorum == 1.0 and Work.QUORUM not in self.auto
 
     @property
     def units_per_group(self) -> int:
-        """The units of a prompt: 1 group, or its samples."""
+        """Number of units per prompt: 1 (the group), or its samples."""
         return 1 if self.whole_groups else self.n_samples_per_prompt
 
     @property
     def target(self) -> int:
-        """The units of a batch: N groups, or N * n samples."""
+        """Number of units in a batch: N groups, or N * n samples."""
         return self.rollout_batch_size * self.units_per_group
 
     def quorum(self, size: int) -> int:
-        """Finished samples that make a group of ``size`` complete: all, or ceil(quorum * n), at least 3."""
+        """Return how many finished samples make a group of ``size`` complete: all, or ceil(quorum * n), at least 3."""
         if self.whole_groups:
             return size
         return min(size, quorum_of(self.group_quorum, self.n_samples_per_prompt))
 
     @property
     def groups_wanted(self) -> int:
-        """Groups in work at the start of a step: N', or as many portions of N' as reach N."""
+        """Number of groups in progress at the start of a step: N', or the smallest multiple of N' that reaches N."""
         target, portion = self.rollout_batch_size, self.over_sampling_batch_size
         return portion if portion >= target else -(-target // portion) * portion
 
     @property
     def groups_at_a_time(self) -> int:
-        """Groups that are to be in work at once: those, or what fills ``max_in_flight``."""
+        """Number of groups in progress at a time: ``groups_wanted``, or more if needed to fill ``max_in_flight``."""
         return max(self.groups_wanted, -(-self.max_in_flight // self.n_samples_per_prompt))
 
     @property
     def delivery_bound(self) -> int:
-        """With on_stale: finish, weight updates within which every group is delivered."""
+        """Number of weight updates within which every group is delivered, with on_stale: finish."""
         return min(self.max_staleness, self.max_age)
 
 
 LEAST_QUORUM = 3
-"""Finished responses of a group: with one of them left out, two make a baseline."""
+"""Smallest quorum: without the response itself, two others remain for its baseline."""
 
 
 def quorum_of(share: float, n_samples: int) -> int:
-    """k = ceil(share * n), where rounding does not make 0.3 * 10 more than 3."""
+    """Return k = ceil(share * n), rounded first so that 0.3 * 10 gives 3."""
     return math.ceil(round(share * n_samples, 9))
 
 
 @dataclass(frozen=True, slots=True)
 class EngineLimits:
-    """The limits and properties of an engine that the core must know."""
+    """Limits and abilities of an engine that the core must know."""
 
     name: str
     max_context: int
@@ -134,18 +136,20 @@ class EngineLimits:
     eos_token_ids: tuple[int, ...] = ()
     logprob_kind: str = "temperature"
     vocab_size: int = 2**31 - 1
-    """Token ids are below."""
+    """Size of the vocabulary; all token ids are smaller."""
     unverified: bool = False
-    """The engine does not show which weights it has."""
+    """True if the engine cannot report which weights it has."""
+    first_unverified: bool = False
+    """True if the engine cannot report which weights it has before the first weight update."""
     remote: bool = False
-    """A server: it may be started anew, and is asked for its weights and its load while it works."""
+    """True for a server, which may be restarted and is probed for its weights and load while it works."""
     own_weights: bool = False
-    """No server, and yet its weights are not the trainer's own."""
+    """True for an engine that is no server and still has weights of its own, apart from the trainer's."""
     in_flight_updates: tuple[OnWeightUpdate, ...] = ()
-    """What its requests in flight may do at a weight update, besides being cut."""
+    """Policies besides ``resubmit`` that it supports for requests in flight at a weight update."""
     attachments: tuple[str, ...] = ()
-    """Kinds of attachments that it takes."""
+    """Kinds of attachments that it accepts."""
     extras: tuple[str, ...] = ()
-    """Names of the rows that it can give with its tokens."""
+    """Names of the per-token arrays that it can return with its tokens."""
     written: bool = False
-    """An update of an earlier run may have written its weights: they are not those of the start."""
+    """True if an earlier run may have written its weights: they belong to no version before the first update."""

@@ -1,13 +1,13 @@
-"""Snapshots: everything that crosses a restart, as plain numbers, strings, bytes, lists and dicts.
+"""Snapshots of a core: writes its state as plain numbers, strings, bytes, lists and dicts, and restores it.
 
-Invariant: a core restored from a snapshot holds every token and every prompt that the snapshotted one held, those of
-attempts in flight and of batches the trainer has not trained on included; what was delivered and trained is not in it.
+Invariant: a restored core holds every token and every prompt that the saved core held, those of attempts in flight and
+of untrained batches included; samples that were delivered and trained are not in a snapshot.
 
-Tokens are little-endian bytes (int32), log-probabilities too (float32); None where there are none, as ``torch.load``
-does not read empty bytes. ``data`` of a prompt is stored as it was given.
+Tokens are stored as little-endian int32 bytes, log-probabilities as float32 bytes; None if empty, as ``torch.load``
+cannot read empty bytes. ``data`` of a prompt is stored as it was given.
 
-The way back believes nothing of a state before it was checked, each number as if it came from an engine; a state is
-refused if the present settings promise what cannot be kept for all that it holds.
+``restore`` checks every number of a state as if it came from an engine, and refuses a state whose samples cannot be
+handled as the present settings promise.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from april.core.attachments import Attachment, Extras, Placed, Rows, joined, rows_of
+from april.core.attachments import Attachment, Extras, Placed, Rows, joined, note_layout, rows_of, wrong_rows
 from april.core.completion_monitor import Unit
 from april.core.engine_table import EngineTable
 from april.core.events import WorkChanged
@@ -57,23 +57,23 @@ from april.core.types import (
 from april.core.versions import FIRST_VERSION, PolicyVersion, VersionClock
 from april.errors import CheckpointError, InvariantError
 
-# -------------------------------------------------------------------- taking
+# -------------------------------------------------------------------- saving
 
 
 def take(core: RolloutCore, trained_through: int | None) -> State:
-    """The state of ``core``; it is not changed.
+    """Return the state of ``core`` as a snapshot, without changing the core.
 
     Args:
-        core: at any time, also in the middle of a step.
-        trained_through: number of the last batch that the trainer's checkpoint has trained on (-1: none). Later
-            batches, delivered or not, are part of the state. None means the last committed batch. The state's version
-            is that of weights trained on it: one update later for every batch up to it that is still out.
+        core: core to save, at any time, also in the middle of a step.
+        trained_through: id of the last batch that the trainer's checkpoint was trained on (-1: none). Later batches
+            are part of the state, delivered or not. None means the last committed batch. The version in the state
+            counts one more update for every batch up to this one that is not committed yet.
 
     Raises:
-        CheckpointError: no such batch, or a later one is already committed.
+        CheckpointError: there is no such batch, or a later one is already committed.
     """
     context = core.context
-    # batches are committed in any order
+    # batches may be committed in any order
     newest_committed = next((b for b in range(context.batches - 1, -1, -1) if b not in core.leased), -1)
     last = newest_committed if trained_through is None else trained_through
     if isinstance(last, bool) or not isinstance(last, int) or not -1 <= last < context.batches:
@@ -92,13 +92,13 @@ def take(core: RolloutCore, trained_through: int | None) -> State:
         tokens.delivered -= sample.generated
         lengths.trained.add(sample.generated, -1)
     back = set(again)
-    # in the order in which they are to be delivered
+    # samples in the order in which they will be delivered
     ready = [*again, *(sample for unit in core.monitor for sample in unit.members)]
     groups = {sample.id.group: sample.group for sample in ready}
     prompts.delivered -= sum(number not in core.buffer.groups for number in groups)
     groups |= {group.id: group for group in core.buffer if group.ready}
     held = {sample.group.id: sample.group for sample in ready} | core.buffer.groups
-    # what attempts in flight have is observed the moment it is written down
+    # tokens of attempts in flight are in no ledger yet; in the snapshot they count as observed
     for attempt in core.attempts.values():
         tape = attempt.tape.sure()
         tokens.observe(tape.parsed)
@@ -108,7 +108,7 @@ def take(core: RolloutCore, trained_through: int | None) -> State:
         if attempt.lost_for is not None:
             tokens.drop(tape.count, attempt.lost_for)
     current = core.clock.current
-    # what the weight updates that follow from these batches would have announced
+    # the version after the weight updates for the batches that the checkpoint was trained on
     current = current._replace(n=current.n + len(core.leased) - len(untrained))
     return {
         "settings": settings_out(core),
@@ -129,7 +129,7 @@ def take(core: RolloutCore, trained_through: int | None) -> State:
 
 
 def _attachments_out(groups: Iterable[Group]) -> State:
-    """Every attachment once, by digest: its bytes, where anybody holds them, or the path of the file that has them."""
+    """Return every attachment once, by digest, with its bytes if they are in memory and the path of its file if any."""
     chains = (chain for group in groups for sample in group.samples for chain in sample.chains)
     placed = itertools.chain((p for g in groups for p in g.prompt.attached), (p for c in chains for p in c.attached))
     return {
@@ -143,7 +143,7 @@ def _attached_out(attached: Iterable[Placed]) -> list[Any]:
 
 
 def _group_out(group: Group, back: Collection[Sample]) -> State:
-    """``back``: samples that were delivered and are to be delivered once more."""
+    """Return a group as plain values; ``back`` are delivered samples that will be delivered again after a restart."""
     prompt = group.prompt
     data, unchecked = data_out(prompt.data)
     return {
@@ -189,10 +189,10 @@ def _chain_out(chain: Chain) -> State:
     attempt = call.attempt if call is not None else None
     if attempt is not None and attempt.lost_for is None:
         tape, came = TokenTape(tape.tokens, tape.logprobs, list(tape.segments)), attempt.tape.sure()
-        tape.add_attempt(came, attempt.id, attempt.engine, attempt.sampling.temperature, attempt.over)
+        tape.add_attempt(came, attempt.id, attempt.engine, attempt.request.sampling.temperature, attempt.over)
         extras = joined(extras, came.extras) if came.count else extras
         if came.stopped and open_start is not None:
-            # complete, and only the engine does not know yet
+            # the response is complete; only the engine has not ended the request yet
             calls.append(RecordedCall(open_start, len(tape), FinishReason.STOP))
             open_start = None
     state: State = {
@@ -214,13 +214,13 @@ def _chain_out(chain: Chain) -> State:
 
 
 def rows_out(extras: Extras) -> State:
-    """Rows by name as plain data: [type, shape, bytes]."""
+    """Return rows by name as plain values: [number type, shape, bytes]."""
     little = {name: rows.astype(rows.dtype.newbyteorder("<"), copy=False) for name, rows in extras.items()}
     return {name: [rows.dtype.str, list(rows.shape), rows.tobytes()] for name, rows in little.items()}
 
 
 def rows_in(state: Sequence[Any]) -> Rows:
-    """Rows of one name out of that; raises ValueError for what are none."""
+    """Return the rows of one name from their plain form; raises ValueError if they are not numbers."""
     dtype, shape, data = state
     kind = np.dtype(_text(dtype))
     if kind.kind not in "iuf" or not isinstance(data, bytes):
@@ -234,18 +234,18 @@ def _packed(array: Any, dtype: str) -> bytes | None:
 
 
 def without_held(ledger: Ledger) -> State:
-    """The counts of a ledger; what is held follows from the rest of a state."""
+    """Return the counts of a ledger except ``held``, which is recounted when a state is restored."""
     return {name: count for name, count in ledger.as_dict().items() if name != "held"}
 
 
 REFUSED = {"n_samples_per_prompt": "n_samples_per_prompt", "run_seed": "seed"}
-"""Settings that must not change over a restart, and their names in the configuration."""
+"""Settings that must not change over a restart, with their names in the configuration."""
 PLANNED = ("rollout_batch_size", "max_staleness", "max_age", "max_resumes", "on_stale", "group_quorum", "auto")
-"""Settings on which it depends what can be delivered in time."""
+"""Settings that determine which held samples can still be delivered in time."""
 
 
 def settings_out(core: RolloutCore) -> State:
-    """The settings of ``core`` for a snapshot, with what its engines have in common."""
+    """Return the settings of ``core`` for a snapshot, with the common properties of its engines."""
     s = core.settings
     values = {f.name: getattr(s, f.name) for f in fields(s) if f.name != "run_id"}
     plain = {name: str(value) if isinstance(value, str) else value for name, value in values.items()}
@@ -254,7 +254,7 @@ def settings_out(core: RolloutCore) -> State:
 
 
 def changed_settings(core: RolloutCore, state: State) -> dict[str, tuple[Any, Any]]:
-    """Settings that have changed since the snapshot was taken: what they were, what they are."""
+    """Return the settings that have changed since the snapshot was taken, by name: (saved value, present value)."""
     saved, now = state["settings"], settings_out(core)
     return {name: (saved[name], now[name]) for name in now if name in saved and saved[name] != now[name]}
 
@@ -262,14 +262,14 @@ def changed_settings(core: RolloutCore, state: State) -> dict[str, tuple[Any, An
 def restore(core: RolloutCore, state: State) -> None:
     """Put a snapshot into a fresh core, which begins a new incarnation of the policy version.
 
-    No engine is used before a WeightsUpdated event says that it has that version.
+    No engine is used before it has confirmed that it loaded that version.
 
-    Finished samples stay finished. The rollout functions of all others start again; what their calls had generated is
+    Finished samples stay finished. The rollout functions of all others start again, and their earlier calls are
     answered from the tape.
 
     Raises:
-        CheckpointError: the core is not fresh; or the state is not one of april's, is damaged, or cannot be gone on
-            from under these settings or before these engines.
+        CheckpointError: the core is not fresh; or the state is not one of april's, is damaged, or cannot be continued
+            with these settings or engines.
     """
     require_fresh(core)
     try:
@@ -288,14 +288,14 @@ def restore(core: RolloutCore, state: State) -> None:
 
 
 def require_fresh(core: RolloutCore) -> None:
-    """Raise CheckpointError for a core that has done something already."""
+    """Raise CheckpointError for a core that has already drawn prompts, run a step or updated weights."""
     context = core.context
     if context.groups_drawn or context.batches or core.step is not None or core.clock.current != FIRST_VERSION:
         raise CheckpointError("a state is loaded before the first batch and weight update; make a new scheduler")
 
 
 def _take_over_work(core: RolloutCore, saved: State) -> None:
-    """Take over the settings of how much is in work, where the run chose them then and does now."""
+    """Take the amount of work in progress from the state, for settings that ``auto`` chose then and chooses now."""
     s = core.settings
     both = set(s.auto).intersection(map(Work, saved.get("auto", ())))
     over, in_flight = (
@@ -325,10 +325,10 @@ def _restore(core: RolloutCore, state: State) -> None:
     waiting = [_group_in(core, g, attachments, ready=False) for g in state["waiting"]]
     for group in (*ready, *waiting):
         for version in (group.drawn_under, *(part.version for s in group.samples for part in s.segments)):
-            clock.staleness(version)  # raises for a version that cannot have been
+            clock.staleness(version)  # raises ValueError for a version that cannot exist
     core.clock.current, core.clock.branches = clock.restart(clock.current.n), clock.branches
     context.groups_drawn, context.batches = count_of(state["groups_drawn"]), count_of(state["batches"])
-    if state["settings"]["max_staleness"] == core.settings.max_staleness:  # else what is configured now is meant
+    if state["settings"]["max_staleness"] == core.settings.max_staleness:  # a changed setting overrides the saved bound
         core.leases.bound = min(core.leases.bound, count_of(state.get("staleness_bound", core.leases.bound)))
     core.counters.update({str(name): count_of(count) for name, count in state["counters"].items()})
     for group in sorted([*ready, *waiting], key=lambda g: g.id):
@@ -336,11 +336,11 @@ def _restore(core: RolloutCore, state: State) -> None:
             raise ValueError(f"group {group.id} of {context.groups_drawn}")
         core.buffer.add(group)
     for group in [*ready, *waiting]:
-        context.event_number += 1  # completed one after the other: batches are delivered again in their order
+        context.event_number += 1  # a number for each group, so that they are delivered in the order of the snapshot
         for sample in group.members:
             if sample.state is not SampleState.FINISHED:
                 core.over_sampler.push(sample)
-        if group.cohort or group.complete:  # in waiting: a filter was asked that there is no longer
+        if group.cohort or group.complete:  # complete but not ready: its filter has been removed since
             group.cohort = group.cohort or group.rewarded
             context.to_group(group, GroupState.READY, "complete since before a restart")
             if core.settings.whole_groups:
@@ -353,14 +353,14 @@ def _restore(core: RolloutCore, state: State) -> None:
     context.lengths.restore(state.get("lengths", {}), finished)
     core.validate()
     if context.tokens.held and state["settings"].get("logprob_kind", "") not in ("", core.engines.logprob_kind):
-        core.engines.logprob_kind = "mixed"  # of batches with tokens of before and of now
+        core.engines.logprob_kind = "mixed"  # batches may now contain tokens of both kinds
     _require_rewards(core, state)
     context.without_room = _without_room(core, state)
     _require_in_time(core, state)
 
 
 def _count_in(core: RolloutCore, state: State) -> None:
-    """With a quorum: samples that can be delivered, in the order of the snapshot."""
+    """Count the deliverable samples, in the order of the snapshot (used with a quorum)."""
     order = {SampleId(*map(count_of, pair)): place for place, pair in enumerate(state.get("order", ()))}
     ready = [sample for sample in core.buffer.samples() if sample.ready]
     for sample in sorted(ready, key=lambda sample: order.get(sample.id, len(order))):
@@ -370,7 +370,7 @@ def _count_in(core: RolloutCore, state: State) -> None:
 
 
 def _attachments_in(state: State) -> dict[str, Attachment]:
-    """The attachments of a state by digest; a digest is that of the bytes, where the state has them."""
+    """Return the attachments of a state by digest; where the state has the bytes, their digest is checked."""
     found = {}
     for digest, saved in state.items():
         kind, path, data = _text(saved["kind"]), _text(saved["path"]), saved["data"]
@@ -388,7 +388,7 @@ def _attachments_in(state: State) -> dict[str, Attachment]:
 def _attached_in(
     core: RolloutCore, attachments: Mapping[str, Attachment], state: Iterable[Any], tokens: int
 ) -> tuple[Placed, ...]:
-    """What is attached to a conversation of so many tokens."""
+    """Return the attachments of a conversation of ``tokens`` tokens, after checking their places."""
     attached, end = [], 0
     for digest, at, count, stands in state:
         placed = Placed(attachments[digest], count_of(at), count_of(count), tuple(count_of(i) for i in stands))
@@ -414,7 +414,7 @@ def _group_in(core: RolloutCore, state: State, attachments: Mapping[str, Attachm
         raise ValueError(f"a group of {len(state['samples'])} samples")
     bound = count_of(state.get("bound", NO_DEADLINE))
     group = Group(count_of(state["id"]), prompt, 0, version_of(state["drawn_under"]), bound=bound)
-    # a filter or a group reward sees what rollout functions return, and that does not survive the process
+    # a filter or a group reward needs the return values of rollout functions, which are not saved
     keeps_finished = ready or not (settings.group_reward or settings.has_filter)
     for index, saved in enumerate(state["samples"]):
         sample_id = SampleId(group.id, index)
@@ -446,7 +446,7 @@ def _settled(sample_id: SampleId, group: Group, state: State) -> Sample:
 
 
 def _completed(settings: CoreSettings, group: Group, state: State, *, ready: bool) -> None:
-    """Restore who has finished, in which order, and of what the baselines are made."""
+    """Restore a group's finishers, their order, and the cohort from which its baselines are computed."""
     members = group.members
     group.held = len(members)
     if not group.held:
@@ -482,11 +482,11 @@ def _ledger_in(ledger: Ledger, state: State, held: int) -> None:
         raise ValueError(f"its ledger does not balance: {ledger.as_dict()}")
 
 
-# -------------------------------------------------------------------- other settings, other engines
+# -------------------------------------------------------------------- changed settings and engines
 
 
 def _require_rewards(core: RolloutCore, state: State) -> None:
-    """Finished samples have the rewards that there were, or none."""
+    """Refuse a state with finished samples if a reward function was added or removed since it was saved."""
     saved, now = state["settings"].get("has_reward", core.settings.has_reward), core.settings.has_reward
     finished = sum(s.state is SampleState.FINISHED for s in core.buffer.samples())
     if saved != now and finished:
@@ -498,7 +498,7 @@ def _require_rewards(core: RolloutCore, state: State) -> None:
 
 
 def _without_room(core: RolloutCore, state: State) -> list[Sample]:
-    """Samples that the engines' context leaves no room to finish, where it was larger; refused, or to be dropped."""
+    """Return the samples that no longer fit a smaller engine context; with on_long_prompt: error, refuse the state."""
     before, now = state["settings"].get("max_context", 0), core.engines.max_context
     if before <= now:
         return []
@@ -520,7 +520,7 @@ def _without_room(core: RolloutCore, state: State) -> list[Sample]:
 
 
 def _require_in_time(core: RolloutCore, state: State) -> None:
-    """With on_stale: finish, a changed setting must not make what is held too old."""
+    """Refuse a state if, with on_stale: finish, changed settings would make held samples too old."""
     settings, saved = core.settings, state["settings"]
     changed = {name: was for name, (was, _) in changed_settings(core, state).items() if name in PLANNED}
     if settings.on_stale is not OnStale.FINISH or not changed:
@@ -543,14 +543,14 @@ def _require_in_time(core: RolloutCore, state: State) -> None:
 
 
 def _late_before(core: RolloutCore, changed: Mapping[str, Any]) -> int:
-    """Units that were late already under the settings of before, which is no reason to refuse the state."""
+    """Return the number of units that were already late under the saved settings; these do not refuse the state."""
     auto = {"auto": tuple(map(Work, changed["auto"]))} if "auto" in changed else {}
     before = replace(core.settings, **{**changed, **auto})
     return _late(core, before) * max(1, core.settings.units_per_group // before.units_per_group)
 
 
 def _late(core: RolloutCore, settings: CoreSettings) -> int:
-    """Held groups that cannot be delivered in time, whatever the steps do (see the completion monitor)."""
+    """Return the number of held units that cannot be delivered in time in any order (see the completion monitor)."""
     target = settings.target
     late = (count - max(0, slack + 1) * target for count, slack in enumerate(_slacks(core, settings), 1))
     return max(0, max(late, default=0))
@@ -564,23 +564,23 @@ def _slacks(core: RolloutCore, settings: CoreSettings) -> list[int]:
 
 
 def _goes_with(unit: Unit) -> Iterable[Sample]:
-    """The samples that are given up when one of them is: a group, until it counts."""
+    """Return the samples that are dropped together with this unit: its whole group, unless that is READY."""
     group = unit if isinstance(unit, Group) else unit.group
     return unit.members if group.ready else group.members
 
 
 ID_LENGTH = 32
-"""The length of an attempt's id."""
+"""Number of hexadecimal digits in an attempt's id."""
 
 
 def restored_sample(
     engines: EngineTable, sample_id: SampleId, group: Group, state: State, *, keeps_finished: bool
 ) -> Sample:
-    """Restore a sample: finished, if it was and ``keeps_finished``, else new.
+    """Restore a sample: as finished if it was and ``keeps_finished``, else as new with calls to replay.
 
     Raises:
-        CheckpointError: it has tokens that these engines do not know.
-        ValueError, LookupError, TypeError: it cannot be true.
+        CheckpointError: the sample has tokens outside of these engines' vocabulary.
+        ValueError, LookupError, TypeError: the saved sample is impossible.
     """
     if type(state["finished"]) is not bool:
         raise ValueError(f"{sample_id}: finished is {state['finished']!r}")
@@ -610,7 +610,7 @@ def restored_sample(
 
 
 def _chain_in(engines: EngineTable, chain: Chain, state: State) -> None:
-    """Restore what a conversation of a sample holds, and the calls that will be made again."""
+    """Restore the tokens of one chain of a sample, and the calls that its function will repeat."""
     name = chain.sample.id
     _tape_in(chain.tape, state)
     calls = [
@@ -622,7 +622,7 @@ def _chain_in(engines: EngineTable, chain: Chain, state: State) -> None:
     )
     if wrong is not None:
         raise ValueError(f"{name}: {wrong}")
-    if "prompt" in state and not len(chain.prompt):  # that of the group is not the core's to know where workers have it
+    if "prompt" in state and not len(chain.prompt):  # the group's own prompt may be empty where only workers know it
         raise ValueError(f"{name}: a conversation begins with nothing")
     for ids in (chain.prompt, chain.tape.tokens):
         if wrong := wrong_ids(ids, engines.vocab_size):
@@ -632,7 +632,7 @@ def _chain_in(engines: EngineTable, chain: Chain, state: State) -> None:
 
 
 def _extras_in(core: RolloutCore, chain: Chain, state: State) -> None:
-    """Restore the rows of a conversation, as far as they are wanted now; those of its tokens cannot be made again."""
+    """Restore the rows of the extras that are wanted now; a missing one is an error, as it cannot be made again."""
     extras = {}
     for name in core.settings.extras:
         if name not in state:
@@ -643,9 +643,10 @@ def _extras_in(core: RolloutCore, chain: Chain, state: State) -> None:
                 )
             continue
         rows = rows_in(state[name])
-        if len(rows) != chain.rows_due:
-            raise ValueError(f"{chain.sample.id}: {len(rows)} rows of {name}, and its tokens have {chain.rows_due}")
+        if wrong := wrong_rows({name: rows}, (name,), chain.rows_due, core.engines.row_layout):
+            raise ValueError(f"{chain.sample.id} has {wrong}")
         extras[name] = rows
+    note_layout(core.engines.row_layout, extras, core.settings.extras)
     chain.extras = extras
 
 
@@ -676,7 +677,7 @@ def _wrong_tape(tape: TokenTape) -> str | None:
 
 
 def _wrong_calls(tape: TokenTape, calls: list[RecordedCall], open_call: int | None) -> str | None:
-    """Calls come one after the other, and what they brought, and nothing else, was generated."""
+    """Describe calls that overlap, or that do not cover exactly the generated tokens; None if all is right."""
     spans = [(call.start, call.end) for call in calls] + ([] if open_call is None else [(open_call, len(tape))])
     asked = np.zeros(len(tape), np.uint8)
     at = 0
@@ -691,7 +692,7 @@ def _wrong_calls(tape: TokenTape, calls: list[RecordedCall], open_call: int | No
 
 
 def _wrong_ends(tape: TokenTape, calls: list[RecordedCall], engines: EngineTable) -> str | None:
-    """An end-of-sequence token of its engine ends a call; nothing was generated behind it."""
+    """Describe tokens that a call has after an end-of-sequence token of its engine; None if there are none."""
     ends = {call.end for call in calls} | {len(tape)}
     for s in tape.segments:
         stops = engines.ends_of(s.engine)
@@ -714,14 +715,14 @@ def _wrong_counts(sample: Sample) -> str | None:
 
 
 def array_of(data: bytes | None, dtype: str) -> Any:
-    """An array from its little-endian bytes; None means empty."""
+    """Return the array with these little-endian bytes; None gives an empty array."""
     if data is not None and not isinstance(data, bytes):
         raise TypeError(f"expected bytes, found a {type(data).__name__}")
     return np.frombuffer(data or b"", dtype).astype(dtype[1:])
 
 
 def version_of(pair: Any) -> PolicyVersion:
-    """(incarnation, n)."""
+    """Return the policy version of a pair (incarnation, n), after checking it."""
     incarnation, n = pair
     return PolicyVersion(count_of(incarnation), count_of(n))
 

@@ -1,8 +1,8 @@
-"""The state machine: ``handle(event) -> list[Command]``, the only way in which anything changes.
+"""The core's state machine: ``handle(event) -> list[Command]`` is the only method that changes its state.
 
-It wires the four parts (over-sampler, completion monitor, abort controller, partial-rollout buffer) together and
-decides about steps, and whose turn it is: of training, evaluations, weight updates and pauses. What happens to samples
-is decided in ``lives``.
+It connects the four parts (over-sampler, completion monitor, abort controller, partial-rollout buffer), runs the steps,
+and decides when training, evaluations, weight updates and pauses take their turns. ``lives`` decides what happens to
+samples.
 
 Invariants, checked by :meth:`RolloutCore.validate`: each sample is in exactly one state; tokens and prompts
 are delivered, held, or dropped for a named reason; every attempt in flight belongs to exactly one sample.
@@ -50,29 +50,29 @@ STEP_METRICS = (
     "failed_samples", "fenced_attempts", "stalled_attempts", "late_events", "after_stop_tokens", "no_extras_tokens",
     "prompts_drawn", "prompts_too_long", "groups_dropped_failed", "groups_dropped_filtered", "groups_dropped_stale",
     "samples_dropped_failed", "samples_dropped_stale", "replaced_samples", "replays_diverged", "lost_functions",
-    "busy_refusals", "stale_engines", "lowered_caps",
+    "busy_refusals", "stale_engines", "lowered_caps", "overridden_requests",
 )  # fmt: skip
 
 
 @dataclass(slots=True, repr=False)
 class Step:
-    """The phase of the running step, and the counters at its beginning."""
+    """Holds the phase of the running step and the counters at its beginning."""
 
     before: Counter[str]
     observed: int
-    """Tokens that had been observed."""
+    """Number of tokens observed in the run when the step began."""
     filled: bool = False
-    """The beginning is over: all that it wanted was drawn, prompts in place of skipped ones included."""
+    """True once all prompts wanted at the beginning were drawn, those in place of skipped ones included."""
     stopping: bool = False
-    """The target is reached; nothing starts any more."""
+    """True once the target is reached or the step has failed, so that nothing is started any more."""
     in_flight_at_stop: Counter[str] = field(default_factory=Counter)
-    """Attempts by engine."""
+    """Number of attempts in flight by engine, when the step stopped."""
 
     def __repr__(self) -> str:
         return "stopping" if self.stopping else "running"
 
     def metrics(self, now: Counter[str], observed: int) -> dict[str, float]:
-        """The figures of this step, from the run's totals; ``observed`` counts tokens."""
+        """Return the metrics of this step, from the run's counters ``now`` and the tokens ``observed`` so far."""
         out = {name: float(now[name] - self.before[name]) for name in STEP_METRICS}
         generated, again = float(observed - self.observed), out["reprefill_tokens"]
         out["generated_tokens"] = generated
@@ -83,17 +83,17 @@ class Step:
 
 NO_REFILL = Refill.NONE
 TOO_LONG_IN_A_ROW = 1000
-"""Skipped prompts without one that fits, after which the data cannot be meant for these engines."""
+"""Number of skipped prompts in a row after which the step fails, as the data does not suit these engines."""
 
 
 class RolloutCore:
     """Schedules the rollouts of one trainer over any number of engines.
 
     Args:
-        settings: what to do; already checked.
-        engines: at least one.
-        clock: policy version; a fresh one starts at version 0.0.
-        check: run :meth:`validate` after every event (for tests; costs time in proportion to what is held).
+        settings: settings of the run, already checked.
+        engines: limits of the engines, at least one.
+        clock: clock with the current policy version; None starts at version 0.0.
+        check: True to run :meth:`validate` after every event (for tests; takes time in proportion to what is held).
     """
 
     def __init__(
@@ -114,12 +114,13 @@ class RolloutCore:
         self.step: Step | None = None
         """The running step; None while nothing is generated.
 
-        Stepwise from the request for a batch to its delivery; continuous from the first request, anew with each batch.
+        In stepwise generation it lasts from the request for a batch to its delivery; in continuous generation the first
+        request begins it, and each delivery begins the next one.
         """
         self.wanted = False
-        """The trainer waits for a batch."""
+        """True while the trainer waits for a batch."""
         self.held = False
-        """True while a pause is wanted."""
+        """True while a pause is requested."""
         self._continuous = settings.generation is GenerationMode.CONTINUOUS
         self._check, self._pause_asked = check, False
         self._long_in_a_row = 0
@@ -142,13 +143,12 @@ class RolloutCore:
             ev.SampleReturned: lives.sample_returned,
             ev.TokensUnused: self._tokens_unused,
             ev.SampleFailed: self._sample_failed,
-            ev.FunctionsLost: lives.functions_lost,
+            ev.FunctionLost: lives.function_lost,
             ev.Scored: lives.scored,
             ev.GroupJudged: self._group_judged,
             ev.TimerFired: self._timer_fired,
             ev.PauseRequested: self._pause_requested,
             ev.Resumed: self._resumed,
-            ev.WeightsUpdated: self._weights_updated,
             ev.UpdateRequested: updates.requested,
             ev.UpdateCancelled: updates.cancelled,
             ev.HandedOver: updates.handed_over,
@@ -157,10 +157,8 @@ class RolloutCore:
             ev.EngineCallEnded: self._engine_call_ended,
             ev.EngineProbed: recovery.probed,
             ev.EnginesAsked: lambda event: recovery.ask_all(),
-            ev.EngineReady: recovery.ready,
-            ev.EngineStale: recovery.stale,
-            ev.EngineFailed: recovery.failed,
             ev.EnginesJoined: recovery.joined,
+            ev.EngineLeaving: recovery.leaving,
             ev.EnginesLeft: recovery.left,
             ev.LoadReported: recovery.load,
             ev.EvaluationRequested: self._evaluation_requested,
@@ -173,7 +171,7 @@ class RolloutCore:
 
     @property
     def settings(self) -> CoreSettings:
-        """As they are now."""
+        """The present settings; some of them may change during a run."""
         return self.context.settings
 
     def __repr__(self) -> str:
@@ -188,13 +186,13 @@ class RolloutCore:
             f"dropped={sum(t.dropped.values())}>"
         )
 
-    # ---------------------------------------------------------------- the one way in
+    # ---------------------------------------------------------------- events
 
     def handle(self, event: ev.Event) -> list[do.Command]:
-        """Take one event; returns what is to be done, in order.
+        """Handle one event; return the commands to be executed, in order.
 
         Raises:
-            InvariantError: april's books do not balance, or the event cannot happen; names the sample's story.
+            InvariantError: the state is inconsistent, or the event is impossible; the text has the sample's story.
         """
         self.context.event_number += 1
         out: list[do.Command] = []
@@ -206,18 +204,18 @@ class RolloutCore:
         return out
 
     def validate(self) -> None:
-        """Cross-check every index and ledger; raises InvariantError with the story of the sample concerned."""
+        """Cross-check every index and ledger; raise InvariantError with the story of the sample concerned."""
         try:
             validate(self.context, self.updates)
         except InvariantError as error:
             raise InvariantError(f"{error}\n{self!r}") from None
 
     def story(self, sample_id: SampleId) -> str:
-        """Tell what happened to a sample, one line per transition."""
+        """Return what happened to a sample as text, one line per change."""
         return self.context.story(sample_id)
 
     def observed_tokens(self) -> int:
-        """Tokens april has parsed so far, those on running attempts included."""
+        """Return the number of tokens received so far, those of running attempts included."""
         return self.tokens.observed + sum(a.tape.parsed for a in self.attempts.values())
 
     # ---------------------------------------------------------------- steps
@@ -233,24 +231,24 @@ class RolloutCore:
 
     def _begin_step(self) -> None:
         self.step = Step(self.counters.copy(), self.observed_tokens())
-        self.lives.replace_too_old()  # the delivery before has moved the version at which the next batch is trained
+        self.lives.replace_too_old()  # the last delivery moved the version at which the next batch will be trained
         self._plan_deadlines()
 
     def _advance(self) -> None:
-        """Do what the present state allows: fail, deliver, or fill."""
+        """Do what the state allows after an event: fail the step, deliver the batch, or start more work."""
         if self._outage and self.engines.usable(self.clock.current):
             self._outage = False
         if self.context.evaluations or self._pause_asked or self.updates.waits:
             self._advance_others()
         if self.step is None:
-            return  # a failure between steps is told in the next one
+            return  # a failure between steps is reported when the next step runs
         if self.wanted and self.updates.half_updated is not None and (broken := self.updates.broken) is not None:
             self._fail(broken, weights=True)
             return
         if self.context.failure is not None:
             if self.wanted:
                 self._fail(self.context.failure)
-            elif not self.step.stopping:  # what goes on would fail as well
+            elif not self.step.stopping:  # the work in flight would fail as well
                 self.step.stopping = True
                 self._stop_everything()
             return
@@ -272,7 +270,7 @@ class RolloutCore:
             self._fill()
 
     def _fail(self, failure: str, *, weights: bool = False) -> None:
-        """Everything is kept, and a batch may be asked for anew."""
+        """End the step with an error; all samples are kept, and the trainer may ask for a batch again."""
         self.context.failure = None
         self._leave_step()
         self._stop_everything()
@@ -284,16 +282,16 @@ class RolloutCore:
 
     @property
     def _enough(self) -> bool:
-        """There is a batch; where no prompt can be added, of what there is, even if that is less than N."""
+        """True if a batch can be delivered: the target is reached, or no prompt can be added to what is finished."""
         if self.monitor.target_reached:
             return True
         if self.monitor.ready < self.buffer.units or self.attempts:
             return False
-        # with a quorum, a gap that failures have left is not filled with what would be too old in the next batch
+        # with a quorum, prompts that could only be delivered too old do not fill a gap that failures have left
         return self.over_sampler.exhausted or (self.monitor.ready > 0 and not self.buffer.fits)
 
     def _advance_others(self) -> None:
-        """Evaluations, weight updates and pauses: training waits for them, and they for its last attempt."""
+        """Advance evaluations, weight updates and pauses, for which training waits and which wait for its attempts."""
         evaluations, updates = self._evaluations, self.updates
         first = min(updates.numbers, default=0)
         if self.context.evaluations:
@@ -301,7 +299,7 @@ class RolloutCore:
             evaluations.advance(may_begin=may_begin, half_updated=updates.half_updated, update=first)
             if any(evaluations.running):
                 self._start_waiting(training=False)
-                evaluations.advance()  # an engine for them may have been found not to exist
+                evaluations.advance()  # an evaluation may just have failed for want of an engine
         if updates.waits and (updates.running or not evaluations.come_first(held=self.held, update=first)):
             updates.go_on(held=self.held)
         if self._pause_asked and not self.attempts and not updates.running and not any(evaluations.running):
@@ -310,19 +308,19 @@ class RolloutCore:
 
     @property
     def paused(self) -> bool:
-        """Nothing starts: somebody has asked for a pause, an update runs, or the engines' weights are not one."""
+        """True if nothing may start: a pause was requested, an update runs, or the engines' weights differ."""
         return self.held or self.updates.running or self.updates.half_updated is not None
 
     @property
     def train_first(self) -> bool:
-        """Too many batches are out: what began now would be too old when it is trained, so steps wait for an update."""
+        """True if steps wait for an update: so many batches are untrained that new samples would get too old."""
         return bool(self.leased) and self.leases.full and not (self.over_sampler.exhausted and not self.buffer)
 
     def _stop_everything(self) -> None:
         self.context.stop(list(self.attempts.values()), sweep=True)
 
     def _end_step(self) -> None:
-        """Deliver what is complete; a rest of fewer than N groups waits for more prompts if it shall."""
+        """End the step with a delivery; with ``on_data_end: wait``, fewer than N remaining groups are kept instead."""
         ended = self.over_sampler.exhausted and self.monitor.ready < self.settings.target
         waits = ended and self.settings.on_data_end is OnDataEnd.WAIT
         units = [] if waits else self.monitor.take(self.buffer.goes_first)
@@ -400,15 +398,15 @@ class RolloutCore:
         self.counters["committed_batches"] += len(batch_ids)
 
     def _plan_anew(self) -> None:
-        """Fewer batches are out, or the weights are new; a step that runs may take in what there is room for now."""
+        """Plan the deadlines again after a commit or update; the running step may draw more prompts now."""
         if self.step is not None:
             self.step.filled = False
             self._plan_deadlines()
 
-    # ---------------------------------------------------------------- filling
+    # ---------------------------------------------------------------- starting work
 
     def _fill(self) -> None:
-        """Start what may start, then ask for prompts if there is nothing left to start."""
+        """Start queued samples and calls, then draw prompts if more work is wanted."""
         if self.over_sampler.waiting:
             self._start_waiting(training=True)
         step = self.step
@@ -431,7 +429,7 @@ class RolloutCore:
             step.filled = True
 
     def _start_waiting(self, *, training: bool) -> None:
-        """Samples and calls of evaluations go first; ``training``: those of training follow."""
+        """Start queued samples and calls, those of evaluations first; with ``training`` those of training, too."""
         context, queue = self.context, self.over_sampler
         while (work := queue.first(context.places)) is not None:
             sample = work if isinstance(work, Sample) else work.sample
@@ -475,7 +473,7 @@ class RolloutCore:
             context.failure = event.error
 
     def _too_long(self, group: Group) -> None:
-        """A prompt that leaves no room for a response."""
+        """Drop a prompt that leaves no room for a response; the settings say whether the step fails."""
         self.prompts.drop(1, DropReason.TOO_LONG)
         self.counters["prompts_too_long"] += 1
         self._long_in_a_row += 1
@@ -492,20 +490,20 @@ class RolloutCore:
             self._long_in_a_row = 0
 
     def _drop_without_room(self) -> None:
-        """Samples of before a restart for which the engines' context is too small now; groups that do not count too."""
+        """Drop restored samples that no longer fit the engines' context, with their groups if those are not READY."""
         samples, self.context.without_room = self.context.without_room, []
         for sample in samples:
             why = f"there is no room to finish it in the engines' context of {self.engines.max_context}"
             if sample.group.ready:
                 self.lives.give_up_sample(sample, DropReason.TOO_LONG, why)
-            elif sample.state is not SampleState.DROPPED:  # with a sibling, a moment ago
+            elif sample.state is not SampleState.DROPPED:  # not dropped with its group in this loop
                 self.counters["prompts_too_long"] += 1
                 self.lives.give_up(sample.group, DropReason.TOO_LONG, why)
 
-    # ---------------------------------------------------------------- functions that were written wrongly
+    # ---------------------------------------------------------------- bugs in the user's functions
 
     def _sample_failed(self, event: ev.SampleFailed) -> None:
-        if self.lives.sample_failed(event) and self.step is not None:  # the others that fail so say the same
+        if self.lives.sample_failed(event) and self.step is not None:  # later failures of this kind repeat this one
             self.context.failure = f"{event.sample}: {event.error}"
 
     def _group_judged(self, event: ev.GroupJudged) -> None:
@@ -526,11 +524,6 @@ class RolloutCore:
     def _resumed(self, event: ev.Resumed) -> None:
         self.held = self._pause_asked = False
 
-    def _weights_updated(self, event: ev.WeightsUpdated) -> None:
-        for name in self.engines.states if event.engines is None else event.engines:
-            self.engines.states[name].confirm(event.version)
-        self._new_weights(event.version, event.trained)
-
     def _new_weights(self, version: PolicyVersion, trained: int | None) -> None:
         if version < self.clock.current:
             raise InvariantError(f"weights went back from version {self.clock.current} to {version}")
@@ -542,13 +535,13 @@ class RolloutCore:
         self._plan_anew()
 
     def _plan_deadlines(self) -> None:
-        """Plan so that nothing gets too old or circles for ever: units that the step owes go first."""
+        """Give priority to the groups or samples that this step must deliver, so that none gets too old."""
         urgent = self.context.urgent
         for sample in urgent:
             sample.urgent = False
         urgent.clear()
         for unit in self.monitor.plan(self.buffer.slacks(), self.buffer.horizon):
-            # what is finished can go when the quorum of its group is
+            # a finished sample can only be delivered once the quorum of its group is finished
             group = unit.group if isinstance(unit, Sample) else unit
             for sample in group.members if group.state is GroupState.OPEN else unit.members:
                 if sample.urgent:
@@ -573,7 +566,7 @@ class RolloutCore:
             self._recovery.timer_fired(timer)
 
     def _ask_again_for_ends(self, timer: Timer) -> None:
-        # while nothing new starts, engines may end all they have
+        # while nothing new starts, one abort may end all requests of an engine
         quiet = (self.paused or self.step is None or self.step.stopping) and not self.context.evaluations
         commands, late = self.aborts.timer_fired(timer, self.engines.in_flight() if quiet else {})
         self.context.out += commands
@@ -596,7 +589,7 @@ class RolloutCore:
             self.updates.call_ended(event)
 
     def _attempt_failed(self, event: ev.AttemptFailed) -> None:
-        """As in generation; an engine that is busy is left alone for a while."""
+        """Handle the attempt's failure, then record on its engine that the weights were written or that it is busy."""
         attempt = self.context.attempts.get(event.attempt_id)
         self.lives.attempt_failed(event)
         if attempt is not None and event.kind is AttemptFailure.WEIGHTS_WRITTEN:
@@ -605,9 +598,9 @@ class RolloutCore:
             self._recovery.busy(attempt.engine, event)
 
     def _watch_outage(self, *, training: bool) -> None:
-        """No engine is well and has the current weights: wait for one, but not for ever.
+        """Start the outage timer if no engine is usable: the step or evaluation fails when it fires.
 
-        ``training``: for its requests; evaluations that have none waiting hear of it when theirs have ended.
+        ``training`` is False while only evaluations may start; these fail at once if no engine can come back.
         """
         if not training and self._evaluations.hopeless:
             self._evaluations.no_engine()
@@ -621,7 +614,7 @@ class RolloutCore:
             if not evaluating and (self.step is None or self.step.stopping or self.paused):
                 return  # nobody waits for an engine
             if any(s.in_flight and not s.quarantined for s in self.engines.states.values()):
-                return  # one that was busy again and again has taken a request
+                return  # an engine that had been busy for long has accepted a request
             if evaluating:
                 self._evaluations.no_engine()
                 return

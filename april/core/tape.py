@@ -1,4 +1,4 @@
-"""Token tapes: packed arrays of one sample's response, and of one attempt in flight.
+"""Token tapes: packed arrays with the tokens of one chain's response, and of one attempt in flight.
 
 Invariant: ``len(tokens) == len(logprobs) == sum(segment.count)``, segments are contiguous from 0, and the
 versions of generated segments never decrease.
@@ -25,7 +25,7 @@ NO_LOGPROBS: Float32 = np.empty(0, np.float32)
 
 
 class SegmentKind(StrEnum):
-    """Origins of tokens."""
+    """Origins of a segment's tokens."""
 
     GENERATED = "generated"
     """Sampled by the policy; carries loss."""
@@ -33,7 +33,7 @@ class SegmentKind(StrEnum):
     """Written by a tool or an environment; carries no loss and has log-probability 0."""
 
 
-# a name of the module: an enum's member costs 60 ns per use on Python 3.11, and this one is used at every event
+# a module-level name, as an enum member costs 60 ns per use on Python 3.11 and this one is used at every event
 GENERATED = SegmentKind.GENERATED
 
 
@@ -49,39 +49,39 @@ class Segment:
     engine: str
     temperature: float
     over: PolicyVersion | None = None
-    """The version of the oldest keys and values that it was sampled over, where they were kept through a weight update;
-    None: its own."""
+    """Version of the oldest keys and values over which it was sampled, if these were kept through a weight update; None
+    if they are all of its own version."""
 
 
 def kept_mask(segments: Sequence[Segment]) -> NDArray[np.uint8]:
-    """1 for each token that was sampled over keys and values of older weights than its own; uint8 [T]."""
+    """Return uint8 [T], 1 for each token that was sampled over keys and values of older weights than its own."""
     return np.repeat(np.array([s.over is not None for s in segments], np.uint8), [s.count for s in segments])
 
 
 def versions_of(segments: Sequence[Segment]) -> Int32:
-    """Version of each token as int32 [T, 2]: (incarnation, n)."""
+    """Return the version of each token as int32 [T, 2]: (incarnation, n)."""
     if not segments:
         return np.empty((0, 2), np.int32)
     return np.repeat(np.array([s.version for s in segments], np.int32), [s.count for s in segments], axis=0)
 
 
 class AttemptCounts(NamedTuple):
-    """The counts of an attempt's tokens, which stay on its tape."""
+    """Counts of an attempt's tokens, as events carry them; the tokens themselves stay on its tape."""
 
     spans: tuple[tuple[PolicyVersion, int], ...] = ()
-    """Tokens that belong to the response, run-length: (version, count)."""
+    """Run-length versions of the tokens that belong to the response: (version, count)."""
     ends: bool = False
-    """The last of them ends the response: EOS, a stop token, or it completes a stop string."""
+    """True if the last of these tokens ends the response: EOS, a stop token, or the end of a stop string."""
     after_stop: int = 0
-    """Tokens that came after a stop string, to be dropped."""
+    """Number of tokens after a stop string, to be dropped."""
     unknown: int = 0
-    """Tokens after those whose weights nobody has named, to be dropped."""
+    """Number of tokens at the end whose weights the engine never named, to be dropped."""
     bare: int = 0
-    """Tokens that came without the rows that were asked for with them, to be dropped."""
+    """Number of tokens without the requested extras, to be dropped."""
 
     @property
     def tokens(self) -> int:
-        """The tokens that belong to the response."""
+        """Number of tokens that belong to the response."""
         spans = self.spans
         return spans[0][1] if len(spans) == 1 else sum([count for _, count in spans])
 
@@ -90,7 +90,7 @@ NOTHING_CAME = AttemptCounts()
 
 
 def first_of(spans: Sequence[tuple[PolicyVersion, int]], count: int) -> list[tuple[PolicyVersion, int]]:
-    """The versions, run-length, of the first ``count`` tokens."""
+    """Return the run-length versions of the first ``count`` tokens."""
     first = []
     for version, tokens in spans:
         if count > 0:
@@ -101,42 +101,42 @@ def first_of(spans: Sequence[tuple[PolicyVersion, int]], count: int) -> list[tup
 
 @dataclass(slots=True, eq=False, repr=False)
 class AttemptTape:
-    """Chunks of one attempt, appended as they arrive; packed when the attempt has ended."""
+    """Collects the chunks of one attempt as they arrive; they are packed when the attempt has ended."""
 
     _tokens: list[Int32] = field(default_factory=list)
     _logprobs: list[Float32] = field(default_factory=list)
     spans: list[tuple[PolicyVersion, int]] = field(default_factory=list)
-    """The versions of its tokens, run-length: (version, count)."""
+    """Run-length versions of its tokens: (version, count)."""
     count: int = 0
     stopped: bool = False
-    """The last token completes a stop string: nothing may be appended any more."""
+    """True if the last token completes a stop string, so that nothing may be appended any more."""
     after_stop: int = 0
-    """Tokens that came after it, looked at and counted, to be dropped."""
+    """Number of checked tokens that arrived after the stop string, to be dropped."""
     unsure: int = 0
-    """Tokens at its end whose version is a guess until the engine says it, at the end of the request."""
+    """Number of tokens at its end whose version is a guess until the engine names it, at the end of the request."""
     unknown: int = 0
-    """Such tokens that were forgotten, as the engine never said it."""
+    """Number of tokens that were removed because the engine never named their version."""
     needs_rows: bool = False
-    """Its tokens count only with the rows that its engine gives at the end."""
+    """True if its tokens count only with the extras that the engine returns at the end of the request."""
     extras: Extras = NO_EXTRAS
-    """Those rows: of its ``count`` tokens, and before them of tokens that had none."""
+    """Rows of its ``count`` tokens, preceded by rows for earlier tokens of the conversation that had none."""
     bare: int = 0
-    """Tokens that were forgotten for want of rows."""
+    """Number of tokens that were removed for lack of extras."""
 
     @property
     def parsed(self) -> int:
-        """All tokens that came."""
+        """Number of all tokens received."""
         return self.count + self.after_stop + self.unknown + self.bare
 
     @property
     def last_token(self) -> int:
-        """The last token that was appended; there must be one."""
+        """The last appended token; there must be one."""
         return int(self._tokens[-1][-1])
 
     def append(self, tokens: Int32, logprobs: Float32, version: PolicyVersion, *, sure: bool = True) -> None:
-        """Add one chunk, already checked, of tokens [k] int32 and logprobs [k] float32 under ``version``.
+        """Append a chunk, already checked, of tokens int32 [k] and logprobs float32 [k] under ``version``.
 
-        Once a version is not ``sure``, none after it is.
+        After a chunk whose version is not ``sure``, the versions of all later chunks are unsure, too.
         """
         count = len(tokens)
         if count == 0:
@@ -152,15 +152,15 @@ class AttemptTape:
             self.unsure += count
 
     def settle(self, spans: Sequence[tuple[PolicyVersion, int]]) -> None:
-        """Take the versions of all tokens as the engine says them; those that are not here are left out."""
+        """Set the versions of all tokens as the engine names them; versions beyond the last token are ignored."""
         self.spans, self.unsure = first_of(spans, self.count), 0
 
     def give_rows(self, extras: Extras, missing: int) -> None:
-        """Take the rows of all tokens, and of ``missing`` ones before them; those after a stop string are left out."""
+        """Store the rows of ``missing`` earlier tokens and of all tokens; rows after a stop string are left out."""
         self.extras = first_rows(extras, missing + self.count)
 
     def cut_unsaid(self) -> None:
-        """Forget the tokens of which the engine was still to say something: their rows, or their version."""
+        """Remove the tokens for which the engine has not returned the extras or named the version."""
         if self.needs_rows and not self.extras:
             self.bare = self.parsed
             self._tokens, self._logprobs, self.spans, self.count, self.stopped = [], [], [], 0, False
@@ -175,7 +175,7 @@ class AttemptTape:
         self.unsure = self.after_stop = 0
 
     def sure(self) -> AttemptTape:
-        """What is left of it if it ends now, without a word of its engine: the tape itself, or a copy."""
+        """Return the tape without tokens that still lack extras or a sure version: the tape itself, or a copy."""
         if not (self.unsure or (self.needs_rows and not self.extras)):
             return self
         copy = replace(self)
@@ -183,7 +183,7 @@ class AttemptTape:
         return copy
 
     def packed(self) -> tuple[Int32, Float32, list[tuple[PolicyVersion, int]]]:
-        """Everything so far as (tokens [T], logprobs [T], [(version, count)])."""
+        """Return everything so far as (tokens [T], logprobs [T], [(version, count)])."""
         if len(self._tokens) == 1:
             return self._tokens[0], self._logprobs[0], self.spans
         if not self._tokens:
@@ -193,7 +193,7 @@ class AttemptTape:
 
 @dataclass(slots=True, eq=False, repr=False)
 class TokenTape:
-    """The response of one sample: tokens int32 [T], logprobs float32 [T], segments."""
+    """Holds the response of one chain: tokens int32 [T], logprobs float32 [T], and segments."""
 
     tokens: Int32 = field(default_factory=lambda: NO_TOKENS)
     logprobs: Float32 = field(default_factory=lambda: NO_LOGPROBS)
@@ -204,12 +204,12 @@ class TokenTape:
 
     @property
     def generated(self) -> int:
-        """Tokens sampled by the policy (environment tokens left out)."""
+        """Number of tokens sampled by the policy (without environment tokens)."""
         return sum([s.count for s in self.segments if s.kind is GENERATED])
 
     @property
     def oldest_version(self) -> PolicyVersion | None:
-        """Version of the oldest generated token; None without one."""
+        """Version of the oldest generated token; None without generated tokens."""
         for segment in self.segments:
             if segment.kind is GENERATED:
                 return segment.version
@@ -217,7 +217,7 @@ class TokenTape:
 
     @property
     def newest_version(self) -> PolicyVersion | None:
-        """Version of the newest generated token; None without one."""
+        """Version of the newest generated token; None without generated tokens."""
         for segment in reversed(self.segments):
             if segment.kind is GENERATED:
                 return segment.version
@@ -227,9 +227,9 @@ class TokenTape:
         self, attempt: AttemptTape, attempt_id: str, engine: str, temperature: float,
         over: PolicyVersion | None = None,
     ) -> None:  # fmt: skip
-        """Append what an attempt generated; raises ValueError when its versions go backwards.
+        """Append the tokens of an attempt; raises ValueError if their versions go backwards.
 
-        ``over``: the version of its oldest keys and values, where they lived through weight updates.
+        ``over`` is the version of its oldest keys and values, if these were kept through weight updates.
         """
         tokens, logprobs, spans = attempt.packed()
         newest = self.newest_version
@@ -244,14 +244,14 @@ class TokenTape:
         self._extend(tokens, logprobs)
 
     def add_environment(self, tokens: Int32, version: PolicyVersion) -> None:
-        """Append tokens [k] that the policy did not write."""
+        """Append tokens [k] that the policy did not generate, such as tool results."""
         if len(tokens) == 0:
             return
         self.segments.append(Segment(len(self.tokens), len(tokens), version, SegmentKind.ENVIRONMENT, "", "", 0.0))
         self._extend(tokens, np.zeros(len(tokens), np.float32))
 
     def cut(self, end: int) -> int:
-        """Forget what follows the first ``end`` tokens; returns how many of it were generated."""
+        """Remove the tokens after the first ``end``; return how many of those were generated."""
         before, self.segments = self.generated, [
             replace(s, count=min(s.count, end - s.start)) for s in self.segments if s.start < end
         ]
@@ -259,7 +259,7 @@ class TokenTape:
         return before - self.generated
 
     def loss_mask(self) -> NDArray[np.uint8]:
-        """1 for generated tokens, 0 for environment tokens; uint8 [T]."""
+        """Return uint8 [T], 1 for generated tokens and 0 for environment tokens."""
         mask = np.ones(len(self.tokens), np.uint8)
         for segment in self.segments:
             if segment.kind is SegmentKind.ENVIRONMENT:
@@ -267,7 +267,7 @@ class TokenTape:
         return mask
 
     def check(self) -> str | None:
-        """Describe what is wrong with this tape; None means nothing."""
+        """Describe what is wrong with this tape; None if it is consistent."""
         if len(self.tokens) != len(self.logprobs):
             return f"{len(self.tokens)} tokens but {len(self.logprobs)} log-probabilities"
         position, newest = 0, None

@@ -1,4 +1,4 @@
-"""Prompts, groups, samples and attempts, and the words for what can become of them."""
+"""Data types of the core: prompts, groups, samples, calls and attempts, with the states that each can be in."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from april.core.tape import GENERATED, NOTHING_CAME, AttemptCounts, AttemptTape,
 from april.core.versions import FIRST_VERSION, PolicyVersion
 
 NO_DEADLINE = 1 << 30
-"""Slack of a group that was drawn after the latest plan."""
+"""Slack of a group without a deadline, such as one drawn after the latest plan."""
 WHOLE_GROUP = -1
-"""In place of a sample's index: all of the group."""
+"""Value of a sample index that stands for the whole group."""
 
 
 class Event(msgspec.Struct, frozen=True, tag=True, omit_defaults=True, gc=False):
-    """The base of all events, which are in ``events``."""
+    """Base class of all events; the events themselves are in ``events``."""
 
 
 class SampleId(NamedTuple):
-    """The id of a response: ``index`` in [0, n_samples_per_prompt) of group ``group`` (numbered as drawn)."""
+    """Identifies a response: ``group`` is numbered in the order of drawing, ``index`` counts within the group."""
 
     group: int
     index: int  # type: ignore[assignment]  # hides tuple.index, which nobody needs here
@@ -39,64 +39,64 @@ class SampleId(NamedTuple):
 
 
 class SampleState(StrEnum):
-    """The states of a sample."""
+    """States of a sample."""
 
     NEW = "new"
-    """The rollout function waits to be started, for the first time or anew."""
+    """The rollout function waits to be started, for the first time or again."""
     RUNNING = "running"
-    """The rollout function runs, or is parked in one of its calls."""
+    """The rollout function runs, or waits for one of its calls."""
     SCORING = "scoring"
-    """The rollout function has returned; the reward is awaited."""
+    """The rollout function has returned; the sample waits for its reward."""
     FINISHED = "finished"
-    """Complete; waits for its siblings or for delivery."""
+    """Complete and scored; the sample waits for the other samples of its group or for delivery."""
     LEASED = "leased"
-    """In a batch that was handed to the trainer."""
+    """Delivered to the trainer in a batch."""
     DROPPED = "dropped"
-    """Given up for a named reason."""
+    """Dropped for a named reason."""
 
 
 class CallState(StrEnum):
-    """The states of a call of ``llm.generate``."""
+    """States of a call of ``llm.generate``."""
 
     QUEUED = "queued"
-    """The call waits for a place; its sample is a partial if it has tokens."""
+    """The call waits to be sent to an engine; its sample is a partial if it has tokens."""
     IN_FLIGHT = "in_flight"
-    """An attempt of it is at an engine."""
+    """An attempt of the call is at an engine."""
     DONE = "done"
     """The call has its response."""
 
 
 class AttemptState(StrEnum):
-    """The states of an attempt, by what becomes of its tokens when it ends."""
+    """States of an attempt, which decide whether its tokens are kept when it ends."""
 
     WANTED = "wanted"
     """The tokens go to the sample."""
     SILENT = "silent"
-    """As WANTED, but the engine sent nothing for too long: the attempt was asked to end, and another one follows."""
+    """Like WANTED, but the engine sent nothing for too long: the attempt is being ended, and another one follows."""
     DOUBTFUL = "doubtful"
-    """The weights that wrote the tokens are unknown: they are dropped, and the call goes on from what it had."""
+    """The weights that generated the tokens are unknown: the tokens are dropped and the call is sent again."""
     ABANDONED = "abandoned"
-    """The sample went on without the attempt: the tokens are dropped for the same reason."""
+    """The sample went on without the attempt: its tokens are dropped for the reason in ``lost_for``."""
 
 
 SETTLED = (SampleState.LEASED, SampleState.DROPPED)
 MOST_SAMPLES = 2
-"""Times n samples that a group has at most, those that took the place of others included."""
+"""Limit on the samples of a group, replaced and replacement samples included, as a multiple of n."""
 
 
 class GroupState(StrEnum):
-    """The states of a group; its quorum is all of its samples, unless the settings say less."""
+    """States of a group. Its quorum is all of its samples unless ``group_quorum`` is below 1."""
 
     OPEN = "open"
     """The quorum is not finished."""
     JUDGED = "judged"
-    """The quorum is finished, and the filter's verdict is awaited."""
+    """The quorum is finished, and the group waits for the filter's verdict."""
     READY = "ready"
-    """The group counts towards a batch: as a whole, or with a quorum by each of its finished samples."""
+    """The group counts towards a batch: as a whole, or with a quorum each of its finished samples."""
 
 
 class FinishReason(StrEnum):
-    """Reasons for which a response ends."""
+    """Reasons why a response ended."""
 
     STOP = "stop"
     """EOS, a stop token or a stop string."""
@@ -105,51 +105,51 @@ class FinishReason(StrEnum):
 
 
 class EngineFinish(StrEnum):
-    """Reasons for which an engine request ends."""
+    """Reasons why an engine request ended."""
 
     STOP = "stop"
     """EOS or a stop token was sampled."""
     LENGTH = "length"
     """``max_tokens`` or the engine's context was used up."""
     ABORT = "abort"
-    """april asked for it."""
+    """april asked the engine to end it."""
 
 
 class AttemptFailure(StrEnum):
-    """Reasons for which an attempt breaks off."""
+    """Reasons why an attempt broke off."""
 
     BROKE_OFF = "broke_off"
-    """The request failed, or its engine did: what has come is kept."""
+    """The request or its engine failed; the tokens received so far are kept."""
     CORRUPT = "corrupt"
-    """The engine sent numbers that cannot be true: nothing of the attempt is kept."""
+    """The engine sent impossible numbers; no token of the attempt is kept."""
     REFUSED = "refused"
-    """The engine says that the request is wrong: no other attempt would do better."""
+    """The engine rejected the request as invalid; another attempt would fail too."""
     BUSY = "busy"
-    """The engine takes no requests for now."""
+    """The engine accepts no requests for now."""
     WEIGHTS_WRITTEN = "weights_written"
-    """The weights were written while the engine generated with them; what it has generated before is kept."""
+    """The weights were written while the engine generated; tokens from before the write are kept."""
     NO_TEXT = "no_text"
-    """The tokenizer failed, so nobody knows whether a stop string is in what came last; what came before is kept."""
+    """The tokenizer failed, so the last tokens cannot be searched for a stop string; earlier tokens are kept."""
 
 
 class WeightsRoute(StrEnum):
-    """Ways of new weights from a trainer to servers."""
+    """Ways in which new weights get from the trainer to the engine servers."""
 
     AUTO = "auto"
-    """Sent from the trainer's process where all servers take them so, by a directory elsewhere."""
+    """COLLECTIVE if all servers support it, otherwise DISK."""
     DISK = "disk"
-    """By a directory that every server can read."""
+    """Through a directory that every server can read."""
     COLLECTIVE = "collective"
-    """Sent from the trainer's process, without a directory."""
+    """Sent from the trainer's process directly, without a directory."""
 
 
 class OnStale(StrEnum):
-    """Policies for samples that exceed max_staleness; with all but DROP, steps wait for samples that soon would."""
+    """Policies for samples older than max_staleness. With all but DROP, steps wait for samples close to the limit."""
 
     FINISH = "finish"
-    """The sample goes first and the step waits for it; tokens that are too old all the same carry no loss."""
+    """The sample is generated first and the step waits for it; tokens that still get too old carry no loss."""
     RESTART = "restart"
-    """The tokens are dropped, and the sample begins again."""
+    """The tokens are dropped and the sample begins again."""
     MASK = "mask"
     """Tokens that are too old carry no loss."""
     DROP = "drop"
@@ -157,14 +157,14 @@ class OnStale(StrEnum):
 
 
 class OnFailedSample(StrEnum):
-    """Policies for groups of which a sample cannot go on."""
+    """Policies for a group with a sample that failed for good."""
 
     DROP_GROUP = "drop_group"
     """The group is dropped with all its samples, and replaced by another prompt."""
     REPLACE = "replace"
-    """A fresh sample takes its place, up to n times; then the group is dropped."""
+    """A new sample replaces the failed one, up to n times per group; after that the group is dropped."""
     SHRINK = "shrink"
-    """The group goes on with fewer samples, down to ``min_group_size``; then it is dropped."""
+    """The group goes on with fewer samples, down to ``min_group_size``; below that it is dropped."""
 
 
 class OnLongPrompt(StrEnum):
@@ -178,35 +178,35 @@ class OnDataEnd(StrEnum):
     """Policies for the end of the prompts, when fewer than N groups are left."""
 
     SHORT = "short"
-    """The rest is delivered as a shorter batch."""
+    """The remaining groups are delivered as a smaller batch."""
     WAIT = "wait"
-    """The rest is kept until more prompts are given."""
+    """The remaining groups are kept until more prompts are given."""
     WRAP = "wrap"
-    """The prompts begin again, for ever."""
+    """The prompts start over from the beginning, without end."""
 
 
 class GenerationMode(StrEnum):
-    """Modes of generation (setting ``generation``), by what ends with a batch."""
+    """Modes of generation (setting ``generation``): whether it stops when a batch is delivered."""
 
     STEPWISE = "stepwise"
-    """Generation: a delivery cuts what is in flight, and the next request for a batch continues it (the paper)."""
+    """A delivery interrupts the requests in flight; the next request for a batch continues them (as in the paper)."""
     CONTINUOUS = "continuous"
-    """Nothing: generation goes on while the trainer trains; only a weight update cuts, and continues, requests."""
+    """Generation goes on while the trainer trains; only a weight update interrupts requests and continues them."""
 
 
 class OnWeightUpdate(StrEnum):
     """Policies for requests in flight at a weight update (setting ``on_weight_update``)."""
 
     RESUBMIT = "resubmit"
-    """They are cut, and continued by requests that prefill what there is under the new weights."""
+    """Requests are interrupted and continued by new ones, which prefill the existing tokens under the new weights."""
     KEEP = "keep"
-    """They go on under the new weights, over the keys and values that the old ones wrote."""
+    """Requests go on under the new weights, with the keys and values that the old weights computed."""
     RECOMPUTE = "recompute"
-    """They go on, and the engine prefills what there is under the new weights by itself."""
+    """Requests go on, and the engine itself prefills their existing tokens again under the new weights."""
 
 
 class Work(StrEnum):
-    """Settings that say how much is in work, which may change between two batches; their names in the configuration."""
+    """Settings for the amount of work in progress, which may change between two batches; values are config names."""
 
     OVER_SAMPLING = "over_sampling_batch_size"
     REFILL = "refill"
@@ -218,20 +218,20 @@ class Refill(StrEnum):
     """Policies for starting new work inside a step."""
 
     NONE = "none"
-    """Once, at the beginning (the paper)."""
+    """New groups only at the beginning of a step (as in the paper)."""
     GROUP = "group"
     """A new group whenever one finishes."""
     SAMPLE = "sample"
-    """A constant number of samples in flight."""
+    """New groups whenever needed to keep the number of samples in flight constant."""
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A prompt: ``token_ids`` int32 [P], and ``data`` for rewards and rollout functions (never looked into).
+    """A prompt: ``token_ids`` int32 [P], and ``data`` for rewards and rollout functions, which april does not read.
 
-    ``epoch`` and ``position`` (within the epoch) are set when april draws it; together they name the prompt.
-    ``attached`` is what comes with it, such as images, in order; ``token_ids`` have as many tokens for each as the
-    model reads it as.
+    ``epoch`` and ``position`` (within the epoch) are set when april draws the prompt; together they identify it.
+    ``attached`` lists its attachments, such as images, in order; ``token_ids`` contains for each of them as many
+    tokens as the model reads for it.
     """
 
     token_ids: Int32
@@ -241,14 +241,15 @@ class Prompt:
     attached: tuple[Placed, ...] = ()
 
     def copy(self) -> Prompt:
-        """Copy the prompt for a user who may write into its array; ``data`` stays the same object."""
+        """Return a copy with its own token array, which the user may change; ``data`` stays the same object."""
         return replace(self, token_ids=self.token_ids.copy())
 
 
 class EvaluationRequested(Event, frozen=True, kw_only=True):
-    """Answer these prompts under the present weights; EvaluationDone or EvaluationFailed ends it.
+    """Requests an evaluation of these prompts under the present weights.
 
-    ``evaluation`` is its number; ``functions_at_once`` limits the functions that run at a time (None means no limit).
+    EvaluationDone or EvaluationFailed ends it. ``evaluation`` is its number; ``functions_at_once`` limits the rollout
+    functions that run at the same time (None means no limit).
     """
 
     evaluation: int
@@ -260,7 +261,7 @@ class EvaluationRequested(Event, frozen=True, kw_only=True):
 
 
 class RecordedCall(NamedTuple):
-    """A complete ``llm.generate``: it added tokens [start, end) of the tape."""
+    """A completed call of ``llm.generate``, which added tokens [start, end) of the tape."""
 
     start: int
     end: int
@@ -269,23 +270,23 @@ class RecordedCall(NamedTuple):
 
 @dataclass(slots=True)
 class Replay:
-    """Calls that a rollout function will make again after its process died; they are answered from the tape."""
+    """Calls that a restarted rollout function will repeat; they are answered from the tape, without an engine."""
 
     calls: deque[RecordedCall]
     open_start: int | None
-    """The start of the call after those that has no complete answer yet; None means there was none."""
+    """Start of a further call whose answer was incomplete; None if there was no such call."""
 
     @property
     def next_start(self) -> int | None:
-        """Tokens of the tape before the next call; None means that it stood between two calls."""
+        """Number of tokens of the tape before the next call; None if all calls are replayed and none was open."""
         return self.calls[0].start if self.calls else self.open_start
 
 
 class Chain:
-    """A token sequence of a sample: what its first call was given, and all that followed.
+    """A token sequence of a sample: the prompt of its first call and all tokens that followed.
 
-    A sample has one, unless its function asks for other conversations too (``CallMade.any_chain``). Each becomes a row
-    of the batch; a call continues the one that it extends.
+    A sample has one chain, unless its function also uses other conversations (``CallMade.any_chain``). Each chain
+    becomes a row of the batch; a call continues the chain that its tokens extend.
     """
 
     __slots__ = (
@@ -296,30 +297,29 @@ class Chain:
         self.sample = sample
         self.number = number
         self.prompt = prompt
-        """int32 [P]: the group's prompt; of a later chain, what its first call was given."""
+        """int32 [P]: the prompt of the group, or for a later chain the tokens of its first call."""
         self.tape = TokenTape()
         self.attached = attached
-        """What is attached to the prompt and to what followed, in order."""
+        """Attachments of the prompt and of the tokens that followed, in order."""
         self.extras: Extras = NO_EXTRAS
-        """Rows of the conversation's tokens, from its second on, as far as they were made: up to the last one that was
-        generated."""
+        """Extras of the conversation, if any: one row per token, from the second to the last generated one."""
         self.calls: list[GenerateCall] = []
-        """Calls of the present run of the function, in order; the last one may be open."""
+        """Calls that the function has made since it was last started, in order; the last one may be open."""
         self.replay: Replay | None = None
-        """Answers that a dead process had. A finished sample with a replay finished there: its returns are lost."""
+        """Calls to be answered from the tape after a restart. A finished sample that has some lost its return value."""
         self.cached_on = ""
-        """Engine that has its keys and values, as long as its life is that of ``cached_under``."""
+        """Name of the engine with the chain's keys and values, valid while ``EngineState.life == cached_under``."""
         self.cached_under: tuple[PolicyVersion | None, int] | None = None
 
     @property
     def open_call(self) -> GenerateCall | None:
-        """The generate call that is not complete yet."""
+        """The generate call that is not complete yet, or None."""
         calls = self.calls
         return calls[-1] if calls and calls[-1].state is not DONE else None
 
     @property
     def asked(self) -> Replay | None:
-        """The calls that the function would make again if it began anew now; None without any."""
+        """The calls that the function would repeat if it were restarted now; None if there are none."""
         replay, call = self.replay, self.open_call
         calls = deque(c.result for c in self.calls if c.result is not None)
         start = None if call is None else call.start
@@ -330,35 +330,36 @@ class Chain:
 
     @property
     def seen(self) -> int:
-        """Tokens of the tape that the rollout function has seen (all of them, except in a replay)."""
+        """Number of tokens of the tape that the rollout function has seen (all of them, except in a replay)."""
         if self.replay is None:
             return len(self.tape)
         return self.calls[-1].end if self.calls else 0
 
     def add_extras(self, rows: Extras) -> None:
-        """Rows that an attempt brought with its tokens, those of tokens before them that had none included."""
+        """Append the rows of an attempt, which also cover earlier tokens that had no rows yet."""
         self.extras = joined(self.extras, rows)
 
     @property
     def rows_due(self) -> int:
-        """Rows of a conversation whose generated tokens have all of theirs."""
+        """Number of rows that the conversation has when no generated token lacks its row."""
         last = next((s for s in reversed(self.tape.segments) if s.kind is GENERATED), None)
         return 0 if last is None else len(self.prompt) + last.start + last.count - 1
 
     def cut(self, end: int) -> int:
-        """Forget what follows the first ``end`` tokens of the tape; returns how many of it were generated."""
+        """Remove the tokens after the first ``end`` of the tape; return how many of those were generated."""
         self.attached = before(self.attached, len(self.prompt) + end)
         generated = self.tape.cut(end)
         self.extras = first_rows(self.extras, self.rows_due)
         return generated
 
     def conversation(self, end: int) -> Int32:
-        """The prompt and the first ``end`` tokens of the tape."""
+        """Return the prompt followed by the first ``end`` tokens of the tape."""
         return np.concatenate((self.prompt, self.tape.tokens[:end])) if end else self.prompt
 
     def begins(self, token_ids: Int32, end: int, attached: Sequence[Placed] = ()) -> bool:
-        """Return whether ``token_ids`` and what is attached to them begin with the prompt, the first ``end`` tokens of
-        the tape, and what is attached to those.
+        """Return True if ``token_ids`` begins with the prompt and the first ``end`` tokens of the tape.
+
+        The attachments within these tokens must be equal, too.
         """
         at, prompt = len(self.prompt), self.prompt
         return (
@@ -376,22 +377,22 @@ class GenerateCall:
     chain: Chain
     sampling: SamplingParams
     start: int
-    """Response tokens that were there before the call."""
+    """Number of response tokens before the call."""
     number: int = 0
-    """The number by which the function knows the call."""
+    """Number by which the rollout function knows the call."""
     state: CallState = CallState.QUEUED
     ticket: int = 0
-    """The call's latest place in the queue; 0 means none."""
+    """Number of the call's entry in the queue; 0 if it is not queued."""
     attempt: Attempt | None = None
     avoid: str = ""
-    """Engine on which the latest attempt broke off: another one goes first."""
+    """Name of the engine on which the latest attempt broke off; other engines are preferred."""
     failures: int = 0
-    """Attempts in a row that broke off at the same token."""
+    """Number of attempts in a row that broke off at the same token."""
     end: int = 0
-    """Response tokens that there are with its own, once it is done."""
+    """Number of response tokens at the end of the call, once it is done."""
     finish: FinishReason | None = None
     lost: bool = False
-    """The function died with its host, and begins again when the attempt has ended."""
+    """True if the process of the rollout function died; the function is restarted when all attempts have ended."""
     sample: Sample = field(init=False)
 
     def __post_init__(self) -> None:
@@ -399,7 +400,7 @@ class GenerateCall:
 
     @property
     def result(self) -> RecordedCall | None:
-        """The tokens that the call added; None until it is done."""
+        """The range of tokens that the call added, with its finish reason; None until it is done."""
         return None if self.finish is None else RecordedCall(self.start, self.end, self.finish)
 
     @property
@@ -407,108 +408,123 @@ class GenerateCall:
         return self.sample.id
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """A request to an engine to continue ``token_ids``: the prompt and the tokens that the sample already has."""
+
+    attempt_id: str
+    token_ids: Int32
+    sampling: SamplingParams
+    priority: int = 0
+    """Priority; lower is more urgent. Engines without priorities ignore it."""
+    sample_key: tuple[int, int] | None = None
+    """(group, index) of the sample. A real engine's output never depends on it; a simulated engine draws the length of
+    the response from it."""
+    response_offset: int = 0
+    """Number of tokens at the end of ``token_ids`` that earlier attempts generated for this response; the first
+    ``len(token_ids) - response_offset`` tokens are the prompt."""
+    stream: bool = False
+    """True if tokens should arrive as they are generated, as april may end the request early. Engines that yield only
+    at the end may be used too; their surplus tokens are dropped."""
+    in_flight: OnWeightUpdate = OnWeightUpdate.RESUBMIT
+    """What happens to the request at a weight update. With KEEP the engine's prefix cache must be separate per version:
+    the request starts from no keys and values of other weights, and requests under later weights use none of these."""
+    attached: tuple[Placed, ...] = ()
+    """Attachments of the conversation, in order; ``token_ids`` contains for each as many tokens as the model reads for
+    it. An engine that expands prompts itself is sent :func:`april.core.attachments.collapsed`."""
+    extras: tuple[str, ...] = ()
+    """Names of the per-token arrays that the engine must return with the tokens."""
+    extras_from: int = 0
+    """First row of these arrays that is wanted. After k generated tokens the last chunk must have rows [extras_from,
+    len(token_ids) + k - 1); row i comes from the step that read token i of the conversation to predict token i + 1."""
+
+    def rows_wanted(self, generated: int) -> int:
+        """Return the number of rows that the last chunk must have after ``generated`` tokens."""
+        return len(self.token_ids) + generated - 1 - self.extras_from
+
+
 @dataclass(slots=True, eq=False, kw_only=True)
 class Attempt:
-    """An engine request for a call; the layer above appends chunks to ``tape`` while it runs."""
+    """A request that was sent to an engine for a call; the driver appends chunks to ``tape`` while it runs."""
 
-    id: str
+    request: Request
     call: GenerateCall
     engine: str
-    token_ids: Int32
-    """Prompt plus the response so far."""
-    sampling: SamplingParams
     tape: AttemptTape
-    extras: tuple[str, ...] = ()
-    """Names of the rows that its engine is asked for."""
-    extras_from: int = 0
-    """The first row that is missing."""
+    id: str = field(init=False)
+    """Id of the attempt, equal to ``request.attempt_id``."""
     end_ids: frozenset[int] = frozenset()
-    """Tokens that end the response: EOS, and stop tokens of the request."""
+    """Ids of the tokens that end the response: EOS and the request's stop tokens."""
     oldest: PolicyVersion | None = None
-    """The weights that its engine had confirmed when it was sent: its tokens are of these or of later ones."""
-    urgent: bool = False
-    in_flight: OnWeightUpdate = OnWeightUpdate.RESUBMIT
-    """What becomes of it at a weight update."""
+    """Version that the engine had confirmed when the request was sent; its tokens are of this or a later version."""
     state: AttemptState = AttemptState.WANTED
     silent_s: float = 0.0
     """Seconds of silence when the attempt was found to be silent."""
     lost_for: DropReason | None = None
-    """The reason for which the tokens are dropped; None means that the sample gets them."""
+    """Reason for dropping the tokens; None if the sample gets them."""
+
+    def __post_init__(self) -> None:
+        self.id = self.request.attempt_id
 
     def counts(self) -> AttemptCounts:
-        """Count the tokens so far, for the event that ends the attempt."""
+        """Return the counts of the tokens so far, for the event that ends the attempt."""
         tape = self.tape
         if not tape.parsed:
             return NOTHING_CAME
         ids = self.end_ids
-        long_enough = tape.count > self.sampling.min_tokens
+        long_enough = tape.count > self.request.sampling.min_tokens
         ends = tape.stopped or (bool(ids) and long_enough and tape.last_token in ids)
         return AttemptCounts(tuple(tape.spans), ends, tape.after_stop, tape.unknown, tape.bare)
 
     @property
     def over(self) -> PolicyVersion | None:
-        """The version of its oldest keys and values, where they live through weight updates."""
-        return self.oldest if self.in_flight is OnWeightUpdate.KEEP else None
+        """Version of its oldest keys and values, if they are kept through weight updates; else None."""
+        return self.oldest if self.request.in_flight is OnWeightUpdate.KEEP else None
 
     @property
     def sample(self) -> Sample:
         return self.call.sample
 
     @property
-    def attached(self) -> tuple[Placed, ...]:
-        """What is attached to its conversation."""
-        return self.call.chain.attached
-
-    @property
-    def missing_rows(self) -> int:
-        """Rows of tokens before those that it generates, which its engine gives too."""
-        return len(self.token_ids) - 1 - self.extras_from
-
-    @property
-    def in_call(self) -> int:
-        """Tokens of its call that earlier attempts have brought."""
-        return len(self.token_ids) - len(self.call.chain.prompt) - self.call.start
-
-    @property
     def owner(self) -> SampleId:
         return self.call.sample.id
 
 
-# names of the module: an enum's member costs 60 ns per use on Python 3.11, and these are used at every event
+# module-level names, as an enum member costs 60 ns per use on Python 3.11 and these are used at every event
 DONE = CallState.DONE
 
 
 @dataclass(slots=True, eq=False, repr=False)
 class Sample:
-    """A response of a group."""
+    """One response to a group's prompt, with the state of its rollout function and reward."""
 
     id: SampleId
     group: Group
     state: SampleState = SampleState.NEW
     chains: tuple[Chain, ...] = field(init=False)
     any_chain: bool = False
-    """The present run of the function asks for any conversation, not only for the one that its prompt begins."""
+    """True if the running function may use any conversation, not only the one that begins with its prompt."""
     attempts: int = 0
     resumes: int = 0
-    """Attempts that continued a call in the middle."""
+    """Number of attempts that continued a call after its first token."""
     failures: int = 0
-    """Failures of its rollout and reward functions."""
+    """Number of failures of its rollout and reward functions."""
     deaths: tuple[int, int] = (0, 0)
-    """(Deaths in a row of hosts on which its functions ran, tokens that there were each time)."""
+    """(Number of processes in a row that died while they ran its function, number of tokens it had each time)."""
     retry: int | None = None
-    """Timer after which its reward is asked for again."""
+    """Number of the timer after which its reward is asked for again; None without one."""
     restarts: int = 0
     finish: FinishReason | None = None
     reward: float = 0.0
     ticket: int = 0
-    """The latest place in the queue, to be started; 0 means none."""
+    """Number of its entry in the queue of samples to start; 0 if it is not queued."""
     since: int = 0
-    """With a quorum: number of the event since which it can be delivered."""
+    """Number of the event that made it deliverable (used with a quorum)."""
     slack: int = NO_DEADLINE
-    """With a quorum: weight updates after which it is too old, as of the latest plan."""
+    """Number of weight updates after which it is too old, as of the latest plan (used with a quorum)."""
     evaluation: Evaluation | None = None
     urgent: bool = False
-    """Goes before all others, because the step owes it or a finished sibling, or waits for its evaluation."""
+    """True if it is scheduled first: the step must deliver it or its group, or it belongs to an evaluation."""
 
     def __post_init__(self) -> None:
         group = self.group
@@ -522,17 +538,17 @@ class Sample:
 
     @property
     def ready(self) -> bool:
-        """With a quorum: whether it counts towards a batch."""
+        """True if it counts towards a batch (used with a quorum)."""
         return self.state is SampleState.FINISHED and self.group.state is GroupState.READY
 
     @property
     def members(self) -> tuple[Sample]:
-        """As of a group: what is delivered with it."""
+        """The sample itself, so that a sample and a group can be treated alike as units of a batch."""
         return (self,)
 
     @property
     def key(self) -> SampleId:
-        """The id as functions and engines see it: the prompts of each evaluation are numbered from 0."""
+        """The id that functions and engines see, in which the prompts of each evaluation are numbered from 0."""
         first = 0 if self.evaluation is None else self.evaluation.groups[0].id
         return SampleId(self.id.group - first, self.id.index)
 
@@ -543,8 +559,8 @@ class Sample:
 
     @property
     def asks(self) -> bool:
-        """Return whether a generate call is not complete yet."""
-        for chain in self.chains:  # at every event: a generator, or a call of open_call, costs more
+        """True if a generate call is not complete yet."""
+        for chain in self.chains:  # runs at every event: a generator, or using open_call, would be slower
             calls = chain.calls
             if calls and calls[-1].state is not DONE:
                 return True
@@ -552,24 +568,24 @@ class Sample:
 
     @property
     def generated(self) -> int:
-        """Tokens sampled by the policy."""
+        """Number of tokens sampled by the policy."""
         chains = self.chains
         return chains[0].tape.generated if len(chains) == 1 else sum([chain.tape.generated for chain in chains])
 
     @property
     def tokens(self) -> int:
-        """Tokens of all responses, those of the environment included."""
+        """Number of tokens of all chains' responses, environment tokens included."""
         return sum([len(chain.tape) for chain in self.chains])
 
     @property
     def submitted_under(self) -> PolicyVersion | None:
-        """The oldest version under which a request in flight was sent; None without one."""
+        """Oldest version under which a request in flight was sent; None without a request in flight."""
         attempts = (chain.calls[-1].attempt for chain in self.chains if chain.calls)
         return min((a.oldest for a in attempts if a is not None and a.oldest is not None), default=None)
 
     @property
     def oldest_version(self) -> PolicyVersion | None:
-        """Version of the oldest generated token; None without one."""
+        """Version of the oldest generated token; None without generated tokens."""
         chains = self.chains
         if len(chains) == 1:
             return chains[0].tape.oldest_version
@@ -577,22 +593,22 @@ class Sample:
 
     @property
     def segments(self) -> list[Segment]:
-        """The segments of all chains, for what each of them tells by itself."""
+        """Segments of all chains, for uses in which their order and chain do not matter."""
         chains = self.chains
         return chains[0].tape.segments if len(chains) == 1 else [s for chain in chains for s in chain.tape.segments]
 
     @property
     def replayed(self) -> bool:
-        """Return whether its function has calls to make again."""
+        """True if its restarted function has calls left to repeat."""
         return any(chain.replay is not None for chain in self.chains)
 
     def clear(self) -> None:
-        """Forget all that was generated, as its function begins anew."""
+        """Remove all chains and tokens before its function is started again."""
         self.chains = (Chain(self, 0, self.group.prompt.token_ids, self.group.prompt.attached),)
         self.any_chain, self.finish = False, None
 
     def replay_all(self) -> None:
-        """Its function begins anew: what its calls had is answered from the tapes."""
+        """Set up the replay of all its calls from the tapes, before its function is started again."""
         for chain in self.chains:
             chain.replay = chain.asked
             chain.calls.clear()
@@ -606,7 +622,7 @@ class Sample:
 
 @dataclass(slots=True, eq=False, repr=False)
 class Group:
-    """A prompt with its samples; those that were given up or replaced are still among them."""
+    """A prompt with its samples, dropped and replaced ones included."""
 
     id: int
     prompt: Prompt
@@ -614,26 +630,26 @@ class Group:
     drawn_under: PolicyVersion = FIRST_VERSION
     evaluation: Evaluation | None = None
     quorum: int = 0
-    """Finished samples that make it complete; at the beginning 0 means all of them."""
+    """Number of finished samples that make it complete; the constructor takes 0 for all of them."""
     bound: int = NO_DEADLINE
-    """The bound on staleness when the group was drawn, if it was lowered before."""
+    """Limit on staleness when the group was drawn, if it had been lowered by then; else NO_DEADLINE."""
     state: GroupState = GroupState.OPEN
     since: int = 0
-    """Number of the event that made its state what it is."""
+    """Number of the event that set its present state."""
     samples: list[Sample] = field(init=False)
     finishers: list[int] = field(default_factory=list)
-    """Indices of its finished samples, in the order in which they finished."""
+    """Indices of its finished samples, in the order of finishing."""
     cohort: tuple[tuple[int, float], ...] = ()
-    """Once it counts: (index, reward) of the first ``quorum`` of them, of which the baselines of all are made."""
+    """(index, reward) of the first ``quorum`` finishers, from which all baselines are computed; set once READY."""
     unfinished: int = field(init=False)
-    """Samples in work."""
+    """Number of held samples that are not finished."""
     held: int = field(init=False)
-    """Samples that are neither delivered nor given up; with the last of them the prompt is settled."""
+    """Number of samples that are neither delivered nor dropped; at 0 the prompt is settled."""
     delivered: int = 0
-    """Samples that are in batches."""
+    """Number of samples that were delivered in batches."""
     filter_failures: int = 0
     slack: int = NO_DEADLINE
-    """Weight updates after which it is too old, as of the latest plan."""
+    """Number of weight updates after which it is too old, as of the latest plan."""
 
     def __post_init__(self, size: int) -> None:
         self.samples = [Sample(SampleId(self.id, i), self) for i in range(size)]
@@ -642,7 +658,7 @@ class Group:
 
     @property
     def owner(self) -> SampleId:
-        """All its samples' stories tell of it."""
+        """The id under which the log records changes of the group; they appear in the story of each sample."""
         return SampleId(self.id, WHOLE_GROUP)
 
     @property
@@ -651,17 +667,17 @@ class Group:
 
     @property
     def first(self) -> list[Sample]:
-        """The first ``quorum`` finishers, by index: what a filter sees."""
+        """The first ``quorum`` finishers, sorted by index; a filter is given these."""
         return [self.samples[i] for i in sorted(self.finishers[: self.quorum])]
 
     @property
     def rewarded(self) -> tuple[tuple[int, float], ...]:
-        """(index, reward) of the first ``quorum`` finishers, in their order: the cohort, once the group counts."""
+        """(index, reward) of the first ``quorum`` finishers, in order of finishing; becomes the group's cohort."""
         return tuple((i, self.samples[i].reward) for i in self.finishers[: self.quorum])
 
     @property
     def members(self) -> list[Sample]:
-        """The samples that are neither delivered nor given up."""
+        """The samples that are neither delivered nor dropped."""
         return [s for s in self.samples if s.state not in SETTLED]
 
     @property
@@ -674,28 +690,28 @@ class Group:
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Evaluation:
-    """An evaluation; its prompts become groups when it begins."""
+    """The state of one evaluation; its prompts become groups when it begins."""
 
     request: EvaluationRequested
     behind: int = 0
-    """The last weight update that was asked for before and waits; 0 means none. The evaluation begins after it."""
+    """Number of the last waiting weight update that was requested before; the evaluation begins after it. 0: none."""
     version: PolicyVersion | None = None
-    """The version of its tokens; None until it begins."""
+    """Policy version of its tokens; None until it begins."""
     groups: tuple[Group, ...] = ()
     unfinished: int = 0
     to_start: deque[Sample] = field(default_factory=deque)
-    """Samples beyond those whose functions may run at once: in no queue, where they would keep others waiting."""
+    """Samples over the limit of functions at once; they are kept out of the queue, where they would block others."""
     functions: int = 0
-    """Rollout functions that run, or wait for a place to begin in."""
+    """Number of rollout functions that run or are queued to start."""
     in_flight: int = 0
     trouble: tuple[str, AttemptFailure] | None = None
-    """The failure of the latest attempt that broke off."""
+    """Error and kind of the latest attempt that broke off."""
     failure: tuple[str, AttemptFailure | None] | None = None
     tokens: Ledger = field(default_factory=Ledger)
     counters: Counter[str] = field(default_factory=Counter)
 
     def fail(self, error: str, kind: AttemptFailure | None = None, sample: Sample | None = None) -> None:
-        """End with this error, if it is the first; ``sample`` is the one whose function or prompt is to blame."""
+        """Fail with this error, unless it failed before; ``sample`` is the one whose function or prompt failed."""
         if self.failure is None:
             where = "" if sample is None else f"evaluation prompt {sample.key.group}: "
             self.failure = f"{where}{error}", kind
@@ -705,19 +721,19 @@ State = TypeVar("State", SampleState, CallState, AttemptState, GroupState)
 
 
 class Stateful(Protocol[State]):
-    """A sample, a call, an attempt or a group."""
+    """Anything with a checked state: a sample, a call, an attempt or a group."""
 
     state: State
 
     @property
     def owner(self) -> SampleId:
-        """The sample, or group, whose story tells of it."""
+        """Id of the sample or group in whose story the changes of state are recorded."""
 
 
 LEGAL: Mapping[StrEnum, tuple[StrEnum, ...]] = {
     SampleState.NEW: (
         SampleState.RUNNING,
-        SampleState.NEW,  # what it had generated before a restart is dropped
+        SampleState.NEW,  # tokens from before a restart are dropped
         SampleState.DROPPED,
     ),
     SampleState.RUNNING: (SampleState.SCORING, SampleState.NEW, SampleState.DROPPED),
@@ -727,7 +743,7 @@ LEGAL: Mapping[StrEnum, tuple[StrEnum, ...]] = {
     SampleState.DROPPED: (),
     CallState.QUEUED: (
         CallState.IN_FLIGHT,
-        CallState.DONE,  # saved between its last token and the end of its attempt, or nothing is left of its budget
+        CallState.DONE,  # saved between its last token and the end of its attempt, or its budget is used up
     ),
     CallState.IN_FLIGHT: (CallState.QUEUED, CallState.DONE),
     CallState.DONE: (),
@@ -743,31 +759,31 @@ LEGAL: Mapping[StrEnum, tuple[StrEnum, ...]] = {
     ),
     GroupState.READY: (GroupState.OPEN,),
 }  # fmt: skip
-"""The legal changes of state; only :meth:`april.core.context.CoreContext.to` changes one."""
+"""Legal changes of state, by the state before; only :meth:`april.core.context.CoreContext.to` changes a state."""
 
 
 class TimerKind(StrEnum):
-    """Actions that a timer stands for."""
+    """Actions that a timer triggers when it fires."""
 
     ABORTS = "aborts"
-    """Ask again for the end of attempts, and fence those that are too late."""
+    """Send aborts again, and fence attempts that did not end in time."""
     RETRY = "retry"
     """Ask a reward function or filter again."""
     OUTAGE = "outage"
-    """Fail the step, if there is still no engine to go on with."""
+    """Fail the step if there is still no usable engine."""
     REST = "rest"
-    """An engine that was busy may take requests again."""
+    """Send requests again to an engine that was busy."""
     PROBE = "probe"
-    """Ask a quarantined engine whether it is well."""
+    """Probe a quarantined engine's health."""
     CHECK = "check"
-    """Ask an engine that works for its load and its weights."""
+    """Probe a working engine for its load and its weights."""
 
 
 class Timer(NamedTuple):
-    """A timer; it is void once its starter waits for another one, or for none."""
+    """Identifies a timer. It is void once the code that started it waits for another timer or none."""
 
     kind: TimerKind
     number: int
-    """Unique among timers of its kind."""
+    """Number that is unique among timers of its kind."""
     engine: str = ""
-    """The engine of a rest, a probe or a check."""
+    """Name of the engine, for REST, PROBE and CHECK; else empty."""

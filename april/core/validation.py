@@ -1,4 +1,4 @@
-"""Cross-checks of the whole state: every index against every other, every ledger against a recount."""
+"""Checks the whole state of a core: compares its indexes with each other, and its ledgers with a recount."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from april.errors import InvariantError
 
 
 def check_calls(sample: Sample) -> str | None:
-    """Describe what is wrong with the sample's calls; None means nothing."""
+    """Describe what is wrong with the sample's calls; None if they are consistent."""
     for chain in sample.chains:
         if wrong := _check_chain(sample, chain):
             return wrong if len(sample.chains) == 1 else f"chain {chain.number}: {wrong}"
@@ -58,7 +58,7 @@ def _check_chain(sample: Sample, chain: Chain) -> str | None:
 
 
 def check_group(group: Group, *, whole: bool) -> str | None:
-    """Describe what is wrong with a group's counts; ``whole`` says that it is delivered when all of it is finished."""
+    """Describe what is wrong with a group's counts, or return None; ``whole``: groups are only delivered whole."""
     members = group.members
     finished = {s.id.index for s in members if s.state is SampleState.FINISHED}
     leased = {s.id.index for s in group.samples if s.state is SampleState.LEASED}
@@ -78,7 +78,7 @@ def check_group(group: Group, *, whole: bool) -> str | None:
 
 
 def validate(context: CoreContext, updates: WeightUpdates) -> None:
-    """Raise InvariantError at the first contradiction. Cost: proportional to everything held."""
+    """Raise InvariantError at the first contradiction; takes time in proportion to everything held."""
 
     def fail(message: str, sample: Sample | None = None) -> None:
         story = f"\n{context.story(sample.id)}" if sample is not None else ""
@@ -174,7 +174,7 @@ def validate(context: CoreContext, updates: WeightUpdates) -> None:
 
 
 def check_evaluation(context: CoreContext, evaluation: Evaluation) -> str | None:
-    """Describe what is wrong with an evaluation's counts, ledger and versions; None means nothing."""
+    """Describe what is wrong with an evaluation's counts, ledger and versions; None if they are consistent."""
     samples = [s for g in evaluation.groups for s in g.samples]
     in_flight = sum(a.sample.evaluation is evaluation for a in context.attempts)
     if evaluation.in_flight != in_flight:

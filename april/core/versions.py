@@ -1,6 +1,6 @@
-"""Policy versions, and how far apart two of them are, restarts included.
+"""Policy versions, and the number of weight updates between two of them, across restarts, too.
 
-Too-old tokens lose their loss in ``batch.deliver_sample``.
+``batch.deliver_sample`` masks the tokens that are too old.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 
 class PolicyVersion(NamedTuple):
-    """Which weights: ``n`` grows by one with every weight update, ``incarnation`` with every restart."""
+    """Identifies weights: ``n`` grows by one with every weight update, ``incarnation`` with every restart."""
 
     incarnation: int
     n: int
@@ -24,15 +24,15 @@ FIRST_VERSION = PolicyVersion(0, 0)
 
 @dataclass(slots=True, eq=False)
 class VersionClock:
-    """The current version, and the distance from it to any older one.
+    """Holds the current version, and computes the distance from it to any older one.
 
-    After a restart from a checkpoint at ``n = b`` a token of the abandoned branch (same incarnation as
-    before, n > b) is as far away as the way back to the branch point plus the way since.
+    After a restart from a checkpoint at ``n = b``, the distance to a token of the abandoned branch (older incarnation,
+    n > b) is the number of updates back to the branch point plus those since.
     """
 
     current: PolicyVersion = FIRST_VERSION
     branches: dict[int, int] = field(default_factory=dict)
-    """incarnation -> the n at which a later incarnation branched off from it"""
+    """incarnation -> ``n`` at which the next incarnation branched off"""
 
     def advance(self) -> PolicyVersion:
         """Count a weight update."""
@@ -40,13 +40,13 @@ class VersionClock:
         return self.current
 
     def restart(self, at: int) -> PolicyVersion:
-        """A new incarnation, whose first weights are those of version ``at`` of the present one."""
+        """Begin a new incarnation, whose first weights are those of ``n = at`` in the present one."""
         self.branches[self.current.incarnation] = at
         self.current = PolicyVersion(self.current.incarnation + 1, at)
         return self.current
 
     def staleness(self, version: PolicyVersion) -> int:
-        """Weight updates between ``version`` and now; raises ValueError for a version of the future."""
+        """Return the number of weight updates between ``version`` and now; raises ValueError for a future version."""
         distance, top = 0, version.n
         for incarnation in range(version.incarnation, self.current.incarnation):
             branch = self.branches[incarnation]

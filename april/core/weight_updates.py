@@ -1,13 +1,12 @@
-"""A weight update: pause the engines, hand over, load, resume; who is left out, and what holds if it fails halfway.
+"""Runs a weight update over all engines: pause, transfer, load, resume; engines that fail may be left out.
 
-Requests in flight end before the pause; or (``on_weight_update: keep``, ``recompute``) engines keep them meanwhile, and
-those end that must not go on: with keep those without a token, whose prompt would meet keys of the old weights under
-the name of the new ones; always those at an engine that is left out, or resumes without whole weights.
+Requests in flight end before the pause. With ``on_weight_update: keep`` or ``recompute`` engines keep them, and april
+ends only those that must not continue: with ``keep`` requests without a token, whose prompt would use keys of the old
+weights under the new version; always requests at an engine that is left out or resumes without complete weights.
 
-Invariants: the version moves only when every engine that may get requests for it has confirmed it; an engine is
-confirmed to have a version only by its own word that it has loaded it, and has none while a call to load runs and after
-one that failed; an update that is cancelled either has changed nothing or goes on to its end; no engine is left paused
-that can be resumed.
+Invariants: the policy version moves only when every engine that may get requests for it has confirmed it; an engine's
+version is confirmed only by its own report of a load, and is unknown while a load runs and after a load that failed; a
+cancelled update has either changed nothing or goes on to its end; no engine stays paused that can be resumed.
 """
 
 from __future__ import annotations
@@ -25,24 +24,25 @@ from april.core.types import Attempt, AttemptState, DropReason, OnWeightUpdate
 from april.core.versions import PolicyVersion
 
 QUARANTINED_PATIENCE_S = 2.0
-"""The longest wait of an update for a quarantined engine to pause."""
+"""Longest time in seconds that an update waits for a quarantined engine to pause."""
 NAMED = 3
-"""The most engines that a sentence names."""
+"""Most engines that a message names."""
 OF_ONE_MACHINE = 32
-"""The last digits of a directory's content hash differ from machine to machine, even for the same files."""
+"""Number of trailing digits of a directory's content hash that differ between machines, even for the same files."""
 TRANSFER = 0
-"""The number of a failed call where it is the trainer's own transfer that failed."""
+"""Call number in ``UpdateEnded.failed`` that means that the trainer's own transfer failed."""
 
 
 class Phase(StrEnum):
-    """The phases of an update."""
+    """Phases of a weight update."""
 
     IDLE = "idle"
     STOPPING = "stopping"
-    """Requests in flight end; so do calls that give weights to single engines, if no other engine is left."""
+    """Waits until the requests in flight have ended, and for calls that give single engines the present weights, if
+    all engines have such calls."""
     PAUSING = "pausing"
     RECALLING = "recalling"
-    """Engines are paused, and requests that they keep and that must not go on end."""
+    """Engines are paused; kept requests that must not continue are being ended."""
     HANDING_OVER = "handing over"
     LOADING = "loading"
     CHECKING = "checking"
@@ -51,38 +51,38 @@ class Phase(StrEnum):
     RESUMING = "resuming"
 
 
-# names of the module: an enum's member costs 60 ns per use on Python 3.11, and these are used at every event
+# module-level names, as an enum member costs 60 ns per use on Python 3.11 and these are used at every event
 IDLE, STOPPING, RECALLING = Phase.IDLE, Phase.STOPPING, Phase.RECALLING
 RESUBMIT, KEEP = OnWeightUpdate.RESUBMIT, OnWeightUpdate.KEEP
 
 
 def weights_of(content: str) -> str:
-    """The part of a content hash that is the same on every machine; empty means unknown."""
+    """Return the part of a content hash that is the same on every machine; empty if the hash is unknown."""
     return content[:-OF_ONE_MACHINE]
 
 
 def some(names: Sequence[str]) -> str:
-    """The first few engine names, and how many more there are, for people."""
+    """Return the first few engine names, and the number of the others, as text for a message."""
     more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
     return f"{'engine' if len(names) == 1 else 'engines'} {', '.join(names[:NAMED])}{more}"
 
 
 class EngineCalls:
-    """The calls that april makes to engines, at most one for each; a call that is followed by another is void."""
+    """Makes pause, load and resume calls to engines, at most one per engine; a newer call makes an older one void."""
 
     def __init__(self, context: CoreContext) -> None:
         self._context = context
         self._number = 0
         self._loading: dict[str, tuple[PolicyVersion, bool]] = {}
-        """The version that each engine loads, and whether a failure leaves its weights torn."""
+        """Version that each engine is loading, and True if a failed load may leave incomplete weights."""
         self.moves = 0
-        """Grows when weights are about to change and when they have: a probe holds only while it stays the same."""
+        """Counter that grows before and after every change of weights; a probe is valid only if it did not move."""
         self.turns = 0
-        """Grows when a step begins and when it ends: between two steps the trainer may change weights."""
+        """Counter that grows when a step begins or ends; between two steps the trainer may change weights."""
         self._asked: dict[str, tuple[int, int]] = {}
 
     def pause(self, name: str, within_s: float, in_flight: OnWeightUpdate = RESUBMIT) -> None:
-        """Close an engine's gate; ``in_flight``: what becomes of its requests."""
+        """Stop admission at an engine; ``in_flight`` says what happens to its running requests."""
         self._context.engines.states[name].gate = EngineGate.CLOSING
         self._context.out.append(do.PauseEngine(name, self._next(name), within_s, in_flight))
 
@@ -90,9 +90,9 @@ class EngineCalls:
         self, name: str, version: PolicyVersion, path: str | None, contents: tuple[str, ...] = (),
         base: PolicyVersion | None = None,
     ) -> None:  # fmt: skip
-        """Have an engine load weights; until it says that it has them, its weights are unknown.
+        """Make an engine load weights; its version is unknown until it confirms the load.
 
-        The directory must hold one of ``contents``; empty means that anything will do. ``base``: as in LoadEngine.
+        ``contents`` are the accepted content hashes of the directory; empty accepts any. ``base`` is as in LoadEngine.
         """
         state = self._context.engines.states[name]
         self._loading[name] = version, path is not None or state.weights is EngineWeights.HALF
@@ -107,7 +107,7 @@ class EngineCalls:
         )  # fmt: skip
 
     def resume(self, name: str) -> None:
-        """Open an engine's gate."""
+        """Let an engine admit requests again."""
         self._context.engines.states[name].gate = EngineGate.OPENING
         within_s = self._context.settings.abort_deadline_s
         self._context.out.append(do.ResumeEngine(name, self._next(name), within_s))
@@ -118,7 +118,7 @@ class EngineCalls:
         return self._number
 
     def ended(self, event: ev.EngineCallEnded) -> bool:
-        """Note what a call has done to gate and weights; returns False for a call that is void."""
+        """Record the result of a call in the engine's gate and weights; return False for a void call."""
         state = self._context.engines.state_of(event.engine)
         if event.call != state.call:
             return False
@@ -131,7 +131,7 @@ class EngineCalls:
                 state.confirm(version)
             elif event.result in (ev.CallResult.BUSY, ev.CallResult.OTHER_CONTENT):
                 state.still_has_them()
-                if event.result is ev.CallResult.OTHER_CONTENT:  # an update may have come since it was asked
+                if event.result is ev.CallResult.OTHER_CONTENT:  # an update may have begun since the call was made
                     state.not_given = version
         elif state.gate is EngineGate.OPENING:
             state.gate = EngineGate.OPEN if done else EngineGate.CLOSED
@@ -140,27 +140,27 @@ class EngineCalls:
         return True
 
     def forget(self, name: str) -> None:
-        """Forget an engine that has left or comes anew: it owes no answer."""
+        """Forget the open calls and probes of an engine that has left or joins again."""
         self._loading.pop(name, None)
         self._asked.pop(name, None)
 
     def probe(self, name: str) -> None:
-        """Ask an engine for its health."""
+        """Send a health probe to an engine."""
         self._number += 1
         self._context.engines.states[name].probe = self._number
         self._asked[name] = self.moves, self.turns
         self._context.out.append(do.ProbeEngine(name, self._number))
 
     def answered(self, event: ev.EngineProbed) -> tuple[bool, bool]:
-        """Return whether no weights have moved since the probe was sent, and whether no step began or ended either."""
+        """Return two bools: no weights changed since the probe was sent; and no step began or ended since, either."""
         self._context.engines.states[event.engine].probe = 0
         moves, turns = self._asked.pop(event.engine)
         return moves == self.moves, (moves, turns) == (self.moves, self.turns)
 
     def lost(self, name: str) -> None:
-        """Note that an engine lost its weights: the tokens that it generates now are of unknown weights.
+        """Record that an engine lost its weights, so that tokens of its running requests are dropped.
 
-        While its gate is closed it generates none, and what its requests have is sound.
+        While the engine is paused it generates nothing, so the tokens of its requests are kept.
         """
         context = self._context
         context.counters["stale_engines"] += 1
@@ -175,11 +175,11 @@ class EngineCalls:
 
 
 class WeightUpdates:
-    """Runs one update at a time, in the order of the requests; ``adopt`` takes the version and the last trained batch.
+    """Runs weight updates one at a time, in the order in which they were requested.
 
-    An engine that cannot be reached is left out if there are others: it is quarantined, and gets no requests before it
-    has these weights or later ones. If some engines have loaded the new weights and others have refused them, nothing
-    is generated until an update has reached them all.
+    ``adopt`` is called with the new version and the last trained batch. An unreachable engine is left out if there are
+    others: it is quarantined and gets no requests until it has these weights or later ones. If some engines loaded the
+    new weights and others refused them, nothing is generated until an update has reached all of them.
     """
 
     def __init__(
@@ -189,42 +189,54 @@ class WeightUpdates:
         self._calls = calls
         self._adopt = adopt
         self.phase = Phase.IDLE
-        self.half_updated: str | None = None
-        """The reason why nothing may be generated: the engines hold different weights, or unknown ones."""
+        self.half_updated = self._of_others = self._of_earlier_runs()
+        """Reason why nothing may be generated, as the engines hold different or unknown weights; else None."""
         self.path: str | None = None
         self.contents: tuple[str, ...] = ()
-        """Content hashes of ``path`` while it holds the present weights; empty means nobody could read it."""
+        """Content hashes of ``path`` that mean the present weights; empty if nobody could read the directory."""
         self._known = True
-        """True if the present weights are those of ``contents``, or of every server's start where ``path`` is None."""
+        """True if the present weights can be loaded again: they match ``contents``, or are those of the servers' start
+        where ``path`` is None."""
         self._requests: list[ev.UpdateRequested] = []
         self._update = ev.UpdateRequested(update=0)
         self._left_out: set[str] = set()
         self._awaited: set[str] = set()
-        """Engines that have yet to answer in this phase."""
+        """Names of the engines that have not answered in this phase."""
         self._recalled: list[str] = []
-        """Attempts whose end is awaited while the engines are paused."""
+        """Ids of the attempts that must end while the engines are paused."""
         self._opens = False
-        """The engines resume when they have ended; else the weights come."""
+        """True if the engines resume once those attempts have ended; False if the transfer or load follows."""
         self._answers: dict[str, ev.EngineCallEnded] = {}
         self._handed_to: tuple[str, ...] = ()
-        """Engines that were paused for the transfer as it began."""
+        """Names of the engines that were paused when the transfer began."""
         self._failed: int | None = None
-        """The call whose error ends the update."""
+        """Number of the call whose error ends the update."""
         self._why = ""
-        """The error itself, where that call raised none."""
+        """Error text, if the call in ``_failed`` itself raised nothing."""
         self._odd: frozenset[int] = frozenset()
-        """Calls that loaded other weights than those of the update."""
+        """Numbers of the calls that loaded other weights than those of the update."""
         self._adopted = False
         self._written = False
-        """True if some update, of this run or an earlier one, has begun to write weights, however it ended."""
+        """True once an update of this run or an earlier one has begun to write weights, however it ended."""
         self._first = self._whole = context.clock.current
-        """``_whole``: the version of the last whole weights, over which adapters are laid."""
+        """``_whole`` is the version of the last full weights, to which adapters (LoRA) are applied."""
         self.base: PolicyVersion | None = None
-        """That version while the present weights are an adapter; else None."""
+        """Version of the full weights below the present adapter; None while the present weights are full ones."""
+
+    def _of_earlier_runs(self) -> str | None:
+        """Return why nothing may be generated if all engines may hold weights of an earlier run; else None."""
+        states = self._context.engines.states
+        if not all(state.limits.written for state in states.values()):
+            return None
+        return (
+            f"{some(list(states))} may have the weights of an earlier run, which are of no version of this one; give "
+            "them those of this run first, by weight_update or load_state_dict with path=, weights= or transfer=; or "
+            "restart the servers; or set engine.first_weights: present, if what they have is what the run begins with"
+        )
 
     @property
     def none_yet(self) -> bool:
-        """True if every engine still has the weights of its start, as no update has begun."""
+        """True if no update has begun, so that every engine still has the weights with which it started."""
         return not self._calls.moves and self._context.clock.current == self._first
 
     @property
@@ -234,22 +246,22 @@ class WeightUpdates:
 
     @property
     def waits(self) -> bool:
-        """True if an update waits for its time."""
+        """True if an update waits to begin, or for requests to end."""
         return self.phase is STOPPING or self.phase is RECALLING or bool(self._requests)
 
     @property
     def pending(self) -> bool:
-        """True if there is an update, which runs or waits."""
+        """True if an update is running or waiting."""
         return self.phase is not IDLE or bool(self._requests)
 
     @property
     def broken(self) -> str | None:
-        """The reason why nothing can be generated, unless a pending update may mend it."""
+        """Reason why nothing can be generated; None if generation is possible or a pending update may repair it."""
         return None if self.half_updated is None or self.pending else self.half_updated
 
     @property
     def waits_for(self) -> str:
-        """The thing that the first update in turn waits for, for people."""
+        """Text for users: what the running update, or else the next one, is waiting for."""
         engines, in_flight = some(sorted(self._awaited)), len(self._context.attempts.in_flight)
         given = some([name for name, state in self._context.engines.states.items() if state.taken_back])
         return {
@@ -266,40 +278,48 @@ class WeightUpdates:
 
     @property
     def loads_a_state(self) -> bool:
-        """True if the first update in turn is that of ``load_state_dict``."""
+        """True if the running update, or else the next one, belongs to ``load_state_dict``."""
         first = self._update if self.running else next(iter(self._requests), self._update)
         return first.restores
 
     @property
     def numbers(self) -> list[int]:
-        """The numbers of the updates that were requested and have not ended."""
+        """Numbers of the updates that were requested and have not ended."""
         return [*([self._update.update] if self.running else ()), *(r.update for r in self._requests)]
 
     @property
+    def newest(self) -> int:
+        """Value of the version's ``n`` once all updates in ``numbers`` have succeeded."""
+        n = self._context.clock.current.n
+        for update in (*((self._update,) if self.running and not self._adopted else ()), *self._requests):
+            n = n + 1 if update.version is None else update.version.n
+        return n
+
+    @property
     def trained(self) -> int:
-        """The newest batch that pending updates will commit; -1 means they commit none."""
+        """Id of the newest batch that pending updates will commit; -1 if they commit none."""
         over = self.phase in (Phase.IDLE, Phase.CHECKING, Phase.RESUMING)
         over |= self.phase is RECALLING and self._failed is not None
         updates = (*(() if over else (self._update,)), *self._requests)
         return max((u.trained for u in updates if u.trained is not None), default=-1)
 
     def can_give(self, state: EngineState) -> bool:
-        """Return whether april itself can give an engine the present weights.
+        """Return True if april itself can give an engine the present weights.
 
-        After a broken load, the label of the start alone does not bring the weights of the start back.
+        Without a directory this is impossible after an incomplete load: the initial weights cannot be loaded again.
         """
         named_only = self.path is None and state.weights is EngineWeights.HALF
         lost = state.not_given == self._context.clock.current
         return self._known and self.half_updated is None and not named_only and not lost
 
-    # ---------------------------------------------------------------- from outside
+    # ---------------------------------------------------------------- requests and joining engines
 
     def requested(self, event: ev.UpdateRequested) -> None:
         """Queue an update."""
         self._requests.append(event)
 
     def cancelled(self, event: ev.UpdateCancelled) -> None:
-        """Drop an update that has changed nothing yet; engines that load go on to the end."""
+        """Cancel an update that has changed nothing yet; once engines are loading, it goes on to its end."""
         waiting = [r for r in self._requests if r.update == event.update]
         if waiting:
             self._requests.remove(waiting[0])
@@ -312,9 +332,10 @@ class WeightUpdates:
             self._resume()
 
     def go_on(self, *, held: bool) -> None:
-        """Begin the next update if its time has come; ``held`` says that somebody else has paused generation."""
+        """Begin or continue the next update if nothing is in its way; ``held`` is True during a requested pause."""
         context = self._context
-        ready = [r for r in self._requests if r.restores == held] if self._requests and not self.running else ()
+        waits = self._requests if not self.running else ()
+        ready = [r for r in waits if (r.restores or r.held) == held]
         if ready:
             self._requests.remove(ready[0])
             self._update, self.phase = ready[0], Phase.STOPPING
@@ -327,16 +348,16 @@ class WeightUpdates:
         if self.phase is STOPPING and not (self._in_flight is RESUBMIT and context.attempts.in_flight):
             taken_back = {name for name, state in context.engines.states.items() if state.taken_back}
             if not taken_back or len(taken_back) < len(context.engines.states):
-                # an engine that gets the present weights at this moment gets the new ones afterwards
+                # an engine that is being given the present weights gets the new ones after this update
                 self._left_out = taken_back
                 self._pause()
 
     def joins(self, name: str) -> None:
-        """Take in an engine; one that comes in the middle of an update gets its weights afterwards.
+        """Add an engine; if it joins during an update, it gets the new weights after that.
 
-        Before the first update it has those of its start. Once one has begun to write, in this run or an earlier one,
-        its server may have been written to, under this name or another one, and what it loaded may never have been
-        adopted.
+        Before the first update an engine has the weights with which it started. Once an update of this run or an
+        earlier one has begun to write, the engine's server may hold weights that were never adopted, perhaps written
+        under another name.
         """
         self._written |= self._context.engines.states[name].limits.written  # nor are those of who comes later known
         if self.phase not in (Phase.IDLE, Phase.STOPPING):
@@ -346,9 +367,11 @@ class WeightUpdates:
             state.weights = EngineWeights.HALF
         elif self.none_yet:
             state.confirm(self._context.clock.current)
+            if self.half_updated == self._of_others:
+                self.half_updated = None
 
     def leave(self, names: Sequence[str]) -> None:
-        """Forget engines that have left: a running update goes on without them."""
+        """Continue a running update without the engines that have left."""
         self._left_out.difference_update(names)
         for name in names:
             self._answers.pop(name, None)
@@ -357,20 +380,20 @@ class WeightUpdates:
             self._go_on_if_answered()
 
     def weights_written(self, event: ev.WeightsWritten) -> None:
-        """Weights were written outside of any update: nothing is generated before one has reached all engines."""
+        """Stop generation after a write outside of any update, until an update has reached all engines."""
         self.half_updated = event.error
         self._context.stop(list(self._context.attempts.in_flight.values()), sweep=True)
 
-    # ---------------------------------------------------------------- what engines and the trainer answer
+    # ---------------------------------------------------------------- answers of engines and the trainer
 
     def call_ended(self, event: ev.EngineCallEnded) -> None:
-        """Take an engine's answer; the update goes on when all have answered."""
+        """Record an engine's answer; the update goes to its next phase when all engines have answered."""
         self._answers[event.engine] = event
         self._awaited.discard(event.engine)
         self._go_on_if_answered()
 
     def handed_over(self, event: ev.HandedOver) -> None:
-        """The trainer's transfer has returned or failed."""
+        """Continue after the trainer's transfer: load if it succeeded, else end the update."""
         if self.phase is not Phase.HANDING_OVER or event.update != self._update.update:
             self._context.counters["late_events"] += 1
         elif event.error is None:
@@ -382,7 +405,7 @@ class WeightUpdates:
             self._sent_to_none(event.error, event.not_given)
 
     def restored(self, event: ev.Restored) -> None:
-        """The saved state is in the core now."""
+        """Adopt the version of the saved state, which the core now holds."""
         self._take_over()
 
     def checks(self, name: str) -> bool:
@@ -390,7 +413,7 @@ class WeightUpdates:
         return self.phase is Phase.CHECKING and name in self._awaited
 
     def checked(self, event: ev.EngineProbed) -> None:
-        """Take the probe of an engine that refused to load: it says which weights it has."""
+        """Use the probe of an engine that refused to load: it tells whether the old weights are still there."""
         state = self._context.engines.states[event.engine]
         if event.answered and event.current:
             state.still_has_them()
@@ -401,7 +424,7 @@ class WeightUpdates:
         self._awaited.discard(event.engine)
         self._go_on_if_answered()
 
-    # ---------------------------------------------------------------- the plan
+    # ---------------------------------------------------------------- phases of an update
 
     def _pause(self) -> None:
         states, limit_s = self._context.engines.states, self._context.settings.abort_deadline_s
@@ -430,7 +453,7 @@ class WeightUpdates:
             self._load()
 
     def _recall(self, attempts: list[Attempt], *, opens: bool) -> None:
-        """End attempts that paused engines keep, before anything else happens."""
+        """End these attempts, which paused engines keep; then resume (``opens``) or go on to the transfer."""
         self._opens, self._recalled = opens, [attempt.id for attempt in attempts]
         if attempts:
             self.phase = RECALLING
@@ -439,7 +462,7 @@ class WeightUpdates:
             self._go_on_if_ended()
 
     def _go_on_if_ended(self) -> None:
-        """Go on once all that were recalled have ended."""
+        """Continue the update once all recalled attempts have ended."""
         while self._recalled and self._recalled[-1] not in self._context.attempts.in_flight:
             self._recalled.pop()
         if self._recalled:
@@ -450,7 +473,7 @@ class WeightUpdates:
             self._hand_over()
 
     def _broken_off(self, why: str) -> None:
-        """The transfer failed: engines with a part of the new weights must not generate as if they had the old ones."""
+        """End an update whose transfer broke off; servers may hold a part of the new weights and must not generate."""
         self._written = True
         states = self._context.engines.states.values()
         own = [state for state in states if state.limits.remote or state.limits.own_weights]
@@ -465,7 +488,7 @@ class WeightUpdates:
         self._resume()
 
     def _not_given(self, fates: Sequence[ev.NotGiven]) -> None:
-        """Leave out the engines that did not get the weights which all others have; some may have left meanwhile."""
+        """Leave out the engines that did not get the weights, while all others did."""
         states = self._context.engines.states
         for fate in [fate for fate in fates if fate.engine in states and fate.engine not in self._left_out]:
             self._context.out.append(do.Warn(f"engine {fate.engine} is left out of the weight update: {fate.why}"))
@@ -475,12 +498,12 @@ class WeightUpdates:
             self._left_out.add(fate.engine)
 
     def _sent_to_none(self, why: str, fates: Sequence[ev.NotGiven]) -> None:
-        """No engine has got the weights: those with a part of them are without any, the others go on with the old."""
+        """End an update that reached no engine; engines with a part of the weights must not generate, others go on."""
         states, current = self._context.engines.states, self._context.clock.current
         torn = [fate for fate in fates if fate.torn]
         for fate in torn:
             self._tear(fate)
-        if torn:  # who came meanwhile may be one of those under another name
+        if torn:  # an engine that joined meanwhile may be one of these servers under another name
             for state in (state for name, state in states.items() if name not in self._handed_to):
                 state.lose(EngineWeights.HALF)
         if torn and not any(current in state.loaded for state in states.values()):
@@ -510,16 +533,16 @@ class WeightUpdates:
         self._go_on_if_answered()
 
     def _loaded(self) -> None:
-        """All engines have answered whether they loaded the new weights."""
+        """Adopt the new weights if all engines that are not left out have loaded them; else fail the update."""
         self._disown()
         for name, event in self._failures().items():
             if event.result is ev.CallResult.UNREACHABLE:
                 self._calls.lost(name)
                 self._context.engine_failed(name)
-        # what was sent can be refused by one engine alone; a directory that one refuses is wrong for all of them
+        # one engine alone may refuse weights that were sent; a directory that one engine refuses is wrong for all
         given = [n for n, e in self._answers.items() if self._update.sends and e.result is ev.CallResult.DONE]
         failures = self._failures()
-        if self._update.transfers:  # written to before they were asked, whatever they answer
+        if self._update.transfers:  # written to before the load was requested, whatever the engines answer
             for name in failures:
                 self._context.engines.states[name].lose(EngineWeights.HALF)
         self._leave_out({n: e for n, e in failures.items() if given or e.result is not ev.CallResult.REFUSED})
@@ -527,7 +550,7 @@ class WeightUpdates:
         if not self._fails_by(failed.values()):
             self.half_updated = None
             update, loaded = self._update, {e.content for e in self._answers.values() if e.content}
-            if not self._answers and update.content:  # who joins is the first to load it
+            if not self._answers and update.content:  # no engine is left; one that joins will load it first
                 loaded.add(update.content)
             self.path, self.contents = update.path, tuple(sorted(loaded))
             self._known = bool(loaded) and not update.transfers
@@ -557,10 +580,10 @@ class WeightUpdates:
             self._resume()
 
     def _disown(self) -> None:
-        """Fail the loads of engines that found other weights in the directory than the rest did.
+        """Mark loads as failed where engines found different weights in the same directory.
 
-        The right weights are those that the trainer's process read there, and an engine that cannot tell is believed to
-        have them; if none has them, or the trainer's process could not read, all engines are failed.
+        The right weights are those that the trainer's process read there; engines that report no hash are believed to
+        have them. If no engine has them, or the trainer's process could not read, all loads count as failed.
         """
         right, path = weights_of(self._update.content), self._update.path
         found = {name: weights_of(e.content) for name, e in self._answers.items() if e.result is ev.CallResult.DONE}
@@ -585,11 +608,11 @@ class WeightUpdates:
 
     @property
     def _in_flight(self) -> OnWeightUpdate:
-        """What becomes of requests in flight; whoever loads a state has ended them."""
+        """Policy for requests in flight; loading a state always ends them first."""
         return RESUBMIT if self._update.restores else self._context.settings.on_weight_update
 
     def _at(self, names: Iterable[str]) -> list[Attempt]:
-        """The attempts at these engines."""
+        """Return the attempts in flight at these engines."""
         here = set(names)
         return [a for a in self._context.attempts.in_flight.values() if a.engine in here] if here else []
 
@@ -604,7 +627,7 @@ class WeightUpdates:
         self._go_on_if_answered()
 
     def _resumed(self) -> None:
-        """End the update: once adopted it is done, even if engines fail to resume."""
+        """End the update after the engines' answers to resume; an adopted update succeeds even if some fail."""
         failed = self._failures()
         self._leave_out(failed)
         self._context.stop(self._at(failed))
@@ -622,16 +645,16 @@ class WeightUpdates:
         self.phase, self._awaited = Phase.IDLE, set()
         self._calls.moves += 1
 
-    # ---------------------------------------------------------------- steps of the plan
+    # ---------------------------------------------------------------- helpers of the phases
 
     def _enter(self, phase: Phase) -> list[str]:
-        """Begin a phase; returns the engines that take part, each of which is to answer."""
+        """Begin a phase and return the names of the engines that take part; each of them must answer."""
         names = [name for name in self._context.engines.states if name not in self._left_out]
         self.phase, self._awaited, self._answers = phase, set(names), {}
         return names
 
     def _go_on_if_answered(self) -> None:
-        """Go to the next phase once all engines have answered in this one."""
+        """Go to the next phase if no answer is missing in this one."""
         if self._awaited:
             return
         if self.phase is Phase.PAUSING:
@@ -649,7 +672,7 @@ class WeightUpdates:
         return {name: answers[name] for name in names if answers[name].result is not ev.CallResult.DONE}
 
     def _leave_out(self, failed: dict[str, ev.EngineCallEnded]) -> None:
-        """Quarantine engines that failed, if there are others to go on with."""
+        """Quarantine failed engines and continue the update without them, if other engines remain."""
         if len(self._left_out.union(failed)) == len(self._context.engines.states):
             return
         for name, event in failed.items():
@@ -659,14 +682,14 @@ class WeightUpdates:
         self._left_out |= set(failed)
 
     def _fails_by(self, events: Iterable[ev.EngineCallEnded]) -> bool:
-        """Note the first of these errors as the one that ends the update; returns whether there is one."""
+        """Record the first of these errors as the update's error; return False if there is none."""
         first = next(iter(events), None)
         self._failed = None if first is None else first.call
         self._why = first.error if first is not None and first.call in self._odd else ""
         return first is not None
 
     def check(self) -> str | None:
-        """The contradiction between phase, calls and gates, or None."""
+        """Describe a contradiction between phase, calls and gates; None if there is none."""
         states = self._context.engines.states
         cuts, attempts = self._in_flight is RESUBMIT, self._context.attempts
         if self.phase not in (Phase.IDLE, Phase.STOPPING) and (len(attempts) if cuts else attempts.of_evaluations):

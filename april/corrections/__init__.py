@@ -1,4 +1,4 @@
-"""Inputs of a loss: advantages and weights. Plain arrays in, plain arrays out; the losses are the trainer's.
+"""Computes advantages, importance weights and a loss from plain arrays or tensors, for the trainer's own code.
 
-The lowest floor: nothing of april but its errors is imported here, and torch only by functions that are given tensors.
+This is the lowest layer of april: it imports only april's errors, and torch only in functions that are given tensors.
 """

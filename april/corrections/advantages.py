@@ -1,8 +1,8 @@
-"""Advantages of GRPO and its kin, and the weights of their losses.
+"""Computes advantages and token weights for the losses of GRPO and related methods.
 
-**One formula for whole groups and quorums.** A response i with reward r is compared with k - 1 siblings, the first
-others of its group that finished (:func:`first_others`; all n - 1 others where groups are delivered whole). With b
-their mean, and S = those k rewards, its own among them:
+**One formula for whole groups and quorums.** A response i with reward r is compared with k - 1 siblings: the others in
+its group that finished first (:func:`first_others`), which are all n - 1 others if groups are delivered whole. With b
+the mean of the siblings' rewards, and S the k rewards including r:
 
 =========  ==================================  =========================================================================
 method     advantage                           paper
@@ -10,17 +10,17 @@ method     advantage                           paper
 `grpo`     (k - 1) / k (r - b) / (std(S) + e)  GRPO, arXiv 2402.03300: (r - mean(S)) / std(S)
 `dr_grpo`  (k - 1) / k (r - b)                 Dr. GRPO, arXiv 2503.20783: r - mean(S)
 `rloo`     r - b                               RLOO, arXiv 2402.14740: r - mean of the others
-`dapo`     as `grpo`                           DAPO, arXiv 2503.14476; what differs is the weight of a token
-`gspo`     as `grpo`                           GSPO, arXiv 2507.18071; what differs is the ratio: one per response, the
-                                               geometric mean of those of its tokens
+`dapo`     as `grpo`                           DAPO, arXiv 2503.14476; only the weight of a token differs
+`gspo`     as `grpo`                           GSPO, arXiv 2507.18071; only the ratio differs: one per response, the
+                                               geometric mean of its tokens' ratios
 =========  ==================================  =========================================================================
 
-(k - 1) / k (r - b) *is* r - mean(S): the papers' means include the sample.
+(k - 1) / k (r - b) equals r - mean(S): the papers' means include the sample itself.
 
-**Why these siblings.** They are chosen without a look at the response itself, however long it took, so b does not
-depend on it: the gradient of `rloo` is unbiased, that of `dr_grpo` up to the factor (k - 1) / k. A straggler that is
-compared with all its siblings has another baseline than it would have, had it been short. Division by the standard
-deviation is biased, with whole groups too: std(S) depends on the response's own reward.
+**Why these siblings.** The choice of siblings does not depend on the response itself or its length, so neither does b:
+the gradient of `rloo` is unbiased, and that of `dr_grpo` is so up to the factor (k - 1) / k. If a long response were
+compared with all its siblings, it would have another baseline than if it had been short. Division by the standard
+deviation is biased even with whole groups, as std(S) depends on the response's own reward.
 """
 
 from __future__ import annotations
@@ -42,32 +42,33 @@ Float64 = NDArray[np.float64]
 Method = Literal["grpo", "dr_grpo", "rloo", "dapo", "gspo"]
 METHODS: tuple[str, ...] = get_args(Method)
 Cohort = tuple[tuple[int, float], ...]
-"""(index, reward) of the first k finishers of a group, in the order in which they finished."""
+"""(index, reward) of the k samples of a group that finished first, in the order in which they finished."""
 
 
 @dataclass(frozen=True, slots=True)
 class BatchShare:
-    """Which part of a batch it is, and what a loss over all of its parts is divided by."""
+    """Position of a part within a batch, with the batch's totals by which the loss is divided."""
 
     rank: int = 0
-    """number of the share, from 0"""
+    """Number of this part, from 0."""
     ranks: int = 1
-    """into how many the batch was split"""
+    """Number of parts into which the batch was split."""
     samples: int = 0
-    """of the whole batch"""
+    """Number of samples in the whole batch."""
     loss_tokens: int = 0
-    """of the whole batch: tokens with loss mask 1"""
+    """Number of tokens with loss mask 1 in the whole batch."""
 
 
 def first_others(indices: ArrayLike, cohort_indices: ArrayLike, cohort_rewards: ArrayLike) -> Float64:
-    """Rewards of the first k - 1 other finishers of each sample's group: float64 [B, K], NaN where there is none.
+    """Return the rewards to compare each sample with: float64 [B, K], NaN where there is none.
 
-    One of the first k is compared with the others of them; who came later with the first k - 1.
+    A sample among the first k finishers of its group is compared with the k - 1 others, a later one with the first
+    k - 1.
 
     Args:
-        indices: int [B], each sample's number in its group.
-        cohort_indices: int [B, K], numbers of the first k <= K finishers in the order of finishing, then -1.
-        cohort_rewards: float [B, K], their rewards; what stands after them is ignored.
+        indices: index of each sample in its group, int [B].
+        cohort_indices: indices of the first k <= K finishers in the order of finishing, then -1; int [B, K].
+        cohort_rewards: rewards of these finishers, float [B, K]; values after them are ignored.
     """
     own, cohort = np.asarray(indices), np.asarray(cohort_indices)
     if not cohort.shape[1]:
@@ -80,7 +81,7 @@ def first_others(indices: ArrayLike, cohort_indices: ArrayLike, cohort_rewards: 
 
 
 def first_others_of(indices: ArrayLike, cohorts: Sequence[Cohort]) -> Float64:
-    """Rewards of the first others for B cohorts as delivered samples name them, of any sizes."""
+    """Return the same as :func:`first_others` for B cohorts of any sizes, as delivered samples have them."""
     widest = max((len(cohort) for cohort in cohorts), default=0)
     filled = [(*cohort, *((-1, 0.0),) * (widest - len(cohort))) for cohort in cohorts]
     table = np.array(filled, np.float64).reshape(len(cohorts), widest, 2)
@@ -98,22 +99,21 @@ def group_advantages(
 def group_advantages(
     rewards: Any, baseline_rewards: Any, method: Method = "grpo", *, epsilon: float = 1e-6, ddof: int = 0
 ) -> Any:
-    """Advantages of B responses, each against siblings of its own: float32 [B]; a tensor if ``rewards`` is one.
+    """Compute the advantages of B responses, each compared with its siblings: float32 [B], a tensor if ``rewards`` is.
 
-    Rewards count as batches hold them, rounded to float32. Exactly 0 where a response's reward is that of all it is
-    compared with.
+    Rewards are rounded to float32, as in batches. An advantage is exactly 0 if the response's reward equals all the
+    rewards that it is compared with.
 
     Args:
-        rewards: float [B], array or tensor (of any device; the result has no gradient).
-        baseline_rewards: of each response, the rewards that it is compared with, its own not among them: B arrays of
-            any lengths (``sample.baseline_rewards``), or one array or tensor [B, K] with NaN where there is none.
+        rewards: rewards of the responses, float array or tensor [B] on any device; the result has no gradient.
+        baseline_rewards: rewards that each response is compared with, without its own: B arrays of any lengths
+            (``sample.baseline_rewards``), or one array or tensor [B, K] with NaN where there is none.
         method: one of ``grpo``, ``dr_grpo``, ``rloo``, ``dapo``, ``gspo``; the table is at the top of this module.
-        epsilon: added to the standard deviation, of the methods that divide by it.
-        ddof: 0: standard deviation of the k rewards as they are; 1: with k - 1 below, as torch has it (and so TRL,
-            verl and slime).
+        epsilon: number added to the standard deviation, in methods that divide by it.
+        ddof: 0 divides the variance by k, 1 by k - 1, as in torch (and so in TRL, verl and slime).
 
-    Raises ValueError for another method, shapes that do not fit, rewards that are not finite, and for ``rloo`` where a
-    response has no sibling to be compared with.
+    Raises ValueError for another method, shapes that do not match, rewards that are not finite, and a response
+    without siblings for ``rloo``.
     """
     _check_method(method)
     own, others = (_float32(numbers) for numbers in (_float64(rewards), _rectangle(baseline_rewards)))
@@ -165,26 +165,26 @@ def loss_weights(
     loss_mask: Any, method: Method = "grpo", *, max_response_len: int | None = None, share: BatchShare | None = None,
     samples: ArrayLike | None = None,
 ) -> Any:  # fmt: skip
-    """Weight of every token, so that ``(weights * loss).sum()`` is the method's loss: float32 [B, T].
+    """Compute the weight of every token so that ``(weights * loss).sum()`` is the method's loss: float32 [B, T].
 
-    Take them of the whole batch, then of each micro-batch its rows: the sum over all of them is the loss of the batch.
-    The same over ranks, where each gives the ``share`` that it has. DDP and FSDP take the mean of the ranks' gradients:
-    multiply by ``share.ranks`` there.
-    With B responses, of which i has T_i tokens with loss:
+    For micro-batches, compute the weights of the whole batch and take the rows of each: the losses then add up to the
+    loss of the batch. They also add up over ranks if each gives its ``share``. DDP and FSDP average gradients over
+    ranks: multiply by ``share.ranks`` there.
+    With B responses, where response i has T_i tokens with loss:
 
     * ``grpo``, ``gspo``: 1 / (B T_i), the mean over a response's tokens, then over the responses (GSPO's ratio is the
       same for all tokens of a response);
-    * ``dr_grpo``: 1 / (B max_response_len), a constant, so that a long response weighs what its tokens weigh;
-    * ``rloo``: 1 / B, the log-probability of a response is the sum of its tokens';
+    * ``dr_grpo``: 1 / (B max_response_len), a constant, so that all tokens weigh the same in long and short responses;
+    * ``rloo``: 1 / B, as the log-probability of a response is the sum over its tokens;
     * ``dapo``: 1 / (sum of T_i), the mean over the tokens of the batch.
 
     Args:
-        loss_mask: [B, T], array or tensor; not 0 where a token has loss.
-        method: see above.
-        max_response_len: for ``dr_grpo``: as configured.
-        share: ``batch.share``, whose whole batch B and the sum of T_i are of; None means the whole ``loss_mask``.
-        samples: ``batch.sample_numbers``, int [B]: the rows of one sample are one response, whose T_i is that of all of
-            them; None means that every row is a response.
+        loss_mask: mask [B, T], array or tensor; not 0 where a token has loss.
+        method: method of the loss, see above.
+        max_response_len: configured largest length of a response; needed for ``dr_grpo``.
+        share: ``batch.share``, with B and the sum of T_i of the whole batch; None takes them from ``loss_mask``.
+        samples: ``batch.sample_numbers``, int [B]: rows of the same sample are one response, whose T_i is summed over
+            them. None means that each row is a response.
 
     Raises ValueError for another method or shape, and for ``dr_grpo`` without ``max_response_len``.
     """
@@ -220,7 +220,7 @@ def _check_method(method: str) -> None:
 
 
 def _rectangle(rows: Any) -> Float64:
-    """Rows of any lengths as one array, NaN on the right."""
+    """Return rows of any lengths as one array, filled up with NaN on the right."""
     if hasattr(rows, "ndim") and rows.dtype != object:
         found = _float64(rows)
         return found[:, None] if found.ndim == 1 else found
@@ -232,18 +232,18 @@ def _rectangle(rows: Any) -> Float64:
 
 
 def _float64(values: Any) -> Float64:
-    """An array, or a tensor of any device and type, as an array."""
+    """Return an array, or a tensor of any device and type, as a float64 array."""
     return np.asarray(values.detach().double().cpu() if hasattr(values, "detach") else values, np.float64)
 
 
 def _float32(rewards: Float64) -> Float64:
-    """Rounded as a batch holds them; infinite where no float32 can."""
+    """Return rewards rounded to float32, as a batch holds them; infinite if float32 cannot represent them."""
     with np.errstate(over="ignore"):
         return rewards.astype(np.float32).astype(np.float64)
 
 
 def _like(given: Any, found: Float32) -> Any:
-    """An array as what was given: a tensor on the same device, or an array."""
+    """Return ``found`` as a tensor on the device of ``given`` if that is a tensor, else unchanged."""
     if not hasattr(given, "detach"):
         return found
     import torch

@@ -1,15 +1,15 @@
-"""The distance of a batch from the weights that are trained on it: effective sample size and KL, in all and by age.
+"""Measures how far off-policy a batch is, by effective sample size and KL, for all tokens and by their age.
 
-With w = p / q, the trainer's probability of a token over the one it was sampled with, and n tokens:
+With w = p / q, the trainer's probability of a token divided by its probability at sampling, and n tokens:
 
-* effective sample size (Kish): (sum of w)**2 / (n sum of w**2), in (0, 1]: the share of the tokens that would do as
-  well, were they of the trained weights;
+* effective sample size (Kish): (sum of w)**2 / (n sum of w**2), in (0, 1]: the share of the tokens that would carry as
+  much information if they were sampled from the trained weights;
 * KL(q || p) in nats per token (Schulman, "Approximating KL Divergence", joschu.net/blog/kl-approx.html): k1 = -log w,
   unbiased, and k3 = w - 1 - log w, unbiased, never negative and of less variance where w is near 1.
 
-The age of a token is the number of weight updates between it and its training. At age 0 p and q differ only by what the
-engine computes otherwise than the trainer. Kept tokens (``on_weight_update: keep``) differ by more at any age: they
-were sampled over keys that older weights wrote, and p is computed over those of one set of weights.
+The age of a token is the number of weight updates between its generation and its training. At age 0, p and q differ
+only because engine and trainer compute differently. Kept tokens (``on_weight_update: keep``) differ by more at any age:
+they were sampled with a KV cache from older weights, while p is computed with one set of weights.
 """
 
 from __future__ import annotations
@@ -22,34 +22,44 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from april.corrections.importance import LIMIT, check_logprobs, float64_logprobs
+from april.corrections.importance import (
+    APART_NOW,
+    FAR_NOW,
+    LIMIT,
+    LOOSE_NOW,
+    check_logprobs,
+    float64_logprobs,
+    warn_if_misaligned,
+)
 from april.errors import OffPolicyError
 
 Float64 = NDArray[np.float64]
 
 LARGEST = 300.0
-"""exp of more is cut in k3, so that sums stay finite."""
+"""Largest log w in k3, so that sums stay finite."""
 
 
 def off_policy_report(batch: Any, logprobs: Any, *, min_effective_sample_size: float = 0.0) -> dict[str, float]:
-    """Report on a batch, given the log-probabilities under the weights that are trained.
+    """Measure how far off-policy a batch is, given log-probabilities under the trained weights, and return figures.
 
-    ``ess_token`` (of the tokens' ratios), ``ess_response`` (of the products over each response), ``weight_response``
-    (mean of these products, each at most 2: what a response weighs in :func:`policy_loss`), ``kl_k1`` and ``kl_k3``
-    (nats per token), ``tokens``; and for each age that occurs ``age_<a>/ess_token``, ``age_<a>/kl_k1``,
-    ``age_<a>/kl_k3`` and ``age_<a>/tokens``. Kept tokens are in none of the ages: where there are any,
+    The figures are ``ess_token`` (effective sample size of the tokens' ratios), ``ess_response`` (of the products over
+    each response), ``weight_response`` (mean of these products, each cut at 2 as in :func:`policy_loss`),
+    ``clip_share`` (share of the tokens in responses whose product is cut), ``kl_k1`` and ``kl_k3`` (nats per token) and
+    ``tokens``; and for each age that occurs ``age_<a>/ess_token``, ``age_<a>/clip_share``, ``age_<a>/kl_k1``,
+    ``age_<a>/kl_k3`` and ``age_<a>/tokens``. Kept tokens count in no age. If there are any, the report also has
     ``kept/ess_token``, ``kept/kl_k1``, ``kept/kl_k3``, ``kept/tokens``, and ``kept/mismatch``, the mean of abs(log w),
-    beside ``own/mismatch``, that of the others. Only tokens with loss count; without any, ``tokens`` is all there is.
+    with ``own/mismatch``, the same for all other tokens. Only tokens with loss count; without any, the report has only
+    ``tokens``.
 
     Args:
-        batch: a :class:`april.Batch`.
-        logprobs: the trainer's, float32 or float64 array or tensor, [B, T] as ``batch.padded()["logprobs"]`` or flat as
-            ``batch.ragged()["logprobs"]``; of the temperature of the batch, before its first optimizer step.
-        min_effective_sample_size: with an ``ess_token`` below, OffPolicyError is raised; 0: never. It finds gross
-            mistakes and gave no warning of falling rewards in small experiments; :class:`DriftGuard` did.
+        batch: batch, an :class:`april.Batch`.
+        logprobs: the trainer's log-probabilities at the batch's temperature, before its first optimizer step: float32
+            or float64 array or tensor, [B, T] as ``batch.padded()["logprobs"]`` or flat as ``batch.ragged()``'s.
+        min_effective_sample_size: smallest ``ess_token``, below which OffPolicyError is raised; 0 means no check. It
+            finds gross mistakes. In small experiments it did not warn of falling rewards, but :class:`DriftGuard` did.
 
-    Raises ValueError for another shape, numbers that are no log-probabilities (NaN, infinite, above 0) where there is
-    loss, float16 and bfloat16, and a limit outside [0, 1].
+    Raises ValueError for another shape, values that are no log-probability (NaN, infinite, above 0) where there is
+    loss, float16 and bfloat16, and ``min_effective_sample_size`` outside [0, 1].
     """
     if not 0 <= min_effective_sample_size <= 1:
         raise ValueError(
@@ -61,39 +71,45 @@ def off_policy_report(batch: Any, logprobs: Any, *, min_effective_sample_size: f
     check_logprobs("off_policy_report", "logprobs", own, counted)
     log_ratios = own[counted] - arrays["logprobs"][counted].astype(np.float64)
     ages, kept = batch.token_ages[counted], arrays["kept_mask"][counted] != 0
-    report = _figures(log_ratios)
+    present = counted & (batch.token_ages == 0) & (arrays["kept_mask"] == 0)
+    sampled = arrays["logprobs"].astype(np.float64)
+    warn_if_misaligned("off_policy_report", own, sampled, present, loose=LOOSE_NOW, least=APART_NOW, far=FAR_NOW)
+    report, cut = _figures(log_ratios), np.zeros(len(log_ratios), np.bool_)
     if len(log_ratios):
         rows = np.repeat(np.arange(len(batch.lengths)), batch.lengths)[counted]
-        products = np.bincount(rows, log_ratios)[np.unique(rows)]
+        by_row = np.bincount(rows, log_ratios)
+        products, cut = by_row[np.unique(rows)], by_row[rows] > math.log(LIMIT)
+        report["clip_share"] = float(cut.mean())
         report["ess_response"] = effective_sample_size(products)
         report["weight_response"] = float(np.exp(np.minimum(products, math.log(LIMIT))).mean())
     for age in np.unique(ages[~kept]):
         here = (ages == age) & ~kept
         report |= {f"age_{age}/{name}": value for name, value in _figures(log_ratios[here]).items()}
+        report[f"age_{age}/clip_share"] = float(cut[here].mean())
     if kept.any():
         report |= {f"kept/{name}": value for name, value in _figures(log_ratios[kept]).items()}
         report |= {"kept/mismatch": float(np.abs(log_ratios[kept]).mean())}
         if not kept.all():
             report |= {"own/mismatch": float(np.abs(log_ratios[~kept]).mean())}
     found = report.get("ess_token", 1.0)
-    if not found >= min_effective_sample_size:  # which NaN is not, either
+    if not found >= min_effective_sample_size:  # "not >=" also catches NaN
         raise OffPolicyError(_sentence(batch.id, found, min_effective_sample_size, report), report)
     return report
 
 
 @dataclass(slots=True)
 class DriftGuard:
-    """An alarm on ``kl_k3``: its mean over some batches is above a limit.
+    """Detects drift: :meth:`exceeded` is True when the mean ``kl_k3`` of the latest batches is above a limit.
 
-    A batch without trained tokens does not count. After an alarm the guard begins anew, so that what you did about it
-    can show. So does a new one after a restart, unless it gets the ``recent`` of the old one.
+    Batches without trained tokens are ignored. After an alarm the guard starts over, so that the effect of your
+    reaction can be seen. After a restart it starts over, too, unless ``recent`` is restored from a checkpoint.
 
     Attributes:
-        limit: largest mean, in nats per token, above 0.
-        batches: number of batches that the mean is over; before so many there is no alarm.
-        recent: ``kl_k3`` of the latest batches since the last alarm; plain floats, for a checkpoint.
+        limit: largest accepted mean in nats per token, above 0.
+        batches: number of batches to average over; there is no alarm before that many.
+        recent: ``kl_k3`` of the latest batches since the last alarm, as plain floats for a checkpoint.
 
-    Raises ValueError for a limit that is not above 0, and fewer than one batch.
+    Raises ValueError if ``limit`` is not above 0 and finite, or ``batches`` is below 1.
     """
 
     limit: float = 0.02
@@ -101,14 +117,14 @@ class DriftGuard:
     recent: list[float] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        """Check the numbers."""
+        """Check ``limit`` and ``batches``."""
         if not 0 < self.limit < math.inf or self.batches < 1:
             raise ValueError(f"DriftGuard: give a limit above 0 and at least 1 batch, got {self.limit}, {self.batches}")
 
     def exceeded(self, report: Mapping[str, float]) -> bool:
-        """Count what :func:`off_policy_report` said of a batch, once per batch, and return whether this is an alarm.
+        """Add the :func:`off_policy_report` of a batch, once per batch, and return True if this causes an alarm.
 
-        Raises ValueError for a mapping without the report's ``tokens``.
+        Raises ValueError if the report lacks ``tokens``.
         """
         tokens = report.get("tokens")
         if tokens is None:
@@ -123,8 +139,8 @@ class DriftGuard:
 
 
 def effective_sample_size(log_ratios: Float64) -> float:
-    """(sum of w)**2 / (n sum of w**2) of n > 0 weights, from their logarithms: in (0, 1]."""
-    w = np.exp(log_ratios - log_ratios.max())  # a factor that all have cancels
+    """Return (sum of w)**2 / (n sum of w**2), in (0, 1], of n > 0 weights, given their logarithms."""
+    w = np.exp(log_ratios - log_ratios.max())  # a common factor cancels out
     return float(w.sum() ** 2 / (len(w) * (w**2).sum()))
 
 
@@ -141,7 +157,7 @@ def _figures(log_ratios: Float64) -> dict[str, float]:
 
 
 def _flat(logprobs: Float64, lengths: NDArray[np.int32]) -> Float64:
-    """Padded or flat, as flat."""
+    """Return padded or flat log-probabilities as a flat array. Raises ValueError for another shape."""
     padded = len(lengths), int(lengths.max(initial=0))
     if logprobs.shape == padded:
         flat: Float64 = logprobs[np.arange(padded[1]) < lengths[:, None]]
@@ -155,7 +171,7 @@ def _flat(logprobs: Float64, lengths: NDArray[np.int32]) -> Float64:
 
 
 def _sentence(batch: int, found: float, limit: float, report: dict[str, float]) -> str:
-    """Say what is wrong, by age, and what to do."""
+    """Return the message of the OffPolicyError: what is wrong, by age, and what to do."""
     by_age = ", ".join(
         f"{value:.3f} at age {name.removeprefix('age_').partition('/')[0]}"
         for name, value in report.items()

@@ -1,20 +1,20 @@
-"""The loss that april recommends for batches with tokens of older weights.
+"""The loss that april recommends for batches with tokens from older weights.
 
-With q the probability under which a token t of response i was sampled, p the one under the trained weights before the
-first optimizer step of the batch, and r_t = (probability now) / p_t:
+Let q_t be the probability with which token t of response i was sampled, p_t its probability under the trained weights
+before the first optimizer step of the batch, and r_t = (current probability) / p_t:
 
     loss = - sum over i, t of  w_i min(r_t A_i, clip(r_t, 1 - low, 1 + high) A_i)  /  number of tokens with loss
     w_i  = min(product over t of p_t / q_t, limit), a constant in the gradient
 
-* p and q apart, one for the clip and one for the weight: decoupled PPO (Hilton et al., arXiv 2110.00641; in AReaL,
+* Clipping the ratio to p, and weighting by p / q: decoupled PPO (Hilton et al., arXiv 2110.00641; in AReaL,
   arXiv 2505.24298, with a weight per token).
-* A weight of the whole response, truncated: Liu et al., "When Speed Kills Stability: Demystifying RL Collapse from the
-  Training-Inference Mismatch", 2025; truncation is that of TIS (``importance.py``).
-* The clip's two bounds, and the mean over the tokens of the batch: DAPO, arXiv 2503.14476.
+* One truncated weight per response: Liu et al., "When Speed Kills Stability: Demystifying RL Collapse from the
+  Training-Inference Mismatch", 2025; truncated as in TIS (``importance.py``).
+* Two bounds of the clip, and the mean over the tokens of the batch: DAPO, arXiv 2503.14476.
 
-The product needs probabilities that agree where the weights do: with a KL of k nats per token between engine and
-trainer, a response of T tokens weighs about e^(-kT), and one that weighs nothing teaches nothing. With q for p there is
-no product: w_i is 1, and the clip is that of the ratio to q.
+The product is only useful if engine and trainer agree under equal weights: with a KL of k nats per token between them,
+a response of T tokens has a weight of about e^(-kT), and near 0 nothing is learned from it. If q is given in place of
+p, there is no product: w_i is 1, and the ratio to q is clipped.
 """
 
 from __future__ import annotations
@@ -27,34 +27,35 @@ if TYPE_CHECKING:
     import torch
 
 LARGEST_DRIFT = 20.0
-"""A token whose log-probability rose by more since p has no gradient: e to that power would overflow in time."""
+"""Largest rise of a log-probability since p, in nats. Beyond it the ratio is clamped, without gradient: no overflow."""
 
 
 def policy_loss(
     logprobs: torch.Tensor, behaviour_logprobs: Any, loss_mask: Any, advantages: Any, *,
     proximal_logprobs: Any = None, clip: tuple[float, float] = (0.2, 0.28), limit: float = LIMIT, tokens: Any = None,
 ) -> torch.Tensor:  # fmt: skip
-    """Compute the loss to minimise, a scalar tensor with the gradient of ``logprobs``; formula and sources are above.
+    """Compute the loss to minimise, a scalar tensor with the gradient of ``logprobs``; this module has the formula.
 
     Args:
-        logprobs: float32 or float64 tensor [B, T], of the response tokens under the present weights, in nats.
-        behaviour_logprobs: [B, T], array or tensor, as sampled: ``batch.padded()["logprobs"]``.
-        loss_mask: [B, T], not 0 where a token has loss. What the others hold does not matter.
-        advantages: [B], one per response, or [B, T]: ``batch.advantages(...)``.
-        proximal_logprobs: [B, T], ``logprobs`` before the first optimizer step of the batch, if there are several
-            steps; None means ``logprobs`` themselves, without a gradient, which is the same if there is one. Give
-            ``behaviour_logprobs`` where products vanish: ``weight_response`` of the report is far below 1 at age 0.
-        clip: (low, high), each at least 0, low at most 1.
+        logprobs: log-probabilities of the response tokens under the current weights, in nats; float32 or float64
+            tensor [B, T].
+        behaviour_logprobs: log-probabilities at sampling, array or tensor [B, T]: ``batch.padded()["logprobs"]``.
+        loss_mask: mask [B, T], not 0 where a token has loss. Values of other tokens are ignored everywhere.
+        advantages: advantages [B], one per response, or [B, T]: ``batch.advantages(...)``.
+        proximal_logprobs: ``logprobs`` [B, T] before the first optimizer step of the batch. None means ``logprobs``
+            without gradient, which is the same if there is only one step. Give ``behaviour_logprobs`` if the products
+            vanish, that is, ``weight_response`` of the report is far below 1 at age 0.
+        clip: bounds (low, high) of the clip, each at least 0, low at most 1.
         limit: largest weight of a response.
-        tokens: number of tokens with loss to divide by; None means those of ``loss_mask``. For micro-batches and
-            ranks, give the number of the whole batch, ``batch.share.loss_tokens``: then the losses add up to that of
-            the batch. DDP and FSDP take the mean over ranks: multiply by ``batch.share.ranks`` there.
+        tokens: number of tokens with loss to divide by; None means those in ``loss_mask``. For micro-batches and
+            ranks, give the number in the whole batch, ``batch.share.loss_tokens``: then the losses add up to the loss
+            of the batch. DDP and FSDP average over ranks: multiply by ``batch.share.ranks`` there.
 
-    A row counts as a response. Without a token with loss the loss is 0.
+    Each row counts as a response. If no token has loss, the loss is 0.
 
-    Raises ValueError for ``logprobs`` that are no tensor, shapes that do not fit, numbers that are no log-probabilities
-    (NaN, infinite, above 0) and advantages that are not finite, both where there is loss, float16 and bfloat16
-    log-probabilities, bounds and limits that cannot be, and fewer ``tokens`` than have loss.
+    Raises ValueError for ``logprobs`` that are no tensor, shapes that do not match, values that are no log-probability
+    (NaN, infinite, above 0) or advantages that are not finite where there is loss, float16 and bfloat16
+    log-probabilities, bounds and limits out of range, and ``tokens`` below the number of tokens with loss.
     """
     import torch
 
@@ -89,7 +90,7 @@ def policy_loss(
 
 
 def check_values(who: str, gain: torch.Tensor, trained: torch.Tensor, whole: torch.Tensor) -> None:
-    """Refuse advantages that are not finite, and fewer tokens than have loss."""
+    """Raise ValueError for advantages that are not finite, or ``whole`` below the number of tokens with loss."""
     if not bool(gain.isfinite().all()):
         raise ValueError(f"{who}: an advantage is not finite where there is loss")
     if whole < trained:
@@ -97,7 +98,7 @@ def check_values(who: str, gain: torch.Tensor, trained: torch.Tensor, whole: tor
 
 
 def _advantages(who: str, advantages: Any, counted: torch.Tensor) -> torch.Tensor:
-    """Return them as [B, T], 0 where there is no loss."""
+    """Return the advantages as a tensor [B, T], 0 where there is no loss."""
     import torch
 
     given = as_tensor(advantages, counted.device).detach()

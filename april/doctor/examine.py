@@ -1,4 +1,4 @@
-"""The examination: reach, identify, probe; each bounded, and what was found by the end of the time is kept."""
+"""Examines servers: reaches, identifies and probes them. Each step has a timeout; results so far are always kept."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from april.config.engine_fit import why_unfit
-from april.config.engines import ServerEngineConfig, SglangEngineConfig
+from april.config.engines import AddressedEngineConfig, ServerEngineConfig, SglangEngineConfig
 from april.config.settings import Config
 from april.doctor.findings import CONFIGURATION, Examined, Finding, Level, Report, abilities
 from april.doctor.reach import (
@@ -31,7 +31,7 @@ from april.server_text import clean
 
 
 def compared(servers: Mapping[str, ServerFacts]) -> list[Finding]:
-    """Return what several servers (by address) must or should have in common and do not."""
+    """Return findings on differences between servers, given by address, in things that they should have in common."""
     found: list[Finding] = []
     for what, of, level, advice, promise in _COMMON:
         values = {url: of(facts) for url, facts in servers.items() if of(facts) not in (None, "")}
@@ -64,7 +64,7 @@ _COMMON: tuple[tuple[str, Callable[[ServerFacts], Any], Level, str, str], ...] =
         "all servers compute the same to the last digit",
     ),
 )  # fmt: skip
-"""(subject, where it is, level of a difference, what to do, the promise that april does not keep then)"""
+"""(subject, function that reads it, level of a difference, advice, promise that april does not keep then)"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,15 +72,15 @@ class Patience:
     """Time limits of the doctor, in seconds."""
 
     total_s: float = 15.0
-    """Limit for everything."""
+    """Limit for the whole examination."""
     reach_s: float = 4.0
-    """Limit for resolving a name, and for a connection."""
+    """Limit for resolving a name, and for opening a connection."""
     answer_s: float = 4.0
-    """Limit for one answer, while it finds out who is there."""
+    """Limit for one response while the kind of the server is being found out."""
 
 
 async def examine_urls(urls: Sequence[str], key: str | None, patience: Patience) -> Report:
-    """Examine servers of which only the addresses are known."""
+    """Examine servers that are given only by their addresses."""
     began = time.monotonic()
     examinations = [Examination(url, key, None, patience) for url in urls]
     await _run(examinations, patience)
@@ -92,10 +92,12 @@ async def examine_urls(urls: Sequence[str], key: str | None, patience: Patience)
 
 
 async def examine_config(config: Config, patience: Patience) -> Report:
-    """Examine the servers of a configuration, and whether they fit it."""
+    """Examine the servers of a configuration, and check whether they fit it."""
     engine = config.engine
     if not isinstance(engine, ServerEngineConfig):
         sentence = f"engine.kind {engine.kind} runs in the trainer's process: there is no server to examine"
+        if isinstance(engine, AddressedEngineConfig):
+            sentence = f"engine.kind {engine.kind}: servers of april itself need no examination"
         return Report([], [Finding("engine", Level.OK, sentence)])
     began = time.monotonic()
     try:
@@ -117,7 +119,7 @@ async def examine_config(config: Config, patience: Patience) -> Report:
 
 
 class Examination:
-    """The examination of one server; ``found`` is right at any time, however far it came."""
+    """Examines one server. ``found`` is valid at any time, even if the examination is interrupted."""
 
     def __init__(
         self, url: str, key: str | None, settings: Any, patience: Patience, temperature: float | None = None
@@ -132,7 +134,7 @@ class Examination:
         self._temperature = temperature
 
     async def run(self) -> None:
-        """Fill ``found``."""
+        """Examine the server and add the results to ``found``."""
         client = HttpClient(
             self.found.url, name=self.name, api_key=self._key, connect_timeout_s=self._patience.reach_s
         )
@@ -154,14 +156,14 @@ class Examination:
             await client.close()
 
     def _say_it(self) -> str:
-        """Return what to do when the server does not tell what april must know."""
+        """Return advice for a server that does not report something which april must know."""
         if self._settings is not None or self.identity is None:
             return ""
         engine = f"engine: {{kind: {self.identity.kind.value}, urls: [{self.found.url}], ...}}"
         return f"say it in a configuration ({engine}), and call april doctor --config FILE"
 
     def cut(self) -> None:
-        """Note that the time is over."""
+        """Add a finding that the time limit was reached."""
         sentence = f"{self.found.url} had not said in {self._patience.total_s:g} s what it can do"
         advice = "is it drowned in requests? look at its log, and call april doctor again"
         self.found.findings.append(missing("time", sentence, advice))
@@ -202,19 +204,19 @@ class Examination:
 
 
 class RouterExamination(Examination):
-    """The examination of the router that a configuration names."""
+    """Examines the router that a configuration names."""
 
     async def _examine(self, client: HttpClient, identity: Identity) -> None:
         self.found.findings += router_findings(identity, self._settings)
 
 
 async def unfinished(tasks: Iterable[asyncio.Task[None]], seconds: float) -> set[asyncio.Task[None]]:
-    """Return the tasks that are not through after this time."""
+    """Wait up to ``seconds`` for the tasks, and return those that have not finished."""
     return (await asyncio.wait(tasks, timeout=seconds))[1]
 
 
 async def _run(examinations: Sequence[Examination], patience: Patience) -> None:
-    """Run all examinations at once, until they are through or the time is over."""
+    """Run all examinations concurrently, until they finish or the time limit is reached."""
     tasks = {asyncio.create_task(e.run()): e for e in examinations}
     late = await unfinished(tasks, patience.total_s)
     for task in late:
@@ -226,7 +228,7 @@ async def _run(examinations: Sequence[Examination], patience: Patience) -> None:
 
 
 def _settings(examinations: Sequence[Examination]) -> str:
-    """Return the ``engine`` section for these servers; empty if there is not one for all."""
+    """Return an ``engine`` section for these servers; empty if no single one fits all."""
     known = [(e.found.url, e.identity) for e in examinations if e.identity is not None]
     if [identity.kind for _, identity in known] == [ServerKind.ROUTER]:
         return router_settings(*known[0])

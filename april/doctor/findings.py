@@ -1,4 +1,4 @@
-"""The doctor's findings: plain records, from which both the report and the JSON are made."""
+"""Findings of ``april doctor``: plain records, from which both the report and the JSON are made."""
 
 from __future__ import annotations
 
@@ -13,75 +13,75 @@ from april.engine_limits import Level as Level
 from april.engines.protocol import AbortMeans, Capabilities, OnWeightUpdate
 
 CONFIGURATION = "configuration"
-"""Subject of the findings against the configuration."""
+"""Subject of findings about the configuration."""
 
 
 class Verdict(StrEnum):
-    """Will april be exact with it?"""
+    """Overall result: whether april keeps all its promises with the servers."""
 
     EXACT = "exact"
     """april keeps all promises: every token's version and log-probability are known, and an abort loses nothing."""
     LIMITED = "usable, with limits"
-    """april keeps some promises; the findings name the others."""
+    """april keeps only some promises; the findings name the others."""
     UNUSABLE = "not usable"
-    """april refuses to run with it, or cannot reach it."""
+    """april refuses to run with the server, or cannot reach it."""
 
     @property
     def usable(self) -> bool:
-        """True if april can run with it."""
+        """True if april can run."""
         return self is not Verdict.UNUSABLE
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """A thing that a server can or cannot do."""
+    """A statement about one thing that a server can or cannot do."""
 
     subject: str
     level: Level
     sentence: str
     advice: str = ""
-    """The remedy; empty if there is none."""
+    """Advice to the user; empty if there is none."""
     promise: str = ""
-    """The promise that april does not keep because of it; every LIMITED finding has one."""
+    """Promise that april does not keep because of this; every LIMITED finding has one."""
     flags: tuple[str, ...] = ()
-    """Flags and variables (NAME=value) of the server that change it."""
+    """The server's flags and environment variables (NAME=value) that change this."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Examined:
-    """A server, as far as the examination came."""
+    """Results of the examination of one server so far."""
 
     url: str
     kind: str = ""
-    """The ``engine.kind``, or what else it is; empty if it was not reached."""
+    """The ``engine.kind`` of the server, or other words for its kind; empty if it was not reached."""
     version: str | None = None
     model: str | None = None
     findings: list[Finding] = field(default_factory=list)
     limits: list[Limit] = field(default_factory=list)
-    """The limits that its probe found."""
+    """Limits that the probe of the server found."""
 
     @property
     def verdict(self) -> Verdict:
-        """The worst level of the findings decides."""
+        """The verdict by the worst finding."""
         return verdict_of(self.findings)
 
     @property
     def changes(self) -> list[str]:
-        """The limits, one sentence each."""
+        """One sentence for each limit."""
         return [limit.sentence for limit in self.limits]
 
     @property
     def flags(self) -> list[str]:
-        """Flags and variables that exactness needs."""
+        """Flags and variables of the server that are needed for exactness."""
         return _each_once(finding.flags for finding in self.findings if finding.level is Level.LIMITED)
 
     @property
     def optional_flags(self) -> list[str]:
-        """Further flags of ``limits``: for speed, or for runs that repeat."""
+        """Other flags named by ``limits``, for speed or reproducible runs."""
         return [flag for flag in _each_once(limit.flags for limit in self.limits) if flag not in self.flags]
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain data for JSON."""
+        """Return plain data for JSON."""
         return asdict(self) | {
             "verdict": self.verdict.value,
             "changes": self.changes,
@@ -92,7 +92,7 @@ class Examined:
 
 @dataclass(slots=True)
 class Report:
-    """The findings about all servers, and about them together or with the configuration."""
+    """Findings about all servers: about each, and about all together or with the configuration."""
 
     servers: list[Examined]
     together: list[Finding] = field(default_factory=list)
@@ -102,12 +102,12 @@ class Report:
 
     @property
     def verdict(self) -> Verdict:
-        """The worst level of all findings decides."""
+        """The verdict by the worst of all findings."""
         return verdict_of(self.all)
 
     @property
     def all(self) -> list[Finding]:
-        """All findings: of each server, then of all together."""
+        """All findings: those about each server, then those about all together."""
         return [f for server in self.servers for f in server.findings] + self.together
 
     @property
@@ -116,7 +116,7 @@ class Report:
         return list(dict.fromkeys(f.promise for f in self.all if f.level is Level.LIMITED))
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain data for JSON."""
+        """Return plain data for JSON."""
         return {
             "verdict": self.verdict.value,
             "usable": self.verdict.usable,
@@ -133,7 +133,7 @@ def _each_once(flags: Iterable[tuple[str, ...]]) -> list[str]:
 
 
 def verdict_of(findings: Sequence[Finding]) -> Verdict:
-    """The worst level decides."""
+    """Return the verdict by the worst level among the findings."""
     levels = {finding.level for finding in findings}
     if Level.MISSING in levels:
         return Verdict.UNUSABLE
@@ -154,16 +154,16 @@ _SUBJECTS = {
 _OTHER_SUBJECTS = {
     LimitCode.SEVERAL_COPIES: "copies", LimitCode.SPECULATION: "speculation", LimitCode.CHUNKED_PREFILL: "chunks",
 }  # fmt: skip
-"""Limits that no field of the capabilities shows."""
+"""Subjects of limits that no field of the capabilities shows."""
 
 
 def abilities(c: Capabilities, temperature: float | None = None, *, ends_given: bool = False) -> list[Finding]:
-    """Return one finding per ability, in the order in which people ask, then those that no capability shows.
+    """Return a finding for each ability of a server, the most asked about first, then for other limits.
 
     Args:
-        c: the server's capabilities.
-        temperature: sampling temperature of the training, if it is known.
-        ends_given: whether the configuration says which ids end a response (none is an answer too).
+        c: capabilities of the server.
+        temperature: sampling temperature of the training; None if it is unknown.
+        ends_given: whether the configuration sets the ids that end a response; the empty set counts.
     """
     return [
         _abort(c), _versions(c), _logprobs(c, temperature), _weights(c), *_adapters(c), *_extras(c),
@@ -177,7 +177,7 @@ def _of_limit(subject: str, why: Limit) -> Finding:
 
 
 def _less(c: Capabilities, field: str) -> Finding:
-    """The finding for a capability that is less than it could be; the limit that is its cause says why."""
+    """Return the finding for a capability that is restricted, with the limit that causes this as the reason."""
     why = c.cause(field)
     return _of_limit(_SUBJECTS[field], why or Limit(CAUSES[field][-1], "The server does not offer it"))
 
@@ -222,7 +222,7 @@ def _weights(c: Capabilities) -> Finding:
 
 
 def _in_flight(c: Capabilities) -> Finding:
-    """Return what requests in flight may do at a weight update, and what must change that they may do more."""
+    """Return a finding on what on_weight_update can be, and on what would allow more."""
     if c.in_flight_updates:
         return _ok("in flight", f"on_weight_update: {', '.join([OnWeightUpdate.RESUBMIT, *c.in_flight_updates])}")
     why = next((limit for code in CUTS for limit in c.limits if limit.code is code), None)
@@ -232,7 +232,7 @@ def _in_flight(c: Capabilities) -> Finding:
 
 
 def _adapters(c: Capabilities) -> list[Finding]:
-    """Adapters (LoRA), of servers that take them, or could."""
+    """Return a finding on adapters (LoRA), if the server accepts them or could be made to."""
     if c.adapters is not None:
         rank = "" if c.adapters.max_rank is None else f" up to rank {c.adapters.max_rank}"
         slots = "" if c.adapters.slots is None else f", {c.adapters.slots} at the same time"
@@ -244,12 +244,12 @@ def _adapters(c: Capabilities) -> list[Finding]:
 
 
 def _extras(c: Capabilities) -> list[Finding]:
-    """Rows with tokens, of servers that give them."""
+    """Return a finding on extras, such as routed experts, if the server returns any with its tokens."""
     return [_ok("extras", f"{', '.join(c.extras)}: rows come with the tokens, for extras")] if c.extras else []
 
 
 def _attachments(c: Capabilities) -> list[Finding]:
-    """What may come with prompts, of servers whose models take something."""
+    """Return a finding on images and other attachments, if the server's model accepts any."""
     if c.attachments:
         bans = "and what stands for them is never generated" if c.bans else "and what stands for them may be generated"
         return [_ok("images", f"{', '.join(c.attachments)}: they come with prompts that have some, {bans}")]

@@ -1,4 +1,4 @@
-"""Reasons why a server cannot be examined, with what to do: unreachable, another kind, paused, or a router."""
+"""Explains why a server cannot be examined, with advice: it is unreachable, of another kind, paused, or a router."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ _RESUME = {
 
 
 def missing(subject: str, sentence: str, advice: str) -> Finding:
-    """A finding with which april cannot work."""
+    """Return a finding of level MISSING: april cannot work with the server."""
     return Finding(subject, Level.MISSING, sentence, advice)
 
 
 def not_probed(url: str, identity: Identity, settings: Any, *, key_given: bool) -> Finding | None:
-    """Return why this server is not asked what it can do; None if it can be.
+    """Return a finding on why a server cannot be probed; None if it can be.
 
-    ``settings`` is the ``engine`` section that names it, None if it was named by its address.
+    ``settings`` is the ``engine`` section that names the server, or None if it was named by its address.
     """
     kind = identity.kind
     if kind is ServerKind.ROUTER:
@@ -54,13 +54,13 @@ def not_probed(url: str, identity: Identity, settings: Any, *, key_given: bool) 
 
 
 def paused(url: str, kind: ServerKind, said: str) -> Finding:
-    """The server is of a known kind, but by its own word answers no requests."""
+    """Return a finding for a server of a known kind that reports itself that it answers no requests."""
     sentence = f"the server takes requests and answers none: it is paused, asleep or loading ({said})"
     return missing("paused", sentence, _RESUME[kind].format(url=url))
 
 
 def at_rest(url: str, said: str) -> Finding:
-    """The server answers that it takes no requests for now."""
+    """Return a finding for a server that responds that it takes no requests for now."""
     advice = (
         "wait until it does, and call april doctor again; a TensorRT-LLM that is paused goes on with "
         "resume_generation() of its AsyncLLM, and one that sleeps with /resume_memory"
@@ -88,7 +88,7 @@ def router_findings(identity: Identity, settings: SglangEngineConfig) -> list[Fi
 
 
 def router_settings(url: str, identity: Identity) -> str:
-    """The ``engine`` section for a router and the workers that it names."""
+    """Return an ``engine`` section for a router and the workers that it lists."""
     urls = ", ".join(worker.rstrip("/") for worker in identity.workers) or "http://WORKER:PORT"
     return f"engine: {{kind: sglang, router: {url}, urls: [{urls}]}}"
 
@@ -113,9 +113,9 @@ def _key_refused(url: str, key_given: bool) -> Finding:
 
 
 def _other_kind(settings: Any, kind: ServerKind) -> Finding | None:
-    """The configuration says another kind than the server is."""
+    """Return a finding if the configuration names a different kind of server, else None."""
     if settings is None or isinstance(settings, SETTINGS[kind]) or settings.kind == ServerKind.OPENAI.value:
-        return None  # every kind speaks openai too
+        return None  # every kind also has the OpenAI routes
     sentence = f"engine.kind is {settings.kind}, and the server is {kind.value}"
     return missing("kind", sentence, f"write engine.kind: {kind.value}")
 
@@ -125,7 +125,7 @@ _TALK = "talk"
 
 
 async def why_unreachable(url: str, timeout_s: float) -> Finding | None:
-    """Look up the name and open a connection; None if both work. Each takes at most ``timeout_s`` seconds."""
+    """Resolve the host and open a connection, each within ``timeout_s``. Return a finding, or None if both work."""
     parts = urlsplit(url)
     host, port = str(parts.hostname), parts.port or (443 if parts.scheme == "https" else 80)
     try:
@@ -161,7 +161,10 @@ _CHECK_NAME = "correct the name, or give the address as a number"
 
 
 async def _addresses(host: str, port: int) -> None:
-    """Raise OSError unless the name resolves. In a thread that nobody waits for: a resolver may take half a minute."""
+    """Raise OSError unless the name resolves.
+
+    The lookup runs in a thread that can be abandoned after a timeout: a resolver may take half a minute.
+    """
     loop = asyncio.get_running_loop()
     done: asyncio.Future[OSError | None] = loop.create_future()
 
@@ -175,7 +178,7 @@ async def _addresses(host: str, port: int) -> None:
             result = None
         except OSError as error:
             result = error
-        with suppress(RuntimeError):  # the loop is closed by now
+        with suppress(RuntimeError):  # the event loop is already closed
             loop.call_soon_threadsafe(tell, result)
 
     threading.Thread(target=look_up, name="april-doctor-lookup", daemon=True).start()
@@ -185,9 +188,9 @@ async def _addresses(host: str, port: int) -> None:
 
 
 async def why_no_talk(url: str, error: EngineError, timeout_s: float) -> Finding:
-    """Return why an open port does not answer as an HTTP server does; ``error`` came of asking."""
+    """Return a finding on why an open port does not respond like an HTTP server. ``error`` is that of the request."""
     parts = urlsplit(url)
-    if not isinstance(error, EngineUnreachable):  # a redirect, or an answer without end
+    if not isinstance(error, EngineUnreachable):  # a redirect, or an endless response
         return missing(_TALK, str(error), "is this the server itself, or a proxy or web site before it?")
     if not error.why:
         return missing(
@@ -207,7 +210,7 @@ async def why_no_talk(url: str, error: EngineError, timeout_s: float) -> Finding
 
 
 async def _other_scheme(url: str, timeout_s: float) -> str | None:
-    """``https`` if an http:// address answers a TLS greeting, ``http`` if an https:// address answers a plain one."""
+    """Return the scheme that the server really speaks, ``http`` or ``https``, if it is not the URL's; else None."""
     parts = urlsplit(url)
     host, secure = str(parts.hostname), parts.scheme == "https"
     port = parts.port or (443 if secure else 80)
@@ -232,7 +235,7 @@ _TLS_RECORDS = (b"\x16\x03", b"\x15\x03")
 
 
 def _tls_greeting(host: str) -> bytes:
-    """The first bytes of a TLS client."""
+    """Return the first bytes that a TLS client sends."""
     outgoing = ssl.MemoryBIO()
     client = ssl.create_default_context().wrap_bio(ssl.MemoryBIO(), outgoing, server_hostname=host)
     with suppress(ssl.SSLWantReadError):
@@ -241,7 +244,7 @@ def _tls_greeting(host: str) -> bytes:
 
 
 async def _close(writer: asyncio.StreamWriter) -> None:
-    """Without waiting for the other side's goodbye, which may never come."""
+    """Close a connection without waiting for the other side to close it, which may never happen."""
     writer.transport.abort()
     with suppress(OSError):
         await writer.wait_closed()

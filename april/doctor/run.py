@@ -1,4 +1,4 @@
-"""``april doctor`` behind its command line: from arguments to a report on the terminal (rich) and an exit code."""
+"""Implements the command ``april doctor``: arguments, report on the terminal (rich) and exit code."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ _MARK = {
 
 
 def show(report: Report, console: Console) -> None:
-    """Print the report."""
+    """Print the report on a console."""
     for part in parts(report):
         console.print(part, highlight=False, soft_wrap=isinstance(part, Text))
 
 
 def parts(report: Report) -> Iterator[RenderableType]:
-    """Yield the parts of the report from top to bottom."""
+    """Yield the parts of the printed report from top to bottom."""
     yield Text(_headline(report), style=_STYLE[report.verdict])
     if report.verdict is Verdict.LIMITED:
         for promise in report.not_promised:
@@ -105,10 +105,10 @@ def _table(findings: list[Finding]) -> RenderableType:
 
 
 def examine(urls: Sequence[str], config: Path | None, api_key_env: str | None, patience: Patience) -> Report:
-    """Examine what was named on the command line.
+    """Examine the servers or the configuration that the command line names.
 
     Raises:
-        ConfigError: neither or both were named, an address is none, or the configuration is wrong.
+        ConfigError: neither or both are named, an address is not valid, or the configuration is wrong.
     """
     if bool(urls) == (config is not None):
         raise ConfigError("name servers (april doctor http://127.0.0.1:8000) or a configuration (--config april.yaml)")
@@ -126,7 +126,7 @@ def examine(urls: Sequence[str], config: Path | None, api_key_env: str | None, p
 
 
 def present(report: Report, as_json: bool) -> int:
-    """Print the report; 0 if april can use the servers, else 1."""
+    """Print the report and return the exit code: 0 if april can use the servers, else 1."""
     if as_json:
         print(json.dumps(report.as_dict(), indent=1))
     else:

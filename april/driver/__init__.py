@@ -1,1 +1,1 @@
-"""The only asyncio in the house above the engines: executes commands, turns what happens into events."""
+"""Carries out the core's commands on an event loop and reports to the core, as events, what happens."""

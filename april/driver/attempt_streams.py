@@ -1,15 +1,17 @@
-"""Attempt streams: every engine request, from its submission to the event that accounts for it.
+"""Sends attempts (engine requests), reads their streamed responses, and posts an event when each one has ended.
 
-Invariant: each submitted attempt gives exactly one AttemptEnded or AttemptFailed, with the counts of its tape; after
-that event nothing is written to it.
+Invariant: each submitted attempt gives exactly one AttemptEnded or AttemptFailed, with the token counts of its tape;
+after that event nothing is written to the tape.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import math
+from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -17,27 +19,27 @@ import numpy as np
 
 from april.core import commands as do
 from april.core import events as ev
-from april.core.types import Attempt, AttemptFailure, OnWeightUpdate
+from april.core.types import Attempt, AttemptFailure
+from april.driver.core_view import CoreView
 from april.driver.detokenizer import Detokenizer, StopMatcher, matcher_of
-from april.driver.host_view import HostView
+from april.driver.pace import Pace
 from april.driver.user_calls import TimeLimits
 from april.driver.user_code import FailureLog, describe, own_cancellation
-from april.driver.wire_checks import AnswerChecks
-from april.engines.protocol import BufferedStream, Chunk, Engine, EngineFinish, Request
+from april.driver.wire_checks import AnswerChecks, copied, refuse_bare
+from april.engines.protocol import PIECES_AT_ONCE, BufferedStream, Chunk, Engine, EngineFinish
 from april.errors import EngineBusy, EngineError, RequestRefused, RolloutError, WeightsInUse, WireError
+from april.server_text import clean
 
 log = logging.getLogger("april")
 
-PIECES_AT_ONCE = 32
-"""The most pieces of one response that pile up before they are looked at."""
 CORRUPT, WEIGHTS_WRITTEN = AttemptFailure.CORRUPT, AttemptFailure.WEIGHTS_WRITTEN
 LAST_TRIES_S = (0.05, 0.2, 0.8)
-"""Pauses between the last tries to get the text of a complete response."""
+"""Seconds before each of the last tries to decode the text of a complete response."""
 
 
 @dataclass(slots=True, eq=False)
 class _Stream:
-    """The stream of one attempt."""
+    """State of the response stream of one attempt."""
 
     attempt: Attempt
     streams: AttemptStreams
@@ -45,39 +47,44 @@ class _Stream:
     task: asyncio.Task[None] | None = None
     sent: bool = False
     chunks: AsyncIterator[Chunk] | None = None
-    """The engine's response, while it is read."""
+    """Response of the engine, while it is read."""
     end: Chunk | None = None
-    """The chunk with the finish reason."""
+    """Chunk with the finish reason, once it has arrived."""
     unread: list[Chunk] = field(default_factory=list)
-    """Good chunks without text, as the tokenizer fails; they are not on the tape yet."""
+    """Valid chunks that are not on the tape yet, as the tokenizer could not decode them for the stop strings."""
     stops: StopMatcher | None = None
-    """The matcher after what is on the tape; None without stop strings, or if it has to be made anew."""
+    """Matcher that has seen the tokens on the tape; None without stop strings, or if it must be made again."""
     failure: RolloutError | None = None
-    """The tokenizer's last error."""
+    """Last error of the tokenizer."""
     rejected: _Rejected | None = None
-    """The error that :meth:`AttemptStreams.catch_up` has found."""
+    """Error that :meth:`AttemptStreams.catch_up` found, for the stream's task to raise."""
     heard_s: float = 0.0
-    """The loop time at which something came last."""
+    """Loop time at which anything was last received."""
     token_s: float = 0.0
-    """The loop time at which tokens came last, or the request was sent."""
+    """Loop time at which tokens were last received, or the request was sent."""
 
     def late(self) -> float | None:
-        """Handle a time without tokens."""
+        """Handle the stall timeout; returns the seconds until the next check, or None."""
         return self.streams.look_for_tokens(self)
 
 
 class AttemptStreams:
-    """The requests at all engines; ``post`` takes events, ``spawn`` starts background tasks."""
+    """Sends requests to the engines and reads the responses.
+
+    ``post`` is called with events for the core; ``spawn`` starts background tasks.
+    """
 
     def __init__(
         self,
         engines: Mapping[str, Engine],
-        view: HostView,
+        view: CoreView,
         post: Callable[[ev.Event], None],
         spawn: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]],
         detokenizer: Detokenizer | None = None,
         stall_timeout_s: float | None = None,
+        pace: Pace | None = None,
     ) -> None:
+        self._pace = pace or Pace()
         self._engines = engines
         self._view = view
         self._post = post
@@ -85,24 +92,29 @@ class AttemptStreams:
         self._detokenizer = detokenizer
         self._silence = TimeLimits(stall_timeout_s)
         self._open: dict[str, _Stream] = {}
+        self.unasked: Counter[str] = Counter()
+        """Number of chunks with extras that were not requested, by name of the extra."""
+        self._resumed_s: dict[str, float] = {}
+        """Loop time at which each engine was last resumed; infinite while it is paused."""
         self._failures = FailureLog()
-        self._sweeps: dict[str, set[asyncio.Task[None]]] = {name: set() for name in engines}
+        self._sweeps = defaultdict[str, set[asyncio.Task[None]]](set)
 
     def __len__(self) -> int:
         return len(self._open)
 
     def clear(self) -> None:
-        """Forget all streams; their tasks have ended."""
+        """Forget all streams, after their tasks have ended."""
         self._open.clear()
         self._silence.close()
 
     def submit(self, command: do.Submit) -> None:
-        """Send one attempt to its engine; its end is an event."""
+        """Send one attempt to its engine; an event is posted when it ends."""
         attempt = command.attempt
         able = self._engines[attempt.engine].capabilities
+        oldest = attempt.call.chain.tape.newest_version if able.answers_late else attempt.oldest
         checks = AnswerChecks(
-            attempt, vocab_size=able.vocab_size, max_context=able.max_context,
-            eos_token_ids=self._view.eos_token_ids, oldest=attempt.oldest, held=attempt.call.chain.extras,
+            attempt.request, vocab_size=able.vocab_size, max_context=able.max_context,
+            eos_token_ids=self._view.eos_token_ids, oldest=oldest, layout=self._view.row_layout,
         )  # fmt: skip
         stream = _Stream(attempt, self, checks)
         self._open[attempt.id] = stream
@@ -112,20 +124,23 @@ class AttemptStreams:
         attempt = stream.attempt
         event: ev.AttemptEnded | ev.AttemptFailed
         try:
-            # an abort of everything that is on its way would hit a request that is sent now; one that takes longer is a
-            # hanging call, and what it cuts all the same is a partial, which goes on (but of an evaluation, it is lost)
+            await self._pace.turn()  # thousands of attempts start together
+            # Wait for an abort-all call that is under way, as it would also abort a request that is sent now. For
+            # training the wait is limited: if the call hangs and aborts the request later, its partial goes on. A
+            # request of an evaluation would lose its tokens.
             if sweeps := self._sweeps[attempt.engine]:
                 training = attempt.sample.evaluation is None
                 await asyncio.wait(set(sweeps), timeout=self._view.abort_resend_s if training else None)
             finish = EngineFinish.ABORT if stream.checks.aborted else await self._read(stream)
+            await self._pace.turn()  # and end together, where all are cut
             event = ev.AttemptEnded.of(attempt, finish)
         except _Rejected as rejected:
             log.warning("attempt %s of %s: %s", attempt.id, attempt.sample.key, rejected)
-            # what a stop string has ended was found good before
+            # the tokens up to a stop string were checked before and are kept
             kind = AttemptFailure.BROKE_OFF if attempt.tape.stopped else CORRUPT
             event = ev.AttemptFailed.of(attempt, str(rejected), kind, rejected=rejected.tokens)
         except WireError as error:
-            # it contradicts itself: nobody knows since when, so nothing of it is believed
+            # the answer contradicts itself, nobody knows since which token, so all its tokens are dropped
             log.warning("attempt %s of %s: %s", attempt.id, attempt.sample.key, error)
             event = ev.AttemptFailed.of(attempt, f"engine {attempt.engine}: {error}", CORRUPT)
         except EngineBusy as busy:
@@ -146,29 +161,14 @@ class AttemptStreams:
             self._over(stream, event)
 
     async def _read(self, stream: _Stream) -> EngineFinish:
-        """Append the stream's chunks to the attempt's tape; returns why it ended."""
-        attempt, stops = stream.attempt, bool(stream.attempt.sampling.stop)
+        """Append the stream's chunks to the attempt's tape; returns the finish reason."""
+        attempt, request = stream.attempt, stream.attempt.request
         engine = self._engines[attempt.engine]
-        if stops and self._detokenizer is None:  # a function on a host with a tokenizer asks for it
-            raise RequestRefused("llm.generate: stop strings are matched on text; give the scheduler tokenizer=...")
-        if attempt.attached or attempt.sampling.banned_ids:
+        if request.attached or request.sampling.banned_ids:
             refuse_attached(attempt, engine.capabilities.attachments)
-        request = Request(
-            attempt_id=attempt.id,
-            token_ids=attempt.token_ids,
-            sampling=replace(attempt.sampling, stop=()) if stops else attempt.sampling,
-            priority=0 if attempt.urgent else 1,
-            sample_key=attempt.sample.key,
-            response_offset=attempt.in_call,
-            # with KEEP, whoever has a token at a weight update goes on
-            stream=stops or (attempt.in_flight is OnWeightUpdate.KEEP and attempt.sample.evaluation is None),
-            in_flight=attempt.in_flight,
-            attached=attempt.attached,
-            extras=attempt.extras,
-            extras_from=attempt.extras_from,
-        )
         stream.sent = True
-        stream.heard_s = stream.token_s = asyncio.get_running_loop().time()
+        loop = asyncio.get_running_loop()
+        stream.heard_s = stream.token_s = loop.time()
         self._silence.start(stream)
         chunks = stream.chunks = engine.generate(request)
         try:
@@ -177,10 +177,10 @@ class AttemptStreams:
             else:
                 async for chunk in chunks:
                     if self._open.get(attempt.id) is not stream:
-                        break  # fenced: its tape is closed, whatever the engine makes of the cancellation
-                    self._accept(stream, chunk)
+                        break  # fenced: the tape is closed, even if the engine ignores the cancellation
+                    self._accept(stream, self._copied(attempt, chunk))
                     if len(chunk.tokens):
-                        self._silence.restart(stream)
+                        stream.token_s = loop.time()
         finally:
             await chunks.aclose()  # type: ignore[attr-defined]
             self._read_text(stream)
@@ -191,11 +191,13 @@ class AttemptStreams:
             self._silence.stop(stream)
             await self._last_tries(stream)
             self._settle(stream)
-        return stream.checks.end(stream.end, matched=attempt.tape.stopped)
+        finish = stream.checks.end(stream.end, matched=attempt.tape.stopped)
+        refuse_bare(attempt, finish)
+        return finish
 
     async def _read_buffered(self, stream: _Stream, chunks: BufferedStream) -> None:
-        """Read small pieces together, or each at once where a stop string may end the response."""
-        most = 1 if stream.attempt.sampling.stop else PIECES_AT_ONCE
+        """Read small pieces in batches, or each one at once if a stop string may end the response."""
+        most = 1 if stream.attempt.call.sampling.stop else PIECES_AT_ONCE
         attempt_id, streams, loop = stream.attempt.id, self._open, asyncio.get_running_loop()
         try:
             while await chunks.arrived():
@@ -206,26 +208,35 @@ class AttemptStreams:
                     self._take(stream, chunks)
         finally:
             if chunks.waiting and streams.get(attempt_id) is stream:
-                self._take(stream, chunks)  # cut off in the middle: what has come is kept
+                self._take(stream, chunks)  # the stream was cut; keep what has arrived
 
     def _settle(self, stream: _Stream) -> None:
-        """Take the versions and rows that the end has told; without them, forget the tokens that want them."""
+        """Apply the versions and extras that arrive with the last chunk; drop tokens that need them and got none."""
         tape, end = stream.attempt.tape, stream.end
         if end is not None and end.extras:
-            tape.give_rows(end.extras, stream.attempt.missing_rows)
+            request = stream.attempt.request
+            tape.give_rows({name: end.extras[name] for name in request.extras}, request.rows_wanted(0))
         if end is not None and end.versions is not None:
             tape.settle(end.versions)
         tape.cut_unsaid()
 
     def silent(self, engine: str) -> tuple[str, ...]:
-        """The requests at an engine that have no token."""
+        """Return the attempt ids of an engine's requests that have received no token."""
         there = [stream for stream in self._open.values() if stream.attempt.engine == engine]
         for stream in there:
             self._catch_up(stream)
         return tuple(s.attempt.id for s in there if not (s.attempt.tape.parsed or s.unread))
 
+    def paused(self, engine: str) -> None:
+        """Suspend the stall timeout of an engine's requests until :meth:`resumed`, as april has paused the engine."""
+        self._resumed_s[engine] = math.inf
+
+    def resumed(self, engine: str) -> None:
+        """Start the stall timeout of an engine's requests again."""
+        self._resumed_s[engine] = asyncio.get_running_loop().time()
+
     def catch_up(self) -> None:
-        """Look at everything that has arrived: whoever reads the tapes now misses nothing."""
+        """Put everything that has arrived onto the tapes, so that their reader misses nothing."""
         for stream in self._open.values():
             self._catch_up(stream)
 
@@ -235,21 +246,24 @@ class AttemptStreams:
             try:
                 self._take(stream, stream.chunks)
             except _Rejected as rejected:
-                stream.rejected = rejected  # the stream's own task ends it
+                stream.rejected = rejected  # the stream's own task raises it
 
     def look_for_tokens(self, stream: _Stream) -> float | None:
-        """Seconds until the engine has been silent for too long, by the tokens in what has piled up; None: it has.
+        """Return the seconds left before a request counts as stalled, or post AttemptStalled and return None.
 
-        Only tokens count: a server, or a gateway before it, may send comments and empty events for ever.
+        Only tokens count as progress: a server, or a gateway before it, may send comments and empty events for ever.
+        The time for which april has paused the engine does not count.
         """
-        assert self._silence.seconds is not None
+        limit = self._silence.seconds
+        assert limit is not None
         self._catch_up(stream)
-        left = stream.token_s + self._silence.seconds - asyncio.get_running_loop().time()
+        resumed_s = self._resumed_s.get(stream.attempt.engine, 0.0)
+        left = max(stream.token_s, resumed_s) + limit - asyncio.get_running_loop().time()
         if left > 0:
-            return left
+            return min(left, limit)
         attempt = stream.attempt
         log.warning("attempt %s of %s: engine %s is silent", attempt.id, attempt.sample.key, attempt.engine)
-        self._post(ev.AttemptStalled(attempt.id, self._silence.seconds))
+        self._post(ev.AttemptStalled(attempt.id, limit))
         return None
 
     def _take(self, stream: _Stream, chunks: BufferedStream) -> None:
@@ -258,10 +272,22 @@ class AttemptStreams:
         for chunk in chunks.take():
             self._accept(stream, chunk)
             if len(chunk.tokens):
-                stream.token_s = stream.heard_s  # the pile's last piece may be a younger one, without tokens
+                stream.token_s = stream.heard_s  # approximate: the newest piece of the batch may have no tokens
+
+    def _copied(self, attempt: Attempt, chunk: Chunk) -> Chunk:
+        """Return a copy of the chunk, without extras that were not requested; warns of those once."""
+        for name in chunk.extras:
+            if name not in attempt.request.extras and attempt.sample.evaluation is None:
+                self.unasked[name] += 1
+                if self.unasked[name] == 1:
+                    log.warning(
+                        "engine %s gives %s with its tokens, which the setting extras does not name; it is dropped",
+                        attempt.engine, clean(name, 40),
+                    )  # fmt: skip
+        return copied(chunk, attempt.request.extras)
 
     def _accept(self, stream: _Stream, chunk: Chunk) -> None:
-        """Put a chunk onto the tape if it can be true, else raise _Rejected."""
+        """Check a chunk and put it onto the tape; raises _Rejected if it is invalid."""
         attempt = stream.attempt
         try:
             stream.checks.piece(chunk, self._view.current)
@@ -269,16 +295,16 @@ class AttemptStreams:
             raise _Rejected(f"engine {attempt.engine}: {error}", len(chunk.tokens)) from None
         if chunk.finish is not None:
             stream.end = chunk
-        if not attempt.sampling.stop:
+        if not attempt.call.sampling.stop:
             attempt.tape.append(chunk.tokens, chunk.logprobs, chunk.version, sure=chunk.sure)
         elif len(chunk.tokens):
             stream.unread.append(chunk)
             self._read_text(stream)
 
     def _read_text(self, stream: _Stream) -> bool:
-        """Move chunks onto the tape as far as their text can be searched for stop strings; returns whether that is all.
+        """Search waiting chunks for stop strings and move them onto the tape; returns whether none is left.
 
-        If the tokenizer fails, it is asked again with the next chunk.
+        If the tokenizer fails, the chunks wait and are tried again with the next one.
         """
         attempt, tape = stream.attempt, stream.attempt.tape
         try:
@@ -296,14 +322,14 @@ class AttemptStreams:
         return not stream.unread
 
     async def _last_tries(self, stream: _Stream) -> None:
-        """Try to read the text of a complete response again, as the tokenizer may work again soon."""
+        """Try again to decode the text of a complete response, as the tokenizer may work again soon."""
         for pause_s in LAST_TRIES_S:
             await asyncio.sleep(pause_s)
             if self._read_text(stream):
                 return
 
     def _over(self, stream: _Stream, event: ev.AttemptEnded | ev.AttemptFailed) -> None:
-        """Post the end of an attempt; if some of it is still unread, the tokenizer has failed."""
+        """Post the end of an attempt; if chunks are left that the tokenizer could not decode, as a failure."""
         if stream.unread:
             attempt, unread = stream.attempt, sum(len(chunk.tokens) for chunk in stream.unread)
             if isinstance(event, ev.AttemptFailed) and event.kind in (CORRUPT, WEIGHTS_WRITTEN):
@@ -315,7 +341,7 @@ class AttemptStreams:
         self._post(event)
 
     def _append(self, stream: _Stream, chunk: Chunk, kept: int | None) -> None:
-        """Put a chunk onto the tape up to the token that completes a stop string; only count what follows."""
+        """Put a chunk's first ``kept`` tokens onto the tape (None means all); tokens after a stop are only counted."""
         tape, tokens = stream.attempt.tape, chunk.tokens
         if tape.stopped:
             tape.after_stop += len(tokens)
@@ -327,7 +353,7 @@ class AttemptStreams:
                 self._post(ev.StopFound(stream.attempt.id))
 
     def abort(self, command: do.Abort) -> None:
-        """Ask for the end of attempts; one whose request was not sent yet never will be."""
+        """Ask the engine to abort attempts; requests that were not sent yet are never sent."""
         sent = False
         for attempt_id in command.attempt_ids:
             stream = self._open.get(attempt_id)
@@ -346,16 +372,16 @@ class AttemptStreams:
             self._spawn(self._ask_abort(engine, command.attempt_ids))
 
     async def _ask_abort(self, engine: Engine, attempt_ids: tuple[str, ...] | None) -> None:
-        """Call the engine's abort once; a failure is no error, as the abort is repeated if need be."""
+        """Call the engine's abort once; a failure is only logged, as the core repeats the abort if need be."""
         try:
             async with asyncio.timeout(self._view.abort_deadline_s):
                 await engine.abort(attempt_ids)
         except Exception as error:
-            # the core asks again until every attempt has ended
+            # the core sends the abort again until every attempt has ended
             log.warning("abort on engine %s failed: %s", engine.name, describe(error))
 
     def fence(self, command: do.Fence) -> None:
-        """Close streams that did not end in time; whatever they still yield goes nowhere."""
+        """Close streams that did not end in time; whatever they still yield is ignored."""
         for attempt_id in command.attempt_ids:
             stream = self._open.get(attempt_id)
             if stream is not None and stream.task is not None:
@@ -368,25 +394,27 @@ class AttemptStreams:
 
 
 def refuse_attached(attempt: Attempt, kinds: Collection[str]) -> None:
-    """Raise RequestRefused for an attachment of another kind than these, which the engine would not see, and for a
-    token that stands for one where none is: engines take it for text, and trainers for an attachment that is missing.
+    """Raise RequestRefused for an attachment whose kind is not in ``kinds``, as the engine would ignore it.
+
+    Also for a placeholder token without an attachment: engines would read it as text, and trainers would miss an image.
     """
-    for kind in {placed.attachment.kind for placed in attempt.attached}.difference(kinds):
+    request = attempt.request
+    for kind in {placed.attachment.kind for placed in request.attached}.difference(kinds):
         raise RequestRefused(f"engine {attempt.engine} takes no {kind}s, and the conversation has one attached")
-    loose = np.isin(attempt.token_ids, attempt.sampling.banned_ids)
+    loose = np.isin(request.token_ids, request.sampling.banned_ids)
     if loose.any():
-        for placed in attempt.attached:
+        for placed in request.attached:
             loose[placed.at : placed.end] = False
     if loose.any():
         at = int(loose.argmax())
         raise RequestRefused(
-            f"token {attempt.token_ids[at]} at place {at} of the conversation stands for an image, or the like, and "
+            f"token {request.token_ids[at]} at place {at} of the conversation stands for an image, or the like, and "
             "none is attached there; give as many images as there are placeholders"
         )
 
 
 class _Rejected(Exception):
-    """A chunk that cannot be true, with the tokens it had."""
+    """A chunk is invalid; ``tokens`` is the number of its tokens."""
 
     def __init__(self, error: str, tokens: int) -> None:
         super().__init__(error)

@@ -1,4 +1,4 @@
-"""The text of tokens, by the user's tokenizer, for rewards and stop strings."""
+"""Decodes tokens with the user's tokenizer, and finds stop strings in the text."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from april.core.types import Attempt
 from april.errors import ConfigError, RolloutError
 
 TRIES = 3
-"""Tries to decode: tokenizers of Hugging Face that threads share fail now and then (\"Already borrowed\")."""
+"""Number of tries to decode: Hugging Face tokenizers that threads share fail now and then (\"Already borrowed\")."""
 
 
 class Detokenizer:
-    """Calls the tokenizer, in several threads, and names it where it fails.
+    """Decodes tokens with the user's tokenizer; may be used by several threads.
 
     Args:
-        tokenizer: has ``decode(ids, *, skip_special_tokens=False) -> str``, as those of Hugging Face have.
+        tokenizer: Object with ``decode(ids, *, skip_special_tokens=False) -> str``, such as one of Hugging Face.
 
     Raises:
-        ConfigError: it has no ``decode`` that fits.
+        ConfigError: the tokenizer has no suitable ``decode``.
     """
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
-        # Hugging Face's clean-up takes spaces away before punctuation: no stop string could rely on the text
+        # Hugging Face's clean-up removes spaces before punctuation, so stop strings would not match the text
         has_clean_up = hasattr(tokenizer, "clean_up_tokenization_spaces")
         self._options: dict[str, Any] = {"clean_up_tokenization_spaces": False} if has_clean_up else {}
         try:
@@ -42,7 +42,7 @@ class Detokenizer:
             )
 
     def text(self, ids: list[int], special_tokens: bool = True) -> str:
-        """Text of ``ids``, with special tokens or without; raises RolloutError if the tokenizer fails."""
+        """Return the text of ``ids``, with or without special tokens; raises RolloutError if the tokenizer fails."""
         cause: Exception | None = None
         for _ in range(TRIES):
             try:
@@ -62,45 +62,32 @@ class Detokenizer:
 
 
 BLOCK_TOKENS = 32
-"""Tokens looked at in one go. Those of a block with a match, or with broken characters, are looked at one by one."""
+"""Tokens that are decoded at once; a block with a match, or with broken characters, is decoded token by token."""
 UNFINISHED_TOKENS = 3
-"""Most tokens of a character that is not complete yet: UTF-8 has at most 4 bytes."""
+"""Most tokens of an incomplete character, as UTF-8 has at most 4 bytes per character."""
 
 
 def matcher_of(attempt: Attempt, decode: Callable[[list[int]], str], came: Int32) -> StopMatcher:
-    """Make the matcher for the tokens of an attempt after those that ``came`` [k]."""
-    sampling, before = attempt.sampling, attempt.token_ids
-    if len(came):
-        before = np.concatenate((before, came))
-    return StopMatcher(
-        decode, sampling.stop, before, attempt.in_call + len(came), max(0, sampling.min_tokens - len(came))
-    )
-
-
-def completes_a_stop(attempt: Attempt, came: Int32, detokenizer: Detokenizer | None) -> bool:
-    """Return whether the last of an attempt's tokens [k] may complete a stop string, and does in the text.
-
-    Without a ``detokenizer`` nobody can look at the text. Raises RolloutError if the tokenizer fails.
-    """
-    sampling = attempt.sampling
-    if not sampling.stop or len(came) <= sampling.min_tokens:
-        return False
-    return detokenizer is None or matcher_of(attempt, detokenizer.text, came[:-1]).feed(came[-1:]) is not None
+    """Make a matcher for the tokens of an attempt that follow its first tokens, ``came`` [k]."""
+    request, stop = attempt.request, attempt.call.sampling.stop
+    before = np.concatenate((request.token_ids, came)) if len(came) else request.token_ids
+    after = max(0, request.sampling.min_tokens - len(came))
+    return StopMatcher(decode, stop, before, request.response_offset + len(came), after)
 
 
 class StopMatcher:
-    """Looks for stop strings in what one attempt generates.
+    """Finds stop strings in the tokens that one attempt generates.
 
     A match counts if it begins in the call's own tokens and is completed by a token of this attempt after the first
     ``min_tokens`` ones. The match completed first wins.
 
     Args:
-        decode: text of a list of token ids, special tokens included. May strip a leading space, may show incomplete
-            characters as U+FFFD, and must otherwise only append text for further tokens.
-        stops: at least one; see :func:`april.core.sampling.wrong_stop_strings`.
-        before: all tokens before this attempt, int32 [P + T]: the prompt and the response so far.
-        in_call: how many of the last of them this call generated, in earlier attempts.
-        min_tokens: tokens of this attempt that may not complete a stop string.
+        decode: Function that returns the text of token ids, special tokens included. It may strip a leading space and
+            show incomplete characters as U+FFFD; otherwise further tokens may only append text.
+        stops: Stop strings, at least one; see :func:`april.core.sampling.wrong_stop_strings`.
+        before: All tokens before this attempt, int32 [P + T]: the prompt and the response so far.
+        in_call: Number of tokens at the end of ``before`` that this call generated in earlier attempts.
+        min_tokens: Number of this attempt's first tokens that may not complete a stop string.
     """
 
     def __init__(
@@ -109,23 +96,23 @@ class StopMatcher:
         self._decode = decode
         self._stops = tuple(stops)
         self._longest = max(map(len, stops))
-        # one token a character is usual; byte tokens can be four, and tokens without text are possible
+        # usually at most one token per character; byte tokens may be four, and some tokens have no text
         self._stride = self._longest + 8
         self._most = 8 * self._stride
         self._ids: list[int] = before[-self._most :].tolist()
         self._foreign = max(0, len(self._ids) - in_call)
-        """Tokens at the window's start that are not the call's."""
+        """Number of tokens at the window's start that this call did not generate."""
         self._begin = 0
-        """The position in the window's text from which a match may begin."""
+        """Position in the window's text from which a match may begin."""
         self._seen = 0
-        """The length of the window's text that was looked at."""
+        """Length of the window's text that was searched already."""
         self._silent = min_tokens
         self._slide()
 
     def feed(self, tokens: Int32) -> int | None:
-        """Take the next tokens [k]; returns how many to keep if one of them completes a stop string.
+        """Take the next tokens [k]; returns how many to keep if one of them completes a stop string, else None.
 
-        That token is the last of those kept. Nothing may be fed after it.
+        The last token kept is the one that completes it. Nothing may be fed after that.
         """
         for start in range(0, len(tokens), BLOCK_TOKENS):
             kept = self._look_at(tokens[start : start + BLOCK_TOKENS].tolist())
@@ -152,17 +139,17 @@ class StopMatcher:
         return None
 
     def _suspicious(self) -> tuple[bool, int]:
-        """Return whether any of the new tokens may have completed a stop string, and how much text is readable.
+        """Return whether any new token may have completed a stop string, and the length of the readable text.
 
-        Text that is readable now was so token by token. Byte tokens of which one is wrong can make those before it
-        unreadable again: then only each token's own turn tells.
+        Text that is readable now was readable after each token, with one exception: an invalid byte token can make the
+        ones before it unreadable again. True is returned then, and the caller decodes token by token.
         """
         text = self._decode(self._ids)
         finished, readable = self._readable(self._ids, text)
         return self._completed(text) or self._completed(finished) or GAP in finished[self._seen :], readable
 
     def _readable(self, ids: list[int], text: str | None = None) -> tuple[str, int]:
-        """Text without the tokens of an unfinished last character, and the readable length with and without them."""
+        """Return the text without the tokens of an incomplete last character, and the length of the readable text."""
         finished = text = self._decode(ids) if text is None else text
         for count in range(1, min(UNFINISHED_TOKENS, len(ids)) + 1):
             if not finished.endswith(GAP):
@@ -171,14 +158,14 @@ class StopMatcher:
         return finished, max(len(text.rstrip(GAP)), len(finished.rstrip(GAP)))
 
     def _completed(self, text: str) -> bool:
-        """Return whether a stop string begins where it may and ends in what was not looked at yet."""
+        """Return whether a stop string begins at an allowed position and ends in text that was not searched yet."""
         return any(text.find(s, max(self._begin, self._seen - len(s) + 1)) >= 0 for s in self._stops)
 
     def _slide(self) -> None:
-        """Keep the last tokens only: a match that is still to come must lie in their text, whole.
+        """Shorten the window to its last tokens, whose text must be able to hold a whole future match.
 
         The text of a window's first token can differ (a leading space stripped, half a character). So the window has
-        a character more than a match could need, and does not begin inside a character.
+        one character more than a match could need, and does not begin inside a character.
         """
         ids, keep = self._ids, self._stride
         while keep < min(len(ids), self._most):
@@ -194,5 +181,5 @@ class StopMatcher:
         if self._foreign:
             text = self._decode(self._ids[: self._foreign])
             whole = text.rstrip(GAP)
-            # a character that began before the call is none of the call's
+            # a character that began before the call's tokens does not belong to the call
             self._begin = len(whole) + (whole != text)

@@ -1,6 +1,6 @@
-"""Calls of engines that the core asks for: made, and how they ended reported.
+"""Pauses, loads, resumes and probes engines when the core commands it, and reports how each call ended.
 
-What follows from how a call ended is decided in ``april.core.weight_updates`` and ``april.core.engine_recovery``.
+``april.core.weight_updates`` and ``april.core.engine_recovery`` decide what follows from the outcome.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from april.beside import threads_wake
 from april.core import commands as do
 from april.core import events as ev
 from april.core.types import OnWeightUpdate
+from april.driver.attempt_streams import AttemptStreams
 from april.driver.user_calls import WorkerThreads
 from april.driver.user_code import describe, own_cancellation
 from april.engines.http.weight_directories import content_of
@@ -27,15 +28,16 @@ from april.errors import EngineBusy, EngineError, EngineUnreachable, WeightsGone
 log = logging.getLogger("april")
 
 READING_S = 60.0
-"""Longest wait for what tells the content of a directory."""
+"""Most seconds for hashing the content of a directory of weights."""
 PROBE_TIMEOUT_S = 10.0
-"""A probe without an answer for this long counts as unwell."""
+"""Seconds after which a probe without an answer counts as failed."""
 
 
 class EngineControl:
-    """Makes them; ``post`` takes events, ``spawn`` starts background tasks, ``failed`` hears what a call has raised.
+    """Makes the control calls of engines.
 
-    ``silent`` names the requests at an engine that have no token.
+    ``post`` is called with events, ``spawn`` starts background tasks, ``failed`` is called with the number and error of
+    a failed call, and ``streams`` holds the engines' requests.
     """
 
     def __init__(
@@ -45,10 +47,10 @@ class EngineControl:
         spawn: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]],
         failed: Callable[[int, BaseException], None],
         threads: WorkerThreads,
-        silent: Callable[[str], tuple[str, ...]] = lambda engine: (),
+        streams: AttemptStreams,
     ) -> None:
         self._engines = engines
-        self._silent = silent
+        self._streams = streams
         self._threads = threads
         self._post = post
         self._spawn = spawn
@@ -57,19 +59,23 @@ class EngineControl:
         self._probes: set[asyncio.Task[None]] = set()
 
     def pause(self, command: do.PauseEngine) -> None:
-        """Close an engine's admission."""
+        """Pause an engine, so that it accepts no requests."""
         engine, in_flight = self._engines[command.engine], command.in_flight
+        self._streams.paused(command.engine)
         if in_flight is OnWeightUpdate.RESUBMIT:
             self._call(command, "pause", engine.pause)
         else:
             self._call(command, "pause", lambda: _pause_in_flight(engine, in_flight))
 
     def load(self, command: do.LoadEngine) -> None:
-        """Give an engine weights."""
+        """Load weights into an engine."""
         self._call(command, "update_weights", lambda: self._load(command))
 
     async def _load(self, command: do.LoadEngine) -> str:
-        """Load weights; returns the directory's content hash, which must be the same before and after."""
+        """Load weights and return the hash of their directory, which must not change during the load.
+
+        Raises WeightsGone if the directory, or an adapter's base, is not that of the version.
+        """
         engine, path = self._engines[command.engine], command.path
         if path is None:
             await engine.update_weights(command.version)
@@ -92,13 +98,13 @@ class EngineControl:
         return before
 
     async def content_of(self, path: str) -> str:
-        """The hash of a directory's content; empty if it cannot be read here, or not in time."""
+        """Return the hash of a directory's content; empty if this process cannot read it, or not in time."""
         if not threads_wake(asyncio.get_running_loop()):
             return content_of(path)
         try:
             async with asyncio.timeout(READING_S):
                 content: str = await self._threads.call(content_of, path)
-        except Exception:  # the directory cannot be read, or not in time
+        except Exception:  # unreadable, or the time limit
             return ""
         return content
 
@@ -109,7 +115,7 @@ class EngineControl:
         return said and hashlib.blake2b(said.encode("utf-8", "surrogateescape"), digest_size=16).hexdigest()
 
     def resume(self, command: do.ResumeEngine) -> None:
-        """Open an engine's admission."""
+        """Resume an engine, so that it accepts requests again."""
         self._call(command, "resume", self._engines[command.engine].resume)
 
     def _call(
@@ -139,17 +145,19 @@ class EngineControl:
                     self._failed(command.call, error)
                 why = "" if error is None else describe(error)
                 keeps = isinstance(command, do.PauseEngine) and command.in_flight is OnWeightUpdate.KEEP
-                silent = self._silent(name) if keeps and error is None else ()
+                silent = self._streams.silent(name) if keeps and error is None else ()
+                if isinstance(command, do.ResumeEngine):
+                    self._streams.resumed(name)
                 self._post(ev.EngineCallEnded(name, command.call, _result(error), why, "" if why else content, silent))
 
-        # a cancellation that came while it ran is heard of before its end
+        # a done callback, so that a cancellation which came while the call ran is handled before its end is reported
         self._running[name] = self._spawn(call())
         self._running[name].add_done_callback(report)
 
     async def _in_time(
         self, name: str, what: str, method: Callable[[], Coroutine[Any, Any, None]], seconds: float
     ) -> Exception | None:
-        """Await a method; returns its error, if any, and EngineUnreachable if it took longer."""
+        """Await a method and return its error, or None; after ``seconds`` the error is EngineUnreachable."""
         limit = asyncio.timeout(seconds)
         try:
             async with limit:
@@ -164,7 +172,7 @@ class EngineControl:
         return None
 
     def probe(self, command: do.ProbeEngine) -> None:
-        """Ask an engine for its health."""
+        """Start a health probe of an engine; its result is posted as an event."""
         task = self._spawn(self._probe(command))
         self._probes.add(task)
         task.add_done_callback(self._probes.discard)
@@ -187,13 +195,13 @@ class EngineControl:
         self._post(answer)
 
     async def ask_all(self) -> None:
-        """Wait until all servers have answered a probe."""
+        """Have the core probe the servers, and wait until all probes have ended."""
         self._post(ev.EnginesAsked())
         if self._probes:
             await asyncio.wait(set(self._probes))
 
     async def close(self, within_s: float) -> None:
-        """Close all engines at once; one that hangs is named and left."""
+        """Close all engines concurrently; those that fail or hang are logged and left behind."""
         engines = self._engines
         closing = (self._in_time(name, "close", engine.close, within_s) for name, engine in engines.items())
         for name, error in zip(engines, await asyncio.gather(*closing), strict=True):

@@ -1,8 +1,9 @@
-"""The distance of a step from the limit of its engines, and the causes that took the rest.
+"""Measures how far a step was from the limit of its engines, and which causes took the rest of the time.
 
-The limit is the time that the tokens of these requests, each at its place in its response, take on the same engines,
-by their fitted cost, when all places are busy all the time and nothing is prefilled twice. Re-prefill costs what its
-tokens cost. What is left of the time is shared out among the causes that kept places empty, by how long they did.
+The limit is the time that the step's tokens, each at its position in its response, would take on the same engines,
+by their fitted cost, if all places (slots for requests) were always busy and nothing was prefilled twice. Re-prefill
+counts at the cost of its tokens. The rest of the time is divided among the causes of empty places, in proportion to
+place-seconds.
 """
 
 from __future__ import annotations
@@ -22,22 +23,22 @@ GROUPS: dict[str, tuple[Idle, ...]] = {
     "evaluation": (Idle.EVALUATION,),
     "admission": (Idle.BOUND, Idle.HELD, Idle.ENGINES),
 }
-"""The causes of empty places, by name."""
+"""Groups of causes for empty places, by the name used in metrics."""
 LITTLE_EMPTY = 0.02
-"""Share of empty places below which they do not explain what is missing."""
+"""Share of empty place-time below which empty places do not explain the lost time."""
 FITS_AT_A_TIME = 4
-"""Engines whose cost is fitted anew at a delivery, at most: 15 ms each."""
+"""Most engines whose cost is fitted again at one delivery; each fit takes about 15 ms."""
 
 
 @dataclass(frozen=True, slots=True)
 class Distance:
-    """Shares of the time, which add up to 1 unless the fitted cost is too high.
+    """Shares of the time of a step, which add up to 1 unless the fitted cost is too high.
 
     Attributes:
-        at_limit: what the limit takes.
-        reprefill: prefilling again what was cut.
-        causes: the rest, by what kept places empty.
-        unexplained: what is missing while places were full.
+        at_limit: Share that the step would take at the limit.
+        reprefill: Share for prefilling cut responses again.
+        causes: Shares of the causes of empty places, by group name.
+        unexplained: Share of the lost time in which places were full.
     """
 
     at_limit: float
@@ -50,14 +51,14 @@ def distance_of(
     brought: Iterable[tuple[DecodeCost, RequestSums]], *, places: float, seconds: float, again: float,
     idle: Mapping[str, float],
 ) -> Distance | None:
-    """The distance over some time; None without requests or time.
+    """Compute the distance from the limit over a period; None if there were no requests, or no time passed.
 
     Args:
-        brought: by engine, its cost and what its requests brought.
-        places: of all engines together.
-        seconds: that passed.
-        again: tokens that were prefilled again, within that time.
-        idle: place-seconds that stood empty, by the names of GROUPS.
+        brought: For each engine its cost and the sums over its requests.
+        places: Number of request places of all engines together.
+        seconds: Length of the period.
+        again: Number of tokens that were prefilled again in the period.
+        idle: Place-seconds that were empty, by the names of GROUPS.
     """
     pairs = list(brought)
     if not pairs or seconds <= 0.0:
@@ -78,7 +79,7 @@ def distance_of(
 
 
 def idle_of(metrics: Mapping[str, float], places: float) -> dict[str, float]:
-    """Place-seconds that stood empty before a batch, by the names of GROUPS."""
+    """Return the place-seconds that were empty before a batch, by the names of GROUPS."""
     place_s = places * metrics.get("step_s", 0.0)
     return {
         name: place_s * sum(metrics.get(f"idle_{cause}", 0.0) for cause in causes) for name, causes in GROUPS.items()
@@ -86,19 +87,19 @@ def idle_of(metrics: Mapping[str, float], places: float) -> dict[str, float]:
 
 
 class EngineCosts:
-    """The cost of decoding on each engine, fitted to its latest requests.
+    """Cost of decoding on each engine, fitted to its latest requests.
 
-    Anew whenever they are half as many more, or all that are remembered are new.
+    An engine is fitted again when its requests have grown by half, or when all remembered requests are new.
     """
 
     def __init__(self, requests: RequestLog) -> None:
         self._requests = requests
         self._fitted: dict[str, FittedCost] = {}
         self._seen: dict[str, int] = {}
-        """The requests of each engine at its latest fit."""
+        """Number of requests of each engine at its latest fit."""
 
     def look(self) -> None:
-        """Fit engines that have brought enough since their last fit, a few at a time, and forget those that left."""
+        """Fit engines with enough new requests since their last fit, a few at a time, and forget removed engines."""
         for gone in self._seen.keys() - {name for name, _ in self._requests}:
             del self._seen[gone]
             self._fitted.pop(gone, None)
@@ -112,24 +113,27 @@ class EngineCosts:
                 self._fitted[name] = found
 
     def __iter__(self) -> Iterator[tuple[str, FittedCost]]:
-        """Iterate over engines and their fitted costs."""
+        """Iterate over the names of engines and their fitted costs."""
         return iter(self._fitted.items())
 
     def of(self, engine: str) -> DecodeCost | None:
-        """The cost of an engine, or of another one while its own is unknown; None while none is known."""
+        """Return an engine's cost, or another engine's while it is unknown; None while no cost is known."""
         found = self._fitted.get(engine) or next(iter(self._fitted.values()), None)
         return None if found is None else found.cost
 
 
 class StepLimit:
-    """The distance of each step from the limit, as metrics."""
+    """Computes the metrics of each batch about its distance from the limit."""
 
     def __init__(self, requests: RequestLog) -> None:
         self._requests = requests
         self.costs = EngineCosts(requests)
 
     def metrics(self, metrics: Mapping[str, float], places: float) -> dict[str, float]:
-        """The metrics of a batch's distance; empty while the cost of engines is unknown."""
+        """Return a batch's metrics ``of_limit`` and ``lost_*``; empty while the cost of all engines is unknown.
+
+        ``metrics`` are the batch's other metrics, ``places`` the number of request places of all engines.
+        """
         self.costs.look()
         known = [(self.costs.of(name), brought) for name, brought in self._requests.take().items()]
         found = distance_of(

@@ -1,8 +1,8 @@
-"""The policy as a rollout function sees it: ``llm.generate``, which looks as if it simply took long.
+"""The ``llm`` object that a rollout function receives, with ``llm.generate`` and ``llm.chat``.
 
-When a step ends in the middle of a call, april aborts the engine request and keeps its tokens; the coroutine
-stays parked. In a later step the request is continued under newer weights, and the coroutine gets one
-completed response with the version of every token.
+When a step ends in the middle of a call, april aborts the engine request and keeps its tokens; the coroutine stays
+suspended. In a later step april continues the request under newer weights, and the coroutine gets one complete
+response with the policy version of every token. The function notices only that the call took long.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, 
 from concurrent.futures import CancelledError, Future
 from contextlib import contextmanager
 from contextvars import copy_context
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from numbers import Integral, Real
 from typing import Any, Concatenate, NamedTuple, Never, ParamSpec, Protocol, TypeVar
 
 import numpy as np
 
 from april.config.mistakes import UNSUPPORTED
-from april.core.attachments import Placed, before
+from april.core.attachments import NO_EXTRAS, Extras, Placed, before, first_rows
 from april.core.sampling import SamplingParams, stop_id_of, wrong_stop_strings
 from april.core.tape import Float32, Int32, versions_of
 from april.core.types import Chain, FinishReason, Prompt, RecordedCall, Sample, SampleId
@@ -46,7 +46,11 @@ class Completion:
     finish: FinishReason
     conversation: Int32
     number: int = 0
-    """number of the call"""
+    """Number of the call within its sample."""
+    resumes: int = 0
+    """Number of times that the sample was cut and continued so far."""
+    extras: Extras = field(default=NO_EXTRAS, compare=False)
+    """Rows of extra data by name (``Config.extras``), one for each token of the conversation but the last."""
 
     def __repr__(self) -> str:
         return f"<Completion of {len(self.tokens)} tokens, finish={self.finish}>"
@@ -56,15 +60,16 @@ RolloutFunction = Callable[[Prompt, "LLM"], Awaitable[Any]]
 
 
 class GenerateFunction(Protocol):
-    """Makes a call for one sample; ``any_chain``: it may be of any conversation, beside others.
+    """Generates one response for a sample.
 
-    ``attached`` is what is attached to ``token_ids``; None means what is attached to the prompt, and was to what
-    followed, with ``images`` for the placeholders among the tokens that are new.
+    With ``any_chain`` the call may continue or start any conversation, and run beside other calls. ``attached`` are
+    the attachments of ``token_ids``; None means those of the conversation so far, with ``images`` for the placeholders
+    among the new tokens. ``overridden`` is True if a client asked for another distribution than that of ``sampling``.
     """
 
     def __call__(
         self, sampling: SamplingParams, token_ids: Int32 | None, *, any_chain: bool = False,
-        attached: tuple[Placed, ...] | None = None, images: Sequence[Any] = (),
+        attached: tuple[Placed, ...] | None = None, images: Sequence[Any] = (), overridden: bool = False,
     ) -> Coroutine[Any, Any, Completion]: ...  # fmt: skip
 
 
@@ -76,17 +81,18 @@ AFTER_ITS_END = "llm.generate was called after its rollout function had ended"
 
 
 class Answered(NamedTuple):
-    """A call of a function's earlier run: ``tokens`` [start, end) follow ``prompt`` and the tokens before them."""
+    """A call that was answered before a restart: its answer is ``tokens[start:end]``, and its request was ``prompt``
+    with ``tokens[:start]``."""
 
     prompt: Int32
     tokens: Int32
     start: int
     end: int
     attached: tuple[Placed, ...] = ()
-    """What is attached to the prompt and to the tokens."""
+    """Attachments of the prompt and the tokens."""
 
     def answers(self, token_ids: Int32, attached: tuple[Placed, ...] = ()) -> bool:
-        """Return whether these token ids, with what is attached to them, are what was asked."""
+        """Return whether the request had these token ids and attachments."""
         at = len(self.prompt)
         return (
             len(token_ids) == at + self.start
@@ -98,25 +104,25 @@ class Answered(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sheltered:
-    """What is behind an endpoint: a sample whose calls ``generate`` makes on ``loop``.
+    """What an endpoint or ``llm.chat`` needs of its sample: how to generate, on ``loop``, and what was answered before.
 
-    A call that is cancelled is given up: nobody will hear its answer.
+    Cancelling a call of ``generate`` discards its answer.
     """
 
     generate: GenerateFunction
     sampling: SamplingParams
-    """Holds where a client asks for nothing else."""
+    """Default sampling of the calls. A client may set ``max_tokens`` and ``stop``, but not the distribution."""
     loop: asyncio.AbstractEventLoop
     max_context: int
-    """Tokens that the engines have room for."""
+    """Most tokens of a conversation, prompt included, that every engine has room for."""
     prompt: Prompt
-    """The sample's prompt, as its function sees it."""
+    """Prompt of the sample, as its rollout function gets it."""
     answered: Sequence[Answered] = ()
-    """The answers of before a restart, which clients may have heard."""
+    """Calls answered before a restart; clients may have received the answers."""
 
 
 class Door(Protocol):
-    """An endpoint for the clients of one sample."""
+    """An HTTP endpoint for the clients of one sample, with its address and API key."""
 
     @property
     def url(self) -> str: ...
@@ -126,7 +132,7 @@ class Door(Protocol):
 
 
 class ToolCall(Protocol):
-    """A tool call of an answer; ``arguments`` is JSON text as the model wrote it."""
+    """A tool call in an answer; ``arguments`` is JSON text as the model wrote it."""
 
     @property
     def id(self) -> str: ...
@@ -146,17 +152,17 @@ class ChatAnswer(Protocol):
 
     @property
     def text(self) -> str:
-        """What it says, without reasoning and tool calls."""
+        """Text of the message, without reasoning and tool calls."""
         ...
 
     @property
     def tool_calls(self) -> Sequence[ToolCall]:
-        """The tools that it calls, in order."""
+        """Tool calls of the message, in order."""
         ...
 
     @property
     def finish(self) -> str:
-        """``stop``, ``tool_calls``, or ``length`` for an answer that was cut."""
+        """Finish reason: ``stop``, ``tool_calls``, or ``length`` for an answer that reached a length limit."""
         ...
 
     @property
@@ -166,44 +172,44 @@ class ChatAnswer(Protocol):
 
 
 class Chat(Protocol):
-    """What ``llm.chat`` of one sample asks."""
+    """Answers the ``llm.chat`` calls of one sample."""
 
     async def ask(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], sampling: Mapping[str, Any]
     ) -> ChatAnswer:
-        """The answer to a conversation; ``sampling`` has the arguments of ``llm.generate`` that differ."""
+        """Answer a conversation; ``sampling`` holds the sampling arguments that differ from the sample's default."""
         ...
 
     def close(self) -> Iterable[int]:
-        """Answer nothing any more; returns the numbers of calls whose answers the function has got."""
+        """Stop answering; returns the numbers of the calls whose answers the function has received."""
         ...
 
 
 class Doors(Protocol):
-    """The server of those endpoints, which is above the driver."""
+    """Opens and closes the endpoints of samples; implemented by the agents' gateway."""
 
     def open(self, behind: Sheltered, place: Any = None) -> Door:
-        """Serve one more sample; ``place``: where, if not at an address of this process's own choice."""
+        """Open the endpoint of a sample; ``place`` says where, None means an address of this process's choice."""
         ...
 
     def chat(self, behind: Sheltered) -> Chat:
-        """What ``llm.chat`` of one more sample asks, on the running loop."""
+        """Return the object that answers ``llm.chat`` for a sample, on the running loop."""
         ...
 
     def shut(self, door: Door) -> Iterable[int]:
-        """Answer nothing of it any more; returns the numbers of calls whose answers a client has heard."""
+        """Close an endpoint; returns the numbers of the calls whose answers a client has received."""
         ...
 
 
 class Life(NamedTuple):
-    """What tells a sample from others of the same id, and from itself before it began again."""
+    """Distinguishes the runs of a sample from each other, and from samples with the same id in evaluations."""
 
     restarts: int = 0
-    """How often it has begun again from nothing."""
+    """Number of times that the sample was restarted without its tokens."""
     evaluation: int | None = None
-    """The number of its evaluation; None in training."""
+    """Number of the evaluation; None in training."""
     resumed: bool = False
-    """Its function has run before, and clients may go on with what they have heard of it."""
+    """True if the rollout function ran before, so that clients may continue from answers they received."""
 
 
 NO_ENDPOINT = (
@@ -213,13 +219,13 @@ NO_ENDPOINT = (
 
 
 NO_PROCESSOR = (
-    "llm.generate: there is no processor here that places images; give the scheduler, and a host that runs functions, "
-    "processor=, the model's transformers.AutoProcessor"
+    "llm.generate: there is no processor here that places images; give the scheduler processor=, the model's "
+    "transformers.AutoProcessor"
 )
 
 
 class LLM:
-    """The policy, as one sample sees it."""
+    """Generates from the policy for one sample; a rollout function gets it as its argument ``llm``."""
 
     __slots__ = ("_busy", "_clock", "_generate", "_open_chat", "_open_door", "_sampling", "life", "sample_id")
 
@@ -243,27 +249,32 @@ class LLM:
         self._busy = False
 
     @property
-    def base_url(self) -> str:
-        """The address for a client of OpenAI's or Anthropic's API: an endpoint on loopback for this sample alone.
+    def sampling(self) -> SamplingParams:
+        """Default sampling parameters of this sample's calls."""
+        return self._sampling
 
-        Requests may be of any conversation and run side by side; each sequence of tokens becomes a row of the batch. A
-        client sees an answer that takes long, however many steps and weight updates that is. The endpoint is closed
+    @property
+    def base_url(self) -> str:
+        """Address of an endpoint on loopback, for this sample alone, for clients of OpenAI's or Anthropic's API.
+
+        Requests may belong to any conversation and run concurrently; each sequence of tokens becomes a row of the
+        batch. A request takes as long as the steps and weight updates during which it runs. The endpoint is closed
         when the function ends. Raises UsageError without a tokenizer.
         """
         return self.door().url
 
     @property
     def api_key(self) -> str:
-        """The key that ``base_url`` asks for."""
+        """API key of the endpoint at ``base_url``."""
         return self.door().key
 
     def door(self, place: Any = None) -> Door:
-        """The endpoint of :attr:`base_url`; ``place``: where it is, for the first who asks for it."""
+        """Return the endpoint of :attr:`base_url`, opened by the first call; ``place`` says where that opens it."""
         return self._open_door(place)
 
     @contextmanager
     def untimed(self) -> Iterator[None]:
-        """What is waited for inside does not count for ``function_timeout_s``."""
+        """Exclude the time spent inside the block from ``function_timeout_s``."""
         self._clock(False)
         try:
             yield
@@ -286,28 +297,28 @@ class LLM:
     ) -> Completion:
         """Continue the conversation; returns when the response is complete, however many steps that takes.
 
-        Sampling arguments hold for this call, instead of the configuration.
+        Sampling arguments override the configuration for this call.
 
         Args:
-            token_ids: the conversation to continue: the prompt, everything generated so far, and what the
-                environment adds (it becomes a segment without loss). None: as it stands.
-            max_tokens: most tokens of this call; the budget of the whole response, in which tokens of the
-                environment count, holds as well. Where nothing is left of it, what the environment adds is cut to fit
-                and the call returns no tokens and FinishReason.LENGTH.
-            stop: strings that end the response: the token that completes one is the last that is kept, so the text
-                may run on to that token's end. A match lies in this call's tokens; the first ``min_tokens`` cannot
+            token_ids: Conversation to continue: the prompt, everything generated so far, and the tokens that the
+                environment adds (they become a segment without loss). None means the conversation so far.
+            max_tokens: Most tokens of this call. The budget of the whole response, in which tokens of the environment
+                count, applies as well. If nothing is left of it, the environment's tokens are cut to fit, and the call
+                returns no tokens and FinishReason.LENGTH.
+            stop: Strings that end the response. The token that completes one is the last one kept, so the text may end
+                after the string. A match must lie in this call's tokens, and the first ``min_tokens`` tokens cannot
                 complete one. Needs the scheduler's ``tokenizer``.
-            images: those that the environment adds, one for each placeholder in what is new of ``token_ids``; with
-                ``any_conversation`` all behind the prompt. In the forms of a prompt's. See docs/images.md.
-            any_conversation: ``token_ids`` may begin with anything: they go on with the longest conversation of this
-                sample that they repeat, or begin one, which becomes a row of its own. Coroutines may make such calls
-                side by side.
-            others: refused by name.
+            images: Images that the environment adds, one for each placeholder among the new tokens; with
+                ``any_conversation`` all images after the prompt. In the forms of a prompt's. See docs/images.md.
+            any_conversation: True if ``token_ids`` may start with anything. They continue the longest conversation of
+                this sample that they repeat, or start a new one, which becomes a row of its own. Such calls may run
+                concurrently.
+            others: Unknown arguments; each raises TypeError.
 
         Raises:
-            TypeError: an argument that april does not know; the message says which there are.
-            UsageError: an argument out of range, or of the wrong type (a ValueError, too).
-            RolloutError: another call of this sample is not complete, or ``token_ids`` rewrite what was said before.
+            TypeError: an argument that april does not know; the message lists the known ones.
+            UsageError: an argument is out of range or of the wrong type (a ValueError, too).
+            RolloutError: another call of this sample is not complete, or ``token_ids`` change earlier tokens.
         """
         if others:
             raise TypeError(refused_argument(next(iter(others))))
@@ -318,6 +329,22 @@ class LLM:
         shown = _shown(images, ids)
         if any_conversation:
             return await self._generate(sampling, ids, any_chain=True, **shown)
+        return await self._one_at_a_time(sampling, ids, **shown)
+
+    async def forward(
+        self, token_ids: Sequence[int] | Int32, sampling: Mapping[str, Any], attached: tuple[Placed, ...] = ()
+    ) -> Completion:
+        """:meth:`generate` for a trainer that sends the requests and their attachments to its servers itself.
+
+        Args:
+            token_ids: Conversation, as for :meth:`generate`.
+            sampling: Fields of :class:`~april.core.sampling.SamplingParams` that differ from the configuration.
+            attached: Attachments of the whole conversation.
+        """
+        changed = replace(self._sampling, **sampling)
+        return await self._one_at_a_time(changed, as_token_ids(token_ids), attached=attached)
+
+    async def _one_at_a_time(self, sampling: SamplingParams, ids: Int32 | None, **shown: Any) -> Completion:
         if self._busy:
             raise RolloutError(ONE_CALL_AT_A_TIME)
         self._busy = True
@@ -339,17 +366,17 @@ class LLM:
         stop: str | Sequence[str] | None = None,
         **others: Never,
     ) -> ChatAnswer:
-        """Answer a conversation of messages, in OpenAI's shape; returns when the answer is complete.
+        """Answer a conversation of messages, in OpenAI's format; returns when the answer is complete.
 
-        Tokens are made and recorded as for a client at ``base_url``: a conversation that goes on keeps what was
-        sampled, any other becomes another row, and several calls may run side by side.
+        Tokens are generated and recorded as for a client at ``base_url``: a continued conversation keeps its sampled
+        tokens, any other conversation becomes a row of its own, and several calls may run concurrently.
 
         Args:
-            messages: dicts of ``role``, ``content``, and by role ``tool_calls`` or ``tool_call_id``. Append
-                ``ChatAnswer.message`` and what follows for the next turn.
-            tools: OpenAI's tool definitions.
-            max_tokens: as for :meth:`generate`, like the other arguments of sampling.
-            others: refused by name.
+            messages: Dicts with ``role``, ``content``, and by role ``tool_calls`` or ``tool_call_id``. For the next
+                turn append ``ChatAnswer.message`` and the messages that follow it.
+            tools: Tool definitions in OpenAI's format.
+            max_tokens: As for :meth:`generate`, like the other sampling arguments.
+            others: Unknown arguments; each raises TypeError.
 
         Raises:
             TypeError: an argument that april does not know.
@@ -364,7 +391,7 @@ class LLM:
 
 
 def _shown(images: Any, token_ids: Int32 | None) -> dict[str, Any]:
-    """The argument ``images``, where some are given."""
+    """Return ``{"images": [...]}`` for the generate function, or an empty dict without images; raises UsageError."""
     if isinstance(images, (str, bytes, Mapping)) or not hasattr(images, "__len__"):
         raise UsageError(f"llm.generate: images must be a list of images, got {type(images).__name__}")
     if len(images) and token_ids is None:
@@ -375,7 +402,7 @@ def _shown(images: Any, token_ids: Int32 | None) -> dict[str, Any]:
 def _changed(
     max_tokens: Any, min_tokens: Any, temperature: Any, top_p: Any, stop_token_ids: Any, stop: Any
 ) -> dict[str, Any]:
-    """The arguments of sampling that were given."""
+    """Return the sampling arguments that were given, as fields of SamplingParams."""
     given = {
         "max_tokens": max_tokens, "min_tokens": min_tokens, "temperature": temperature, "top_p": top_p,
         "stop_token_ids": _tuple_of("stop_token_ids", stop_token_ids),
@@ -394,7 +421,7 @@ def _tuple_of(name: str, values: Any) -> tuple[Any, ...] | None:
 
 
 def as_token_ids(token_ids: Sequence[int] | Int32) -> Int32:
-    """A conversation as int32 [T], a copy; raises UsageError for anything but a flat list of integers."""
+    """Copy token ids into an int32 array [T]; raises UsageError for anything but a flat list of integers."""
     try:
         array = np.asarray(token_ids)
     except ValueError:
@@ -410,13 +437,13 @@ def as_token_ids(token_ids: Sequence[int] | Int32) -> Int32:
 
 
 def refused_argument(name: str, where: str = "llm.generate", takes: str = "token_ids, images, any_conversation") -> str:
-    """The message that refuses an argument which ``llm.generate`` does not have."""
+    """Return the error message for an argument that ``llm.generate`` does not have."""
     known = f"{takes}, max_tokens, min_tokens, temperature, top_p, stop_token_ids, stop"
     return f"{where}: {name}: {UNSUPPORTED.get(name, 'unknown argument')}; april supports {known}"
 
 
 def wrong_sampling(sampling: SamplingParams, vocab_size: int) -> str | None:
-    """The reason why no engine can be asked for this, or None."""
+    """Return why no engine can sample with these parameters, or None if it can."""
     for name, kind in (("max_tokens", Integral), ("min_tokens", Integral), ("temperature", Real), ("top_p", Real)):
         value = getattr(sampling, name)
         if isinstance(value, bool) or not isinstance(value, kind):
@@ -443,7 +470,7 @@ def _out_of_range(sampling: SamplingParams, vocab_size: int) -> str | None:
 
 
 def exact_types(sampling: SamplingParams) -> SamplingParams:
-    """Turn the numbers into Python's own int and float, so that a record writes what its replay reads."""
+    """Convert the numbers to Python's int and float, so that a recorded run reads back the values it wrote."""
     return replace(
         sampling,
         max_tokens=int(sampling.max_tokens),
@@ -457,11 +484,11 @@ def exact_types(sampling: SamplingParams) -> SamplingParams:
 def checked_call(
     sample: Sample, sampling: SamplingParams, token_ids: Int32 | None, vocab_size: int, longest: int, can_stop: bool
 ) -> Int32 | None:
-    """The conversation to continue, cut to ``longest`` tokens of prompt and response.
+    """Check a call of ``llm.generate``; returns its conversation, cut to ``longest`` tokens of prompt and response.
 
-    Raises unless an engine can be asked for this: sampling in range, conversation appended to and never rewritten; stop
-    strings need a tokenizer (``can_stop``).
-    A request that is refused here would otherwise count as a failure of the engine.
+    Raises UsageError for sampling out of range, for stop strings without a tokenizer (``can_stop`` False), and for
+    unknown token ids; RolloutError for a conversation that does not start with the one so far. Without this check
+    the engine would refuse the request, and that would count as the engine's failure.
     """
     wrong = wrong_sampling(sampling, vocab_size)
     if wrong is not None:
@@ -489,9 +516,9 @@ def checked_call(
 
 
 def check_mismatch(sampling: SamplingParams, configured: SamplingParams, any_temperature: bool = True) -> None:
-    """Raise UsageError for a call whose log-probabilities a trainer cannot recompute, where the configuration can.
+    """Raise UsageError for sampling that differs from ``configured`` so that a trainer cannot recompute its logprobs.
 
-    Without ``any_temperature`` the engines' log-probabilities are right at temperature 1 only.
+    ``any_temperature`` False means that the engines' log-probabilities are right at temperature 1 only.
     """
     if not any_temperature and sampling.temperature != 1:
         raise UsageError(
@@ -508,10 +535,20 @@ def check_mismatch(sampling: SamplingParams, configured: SamplingParams, any_tem
             )
 
 
+def check_has_conversation(token_ids: Int32 | None, prompt: Prompt) -> None:
+    """Raise UsageError for a call without ``token_ids`` whose prompt has no tokens."""
+    if token_ids is None:
+        keys = sorted(map(str, prompt.data))
+        raise UsageError(
+            f"llm.generate: the prompt has neither messages nor token_ids (its keys are {keys}), so there is nothing "
+            "to continue: give llm.generate(token_ids), or prompts with one of them"
+        )
+
+
 def check_conversation(
     token_ids: Int32 | None, sampling: SamplingParams, vocab_size: int, max_context: int, can_stop: bool
 ) -> None:
-    """Raise UsageError unless an engine can be asked to continue these tokens, whatever the sample has said before."""
+    """Raise UsageError unless an engine can continue these tokens; the sample's other conversations do not matter."""
     wrong = wrong_sampling(sampling, vocab_size)
     if wrong is None and sampling.stop and not can_stop:
         wrong = "stop strings are matched on text; give the scheduler tokenizer=..."
@@ -527,7 +564,7 @@ def check_conversation(
 
 
 def completion_of(chain: Chain, call: RecordedCall, number: int = 0) -> Completion:
-    """The completion of a call: what it added to its conversation."""
+    """Return the result of a call: the tokens that it added to its conversation."""
     start, end, finish = call
     tape = chain.tape
     return Completion(
@@ -537,11 +574,13 @@ def completion_of(chain: Chain, call: RecordedCall, number: int = 0) -> Completi
         finish=finish,
         conversation=np.concatenate((chain.prompt, tape.tokens[:end])),
         number=number,
+        resumes=chain.sample.resumes,
+        extras=first_rows(chain.extras, len(chain.prompt) + end - 1) if chain.extras else NO_EXTRAS,
     )
 
 
 async def single_turn(prompt: Prompt, llm: LLM) -> None:
-    """The default rollout function: one response to the prompt."""
+    """Generate one response to the prompt; this is the default rollout function."""
     await llm.generate()
 
 
@@ -554,7 +593,7 @@ _GIVEN_UP = "this sample was given up: its group was dropped, its function took 
 def _blocking(
     method: Callable[Concatenate[LLM, P], Coroutine[Any, Any, T]],
 ) -> Callable[Concatenate[BlockingLLM, P], T]:
-    """Return the same method, but one that blocks."""
+    """Return a blocking version of an async method of :class:`LLM`."""
 
     def blocks(self: BlockingLLM, /, *args: P.args, **kwargs: P.kwargs) -> T:
         return self._wait_for(method.__name__, lambda: method(self._llm, *args, **kwargs))
@@ -564,10 +603,10 @@ def _blocking(
 
 
 class BlockingLLM:
-    """The policy, as one sample of a plain rollout function sees it.
+    """The ``llm`` argument of a plain (not async) rollout function, which runs in a thread of its own.
 
-    ``generate`` and ``chat`` are those of :class:`LLM`, but block the thread instead of being awaited. They raise
-    asyncio.CancelledError, no Exception, when the sample is given up; let it through.
+    ``generate`` and ``chat`` are those of :class:`LLM`, but block the thread instead of being awaited. When the sample
+    is given up they raise asyncio.CancelledError, which is no Exception; do not catch it.
     """
 
     def __init__(self, llm: LLM) -> None:
@@ -576,25 +615,25 @@ class BlockingLLM:
         self._loop_thread = threading.get_ident()
         self._lock = threading.Lock()
         self._calls: set[Future[Any]] = set()
-        """The calls that wait."""
+        """Calls that block a thread now."""
         self._over = False
-        """True if no further call may generate."""
+        """True once the rollout function has ended or was cancelled; further calls raise."""
         self._cancels_next = False
-        """True if the next call is told that the sample was given up."""
+        """True if the next call is to raise CancelledError, as the sample was given up while no call was waiting."""
 
     @property
     def sample_id(self) -> SampleId:
-        """The sample whose response this is."""
+        """Id of the sample for which this object generates."""
         return self._llm.sample_id
 
     @property
     def base_url(self) -> str:
-        """As :attr:`LLM.base_url`."""
+        """See :attr:`LLM.base_url`."""
         return self._door().url
 
     @property
     def api_key(self) -> str:
-        """As :attr:`LLM.api_key`."""
+        """See :attr:`LLM.api_key`."""
         return self._door().key
 
     def _door(self) -> Door:
@@ -605,7 +644,7 @@ class BlockingLLM:
 
     def _wait_for(self, name: str, ask: Callable[[], Coroutine[Any, Any, T]]) -> T:
         if threading.get_ident() == self._loop_thread:
-            # a plain function that only made a coroutine, which is awaited where coroutines are
+            # a plain function that returned a coroutine: it runs on the event loop and awaits the call
             return ask()  # type: ignore[return-value]
         refuse_while_held(f"llm.{name}")
         with self._lock:
@@ -628,7 +667,7 @@ class BlockingLLM:
     chat = _blocking(LLM.chat)  # type: ignore[arg-type]  # as above
 
     def _end(self, *, cancelled: bool) -> None:
-        """Let no further call generate; a cancellation ends the calls that wait, or else the next one."""
+        """Refuse further calls; if ``cancelled``, the waiting calls raise CancelledError, or else the next call."""
         with self._lock:
             self._over = True
             self._cancels_next = cancelled and not sum([call.cancel() for call in self._calls])
@@ -638,7 +677,7 @@ BlockingRolloutFunction = Callable[[Prompt, BlockingLLM], Any]
 
 
 def as_coroutine(function: Callable[..., Any], threads: WorkerThreads) -> RolloutFunction:
-    """Return an async rollout function as it is, and a plain one as a coroutine function that runs it in a thread."""
+    """Return a coroutine function: an async rollout function unchanged, a plain one wrapped to run in a thread."""
     if is_async(function):
         return function
 
@@ -650,7 +689,7 @@ def as_coroutine(function: Callable[..., Any], threads: WorkerThreads) -> Rollou
             await asyncio.wait([ended])
         except asyncio.CancelledError:
             blocking._end(cancelled=True)
-            # the function's end is waited for, as a coroutine's would be; a second cancellation ends that
+            # wait until the function has ended, as for a coroutine; a second cancellation ends this wait
             await asyncio.wait([ended])
             raise
         blocking._end(cancelled=False)

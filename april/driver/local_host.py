@@ -1,51 +1,48 @@
-"""The engines and functions of this process, and whatever runs with them: what carries out the core's commands.
+"""Carries out the core's commands with the engines and user functions of this process.
 
-Each command is answered with the events that ``april.core.commands`` names, in whatever order they come about.
+Each command leads to the events that ``april.core.commands`` names, in the order in which they happen.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from contextvars import copy_context
-from typing import Any, Protocol
+from typing import Any
 
-from april.config.settings import Config
 from april.core import commands as do
 from april.core import events as ev
-from april.core.sampling import SamplingParams
 from april.core.settings import EngineLimits
-from april.core.state import RolloutCore
-from april.core.types import Group, SampleId
 from april.driver.attempt_streams import AttemptStreams
+from april.driver.core_view import CoreView
 from april.driver.engine_control import EngineControl
-from april.driver.host_view import HostView
 from april.driver.llm import as_coroutine
+from april.driver.pace import Pace
 from april.driver.sample_functions import RolloutSettings, SampleFunctions, UserFunctions
 from april.driver.user_calls import TimeLimits, UserCalls, WorkerThreads
-from april.engines.protocol import Capabilities, Engine, SharesModel
+from april.engines.protocol import Capabilities, Engine, FirstWeights, SharesModel, TellsUnused
 
 log = logging.getLogger("april")
 
 CLOSE_PATIENCE_S = 10.0
-"""The longest wait of the end for cancelled functions and streams."""
+"""Most seconds that closing waits for cancelled functions and streams."""
 
 
 class LocalHost:
-    """The engines and functions of this process; made and used on the loop that runs them.
+    """Runs the engines and user functions of this process; made and used on the event loop that runs them.
 
     Args:
-        view: what it knows of the core.
-        post: takes the events.
-        failed: told what a call of an engine has raised, by the call's number, before its event is posted.
-        broke: told of an error that nobody expected.
-        prefix: what stands before the names of its engines in the core.
+        view: Read-only view of the core.
+        post: Callback for events.
+        failed: Callback with the number and the error of a failed engine call, before the call's event is posted.
+        broke: Callback for unexpected errors of background tasks.
+        prefix: Prefix of the engines' names in the core.
     """
 
     def __init__(
         self,
-        view: HostView,
+        view: CoreView,
         engines: Sequence[Engine],
         functions: UserFunctions,
         settings: RolloutSettings,
@@ -55,8 +52,10 @@ class LocalHost:
         broke: Callable[[BaseException], None],
         prefix: str = "",
     ) -> None:
-        self.engines = {prefix + e.name: e for e in engines}
-        self._sharing = [e for e in engines if e.capabilities.shares_weights and isinstance(e, SharesModel)]
+        self.engines: dict[str, Engine] = {}
+        self._post = post
+        for engine in engines:
+            self.take_in(prefix + engine.name, engine)
         self._view = view
         self._broke = broke
         self._tasks: set[asyncio.Task[None]] = set()
@@ -64,15 +63,16 @@ class LocalHost:
         self.worker_threads = WorkerThreads()
         self.functions = functions
         self.rollout = as_coroutine(functions.rollout, self.worker_threads)
+        pace = Pace()
         self._user_calls = UserCalls(
-            TimeLimits(settings.function_timeout_s, settings.warn_after_s), self.worker_threads, self._spawn
+            TimeLimits(settings.function_timeout_s, settings.warn_after_s), self.worker_threads, self.spawn, pace
         )
         self.samples = samples = SampleFunctions(view, functions, self.rollout, settings, self._user_calls, post)
         self.streams = streams = AttemptStreams(
-            self.engines, view, post, self._spawn, functions.detokenizer, settings.stall_timeout_s
+            self.engines, view, post, self.spawn, functions.detokenizer, settings.stall_timeout_s, pace
         )
         self.engine_control = calls = EngineControl(
-            self.engines, post, self._spawn, failed, self.worker_threads, streams.silent
+            self.engines, post, self.spawn, failed, self.worker_threads, streams
         )
         self.executors: dict[type[do.Command], Callable[[Any], None]] = {
             do.StartSample: samples.start,
@@ -92,18 +92,25 @@ class LocalHost:
 
     @property
     def plain_rollout(self) -> bool:
-        """True if the rollout function runs in a thread of its own, one per sample."""
+        """True if the rollout function is plain, so that each sample's call runs in a thread of its own."""
         return self.rollout is not self.functions.rollout
 
+    def take_in(self, name: str, engine: Engine) -> None:
+        """Add an engine under its name in the core."""
+        self.engines[name] = engine
+        if isinstance(engine, TellsUnused):
+            engine.unused = lambda count, reason: self._post(ev.TokensUnused(count, reason))
+
     async def quiet(self) -> None:
-        """Until no engine here computes on the trainer's model any more: a request that was fenced may still do so."""
-        for engine in self._sharing:
-            await engine.quiet()
+        """Wait until no engine computes on the trainer's model; a fenced request may still do so for a while."""
+        for engine in list(self.engines.values()):
+            if engine.capabilities.shares_weights and isinstance(engine, SharesModel):
+                await engine.quiet()
 
-    # ---------------------------------------------------------------- what runs in the background
+    # ---------------------------------------------------------------- background tasks
 
-    def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """Run until done or ended, in a context that no other sample's function has touched."""
+    def spawn(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Start a background task, in its own copy of the context, so that samples do not share context variables."""
         task = asyncio.get_running_loop().create_task(coroutine, context=self._context.copy())
         self._tasks.add(task)
         task.add_done_callback(self._task_ended)
@@ -115,8 +122,8 @@ class LocalHost:
             self._broke(error)
 
     async def end(self) -> None:
-        """End all that runs. Functions and requests that do not end in time are left behind; the engines stay."""
-        self.samples.shut_doors()  # who waits for an answer there would not end
+        """Cancel all functions and requests; those that do not end in time are left behind. Engines stay open."""
+        self.samples.close()  # functions that wait for an answer would not end otherwise
         tasks = list(self._tasks)
         plain = self._user_calls.close()
         ends: list[asyncio.Future[None]] = [*tasks, *plain]
@@ -133,83 +140,21 @@ class LocalHost:
         self.streams.clear()
 
     async def close(self) -> None:
-        """End all that runs, and close the engines."""
+        """Cancel all functions and requests, and close the engines."""
         await self.end()
         await self.engine_control.close(self._view.abort_deadline_s)
 
 
 def limits_of(engine: Engine) -> EngineLimits:
-    """Return what the core must know of an engine."""
+    """Return the engine's capabilities as the core's settings for it."""
     return limits_from(engine.name, engine.capabilities)
 
 
 def limits_from(name: str, c: Capabilities) -> EngineLimits:
-    """Return what the core must know of an engine that may be elsewhere."""
+    """Return the core's settings for an engine with these capabilities."""
     return EngineLimits(
         name, c.max_context, c.max_in_flight, c.eos_token_ids, c.logprob_kind.value, c.vocab_size,
-        unverified=not c.verifies_weights, remote=c.remote,
+        unverified=not c.verifies_weights, first_unverified=c.first_weights is FirstWeights.UNVERIFIED,
+        written=c.first_weights is FirstWeights.OTHERS, remote=c.remote,
         own_weights=c.own_weights, in_flight_updates=c.in_flight_updates, attachments=c.attachments, extras=c.extras,
     )  # fmt: skip
-
-
-class OtherHosts(Protocol):
-    """All of them, those that come later included."""
-
-    @property
-    def first_engines(self) -> Sequence[EngineLimits]:
-        """With which a core begins."""
-
-    @property
-    def servers(self) -> list[str]:
-        """Engines that do not read the trainer's own model."""
-
-    def attach(
-        self,
-        core: RolloutCore,
-        local: LocalHost,
-        post: Callable[[ev.Event], None],
-        failed: Callable[[int, BaseException], None],
-    ) -> Mapping[type[do.Command], Callable[[Any], None]]:
-        """Take the core to which they belong from now on; return what carries out commands, there or in the ``local``
-        host.
-
-        ``post`` and ``failed`` are those of the local one.
-        """
-
-    def delivered(self, samples: Iterable[SampleId]) -> None:
-        """Note that these samples are in a batch."""
-
-    def settled(self, group: Group) -> None:
-        """Nothing is left to do for it."""
-
-    def evaluated(self, evaluation: int) -> None:
-        """An evaluation is over."""
-
-    async def quiet(self) -> None:
-        """Until none of their engines computes on the trainer's model any more."""
-
-    async def catch_up(self) -> None:
-        """Until the tapes have what running requests had brought when this was called."""
-
-    async def probed(self) -> None:
-        """Until each of their engines that was asked how it is has answered."""
-
-    async def close(self) -> None:
-        """Tell them that it is over."""
-
-    async def first(self) -> None:
-        """Wait until one has brought engines; raises ConfigError if none does in time."""
-
-
-class Hosts(Protocol):
-    """A place where processes with engines and functions of their own come in, such as :class:`april.HostListener`."""
-
-    def begin(
-        self, config: Config, *, tokenizer: bool, sampling: SamplingParams | None = None,
-        attachments: Sequence[str] = (),
-    ) -> OtherHosts:  # fmt: skip
-        """The hosts of a scheduler with this configuration, which may have a tokenizer; called once, on its loop.
-
-        ``sampling`` of its calls, if it is not that of the configuration; ``attachments``: kinds that its prompts may
-        have. Raises ConfigError if it is another scheduler's.
-        """

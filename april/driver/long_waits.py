@@ -1,6 +1,6 @@
-"""Names what a trainer waits for when it has waited long for the same thing.
+"""Warns when the trainer has waited long for the same thing, and says what it waits for.
 
-Invariant: nothing follows from it but a warning, and no timer is left where nothing happens any more.
+Invariant: this module only warns and records, and leaves no timer behind when nothing happens any more.
 """
 
 from __future__ import annotations
@@ -17,25 +17,25 @@ from april.record.standing import EVALUATION, RESPONSES, TRAINER, Waits, waits_f
 log = logging.getLogger("april")
 
 WARN_AFTER_S = 60.0
-"""The time after which a wait for the same thing is warned of, unless the configuration says otherwise."""
+"""Seconds of waiting for the same thing before a warning, unless the configuration says otherwise."""
 TELL_AFTER_S = 6.0
-"""The time after which a wait is told to those who watch the run from outside."""
+"""Seconds of waiting before the wait is written to the run's record, for ``april watch``."""
 What = tuple[Waits | str, Phase]
-"""The thing that is waited for, and the phase of the weight update."""
+"""A reason for waiting, and the phase of the weight update."""
 CALLS = {Waits.UPDATE: "weight_update", Waits.EVALUATION: "evaluate"}
-"""The call of the trainer, where it is not next_batch."""
+"""Names of the trainer's calls that wait, by reason; next_batch for all other reasons."""
 
 
 class LongWaits:
-    """Call :meth:`look` after the events of each moment.
+    """Watches what the trainer waits for; :meth:`look` must be called after each event.
 
     Args:
-        core: all that is waited for is read there, but for what :meth:`on` says.
-        now: the clock of the loop.
-        after_s: of a wait for the same thing, until a warning names it. What was warned of once is warned of again only
-            when a later wait takes twice as long: some trainers wait long in every step.
-        patience_s: other times than that; None: never.
-        tell: told, before a warning, for how long there has been such a wait.
+        core: Core from which the reason for waiting is read, unless :meth:`on` gives another.
+        now: Clock of the event loop, in seconds.
+        after_s: Seconds of waiting for one reason before a warning; None means never. A further warning for the same
+            reason needs a wait twice as long, since some trainers wait long in every step.
+        patience_s: Other limits in place of ``after_s``, by reason; None means never.
+        tell: Callback with the seconds waited, called before a warning is due.
     """
 
     def __init__(
@@ -43,32 +43,36 @@ class LongWaits:
         patience_s: Mapping[Waits, float | None], tell: Callable[[float], None] = lambda _: None,
     ) -> None:  # fmt: skip
         self._core, self._now, self._after_s, self._tell = core, now, after_s, tell
-        self._patience_s = {str(waits): limit for waits, limit in patience_s.items()} | {str(Waits.TRAINER): None}
+        # user_calls.py warns of slow functions one by one
+        never = dict.fromkeys((str(Waits.TRAINER), str(Waits.FUNCTIONS)))
+        self._patience_s = {str(waits): limit for waits, limit in patience_s.items()} | never
         self._what: What = TRAINER, IDLE
         self._said: tuple[str, str] | None = None
-        """The call and sentence of a wait that the core does not know."""
-        self._since = 0.0
+        """Call and reason given by :meth:`on`, for a wait that the core does not know."""
+        self._since: float | None = None
+        """Time at which the current wait began; None before the first :meth:`look`."""
         self._told = False
         self._observed = 0
         self._timer: asyncio.TimerHandle | None = None
         self._warned: dict[What, float] = {}
-        """The longest wait that was warned of, in seconds."""
+        """Longest wait in seconds for which a warning was logged, by reason."""
 
     def look(self) -> None:
-        """Look what the trainer waits for now."""
+        """Update the reason for waiting; a change of the reason starts a new wait."""
         core = self._core
         what: Waits | str = waits_of(core) if self._said is None else self._said[1]
         if what is EVALUATION and core.context.attempts.of_evaluations:
             what = RESPONSES
         phase = core.updates.phase
+        if self._since is None:
+            self._since = self._now()
         if what is not self._what[0] or phase is not self._what[1]:
-            self._what, self._since, self._told = (what, phase), self._now(), False
-            if self._timer is None:
-                self._arm()
+            self._what, self._told = (what, phase), False
+            self._begin()
 
     @contextmanager
     def on(self, call: str, sentence: str) -> Iterator[None]:
-        """Say that ``call`` waits for what the sentence says, whatever the core waits for."""
+        """Inside the block, report that ``call`` waits for what ``sentence`` says, whatever the core says."""
         self._said = call, sentence
         self.look()
         try:
@@ -79,7 +83,7 @@ class LongWaits:
 
     @property
     def standing(self) -> str:
-        """The thing that is waited for and the time so far; empty for responses or nothing."""
+        """Text of what is waited for and for how long; empty if the trainer waits for responses or nothing."""
         if self._what[0] in (RESPONSES, TRAINER):
             return ""
         what = waits_for(self._core) if self._said is None else self._said[1]
@@ -88,10 +92,10 @@ class LongWaits:
     @property
     def waited_s(self) -> float:
         """Seconds that the trainer has waited for the same thing."""
-        return self._now() - self._since
+        return 0.0 if self._since is None else self._now() - self._since
 
     def close(self) -> None:
-        """Stop warning."""
+        """Cancel the timer."""
         if self._timer is not None:
             self._timer.cancel()
 
@@ -99,27 +103,41 @@ class LongWaits:
         limit = self._patience_s.get(what[0], self._after_s)
         return None if limit is None else max(limit, 2 * self._warned.get(what, 0.0))
 
-    def _arm(self) -> None:
-        limit = self._limit_s(self._what)
-        if limit is not None:
+    def _begin(self) -> None:
+        """Start a new wait now."""
+        self._since = self._now()
+        if self._what[0] is RESPONSES:
             self._observed = self._core.observed_tokens()
-            at = self._since + (limit if self._told else min(limit, TELL_AFTER_S))
-            self._timer = asyncio.get_running_loop().call_at(at, self._check)
+        self._arm()
+
+    def _arm(self) -> None:
+        """Set the timer for the current wait's next limit, unless an earlier timer is set already."""
+        if (limit := self._limit_s(self._what)) is None:
+            return
+        assert self._since is not None
+        at = self._since + (limit if self._told else min(limit, TELL_AFTER_S))
+        if self._timer is not None:
+            if self._timer.when() <= at:
+                return
+            self._timer.cancel()
+        self._timer = asyncio.get_running_loop().call_at(at, self._check)
 
     def _check(self) -> None:
-        """Tell or warn of the wait, if it goes on and nothing has come meanwhile."""
+        """Report or warn of the current wait if it is long enough; new tokens of responses start it again."""
         self._timer = None
         what = self._what
         if (limit := self._limit_s(what)) is None:
             return
         if what[0] is RESPONSES and self._core.observed_tokens() != self._observed:
-            self._since = self._now()
-            self._arm()
+            self._begin()
             return
-        if not self._told and self._now() >= self._since + min(limit, TELL_AFTER_S):
+        since, now = self._since, self._now()
+        assert since is not None
+        # compare sums as _arm does: a difference is rounded otherwise, and the timer could fire again and again
+        if not self._told and now >= since + min(limit, TELL_AFTER_S):
             self._told = True
             self._tell(self.waited_s)
-        if self._now() < self._since + limit:
+        if now < since + limit:
             self._arm()
         else:
             self._warned[what] = self.waited_s

@@ -1,10 +1,10 @@
-"""april's own event loop on a background thread, alive for the whole run.
+"""Runs april's own event loop on a background thread for the whole run.
 
-Rewards and parked rollout functions live on it while the trainer trains, whether the trainer is synchronous
+Reward functions and suspended rollout functions run on it while the trainer trains, whether the trainer is synchronous
 or asynchronous itself.
 
-Invariant: a signal handler may run, call back and raise between any two steps of a thread that asks. So nothing here
-holds a lock, and the loop is told things in one way only: a function is queued.
+Invariant: a signal handler may run, call back and raise between any two steps of a calling thread. So nothing here
+holds a lock, and threads reach the loop in one way only: they queue a function with ``call_soon_threadsafe``.
 """
 
 from __future__ import annotations
@@ -21,11 +21,13 @@ from concurrent.futures import CancelledError
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from types import FrameType
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from april.daemon_pool import DaemonPool
-from april.driver.user_code import is_aprils_coroutine, is_users, refuse_inside_user_code
-from april.errors import RolloutError, SchedulerClosed
+from april.driver.tracebacks import shorten
+from april.driver.user_code import file_of, is_aprils, is_users, refuse_inside_user_code
+from april.errors import AprilError, RolloutError, SchedulerClosed
 
 log = logging.getLogger("april")
 
@@ -33,9 +35,9 @@ T = TypeVar("T")
 Work = Coroutine[Any, Any, T] | Callable[[], Coroutine[Any, Any, T]]
 
 STOP_PATIENCE_S = 10.0
-"""Seconds that stop waits for cancelled tasks and for threads."""
+"""Seconds that ``stop`` waits for cancelled tasks, and then for threads."""
 ANSWER_PATIENCE_S = 10.0
-"""Seconds that the end waits for a loop that something blocks."""
+"""Seconds that ``stop`` waits for a blocked loop to react."""
 
 _CLOSED = "the scheduler is closed; create a new one"
 
@@ -52,7 +54,7 @@ class LoopThread:
         self._pool = DaemonPool(f"{name}-to-thread")
         self._loop.set_default_executor(self._pool)
         self._pending: set[Reply[Any]] = set()
-        """Replies that somebody waits for; the end of the loop answers them all."""
+        """Replies that are not given yet; the end of the loop cancels them all."""
         self._stopping = self._ended = False
         self._ending: asyncio.Task[None] | None = None
         self._thread = threading.Thread(target=self._main, name=name, daemon=True)
@@ -66,7 +68,7 @@ class LoopThread:
             try:
                 self._loop.run_forever()
             except BaseException:
-                # a task raised SystemExit, which ends run_forever; it must not end the run of everybody else
+                # a task raised SystemExit, which ends run_forever; the loop must go on for all other tasks
                 log.exception("a background task tried to end the process; april goes on")
         self._watch.stop()
         self._refuse_pending()
@@ -75,35 +77,36 @@ class LoopThread:
 
     @property
     def alive(self) -> bool:
-        """True if coroutines can still be submitted."""
+        """True until the loop is told to stop; then no coroutine can be submitted any more."""
         return not self._stopping
 
     @property
     def here(self) -> bool:
-        """False in a child that was forked off: threads stay behind in the parent."""
+        """True in the process that created the loop; False in a forked child, which has no copy of the thread."""
         return os.getpid() == self._process
 
     def blocked(self) -> tuple[float, str]:
-        """Seconds for which functions have blocked the loop since this was last asked, and the one that did most."""
+        """Return the seconds that user functions blocked the loop since the last call, and the worst one's name."""
         return self._watch.take()
 
     # ---------------------------------------------------------------- from any thread
 
     def refuse_waiting(self) -> None:
-        """Raise RolloutError where waiting for the loop would never end: in what april waits for, or on the loop."""
+        """Raise RolloutError where waiting would deadlock: on the loop, and in a function april waits for."""
         refuse_inside_user_code()
         if threading.current_thread() is self._thread:
             raise RolloutError("a call from april's own loop would wait for itself; call it where the trainer runs")
 
     def submit(self, work: Work[T], *heard: Callable[[Reply[T]], object]) -> Reply[T]:
-        """Start ``work`` on the loop, a coroutine or what makes one there; ``heard`` is called there with its reply.
+        """Start a coroutine on the loop and return its reply; the callbacks ``heard`` are called there with the reply.
 
-        An interrupt that comes too early leaves a coroutine behind that nobody awaits; what makes one, it does not.
+        ``work`` is the coroutine or a function that makes it. With a function, a signal that interrupts this call
+        leaves no unawaited coroutine behind.
 
         Raises:
             SchedulerClosed: the loop has been stopped.
-            RolloutError: called inside a function that april waits for, or on the loop itself: waiting for the result
-                would never end. Or in a forked process, where there is no loop.
+            RolloutError: called inside a function that april waits for, or on the loop itself, where waiting for the
+                result would deadlock; or in a forked process, where the loop does not run.
         """
         reply = Reply(self._pending.discard, *heard)
         try:
@@ -111,28 +114,28 @@ class LoopThread:
             self._queue(lambda: reply.follow(self._loop.create_task(_coroutine(work))), reply)
         except (RolloutError, SchedulerClosed):
             if not callable(work):
-                work.close()  # never begun; after an interrupt it may already run
+                work.close()  # it was never started; after an interrupt, which is not caught here, it may run already
             raise
         return reply
 
     def follow(self, coroutine: Coroutine[Any, Any, T], *heard: Callable[[Reply[T]], object]) -> Reply[T]:
-        """:meth:`submit`, on the loop."""
+        """Start a coroutine and return its reply, as :meth:`submit` does, for callers on the loop itself."""
         reply = Reply(self._pending.discard, *heard)
         self._pending.add(reply)
         reply.follow(self._loop.create_task(coroutine))
         return reply
 
     def _queue(self, function: Callable[[], None], reply: Reply[Any]) -> None:
-        """Run on the loop what will give ``reply``."""
+        """Queue a function on the loop that will give ``reply``; raises SchedulerClosed or RolloutError."""
         self._refuse_elsewhere()
         self._pending.add(reply)
         try:
             self._loop.call_soon_threadsafe(function)
         except RuntimeError:
             self._pending.discard(reply)
-            raise SchedulerClosed(_CLOSED) from None  # in this very moment
+            raise SchedulerClosed(_CLOSED) from None  # the loop was closed since the check
         if self._ended:
-            reply.give(None, CancelledError())  # too late for the loop to see it
+            reply.give(None, CancelledError())  # the loop has ended and will not run the function
 
     def _refuse_elsewhere(self) -> None:
         if not self.here:
@@ -145,11 +148,11 @@ class LoopThread:
             raise SchedulerClosed(_CLOSED)
 
     def run(self, work: Work[T]) -> T:
-        """:meth:`submit`, and wait for the result. An interrupt of the wait cancels the coroutine."""
+        """Run a coroutine on the loop and return its result; interrupting the wait cancels the coroutine."""
         return result_of(self.submit(work))
 
     async def run_async(self, work: Work[T]) -> T:
-        """:meth:`run` for a caller with an event loop of its own; its cancellation cancels the coroutine."""
+        """:meth:`run` for a caller with an event loop of its own; cancelling this call cancels the coroutine."""
         loop = asyncio.get_running_loop()
         there = loop.create_future()
 
@@ -170,7 +173,7 @@ class LoopThread:
         return result_of(reply)
 
     def call(self, function: Callable[[], T]) -> T:
-        """Run a plain function on the loop and wait for its result; allowed from everywhere, signal handlers too."""
+        """Run a plain function on the loop and return its result; may be called anywhere, also in signal handlers."""
         if threading.current_thread() is self._thread:
             return function()
 
@@ -179,9 +182,9 @@ class LoopThread:
         return result_of(reply)
 
     def wait_for(self, begin: Callable[[Reply[T]], object]) -> T:
-        """Run ``begin`` on the loop and wait for the reply that it is handed, which something there gives later.
+        """Call ``begin(reply)`` on the loop, and wait until code on the loop gives the reply.
 
-        Raises SchedulerClosed where the loop is stopped before, and whatever ``begin`` raises.
+        Raises SchedulerClosed if the loop is stopped before that, and whatever ``begin`` raises.
         """
         reply: Reply[T] = Reply(self._pending.discard)
 
@@ -195,14 +198,14 @@ class LoopThread:
         return result_of(reply)
 
     def call_later(self, function: Callable[[], object]) -> None:
-        """Run a plain function on the loop, if it lives, and do not wait for it."""
+        """Run a plain function on the loop without waiting for it; does nothing if the loop is closed."""
         with suppress(RuntimeError):  # closed
             self._loop.call_soon_threadsafe(function)
 
     # ---------------------------------------------------------------- the end
 
     def waits_for(self, reply: Reply[Any]) -> bool:
-        """Return whether something submitted has ended, well or badly; False: the loop has not answered for a while."""
+        """Wait for a reply as long as the loop reacts; returns False if it has not reacted for ANSWER_PATIENCE_S."""
         while True:
             alive = Reply[None]()
             self.call_later(partial(alive.give, None))
@@ -212,10 +215,10 @@ class LoopThread:
                 return False
 
     def stop(self, *, answers: bool = True) -> None:
-        """Cancel everything, end the loop and its thread; idempotent. In a forked child it does nothing.
+        """Cancel all tasks, and end the loop and its thread; idempotent. In a forked child it does nothing.
 
-        Tasks, and then threads of asyncio.to_thread, have STOP_PATIENCE_S to end; after that they are left behind. So
-        is the loop itself if something blocks it, after ANSWER_PATIENCE_S or if it is known not to answer.
+        Tasks, and then threads of asyncio.to_thread, have STOP_PATIENCE_S to end; after that they are left behind. A
+        blocked loop is left behind after ANSWER_PATIENCE_S, or at once if ``answers`` is False.
         """
         if not self.here:
             return
@@ -234,7 +237,7 @@ class LoopThread:
             log.error("a function in a thread of asyncio.to_thread does not end and is left behind")
 
     def begin_to_stop(self, last: Callable[[], Awaitable[None]] | None = None) -> None:
-        """:meth:`stop` without the wait, from anywhere, in the middle of anything; ``last`` is awaited at the end."""
+        """Stop the loop without waiting for it, from any thread or signal handler; ``last`` is awaited at the end."""
         if self.here:
             self._stopping = True
             self.call_later(lambda: self._end(last))
@@ -253,9 +256,9 @@ class LoopThread:
             reply.give(None, CancelledError())
 
     def _where(self) -> str:
-        """The function that the loop's thread is in: the user's, not a library's that it calls."""
+        """Describe the function that the loop's thread runs, preferring the user's to a library's that it calls."""
         inmost = frame = sys._current_frames().get(self._thread.ident or 0)
-        while frame is not None and frame.f_code.co_filename.startswith(_LIBRARIES):
+        while frame is not None and not is_users(file_of(frame)):
             frame = frame.f_back
         frame = frame or inmost
         if frame is None:
@@ -263,18 +266,19 @@ class LoopThread:
         return f"{frame.f_code.co_qualname} ({frame.f_code.co_filename}, line {frame.f_lineno})"
 
 
-_LIBRARIES = (os.path.dirname(os.__file__), "<")
-"""The directory of the standard library and of installed packages."""
-
-
 def result_of(reply: Reply[T]) -> T:
-    """Wait for what was submitted; raises SchedulerClosed if the loop was stopped. An interrupt cancels it."""
+    """Wait for a reply and return its result; raises SchedulerClosed if the loop was stopped.
+
+    Interrupting the wait cancels the task behind the reply.
+    """
     try:
         return reply.result()
     except CancelledError:
         raise SchedulerClosed(_CLOSED) from None
-    except BaseException:
+    except BaseException as error:
         reply.cancel()
+        if isinstance(error, AprilError):
+            shorten(error)
         raise
 
 
@@ -298,13 +302,13 @@ async def _cancel_everything(last: Callable[[], Awaitable[None]] | None) -> None
 
 OUTCOME = "outcome"
 LOOK_AGAIN_S = 1.0
-"""Seconds after which a waiting thread looks by itself: an interrupted wait may have taken its wake-up call."""
+"""Seconds between two checks of a waiting thread: an interrupted wait of another one may have consumed its wake-up."""
 
 
 class Reply(Generic[T]):
-    """A result or an error, given once, by whoever is first; any number of threads may wait, and give.
+    """A future whose result or error counts once, the first that is given; any thread may give it or wait for it.
 
-    ``heard`` is called when it is there.
+    The callbacks ``heard`` are called with the reply when it is given.
     """
 
     def __init__(self, *heard: Callable[[Reply[T]], object]) -> None:
@@ -312,7 +316,7 @@ class Reply(Generic[T]):
         self._gate = threading.Lock()
         self._gate.acquire()
         self._given: dict[str, tuple[Any, BaseException | None]] = {}
-        """The outcome, once there is one: ``setdefault`` puts it here in one step."""
+        """The outcome, once it is given; ``setdefault`` stores it atomically."""
         self._task: asyncio.Task[T] | None = None
         self._unwanted = False
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -320,22 +324,22 @@ class Reply(Generic[T]):
     # ---------------------------------------------------------------- any thread
 
     def done(self) -> bool:
-        """Return whether it has been given."""
+        """Return whether the reply was given."""
         return bool(self._given)
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait until it is given; returns False after ``timeout`` seconds without it."""
+        """Wait until the reply is given; returns False after ``timeout`` seconds without it."""
         end = None if timeout is None else time.monotonic() + timeout
         while not self._given:
             left = LOOK_AGAIN_S if end is None else min(LOOK_AGAIN_S, end - time.monotonic())
             if left <= 0.0:
                 return False
             self._gate.acquire(timeout=left)
-        self._open()  # for the next one who waits
+        self._open()  # for the next waiting thread
         return True
 
     def result(self) -> T:
-        """Wait for it. Raises its error; CancelledError of concurrent.futures if it was cancelled."""
+        """Wait for the result; raises the error if one was given, concurrent.futures.CancelledError if cancelled."""
         self.wait()
         value, error = self._given[OUTCOME]
         if error is not None:
@@ -343,11 +347,11 @@ class Reply(Generic[T]):
         return value  # type: ignore[no-any-return]
 
     def error(self) -> BaseException | None:
-        """The error of a reply that is given, or None."""
+        """Return the error that was given, or None if there is none (yet)."""
         return self._given[OUTCOME][1] if self._given else None
 
     def cancel(self) -> None:
-        """Cancel what would give it, or keep it from beginning."""
+        """Cancel the task or function that would give the reply, also before it starts."""
         self._unwanted = True
         if self._loop is not None and not self._given:
             with suppress(RuntimeError):  # closed
@@ -364,7 +368,7 @@ class Reply(Generic[T]):
     # ---------------------------------------------------------------- on the loop
 
     def run(self, function: Callable[[], T]) -> None:
-        """Give what a plain function returns or raises."""
+        """Call a plain function and give what it returns or raises."""
         if self._unwanted:
             self.give(None, CancelledError())
             return
@@ -376,7 +380,7 @@ class Reply(Generic[T]):
             self.give(value)
 
     def follow(self, task: asyncio.Task[T]) -> None:
-        """Give what becomes of a task."""
+        """Give the result, error or cancellation of a task when it ends."""
         self._task, self._loop = task, task.get_loop()
         task.add_done_callback(self._take)
         if self._unwanted:
@@ -391,33 +395,45 @@ class Reply(Generic[T]):
         self._task.cancel()
 
     def _open(self) -> None:
-        with suppress(RuntimeError):  # it is open
+        with suppress(RuntimeError):  # the lock is released already
             self._gate.release()
 
 
 EVERY_S = 0.25
 PATIENCE_S = 0.05
-"""Seconds within which a loop that is not blocked answers."""
+"""Seconds within which an unblocked loop reacts, and between two samples of a blocked one."""
+MOST_S = 0.25
+"""Most seconds counted as blocked between two samples; a longer gap means that the whole process was held up."""
 WARN_S = 1.0
-"""Seconds after which a function that blocks the loop is warned of, once."""
+"""Seconds after which a warning names a call that blocks the loop, once for each function."""
+
+
+class Seen(NamedTuple):
+    """A user's function that runs on the loop: its frame, its name with its file, and its current line."""
+
+    frame: FrameType
+    name: str
+    line: str
 
 
 class LoopWatch:
-    """Watches the loop that ``thread`` runs; a loop with a virtual clock is not watched."""
+    """Finds user functions that block the event loop of ``thread``, by sampling its stack while it does not react.
+
+    The time between two samples that find the same call counts as blocked by it. A function that only one sample finds
+    is not counted: april's own work may have kept the loop busy. A loop with a virtual clock is not watched.
+    """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, thread: threading.Thread) -> None:
         self._loop = loop
         self._thread = thread
         self._closed = threading.Event()
         self._answered = threading.Event()
-        self._looked_s = loop.time()
         self._blocked: defaultdict[str, float] = defaultdict(float)
-        """Seconds for which each function has blocked the loop since the last ``take``."""
-        self._in_all: defaultdict[str, float] = defaultdict(float)
+        """Seconds for which each function blocked the loop since the last ``take``."""
         self._told: set[str] = set()
 
     def start(self) -> None:
-        """Begin to watch, in a thread of its own."""
+        """Start the watching thread."""
         if abs(self._loop.time() - time.monotonic()) < 1.0:
             threading.Thread(target=self._main, name=f"{self._thread.name}-watch", daemon=True).start()
 
@@ -426,7 +442,7 @@ class LoopWatch:
         self._closed.set()
 
     def take(self) -> tuple[float, str]:
-        """Seconds for which functions have blocked the loop since this was last called, and the one that did most."""
+        """Return the seconds that user functions blocked the loop since the last call, and the worst one's name."""
         blocked, self._blocked = self._blocked, defaultdict(float)
         longest = max(blocked, key=lambda name: blocked[name], default="")
         return sum(blocked.values()), longest
@@ -436,45 +452,45 @@ class LoopWatch:
             self.look()
 
     def look(self) -> None:
-        """Ask the loop until it answers; the function that it is in meanwhile has blocked it since the last look."""
+        """Queue a callback on the loop, and sample its stack until it has run; warns of blocking functions."""
         self._answered.clear()
         try:
             self._loop.call_soon_threadsafe(self._answered.set)
         except RuntimeError:  # closed
             return
-        patience = PATIENCE_S
-        while not self._answered.wait(patience) and not self._closed.is_set():
-            found, patience = self._function(), EVERY_S
-            now = self._loop.time()
-            passed = now - self._looked_s
-            self._looked_s = now
-            if found:
-                self._add(*found, passed)
-        self._looked_s = self._loop.time()
+        before, looked_s, blocked_s = None, 0.0, 0.0
+        while not self._answered.wait(PATIENCE_S) and not self._closed.is_set():
+            seen, now = self._function(), self._loop.time()
+            if seen is not None and before is not None and seen.frame is before.frame:
+                passed = min(now - looked_s, MOST_S)
+                blocked_s += passed
+                self._blocked[seen.name] += passed
+                self._warn(seen, blocked_s)
+            else:
+                blocked_s = 0.0
+            before, looked_s = seen, now
 
-    def _add(self, name: str, line: str, seconds: float) -> None:
-        self._blocked[name] += seconds
-        self._in_all[name] += seconds
-        if self._in_all[name] >= WARN_S and name not in self._told:
-            self._told.add(name)
+    def _warn(self, seen: Seen, seconds: float) -> None:
+        if seconds >= WARN_S and seen.name not in self._told:
+            self._told.add(seen.name)
             log.warning(
                 "%s blocks april's event loop, %.1f s so far (%s): nothing else of april runs meanwhile; make it a "
                 "plain def, which april runs in a thread, or await what it waits for",
-                name, self._in_all[name], line,
+                seen.name, seconds, seen.line,
             )  # fmt: skip
 
-    def _function(self) -> tuple[str, str] | None:
-        """The user's function that the loop is in, by name and place, and the line it is at; None: there is none, or it
-        awaits what april itself does.
-        """
+    def _function(self) -> Seen | None:
+        """Return the user's function that the loop runs now, or None if it runs april's code or waits."""
         frame = sys._current_frames().get(self._thread.ident or 0)
-        line, code = "", None
-        while frame is not None and frame.f_code is not asyncio.Handle._run.__code__:  # below is who runs the loop
-            if code is None and is_aprils_coroutine(frame.f_code):
+        line, user = "", None
+        while frame is not None and frame.f_code is not asyncio.Handle._run.__code__:  # frames below run the loop
+            file = file_of(frame)
+            if user is None and is_aprils(file):
                 return None
-            if is_users(frame.f_code.co_filename):
-                code, line = frame.f_code, line or f"line {frame.f_lineno} of {Path(frame.f_code.co_filename).name}"
+            if is_users(file):
+                user, line = frame, line or f"line {frame.f_lineno} of {Path(frame.f_code.co_filename).name}"
             frame = frame.f_back
-        if frame is None or code is None:  # the loop waits, or does april's own work
+        if frame is None or user is None:  # the loop waits, or runs april's own code
             return None
-        return f"{code.co_qualname} (line {code.co_firstlineno} of {Path(code.co_filename).name})", line
+        code = user.f_code
+        return Seen(user, f"{code.co_qualname} (line {code.co_firstlineno} of {Path(code.co_filename).name})", line)

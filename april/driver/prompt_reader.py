@@ -1,8 +1,9 @@
-"""Prompts of what a user's data set yields: token ids, or chats, and what comes with them."""
+"""Converts the items of a user's data set to prompts: token ids or chat messages, with images and other data."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -18,36 +19,60 @@ from april.server_text import clean
 if TYPE_CHECKING:
     from april.images.placing import Images
 
-TEMPLATE = (
-    "make token ids of text and chats first: tokenizer.apply_chat_template(messages, add_generation_prompt=True, "
-    'return_dict=True)["input_ids"] (docs/rollouts.md)'
+MESSAGES = (
+    'give a text as messages, {"messages": [{"role": "user", "content": text}]}, with tokenizer=, or as token ids, '
+    '{"token_ids": tokenizer.encode(text)} (docs/rollouts.md)'
 )
 
 
+def iterate(prompts: Any, where: str = "") -> Iterator[Any]:
+    """Return an iterator over prompts; raises ConfigError, which begins with ``where``, for unsuitable objects."""
+    hint = ""
+    if isinstance(prompts, Mapping):
+        hint = "; give a list of prompts, or one split of a data set"
+    elif hasattr(prompts, "iterrows") or hasattr(prompts, "iter_rows"):  # a DataFrame of pandas or polars
+        hint = ", which iterates over its columns; give its rows as mappings"
+    elif isinstance(prompts, (str, bytes, os.PathLike)):
+        hint = "; a file is not read: give its rows"
+    else:
+        try:
+            return iter(prompts)
+        except TypeError:
+            hint = "; call it, and give what it returns" if callable(prompts) else ""
+    raise ConfigError(f"{where}prompts must be an iterable of prompts, got {type(prompts).__name__}{hint}")
+
+
 class PromptReader:
-    """Makes prompts of :class:`Prompt`, mappings with ``token_ids``, ``input_ids`` or ``messages``, or token ids.
+    """Converts items to prompts: a :class:`Prompt`, a mapping with ``token_ids``, ``input_ids`` or ``messages``, or
+    token ids.
 
     Args:
-        vocab_size: token ids must be below.
-        tokenizer: writes ``messages`` as tokens by its ``apply_chat_template``.
-        images: reads the images of prompts, and writes ``messages`` that have some.
+        vocab_size: Size of the vocabulary, which all token ids must be below.
+        tokenizer: Tokenizer whose ``apply_chat_template`` converts ``messages`` to tokens.
+        images: Reader of the prompts' images, which then also converts ``messages``.
+        data_alone: True if a mapping may have data and no tokens: the rollout function writes the conversations.
     """
 
-    def __init__(self, vocab_size: int, tokenizer: Any = None, images: Images | None = None) -> None:
+    def __init__(
+        self, vocab_size: int, tokenizer: Any = None, images: Images | None = None, *, data_alone: bool = False
+    ) -> None:
         self._vocab_size = vocab_size
         self._tokenizer = tokenizer
         self._images = images
+        self._data_alone = data_alone
 
     @property
     def is_slow(self) -> bool:
-        """True if to read a prompt may take long."""
+        """True if reading a prompt may take long, as its images are decoded."""
         return self._images is not None
 
     def read(self, item: Any, position: int, epoch: int = 0, *, again: bool = False) -> Prompt:
-        """Make a prompt; raises ConfigError naming its position.
+        """Convert an item to a prompt; raises ConfigError naming its position.
 
-        ``again``: it was drawn before, and its hash is compared, so its images are not decoded.
+        With ``again`` the prompt was drawn before and only its hash is needed, so its images are not decoded.
         """
+        if isinstance(item, Prompt) and isinstance(item.token_ids, np.ndarray) and not item.token_ids.size:
+            item = item.data
         if not isinstance(item, Mapping):
             return self._placed(as_prompt(item, self._vocab_size, position, epoch), (), again)
         item = dict(item)
@@ -55,6 +80,8 @@ class PromptReader:
         if images is not None and (isinstance(images, (str, bytes, Mapping)) or not hasattr(images, "__len__")):
             raise ConfigError(f"prompt {position}: images must be a list of images, got {type(images).__name__}")
         images = [] if images is None else list(images)
+        if self._data_alone and item and not images and has_no_conversation(item):
+            return without_tokens(item, position, epoch)
         if item.get("messages") is not None and not {"token_ids", "input_ids"} & item.keys():
             item, images = self._of_messages(item, images, f"prompt {position}")
         return self._placed(as_prompt(item, self._vocab_size, position, epoch), images, again)
@@ -99,7 +126,7 @@ def _by_template(tokenizer: Any, messages: Sequence[Mapping[str, Any]], tools: A
     try:
         text = tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True, **options)
         return tokenizer.encode(text, add_special_tokens=False)
-    except Exception as error:  # whatever a template raises, or a tokenizer without one
+    except Exception as error:  # templates raise anything, and a tokenizer may have none
         raise ConfigError(f"{where}: the chat template does not take its messages: {clean(error)}") from error
 
 
@@ -107,8 +134,20 @@ def _is_chat(item: Any) -> bool:
     return isinstance(item, Sequence) and bool(item) and isinstance(item[0], Mapping)
 
 
+def has_no_conversation(item: Any) -> bool:
+    """Return whether an item is a mapping with neither messages nor token ids."""
+    return isinstance(item, Mapping) and item.get("messages") is None and not {"token_ids", "input_ids"} & item.keys()
+
+
+def without_tokens(item: Mapping[str, Any], position: int, epoch: int = 0) -> Prompt:
+    """Make a prompt that has data and no tokens."""
+    none = np.empty(0, np.int32)
+    none.flags.writeable = False
+    return Prompt(none, item, epoch, position)
+
+
 def as_prompt(item: Any, vocab_size: int, position: int, epoch: int = 0) -> Prompt:
-    """Make a prompt of what a user's data set yields; raises ConfigError naming its position."""
+    """Convert an item of a user's data set to a prompt; raises ConfigError naming its position."""
     ids: Any
     data: Mapping[str, Any] = {}
     attached: tuple[Placed, ...] = ()
@@ -120,8 +159,8 @@ def as_prompt(item: Any, vocab_size: int, position: int, epoch: int = 0) -> Prom
         ids = item
     else:
         raise ConfigError(
-            f"prompt {position} is of type {type(item).__name__}; expected token ids, a mapping with token_ids or "
-            f"input_ids, or april.Prompt; {TEMPLATE}"
+            f"prompt {position} is of type {type(item).__name__}; expected a mapping with messages or token_ids, a "
+            f"list of token ids, or april.Prompt; {MESSAGES}"
         )
     try:
         array = np.asarray(ids)
@@ -131,31 +170,44 @@ def as_prompt(item: Any, vocab_size: int, position: int, epoch: int = 0) -> Prom
         array = array[0]  # a tokenizer's batch of one
     if array.ndim != 1 or array.size == 0 or not np.issubdtype(array.dtype, np.integer):
         shape = f" of shape {list(array.shape)}, {array.dtype}" if array.ndim and array.size else ""
-        text = array.dtype.kind == "U" or _is_chat(ids)
+        text = array.dtype.kind in "UO" or _is_chat(ids)
         what = "a list of chat messages" if _is_chat(ids) else f"{type(ids).__name__}{shape}"
         raise ConfigError(
             f"prompt {position}: token_ids must be a non-empty flat list of integers, or an array of them on the CPU, "
-            f"got {what}{f'; {TEMPLATE}' if text else ''}"
+            f"got {what}{f'; {MESSAGES}' if text else ''}"
         )
     if array.min() < 0 or array.max() >= vocab_size:
         bad = array[(array < 0) | (array >= vocab_size)][0]
         raise ConfigError(f"prompt {position}: token id {bad} is outside the engine's vocabulary of {vocab_size}")
-    # a copy: a data loader may use its buffer again
-    return Prompt(np.array(array, np.int32), data, epoch, position, attached)
+    # a copy, as a data loader may reuse its buffer; read-only, as engines and functions share this array
+    own = np.array(array, np.int32)
+    own.flags.writeable = False
+    return Prompt(own, data, epoch, position, attached)
+
+
+def _misnamed(item: Mapping[str, Any]) -> str:
+    """Return the advice to rename a key whose value is what april expects under another key; empty if there is none."""
+    for name, value in item.items():
+        if name != "messages" and _is_chat(value):
+            return f"its {name!r} is a chat: give it as messages, with tokenizer="
+        if "prompt" in str(name) and not isinstance(value, (str, bytes)) and hasattr(value, "__len__"):
+            return f"if its {name!r} are token ids, give them as token_ids"
+    return ""
 
 
 def _of_mapping(item: Mapping[str, Any], position: int) -> tuple[Any, Mapping[str, Any]]:
-    """Token ids and data of a mapping; what a tokenizer returns is one, under a name of its own."""
+    """Return the token ids and the data of a mapping; a tokenizer's output is one with ``input_ids``."""
     name = next((name for name in ("token_ids", "input_ids") if name in item), None)
     if name is None:
         raise ConfigError(
-            f"prompt {position} has neither token_ids nor input_ids; its keys are {sorted(map(str, item))}; {TEMPLATE}"
+            f"prompt {position} has neither messages nor token_ids; its keys are {sorted(map(str, item))}; "
+            f"{_misnamed(item) or f'{MESSAGES}; a rollout= that writes its own conversations needs neither'}"
         )
     taken = {name}
     if name == "input_ids" and "attention_mask" in item:
         taken.add("attention_mask")
         whole = True
-        with suppress(ValueError, TypeError, RuntimeError):  # the ids are no array either, and refused as such
+        with suppress(ValueError, TypeError, RuntimeError):  # the ids are no array either, which is refused later
             whole = bool(np.asarray(item["attention_mask"]).all())
         if not whole:
             raise ConfigError(f"prompt {position} is padded (its attention_mask has zeros); give it without padding")

@@ -1,22 +1,24 @@
-"""The source of prompts: any iterable of them, pass after pass, drawn one by one and checked as they are drawn.
+"""Draws prompts from the user's iterable, epoch after epoch, and checks each one as it is drawn.
 
-A draw may run in a thread (``fetch``) while its loop goes on; what it found counts as drawn once it is handed over.
-Invariants: a prompt is named by (epoch, position); each is handed over once, also across a restart. Each pass has a
-digest of what was drawn in it, so a restart over other prompts, or the same in another order, is found out.
+``fetch`` may run in a thread while the event loop goes on; its prompts count as drawn once ``hand_over`` is called.
+Invariants: a prompt is named by (epoch, position); each is handed over once, also across a restart. Each epoch has a
+digest of its drawn prompts, so a restart over other prompts, or over the same in another order, is detected.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
 import logging
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from itertools import tee
 from typing import Any, NamedTuple
 
 from april.core.types import Prompt
-from april.driver.prompt_reader import PromptReader
+from april.driver.prompt_reader import PromptReader, iterate
 from april.driver.user_code import describe
 from april.errors import CheckpointError, ConfigError
 
@@ -24,19 +26,19 @@ log = logging.getLogger("april")
 
 
 QUICK_DRAW_S = 0.25
-"""Seconds that the loop may wait for draws, all of them together; once they are used up it waits for none any more."""
+"""Seconds that the event loop may block for draws in total; once they are used up it never blocks for one again."""
 DRAW_ALLOWANCE_S = 0.005
-"""Seconds that each draw adds to what is left, so that quick draws are waited for as long as the run lasts."""
+"""Seconds that each draw adds to that budget, so that the loop waits for quick draws during the whole run."""
 
 
 class DrawPatience:
-    """The time that the loop may wait for draws in a thread."""
+    """Budget of the time that the event loop may block while a thread draws prompts."""
 
     def __init__(self) -> None:
         self.left_s = QUICK_DRAW_S
 
     def waited(self, seconds: float, *, found: bool) -> None:
-        """Note a wait, and whether there were prompts after it: slow draws use up the time that is left."""
+        """Subtract a wait from the budget; a draw that was not ready in time (``found`` False) uses up the rest."""
         left_s = min(QUICK_DRAW_S, self.left_s + DRAW_ALLOWANCE_S - seconds) if found and self.left_s else 0.0
         self.left_s = max(0.0, left_s)
 
@@ -45,18 +47,18 @@ NOTHING_DRAWN = b""
 
 
 class Position(NamedTuple):
-    """A source's position."""
+    """Position of a source: epoch, number of prompts drawn in it, and their digest."""
 
     epoch: int = 0
     position: int = 0
     digest: bytes = NOTHING_DRAWN
-    """The digest of the prompts drawn in this pass, in order."""
+    """Digest of the prompts drawn in this epoch, in order."""
     extended: bool = False
-    """True if some of them came from extend."""
+    """True if some of these prompts came from ``extend``."""
 
 
 class Draw(NamedTuple):
-    """The result of one draw; ``stand`` is the source's position after it."""
+    """Result of one draw; ``stand`` is the source's position after it."""
 
     prompts: list[Prompt]
     exhausted: bool
@@ -65,32 +67,33 @@ class Draw(NamedTuple):
 
 
 class RestOfPrompts(NamedTuple):
-    """The prompts from the position ``stand`` of a saved state on."""
+    """Iterators over the prompts after the position ``stand`` of a saved state."""
 
     stand: Position
     iterator: Iterator[Any]
     more: list[Iterator[Any]]
     known: int
-    """The number of iterators of extend that no draw had reached."""
+    """Number of pending iterators from ``extend`` when this was made; later ones are kept as they are."""
     found: bytes
-    """Digest of what was passed over; equal to that of the stand, unless ``missing``."""
+    """Digest of the skipped prompts; equal to ``stand.digest`` unless prompts are ``missing``."""
     missing: int
-    """Prompts yet to be passed over, which extend is to give again."""
+    """Number of prompts still to be skipped, which the user must give to ``extend`` again."""
 
 
 class PromptSource:
-    """Draws from an iterable of what a :class:`PromptReader` reads.
+    """Draws prompts from an iterable of anything that a :class:`PromptReader` reads.
 
     Args:
-        prompts: iterated once per epoch. If it has ``set_epoch(epoch)``, as samplers that shuffle have, that is called
-            before each pass. With a true ``resumes`` it is brought to where it stood by its owner when a state is
-            loaded: nothing is passed over then.
-        reader: makes prompts of what they are, or the size of the vocabulary below which their token ids must be.
-        epochs: passes over the prompts; None: for ever.
-        refuse: raises ConfigError for a prompt that cannot be used for another reason.
+        prompts: Iterable of prompts, iterated once per epoch. Its ``set_epoch(epoch)``, which shuffling samplers have,
+            is called before each epoch; its ``expect(count)`` is called before ``count`` prompts are drawn one by one.
+            If its ``resumes`` is true, its owner restores its position when a state is loaded, and no prompts are
+            skipped.
+        reader: Reader that makes a Prompt of each item, or the size of the vocabulary for a default reader.
+        epochs: Number of epochs; None means no end.
+        refuse: Callback that raises ConfigError for a prompt that is unusable for another reason.
 
     Raises:
-        ConfigError: no iterable, or one that can be iterated only once where several passes are wanted.
+        ConfigError: ``prompts`` is no iterable, or can be iterated only once although there are several epochs.
     """
 
     def __init__(
@@ -103,30 +106,30 @@ class PromptSource:
         self._prompts = prompts
         self._error: str | None = None
         self.first: Prompt | None = None
-        """The first prompt that was drawn in this process."""
+        """First prompt that was drawn in this process."""
         self._bad = 0
-        """1 while the prompt at ``position`` is unusable and nobody was told; it counts as drawn from then on."""
+        """1 while the error of the unusable prompt at ``position`` is not returned yet; then it counts as drawn."""
         self.epoch = 0
-        """Passes that are complete."""
+        """Number of complete epochs."""
         self.position = 0
-        """Prompts drawn in the present pass."""
+        """Number of prompts drawn in the current epoch."""
         self._digest = NOTHING_DRAWN
         self._extended = False
         self._to_skip = 0
         self._expected = NOTHING_DRAWN
-        """Digest after what is to be skipped."""
+        """Digest that the skipped prompts must have."""
         self._others: str | None = None
-        """The error where extend gave other prompts than before a restart: nothing more is drawn."""
+        """Error message if ``extend`` gave other prompts than before a restart; nothing more is drawn then."""
         self._stand = Position()
-        """The position after what was handed over."""
+        """Position after the prompts that were handed over."""
         self._more: list[Iterator[Any]] = []
-        """Iterators that extend gave and no draw has reached."""
+        """Iterators from ``extend`` that no draw has reached yet."""
         self._failed = False
-        """True if the iterator has raised and nothing has come since."""
+        """True if the iterator raised and has yielded nothing since."""
         self._over = ""
-        """The reason why nothing more comes before the prompts have ended."""
+        """Error message if the iterator failed and cannot be started again; empty otherwise."""
         self.is_slow = self._reader.is_slow or not isinstance(prompts, Sequence)
-        """True if a draw may take long, as it may read files or ask a server."""
+        """True if a draw may take long, as it may read files or query a server."""
         self._iterator = self._begin(prompts, 0)
         self._once = self._iterator is prompts
         if epochs != 1 and self._once:
@@ -136,21 +139,16 @@ class PromptSource:
             )
 
     def _begin(self, prompts: Iterable[Any], epoch: int) -> Iterator[Any]:
-        if isinstance(prompts, (str, bytes, Mapping)):
-            raise ConfigError(f"prompts must be an iterable of prompts, got {type(prompts).__name__}")
         set_epoch = getattr(prompts, "set_epoch", None)
         if callable(set_epoch):
             set_epoch(epoch)
-        try:
-            return iter(prompts)
-        except TypeError:
-            raise ConfigError(f"prompts must be an iterable of prompts, got {type(prompts).__name__}") from None
+        return iterate(prompts)
 
     def extend(self, prompts: Iterable[Any]) -> None:
-        """More prompts after those of the last pass.
+        """Append prompts to those of the last epoch.
 
         Raises:
-            ConfigError: not an iterable, or the last pass has not begun.
+            ConfigError: ``prompts`` is no iterable, or the last epoch has not begun.
         """
         if self._epochs is None or self.epoch + 1 < self._epochs:
             raise ConfigError(
@@ -164,23 +162,25 @@ class PromptSource:
     # ---------------------------------------------------------------- drawing
 
     def draw(self, count: int) -> tuple[list[Prompt], bool, str | None]:
-        """Up to ``count`` prompts, whether the source has ended, and what was wrong with the next prompt if any."""
+        """Return up to ``count`` prompts, whether the source has ended, and the error of the next prompt, if any."""
         return self.hand_over(self.fetch(count))
 
     def hand_over(self, draw: Draw) -> tuple[list[Prompt], bool, str | None]:
-        """Count what was fetched as drawn; more prompts may have come meanwhile."""
+        """Count fetched prompts as drawn, and return them as :meth:`draw` does; ``extend`` may have added others."""
         self._stand = draw.stand
         if self.first is None and draw.prompts:
             self.first = draw.prompts[0]
         return draw.prompts, draw.exhausted and not self._more, draw.error
 
     def fetch(self, count: int) -> Draw:
-        """The work of one draw, one at a time; nothing else of the source changes meanwhile."""
+        """Draw up to ``count`` prompts without counting them as handed over; may run in a thread, one at a time."""
         prompts, exhausted, error = self._fetch(count)
         return Draw(prompts, exhausted, error, Position(self.epoch, self.position, self._digest, self._extended))
 
     def _fetch(self, count: int) -> tuple[list[Prompt], bool, str | None]:
         prompts: list[Prompt] = []
+        if callable(expect := getattr(self._prompts, "expect", None)):
+            expect(count)
         while len(prompts) < count:
             if self._error is not None:
                 # good prompts drawn before a bad one are handed over first
@@ -231,9 +231,9 @@ class PromptSource:
         return prompts, False, None
 
     def _go_on(self) -> None:
-        """An iterator may have ended with its failure, so what can begin anew does, up to where it was."""
+        """Restart an iterator that raised, and skip to the old position, as a generator that raised has ended."""
         if self._once or self._extended or getattr(self._prompts, "resumes", False):
-            return  # the iterator is asked again
+            return  # such a source cannot be restarted, so ask the same iterator again
         iterator, digest = self._begin(self._prompts, self.epoch), NOTHING_DRAWN
         for _ in range(self.position):
             digest = self._marked(digest, next(iterator))
@@ -249,14 +249,14 @@ class PromptSource:
             return _and(digest, None)
 
     def _prompt(self, item: Any, position: int, epoch: int = 0, *, again: bool = False) -> Prompt:
-        """Make a prompt of an item; raises ConfigError if it is unusable. ``again``: it was drawn before."""
+        """Make a prompt of an item; raises ConfigError if it is unusable. ``again`` says that it was drawn before."""
         prompt = self._reader.read(item, position, epoch, again=again)
         if self._refuse is not None:
             self._refuse(prompt)
         return prompt
 
     def _next_epoch(self) -> bool:
-        """Begin the next pass; False after the last one."""
+        """Begin the next epoch; returns False after the last one. If prompts are missing it sets the error instead."""
         last = self._epochs is not None and self.epoch + 1 >= self._epochs
         if self._to_skip or not (last or self.position):
             drawn = self.position - self._to_skip
@@ -275,22 +275,22 @@ class PromptSource:
     # ---------------------------------------------------------------- restarts
 
     def state_dict(self) -> dict[str, Any]:
-        """The source's position, without what is being drawn."""
+        """Return the position after the last prompts handed over; a running draw does not count."""
         stand = self._stand
         return {**stand._asdict(), "digest": stand.digest.hex()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where another source over the same prompts stood before; raises as :meth:`rest_from`."""
+        """Continue at the position of another source over the same prompts; raises as :meth:`rest_from`."""
         self.go_on_with(self.rest_from(state))
 
     def rest_from(self, state: Mapping[str, Any]) -> RestOfPrompts:
-        """Pass over what was drawn before a restart, and look whether it is the same; takes as long as drawing it.
+        """Skip the prompts drawn before a restart and check that they are the same; takes as long as drawing them.
 
-        The source changes only by :meth:`go_on_with`. What extend gave before the restart may come after this.
+        Only :meth:`go_on_with` changes the source. Prompts that ``extend`` gave before the restart may be given later.
 
         Raises:
-            CheckpointError: other prompts, or the same in another order, or fewer; or the state stood in an epoch that
-                this source does not have, or is damaged.
+            CheckpointError: the prompts are others, in another order, or fewer; or the state is damaged, or of an epoch
+                that this source does not have.
         """
         stand = _position_of(state)
         epoch = stand.epoch
@@ -341,7 +341,7 @@ class PromptSource:
         return rest._replace(iterator=iterator, more=more, found=found, missing=0)
 
     def go_on_with(self, rest: RestOfPrompts) -> None:
-        """Go on from there."""
+        """Continue with the iterators that :meth:`rest_from` returned."""
         stand, self._iterator = rest.stand, rest.iterator
         self._more = [*rest.more, *self._more[rest.known :]]
         self.epoch, self.position, self._extended = stand.epoch, stand.position, stand.extended
@@ -349,7 +349,7 @@ class PromptSource:
         self._stand = stand
 
     def _skip(self) -> None:
-        """Pass over what was drawn before the restart; raises StopIteration where prompts have ended meanwhile."""
+        """Skip missing prompts that were drawn before the restart; raises StopIteration if there are no more yet."""
         while self._to_skip:
             item = next(self._iterator)
             self._to_skip -= 1
@@ -362,8 +362,11 @@ _END = object()
 
 
 def _and(digest: bytes, prompt: Prompt | None) -> bytes:
-    """Digest of everything before and one more prompt; None: an unusable one."""
+    """Return the digest after one more prompt; None stands for an unusable one."""
     ids = b"" if prompt is None else prompt.token_ids.astype("<i4").tobytes()
+    if prompt is not None and not ids:  # a prompt without tokens is identified by its data
+        with suppress(TypeError, ValueError, RecursionError):  # keys that JSON does not have, a list in itself
+            ids = json.dumps(dict(prompt.data), default=lambda value: type(value).__name__).encode()
     attached = () if prompt is None else prompt.attached
     content = "".join(placed.attachment.digest for placed in attached)
     return hashlib.blake2b(ids + content.encode(), key=digest, digest_size=16).digest()
@@ -402,13 +405,13 @@ def _ended_with_a_failure(epoch: int, drawn: int) -> str:
 
 
 _said: set[str] = set()
-"""Digests that this process has put into the store: its own second scheduler is no other rank."""
+"""Digests that this process has put into the store, so that its second scheduler is not taken for another rank."""
 
 
 def warn_of_equal_rollouts(seed: int, first: Prompt) -> threading.Thread | None:
-    """Log a warning if another rank has drawn the same first prompt under the same seed; looked up beside the caller.
+    """Warn if another rank has drawn the same first prompt under the same seed.
 
-    None: this process is no rank of several, as far as ``torch.distributed`` knows.
+    Ranks compare through the store of ``torch.distributed``, in the returned thread; None if there are no other ranks.
     """
     torch_ranks = sys.modules.get("torch.distributed")
     if torch_ranks is None or not (torch_ranks.is_available() and torch_ranks.is_initialized()):
@@ -424,7 +427,7 @@ def warn_of_equal_rollouts(seed: int, first: Prompt) -> threading.Thread | None:
         try:
             store = torch_ranks.distributed_c10d._get_default_store()
             equal = store.add(f"april/first_rollouts/{digest}", 1)
-        except Exception as error:  # a warning that cannot be looked up is none
+        except Exception as error:  # without the store there is no warning
             log.debug("the ranks' store could not be asked: %s", error)
             return
         if equal > 1:

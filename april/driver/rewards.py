@@ -1,5 +1,6 @@
-"""Rewards: what a reward function sees, and what it may answer. What becomes of one that raises is decided in
-``core/lives.py``.
+"""Defines the responses that reward functions receive, and checks the rewards and verdicts that they return.
+
+``core/lives.py`` decides what happens when a function raises.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from april.errors import UsageError
 
 
 class Conversation(NamedTuple):
-    """One of a response's conversations, as it becomes a row of the batch.
+    """One conversation of a response, which becomes a row of the batch.
 
     ``prompt_ids`` int32 [P], ``tokens`` int32 [T], ``logprobs`` float32 [T], ``loss_mask`` uint8 [T].
     """
@@ -33,32 +34,32 @@ class Conversation(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Response:
-    """A finished response, as a reward function sees it.
+    """A finished response, as reward functions and filters receive it.
 
     ``tokens``, ``logprobs`` and ``loss_mask`` are those of its first conversation.
     """
 
     sample_id: SampleId
     tokens: Int32
-    """int32 [T], EOS included"""
+    """Response tokens, int32 [T], EOS included."""
     logprobs: Float32
-    """float32 [T]"""
+    """Log-probabilities of the tokens, float32 [T]."""
     loss_mask: NDArray[np.uint8]
-    """uint8 [T], 0 for tokens of the environment"""
+    """Loss mask, uint8 [T]: 0 for tokens of the environment, 1 for generated ones."""
     finish: FinishReason
     output: Any
-    """what the rollout function returned"""
+    """Return value of the rollout function."""
     reward: float | None = None
-    """set where a filter sees it"""
+    """Reward of the sample, for filters; None for reward functions."""
     conversations: tuple[Conversation, ...] = field(default=(), repr=False)
-    """all of them, in the order in which they began; one, unless the rollout function held several"""
+    """All conversations, in the order in which they began; one, unless the rollout function held several."""
     detokenizer: Detokenizer | None = field(default=None, repr=False, compare=False)
 
     def __repr__(self) -> str:
         return f"<Response {self.sample_id} of {len(self.tokens)} tokens, finish={self.finish}, reward={self.reward}>"
 
     def text(self, special_tokens: bool = False) -> str:
-        """The whole response as text, tool results included; with special tokens (EOS is one) or without.
+        """Return the whole response as text, tool results included, with or without special tokens such as EOS.
 
         Raises UsageError without a tokenizer.
         """
@@ -72,18 +73,18 @@ class EvaluationResult:
     """Responses and rewards of an evaluation, prompt by prompt."""
 
     responses: tuple[tuple[Response, ...], ...]
-    """``[prompts][n]``"""
+    """Responses by prompt and sample, ``[prompts][n]``."""
     rewards: NDArray[np.float64]
-    """float64 [prompts, n]"""
+    """Rewards, float64 [prompts, n]."""
 
     @property
     def reward_mean(self) -> float:
-        """Mean over everything."""
+        """Mean of all rewards."""
         return float(self.rewards.mean())
 
     @property
     def reward_standard_error(self) -> float:
-        """Standard error of the mean, over prompts."""
+        """Standard error of the mean reward, computed over prompts; 0 for one prompt."""
         means = self.rewards.mean(axis=1)
         return float(means.std(ddof=1) / np.sqrt(len(means))) if len(means) > 1 else 0.0
 
@@ -91,7 +92,7 @@ class EvaluationResult:
 def response_of(
     sample: Sample, output: Any, detokenizer: Detokenizer | None = None, reward: float | None = None
 ) -> Response:
-    """The finished sample as a Response; copies, so that a function that writes into them harms nobody."""
+    """Return a finished sample as a Response; its arrays are copies, which the user's functions may change."""
     assert sample.finish is not None
     chains = [c for c in sample.chains if c.tape.generated] or sample.chains[:1]
     conversations = tuple(
@@ -102,12 +103,12 @@ def response_of(
 
 
 def rewards_differ(prompt: Prompt, responses: Sequence[Response]) -> bool:
-    """The filter of DAPO's dynamic sampling (arXiv 2503.14476, section 3.2): a group teaches if its rewards differ."""
+    """Accept a group if its rewards differ: the filter of DAPO's dynamic sampling (arXiv 2503.14476, section 3.2)."""
     return len({r.reward for r in responses}) > 1
 
 
 def checked_verdict(value: Any, group: int) -> bool:
-    """``value`` as a bool; raises UsageError naming the group."""
+    """Return a filter's verdict as a bool; raises UsageError naming the group if it is none."""
     if isinstance(value, (bool, np.bool_)):
         return bool(value)
     raise UsageError(
@@ -116,7 +117,7 @@ def checked_verdict(value: Any, group: int) -> bool:
 
 
 def checked_reward(value: Any, sample_id: SampleId) -> float:
-    """``value`` as a finite float that a float32 holds; raises UsageError naming the sample."""
+    """Return a reward as a finite float within the range of float32; raises UsageError naming the sample."""
     try:
         number = float(value)
     except (TypeError, ValueError, OverflowError):
@@ -128,8 +129,8 @@ def checked_reward(value: Any, sample_id: SampleId) -> float:
 
 
 def checked_rewards(values: Any, sample_ids: Sequence[SampleId]) -> list[float]:
-    """Check that there is a finite float for each sample of a group; raises UsageError naming the group."""
-    # iterating over these would give keys, characters, or any order
+    """Return the rewards of a group, one finite float per sample; raises UsageError naming the group."""
+    # iterating over these types would give keys, characters, or an undefined order
     unordered = isinstance(values, (Mapping, Set, str, bytes))
     try:
         count = len(values)

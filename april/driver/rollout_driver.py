@@ -1,7 +1,7 @@
-"""The driver: executes the core's commands on an event loop and turns what happens into events.
+"""The driver: executes the core's commands on an event loop and posts what happens to the core as events.
 
-What to do is decided in the core. It runs unchanged on a real loop and on a virtual clock. All methods must be called
-on the loop that runs it.
+The core makes all decisions. The driver runs unchanged on a real event loop and on one with a virtual clock. All its
+methods must be called on the loop that it was made on.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import itertools
 import logging
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import wait
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from contextvars import copy_context
 from dataclasses import asdict, dataclass, replace
 from typing import Any, TypeVar
@@ -29,11 +29,11 @@ from april.core.sampling import LogprobKind, SamplingParams
 from april.core.sealed import State, require_sealed, seal
 from april.core.settings import CoreSettings, EngineLimits
 from april.core.state import RolloutCore
-from april.core.types import AttemptFailure, DropReason, Prompt
+from april.core.types import AttemptFailure, DropReason, FinishReason, Prompt, SampleId, SampleState
 from april.core.versions import PolicyVersion
-from april.driver.host_view import CoreView
+from april.driver.core_view import CoreView
 from april.driver.limit import StepLimit
-from april.driver.local_host import LocalHost, OtherHosts, limits_of
+from april.driver.local_host import LocalHost, limits_of
 from april.driver.long_waits import LongWaits
 from april.driver.prompt_source import DrawPatience, Position, PromptSource, RestOfPrompts, warn_of_equal_rollouts
 from april.driver.rewards import EvaluationResult
@@ -54,6 +54,7 @@ from april.errors import (
     SchedulerClosed,
     WireError,
 )
+from april.plain_values import plain, restored
 from april.record.file import RunRecord
 from april.record.recorder import Recorder
 from april.record.standing import Waits
@@ -62,6 +63,8 @@ log = logging.getLogger("april")
 
 T = TypeVar("T")
 EvaluationEnd = do.EvaluationDone | do.EvaluationFailed
+UNENDED = 16
+"""Number of responses without an end-of-sequence token, from the first on, after which a warning is logged."""
 EVALUATION_ERRORS = {
     None: RolloutError, AttemptFailure.CORRUPT: WireError, AttemptFailure.REFUSED: RequestRefused,
     AttemptFailure.NO_TEXT: RolloutError,
@@ -71,24 +74,25 @@ EVALUATION_ERRORS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DriverOptions:
-    """Observers of a driver, and how it runs apart from what it decides."""
+    """Options of a driver that do not affect scheduling: checks, threads, and callbacks that observe the run."""
 
     check: bool = False
-    """True if all of the core's books are cross-checked after every event."""
+    """True if the core's whole state is cross-checked after every event."""
     draws_beside: bool = False
-    """True if slow prompts are drawn in a thread, for which a virtual clock would not wait."""
+    """True if slow prompts are drawn in a thread; False on a virtual clock, which would not wait for the thread."""
     record: RunRecord | None = None
     config: Mapping[str, Any] | None = None
-    """The configuration, for the record."""
+    """Configuration that is written into the record."""
     delivered: Callable[[Batch], None] | None = None
-    """Called with each batch that is delivered."""
+    """Callback for each delivered batch."""
     blocked: Callable[[], tuple[float, str]] = lambda: (0.0, "")
-    """The seconds for which functions have blocked the loop since the last call, and the one that did most."""
+    """Callback that returns the seconds for which user functions have blocked the loop since its last call, and the
+    name of the function that blocked longest."""
     fits: Fits | None = None
 
 
 class RolloutDriver:
-    """Drives one core with its engines and the user's functions."""
+    """Runs one scheduler core: sends its requests to the engines and calls the user's functions for it."""
 
     def __init__(
         self,
@@ -97,10 +101,9 @@ class RolloutDriver:
         engines: Sequence[Engine],
         source: PromptSource,
         functions: UserFunctions,
-        hosts: OtherHosts | None = None,
         options: DriverOptions = DriverOptions(),  # frozen
     ) -> None:
-        first = [*map(limits_of, engines), *(() if hosts is None else hosts.first_engines)]
+        first = [limits_of(engine) for engine in engines]
         self.core = RolloutCore(settings, first, check=options.check)
         self.now = asyncio.get_running_loop().time
         self._options = options
@@ -124,41 +127,45 @@ class RolloutDriver:
         self._broken: AprilError | None = None
         self._loading = False
         self._ranks_told = False
+        self._unended: int | None = 0
+        """Number of delivered responses, if all of them reached the length limit; None once one was shorter, or once
+        the warning about it was logged."""
         self.handed_out: int | None = None
-        """Number of the batch that the trainer was handed last. Its thread sets this, in the one step that no signal
-        can interrupt, and nobody is told: whoever wants to know what the trainer has looks here."""
+        """Number of the last batch that the trainer received. The trainer's thread sets it by one assignment, which no
+        signal can interrupt, and posts no event: code that needs to know what the trainer has reads it here."""
         self._batch: asyncio.Future[Batch] | None = None
-        """The batch that was asked for and is not handed out."""
+        """Future of the batch that was requested and not yet received by the trainer."""
         self._pauses: list[asyncio.Future[None]] = []
-        """The futures of those who wait until nothing generates."""
+        """Futures of callers that wait until no request of training is running."""
+        self._outputs: dict[SampleId, Any] = {}
+        """Return values of the rollout functions of delivered samples, kept while a saved state may need them."""
+        self._held = False
+        """True from the trainer's call of :meth:`pause` until its call of :meth:`resume`."""
         self._evaluations: dict[int, asyncio.Future[EvaluationEnd]] = {}
         self._full: asyncio.Future[None] | None = None
-        """Ends the wait of a trainer that cannot train meanwhile: so many batches are out now that none can come."""
+        """Future that ends a blocking ``next_batch`` when so many batches are untrained that no other can come."""
         self._context = copy_context()
         self._evaluation_numbers = itertools.count()
         self._exclusive = asyncio.Lock()
+        self._pausing = asyncio.Lock()
+        self._holds = AsyncExitStack()
         self._asking = asyncio.Lock()
-        """Held until an update is asked for: they come in the order of their calls."""
+        """Lock that lets calls request their weight updates one after the other, in the order of the calls."""
         self._closing: asyncio.Task[None] | None = None
+        self._leaving: dict[str, asyncio.Future[None]] = {}
+        """Futures of callers that wait until an engine is removed, by engine name."""
         self.updates = OpenUpdates(self.post)
         self.local = LocalHost(
             CoreView(self.core), engines, functions, self._settings,
             post=self.post, failed=self.updates.failed, broke=self._break,
         )  # fmt: skip
-        # requests that are silent have a limit of their own; functions are warned of one by one, where they run
-        patience_s = {
-            Waits.RESPONSES: None if rollouts.stall_timeout_s else rollouts.warn_after_s,
-            Waits.FUNCTIONS: None if hosts is None else rollouts.warn_after_s,
-        }
+        # stalled requests have a timeout of their own, stall_timeout_s
+        patience_s = {Waits.RESPONSES: None if rollouts.stall_timeout_s else rollouts.warn_after_s}
         tell = (lambda _: None) if self.recorder is None else self.recorder.stand
         self.long_waits = LongWaits(self.core, self.now, rollouts.warn_after_s, patience_s, tell)
-        self.hosts = hosts
-        executors: Mapping[type[do.Command], Callable[[Any], None]] = self.local.executors
-        if hosts is not None:
-            executors = hosts.attach(self.core, self.local, self.post, self.updates.failed)
         observers: list[Observer] = [self.requests] if self.recorder is None else [self.recorder, self.requests]
         self._pump = EventPump(self.core, {
-            **executors,
+            **self.local.executors,
             do.DrawPrompts: self._draw,
             do.ReportDrop: self._report_drop,
             do.StartTimer: self._start_timer,
@@ -181,21 +188,24 @@ class RolloutDriver:
     # ---------------------------------------------------------------- for the scheduler
 
     async def next_batch(self) -> Batch:
-        """The next batch. A call that was cancelled loses nothing: the next one gets its batch."""
+        """Return the next batch. A cancelled call loses nothing: the next call gets the batch."""
         batch = await self.wait_batch()
         self.handed_out = batch.id
         return batch
 
     async def wait_batch(self, *, blocks: bool = False) -> Batch:
-        """The next batch; it stays the next one until it is ``handed_out``, as it may get lost on its way.
+        """Return the next batch, and return it again until ``handed_out`` is set: it may not reach the trainer.
 
-        While too many batches are out it waits for a weight update; a caller that ``blocks`` could not make one.
+        While too many batches are untrained, this waits for a weight update. With ``blocks`` the caller's thread could
+        not make one meanwhile, so RolloutError is raised instead.
         """
         self._raise_if_broken()
         self._note_handed_out()
         there = self._batch is not None and self._batch.done()
-        if blocks and self.core.train_first and not there:
-            raise RolloutError(self.core.leases.why_full())
+        if blocks and not there:
+            self._refuse_paused("next_batch")
+            if self.core.train_first:
+                raise RolloutError(self.core.leases.why_full())
         if self._batch is None:
             if self._loading:
                 raise CheckpointError("a state is being loaded; ask for the batch when load_state_dict has returned")
@@ -204,7 +214,7 @@ class RolloutDriver:
         future = self._batch
         self._full = asyncio.get_running_loop().create_future()
         ends: list[asyncio.Future[Any]] = [future, self._full] if blocks else [future]
-        # cancelled here, the result, there or not yet, is for the next call
+        # if this call is cancelled here, the next call gets the batch
         await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
         if not future.done():
             raise RolloutError(self.core.leases.why_full())
@@ -216,7 +226,7 @@ class RolloutDriver:
         return batch
 
     def _note_handed_out(self) -> None:
-        """Forget a batch that the trainer has, and an error of weights, which may not hold any more."""
+        """Forget a batch that the trainer has received, and an error of the last weight update, which may be gone."""
         future = self._batch
         if future is None or not future.done():
             return
@@ -226,7 +236,7 @@ class RolloutDriver:
 
     @asynccontextmanager
     async def paused(self) -> AsyncIterator[None]:
-        """Nothing generates for training inside; one holder at a time."""
+        """Pause generation for training inside the block; only one block runs at a time."""
         async with self._exclusive:
             self._raise_if_broken()
             future = asyncio.get_running_loop().create_future()
@@ -238,25 +248,49 @@ class RolloutDriver:
             finally:
                 self.post(ev.Resumed())
 
+    async def pause(self) -> None:
+        """Pause generation for training until :meth:`resume`, and wait until it stands still; idempotent."""
+        async with self._pausing:
+            if self._held:
+                return
+            self._held = True
+            try:
+                await self._holds.enter_async_context(self.paused())
+            except BaseException:
+                self._held = False
+                raise
+
+    async def resume(self) -> None:
+        """End the trainer's pause, if there is one."""
+        async with self._pausing:
+            self._held = False
+            await self._holds.aclose()
+
+    def _refuse_paused(self, call: str) -> None:
+        if self._held:
+            raise RolloutError(f"{call} would wait for ever, as generation is paused; call resume() first")
+
     async def evaluate(
         self, prompts: Sequence[Prompt], n_samples: int, sampling: SamplingParams, seed: int
     ) -> EvaluationResult:
         """Generate ``n_samples`` responses to each prompt and score them by the training's reward function.
 
-        Training's requests end first, stepwise; no carry and no count of training is touched.
+        In stepwise generation the requests of training end first. Partial samples and counters of training do not
+        change.
 
         Raises:
-            RolloutError: no reward function, or a rollout or reward failed; the prompt is named.
-            EngineError: no engine is left; a request that breaks off begins again on another one, with the same seed.
+            RolloutError: there is no reward function, or a rollout or reward function failed; names the prompt.
+            EngineError: no engine is left. A request that fails starts again on another engine, with the same seed.
         """
         local, samples = self.local, self.local.samples
+        self._refuse_paused("evaluate")
         if local.functions.reward is None and local.functions.group_reward is None:
             raise RolloutError("evaluate needs a reward function; give the scheduler reward= or group_reward=")
         await self.ask_engines()
         self._raise_if_broken()
         number = next(self._evaluation_numbers)
         end = self._evaluations[number] = asyncio.get_running_loop().create_future()
-        plain = local.plain_rollout  # a thread each is dear: no more than can generate
+        plain = local.plain_rollout  # each needs a thread, so run no more than can generate
         self.post(
             ev.EvaluationRequested(
                 evaluation=number, prompts=prompts, n_samples=n_samples, sampling=sampling, seed=seed,
@@ -266,38 +300,39 @@ class RolloutDriver:
         try:
             ended = await asyncio.shield(end)
             groups = () if isinstance(ended, do.EvaluationFailed) else ended.groups
-            responses = samples.evaluated(number, groups)
+            responses = samples.evaluated(groups)
         except asyncio.CancelledError:
             self.post(ev.EvaluationCancelled(number))
-            await asyncio.wait([end])  # its requests end, within the deadline for aborts
+            await asyncio.wait([end])  # until its requests have ended, at the abort deadline at the latest
             await samples.cleaned_up()
             raise
         finally:
             raised = samples.raised.pop(number, None)
-            samples.elsewhere.pop(number, None)
         if isinstance(ended, do.EvaluationFailed):
             await samples.cleaned_up()
             error = EVALUATION_ERRORS.get(ended.kind, EngineError)
             raise error(ended.error) from (raised if error is RolloutError else None)
-        if self._batch is None:  # no batch is being made: the trainer has its model again
+        if self._batch is None:  # no batch is requested, so the trainer may use its model now
             await self.quiet()
         return EvaluationResult(responses, np.array([[s.reward for s in g.samples] for g in ended.groups], np.float64))
 
     async def update_weights(
         self, path: str | None = None, transfer: Transfer | None = None, trained: int | None = None, *,
-        update: WeightUpdate | None = None,
+        label: int | None = None, update: WeightUpdate | None = None,
     ) -> PolicyVersion:  # fmt: skip
-        """Pause the engines, await ``transfer``, give them the next version, commit what was trained, go on.
+        """Pause the engines, await ``transfer``, load the new version, commit trained batches, and resume.
 
-        An update that is asked for while another one runs comes after it.
+        An update that is requested while another one runs starts after it.
 
         Args:
-            trained: the last batch that these weights were trained on. None means the oldest one that is out, of those
-                that no update commits which was asked for before, if there are such.
-            update: the update itself, where a thread of the trainer has made it; in place of ``transfer``.
+            trained: Number of the last batch that these weights were trained on. None means the oldest delivered batch
+                that no earlier request commits, or else the newest delivered batch.
+            label: Number of the new version, greater than all before; None means one more.
+            update: Update object that the trainer's thread has made, in place of ``transfer``.
 
-        Raises ConfigError, before anything happens, if servers would get nothing or there is no such batch; and
-        whatever the transfer or an engine raises: the version stays then. See ``april.core.weight_updates``.
+        Raises ConfigError, before anything happens, if a server would get no weights, there is no such batch, or the
+        label is not greater. Raises whatever the transfer or an engine raises; the version is unchanged then. See
+        ``april.core.weight_updates``.
         """
         self._raise_if_broken()
         update = update or WeightUpdate(transfer)
@@ -313,21 +348,40 @@ class RolloutDriver:
                 out = self._out("weight_update", trained)
                 trained = min((b for b in out if b > self.core.updates.trained), default=max(out, default=None))
             adapter = path is not None and is_adapter(path)
-            self.updates.begin(update, path=path, content=content, adapter=adapter, trained=trained)
+            self.updates.begin(
+                update, path=path, content=content, adapter=adapter, trained=trained, held=self._held,
+                version=self._named(label),
+            )  # fmt: skip
         return await update.ended(self.updates)
+
+    def _named(self, label: int | None) -> PolicyVersion | None:
+        """Return the policy version with the trainer's number ``label``; raises ConfigError for an invalid number."""
+        newest = self.core.updates.newest
+        if label is None:
+            return None
+        if isinstance(label, bool) or not isinstance(label, int) or not newest < label < 2**31:
+            raise ConfigError(
+                f"weight_update: label must be a whole number above {newest}, that of the weights before, got {label!r}"
+            )
+        return self.core.clock.current._replace(n=label)
 
     async def _content_of(self, path: str | None) -> str:
         return "" if path is None else await self.local.engine_control.content_of(path)
 
     def commit(self, batch_id: int) -> None:
-        """Commit this batch and those before it: no weight update follows from them."""
+        """Commit this batch and all before it, without a weight update."""
         self._raise_if_broken()
         for out in self._out("commit", batch_id):
             if out <= batch_id:
                 self.post(ev.BatchCommitted(out))
 
+    def record_report(self, batch_id: int, report: Mapping[str, float]) -> None:
+        """Write the trainer's report on a batch to the record, if there is one."""
+        if self.recorder is not None:
+            self.recorder.learning(batch_id, report)
+
     def lower_staleness(self, to: int | None) -> int:
-        """Draw further prompts to be trained within ``to`` weight updates, by default one less than before."""
+        """Lower the staleness bound for prompts drawn from now on; ``to`` None means one less. Returns the bound."""
         self._raise_if_broken()
         now = self.core.leases.bound
         bound = now - 1 if to is None else to
@@ -342,7 +396,7 @@ class RolloutDriver:
         return bound
 
     def _out(self, call: str, named: int | None) -> list[int]:
-        """The batches that the trainer has; raises ConfigError if ``named`` is none of them or of those before."""
+        """Return the uncommitted batches that the trainer has; raises ConfigError if it never got batch ``named``."""
         if named is not None and (isinstance(named, bool) or not isinstance(named, int)):
             raise ConfigError(f"{call}: a batch is named by its number, batch.id; got {named!r}")
         newest = -1 if self.handed_out is None else self.handed_out
@@ -352,64 +406,101 @@ class RolloutDriver:
         return [b for b in self.core.leased if b <= newest]
 
     async def quiet(self) -> None:
-        """Wait until nothing computes on the trainer's model: an attempt that was fenced may still do so."""
+        """Wait until no engine computes on the trainer's model; a fenced attempt may still do so for a while."""
         await self.local.quiet()
-        if self.hosts is not None:
-            await self.hosts.quiet()
 
     async def ask_engines(self) -> None:
         """Wait until all servers have answered a probe."""
         await self.local.engine_control.ask_all()
-        if self.hosts is not None:
-            await self.hosts.probed()
-
-    async def caught_up(self) -> None:
-        """Wait until the books have the tokens of other hosts' running requests; a state is whole without them, too."""
-        if self.hosts is not None:
-            await self.hosts.catch_up()
 
     def _here(self) -> list[Engine]:
         return list(self.local.engines.values())
 
     def _servers(self) -> list[str]:
-        """The engines that do not read the trainer's own model."""
-        here = [name for name, engine in self.local.engines.items() if engine.capabilities.remote]
-        return here if self.hosts is None else here + self.hosts.servers
+        """Return the names of the engines that do not read the trainer's model in place."""
+        able = {name: engine.capabilities for name, engine in self.local.engines.items()}
+        return [name for name, can in able.items() if can.remote and not can.shares_weights]
 
     def _present_engines(self) -> list[EngineLimits]:
         return [state.limits for state in self.core.engines.states.values()]
 
+    # ---------------------------------------------------------------- engines that come and go
+
+    def add_engine(self, engine: Engine) -> None:
+        """Add an engine; it gets the current weights before requests, unless those it started with are current.
+
+        Raises ConfigError if the name is taken, or if the engine offers less than running samples rely on.
+        """
+        self._raise_if_broken()
+        name, limits = engine.name, limits_of(engine)
+        self.require_new(name)
+        if (wrong := self.core.engines.unfit(limits)) is not None:
+            raise ConfigError(f"add_engine: {wrong}")
+        self.local.take_in(name, engine)
+        self.post(ev.EnginesJoined([limits]))
+
+    def require_new(self, name: str) -> None:
+        """Raise ConfigError if there is an engine of this name."""
+        if name in self.core.engines.states:
+            raise ConfigError(f"add_engine: there is an engine {name} already; names must be unique")
+
+    async def remove_engine(self, name: str, *, cut: bool) -> Engine:
+        """Send an engine no more requests, wait until it has none, and return it without closing it.
+
+        Raises ConfigError if there is no such engine.
+        """
+        self._raise_if_broken()
+        engine = self.local.engines.get(name)
+        if engine is None:
+            names = ", ".join(self.local.engines) or "none"
+            raise ConfigError(f"remove_engine: there is no engine {name}; there are {names}")
+        gone = self._leaving.setdefault(name, asyncio.get_running_loop().create_future())
+        self.post(ev.EngineLeaving(name, cut))
+        await asyncio.shield(gone)
+        return engine
+
+    def _let_go(self) -> None:
+        """Remove the engines that are to leave and have no requests any more."""
+        for name in [name for name in self._leaving if not self.core.engines.states[name].in_flight]:
+            gone = self._leaving.pop(name)
+            self.post(ev.EnginesLeft([name]))
+            del self.local.engines[name]
+            gone.set_result(None)
+
     # ---------------------------------------------------------------- data and restarts
 
     def extend(self, prompts: Iterable[Any]) -> None:
-        """Add prompts after those there are."""
+        """Append prompts to the source."""
         self._source.extend(prompts)
         self.post(ev.SourceExtended())
 
     def state_dict(self, trained_through: int | None) -> dict[str, Any]:
-        """The core's state and the position in the prompts."""
+        """Return the core's state, the position in the prompts, the sampling, and outputs of rollout functions."""
         self._raise_if_broken()
         if self._loading:
             raise CheckpointError("a state is being loaded; take one when load_state_dict has returned")
         self.local.streams.catch_up()
         core, prompts = snapshot.take(self.core, trained_through), self._source.state_dict()
-        return seal(KIND, {"core": core, "prompts": prompts, "sampling": sampling_out(self.sampling)})
+        content: dict[str, Any] = {"core": core, "prompts": prompts, "sampling": sampling_out(self.sampling)}
+        if outputs := outputs_out(self.core.settings, core, self._outputs | self.local.samples.outputs()):
+            content["outputs"] = outputs
+        return seal(KIND, content)
 
     async def load_state_dict(
         self, state: dict[str, Any], path: str | None = None, transfer: Transfer | None = None, *,
         update: WeightUpdate | None = None,
     ) -> PolicyVersion:  # fmt: skip
-        """Go on from a state, under the first version of a new incarnation, whose weights the engines are given.
+        """Continue from a saved state and load the checkpoint's weights, as the first version of a new incarnation.
 
-        Arguments and errors are those of :meth:`update_weights`, and CheckpointError.
+        Arguments and errors are those of :meth:`update_weights`; also raises CheckpointError.
         """
         update = update or WeightUpdate(transfer)
-        path = directory_for(
-            self._here(), self._servers(), path, written=update.transfers, what="load_state_dict"
-        )
+        path = directory_for(self._here(), self._servers(), path, written=update.transfers, what="load_state_dict")
         core, prompts, sampling = parts_of(state)
+        outputs = outputs_in(state.get("outputs", ()))
+        self._refuse_paused("load_state_dict")
         async with self.paused():
-            # tried out first: a state that is refused leaves everything as it is
+            # load into a trial core first, so that a state that is refused changes nothing
             trial = RolloutCore(self.core.settings, self._present_engines())
             snapshot.restore(trial, core)
             refuse_sampling(trial, sampling, self.sampling, allow_mismatch=self._settings.allow_mismatch)
@@ -426,6 +517,9 @@ class RolloutDriver:
                 def restore() -> None:
                     self._source.go_on_with(rest)
                     snapshot.restore(self.core, core)
+                    for sample in self.core.buffer.samples():
+                        if sample.state is SampleState.FINISHED and sample.id in outputs:
+                            self.local.samples.returned_before(sample, outputs[sample.id])
                     if self.recorder is not None:
                         self.recorder.restored(core)
 
@@ -442,14 +536,14 @@ class RolloutDriver:
         return self.core.clock.current
 
     async def _rest_from(self, prompts: dict[str, Any]) -> RestOfPrompts:
-        """Pass over the prompts drawn before a restart, in a thread where they may be slow."""
+        """Skip the prompts that were drawn before a restart, in a thread if the source may be slow."""
         if not (self._options.draws_beside and self._source.is_slow):
             return self._source.rest_from(prompts)
         rest: RestOfPrompts = await self.local.worker_threads.call(marked, self._source.rest_from, prompts)
         return rest
 
     async def close(self) -> None:
-        """End everything; what was generated stays in the core's books. Who calls it again waits for the same end."""
+        """Stop all work; generated tokens stay in the core's state. A second call waits for the first to finish."""
         if self._closing is None:
             self._closing = asyncio.get_running_loop().create_task(self._close())
         await asyncio.shield(self._closing)
@@ -460,8 +554,6 @@ class RolloutDriver:
         self.long_waits.close()
         if self._auto is not None:
             await self._auto.closed()
-        if self.hosts is not None:
-            await self.hosts.close()
         await self.local.close()
         if self.recorder is not None:
             self.recorder.close()
@@ -473,15 +565,16 @@ class RolloutDriver:
         try:
             follows = self._pump.runs
             self._pump.post(event)
-            if not follows:  # what follows from another event is looked at with it
+            if not follows:  # a nested event is handled by the outermost call
                 self._times.look(self.now())
                 self.long_waits.look()
+                self._let_go()
         except Exception as error:
-            # the books do not balance: nothing that follows could be trusted
+            # the core's state is inconsistent, so nothing that follows could be trusted
             self._break(error)
 
     def _break(self, error: BaseException) -> None:
-        """Stop after an unexpected error, and give it to everybody who waits."""
+        """Stop after an unexpected error, and raise it in all waiting calls."""
         if self._broken is not None:
             return
         log.error("april stops", exc_info=error)
@@ -502,7 +595,7 @@ class RolloutDriver:
         quick = False
 
         def ended(outcome: Outcome) -> None:
-            """Take what the thread has drawn."""
+            """Post the prompts that the thread has drawn."""
             if quick:
                 return
             self._drawing = False
@@ -516,7 +609,7 @@ class RolloutDriver:
         except RolloutError as error:
             self.post(ev.PromptsDrawn([], exhausted=False, error=str(error)))
             return
-        # quick prompts come before anything else happens, so that runs with them repeat exactly
+        # wait for quick draws here, before any other event, so that such runs are reproducible
         now = asyncio.get_running_loop().time
         began = now()
         quick = bool(wait([job], self._patience.left_s).done) and job.result().error is None
@@ -530,11 +623,9 @@ class RolloutDriver:
         log.warning("%s", command.message)
 
     def _report_drop(self, command: do.ReportDrop) -> None:
-        # rejections and staleness are policies at work, failures are for people to see
+        # drops by filter or staleness are expected; a failed group deserves a warning
         level = logging.WARNING if command.reason is DropReason.FAILED else logging.DEBUG
         group, prompt = command.group, command.group.prompt
-        if self.hosts is not None:
-            self.hosts.settled(group)
         named = f"group {group.id} (prompt {prompt.position} of epoch {prompt.epoch})"
         log.log(level, "%s is dropped as %s and replaced: %s", named, command.reason, command.why)
 
@@ -553,14 +644,19 @@ class RolloutDriver:
     def _deliver(self, command: do.Deliver) -> None:
         batch = command.batch
         samples = [sample.id for sample in batch.samples]
+        outputs = {name: output for name in samples if (output := self.local.samples.output_of(name)) is not None}
         self.local.samples.forget(samples)
-        if self.hosts is not None:
-            self.hosts.delivered(samples)
+        if outputs:
+            batch = replace(batch, samples=tuple(replace(s, output=outputs.get(s.id)) for s in batch.samples))
+        if self._outputs or outputs:
+            out = {sample.id for others in self.core.leased.values() for sample in others}
+            self._outputs = {name: output for name, output in self._outputs.items() if name in out} | outputs
         times = self._times.delivered(self.now())
         blocked_s, blocking = self._options.blocked()
         times |= {"loop_blocked_s": blocked_s}
+        unasked = {"unasked_extras": float(self.local.streams.unasked.total())}
         why = bottleneck(times, self.core.settings, self._options.fits, blocking, first=self._times.batches == 1)
-        metrics = {**batch.metrics, **times}
+        metrics = {**batch.metrics, **times, **unasked}
         metrics |= self._limit.metrics(metrics, self._times.places)
         batch = replace(batch, metrics=metrics, bottleneck=why)
         if self._auto is not None:
@@ -573,11 +669,29 @@ class RolloutDriver:
         if batch.id == 0 and len(batch.group_sizes) < self.core.settings.rollout_batch_size:
             log.warning("batch 0 has %d of %d groups, as there are no more prompts; to repeat them set epochs or "
                         "on_data_end: wrap", len(batch.group_sizes), self.core.settings.rollout_batch_size)  # fmt: skip
+        if self._unended is not None:
+            self._look_for_ends(batch)
         if self._source.first is not None and not self._ranks_told:
             self._ranks_told = True
             warn_of_equal_rollouts(self.core.settings.run_seed, self._source.first)
         if self._batch is not None:
             self._batch.set_result(batch)
+
+    def _look_for_ends(self, batch: Batch) -> None:
+        """Warn once if every response so far has max_response_len tokens: the model may use another EOS token."""
+        assert self._unended is not None
+        most = self.core.settings.max_response_len
+        unended = all(s.finish is FinishReason.LENGTH and len(s.tokens) >= most for s in batch.samples)
+        seen = self._unended + len(batch)
+        self._unended = seen if unended else None
+        if unended and seen >= UNENDED:
+            log.warning(
+                "all %d responses so far have max_response_len=%d tokens: none of them contains an end-of-sequence "
+                "token, which are %s here; if the model ends its turns with another one, name that in "
+                "sampling.stop_token_ids (docs/rollouts.md)",
+                seen, most, sorted(self.core.engines.eos_token_ids) or "unknown",
+            )  # fmt: skip
+            self._unended = None
 
     def _end_of_data(self, command: do.EndOfData) -> None:
         what = "complete groups" if self.core.settings.whole_groups else "finished responses"
@@ -604,8 +718,6 @@ class RolloutDriver:
                 future.set_result(None)
 
     def _evaluation_ended(self, command: EvaluationEnd) -> None:
-        if self.hosts is not None:
-            self.hosts.evaluated(command.evaluation)
         future = self._evaluations.pop(command.evaluation)
         if not future.done():
             future.set_result(command)
@@ -614,12 +726,12 @@ class RolloutDriver:
         future = self._batch
         if future is not None and not future.done():
             future.set_exception(error)
-            future.exception()  # a waiter may have gone; its error is not asyncio's business
+            future.exception()  # marks it as retrieved: the waiter may be gone, and asyncio would log the error
 
     def _fail_waiting(self, error: BaseException) -> None:
         self._fail_batch(error)
         self.updates.fail(error)
-        futures: list[asyncio.Future[Any]] = [*self._pauses, *self._evaluations.values()]
+        futures: list[asyncio.Future[Any]] = [*self._pauses, *self._evaluations.values(), *self._leaving.values()]
         for future in futures:
             if not future.done():
                 future.set_exception(error)
@@ -630,16 +742,16 @@ class RolloutDriver:
             raise SchedulerClosed(f"the scheduler has stopped: {self._broken}") from self._broken
 
 
-# ---------------------------------------------------------------- what a state must be, beside the checks of the core
+# ---------------------------------------------------------------- checks of a saved state, besides those of the core
 
 KIND = "rollouts"
-"""The kind of state that a scheduler saves."""
+"""Kind of saved state, as named in its seal."""
 ALWAYS_REFUSED = {"stop", "stop_token_ids"}
-"""Settings that must not change, as held tokens may contain such stops in their middle."""
+"""Sampling settings that must not change while tokens are held: the tokens may contain the new stops already."""
 
 
 def parts_of(state: Any) -> tuple[State, State, State]:
-    """The snapshot of the core, the position in the prompts and the sampling of a state; raises CheckpointError."""
+    """Return a state's core snapshot, position in the prompts, and sampling; raises CheckpointError."""
     require_sealed(KIND, state)
     parts = [state.get(name) for name in ("core", "prompts", "sampling")]
     if not all(isinstance(part, dict) for part in parts):
@@ -647,17 +759,40 @@ def parts_of(state: Any) -> tuple[State, State, State]:
     return parts[0], parts[1], parts[2]
 
 
+def outputs_out(settings: CoreSettings, core: State, outputs: Mapping[SampleId, Any]) -> list[Any]:
+    """Return the rollout functions' return values for samples that are saved as finished (see ``snapshot``).
+
+    Each is ``[group, index, value]``; values that cannot be serialised are left out.
+    """
+    found = []
+    again = settings.group_reward or settings.has_filter
+    for group in (*core["ready"], *(() if again else core["waiting"])):
+        for index, sample in enumerate(group["samples"]):
+            if sample.get("finished") and (name := SampleId(group["id"], index)) in outputs:
+                with suppress(CheckpointError):
+                    found.append([*name, plain(outputs[name])])
+    return found
+
+
+def outputs_in(outputs: Any) -> dict[SampleId, Any]:
+    """Read what :func:`outputs_out` wrote; raises CheckpointError."""
+    try:
+        return {SampleId(group, index): restored(value) for group, index, value in outputs}
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(f"the state is damaged: what functions have returned: {error}") from error
+
+
 def sampling_out(sampling: SamplingParams) -> dict[str, Any]:
-    """The configured sampling for a state."""
+    """Return the configured sampling as plain values for a saved state."""
     values = {name: value for name, value in asdict(sampling).items() if name not in ("max_tokens", "seed")}
     return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
 
 
 def refuse_sampling(core: RolloutCore, saved: Any, sampling: SamplingParams, *, allow_mismatch: bool) -> None:
-    """Other sampling than before cannot go on from tokens that were sampled by it: one batch has one way of sampling.
+    """Refuse a state whose tokens were sampled with other settings: all tokens of a batch share one sampling.
 
     Raises:
-        CheckpointError: they differ and ``core``, which was restored, holds tokens; ``allow_mismatch`` allows for
+        CheckpointError: the settings differ and the restored ``core`` holds tokens. ``allow_mismatch`` permits another
             temperature, top_p and min_tokens.
     """
     now = sampling_out(sampling)
@@ -674,7 +809,7 @@ def refuse_sampling(core: RolloutCore, saved: Any, sampling: SamplingParams, *, 
 
 
 def refuse_undrawn(core: RolloutCore, stand: Position) -> None:
-    """Raise CheckpointError if ``core`` holds a prompt twice, or one that was not drawn."""
+    """Raise CheckpointError if ``core`` holds a prompt twice, or a prompt that was not drawn before ``stand``."""
     names = [(group.prompt.epoch, group.prompt.position) for group in core.buffer]
     if len(set(names)) < len(names) or any(name >= (stand.epoch, stand.position) for name in names):
         raise CheckpointError(
@@ -684,7 +819,7 @@ def refuse_undrawn(core: RolloutCore, stand: Position) -> None:
 
 
 def log_changes(core: RolloutCore, state: dict[str, Any]) -> None:
-    """Log the settings that differ from those of the state."""
+    """Log the settings that differ from those in the saved state."""
     if changes := snapshot.changed_settings(core, state):
         said = "; ".join(f"{name} was {saved}, now {now}" for name, (saved, now) in changes.items())
         log.info("the state goes on under other settings: %s", said)

@@ -1,13 +1,13 @@
-"""The user's functions at work: one rollout function per sample, rewards, the filter; what they say becomes events.
+"""Runs the user's rollout, reward and filter functions for samples and groups, and posts their results as events.
 
-Invariant: a function of a sample that was given up is cancelled, and nothing that it still does is heard.
+Invariant: when a sample is given up, its function is cancelled, and whatever the function still does is ignored.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from operator import itemgetter
 from typing import Any, NamedTuple
@@ -22,8 +22,8 @@ from april.core.lives import Function
 from april.core.sampling import SamplingParams
 from april.core.tape import Int32
 from april.core.types import FinishReason, Group, Sample, SampleId
+from april.driver.core_view import CoreView
 from april.driver.detokenizer import Detokenizer
-from april.driver.host_view import HostView
 from april.driver.llm import (
     AFTER_ITS_END,
     LLM,
@@ -39,6 +39,7 @@ from april.driver.llm import (
     RolloutFunction,
     Sheltered,
     check_conversation,
+    check_has_conversation,
     check_mismatch,
     checked_call,
     completion_of,
@@ -48,14 +49,14 @@ from april.driver.llm import (
 from april.driver.long_waits import WARN_AFTER_S
 from april.driver.rewards import Response, checked_reward, checked_rewards, checked_verdict, response_of
 from april.driver.user_calls import Call, UserCalls
-from april.driver.user_code import FailureLog, describe_with_place, kind_of, place_of
-from april.errors import ConfigError, RolloutError, UsageError
+from april.driver.user_code import FailureLog, FunctionLost, describe_with_place, kind_of, place_of
+from april.errors import ConfigError, RolloutError, SchedulerClosed, UsageError
 from april.images.placing import Images
 
 
 @dataclass(frozen=True, slots=True)
 class UserFunctions:
-    """The functions that the user brings, and the tokenizer, without which there is no text."""
+    """The user's functions, and the tokenizer and image reader that april uses for them."""
 
     rollout: RolloutFunction | BlockingRolloutFunction
     reward: Callable[..., Any] | None = None
@@ -63,38 +64,40 @@ class UserFunctions:
     filter: Callable[..., Any] | None = None
     detokenizer: Detokenizer | None = None
     doors: Doors | None = None
-    """The endpoints for clients of the rollout function; None means that there are none."""
+    """Server of endpoints for clients of rollout functions; None means that there is none."""
     images: Images | None = None
-    """Reads and places images; None means that no conversation has any."""
+    """Reader of images; None means that no conversation has images."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutSettings:
-    """The settings under which a process runs engines and functions."""
+    """Settings for running engines and user functions."""
 
     sampling: SamplingParams
-    """The sampling of calls of ``llm.generate`` that do not change it."""
+    """Default sampling of ``llm.generate``."""
     allow_mismatch: bool = False
     function_timeout_s: float | None = None
-    """The longest time of one call of a function; None means no limit."""
+    """Most seconds for one call of a function; None means no limit."""
     stall_timeout_s: float | None = None
-    """The longest time without a token from an engine; None means no limit."""
+    """Most seconds without a token from an engine; None means no limit."""
     warn_after_s: float | None = WARN_AFTER_S
-    """The time after which a warning names what takes long; None means never."""
+    """Seconds after which a warning names what takes long; None means never."""
     vocab_size: int = 0
-    """The smallest vocabulary of all engines, those of other processes included."""
+    """Size of the smallest vocabulary of all engines."""
     any_temperature: bool = True
     """True if the log-probabilities of all engines follow the temperature."""
 
 
+MOST_EMPTY = 1000
+"""Number of consecutive calls without a token after which a rollout function is stopped as an endless loop."""
 CAUSES = 8
-"""The most failures of functions that are remembered as causes."""
+"""Most failures of functions that are remembered, to be chained as causes of errors."""
 CLEAN_UP_S = 10.0
 """Seconds that cancelled functions of an evaluation have to end."""
 
 
 class _Failed(NamedTuple):
-    """The text of a failure, and its kind (see SampleFailed)."""
+    """A failed function: the error text and its kind (see SampleFailed)."""
 
     error: str
     kind: str
@@ -102,38 +105,40 @@ class _Failed(NamedTuple):
 
 @dataclass(slots=True)
 class _Runner:
-    """The function of one sample, and what it waits for."""
+    """The running function of one sample, and its open calls of ``llm``."""
 
     sample: Sample
     function: Call | None = None
-    """The rollout function, later the reward function."""
+    """Call of the rollout function, later of the reward function."""
     calls: dict[int, asyncio.Future[Completion]] = field(default_factory=dict)
-    """The calls of llm.generate that are not complete yet, by number."""
+    """Calls of llm.generate that are not complete yet, by number."""
     made: int = 0
-    """Number of calls that were made."""
+    """Number of calls of llm.generate so far."""
+    empty: int = 0
+    """Number of consecutive calls, up to the last one, that generated nothing."""
     door: Door | None = None
-    """The endpoint of this sample, once the function has asked for it."""
+    """Endpoint of this sample, once the function has asked for it."""
     chat: Chat | None = None
-    """What ``llm.chat`` asks, once it was called."""
+    """Object that answers ``llm.chat``, once that was called."""
     asked: set[int] = field(default_factory=set)
-    """The calls of its clients and of llm.chat, by number, except those that were given up."""
+    """Numbers of the calls made by clients and llm.chat, except those that were given up."""
     output: Any = None
 
 
 class SampleFunctions:
-    """Runs the functions of all samples.
+    """Runs the user's functions for all samples.
 
     Args:
-        view: what the core knows.
-        functions: the user's.
-        rollout: the coroutine function that runs for the user's rollout function.
-        calls: calls functions.
-        post: takes the events.
+        view: Read-only part of the core's state.
+        functions: Functions of the user.
+        rollout: Coroutine function that runs the user's rollout function.
+        calls: Calls the functions with their time limits.
+        post: Callback for events to the core.
     """
 
     def __init__(
         self,
-        view: HostView,
+        view: CoreView,
         functions: UserFunctions,
         rollout: RolloutFunction,
         settings: RolloutSettings,
@@ -151,33 +156,45 @@ class SampleFunctions:
         self._failures = FailureLog()
         self._worked: set[Function] = set()
         self._raised: dict[str, BaseException] = {}
-        """The latest errors, by their text."""
+        """Latest errors of functions, by the text that was reported to the core."""
         self.raised: dict[int, BaseException] = {}
-        """The first error of a function, by evaluation."""
-        self.elsewhere: dict[int, dict[SampleId, Any]] = {}
-        """The values that rollout functions on other hosts returned, by evaluation."""
+        """First error of a function in each evaluation, by the evaluation's number."""
+        self._closed = False
         self._leaving: set[asyncio.Task[None]] = set()
-        """Cancelled functions of evaluations, which clean up."""
+        """Cancelled functions of evaluations that have not ended yet."""
 
     def forget(self, samples: Iterable[SampleId]) -> None:
-        """Forget delivered samples."""
+        """Forget these samples, as they were delivered."""
         for sample in samples:
             self._runners.pop(sample, None)
 
     def output_of(self, sample: SampleId) -> Any:
-        """The value that a sample's rollout function has returned here."""
+        """Return the value that a sample's rollout function returned, or None."""
         runner = self._runners.get(sample)
         return None if runner is None else runner.output
 
-    def returned_elsewhere(self, sample: Sample, output: Any) -> None:
-        """The rollout function of an evaluation has returned on another host."""
-        assert sample.evaluation is not None
-        self.elsewhere.setdefault(sample.evaluation.request.evaluation, {})[sample.id] = output
+    def outputs(self) -> dict[SampleId, Any]:
+        """Return the values other than None that rollout functions returned, by sample."""
+        return {name: runner.output for name, runner in self._runners.items() if runner.output is not None}
 
-    def shut_doors(self) -> None:
-        """Answer the clients of no function any more."""
+    def returned_before(self, sample: Sample, output: Any) -> None:
+        """Restore the value that a finished sample's rollout function returned before a restart."""
+        self._runners[sample.id] = _Runner(sample, output=output)
+
+    def close(self) -> None:
+        """Refuse all further generation for functions and their clients, and cancel the calls that wait for it."""
+        self._closed = True
         for runner in self._runners.values():
             self._shut(runner)
+            for call in runner.calls.values():
+                call.cancel()
+
+    def _refuse_after_its_end(self, function: Call) -> None:
+        """Raise if the function has ended, or the scheduler is closed: its leftover tasks may still call ``llm``."""
+        if self._closed:
+            raise SchedulerClosed("llm: the scheduler is closed, and nothing is generated any more")
+        if function.over:
+            raise RolloutError(AFTER_ITS_END)
 
     def clear(self) -> None:
         """Forget all samples."""
@@ -186,7 +203,7 @@ class SampleFunctions:
     # ---------------------------------------------------------------- rollout functions
 
     def start(self, command: do.StartSample) -> None:
-        """Run the rollout function of a sample; the default one needs no coroutine for its only call."""
+        """Start the rollout function of a sample; the default function's only call is posted without a coroutine."""
         sample, evaluation = command.sample, command.sample.evaluation
         settings = self._settings
         default = settings.sampling if evaluation is None else evaluation.request.sampling
@@ -198,10 +215,13 @@ class SampleFunctions:
 
         async def generate(
             sampling: SamplingParams, token_ids: Int32 | None, *, any_chain: bool = False,
-            attached: tuple[Placed, ...] | None = None, images: Sequence[Any] = (),
+            attached: tuple[Placed, ...] | None = None, images: Sequence[Any] = (), overridden: bool = False,
+            client: bool = False,
         ) -> Completion:  # fmt: skip
-            if function.over:
-                raise RolloutError(AFTER_ITS_END)
+            self._refuse_after_its_end(function)
+            if not len(sample.group.prompt.token_ids):
+                any_chain = True  # the function writes its own conversations, as the prompt has no tokens
+                check_has_conversation(token_ids, sample.group.prompt)
             if runner.calls and not any_chain:
                 raise RolloutError(_ABANDONED)
             if not settings.allow_mismatch and evaluation is None:
@@ -218,14 +238,17 @@ class SampleFunctions:
             number = runner.made
             call: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
             runner.calls[number] = call
-            if any_chain:
+            if client:
                 runner.asked.add(number)
-            function.stop_clock()  # parked time is not the function's
-            self._post(ev.CallMade(sample.id, exact_types(sampling), token_ids, number, any_chain, attached or ()))
+            function.stop_clock()  # waiting for generation does not count for function_timeout_s
+            asked = sample.id, exact_types(sampling), token_ids, number, any_chain, attached or ()
+            self._post(ev.CallMade(*asked, overridden=overridden))
             try:
-                return await call
+                done = await call
+                await self._refuse_to_go_round(runner, done)
+                return done
             except asyncio.CancelledError:
-                if any_chain and (runner.door or runner.chat):  # its client has left, and the sample goes on
+                if any_chain and (runner.door or runner.chat):  # the client has disconnected, and the sample goes on
                     runner.calls.pop(number, None)
                     runner.asked.discard(number)
                     self._post(ev.CallUnheard(sample.id, number))
@@ -240,14 +263,14 @@ class SampleFunctions:
                 function.start_clock()
 
         def behind() -> Sheltered:
+            asks = partial(generate, any_chain=True, client=True)
             return Sheltered(
-                generate=partial(generate, any_chain=True), sampling=default, loop=asyncio.get_running_loop(),
+                generate=asks, sampling=default, loop=asyncio.get_running_loop(),
                 max_context=self._view.max_context, prompt=sample.group.prompt, answered=answered_by(sample),
             )  # fmt: skip
 
         def open_door(place: Any) -> Door:
-            if function.over:
-                raise RolloutError(AFTER_ITS_END)
+            self._refuse_after_its_end(function)
             if runner.door is None:
                 if self._functions.doors is None:
                     raise UsageError(NO_ENDPOINT)
@@ -255,8 +278,7 @@ class SampleFunctions:
             return runner.door
 
         def open_chat() -> Chat:
-            if function.over:
-                raise RolloutError(AFTER_ITS_END)
+            self._refuse_after_its_end(function)
             if runner.chat is None:
                 if self._functions.doors is None:
                     raise UsageError(NO_ENDPOINT)
@@ -264,8 +286,12 @@ class SampleFunctions:
             return runner.chat
 
         def ended(output: Any, error: BaseException | None) -> None:
-            runner.output = output
-            for number in self._shut(runner):
+            runner.output, unheard = output, self._shut(runner)
+            if isinstance(error, FunctionLost):  # what it has heard is asked again
+                self._end_calls(runner)
+                self._post(ev.FunctionLost(sample.id))
+                return
+            for number in unheard:
                 self._post(ev.CallUnheard(sample.id, number))
             abandoned = isinstance(error, TimeoutError) and bool(runner.calls)
             if error is None and runner.calls:
@@ -287,10 +313,28 @@ class SampleFunctions:
         arguments = (sample.group.prompt.copy(), llm)
         function = runner.function = self._calls.begin_async(self._rollout, arguments, sample.key, ended)
 
+    @staticmethod
+    async def _refuse_to_go_round(runner: _Runner, done: Completion) -> None:
+        """Raise RolloutError in a function that keeps calling ``llm.generate`` when nothing is left of its budget.
+
+        Such calls are complete at once, so the function would block the event loop for ever.
+        """
+        runner.empty = 0 if len(done.tokens) else runner.empty + 1
+        if runner.empty >= MOST_EMPTY:
+            await asyncio.sleep(0)  # lets the loop run if the function catches the error and goes on
+            raise RolloutError(
+                f"the last {MOST_EMPTY:,} calls of llm.generate have returned no tokens, as nothing is left of "
+                "max_response_len or the engines' context: end the function once Completion.finish is length and it "
+                "has no tokens"
+            )
+
     async def _attached(
         self, sample: Sample, token_ids: Int32, images: Sequence[Any], *, any_chain: bool
     ) -> tuple[Int32, tuple[Placed, ...]]:
-        """A conversation as the model reads it, and all that is attached to it; ``images`` belong to what is new."""
+        """Return a conversation's tokens as the model reads them, and its attachments.
+
+        ``images`` are those of the new tokens.
+        """
         have, known = known_attached(sample, token_ids, any_chain=any_chain, new=bool(images))
         reader = self._functions.images
         if reader is None:
@@ -310,7 +354,7 @@ class SampleFunctions:
             raise UsageError(str(error)) from error
 
     def _failed(self, which: Function, error: BaseException, function: Callable[..., Any], where: object) -> _Failed:
-        """Log a failure, and keep it as the cause of what may be raised for it."""
+        """Log a function's failure, and remember the error as the cause of a later one (:meth:`cause_of`)."""
         place = place_of(error, function)
         kind = kind_of(error, place)
         told, once = describe_with_place(error, place), bool(kind) and which not in self._worked
@@ -323,7 +367,7 @@ class SampleFunctions:
         return failed
 
     def cause_of(self, failure: str) -> BaseException | None:
-        """The error of a function here whose text ends ``failure``."""
+        """Return the remembered error whose text is the end of ``failure``, or None."""
         return next((error for said, error in reversed(self._raised.items()) if failure.endswith(said)), None)
 
     def _evaluation_failed(self, sample: Sample, what: str, error: BaseException) -> None:
@@ -335,24 +379,24 @@ class SampleFunctions:
         self._post(ev.SampleFailed(sample.id, why))
 
     async def cleaned_up(self) -> None:
-        """Wait a while for the cancelled functions of evaluations to end."""
+        """Wait until the cancelled functions of evaluations have ended, for CLEAN_UP_S at most."""
         if self._leaving:
             await asyncio.wait(self._leaving, timeout=CLEAN_UP_S)
 
     def call_completed(self, command: do.CallCompleted) -> None:
-        """Wake the rollout function."""
+        """Return a completed call's result to the rollout function."""
         sample, result = command.call.sample, command.call.result
         runner = self._runners.get(sample.id)
         if runner is None:
             self._post(ev.SampleReturned(sample.id))  # the default function returns now
             return
-        call = runner.calls.pop(command.call.number, None)  # None: its function has ended meanwhile
+        call = runner.calls.pop(command.call.number, None)  # None if the function has ended meanwhile
         assert result is not None
         if call is not None and not call.done():
             call.set_result(completion_of(command.call.chain, result, command.call.number))
 
     def _shut(self, runner: _Runner) -> list[int]:
-        """Answer no message of a sample any more; returns the numbers of calls whose answers nobody has heard."""
+        """Close a sample's endpoint and chat; returns the numbers of calls whose answers no client received."""
         doors, door, chat, runner.door, runner.chat = self._functions.doors, runner.door, runner.chat, None, None
         if door is None and chat is None:
             return []
@@ -361,13 +405,17 @@ class SampleFunctions:
             unheard.difference_update(doors.shut(door))
         if chat is not None:
             unheard.difference_update(chat.close())
-        for call in runner.calls.values():
-            call.cancel()
-        runner.calls.clear()
+        self._end_calls(runner)
         return sorted(unheard)
 
+    @staticmethod
+    def _end_calls(runner: _Runner) -> None:
+        for call in runner.calls.values():
+            call.cancel()  # a task that the user's function started may await it
+        runner.calls.clear()
+
     def cancel(self, command: do.CancelSample) -> None:
-        """End whatever runs for a sample that was given up."""
+        """Cancel the function and calls of a sample that was given up."""
         runner = self._runners.pop(command.sample.id, None)
         if runner is None:
             return
@@ -377,31 +425,29 @@ class SampleFunctions:
                 self._leaving.add(task)
                 task.add_done_callback(self._leaving.discard)
         self._shut(runner)
-        for call in runner.calls.values():
-            call.cancel()  # it may be awaited by a task of the user's own
+        self._end_calls(runner)
 
     # ---------------------------------------------------------------- rewards and filter
 
     def score_sample(self, command: do.ScoreSample) -> None:
-        """Ask for the reward of one sample."""
+        """Call the reward function for one sample."""
         self._score([command.sample])
 
     def score_group(self, command: do.ScoreGroup) -> None:
-        """Ask for the rewards of a group."""
+        """Call the group reward function for a group."""
         self._score(command.group.members)
 
     def responses(self, samples: Iterable[Sample], *, judged: bool = False) -> list[Response]:
-        """Finished samples as reward functions see them, or with their rewards (``judged``), as filters do."""
+        """Return finished samples as responses for reward functions, or with rewards (``judged``) for filters."""
         return [
             response_of(s, self.output_of(s.id), self._detokenizer, s.reward if judged else None) for s in samples
         ]
 
-    def evaluated(self, evaluation: int, groups: Iterable[Group]) -> tuple[tuple[Response, ...], ...]:
-        """The responses of an evaluation, also of functions that ran on other hosts; they are forgotten then."""
-        elsewhere, responses = self.elsewhere.get(evaluation, {}), []
+    def evaluated(self, groups: Iterable[Group]) -> tuple[tuple[Response, ...], ...]:
+        """Return the responses of an evaluation, group by group, and forget its samples."""
+        responses = []
         for group in groups:
-            own = zip(group.samples, self.responses(group.samples), strict=True)
-            responses.append(tuple(replace(r, output=elsewhere.get(s.id, r.output)) for s, r in own))
+            responses.append(tuple(self.responses(group.samples)))
             self.forget(s.id for s in group.samples)
         return tuple(responses)
 
@@ -420,7 +466,7 @@ class SampleFunctions:
                     ids = [s.key for s in samples]
                     rewards = checked_rewards(value, ids) if in_groups else [checked_reward(value, first)]
                 except (Exception, SystemExit) as raised:
-                    error = raised.with_traceback(None)  # it would show april's own lines
+                    error = raised.with_traceback(None)  # the traceback has only april's own lines
             if error is None:
                 if samples[0].evaluation is None:
                     self._worked.add(Function.REWARD)
@@ -435,7 +481,7 @@ class SampleFunctions:
             runner.function = call
 
     def judge_group(self, command: do.JudgeGroup) -> None:
-        """Ask the filter about a scored group."""
+        """Call the filter for a scored group."""
         group, function = command.group, self._functions.filter
         assert function is not None
         responses = self.responses(group.first, judged=True)
@@ -464,13 +510,15 @@ class SampleFunctions:
 def known_attached(
     sample: Sample, token_ids: Int32, *, any_chain: bool, new: bool = False
 ) -> tuple[int, tuple[Placed, ...]]:
-    """Return of a conversation how many tokens are known, and what is attached to them: the beginning that it has in
-    common with the sample's only conversation, with the longest of them, or, where it brings images, with the prompt.
+    """Return how many leading tokens of ``token_ids`` are known from the sample, and their attachments.
+
+    With ``any_chain`` they are those of the longest known conversation that ``token_ids`` repeat, or of the prompt if
+    there are new images (``new``); otherwise those of the sample's only conversation.
     """
     if not any_chain:
         chain = sample.chains[0]
         have = len(chain.prompt) + chain.seen
-        return have, before(chain.attached, have)  # a function that begins again has not shown the rest yet
+        return have, before(chain.attached, have)  # a restarted function has not repeated the rest yet
     prompt = sample.group.prompt
     known = [(prompt.token_ids, prompt.attached)]
     if not new:
@@ -480,7 +528,7 @@ def known_attached(
 
 
 def answered_by(sample: Sample) -> list[Answered]:
-    """The answers that a sample's function had, whole, when it was lost."""
+    """Return the calls that were answered before the sample's function was lost; cut answers are left out."""
     return [
         Answered(chain.prompt, chain.tape.tokens, call.start, call.end, chain.attached)
         for chain in sample.chains

@@ -1,7 +1,7 @@
-"""Calls of the user's functions: async ones on the loop, plain ones in daemon threads, none for longer than allowed.
+"""Calls the user's functions with a time limit: async ones on the event loop, plain ones in daemon threads.
 
 Invariant: each call is answered at most once, and not at all after it was cancelled. A function that goes on after
-that (a thread, a coroutine that ignores its cancellation) is left behind, and nobody listens to it any more.
+that (a thread, or a coroutine that ignores its cancellation) is left behind, and its result is ignored.
 """
 
 from __future__ import annotations
@@ -19,16 +19,17 @@ from functools import partial
 from typing import Any, Protocol, TypeVar
 
 from april.daemon_pool import DaemonPool
+from april.driver.pace import Pace
 from april.driver.user_code import Outcome, cancelled_inside, harmless, inside_user_code, is_async, name_of, outcome_of
 from april.errors import RolloutError
 
 log = logging.getLogger("april")
 
 PLAIN_FUNCTIONS_AT_ONCE = min(32, (os.cpu_count() or 1) + 4)
-"""Plain reward functions and filters that run at the same time; those past their time limit are not counted."""
+"""Most plain reward functions and filters that run at the same time; those past their time limit are not counted."""
 
 WARN_AGAIN = 10
-"""A function is named again after this many times the limit of a slow one."""
+"""Multiple of the warning time after which another warning may name the same function."""
 
 T = TypeVar("T")
 Answered = Callable[[Any, BaseException | None], None]
@@ -48,11 +49,11 @@ class Call:
         self._warned = False
         """True once a warning has named this call."""
         self.task: asyncio.Task[None] | None = None
-        """The task that runs the function on the loop, if one does."""
+        """Task that runs the function on the loop; None for a function in a thread."""
 
     @property
     def name(self) -> str:
-        """The function's name."""
+        """Name of the function."""
         return name_of(self._function)
 
     @property
@@ -61,7 +62,7 @@ class Call:
         return self._answered is None
 
     def answer(self, value: Any, error: BaseException | None) -> None:
-        """Tell who waits for it, unless that was done."""
+        """Pass the result to the callback, unless the call was answered or cancelled before."""
         answered, self._answered = self._answered, None
         if answered is None:
             return
@@ -69,7 +70,7 @@ class Call:
         answered(value, error)
 
     def late(self) -> float | None:
-        """Warn once of a call that takes long; answer one that takes too long with an error and leave it behind."""
+        """Handle a timeout: the first one may only warn; the last one answers with an error and leaves the function."""
         limits = self._calls.limits
         if limits.early_s is not None and not self._warned:
             self._warned = True
@@ -81,50 +82,53 @@ class Call:
         )
         if not self.over:
             if self.task is not None:
-                self.task.cancel()  # before the answer, which may begin the next one
+                self.task.cancel()  # before the answer, which may start the next call
             self.answer(None, error)
         self._calls.leave(self)
         return None
 
     def cancel(self) -> None:
-        """Drop the answer; a coroutine is cancelled, a plain function runs to its end."""
+        """Discard the answer; a coroutine is cancelled, a plain function runs to its end."""
         self._answered = None
         if self.task is not None:
             self._calls.limits.stop(self)
             self.task.cancel()
 
     def stop_clock(self) -> None:
-        """Stop counting the function's time."""
+        """Stop the function's timeout."""
         self._calls.limits.stop(self)
 
     def start_clock(self) -> None:
-        """Count the function's time from zero again."""
+        """Restart the function's timeout from zero."""
         if not self.over:
             self._warned = False
             self._calls.limits.start(self)
 
 
 class UserCalls:
-    """Calls functions, for one driver; must be used on its loop."""
+    """Calls the user's functions for one driver; must be used on its event loop."""
 
-    def __init__(self, limits: TimeLimits, threads: WorkerThreads, spawn: Spawn) -> None:
+    def __init__(
+        self, limits: TimeLimits, threads: WorkerThreads, spawn: Spawn, pace: Pace | None = None
+    ) -> None:  # fmt: skip
         self.limits = limits
+        self._pace = pace or Pace()
         self._threads = threads
         self._spawn = spawn
         self._context = copy_context()
         self._closed = False
         self._warned: dict[str, float] = {}
-        """The time, by function, before which no warning names it again."""
+        """Loop time before which no warning names a function again, by its name."""
         self._places = PLAIN_FUNCTIONS_AT_ONCE
         self._waiting: deque[tuple[Call, Callable[..., Any], tuple[Any, ...]]] = deque()
-        """Plain functions that wait for a place."""
+        """Queue of plain functions for which no thread is allowed yet."""
         self._in_threads: dict[Call, asyncio.Future[None] | None] = {}
-        """Plain functions that hold a place, each with the future of its end, if somebody waits for that."""
+        """Running plain functions, each with a future of its end once the scheduler is closing."""
 
     def begin(self, function: Callable[..., Any], args: tuple[Any, ...], where: object, answered: Answered) -> Call:
-        """Call ``function(*args)``; then ``answered(value, error)`` on the loop, at most once.
+        """Start ``function(*args)``; ``answered(value, error)`` is called on the loop with its result, at most once.
 
-        ``where`` (a sample's id) is named in the error of a function that takes too long.
+        ``where`` (a sample's id) appears in the error of a function that takes too long.
         """
         if is_async(function):
             return self.begin_async(function, args, where, answered)
@@ -143,7 +147,7 @@ class UserCalls:
         return call
 
     def warn_of(self, name: str, where: object) -> None:
-        """A function takes long; said of each from time to time, as it may do so for every sample."""
+        """Warn that a function takes long, at most once per ``WARN_AGAIN`` times the warning time for each function."""
         early_s, seconds, now = self.limits.early_s, self.limits.seconds, asyncio.get_running_loop().time()
         assert early_s is not None
         if now < self._warned.get(name, now):
@@ -153,7 +157,7 @@ class UserCalls:
         log.warning("%s has been at work on %s for %g s; %s", name, where, early_s, ends)
 
     def leave(self, call: Call) -> None:
-        """Give the place that a call holds, if any, to the next one."""
+        """Stop counting a call as running, and start the next plain function in the queue."""
         if call in self._in_threads:
             ended = self._in_threads.pop(call)
             if ended is not None and not ended.done():
@@ -162,7 +166,7 @@ class UserCalls:
             self._start_threads()
 
     def close(self) -> dict[asyncio.Future[None], str]:
-        """Begin and answer nothing any more; returns futures for ends of plain functions, and their names."""
+        """Start and answer no more calls; returns a future for each running plain function's end, with its name."""
         self._closed = True
         self.limits.close()
         self._waiting.clear()
@@ -178,6 +182,7 @@ class UserCalls:
     async def _on_the_loop(self, call: Call, function: Callable[..., Awaitable[Any]], args: tuple[Any, ...]) -> None:
         value: Any = None
         error: BaseException | None = None
+        await self._pace.turn()
         call.start_clock()
         try:
             with inside_user_code():
@@ -187,10 +192,11 @@ class UserCalls:
                 raise
             error = cancelled_inside()
         except GeneratorExit:
-            raise  # the loop has ended
+            raise  # the event loop has ended
         except BaseException as raised:
             error = harmless(raised)
-        call.answer(value, error)
+        if not self._closed:
+            call.answer(value, error)
 
     # ---------------------------------------------------------------- in threads
 
@@ -222,7 +228,7 @@ class UserCalls:
         if call.over:
             return
         if outcome.awaitable:
-            # a plain function that only makes a coroutine; its task may be cancelled before it begins
+            # a plain function that returned a coroutine; it is closed if its task is cancelled before it starts
             call.task = self._spawn(self._on_the_loop(call, outcome.take, ()))
             call.task.add_done_callback(lambda _: outcome.close())
         else:
@@ -230,22 +236,22 @@ class UserCalls:
 
 
 def marked(function: Callable[..., T], *args: Any) -> T:
-    """Call a function of the user's, in a thread, where calls of april's are refused."""
+    """Call a user's function in this thread, marked so that april refuses calls that would wait for the function."""
     with inside_user_code():
         return function(*args)
 
 
 class Timed(Protocol):
-    """Something that can be late."""
+    """An operation with a timeout."""
 
     def late(self) -> float | None:
-        """Handle the end of its time, on the loop; returns the seconds that are left after all, or None."""
+        """Handle the timeout, on the loop; returns the seconds until the next one, or None if there is none."""
 
 
 class TimeLimits:
-    """Runs ``late`` of everything that was started and not stopped within ``seconds`` (None: never).
+    """Calls ``late()`` of each operation that was started and not stopped within ``seconds`` (None means never).
 
-    ``early_s``: where it is less, ``late`` is run then for the first time, and may return what is left.
+    If ``early_s`` is less, the first call comes after ``early_s``, for a warning; ``late()`` returns the time left.
     """
 
     def __init__(self, seconds: float | None, early_s: float | None = None) -> None:
@@ -253,14 +259,14 @@ class TimeLimits:
         self.early_s = early_s if early_s is not None and (seconds is None or early_s < seconds) else None
         self._first = seconds if self.early_s is None else self.early_s
         self._deadlines: OrderedDict[Timed, float] = OrderedDict()
-        """In the order of their deadlines."""
+        """Deadlines in loop time, earliest first."""
         self._timer: asyncio.TimerHandle | None = None
         self._given_more: dict[Timed, asyncio.TimerHandle] = {}
-        """A timer for each that still had time left when its first limit ran out."""
+        """Timers of operations whose ``late()`` returned a time left."""
         self._closed = False
 
     def start(self, what: Timed) -> None:
-        """Begin to count its time, unless it is counted already."""
+        """Start the timeout of an operation, unless it is running already."""
         if self._first is None or self._closed or what in self._deadlines or what in self._given_more:
             return
         loop = asyncio.get_running_loop()
@@ -269,19 +275,13 @@ class TimeLimits:
             self._timer = loop.call_at(deadline, self._check)
 
     def stop(self, what: Timed) -> None:
-        """Stop timing; the next start begins from zero."""
+        """Stop the timeout of an operation; the next start begins from zero."""
         self._deadlines.pop(what, None)
         if (timer := self._given_more.pop(what, None)) is not None:
             timer.cancel()
 
-    def restart(self, what: Timed) -> None:
-        """Begin from zero, if its time was running."""
-        if what in self._deadlines and self._first is not None:
-            self._deadlines[what] = asyncio.get_running_loop().time() + self._first
-            self._deadlines.move_to_end(what)
-
     def close(self) -> None:
-        """Stop all timing for good."""
+        """Stop all timeouts for good."""
         self._closed = True
         self._deadlines.clear()
         for timer in self._given_more.values():
@@ -292,9 +292,9 @@ class TimeLimits:
             self._timer = None
 
     def _check(self) -> None:
-        """Call ``late`` of all whose time is over, and set the timer for the next."""
+        """Call ``late()`` of all operations past their deadline, and set the timer for the next deadline."""
         loop = asyncio.get_running_loop()
-        # until the end this timer counts as running: what late() starts needs no second one
+        # _timer stays set during the loop, so that operations which late() starts set no second timer
         while self._deadlines:
             what, deadline = next(iter(self._deadlines.items()))
             if deadline > loop.time():
@@ -312,9 +312,9 @@ class TimeLimits:
 
 
 class WorkerThreads:
-    """Daemon threads for the user's plain functions, as many as run at the same time; they are used again.
+    """A pool of daemon threads for the user's plain functions, without a limit on their number.
 
-    A thread that hangs costs its memory and nothing else: the next function gets another one.
+    A thread that hangs costs only its memory: the next function gets another thread.
     """
 
     def __init__(self) -> None:
@@ -323,12 +323,12 @@ class WorkerThreads:
     def run(
         self, context: Context, function: Callable[..., Any], args: tuple[Any, ...], heard: Callable[[Outcome], None]
     ) -> Future[Outcome]:
-        """Call ``function(*args)`` in a thread, in ``context``; then ``heard(outcome)`` on this loop, if it lives.
+        """Run ``function(*args)`` in a thread, in ``context``, and call ``heard(outcome)`` on the running loop.
 
-        Returns the outcome for a thread that would rather wait for it.
+        Returns a future of the outcome, on which threads can wait. ``heard`` is not called once the loop is closed.
 
         Raises:
-            RolloutError: the system gives no more threads.
+            RolloutError: the system allows no more threads.
         """
         loop = asyncio.get_running_loop()
         try:
@@ -342,7 +342,7 @@ class WorkerThreads:
         return job
 
     async def call(self, function: Callable[..., Any], *args: Any) -> Any:
-        """Await ``function(*args)`` in a thread; raises what it raises, and RolloutError as :meth:`run`."""
+        """Run ``function(*args)`` in a thread and return its result; raises its error, or that of :meth:`run`."""
         ended: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
         self.run(copy_context(), function, args, lambda o: None if ended.done() else ended.set_result(o))
         outcome = await ended
@@ -351,12 +351,12 @@ class WorkerThreads:
         return outcome.take()
 
     def close(self) -> None:
-        """End idle threads now, and the others after the function that they run; none is waited for."""
+        """End idle threads now, and the others when their function has returned; does not wait for them."""
         self._pool.shutdown(wait=False)
 
 
 def call_on(loop: asyncio.AbstractEventLoop, function: Callable[..., None], *args: Any) -> None:
-    """Call a function on the loop from another thread; do nothing if the loop has ended."""
+    """Schedule a function on the loop from another thread; does nothing if the loop is closed."""
     try:
         loop.call_soon_threadsafe(function, *args)
     except RuntimeError:

@@ -1,4 +1,4 @@
-"""The border to the user's functions: which kinds there are, and what may come back from them.
+"""Checks the user's functions before a run, and captures, classifies and describes what they return or raise.
 
 Invariant: nothing that a rollout or reward function does (raise, exit, be cancelled from inside, call back) ends
 anything but its own sample.
@@ -11,12 +11,13 @@ import functools
 import inspect
 import logging
 import os
+import sys
 import sysconfig
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar, copy_context
 from pathlib import Path
-from types import CodeType
+from types import CodeType, FrameType
 from typing import Any, TypeVar
 
 from april.errors import AprilError, ConfigError, RolloutError, UsageError
@@ -29,16 +30,20 @@ _inside: ContextVar[bool] = ContextVar("april_inside_user_code", default=False)
 
 @contextmanager
 def inside_user_code() -> Iterator[None]:
-    """Marks the calling context, and the tasks started from it, as a function that april waits for."""
+    """Mark the current context, and tasks started in it, as running a function that april waits for."""
     token = _inside.set(True)
     try:
         yield
     finally:
-        _inside.reset(token)
+        with suppress(ValueError):  # a coroutine that was left behind may be closed in another context
+            _inside.reset(token)
 
 
 def call_user_code(function: Callable[[], T]) -> T:
-    """:func:`inside_user_code` in the trainer's thread: a signal there cannot leave the mark behind."""
+    """Call a function marked as by :func:`inside_user_code`, in a copy of the context.
+
+    A signal that interrupts the trainer's thread cannot leave the mark behind.
+    """
 
     def marked() -> T:
         _inside.set(True)
@@ -48,7 +53,7 @@ def call_user_code(function: Callable[[], T]) -> T:
 
 
 def refuse_inside_user_code() -> None:
-    """Raise RolloutError in a function that april waits for: what it asks for may wait for this very function."""
+    """Raise RolloutError inside a function that april waits for, as the caller's operation may wait for it in turn."""
     refuse_while_held("next_batch, weight_update, evaluate and close")
     if _inside.get():
         raise RolloutError(
@@ -57,29 +62,26 @@ def refuse_inside_user_code() -> None:
         )
 
 
-# ---------------------------------------------------------------- before anything runs
+# ---------------------------------------------------------------- checks before a run
 
 
 def is_async(function: Callable[..., Any]) -> bool:
-    """Return whether a call gives a coroutine: an async function or ``__call__``, or a partial of one."""
+    """Return whether calling the function gives a coroutine: it or its ``__call__`` is async, or a partial of such."""
     while isinstance(function, functools.partial):
         function = function.func
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004
 
 
 def check_function(what: str, function: Any, parameters: Sequence[str]) -> None:
-    """Raise ConfigError for what cannot be called with these parameters, where that can be known beforehand."""
-    if not callable(function):
-        raise ConfigError(f"{what} must be a function, got {type(function).__name__}")
-    if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
-        raise ConfigError(f"{what}: {name_of(function)} is a generator (it has a yield); it must return its result")
+    """Raise ConfigError if the signature of a function cannot take these parameters; ``what`` names it in messages."""
+    check_returns(what, function)
     try:
-        # a decorator may add or take arguments: what counts is what is called
+        # a decorator may change the arguments, so look at the wrapper, which is what april calls
         signature = inspect.signature(function, follow_wrapped=False)
         bare = [p.replace(annotation=p.empty) for p in signature.parameters.values()]
         signature = signature.replace(parameters=bare, return_annotation=signature.empty)
     except (TypeError, ValueError):
-        return  # some builtins do not tell
+        return  # some builtins have no signature
     try:
         signature.bind(*parameters)
     except TypeError as error:
@@ -89,22 +91,30 @@ def check_function(what: str, function: Any, parameters: Sequence[str]) -> None:
         ) from None
 
 
+def check_returns(what: str, function: Any) -> None:
+    """Raise ConfigError if ``function`` is not callable, or is a generator function; ``what`` names it in messages."""
+    if not callable(function):
+        raise ConfigError(f"{what} must be a function, got {type(function).__name__}")
+    if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
+        raise ConfigError(f"{what}: {name_of(function)} is a generator (it has a yield); it must return its result")
+
+
 PARAMETERS = {
     "rollout": ("prompt", "llm"), "reward": ("prompt", "response"), "group_reward": ("prompt", "responses"),
     "filter": ("prompt", "responses"),
 }  # fmt: skip
-"""The arguments of each kind of function."""
+"""Parameters with which each kind of function is called."""
 
 
 def check_signatures(**functions: Any) -> None:
-    """Raise ConfigError for functions that cannot be called as their kind is; None stands for one that is not given."""
+    """Raise ConfigError for functions, given by kind, that cannot take their kind's parameters; None is skipped."""
     for kind, function in functions.items():
         if function is not None:
             check_function(kind, function, PARAMETERS[kind])
 
 
 def name_of(function: Callable[..., Any]) -> str:
-    """The name that a user knows a function by."""
+    """Return the name under which the user knows a function, such as that of a partial's function."""
     while isinstance(function, functools.partial):
         function = function.func
     name = getattr(function, "__qualname__", None) or type(function).__qualname__
@@ -112,7 +122,7 @@ def name_of(function: Callable[..., Any]) -> str:
 
 
 def code_of(function: Callable[..., Any] | None) -> CodeType | None:
-    """The code of a function, below partials and decorators that name what they wrap."""
+    """Return the code object of a function, without partials and decorators that set ``__wrapped__``."""
     while isinstance(function, functools.partial):
         function = function.func
     if function is None:
@@ -122,11 +132,11 @@ def code_of(function: Callable[..., Any] | None) -> CodeType | None:
     return code if isinstance(code, CodeType) else None
 
 
-# ---------------------------------------------------------------- what comes back
+# ---------------------------------------------------------------- results and errors
 
 
 class Outcome:
-    """The value or error of a function; a coroutine that nobody takes is closed with it."""
+    """The return value or error of a function; a returned coroutine that is never taken is closed."""
 
     __slots__ = ("_value", "error")
 
@@ -136,16 +146,16 @@ class Outcome:
 
     @property
     def awaitable(self) -> bool:
-        """True if the value is still to be awaited."""
+        """True if the value must be awaited."""
         return inspect.isawaitable(self._value)
 
     def take(self) -> Any:
-        """The value, which is the caller's from now on."""
+        """Return the value; from now on the caller is responsible for closing it."""
         value, self._value = self._value, None
         return value
 
     def close(self) -> None:
-        """Close a coroutine that nobody has taken."""
+        """Close a returned coroutine that was not taken."""
         if inspect.iscoroutine(self._value):
             self._value.close()
 
@@ -153,7 +163,7 @@ class Outcome:
 
 
 def outcome_of(function: Callable[[], Any]) -> Outcome:
-    """Call a plain function; whatever it raises is its outcome."""
+    """Call a plain function and return its value or error as an Outcome; nothing is raised."""
     try:
         return Outcome(function(), None)
     except BaseException as error:
@@ -161,7 +171,8 @@ def outcome_of(function: Callable[[], Any]) -> Outcome:
 
 
 def harmless(error: BaseException) -> BaseException:
-    """The error itself, or a RolloutError for those that mean something else to whoever would wait for it."""
+    """Return the error, or a RolloutError in place of one (KeyboardInterrupt, StopIteration, GeneratorExit, ...) that
+    would have another meaning where it is raised again."""
     if isinstance(error, (Exception, SystemExit, asyncio.CancelledError)) and not isinstance(
         error, (StopIteration, StopAsyncIteration)
     ):
@@ -172,7 +183,7 @@ def harmless(error: BaseException) -> BaseException:
 
 
 def own_cancellation(error: asyncio.CancelledError) -> RolloutError:
-    """Turn a CancelledError into a RolloutError if this task was not cancelled; else raise it again."""
+    """Return a RolloutError for a CancelledError if the current task was not cancelled; otherwise raise it again."""
     task = asyncio.current_task()
     assert task is not None
     if task.cancelling():
@@ -181,20 +192,20 @@ def own_cancellation(error: asyncio.CancelledError) -> RolloutError:
 
 
 def cancelled_inside() -> RolloutError:
-    """The error for a function in which something was cancelled, but not the function itself."""
+    """Return the error for a function that raised CancelledError although nobody cancelled the function itself."""
     return RolloutError("something that it waited for was cancelled")
 
 
 def message_of(error: BaseException) -> str:
-    """The message of an error, as text that UTF-8 can carry: names of files may have halves of characters."""
+    """Return the message of an error as text that UTF-8 can encode: file names in it may have surrogates."""
     try:
         return str(error).encode("utf-8", "backslashreplace").decode()
-    except Exception:  # of the user's own ``__str__``
+    except Exception:  # raised by the user's ``__str__``
         return "its message cannot be read"
 
 
 def describe(error: BaseException) -> str:
-    """Type and message of an error, in one line; april's own messages need no type."""
+    """Return the type and message of an error in one line; for april's own errors the message alone."""
     message = " ".join(message_of(error).split())
     if message and isinstance(error, AprilError):
         return message
@@ -202,31 +213,66 @@ def describe(error: BaseException) -> str:
 
 
 _HOUSE = str(Path(__file__).parent.parent) + os.sep
-_PLACES = filter(None, map(sysconfig.get_path, ("stdlib", "platstdlib", "purelib", "platlib")))
-_LIBRARIES = tuple(place + os.sep for place in _PLACES)
+_STDLIB = tuple(place + os.sep for place in filter(None, map(sysconfig.get_path, ("stdlib", "platstdlib"))))
+_SITES = "site-packages", "dist-packages"
 MOST_CAUSES = 16
-"""The most causes of an error that are looked at; some errors are their own cause."""
+"""Most chained causes of an error that are examined, as some errors are their own cause."""
 
 
 def is_users(file: str) -> bool:
-    """Return whether code is the user's: neither april's nor an installed library's."""
-    return not file.startswith((_HOUSE, "<frozen", *_LIBRARIES))
+    """Return whether a source file is the user's: neither april's nor an installed library's."""
+    return not is_aprils(file) and not is_library(file)
 
 
-def is_aprils_coroutine(code: CodeType) -> bool:
-    """Return whether code is that of a coroutine of april's, such as ``llm.chat``."""
-    return bool(code.co_flags & inspect.CO_COROUTINE) and code.co_filename.startswith(_HOUSE)
+def is_aprils(file: str) -> bool:
+    """Return whether a source file is april's own."""
+    return file.startswith(_HOUSE)
+
+
+@functools.lru_cache(4096)
+def is_library(file: str) -> bool:
+    """Return whether a file is Python's own or an installed distribution's; editable installs are the user's."""
+    path = Path(file)
+    if file.startswith(("<", *_STDLIB)) or any(site in path.parts for site in _SITES):
+        return True
+    found = [place for place in sys.path if os.path.isabs(place) and path.is_relative_to(place)]
+    place = max(found, key=len, default="")
+    return bool(place) and path.relative_to(place).parts[:1] in _installed_in(place)
+
+
+@functools.cache
+def _installed_in(place: str) -> frozenset[tuple[str, ...]]:
+    """Return the top-level names that distributions installed into a directory (``pip install --target``)."""
+    names: set[tuple[str, ...]] = set()
+    for record in Path(place).glob("*.dist-info/RECORD"):
+        with suppress(OSError), record.open(encoding="utf-8", errors="replace") as lines:
+            names.update(Path(line.partition(",")[0]).parts[:1] for line in lines)
+    return frozenset(names)
+
+
+def file_of(frame: FrameType) -> str:
+    """Return the file of a frame's code; for generated code, such as a dataclass's ``__init__``, its module's file."""
+    file = frame.f_code.co_filename
+    if not file.startswith("<") or file.startswith("<frozen"):
+        return file
+    main = frame.f_globals.get("__name__") == "__main__"  # a notebook, or python -c
+    return str(frame.f_globals.get("__file__") or ("__main__" if main else file))
 
 
 def place_of(error: BaseException, function: Callable[..., Any] | None = None) -> str:
-    """``line 7 of rewards.py``: where the user's code raised it, or else where ``function`` is; or nothing."""
+    """Return where the user's code raised an error, such as ``line 7 of rewards.py``.
+
+    Without such a line it is the library's line, or else the line where ``function`` is defined, or empty.
+    """
+    if isinstance(error, FailedElsewhere):
+        return ""
     place, library, trace = "", "", error.__traceback__
     while trace is not None:
-        file, line = trace.tb_frame.f_code.co_filename, trace.tb_lineno
-        here = f"line {line} of {Path(file).name}"
+        file, line = file_of(trace.tb_frame), trace.tb_lineno
+        here = f"line {line} of {Path(trace.tb_frame.f_code.co_filename).name}"
         if is_users(file):
             place = here
-        elif not file.startswith(_HOUSE):
+        elif not is_aprils(file):
             library = here
         trace = trace.tb_next
     if (found := place or library) or (code := code_of(function)) is None:
@@ -235,9 +281,9 @@ def place_of(error: BaseException, function: Callable[..., Any] | None = None) -
 
 
 def describe_with_place(error: BaseException, place: str) -> str:
-    """The text of an error with its place."""
+    """Return the text of an error with its place in parentheses."""
     said = f"{describe(error)} ({place})" if place else describe(error)
-    if isinstance(error, ValueError) and "main thread" in str(error):  # signal.signal, and what is built on it
+    if isinstance(error, ValueError) and "main thread" in str(error):  # from signal.signal, or a library that uses it
         said += (
             "; plain functions run in threads, which have no signals: set function_timeout_s, or let what needs an "
             "alarm run in a process of its own"
@@ -245,20 +291,35 @@ def describe_with_place(error: BaseException, place: str) -> str:
     return said
 
 
-def kind_of(error: BaseException, place: str) -> str:
-    """Type and place of a failure that no other try mends; empty for what may pass, as an outage of a judge does.
+class FunctionLost(RolloutError):
+    """The process that ran a function has died. A rollout function starts again, and its calls are answered from the
+    tape as far as they were complete."""
 
-    Only Python's own errors and april's refusals: classes of libraries and users may stand for a server that is away,
-    and so may what is raised because of them.
+
+class FailedElsewhere(RolloutError):
+    """A function failed in another process, which reported the message and the ``kind`` (see :func:`kind_of`)."""
+
+    def __init__(self, told: str, kind: str = "") -> None:
+        super().__init__(told)
+        self.kind = kind
+
+
+def kind_of(error: BaseException, place: str) -> str:
+    """Return type and place of an error that a retry would raise again; empty for an error that may be temporary.
+
+    Only Python's builtin errors and april's UsageError count as permanent. Errors of libraries and users, and errors
+    raised because of them, may stand for a server that is temporarily unreachable, such as a judge.
     """
-    if isinstance(error.__cause__, (StopIteration, StopAsyncIteration)):  # as which they cannot be passed on
+    if isinstance(error, FailedElsewhere):
+        return error.kind
+    if isinstance(error.__cause__, (StopIteration, StopAsyncIteration)):  # wrapped by harmless()
         error = error.__cause__
     mistaken = isinstance(error, (UsageError, TypeError, AttributeError, NameError, ImportError, NotImplementedError))
     return f"{type(error).__name__}, {place}" if mistaken or not _passes(error) else ""
 
 
 def _passes(error: BaseException, deep: int = MOST_CAUSES) -> bool:
-    """Return whether an error, its cause or any error of a group may pass."""
+    """Return whether an error, one of its causes, or any error of a group may be temporary."""
     if isinstance(error, (OSError, EOFError, MemoryError)) or type(error).__module__ != "builtins":
         return True
     if isinstance(error, BaseExceptionGroup):
@@ -273,20 +334,20 @@ log = logging.getLogger("april")
 
 
 class FailureLog:
-    """Warns of failures. Of one kind are failures of the same type that were raised in the same line."""
+    """Logs failures, with a traceback for the first of each kind: errors of one type raised in the same line."""
 
     def __init__(self) -> None:
         self._seen: set[tuple[object, ...]] = set()
 
     def warn(self, error: BaseException, what: str, *where: object, told: str = "", once: bool = False) -> None:
-        """``what % where``, and what is wrong, in the words ``told``; ``once``: the first of its kind only."""
+        """Log the message ``what % where`` with the error, or ``told`` in its place; ``once`` logs a kind only once."""
         trace = error.__traceback__
         while trace is not None and trace.tb_next is not None:
             trace = trace.tb_next
         kind = (type(error), *((trace.tb_frame.f_code, trace.tb_lineno) if trace is not None else (what,)))
         first = kind not in self._seen
         self._seen.add(kind)
-        if isinstance(error, UsageError):  # its sentence says all; what follows would be april's own lines
+        if isinstance(error, (UsageError, FailedElsewhere)):  # the message is enough, and the traceback is april's own
             trace = None
         if first or not once:
             traced = error if first and trace is not None else None

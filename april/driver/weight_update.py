@@ -1,11 +1,11 @@
-"""A weight update outside of the core: from the trainer's call to the new version, or to the error that ends it.
+"""Carries a weight update from the trainer's call to the new policy version, or to the error that ends it.
 
-The engines get new weights in an update or when a state is loaded; both are one :class:`WeightUpdate`, which the
-trainer's thread, the loop and the core know by the same object or its number. ``april.core.weight_updates`` decides
+Engines get new weights in an update or when a saved state is loaded. Both are a :class:`WeightUpdate`: the trainer's
+thread and the event loop share the object, and the core knows it by its number. ``april.core.weight_updates`` decides
 what happens to the engines.
 
-Invariant: an update either does not happen or goes on to its end, whether or not anybody still waits for it. Its
-progress is one attribute each, set by one assignment, so a signal handler cannot interrupt a change of it.
+Invariant: an update either does not happen or runs to its end, even if its caller stops waiting. Each stage of its
+progress is one attribute, set by one assignment, so that a signal handler cannot interrupt the change.
 """
 
 from __future__ import annotations
@@ -33,40 +33,40 @@ from april.weights.sender import WeightSender
 log = logging.getLogger("april")
 
 Transfer = Callable[[], Awaitable[None]]
-"""Hands the weights over while the engines are paused."""
+"""Coroutine function that gives the engines the new weights; it is awaited while they are paused."""
 
 
 class WeightUpdate:
-    """An update, or a load of a state, whose transfer is awaited on the loop.
+    """A weight update, or the load of a saved state, whose transfer is awaited on the event loop.
 
     Args:
-        transfer: awaited in the task of :meth:`ended`.
+        transfer: Awaited in the task of :meth:`ended`; None if the engines load the weights themselves.
     """
 
     restore: Callable[[], None]
-    """Called when a saved state goes into the core."""
+    """Callback that puts a saved state into the core; set only when a state is loaded."""
 
     sender: WeightSender | None = None
-    """april's own, where it is what the transfer uses: it knows what each engine has got."""
+    """april's weight sender, if the transfer uses it; it knows which engines got all weights."""
 
     def __init__(self, transfer: Transfer | None = None) -> None:
         self._transfer = transfer
         self.transfers = transfer is not None
         self.number = 0
         self.engines: tuple[str, ...] = ()
-        """Those that are paused for it, once they are."""
+        """Names of the engines that are paused for the update; empty before that."""
 
     def begin(self, number: int) -> None:
-        """Begin to wait for the update of this number."""
+        """Give the update its number and create the futures of its progress."""
         loop = asyncio.get_running_loop()
         self.number = number
         self.engines_paused: asyncio.Future[None] = loop.create_future()
         self.version: asyncio.Future[PolicyVersion] = loop.create_future()
 
     async def ended(self, updates: OpenUpdates) -> PolicyVersion:
-        """Hand over when the engines are paused, and wait for the end; returns the version then.
+        """Run the transfer once the engines are paused, wait for the end, and return the new version.
 
-        The caller may be cancelled; what the engines are doing then is carried to its end first.
+        If the caller is cancelled, the update is cancelled and its end is still awaited.
 
         Raises whatever the transfer or a call of an engine raises.
         """
@@ -90,27 +90,27 @@ class WeightUpdate:
 
     @property
     def not_given(self) -> tuple[ev.NotGiven, ...] | None:
-        """The engines that did not get what was sent; None: nobody knows."""
+        """Engines that did not get all sent weights, or None if that is unknown."""
         if self.sender is None or not self.sender.knows:
             return None
         return tuple(ev.NotGiven(name, fate.why, fate.torn) for name, fate in self.sender.left_out.items())
 
     def fail(self, error: BaseException) -> None:
-        """End it with an error, unless it has ended."""
+        """End the update with an error, unless it has ended."""
         if not self.version.done():
             self.version.set_exception(error)
-            self.version.exception()  # its caller may have gone
+            self.version.exception()  # marks it as retrieved, as the caller may be gone
 
 
 class TrainerUpdate(WeightUpdate):
-    """An update that a thread of the trainer has called for, which runs the transfer itself.
+    """A weight update whose transfer runs in the trainer's thread, which called for it.
 
     Args:
-        thread: the loop's.
-        transfer: called in the trainer's thread with the engines that are paused.
-        asked: the call, its path and whether it transfers; an interrupted call that is made again is known by them.
-        sender: april's own, which the transfer uses.
-        limit_s: for a transfer of the trainer's own, after which the update is given up; None: no limit, or its own.
+        thread: Thread of april's event loop.
+        transfer: Called in the trainer's thread with the names of the paused engines.
+        asked: Call name, path and other arguments, by which an interrupted call is recognised when it is repeated.
+        sender: april's weight sender, if the transfer uses it.
+        limit_s: Seconds for a transfer function of the trainer's; then the update fails. None means no limit here.
     """
 
     def __init__(
@@ -120,40 +120,40 @@ class TrainerUpdate(WeightUpdate):
         super().__init__(None if transfer is None else self._hand_over)
         self.sender, self._limit_s = sender, limit_s
         self._given_up = ""
-        """The reason why the transfer is not waited for any more."""
+        """Error message, once the transfer took longer than ``limit_s`` and is not waited for any more."""
         self._thread = thread
         self._function = transfer
         self._asked = asked
         self._asker: int | None = None
-        """The thread that is about to hand over and waits for the end."""
+        """Identifier of the thread that runs the transfer and waits for the end, while it does so."""
         self._transferred = transfer is None
         self._void: BaseException | None = None
-        """The error that interrupted the caller before it had handed over anything: the update does not happen."""
+        """Error that interrupted the caller before the transfer was complete; the update does not happen then."""
         self._reply: Reply[PolicyVersion] | None = None
         self._ready = Reply[None]()
-        """The engines are paused, or the update has ended already."""
+        """Given once the engines are paused, or once the update has ended before that."""
         self._handed_over: asyncio.Future[None] | None = None
 
     # ---------------------------------------------------------------- the trainer's thread
 
     def is_for(self, asked: tuple[object, ...]) -> bool:
-        """Return whether this update, whose end nobody has heard, is the one that is ``asked`` for now."""
+        """Return whether a call with these arguments repeats this update, whose result no call has returned yet."""
         failed = self._reply is not None and self._reply.done() and self._reply.error() is not None
         return self._asked == asked and self._void is None and not failed
 
     def carry_out(self, run: Callable[[WeightUpdate], Coroutine[Any, Any, PolicyVersion]]) -> PolicyVersion:
-        """Begin the update, hand over the weights and wait for its end, as far as that is not done.
+        """Start the update, run the transfer and wait for the end; steps that are done already are skipped.
 
-        ``run`` is the driver's coroutine for it. Returns the new version.
+        ``run`` makes the driver's coroutine for the update. Returns the new version.
 
         Raises:
-            RolloutError: called by a signal handler in the middle of the transfer, which would wait for itself.
+            RolloutError: a signal handler called this in the middle of the transfer, and would wait for itself.
         """
         if self._transferred or self._asker is not None:
             if not self._transferred and self._asker == threading.get_ident():
                 raise RolloutError("a signal handler asks for the weight update in the middle of which it was called")
             reply = self._begin(run)
-            self._wake()  # its caller may have had no time to
+            self._wake()  # the interrupted caller may not have done so
             reply.wait()
             return result_of(reply)
         try:
@@ -165,14 +165,14 @@ class TrainerUpdate(WeightUpdate):
                 self._wake()
             reply.wait()
         except BaseException as error:
-            # of the transfer, or of a signal handler, from anywhere above; or of another one, from here
+            # the transfer or a signal handler raised; another signal may come even here, so _wake is called twice
             self._void = None if self._transferred else error
             try:
                 self._wake()
             finally:
                 self._wake()
             if self._void is not None and self._reply is not None:
-                self._reply.wait()  # the engines go on with the version that they have
+                self._reply.wait()  # until the engines have resumed with the old version
             if self._given_up and isinstance(error, KeyboardInterrupt):
                 raise EngineError(self._given_up) from None
             raise
@@ -186,7 +186,7 @@ class TrainerUpdate(WeightUpdate):
         self._transferred = True
 
     def _begin(self, run: Callable[[WeightUpdate], Coroutine[Any, Any, PolicyVersion]]) -> Reply[PolicyVersion]:
-        """Begin the update once, however often an interrupted thread asks for it."""
+        """Start the update on the loop; a repeated call returns the same reply."""
 
         def begun() -> Reply[PolicyVersion]:
             if self._reply is None:
@@ -218,7 +218,7 @@ class TrainerUpdate(WeightUpdate):
             raise EngineError(self._given_up) from None
 
     def _interrupt(self) -> None:
-        """Let the trainer's thread out of its function, as Ctrl-C would; others hear when it returns."""
+        """Interrupt a transfer in the main thread, as Ctrl-C would; in other threads it has to return by itself."""
         main = threading.main_thread().ident
         usual = signal.getsignal(signal.SIGINT) is signal.default_int_handler
         if main is not None and self._asker == main and usual and not self._transferred:
@@ -235,17 +235,20 @@ class TrainerUpdate(WeightUpdate):
 
 
 class OpenUpdates:
-    """The updates that have begun and not ended, by number, and what the core says of them; ``post`` takes events."""
+    """Holds the updates that have begun and not ended, and passes the core's commands on to them.
+
+    ``post`` is called with the events about them.
+    """
 
     def __init__(self, post: Callable[[ev.Event], None]) -> None:
         self._post = post
         self._open: dict[int, WeightUpdate] = {}
         self._errors: dict[int, BaseException] = {}
-        """The errors of engine calls, by call (0 is the transfer), for whoever waits for an update."""
+        """Errors of engine calls by call number (0 is the transfer), to be raised to the caller of the update."""
         self._last = 0
 
     def begin(self, update: WeightUpdate, **request: Any) -> None:
-        """Ask the core for an update (``request``: fields of UpdateRequested), whose end must be awaited."""
+        """Request an update from the core; ``request`` are fields of UpdateRequested. Its end must be awaited."""
         self._last += 1
         update.begin(self._last)
         self._open[update.number] = update
@@ -274,19 +277,19 @@ class OpenUpdates:
         self._post(ev.UpdateCancelled(number))
 
     def failed(self, call: int, error: BaseException) -> None:
-        """Keep the error of an engine's call."""
+        """Remember the error of an engine call, for the caller of the update."""
         if self._open:
             self._errors[call] = error
 
     def fail(self, error: BaseException) -> None:
-        """End all of them with an error."""
+        """End all open updates with an error."""
         for update in self._open.values():
             update.fail(error)
 
     # ---------------------------------------------------------------- commands of the core
 
     def transfer_now(self, command: do.HandOver) -> None:
-        """Let the transfer begin: the engines are paused."""
+        """Let the transfer start, as the engines are paused now."""
         update = self._open[command.update]
         update.engines = command.engines
         update.engines_paused.set_result(None)
@@ -311,25 +314,25 @@ UNCHANGED = {
     "weight_update": "would keep the old weights under the new version",
     "load_state_dict": "would keep the weights that they have now, whatever they are, under the checkpoint's version",
 }
-"""The consequence for servers if nobody gives them weights, by the call that changes the version."""
+"""Part of an error message: what servers that get no weights would do, by the call that changes the version."""
 
 
 def directory_for(
     engines: Iterable[Engine], servers: Sequence[str], path: str | None, *, written: bool, what: str = "weight_update",
     in_flight: OnWeightUpdate = OnWeightUpdate.RESUBMIT,
 ) -> str | None:  # fmt: skip
-    """The path of an update as all engines understand it: absolute for servers, which run in another directory.
+    """Check the path of an update and return it as the engines need it: absolute for servers, None if there is none.
 
     Args:
-        engines: those of this process.
-        servers: names of those, here and elsewhere, that do not read the trainer's own model.
-        written: the weights are handed over by a transfer.
-        what: name of the call.
-        in_flight: what requests do meanwhile.
+        engines: Engines of this process.
+        servers: Names of the engines that do not read the trainer's model in place.
+        written: True if a transfer gives the engines the weights.
+        what: Name of the trainer's call, for messages.
+        in_flight: What happens to requests in flight during the update.
 
     Raises:
-        ConfigError: neither a path nor a transfer is given, and there are servers: theirs would be other weights than
-            those that the version means; or the path is one of an adapter that an engine cannot take.
+        ConfigError: there are servers and neither a path nor a transfer, so they would keep other weights than those
+            of the version; or the path is that of an adapter that an engine cannot load.
     """
     if path is not None and is_adapter(path):
         if in_flight is not OnWeightUpdate.RESUBMIT:
@@ -353,6 +356,6 @@ def directory_for(
 
 
 def absolute(path: str | os.PathLike[str]) -> str:
-    """A path that other processes find too; an address (``s3://...``), which some engines take, stays as it is."""
+    """Return an absolute path, for processes with another working directory; URLs (``s3://...``) are not changed."""
     path = os.fspath(path)
     return path if "://" in path else os.path.abspath(path)

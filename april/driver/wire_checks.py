@@ -1,16 +1,16 @@
-"""No number from an engine is believed before it was looked at, and no end of a response.
+"""Checks engines' responses: tokens, log-probabilities, policy versions, extras and finish reasons.
 
-One owner for all engines, whoever tells what they answer: streams of this process, hosts, a trainer's own workers.
-Which numbers can be true at all, ``april.core.numbers`` knows, for saved states as well.
+``april.core.numbers`` has the checks of single numbers, which are also used for saved states.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from typing import Any
 
 import numpy as np
 
-from april.core.attachments import NO_EXTRAS, Extras, wrong_rows
+from april.core.attachments import NO_EXTRAS, Rows, note_layout, wrong_rows
 from april.core.numbers import wrong_ids, wrong_logprobs
 from april.core.tape import Int32
 from april.core.types import Attempt
@@ -23,26 +23,27 @@ _INT32, _FLOAT32 = np.dtype(np.int32), np.dtype(np.float32)
 
 
 class AnswerChecks:
-    """The answer to one request, looked at piece by piece and at its end.
+    """Checks the response to one request, chunk by chunk and at its end.
 
     Args:
-        request: as it was sent.
-        vocab_size, max_context: of the engine.
-        eos_token_ids: ids that end every response; empty: not known, and the engine's word is taken for it.
-        oldest: the weights at its submission, or those of the token before; None: any.
-        held: rows of the conversation that are there.
+        request: Request as it was sent.
+        vocab_size, max_context: Limits of the engine.
+        eos_token_ids: Ids that end every response. Empty means unknown; the engine's finish reason is trusted then.
+        oldest: Oldest policy version that a token may have; None means any.
+        layout: Layout of the run's rows of extras, which the response must match; if empty, the response sets it.
+            None means a layout of this response alone.
     """
 
     __slots__ = (
-        "_banned", "_context", "_ends", "_eos", "_finish", "_first", "_held", "_last", "_oldest", "_request", "_vocab",
-        "aborted", "count",
+        "_banned", "_context", "_ends", "_eos", "_finish", "_first", "_last", "_layout", "_oldest", "_request",
+        "_vocab", "aborted", "count",
     )  # fmt: skip
 
     def __init__(
-        self, request: Request | Attempt, *, vocab_size: int, max_context: int, eos_token_ids: Collection[int],
-        oldest: PolicyVersion | None, held: Extras = NO_EXTRAS,
+        self, request: Request, *, vocab_size: int, max_context: int, eos_token_ids: Collection[int],
+        oldest: PolicyVersion | None, layout: dict[str, Rows] | None = None,
     ) -> None:  # fmt: skip
-        self._request, self._held = request, held
+        self._request, self._layout = request, {} if layout is None else layout
         self._banned = request.sampling.banned_ids
         self._vocab, self._context, self._oldest = vocab_size, max_context, oldest
         self._first = oldest
@@ -51,18 +52,19 @@ class AnswerChecks:
         self._finish: EngineFinish | None = None
         self._last = -1
         self.count = 0
-        """Tokens that came."""
+        """Number of tokens received."""
         self.aborted = False
-        """True once april has asked for the end."""
+        """True once april has aborted the request."""
 
     def piece(self, chunk: Chunk, newest: PolicyVersion) -> None:
-        """Look at the next chunk; raises WireError unless it can be true (:func:`check_chunk`) behind those before."""
+        """Check the next chunk by itself (:func:`check_chunk`) and against those before; raises WireError."""
         if self._finish is not None:
             raise WireError(f"a chunk came after the one that ended the stream ({self._finish})")
         check_chunk(chunk, self._vocab, self._request.sampling.max_tokens - self.count, self._oldest, newest)
         self._finish = chunk.finish
         if len(chunk.tokens):
-            self._check_goes_on(chunk.tokens)
+            if not chunk.own_end:
+                self._check_goes_on(chunk.tokens)
             for token in self._banned:
                 if (chunk.tokens == token).any():
                     raise WireError(f"token {token} came, which was banned: it stands for what is attached to prompts")
@@ -74,21 +76,21 @@ class AnswerChecks:
             self._check_rows(chunk)
 
     def _check_rows(self, end: Chunk) -> None:
-        """The end has the rows that were asked for, or, if it is a cut, none."""
+        """Check that the last chunk has the requested rows of extras, or none (see :func:`refuse_bare`)."""
         request = self._request
-        if not end.extras and (end.finish is EngineFinish.ABORT or not self.count):
+        if not end.extras:
             return
-        wanted = len(request.token_ids) - 1 - request.extras_from + self.count
-        if wrong := wrong_rows(end.extras, request.extras, wanted, self._held):
+        if wrong := wrong_rows(end.extras, request.extras, request.rows_wanted(self.count), self._layout):
             raise WireError(f"{self.count} tokens came with {wrong}")
+        note_layout(self._layout, end.extras, request.extras)
 
     def _check_goes_on(self, tokens: Int32) -> None:
-        """Nothing comes after a token that ends responses; before ``min_tokens`` none does."""
+        """Raise WireError if tokens follow one that ends responses; the first ``min_tokens`` tokens never do."""
         ends, before = self._ends, self._request.sampling.min_tokens - self.count
         ended = self._last if before < 0 and self._last in ends else None
         if len(tokens) > 1:
             inner = tokens[before if before > 0 else 0 : -1]
-            for token in ends:  # often one: less work than a generator
+            for token in ends:  # usually one id, for which a loop is faster than a generator
                 if (inner == token).any():
                     ended = token
         if ended is not None:
@@ -98,13 +100,13 @@ class AnswerChecks:
             )
 
     def end(self, end: Chunk, *, matched: bool = False) -> EngineFinish:
-        """The reason of the end, if it can be true (:func:`check_end`).
+        """Return the finish reason, if it is plausible (:func:`check_end`).
 
-        ``matched``: april has found a stop string in it, so the engine's end is another one.
+        ``matched`` says that april found a stop string; the engine's own end is not checked then.
 
         Raises:
-            WireError: it contradicts what came.
-            EngineError: nothing came, and nobody had asked for its end.
+            WireError: the finish reason contradicts the tokens received.
+            EngineError: no token was received, and april had not aborted the request.
         """
         try:
             finish = EngineFinish(end.finish or "")
@@ -112,23 +114,51 @@ class AnswerChecks:
             raise WireError(f"the response has ended with {end.finish!r}, which is no finish reason") from None
         if not self.count and not (finish is EngineFinish.ABORT and self.aborted):
             raise EngineError(f"the stream ended ({finish}) without a token, and april had not asked for its end")
-        if self.count and not matched:
+        if self.count and not (matched or end.own_end):
             check_end(end, self._request, self.count, self._last, self._context, self._eos)
         return finish
+
+
+def copied(chunk: Chunk, extras: Sequence[str]) -> Chunk:
+    """Return a copy of the chunk, as an engine may reuse its buffers, with only the named ``extras``.
+
+    Values that are no arrays are kept as they are; the checks refuse them.
+    """
+    rows = {name: _copy(chunk.extras[name]) for name in extras if name in chunk.extras} if chunk.extras else NO_EXTRAS
+    return Chunk(
+        _copy(chunk.tokens), _copy(chunk.logprobs), chunk.version, chunk.finish, chunk.stopped_at, chunk.sure,
+        chunk.versions, rows, chunk.own_end,
+    )  # fmt: skip
+
+
+def _copy(array: Any) -> Any:
+    """Return a contiguous copy of an array in the machine's byte order; other values are returned unchanged."""
+    if not isinstance(array, np.ndarray):
+        return array
+    return array.copy() if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))
+
+
+def refuse_bare(attempt: Attempt, finish: EngineFinish) -> None:
+    """Raise WireError for a response without the requested rows of extras; an aborted one may lack them.
+
+    Either way its tokens are dropped as ``no_extras``."""
+    if attempt.tape.bare and finish is not EngineFinish.ABORT:
+        raise WireError(f"{attempt.tape.bare} tokens came with no rows of {', '.join(attempt.request.extras)}")
 
 
 def check_chunk(
     chunk: Chunk, vocab_size: int, room: int, oldest: PolicyVersion | None, newest: PolicyVersion
 ) -> None:
-    """Raise WireError unless the chunk can be true.
+    """Raise WireError unless the chunk is valid.
 
-    Checked: int32 and float32 arrays of one length, at most ``room`` tokens, ids in [0, vocab_size), log-probabilities
-    that a sampled token can have, a version between ``oldest`` (that of the tokens before; None: any) and ``newest``.
+    It must have int32 and float32 arrays of one length, at most ``room`` tokens, ids in [0, vocab_size), possible
+    log-probabilities of sampled tokens, and a version between ``oldest`` (None means any) and ``newest``.
     """
     tokens, logprobs = chunk.tokens, chunk.logprobs
     for array, what, dtype in ((tokens, "tokens", _INT32), (logprobs, "log-probabilities", _FLOAT32)):
-        if getattr(array, "dtype", None) != dtype or array.ndim != 1:
-            raise WireError(f"{what} must be a flat array of {dtype}, got {type(array).__name__}")
+        if not isinstance(array, np.ndarray) or array.dtype != dtype or array.ndim != 1:
+            shape = f" of {array.dtype}, shape {array.shape}" if isinstance(array, np.ndarray) else ""
+            raise WireError(f"{what} must be a flat array of {dtype}, got {type(array).__name__}{shape}")
     count = len(tokens)
     if len(logprobs) != count:
         raise WireError(f"{count} tokens came with {len(logprobs)} log-probabilities")
@@ -149,7 +179,9 @@ def check_chunk(
 def check_versions(
     versions: Sequence[tuple[PolicyVersion, int]], count: int, oldest: PolicyVersion | None, newest: PolicyVersion
 ) -> None:
-    """Raise WireError unless these, run-length, can be those of a request's ``count`` tokens."""
+    """Raise WireError unless these run-length encoded versions are possible for a request's ``count`` tokens.
+
+    They must cover all tokens, grow, and lie between ``oldest`` (None means any) and ``newest``."""
     names = [version for version, _ in versions]
     within = not names or (names[-1] <= newest and (oldest is None or oldest <= names[0]))
     whole = sum(tokens for _, tokens in versions) == count and all(tokens > 0 for _, tokens in versions)
@@ -159,21 +191,21 @@ def check_versions(
 
 
 def check_end(
-    end: Chunk, request: Request | Attempt, count: int, last_token: int, max_context: int,
+    end: Chunk, request: Request, count: int, last_token: int, max_context: int,
     eos_token_ids: Collection[int],
 ) -> None:  # fmt: skip
-    """Raise WireError unless a response can have ended as its engine says.
+    """Raise WireError unless the finish reason of a response is plausible.
 
-    LENGTH needs the budget, or the engine's context, used up: what is shorter was cut off by something else, or tokens
-    got lost on the way. STOP needs a last token that ends responses, and no fewer than ``min_tokens``. An ABORT that
-    nobody asked for is a cut like any other.
+    LENGTH requires that the budget or the engine's context is used up; otherwise something else cut the response, or
+    tokens were lost. STOP requires a last token that ends responses, and at least ``min_tokens`` tokens. ABORT is
+    accepted even if april did not abort the request; the response is continued then.
 
     Args:
-        end: the chunk that ended it.
-        request: as it was sent; without stop strings, which engines never see.
-        count: tokens that came, at least 1; ``last_token`` is the last of them.
-        max_context: of the engine.
-        eos_token_ids: ids that end every response; empty: not known, and the engine's word is taken for it.
+        end: Last chunk, with the finish reason.
+        request: Request as it was sent; it has no stop strings, which engines never get.
+        count: Number of tokens received, at least 1; ``last_token`` is the last of them.
+        max_context: Most tokens of prompt and response in the engine.
+        eos_token_ids: Ids that end every response. Empty means unknown; the engine's word is trusted then.
     """
     sampling = request.sampling
     if end.finish == EngineFinish.LENGTH:

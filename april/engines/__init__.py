@@ -1,1 +1,1 @@
-"""How to generate: one protocol, one file per engine."""
+"""Engines generate tokens: one protocol for all, and one package or file per engine."""

@@ -1,25 +1,25 @@
 """The protocol of engines: token ids in; tokens, log-probabilities and versions out.
 
-Semantic contract, for every engine:
+Contract that every engine keeps:
 
 * ``generate`` yields chunks in order and ends with exactly one chunk whose ``finish`` is set, or raises
   :class:`~april.errors.EngineError`. Every token is yielded exactly once.
-* After ``abort`` the streams of the named attempts end soon, with ``finish=ABORT`` and everything that was
-  generated, or with the reason that came first. An id that is unknown, or not registered yet, is ignored:
-  april asks again until the attempt has ended.
+* After ``abort`` the streams of the named attempts end soon, with ``finish=ABORT`` and every generated token, or with
+  another reason if the request had finished before. An id that is unknown, or not registered yet, is ignored: april
+  repeats the abort until the attempt has ended.
 * EOS (or the stop token) is in the tokens, with its log-probability.
-* The version on a chunk is that of the weights which produced its tokens.
+* The version on a chunk is the version of the weights that generated its tokens.
 * While paused, no token is generated and new requests wait.
 * No token of ``sampling.banned_ids`` is generated.
-* A request's attachments are read as its tokens say, each by its digest and never by another name: whatever the engine
-  keeps of them is not used after an update of the weights.
+* Attachments of a request are identified by their digest only, and the tokens say where the model reads them. Anything
+  that the engine caches of them is discarded at a weight update.
 
-What an engine cannot do is on its :class:`Capabilities`; ``april.testing.conformance`` holds it to the rest.
+:class:`Capabilities` says which parts an engine cannot do; ``april.testing.conformance`` checks all others.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Protocol, runtime_checkable
@@ -27,107 +27,130 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
-from april.core.attachments import NO_EXTRAS, Extras, Placed
+from april.core.attachments import NO_EXTRAS, Extras
+from april.core.ledger import DropReason
 from april.core.sampling import LogprobKind as LogprobKind
-from april.core.sampling import SamplingParams
 from april.core.types import EngineFinish as EngineFinish
 from april.core.types import OnWeightUpdate as OnWeightUpdate
+from april.core.types import Request as Request
 from april.core.versions import PolicyVersion
 from april.engine_limits import CAUSES, Limit
 
 Int32 = NDArray[np.int32]
 Float32 = NDArray[np.float32]
 ROUTED_EXPERTS = "routed_experts"
-"""Extras: the experts that a model chose for a token, [R, layers, experts per token], uint8 or uint16."""
+"""Name of the extras that hold the experts chosen for each token: [R, layers, experts per token], uint8 or uint16."""
 
 
 class AbortMeans(StrEnum):
-    """The way in which an engine's requests are ended early."""
+    """How ``abort`` ends requests early on this engine."""
 
     BY_ID = "by id"
-    """Each request by its id; the answer hands over its tokens."""
+    """Each request is aborted by its id; the answer contains its tokens."""
     PAUSE = "pause"
-    """All requests at once, by pausing the server in its abort mode."""
+    """All requests are aborted at once, by pausing the server in its abort mode."""
     CLOSE = "close"
-    """The stream is closed: what was read is kept, what the server had not sent yet is lost."""
+    """The client closes the stream: tokens that were read are kept, tokens that the server had not sent yet are
+    lost."""
+
+
+class FirstWeights(StrEnum):
+    """What a run knows about the weights of an engine when it connects, before the first weight update."""
+
+    KNOWN = "known"
+    """The engine has the weights that it was started with, or those that the settings declare as the first version.
+    This is assumed of an engine whose weights have no label to tell by."""
+    UNVERIFIED = "unverified"
+    """Another program has labelled the weights. april takes them for the first version."""
+    OTHERS = "others"
+    """Another run of april has loaded all or some of the weights. They belong to no version of this run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterSite:
-    """A place where an engine takes adapters (LoRA) as versions of the policy."""
+    """How an engine loads adapters (LoRA) as policy versions."""
 
     max_rank: int | None = None
-    """The largest rank of an adapter. None: unknown."""
+    """Largest rank of an adapter; None if unknown."""
     slots: int | None = None
-    """Adapters, the model itself left out, under which requests run at the same time. None: unknown."""
+    """Number of adapters whose requests can run at the same time, the base model not counted; None if unknown."""
     scales: bool = True
-    """Scales and ranks by layer, and rank-stabilised ones, are followed."""
+    """True if the engine supports scales and ranks per layer, and rank-stabilised adapters."""
     base: Mapping[str, tuple[int, ...]] = field(default_factory=dict, repr=False, compare=False)
-    """Shapes of the model's matrices by name of the layer, as far as they are known."""
+    """Shapes of the model's matrices, indexed by layer name, as far as they are known."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Capabilities:
-    """The abilities of an engine; the layers above decide by this record, never by its name."""
+    """The abilities of an engine. The layers above decide by this record, never by the engine's name."""
 
     logprob_kind: LogprobKind
     vocab_size: int
-    """Token ids are in [0, vocab_size)."""
+    """Size of the vocabulary; token ids are in [0, vocab_size)."""
     max_context: int
-    """Most tokens of prompt plus response."""
+    """Largest number of tokens of prompt plus response."""
     eos_token_ids: tuple[int, ...] = ()
-    """Ids that end every response, in addition to the stop ids of a request."""
+    """Token ids that end every response, in addition to the stop ids of a request."""
     max_in_flight: int | None = None
-    """Requests decoded at the same time; more are queued inside the engine. None: unknown or unbounded."""
+    """Number of requests decoded at the same time; further ones are queued inside the engine. None if unknown or
+    unbounded."""
     returns_partials: bool = True
-    """An aborted request hands over the tokens it has."""
+    """True if an aborted request returns the tokens generated so far."""
     shares_weights: bool = False
-    """Generates from the trainer's own parameters: must be idle while the optimizer writes. A :class:`SharesModel`."""
+    """True if the engine generates from the trainer's own parameters: it must be idle while the optimizer writes.
+    Such an engine implements :class:`SharesModel`."""
     gathers_weights: bool = False
-    """The parameters are spread over ranks: the engine generates only between ``gather`` and ``release``. A
-    :class:`GathersWeights`."""
+    """True if the parameters are sharded over ranks: the engine generates only between ``gather`` and ``release``.
+    Such an engine implements :class:`GathersWeights`."""
     updates_from_disk: bool = False
-    """``update_weights`` accepts a path."""
+    """True if ``update_weights`` accepts a path."""
     adapters: AdapterSite | None = None
-    """``update_weights`` accepts the directory of an adapter (LoRA); None: it does not."""
+    """How ``update_weights`` accepts the directory of an adapter (LoRA); None if it does not."""
     adapters_need: str = ""
-    """The remedy where it does not, an order to the user; empty if there is none."""
+    """What the user should do to make the engine accept adapters; empty if nothing helps or it does already."""
     collective: tuple[str, ...] = ()
-    """Back-ends ("nccl", "gloo") over which the trainer's process can send it weights. A
+    """Back-ends ("nccl", "gloo") over which the trainer's process can send weights. An engine with any implements
     :class:`~april.engines.weight_routes.ReceivesWeights`."""
     takes_tensors: bool = False
-    """It takes tensors of this process. A :class:`~april.engines.weight_routes.TakesTensors`."""
+    """True if the engine accepts tensors of this process, by :class:`~april.engines.weight_routes.TakesTensors`."""
     abort_means: AbortMeans = AbortMeans.BY_ID
-    """The way in which ``abort`` works here."""
+    """How ``abort`` works on this engine."""
     version_spans: bool = True
-    """Replies say which weights made which token; if not, the version at submission is taken, and no request lives
-    through a weight update."""
+    """True if replies say which weights made which token. If False, tokens get the version at submission, and no
+    request may live through a weight update."""
     in_flight_updates: tuple[OnWeightUpdate, ...] = ()
-    """What requests may do at a weight update besides being cut; then the engine :class:`KeepsRequests`."""
+    """What requests may do at a weight update besides being cut; if not empty, the engine implements
+    :class:`KeepsRequests`."""
     streams: bool = True
-    """Tokens come while they are made; if not, an engine that dies takes those of its running requests along."""
+    """True if tokens arrive while they are made. If False, all tokens of running requests are lost when the engine
+    dies."""
     remote: bool = False
-    """True behind a server, which others may load and which may be started anew: it is asked for its load and
-    its weights from time to time while it works."""
+    """True if the engine is behind a server, which others may update and which may restart: while it works, april
+    asks regularly for its load and its weights."""
     own_weights: bool = False
-    """The engine is no server, and yet a trainer hands its weights over to it: what a transfer that broke off has
-    left there, nobody knows."""
+    """True if the engine is no server but a trainer copies weights into it: after a transfer that broke off, nobody
+    knows which weights it has."""
     verifies_weights: bool = True
-    """The engine shows which weights it has; if not, new ones are unverified, taken on the word of others."""
+    """True if the engine can show which weights it has. If False, new weights are unverified: april believes whoever
+    loaded them."""
+    first_weights: FirstWeights = FirstWeights.KNOWN
+    """What is known about the weights at creation. With OTHERS, nothing is generated before a weight update."""
     honours_seeds: bool = True
-    """A request that is repeated with its seed gives the same tokens."""
+    """True if repeating a request with its seed gives the same tokens."""
     attachments: tuple[str, ...] = ()
-    """Kinds of attachments ("image") that it takes with a prompt."""
+    """Kinds of attachments ("image") that the engine accepts with a prompt."""
     attachments_need: str = ""
-    """The remedy where its model takes some and it takes none, an order to the user; empty if there is none."""
+    """What the user should do if the model reads attachments but the engine accepts none; empty if nothing helps."""
     extras: tuple[str, ...] = ()
-    """Names of the arrays ("routed_experts") that it can give with the tokens that it generates."""
+    """Names of the arrays ("routed_experts") that the engine can return with generated tokens."""
     extras_need: str = ""
-    """The remedy where it cannot and perhaps could, an order to the user; empty if there is none."""
+    """What the user should do to get these arrays if the engine gives none; empty if nothing helps."""
     bans: bool = False
-    """``sampling.banned_ids`` are honoured."""
+    """True if ``sampling.banned_ids`` are honoured."""
+    answers_late: bool = False
+    """True if the engine may answer a request with tokens that an earlier, fenced request made under older weights."""
     limits: tuple[Limit, ...] = ()
-    """Facts that a user should know of this engine: promises that it does not offer and why."""
+    """What a user should know about this engine: the promises that april cannot keep with it, and why."""
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -135,193 +158,179 @@ class Capabilities:
         return tuple(limit.sentence for limit in self.limits)
 
     def cause(self, field: str) -> Limit | None:
-        """The cause why ``field``, one of :data:`~april.engine_limits.CAUSES`, is less than it could be, if any."""
+        """Return the limit that reduces ``field``, one of :data:`~april.engine_limits.CAUSES`; None if nothing does."""
         return next((limit for code in CAUSES[field] for limit in self.limits if limit.code is code), None)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
-    """An attempt: continue ``token_ids`` (prompt plus what the sample already has)."""
-
-    attempt_id: str
-    token_ids: Int32
-    sampling: SamplingParams
-    priority: int = 0
-    """Lower is more urgent; engines without priorities ignore it."""
-    sample_key: tuple[int, int] | None = None
-    """(group, index) of the sample. A label: what a real engine generates never depends on it; a simulated engine
-    draws the length of the response from it."""
-    response_offset: int = 0
-    """The number of tokens at the end of ``token_ids`` that are of this very response, generated by earlier attempts;
-    ``len(token_ids) - response_offset`` tokens are prompt."""
-    stream: bool = False
-    """Tokens are wanted as they come, for april may end the request by what it reads. Engines that yield only at the
-    end serve it too; what they generate in vain is dropped."""
-    in_flight: OnWeightUpdate = OnWeightUpdate.RESUBMIT
-    """What becomes of it at a weight update. With KEEP the engine lets it meet no keys and values that other weights
-    wrote, nor let others meet its own under later ones."""
-    attached: tuple[Placed, ...] = ()
-    """What is attached to the conversation, in order; ``token_ids`` have as many tokens for each as the model reads it
-    as. An engine that expands prompts itself is sent :func:`april.core.attachments.collapsed`."""
-    extras: tuple[str, ...] = ()
-    """Names of the arrays that are wanted with the tokens."""
-    extras_from: int = 0
-    """With k tokens generated, the last chunk has rows [extras_from, len(token_ids) + k - 1) of them: row i is of the
-    step that read token i of the conversation, and so made, or would have made, token i + 1."""
-
-    def rows_wanted(self, generated: int) -> int:
-        """The number of rows that the last chunk has, with so many tokens generated."""
-        return len(self.token_ids) + generated - 1 - self.extras_from
 
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Tokens [k] int32 with log-probabilities [k] float32 (nats), all sampled under ``version``; k may be 0."""
+    """Tokens [k] int32 with log-probabilities [k] float32 (nats), all sampled under ``version``; k may be 0.
+
+    april copies the arrays when it receives the chunk, so an engine may reuse its buffers.
+    """
 
     tokens: Int32
     logprobs: Float32
     version: PolicyVersion
     finish: EngineFinish | None = None
     stopped_at: int | str | None = None
-    """With STOP, where the engine says it: the token, or the text, that it stopped at."""
+    """Token or text at which the engine stopped, if ``finish`` is STOP and the engine says it."""
     sure: bool = True
-    """False: ``version`` is a guess, as a weight update has passed, and the last chunk of the request says it."""
+    """False if ``version`` is a guess because of a weight update meanwhile; the last chunk then has ``versions``."""
     versions: Sequence[tuple[PolicyVersion, int]] | None = None
-    """On the last chunk after such guesses: the versions of all tokens of the request, run-length."""
+    """Versions of all tokens of the request, run-length encoded; on the last chunk if an earlier one was not
+    ``sure``."""
     extras: Extras = NO_EXTRAS
-    """On the last chunk: the rows that the request asked for, of all its tokens, as :attr:`Request.extras_from` says.
-    Without them the tokens are dropped, and generated again."""
+    """The arrays that the request asked for, on the last chunk: the rows described at :attr:`Request.extras_from`.
+    If they are missing, april drops the tokens and generates them again."""
+    own_end: bool = False
+    """True if the request could end for reasons that april does not know, so its last token says nothing about the
+    end."""
+
+
+PIECES_AT_ONCE = 32
+"""Number of pieces of one response that may accumulate before they are parsed."""
 
 
 class BufferedStream:
-    """An iterator of chunks, as ``generate`` returns it, that can also let pieces of an answer pile up.
+    """An iterator of chunks, as ``generate`` returns it, that can also accumulate pieces and parse them together.
 
-    Many small pieces cost far less when they are looked at together. Used by one task, either as an iterator or by
-    :meth:`arrived` and :meth:`take`; what has arrived can be taken at any time.
+    Parsing many small pieces at once is far cheaper. april then owns the arrays of the chunks and does not copy
+    them. One task uses the stream, either as an iterator or through :meth:`arrived` and :meth:`take`; ``take`` may
+    be called at any time.
     """
 
     __slots__ = ()
 
     waiting: int
-    """Pieces that have arrived and were not taken."""
+    """Number of pieces that have arrived and were not taken yet."""
 
     @property
     def over(self) -> bool:
-        """The answer is here, whole: nothing but :meth:`take` is left to do."""
+        """True if the whole answer has arrived, so only :meth:`take` is left to call."""
         raise NotImplementedError
 
     async def arrived(self) -> bool:
-        """Wait until more may be there to :meth:`take`; False: the request has ended and all was taken.
+        """Wait for more to :meth:`take`; return False once the request has ended and everything was taken.
 
-        Raises what the iterator would raise, after all that came before it was taken.
+        Raises what the iterator would raise, once everything before the error was taken.
         """
         raise NotImplementedError
 
     def take(self) -> list[Chunk]:
-        """The chunks of everything that has arrived; never waits."""
+        """Return the chunks of everything that has arrived; never waits."""
         raise NotImplementedError
 
 
 @dataclass(frozen=True, slots=True)
 class EngineLoad:
-    """Load of an engine as it tells it itself; requests of others are in it."""
+    """Load of an engine as reported by the engine itself, with the requests of other clients."""
 
     running: int
-    """Requests being decoded."""
+    """Number of requests being decoded."""
     waiting: int
-    """Requests queued inside the engine."""
+    """Number of requests queued inside the engine."""
     kv_usage: float
-    """Share of the key-value memory in use, 0 to 1."""
+    """Fraction of the key-value cache in use, 0 to 1."""
     preemptions: int = 0
-    """Requests put back for want of memory, since the engine's start."""
+    """Number of requests preempted for lack of memory since the engine started."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Health:
-    """Answer of a health probe."""
+    """Answer to a health probe."""
 
     ok: bool
     detail: str = ""
     counters: dict[str, float] = field(default_factory=dict)
     current: bool = True
-    """True if it still has the weights that it was last given here; False after a restart of its server."""
+    """True if the engine still has the weights of the last update; False after its server restarted."""
     load: EngineLoad | None = None
-    """The load by its own words; None if it does not say it."""
+    """Load that the engine reports; None if it reports none."""
 
 
 @runtime_checkable
 class SharesModel(Protocol):
-    """The methods that engines with ``shares_weights`` have besides the methods of :class:`Engine`."""
+    """Additional methods of an engine with ``shares_weights``."""
 
     async def quiet(self) -> None:
-        """Returns when nothing runs on the model, and it is as the trainer left it."""
+        """Wait until nothing computes on the model and it is in the state in which the trainer left it."""
         ...
 
 
 @runtime_checkable
 class KeepsAdapters(Protocol):
-    """Engines whose server reads adapters (LoRA) from directories, perhaps again and again."""
+    """An engine whose server reads adapters (LoRA) from directories, possibly more than once."""
 
     @property
     def whole_version(self) -> PolicyVersion:
-        """The version of the whole weights below them."""
+        """The version of the base model's whole weights, without adapters."""
         ...
 
     def adapter_paths(self) -> frozenset[str]:
-        """Return those that it may read again: of the present version, and of versions under which requests run."""
+        """Return directories that may be read again: of the present version and of versions with running requests."""
         ...
 
 
 @runtime_checkable
+class TellsUnused(Protocol):
+    """An engine that may receive tokens which no request can use."""
+
+    unused: Callable[[int, DropReason], None]
+    """Callback ``(count, reason)`` that counts such tokens as dropped; set before the first request."""
+
+
+@runtime_checkable
 class ShowsWeights(Protocol):
-    """Engines whose weights can be compared with those of another process."""
+    """An engine whose weights can be compared with those of another process."""
 
     def weight_sample(self) -> NDArray[np.float32]:
-        """Return some values of the weights, always of the same places; called while the weights are not written."""
+        """Return some values of the weights, always from the same positions; not called while weights are written."""
         ...
 
 
 @runtime_checkable
 class ReadsPaths(Protocol):
-    """Engines whose path of a weight update is no directory that april could look into, such as an address."""
+    """An engine whose weight-update paths are not local directories, but for instance addresses."""
 
     async def content_of(self, path: str) -> str:
-        """Stands for what is there now: another text whenever it is something else. Empty: that cannot be said."""
+        """Return a text that changes whenever the content behind the path changes; empty if that cannot be told."""
         ...
 
 
 @runtime_checkable
 class KeepsRequests(Protocol):
-    """The methods of engines whose requests may live through weight updates (``in_flight_updates``)."""
+    """Additional methods of an engine whose requests may live through weight updates (``in_flight_updates``)."""
 
     async def pause_in_flight(self, in_flight: OnWeightUpdate) -> None:
-        """Close admission and stop generating; requests stay, and go on with :meth:`Engine.resume`.
+        """Close admission and stop generating; requests stay, and continue after :meth:`Engine.resume`.
 
-        Until then ``update_weights`` may come, and an abort ends a request with what it had. With KEEP they go on over
-        their keys and values, with RECOMPUTE the engine writes these anew under the weights that it has then.
+        In between, ``update_weights`` may be called, and an abort ends a request with its tokens so far. With KEEP,
+        requests continue with their old keys and values; with RECOMPUTE, the engine computes them again under the
+        new weights.
         """
         ...
 
 
 @runtime_checkable
 class GathersWeights(Protocol):
-    """The methods that engines with ``gathers_weights`` have besides, called in the trainer's thread."""
+    """Additional methods of an engine with ``gathers_weights``; called in the trainer's thread."""
 
     def gather(self) -> None:
-        """Make the weights whole on this rank: collective, so every rank calls it at the same time.
+        """Gather the full weights on this rank. This is collective: every rank calls it at the same time.
 
-        Requests may come once it has returned on their rank; before that they fail.
+        Requests are accepted once it has returned on their rank; before that they fail.
         """
         ...
 
     def release(self) -> None:
-        """Give the memory back; ends generating here if it still goes on. Waits for no other rank; idempotent."""
+        """Free the gathered memory; generation that still runs here ends. Waits for no other rank; idempotent."""
         ...
 
 
 @runtime_checkable
 class Engine(Protocol):
-    """An engine. Methods are called on april's event loop; a call may be cancelled at any await."""
+    """The methods of every engine. They are called on april's event loop; a call may be cancelled at any await."""
 
     @property
     def name(self) -> str:
@@ -330,15 +339,15 @@ class Engine(Protocol):
 
     @property
     def capabilities(self) -> Capabilities:
-        """Known after construction; constant."""
+        """The abilities of the engine; known after construction, constant."""
         ...
 
     def generate(self, request: Request) -> AsyncIterator[Chunk]:
-        """Start the request when first iterated; see the module's contract."""
+        """Run one request, which starts at the first iteration; the module's docstring has the contract."""
         ...
 
     async def abort(self, attempt_ids: Sequence[str] | None = None) -> None:
-        """Ask for the end of these attempts (None: all). Returns when asked, not when ended."""
+        """Ask the engine to end these attempts (None means all). Returns when asked, not when they have ended."""
         ...
 
     async def pause(self) -> None:
@@ -346,17 +355,17 @@ class Engine(Protocol):
         ...
 
     async def resume(self) -> None:
-        """Open admission again."""
+        """Reopen admission."""
         ...
 
     async def update_weights(self, version: PolicyVersion, path: str | None = None) -> None:
-        """While paused: from now on the weights are ``version`` (loaded from ``path`` if given)."""
+        """Begin ``version``, loading the weights from ``path`` if given; called while the engine is paused."""
         ...
 
     async def health(self) -> Health:
-        """Probe; never raises for a sick engine."""
+        """Probe the engine; an unhealthy engine is reported, not raised."""
         ...
 
     async def close(self) -> None:
-        """Release everything; idempotent."""
+        """Release all resources; idempotent."""
         ...

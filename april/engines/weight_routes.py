@@ -1,8 +1,8 @@
-"""How engines take weights that the trainer's process sends to them: without a directory, and without torch here.
+"""Protocols of engines that receive weights from the trainer's process, without a directory; needs no torch.
 
-A *meeting* is the process group of one sender, rank 0, and of the workers of all engines that it sends to. Every call
-of :class:`ReceivesWeights` is made on april's event loop while the engine is paused; ``join`` and ``receive`` return
-when the workers have met the sender, or have received, so the trainer's thread does its part meanwhile.
+A *meeting* is the process group of one sender (rank 0) and the workers of all engines that it sends to. The methods
+of :class:`ReceivesWeights` are called on april's event loop while the engine is paused. ``join`` and ``receive``
+return when the workers have joined or received; the trainer's thread does its part at the same time.
 """
 
 from __future__ import annotations
@@ -14,23 +14,23 @@ from typing import Any, Protocol, runtime_checkable
 
 GLOO, NCCL = "gloo", "nccl"
 BACKENDS = (NCCL, GLOO)
-"""Those that april sends over, the faster one first."""
+"""Back-ends over which april sends weights, the fastest first."""
 
 
 class Handshake(StrEnum):
-    """The ways in which a sender and an engine's workers find each other; one group is of one way."""
+    """How the sender and an engine's workers form their process group; one group uses one way."""
 
     APRIL = "april"
-    """The workers run april's own receiver: they meet at the store of the meeting's address and port."""
+    """The workers run april's own receiver and meet at the store at the meeting's address and port."""
     TORCH = "torch"
-    """A process group of torch.distributed with a name, at the store of the meeting's address and port."""
+    """A named process group of torch.distributed, with the store at the meeting's address and port."""
     UNIQUE_ID = "unique id"
-    """NCCL by the unique id of the meeting, without a store."""
+    """NCCL by the meeting's unique id, without a store."""
 
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """A tensor that comes next: its Hugging Face name, its dtype as torch spells it ("bfloat16"), its shape."""
+    """Describes one tensor of a transfer: Hugging Face name, dtype as torch spells it ("bfloat16"), shape."""
 
     name: str
     dtype: str
@@ -39,76 +39,76 @@ class TensorSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Meeting:
-    """What an engine must know to join: its workers are ranks ``rank_offset`` and up of ``world_size``."""
+    """What an engine needs to join a process group; its workers are ranks ``rank_offset`` and up of ``world_size``."""
 
     address: str
     port: int
     world_size: int
     rank_offset: int
     group: str
-    """Unique for each meeting."""
+    """Name of the group, unique for each meeting."""
     backend: str
     timeout_s: float
-    """After so long without the others a worker gives up."""
+    """Seconds after which a worker stops waiting for the others."""
     bucket_bytes: int
-    """Most bytes of a bucket, unless it is of one tensor."""
+    """Largest number of bytes in a bucket; only a single tensor may be larger."""
     unique_id: str = ""
-    """Base64, with :attr:`Handshake.UNIQUE_ID`."""
+    """NCCL's unique id in base64; only with :attr:`Handshake.UNIQUE_ID`."""
 
 
 @runtime_checkable
 class ReceivesWeights(Protocol):
-    """The methods that engines whose ``capabilities.collective`` is not empty have besides those of an engine.
+    """Additional methods of an engine whose ``capabilities.collective`` is not empty.
 
     Each raises EngineError, or EngineUnreachable where there was no answer.
     """
 
     @property
     def handshake(self) -> Handshake:
-        """The way in which its workers meet the sender."""
+        """How the engine's workers meet the sender."""
         ...
 
     @property
     def sender_address(self) -> str:
-        """Address of this machine as the engine's workers can reach it."""
+        """Address of this machine at which the engine's workers can reach it."""
         ...
 
     async def ranks(self) -> int:
-        """Count of its workers, over all of its data-parallel copies."""
+        """Return the number of the engine's workers, over all its data-parallel replicas."""
         ...
 
     async def join(self, meeting: Meeting) -> None:
-        """Have all workers meet the sender; returns when they have."""
+        """Make all workers join the sender's group; returns when they have."""
         ...
 
     async def begin(self) -> None:
-        """Make ready for the first bucket."""
+        """Prepare for the first bucket."""
         ...
 
     async def receive(self, bucket: Sequence[TensorSpec], last: bool) -> None:
-        """Have all workers take the tensors that the sender broadcasts, in this order; returns when they have."""
+        """Make all workers receive the tensors that the sender broadcasts, in this order; returns when they have."""
         ...
 
     async def finish(self) -> None:
-        """Put the weights into use, after the last bucket. ``update_weights`` empties the caches and names them."""
+        """Activate the weights after the last bucket. ``update_weights`` clears the caches and sets the version."""
         ...
 
     async def leave(self) -> bool:
-        """Give the group up, in whatever phase it is, so that a new meeting can be joined; never raises.
+        """Leave the group in whatever phase it is, so that the engine can join a new one; never raises.
 
-        True: the engine has the weights that it had before the meeting, all of them.
+        Returns True if the engine still has all the weights that it had before the meeting.
         """
         ...
 
 
 @runtime_checkable
 class TakesTensors(Protocol):
-    """The methods of engines in this process whose ``capabilities.takes_tensors`` is true: no group is needed."""
+    """Additional methods of an engine in this process with ``capabilities.takes_tensors``; it needs no group."""
 
     def reads(self, model: Any) -> bool:
-        """Return whether this very module is what it generates from, so that nothing is to be copied."""
+        """Return True if the engine generates from this very module, so that nothing needs to be copied."""
         ...
 
     async def take(self, specs: Sequence[TensorSpec], tensors: Sequence[Any], last: bool) -> None:
-        """Copy these tensors into the engine's weights; they belong to the sender and change afterwards."""
+        """Copy these tensors into the engine's weights; the sender owns them and changes them afterwards."""
         ...

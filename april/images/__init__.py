@@ -1,1 +1,1 @@
-"""Images on their way in: read from what users and clients give, checked, and placed among the tokens of a prompt."""
+"""Reads images from users and clients, checks them, and places them among the tokens of a prompt."""

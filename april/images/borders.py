@@ -1,5 +1,5 @@
-"""Placeholders and what stands for them, where a processor writes text around an image, as Gemma's does: its tokenizer
-may put that text together with the tokens beside it.
+"""Replaces placeholders for processors that write text around an image, as Gemma's does: the tokenizer may merge that
+text with the tokens beside it.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ Int32 = NDArray[np.int32]
 Encode = Callable[[str], list[int]]
 Decode = Callable[[Sequence[int]], str]
 _FARTHEST = 4
-"""Most tokens beside an image in which the text around it is looked for."""
+"""Number of tokens beside an image in which the text around it is searched."""
 
 
 class StandIn(NamedTuple):
-    """What stands for an image: its tokens, and the text before and behind them; empty for most processors."""
+    """The replacement of an image: its tokens, and the text before and behind them (empty for most processors)."""
 
     core: Int32
     head: str = ""
@@ -26,7 +26,7 @@ class StandIn(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Tokens [at, at + length) of the expanded conversation, and those that stand there in the other one."""
+    """The tokens [at, at + length) that replace an image, and the tokens of the conversation that they replace."""
 
     at: int
     length: int
@@ -34,26 +34,26 @@ class Place(NamedTuple):
 
 
 class _Border(NamedTuple):
-    """What stands at one side of an image, and the tokens of the conversation that it took in."""
+    """The tokens at one side of an image, and the tokens of the conversation that were merged into them."""
 
     tokens: list[int]
     taken: list[int]
 
 
 class Borders:
-    """Puts text around images at the places of their placeholders, and finds it there.
+    """Replaces placeholders by images with text around them, and finds such images again.
 
     Args:
-        encode: text as tokens.
-        decode: tokens as text.
-        special: ids that are put together with nothing.
+        encode: function from text to tokens.
+        decode: function from tokens to text.
+        special: ids of tokens that are never merged with text.
     """
 
     def __init__(self, encode: Encode, decode: Decode, special: frozenset[int]) -> None:
         self._encode, self._decode, self._special = encode, decode, special
 
     def split(self, tokens: Int32) -> StandIn:
-        """What stands for an image alone, as its own tokens and the text around them."""
+        """Split the tokens of an image that stands alone into its own tokens and the text around them."""
         own = [i for i, token in enumerate(tokens.tolist()) if token in self._special]
         first, last = own[0], own[-1] + 1
         return StandIn(tokens[first:last], self._text(tokens[:first].tolist()), self._text(tokens[last:].tolist()))
@@ -62,7 +62,7 @@ class Borders:
         return self._decode(tokens) if tokens else ""
 
     def expand(self, ids: Int32, at: Sequence[int], stand_in: Sequence[StandIn]) -> tuple[Int32, list[Place]]:
-        """The conversation with all that stands for the images whose placeholders are ``at``."""
+        """Replace the placeholders at the positions ``at``; return all tokens, and the place of each image."""
         out: list[int] = []
         places: list[Place] = []
         starts = [0, *(i + 1 for i in at)]
@@ -93,7 +93,7 @@ class Borders:
         return np.array(out, np.int32), places
 
     def _border(self, beside: list[int], text: str, *, behind: bool) -> _Border:
-        """What the text at one side of an image becomes next to the token that is beside it, if there is one."""
+        """Tokenise the text at one side of an image together with the token beside it, if there is one."""
         if not text:
             return _Border([], [])
         alone = self._encode(text)
@@ -104,7 +104,7 @@ class Borders:
         return _Border(alone, []) if both == apart else _Border(both, beside)
 
     def collapse(self, ids: Int32, placeholder: int, stand_in: Sequence[StandIn]) -> Int32 | None:
-        """The conversation with a placeholder for each image, if it has all that stands for them; else None."""
+        """Return the conversation with a placeholder in place of each image; None if one of the images is not found."""
         spans, done = [], 0
         for one in stand_in:
             places = np.flatnonzero(ids[done:] == one.core[0]) + done
@@ -126,7 +126,7 @@ class Borders:
         return np.array(out, np.int32) if np.array_equal(again, ids) else None
 
     def _without(self, gap: list[int], tail: str, head: str) -> list[int] | None:
-        """The tokens between two images, without the text that belongs to these; None if it is not there."""
+        """Return the tokens between two images without the images' own text; None if that text is missing."""
         if tail and head and (text := self._text(gap)) == tail + text[len(tail) : len(text) - len(head)] + head:
             middle = text[len(tail) : len(text) - len(head)]
             if len(self._encode(middle) if middle else []) < 2:

@@ -1,7 +1,7 @@
-"""Images in chats: taken out of the messages, which keep a mark where each one was.
+"""Takes images out of chat messages, leaving a mark in place of each image.
 
-The marks are content parts ``{"type": "image"}``, as chat templates know them; the dialects of OpenAI, Anthropic,
-transformers and data sets are read.
+A mark is a content part ``{"type": "image"}``, as chat templates know it. Content parts are read in the formats of
+OpenAI, Anthropic, transformers and data sets.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from april.errors import ConfigError
+from april.server_text import clean
 
 MARK: Mapping[str, Any] = {"type": "image"}
 _IMAGES = ("image", "image_url", "input_image")
@@ -18,17 +19,30 @@ _CONTENT = ("image_url", "image", "source", "url", "path", "bytes", "base64", "d
 
 
 def is_image(part: Mapping[str, Any]) -> bool:
-    """Return whether a content part is an image."""
+    """Return True if a content part is an image."""
     kind = part.get("type")
     return kind in _IMAGES if kind is not None else any(part.get(name) is not None for name in _IMAGES)
 
 
-def of_part(part: Mapping[str, Any]) -> Any:
-    """Return the image that a content part has, in one of the forms that are read; None if it has none."""
+def of_part(part: Mapping[str, Any], where: str) -> Any:
+    """Return the image of a content part, in one of the forms that a Reader reads.
+
+    Returns None for ``{"type": "image"}`` without other fields, which stands for an image of the prompt.
+
+    Raises:
+        ConfigError: the part has other fields, but none with an image.
+    """
     for name in _CONTENT:
         if (found := part.get(name)) is not None:
             return {"type": "base64", "data": found} if name in ("base64", "data") else _whole(part, name, found)
-    return None
+    if part == MARK:
+        return None
+    fields = [f"{clean(name, 32)}{' of null' if part[name] is None else ''}" for name in part if name != "type"]
+    raise ConfigError(
+        f"{where}: a part of type {clean(part.get('type'), 32)} has {', '.join(fields[:8]) or 'no other field'} and no "
+        'image; give it as a data: URL in image_url, or in base64 in source ({"type": "image"} alone stands for an '
+        "image of the prompt)"
+    )
 
 
 def _whole(part: Mapping[str, Any], name: str, found: Any) -> Any:
@@ -41,10 +55,10 @@ def taken_out(
     """Return the messages with marks in place of images, and all images in their order.
 
     Args:
-        messages: of a chat.
-        images: those of parts that have none themselves, in order; where there are no such parts, they stand at the
+        messages: messages of a chat.
+        images: images for the parts that have none themselves, in order; without such parts, they are put at the
             beginning of the first message of the user.
-        where: for messages of errors.
+        where: name of the prompt for error messages.
 
     Raises:
         ConfigError: there are more or fewer images than parts, or a part is neither text nor an image.
@@ -63,7 +77,9 @@ def taken_out(
                 if not isinstance(part, Mapping):
                     parts.append({"type": "text", "text": part})
                 elif is_image(part):
-                    item = of_part(part)
+                    # data sets add null fields to parts, and some number their images
+                    said = {n: v for n, v in part.items() if v is not None and (n, v) != ("index", used)}
+                    item = of_part(said, where)
                     if item is None:
                         marks, used = True, used + 1
                         item = rest.pop(0) if rest else None
@@ -86,7 +102,7 @@ def taken_out(
 
 
 def _put_first(plain: list[dict[str, Any]], count: int) -> bool:
-    """Put marks before what the user says first."""
+    """Put ``count`` marks at the beginning of the first user message; returns False if there is none."""
     for message in plain:
         if message.get("role") == "user":
             content = message.get("content")
@@ -97,5 +113,5 @@ def _put_first(plain: list[dict[str, Any]], count: int) -> bool:
 
 
 def some(count: int, what: str) -> str:
-    """``no images``, ``1 image``, ``2 images``."""
+    """Return a count with its noun: ``no images``, ``1 image``, ``2 images``."""
     return f"{count or 'no'} {what}{'' if count == 1 else 's'}"

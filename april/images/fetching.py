@@ -1,7 +1,7 @@
-"""Images by http(s), from hosts that the settings allow by name.
+"""Fetches images by http(s), from hosts that the settings allow by name.
 
-Invariant: no connection is made to a host that is not allowed, nor, unless that very host is named, to an address that
-is not public; the address that was checked is the one that is connected to.
+Invariant: a connection is made only to allowed hosts, and to an address that is not public only if that very host is
+named. The address that was checked is the one that is connected to.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from april.errors import ConfigError
 from april.server_text import clean
 
 TIMEOUT_S = 30.0
-"""Longest time that an image takes to come."""
+"""Longest time, in seconds, for fetching an image."""
 _PIECE = 1 << 16
 _WITH_IPV4 = tuple(map(ipaddress.IPv6Network, ("::/96", "::ffff:0:0/96", "::ffff:0:0:0/96", "64:ff9b::/96")))
-"""Addresses of version 6 that end in one of version 4."""
+"""IPv6 networks whose addresses end in an IPv4 address."""
 
 
 def fetched(url: str, hosts: Sequence[str], max_bytes: int, where: str) -> bytes:
-    """Return the bytes behind ``url``; raises ConfigError in one sentence, without what may be a secret in the URL."""
+    """Return the bytes behind ``url``; raises ConfigError, whose message leaves out possible secrets in the URL."""
     try:
         parts = urlsplit(url)
         host, port = (parts.hostname or "").lower(), parts.port or (443 if parts.scheme == "https" else 80)
@@ -54,7 +54,7 @@ def fetched(url: str, hosts: Sequence[str], max_bytes: int, where: str) -> bytes
 
 
 def _address(host: str, port: int, what: str, *, private: bool) -> str:
-    """The address of a host; all that it has must be public, unless it may be private."""
+    """Return an address of a host; all addresses of the host must be public, unless ``private`` allows others."""
     try:
         found = [str(info[4][0]) for info in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)]
     except (OSError, UnicodeError) as error:
@@ -73,15 +73,15 @@ def _is_public(address: str) -> bool:
     if isinstance(ip, ipaddress.IPv6Address):
         if ip.is_site_local:
             return False
-        # what leads to an address of version 4 is as public as that
+        # an IPv6 address that leads to an IPv4 address is as public as that one
         last = ipaddress.IPv4Address(int(ip) & 0xFFFFFFFF)
         ip = ip.sixtofour or (last if any(ip in net for net in _WITH_IPV4) else ip)
     return ip.is_global and not ip.is_multicast
 
 
 def _read(connection: socket.socket, parts: SplitResult, host: str, max_bytes: int, what: str) -> bytes:
-    sockets = [connection]  # the last one is in use
-    # a timeout of the socket's own begins anew with every byte
+    sockets = [connection]  # the last socket is the one in use
+    # the socket's own timeout begins anew with every byte, so a timer limits the whole transfer
     late = threading.Timer(TIMEOUT_S, _break_off, (sockets,))
     late.daemon = True
     late.start()

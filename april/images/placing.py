@@ -1,7 +1,7 @@
-"""Images at their places among tokens, as a model's processor makes them.
+"""Places images among tokens, as a model's processor does.
 
-Invariant: a conversation that is placed has the tokens that the processor would make of the same text and images; this
-is seen once, before anything starts, on two small images.
+Invariant: the tokens of a conversation with placed images are those that the processor would make of the same text and
+images. This is checked once, before anything starts, with two small images.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from april.server_text import clean
 
 Int32 = NDArray[np.int32]
 _TRIED = ((56, 84), (200, 140))
-"""(height, width) of the images on which a processor is tried."""
+"""(height, width) of the images with which a processor is checked."""
 _MOST_KNOWN = 4096
-"""Sizes of images for which what stands for them is remembered."""
+"""Number of image sizes for which the replacement tokens are cached."""
 
 
 def loaded(processor: Any) -> Any:
-    """The processor itself, of its path or name where that is given; raises ConfigError if it cannot be loaded."""
+    """Return the processor, which is loaded if its path or name is given; raises ConfigError if that fails."""
     if not isinstance(processor, (str, os.PathLike)):
         return processor
     require("processor=", "transformers")
@@ -42,19 +42,19 @@ def loaded(processor: Any) -> Any:
     try:
         loader: Any = transformers.AutoProcessor
         return loader.from_pretrained(processor)
-    except Exception as error:  # a path that is none, a model without a processor, a package that it needs
+    except Exception as error:  # such as a wrong path, a model without a processor, or a missing package
         raise ConfigError(f"processor: it cannot be loaded: {clean(error)}") from error
 
 
 class Images:
-    """The way in of images: a processor's placeholders, and the reader of what users give.
+    """Reads the images of prompts and replaces their placeholders with tokens, as the model's processor does.
 
     Args:
         processor: a transformers processor with an image processor and a tokenizer, or the path or name of one.
-        limits: the settings.
+        limits: limits on images; None means the defaults.
 
     Raises:
-        ConfigError: it is none, or one whose expansion of prompts cannot be followed.
+        ConfigError: the object is not such a processor, or april cannot reproduce how it expands prompts.
     """
 
     def __init__(self, processor: Any, limits: ImagesConfig | None = None) -> None:
@@ -63,7 +63,7 @@ class Images:
         self.processor = processor = loaded(processor)
         self.name = type(processor).__name__
         self.tokenizer: Any = getattr(processor, "tokenizer", None)
-        """The tokenizer that it has."""
+        """The processor's tokenizer."""
         missing = [
             name for name in ("tokenizer", "image_processor", "image_token") if getattr(processor, name, None) is None
         ]
@@ -75,10 +75,10 @@ class Images:
         self._placeholder = str(processor.image_token)
         self._id = self._id_of(self._placeholder)
         self.banned_ids = tuple(sorted({self._id, *self._ids_of_media()}))
-        """Ids that stand for what is no token, and are never to be generated."""
+        """Ids that stand for media instead of text, and must never be generated."""
         self._special = frozenset((*self.banned_ids, *_special_ids(self.tokenizer)))
         self._borders: Borders | None = None
-        """Set if it writes text around an image."""
+        """Set if the processor writes text around an image."""
         self._counts = False
         self._sizes: dict[tuple[int, int], Int32] = {}
         self._lock = threading.RLock()
@@ -98,7 +98,7 @@ class Images:
                     yield found
 
     def _try(self) -> None:
-        """Place two images, and compare with what the processor makes of the same text and images."""
+        """Place two images and compare with the processor's own tokens; raises ConfigError if they differ."""
         mark = self._placeholder
         pictures = [Picture(Attachment.of(IMAGE, b""), *size) for size in _TRIED]
         alone = [self._by_processor(mark, [size]) for size in _TRIED]
@@ -121,7 +121,7 @@ class Images:
         content = [{"type": IMAGE}, {"type": "text", "text": "a"}, {"type": IMAGE}]
         try:
             text = self.text([{"role": "user", "content": content}], None)
-        except Exception:  # it has no template, or one that takes other messages: then there are no chats
+        except Exception:  # no template, or one for other messages: there are no chats then
             return ""
         return text if text.count(self._placeholder) == len(_TRIED) else ""
 
@@ -137,31 +137,31 @@ class Images:
             raise ConfigError(f"{self.name} does not take an image of {size} pixels: {clean(error)}") from error
 
     def _count(self, height: int, width: int) -> int:
-        """Tokens of an image, as the processor counts them without looking at it; -1: it cannot."""
+        """Return the number of tokens of an image as the processor counts them from its size; -1 if it cannot."""
         try:
             made = self.processor._get_num_multimodal_tokens(image_sizes=[(height, width)])
             return int(made["num_image_tokens"][0])
         except (AttributeError, KeyError, TypeError):
             return -1
-        except Exception as error:  # a size that it does not take
+        except Exception as error:  # a size that the processor does not take
             raise ConfigError(
                 f"{self.name} does not take an image of {width} x {height} pixels: {clean(error)}"
             ) from error
 
     @property
     def kind(self) -> str:
-        """The kind of what it places."""
+        """The kind of the attachments that are placed."""
         return IMAGE
 
     # ---------------------------------------------------------------- text
 
     def encode(self, text: str) -> Int32:
-        """Text as tokens, with one placeholder per image."""
+        """Return the tokens of a text, with one placeholder per image."""
         with self._lock:
             return np.array(self.tokenizer(text, add_special_tokens=False)["input_ids"], np.int32)
 
     def text(self, messages: Sequence[Mapping[str, Any]], tools: Any, *, go_on: bool = True) -> str:
-        """What the chat template writes for messages; ``go_on``: up to where the assistant begins."""
+        """Return what the chat template writes for messages; ``go_on`` adds the start of the assistant's answer."""
         with self._lock:
             write = self.processor if getattr(self.processor, "chat_template", None) else self.tokenizer
             options = {"add_generation_prompt": go_on, **({"tools": tools} if tools else {})}
@@ -169,7 +169,7 @@ class Images:
         return text
 
     def render(self, messages: Sequence[Mapping[str, Any]], tools: Any, where: str) -> Int32:
-        """The tokens of a chat whose images are content parts of type ``image``; one placeholder for each."""
+        """Return the tokens of a chat, with one placeholder for each content part of type ``image``."""
         try:
             return self.encode(self.text(messages, tools))
         except Exception as error:  # whatever a template raises
@@ -181,8 +181,8 @@ class Images:
     # ---------------------------------------------------------------- places
 
     def of_prompt(self, token_ids: Int32, attached: Sequence[Placed]) -> list[Picture]:
-        """The images of a conversation, which may stand at another place, too."""
-        if self._borders is not None:  # what stands there depends on what is beside it
+        """Return the images of a conversation as pictures that can be placed again, at other positions too."""
+        if self._borders is not None:  # the tokens depend on the text beside the image, so they cannot be reused
             data = [attachment_bytes(placed.attachment) for placed in attached]
             return [self.reader.read(item, "the prompt's image", decode=False) for item in data]
         return [Picture(p.attachment, 0, 0, tuple(token_ids[p.at : p.end].tolist())) for p in attached]
@@ -190,7 +190,7 @@ class Images:
     def place_behind(
         self, token_ids: Int32, have: int, attached: Sequence[Placed], pictures: Sequence[Picture], where: str
     ) -> tuple[Int32, tuple[Placed, ...]]:
-        """:meth:`place` for what follows the first ``have`` tokens, to which ``attached`` is attached."""
+        """Place images behind the first ``have`` tokens, which already have ``attached``; return everything as one."""
         new, placed = self.place(token_ids[have:], pictures, where)
         moved = (replace(one, at=one.at + have) for one in placed)
         return np.concatenate((token_ids[:have], new)), (*attached, *moved)
@@ -204,12 +204,12 @@ class Images:
         """Return the tokens as the model reads them, and where each image is.
 
         Args:
-            token_ids: with one placeholder per image, or with all that stand for it.
-            pictures: the images, in order.
-            where: for messages.
+            token_ids: tokens with one placeholder per image, or with all tokens that replace it.
+            pictures: images, in order.
+            where: name of the prompt for error messages.
 
         Raises:
-            ConfigError: there are more or fewer placeholders than images, or one that is of no image.
+            ConfigError: there are more or fewer placeholders than images, or placeholders of other media.
         """
         ids = np.asarray(token_ids, np.int32)
         stand_in = [self._replacement(picture, f"{where}, image {i}") for i, picture in enumerate(pictures, 1)]
@@ -233,7 +233,7 @@ class Images:
     def _place_with_text(
         self, borders: Borders, ids: Int32, pictures: Sequence[Picture], stand_in: Sequence[Int32], where: str
     ) -> tuple[Int32, tuple[Placed, ...]]:
-        """:meth:`place` for a processor that writes text around its images."""
+        """Do the work of :meth:`place` for a processor that writes text around its images."""
         with self._lock:
             parts = [borders.split(tokens) for tokens in stand_in]
             one_each = borders.collapse(ids, self._id, parts)
@@ -247,7 +247,7 @@ class Images:
         return ids, tuple(Placed(picture.attachment, *place) for picture, place in found)
 
     def _replacement(self, picture: Picture, where: str) -> Int32:
-        """The tokens that the model reads an image as, which depend on its size alone."""
+        """Return the tokens that the model reads in place of an image, which depend only on the image's size."""
         if picture.stand_in:
             return np.array(picture.stand_in, np.int32)
         size = (picture.height, picture.width)
@@ -268,7 +268,7 @@ class Images:
         return known
 
     def _expanded(self, ids: Int32, stand_in: Sequence[Int32]) -> list[int] | None:
-        """Where each image begins in tokens that have all that stands for it; None if they have not."""
+        """Return where each image begins if all placeholders are replaced already; None if they are not."""
         starts, at = [], 0
         taken = np.zeros(len(ids), bool)
         for tokens in stand_in:
@@ -282,7 +282,7 @@ class Images:
         return None if np.isin(ids[~taken], self.banned_ids).any() else starts
 
     def _one_each(self, ids: Int32, stand_in: Sequence[Int32]) -> Int32:
-        """Tokens of which some images have all that stands for them: with one placeholder for each; else none."""
+        """Return tokens with one placeholder per image, where some images are expanded already; empty if that fails."""
         parts, done = [], 0
         for tokens in stand_in:
             for i in np.flatnonzero(np.isin(ids[done:], (self._id, tokens[0]))) + done:
@@ -296,7 +296,7 @@ class Images:
         return np.concatenate([*parts, ids[done:]])
 
     def _others(self, ids: Int32, at: NDArray[np.int64]) -> int:
-        """The number of placeholders that are not of images."""
+        """Return the number of placeholders that belong to no image."""
         return int(np.isin(np.delete(ids, at), self.banned_ids).sum())
 
     def _wrong_places(self, found: int, others: int, stand_in: Sequence[Int32], where: str) -> str:
@@ -312,7 +312,7 @@ class Images:
 
 
 def _special_ids(tokenizer: Any) -> set[int]:
-    """Ids of tokens that are put together with nothing."""
+    """Return the ids of tokens that a tokenizer never merges with the text beside them."""
     added = getattr(tokenizer, "added_tokens_decoder", None) or {}
     return {*(getattr(tokenizer, "all_special_ids", None) or ()), *(i for i, t in added.items() if t.special)}
 

@@ -1,15 +1,15 @@
-"""From what a user or a client gives as an image to an attachment.
+"""Makes an attachment of an image from a user or a client.
 
-Invariant: an attachment is an image that was decoded once, in a mode that all engines and trainers read alike; its name
-is the hash of its bytes, never one that somebody gave it.
+Invariant: the image of an attachment was decoded once, in a mode that all engines and trainers read alike. The
+attachment's name is the hash of its bytes, never a name that somebody gave.
 """
 
 from __future__ import annotations
 
 import base64
-import binascii
 import io
 import os
+import re
 import stat
 import threading
 import weakref
@@ -27,34 +27,38 @@ from april.images.fetching import fetched
 from april.server_text import clean
 
 IMAGE = "image"
-"""The kind of these attachments."""
+"""Kind of the attachments that are made here."""
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
-"""Formats that are read; other readers of the package are never reached by what a stranger sends."""
+"""Image formats that are read; PIL's decoders for other formats never see data from clients."""
 _SAME_EVERYWHERE = ("RGB", "L")
-"""Modes that every reader makes the same three channels of."""
+"""PIL modes that every reader converts to the same three channels."""
 _ORIENTATION = 0x0112
 _PARTS = ("image_url", "image", "input_image", "url", "source", "data")
-"""Names under which a content part has its image, in chats of OpenAI, Anthropic and transformers."""
+"""Fields in which a content part holds its image, in chats of OpenAI, Anthropic and transformers."""
+_SENT = 'a data: URL in image_url, or a source of {"type": "base64", "data": ...}'
+"""Forms in which clients send images, for error messages."""
+_URL_SAFE = bytes.maketrans(b"-_", b"+/")
+_NO_BASE64 = re.compile(rb"[^A-Za-z0-9+/]")
 _known: weakref.WeakValueDictionary[tuple[str, bool], Attachment] = weakref.WeakValueDictionary()
 _knowing = threading.Lock()
 
 
 class Picture(NamedTuple):
-    """An image that was read, and the size that its header says; 0 x 0 where ``stand_in`` is known."""
+    """An image that was read, and the size from its header; 0 x 0 if ``stand_in`` is known."""
 
     attachment: Attachment
     height: int
     width: int
     stand_in: tuple[int, ...] = ()
-    """The tokens that the model reads it as, where it was placed before."""
+    """Tokens that the model reads in place of the image, if it was placed before."""
 
 
 class Reader:
     """Reads images, within limits.
 
     Args:
-        limits: the settings.
-        paths: files may be named; False for what comes from clients, who may send bytes and allowed URLs alone.
+        limits: limits on images.
+        paths: True if files may be named; False for clients, which may send only bytes and allowed URLs.
     """
 
     def __init__(self, limits: ImagesConfig, *, paths: bool = True) -> None:
@@ -63,7 +67,7 @@ class Reader:
         self._paths = paths
 
     def strangers(self) -> Reader:
-        """The reader of what clients send."""
+        """Return the reader for images in client requests, which may not be file paths."""
         return Reader(self._limits, paths=False)
 
     def check_count(self, count: int, where: str) -> None:
@@ -80,11 +84,11 @@ class Reader:
         Args:
             item: encoded bytes, a path, a ``PIL.Image``, a ``data:`` URL, an http(s) URL of an allowed host,
                 ``{"bytes": ..., "path": ...}``, or a content part of a chat.
-            where: what it is, for messages: ``prompt 3, image 1``.
-            decode: False where it was decoded before, and its content is compared by its hash.
+            where: name of the image for error messages, such as ``prompt 3, image 1``.
+            decode: False if the image was decoded before and its content is compared by its hash.
 
         Raises:
-            ConfigError: in one sentence, what is wrong with which image, and what to do.
+            ConfigError: the image cannot be used; the message says which image, why, and what to do.
         """
         if isinstance(item, Picture):
             return item
@@ -98,10 +102,8 @@ class Reader:
             return self._of_text(item, where, decode)
         if isinstance(item, Mapping):
             return self._of_mapping(item, where, decode)
-        raise ConfigError(
-            f"{where} is of type {type(item).__name__}; give bytes, a path, a PIL.Image, a data: URL, or a mapping "
-            "with bytes or path"
-        )
+        forms = "bytes, a path, a PIL.Image, a data: URL, or a mapping with bytes or path" if self._paths else _SENT
+        raise ConfigError(f"{where} is of type {type(item).__name__}; give {forms}")
 
     # ---------------------------------------------------------------- forms
 
@@ -116,23 +118,25 @@ class Reader:
         for name in _PARTS:
             if (inner := item.get(name)) is not None and not (isinstance(inner, Mapping) and inner is item):
                 return self.read(inner, where, decode=decode)
+        forms = 'bytes, {"bytes": ...}, {"path": ...}, or a content part with image_url or source'
         raise ConfigError(
             f"{where} is a mapping with {', '.join(clean(k, 32) for k in list(item)[:8]) or 'nothing in it'}; give "
-            'bytes, {"bytes": ...}, {"path": ...}, or a content part with image_url or source'
+            f"{forms if self._paths else _SENT}"
         )
 
     def _of_text(self, text: str, where: str, decode: bool) -> Picture:
-        scheme = text[:8].partition(":")[0].lower() if ":" in text[:8] else ""
+        url = text.lstrip()
+        scheme = url[:8].partition(":")[0].lower() if ":" in url[:8] else ""
         if scheme == "data":
-            return self._of_data(self._of_data_url(text, where), "", where, decode)
+            return self._of_data(self._of_data_url(url, where), "", where, decode)
         if scheme in ("http", "https"):
             limits = self._limits
-            return self._of_data(fetched(text, limits.hosts, limits.max_bytes, where), "", where, decode)
+            return self._of_data(fetched(url, limits.hosts, limits.max_bytes, where), "", where, decode)
         if scheme == "file" and self._paths:
-            url = urlsplit(text)
-            if url.netloc not in ("", "localhost"):
+            named = urlsplit(url)
+            if named.netloc not in ("", "localhost"):
                 raise ConfigError(f"{where}: {clean(text, 100)} is a file of another machine; give a path of this one")
-            return self._of_file(url2pathname(url.path), where, decode)
+            return self._of_file(url2pathname(named.path), where, decode)
         if not self._paths:
             raise ConfigError(f"{where}: a client sends an image as a data: URL or in base64, not as {clean(text, 40)}")
         return self._of_file(text, where, decode)
@@ -141,17 +145,32 @@ class Reader:
         head, comma, body = url.partition(",")
         if not comma:
             raise ConfigError(f"{where} is a data: URL without a comma, which has no content; was it cut?")
-        if head.lower().endswith(";base64"):
+        if "base64" in [parameter.strip() for parameter in head.lower().split(";")[1:]]:
             return self._of_base64(body, where)
         self._check_size(len(body) // 3, where)
         return unquote_to_bytes(body)
 
     def _of_base64(self, text: str, where: str) -> bytes:
-        self._check_size(len(text) // 4 * 3 - 2, where)
-        try:
-            return base64.b64decode(unquote_to_bytes(text) if "%" in text else text, validate=True)
-        except (binascii.Error, ValueError):
-            raise ConfigError(f"{where} is no base64; was it cut, or encoded twice?") from None
+        """Decode base64 as any common writer makes it: in lines, URL-safe, or without padding.
+
+        A blank within a line is refused, as it may have been a plus sign.
+        """
+        raw = text.encode("utf-8", "replace")
+        raw = b"".join(line.strip() for line in (unquote_to_bytes(raw) if b"%" in raw else raw).splitlines())
+        coded = raw.rstrip(b"=")
+        self._check_size(len(coded) * 3 // 4, where)
+        if not (b"+" in coded or b"/" in coded):
+            coded = coded.translate(_URL_SAFE)
+        bad = _NO_BASE64.search(coded)
+        if bad is not None:
+            why = f"character {bad.start() + 1:,} is {clean(repr(chr(bad[0][0])), 16)}"
+        elif len(coded) % 4 == 1:
+            why = f"no text of {len(coded):,} characters is"
+        elif len(raw) - len(coded) not in (0, -len(coded) % 4):
+            why = f"{len(raw) - len(coded)} padding characters follow {len(coded):,} others"
+        else:
+            return base64.b64decode(coded + b"=" * (-len(coded) % 4))
+        raise ConfigError(f"{where} is no base64; was it cut, or encoded twice ({why})?")
 
     def _of_file(self, path: str, where: str, decode: bool) -> Picture:
         named = f"{where} ({clean(path, 100)})"
@@ -164,7 +183,7 @@ class Reader:
                     raise ConfigError(f"{named} is no file")
                 self._check_size(about.st_size, named)
                 data = file.read(self._limits.max_bytes + 1)
-        except (OSError, ValueError) as error:  # ValueError: a null byte in its name
+        except (OSError, ValueError) as error:  # ValueError: a null byte in the file's name
             if isinstance(error, ConfigError):
                 raise
             why = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
@@ -206,7 +225,7 @@ class Reader:
             return Picture(_known.setdefault((attachment.digest, attachment.data is None), attachment), height, width)
 
     def _checked(self, data: bytes, path: str, where: str, decode: bool) -> tuple[bytes, str, tuple[int, int]]:
-        """The bytes, encoded anew where readers would differ, the file that has them, and (height, width)."""
+        """Return the bytes (encoded anew if readers would differ), the path of their file, and (height, width)."""
         from PIL import Image, UnidentifiedImageError
 
         if not data:
@@ -237,14 +256,14 @@ class Reader:
                 f"{where} has more pixels than images.max_pixels, {self._limits.max_pixels:,}, and than PIL takes; "
                 "make it smaller"
             ) from None
-        except Exception as error:  # whatever a decoder raises on what is broken
+        except Exception as error:  # whatever a decoder raises on broken data
             raise ConfigError(
                 f"{where} is broken, or was cut: it cannot be decoded ({clean(error, 100)}); make it anew"
             ) from None
 
 
 def _is_animated(image: Any) -> bool:
-    """Return whether it has several frames; to count those of a TIFF file takes the square of their number."""
+    """Return True if the image has several frames; counting those of a TIFF file would take quadratic time."""
     return getattr(image, "format", None) != "MPO" and bool(getattr(image, "is_animated", False))
 
 
@@ -253,7 +272,7 @@ def _animated(where: str) -> str:
 
 
 def _as_png(image: Any, where: str) -> bytes:
-    """The image as processors see it, without loss: upright, in three channels or one, over white where it is clear."""
+    """Return the image as PNG without loss: upright, with three channels or one, and white where it is clear."""
     from PIL import Image, ImageOps
 
     if image.mode.startswith(("I", "F")):

@@ -1,1 +1,1 @@
-"""Other processes: hosts with engines and functions, a trainer's ranks, actors of Ray, a trainer's workers."""
+"""The scheduler in other processes: for the ranks of a trainer, and in an actor of Ray."""

@@ -1,67 +1,68 @@
-"""The scheduler of a trainer of many processes: the face of RolloutScheduler on every rank.
+"""The scheduler of a trainer with many processes, which has the interface of RolloutScheduler on every rank.
 
-The rule: a call that changes something is made by every rank, in the same order, with the same arguments; a call that
-only looks is answered to whoever asks. The RolloutScheduler is in rank 0's process, and so is the center that makes its
-calls; rank 0 is a rank as any other.
+The rule: every rank makes each call that changes something, in the same order and with the same arguments; a call that
+changes nothing is answered to any rank. The RolloutScheduler runs in rank 0's process, behind a server at which all
+ranks make their calls, rank 0 included.
 """
 
 from __future__ import annotations
 
 import asyncio
 import hashlib
+import inspect
 import logging
-import os
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from functools import partial
+from functools import partial, wraps
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 
 import numpy as np
+from pydantic import SecretStr
 
-from april.agents.gateway import OPTIONS
+from april.config.engines import AprilEngineConfig
 from april.config.settings import Config
 from april.core.batch import Batch, SplitBy
 from april.core.ledger import Ledger
 from april.core.types import Prompt
 from april.core.versions import PolicyVersion
 from april.driver.detokenizer import Detokenizer
-from april.driver.local_host import Hosts
 from april.driver.loop_thread import Reply
 from april.driver.rewards import EvaluationResult
+from april.driver.tracebacks import shorten
 from april.driver.user_code import call_user_code, refuse_inside_user_code
 from april.engines.protocol import Engine, GathersWeights, ShowsWeights
+from april.engines.served.client import connect_april
 from april.engines.weight_routes import TakesTensors
-from april.errors import ConfigError, RankError, RolloutError, SchedulerClosed
+from april.errors import AprilError, ConfigError, RankError, RolloutError, SchedulerClosed
 from april.images.placing import loaded
-from april.processes import content
-from april.processes import rank_messages as say
-from april.processes.center import Center, OnAll
-from april.processes.content import unpack_call
-from april.processes.member import Member
-from april.processes.rank_host import FUNCTIONS, Brought, RankHost
+from april.processes.rank_client import RankClient
+from april.processes.rank_content import LOOKS, RESULTS, for_ranks, of_ranks, plain, refuse_not_plain, unpack_call
+from april.processes.rank_engines import RankEngines, reads_the_trainers
+from april.processes.rank_messages import Step, error_of
+from april.processes.rank_server import OnAll, RankServer
 from april.processes.rank_weights import STEPS, RankWeights, Take, WeightsOfAll
 from april.processes.ranks import MeetingPoint, Ranks
-from april.processes.remote_hosts import HostListener
-from april.scheduler import RolloutScheduler
+from april.scheduler import BatchIterator, RolloutScheduler
+from april.values import pack, unpack
 from april.weights.source import Bucket, WeightSource
 
 
 def gathering(engines: Iterable[Engine]) -> list[GathersWeights]:
-    """Return the engines whose weights are spread over the ranks."""
+    """Return the engines whose weights are sharded over the ranks."""
     return [e for e in engines if e.capabilities.gathers_weights and isinstance(e, GathersWeights)]
 
 
 def gather(engines: Iterable[Engine]) -> None:
-    """Collective; see :class:`april.engines.protocol.GathersWeights`."""
+    """Gather the engines' weights. Collective; see :class:`april.engines.protocol.GathersWeights`."""
     for engine in gathering(engines):
         engine.gather()
 
 
 def release(engines: Iterable[Engine]) -> None:
-    """The end of it, which waits for no other rank."""
+    """Release the weights that :func:`gather` has gathered; waits for no other rank."""
     for engine in gathering(engines):
         engine.release()
 
@@ -70,14 +71,14 @@ log = logging.getLogger("april")
 
 
 def sampled(engines: Iterable[Engine]) -> bytes:
-    """Values of the model that is on this rank, float32; empty: none is, or the ranks gather its weights anyway."""
+    """Return float32 values of this rank's model; empty if there is none, or if the ranks gather its weights anyway."""
     showing = (e for e in engines if isinstance(e, ShowsWeights) and not e.capabilities.gathers_weights)
     engine = next(showing, None)
     return b"" if engine is None else np.ascontiguousarray(engine.weight_sample(), np.float32).tobytes()
 
 
 def differ(rank: int, own: bytes, first: bytes) -> bool:
-    """Warn if the values of this rank are not those of rank 0; whether they are not."""
+    """Return True, and warn, if the sample values of this rank are not those of rank 0."""
     if not (own and first) or own == first:
         return False
     here, there = np.frombuffer(own, np.float32), np.frombuffer(first, np.float32)
@@ -93,29 +94,29 @@ def differ(rank: int, own: bytes, first: bytes) -> bool:
 
 
 class OpenCall:
-    """Call number ``number``, whose name and arguments are ``what``."""
+    """A call of this rank that has not ended yet; ``what`` is its name and arguments."""
 
     def __init__(self, number: int, what: str) -> None:
         self.number = number
         self.what = what
-        self.steps = 0
-        """Steps that this rank has carried out, and said so."""
         self.carried = 0
-        """Steps that this rank has carried out."""
+        """Number of steps that this rank has carried out."""
         self.failed: Exception | None = None
-        """The error of a step on this rank."""
+        """Error of a step on this rank."""
         self.outcome = Reply[Any]()
-        """The result, once the call has ended here and for the others."""
+        """Result of the call, once it has ended here and on the other ranks."""
         self.wanted = True
-        """True while a caller waits for it, in whatever thread."""
+        """True while a caller waits for the call, in any thread."""
+        self.said = b""
+        """Result of the last step, for the scheduler."""
         self.over = False
-        """True once an interrupt of this rank in a step has ended it for all; it cannot go on."""
+        """True once the call cannot continue, such as after an interrupt in one of its steps, which ends it for all."""
         self.weights: RankWeights | None = None
-        """The weights that are sent by it, as they were given when it was first made."""
+        """Weights that the call sends, as given when it was first made."""
         self._runner: int | None = None
 
-    def run(self, body: Callable[[OpenCall], Any], leave: Callable[[int], None]) -> None:
-        """Carry it out, or wait for the thread that does; an interrupt leaves it open."""
+    def run(self, body: Callable[[OpenCall], Any]) -> None:
+        """Carry out the call, or wait for the thread that does; after an interrupt the call stays open."""
         if self._runner is not None:
             if self._runner == threading.get_ident():
                 raise RolloutError(f"{self.what} was called in the middle of itself, by a signal handler")
@@ -127,14 +128,11 @@ class OpenCall:
             self.outcome.give(body(self))
         except Exception as error:
             self.outcome.give(None, error)
-        except BaseException:
-            leave(self.number)
-            raise
         finally:
             self._runner = None
 
     def ended(self) -> tuple[Any, BaseException | None]:
-        """Return the result and the error, of which one is None."""
+        """Return (result, error), of which one is None."""
         error = self.outcome.error()
         return (None if error is not None else self.outcome.result()), error
 
@@ -142,37 +140,67 @@ class OpenCall:
 TRANSFER = "transfer"
 GATHER = "gathering of the weights"
 FAREWELL_S = 5.0
-"""Longest wait of a rank's host for the end of rank 0's scheduler."""
+"""Seconds that a rank's engines wait for the end of rank 0's scheduler."""
 JOIN = "joining"
-Transfer = Callable[[], Any]
+TEXT_CHARS = 200
+"""Most characters of an argument in the text that the ranks compare."""
+OF_RANK_0 = frozenset({"prompts", "state", "api_key"})
+"""Arguments that only rank 0 needs to give; those of other ranks are ignored."""
+OBJECTS = frozenset({"transfer", "weights", "engine"})
+"""Arguments for which every rank gives an object of its own."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Call:
-    """A call that is made together."""
+    """A call that the ranks make together."""
 
     what: str
-    """name and arguments, as the ranks compare them"""
+    """Name and arguments of the method, as the ranks compare them."""
     method: str
-    """of the scheduler, or JOIN"""
-    arguments: tuple[Any, ...] = ()
-    """of rank 0"""
-    named: Mapping[str, Any] = field(default_factory=dict)
-    read: Callable[[bytes], Any] = content.unpack_plain
-    """what the ranks make of its result"""
-    transfer: Transfer | None = None
-    """the step of that name, here"""
+    """Name of the method of RolloutScheduler, or JOIN."""
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    """Arguments by name. Those of rank 0 are used."""
     weights: RankWeights | None = None
-    """what its steps of weights are about, here"""
+    """Weights that the call sends from this rank."""
+
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def by_all(method: Callable[Concatenate[RolloutScheduler, P], T]) -> Callable[Concatenate[RankScheduler, P], T]:
+    """Turn a method of RolloutScheduler into one that all ranks call together."""
+    signature = inspect.signature(method)
+
+    @wraps(method)
+    def together(self: RankScheduler, *arguments: P.args, **named: P.kwargs) -> T:
+        call = self._made(method.__name__, signature.bind(self, *arguments, **named))
+        return self._together(call)  # type: ignore[no-any-return]
+
+    return together  # type: ignore[return-value]
+
+
+def by_all_async(
+    method: Callable[Concatenate[RolloutScheduler, P], Coroutine[Any, Any, T]],
+) -> Callable[Concatenate[RankScheduler, P], Coroutine[Any, Any, T]]:
+    """Turn an async method of RolloutScheduler into one that all ranks call together, each in a thread."""
+    signature = inspect.signature(method)
+
+    @wraps(method)
+    async def together(self: RankScheduler, *arguments: P.args, **named: P.kwargs) -> T:
+        call = self._made(method.__name__.removeprefix("a"), signature.bind(self, *arguments, **named))
+        return await self._together_async(call)  # type: ignore[no-any-return]
+
+    return together  # type: ignore[return-value]
 
 
 class OwnScheduler(RolloutScheduler):
-    """The RolloutScheduler behind a center, with the results of its calls packed for the ranks.
+    """The RolloutScheduler behind a rank server; it packs the results of its calls for the ranks.
 
     Args:
         split_by: how batches are split.
-        travels: prompts' data goes to other processes with their responses, so it must be plain.
-        options: of the RolloutScheduler.
+        travels: True if prompts' data is sent to other processes with the responses, so that it must be plain.
+        options: options of the RolloutScheduler.
     """
 
     _gathers = True
@@ -188,65 +216,72 @@ class OwnScheduler(RolloutScheduler):
         return self._thread.call(lambda: list(self._driver.core.leased))
 
     def read_prompt(self, item: Any) -> Prompt:
-        """The prompt that the first item is; raises ConfigError."""
+        """Read the first item as a prompt; raises ConfigError."""
         return self._reader.read(item, 0)
 
     def carry_out(self, asked: Any, on_all: OnAll, shares: Sequence[int]) -> tuple[Any, Sequence[bytes]]:
-        """Make a call; return its result, and what the ranks get, rank 0 nothing if it is here."""
+        """Make a call; return its result and the content for each rank, which rank 0 in this process does not need."""
         hand_over = partial(on_all, TRANSFER)
         if isinstance(asked, bytes):
-            method, arguments, named = unpack_call(asked, hand_over)
+            method, arguments = unpack_call(asked, hand_over)
         else:
-            given = asked.method in ("weight_update", "load_state_dict")
-            arguments = [hand_over if given and callable(a) else a for a in asked.arguments]
-            method, named = asked.method, asked.named
+            method, arguments = asked.method, dict(asked.arguments)
+            if callable(arguments.get("transfer")):
+                arguments["transfer"] = hand_over
             if asked.weights is not None:
-                named = {**named, "weights": WeightsOfAll(asked.weights, on_all)}
+                arguments["weights"] = WeightsOfAll(asked.weights, on_all)
         if method == JOIN:
             if missing := set(range(self._ranks.shares)) - set(shares):
                 raise ConfigError(f"ranks: nobody has the data_rank {min(missing)}, of data_size {self._ranks.shares}")
             if arguments:
-                on_all(JOIN, content.pack_plain(arguments))
-            return None, [content.pack_plain(None)] * len(shares)
+                self._take_engines(on_all(JOIN, pack(arguments["gathers"])), arguments["key"])
+            return None, [pack(None)] * len(shares)
         if method in ("next_batch", "evaluate") and gathering(self.engines):
             on_all(GATHER)
-        result = getattr(self, method)(*arguments, **named)
+        result = getattr(self, method)(**arguments)
         here = not isinstance(asked, bytes)
         if isinstance(result, Batch):
             if self._travels:
                 for prompt in {s.id.group: s.prompt for s in result.samples}.values():
-                    content.refuse_not_plain(prompt)
+                    refuse_not_plain(prompt)
             parts = result.split(self._ranks.shares, self._split_by)
-            packed = {share: content.pack_batch(parts[share]) for share in set(shares[here:])}
+            packed = {share: pack(parts[share]) for share in set(shares[here:])}
             return parts[shares[0]], [packed.get(share, b"") for share in shares]
+        travels: Any = result
         if isinstance(result, PolicyVersion):
-            one = content.pack_update(result, sampled(self.engines))
+            travels = result, sampled(self.engines)
         elif isinstance(result, EvaluationResult):
-            one = content.pack_evaluation(result)
-        else:
-            one = content.pack_plain(result)
-        return result, [one] * len(shares)
+            travels = for_ranks(result)
+        return result, [pack(travels)] * len(shares)
+
+    def _take_engines(self, said: Mapping[int, bytes], key: str) -> None:
+        """Add the engines that the other ranks offer."""
+        urls = [url for rank in sorted(said) if said[rank] for url in unpack(said[rank], list[str])]
+        if urls:
+            offered = AprilEngineConfig(urls=tuple(urls), api_key=SecretStr(key))
+            for engine in self._thread.run(lambda: connect_april(offered)):
+                self.add_engine(engine)
 
     def look(self, method: str, arguments: list[Any]) -> bytes:
-        """Answer what a rank that has no scheduler itself wants to know."""
-        if method not in content.LOOKS:
+        """Answer a question of a rank in another process."""
+        if method not in LOOKS:
             raise RolloutError(f"a rank cannot ask for {method}")
-        return content.LOOKS[method][0](self.found(method, *arguments))
+        return pack(self.found(method, *arguments))
 
     def found(self, method: str, *arguments: Any) -> Any:
-        """Return a property, or what a method returns."""
+        """Return the value of a property, or the result of a method."""
         value = getattr(self, method)
         return value(*arguments) if callable(value) else value
 
 
 class Looks:
-    """The methods of :class:`april.RolloutScheduler` that change nothing, for a scheduler in another process."""
+    """The methods of :class:`april.RolloutScheduler` that one rank may call, for a scheduler in another process."""
 
     def _look(self, method: str, *arguments: Any) -> Any:
         raise NotImplementedError
 
     def state_dict(self, trained_through: int | None = None) -> dict[str, Any]:
-        """Return the whole state, for one rank to save, also after a RankError; see
+        """Return the whole state for one rank to save; works after a RankError, too. See
         :meth:`april.RolloutScheduler.state_dict`.
         """
         return self._look("state_dict", trained_through)  # type: ignore[no-any-return]
@@ -257,41 +292,53 @@ class Looks:
         return self._look("version")  # type: ignore[no-any-return]
 
     def ledger(self) -> dict[str, Ledger]:
-        """Return the books; see :meth:`april.RolloutScheduler.ledger`."""
+        """Return copies of the token and the prompt ledger; see :meth:`april.RolloutScheduler.ledger`."""
         return self._look("ledger")  # type: ignore[no-any-return]
 
     def held_groups(self) -> frozenset[int]:
-        """Return the groups that are held; see :meth:`april.RolloutScheduler.held_groups`."""
+        """Return the groups not yet delivered or dropped; see :meth:`april.RolloutScheduler.held_groups`."""
         return self._look("held_groups")  # type: ignore[no-any-return]
 
     def validate(self) -> None:
-        """Cross-check the books; see :meth:`april.RolloutScheduler.validate`."""
+        """Check that the scheduler's state is consistent; see :meth:`april.RolloutScheduler.validate`."""
         self._look("validate")
 
+    def record_report(self, batch_id: int, report: Mapping[str, float]) -> None:
+        """Add the report on this rank's share to the record; see :meth:`april.RolloutScheduler.record_report`."""
+        self._look("record_report", batch_id, {name: plain(value) for name, value in report.items()})
+
     def story(self, group: int, index: int) -> str:
-        """Tell a sample's history; see :meth:`april.RolloutScheduler.story`."""
+        """Return a sample's history as text; see :meth:`april.RolloutScheduler.story`."""
         return self._look("story", group, index)  # type: ignore[no-any-return]
 
 
-class RankScheduler(Looks):
+class RankScheduler(BatchIterator, Looks):
     """The scheduler for all ranks of a trainer; every rank makes one, with the same configuration.
+
+    The methods are those of :class:`april.RolloutScheduler`. Every rank calls those that change something, with the
+    same arguments:
+
+    * ``next_batch`` returns this rank's share of the batch (``batch.share``), which may be empty at the end of the
+      data; DataExhausted is raised on all ranks, at the same call.
+    * ``weight_update`` and ``load_state_dict`` call ``transfer`` in each rank's thread while all engines are paused, so
+      it may use the ranks' own collectives. They take ``weights`` from every rank: sharded weights are gathered bucket
+      by bucket, and rank 0 sends them. If one rank fails, all others raise an error that names it, and the version
+      stays.
+    * ``evaluate`` returns the whole result on every rank.
+    * Prompts, a state and an engine object are taken from rank 0; the other ranks may give them, or None.
 
     Args:
         config: see :class:`april.Config`.
         ranks: which rank this process is; :meth:`april.Ranks.of_torch` finds out under ``torch.distributed``.
         split_by: how batches are split; see :meth:`april.Batch.split`.
-        spread: every rank reads the streams of its part of the servers, and runs rollout functions, rewards and filters
-            for a part of the groups; every rank gives the same functions then. False: rank 0 does it all, and only the
-            engines of the ranks' own models are elsewhere.
-        prompts: of rank 0; the other ranks may give them or leave them out, as all that follows. Their ``data`` goes to
-            the ranks that get their responses, so it must be plain: numbers, text, bytes, lists and dicts.
-        model: the model object for an embedded engine: of every rank, so that each generates, or of rank 0 only. Of
-            every rank where FSDP2 has sharded it.
-        engines: engine objects, instead; the same goes for them.
+        prompts: prompts, needed on rank 0; the other ranks may leave out this and all that follows. Their ``data`` goes
+            to the ranks that get their responses, so it must be plain: numbers, text, bytes, lists and dicts.
+        model: the model object for an embedded engine, on every rank so that each generates, or on rank 0 only. Every
+            rank must give it if FSDP2 has sharded it.
+        engines: engine objects instead of ``model``, on every rank or on rank 0 only.
         tokenizer: as in :class:`april.RolloutScheduler`; the other ranks need theirs for the text of evaluations.
-        processor: as in :class:`april.RolloutScheduler`; of every rank that has a model of its own.
-        hosts: of rank 0, as in :class:`april.RolloutScheduler`; the ranks are no hosts then.
-        options: all else that :class:`april.RolloutScheduler` takes.
+        processor: as in :class:`april.RolloutScheduler`; needed on every rank that has a model of its own.
+        options: all other arguments of :class:`april.RolloutScheduler`.
 
     Raises:
         ConfigError: as in :class:`april.RolloutScheduler`, on all ranks; or the data of the first prompt is not plain.
@@ -299,10 +346,12 @@ class RankScheduler(Looks):
     """
 
     _own: OwnScheduler | None = None
-    _center: Center | None = None
-    """The scheduler and the center, in rank 0's process only."""
-    _host: RankHost | None = None
-    """The host of a rank that is not 0."""
+    _server: RankServer | None = None
+    """The scheduler and the server, in rank 0's process only."""
+    _lent: RankEngines | None = None
+    """Engines of this rank that rank 0's scheduler uses; None on rank 0, or if there are none."""
+    _here: Sequence[Engine] = ()
+    """Engines of rank 0's process."""
 
     def __init__(
         self,
@@ -310,13 +359,11 @@ class RankScheduler(Looks):
         *,
         ranks: Ranks,
         split_by: SplitBy = "samples",
-        spread: bool = False,
         prompts: Iterable[Any] = (),
         model: Any = None,
         engines: Sequence[Engine] | None = None,
         tokenizer: Any = None,
         processor: Any = None,
-        hosts: Hosts | None = None,
         **options: Any,
     ) -> None:
         if not isinstance(config, Config) or not isinstance(ranks, Ranks):
@@ -325,346 +372,257 @@ class RankScheduler(Looks):
         if tokenizer is None:
             tokenizer = getattr(processor, "tokenizer", None)
         if ranks.rank == 0:
-            self._center = Center(ranks)
-        self._sit_down(config, ranks, Member(ranks, local=self._center), tokenizer)
-        functions = {name: options[name] for name in FUNCTIONS if name in options}
-        self._brought = brought = Brought(
-            config=config, ranks=ranks, spread=spread, model=model, engines=engines, tokenizer=tokenizer,
-            processor=processor, functions=functions,
-            agents={name: options[name] for name in OPTIONS if name in options},
-        )  # fmt: skip
-        what = f"RankScheduler(config {_digest(config)}, split_by={split_by!r}, data_size={ranks.shares}, {brought})"
+            self._server = RankServer(ranks)
+        self._set_up(config, ranks, RankClient(ranks, server=self._server), tokenizer)
+        self._given = model, engines, processor
+        sizes = f"world_size={ranks.world_size}, data_size={ranks.shares}"
+        what = f"RankScheduler(config {_digest(config)}, split_by={split_by!r}, {sizes})"
         point = ranks.meeting_point()
         try:
-            self._seat.open(point)
-            arguments: tuple[Any, ...] = ()
-            if self._center is not None:
+            self._client.open(point)
+            arguments: dict[str, Any] = {}
+            if self._server is not None:
                 own = dict(
                     prompts=prompts, model=model, engines=engines, tokenizer=tokenizer, processor=processor, **options
                 )  # fmt: skip
-                arguments = self._begin(self._center, point, split_by, hosts, own)
+                arguments = self._begin(self._server, point, split_by, own)
             self._together(_Call(what=what, method=JOIN, arguments=arguments))
         except BaseException as error:
             self._leave(error)
+            if isinstance(error, AprilError):
+                shorten(error)
             raise
 
     def _begin(
-        self, center: Center, point: MeetingPoint, split_by: SplitBy, hosts: Hosts | None, options: dict[str, Any]
-    ) -> tuple[Any, ...]:
-        """Make the scheduler, on rank 0; what the others must know to bring engines and functions.
-
-        What goes wrong is raised on all ranks, once they have come.
-        """
-        ranks, brought = self.ranks, self._brought
-        several = ranks.world_size > 1
+        self, server: RankServer, point: MeetingPoint, split_by: SplitBy, options: dict[str, Any]
+    ) -> dict[str, Any]:
+        """Create the scheduler on rank 0; an error is raised on all ranks, once they have joined."""
+        several = self.ranks.world_size > 1
         if several:
             address = ""
             try:
-                address = center.listen(point.token)
+                address = server.listen(point.token)
             finally:
                 point.publish(address)
-        door = None
         try:
-            if brought.spread and hosts is not None:
-                raise ConfigError("give hosts= or spread=True: the ranks are hosts by themselves")
-            if several and hosts is None and brought.lends:
-                same_interface = f"{ranks.address.rpartition(':')[0]}:0"
-                door = HostListener(point.token, same_interface, deadline_s=ranks.rank_deadline_s)
-            self._own = OwnScheduler(
-                brought.own_config, ranks=ranks, split_by=split_by, travels=several, hosts=door or hosts, **options
-            )
+            self._own = OwnScheduler(self.config, ranks=self.ranks, split_by=split_by, travels=several, **options)
             self._check_data(self._own, options["prompts"])
-        except BaseException as error:
-            if door is not None and self._own is None:
-                door.discard()
-            if not isinstance(error, Exception):
-                raise
-            center.begin(error)
-            return ()
-        center.begin(self._own)
-        return () if door is None else (door.address, bool(gathering(self._own.engines)))
+        except Exception as error:
+            server.begin(error)
+            return {}
+        self._here = self._own.engines
+        server.begin(self._own)
+        lends = several and (options["model"] is not None or options["engines"] is not None)
+        return {"gathers": bool(gathering(self._here)), "key": point.token} if lends else {}
 
-    def _sit_down(self, config: Config, ranks: Ranks, seat: Member, tokenizer: Any) -> None:
-        """Set up what every rank has."""
+    def _set_up(self, config: Config, ranks: Ranks, client: RankClient, tokenizer: Any) -> None:
+        """Set the attributes that every rank needs."""
         self.config = config
         self.ranks = ranks
         self._detokenizer = None if tokenizer is None else Detokenizer(tokenizer)
-        self._seat = seat
+        self._client = client
         self._open: OpenCall | None = None
-        """A call of which nobody here has heard the end."""
+        """A call whose end has not reached a caller on this rank."""
         self._closed = False
         self._warned = False
-        """That its weights are not those of rank 0."""
+        """True once this rank was warned that its weights are not those of rank 0."""
 
     def _check_data(self, own: OwnScheduler, prompts: Iterable[Any]) -> None:
-        """Look at the data of the first prompt, where looking takes none away."""
+        """Check the data of the first prompt, if reading it does not consume it."""
         if self.ranks.world_size > 1 and isinstance(prompts, Sequence) and prompts:
             try:
                 first = own.read_prompt(prompts[0])
             except ConfigError:
-                return  # reported when it is drawn
+                return  # reported when the prompt is drawn
             refuse_to_draw(first)
 
-    def _join_rank_0(self, address: str, gathers: bool) -> None:
-        """As a host, if there is something to bring; there must where the weights are to be gathered."""
-        if self._brought.anything:
-            self._host = RankHost(self._brought, address, self._seat.token)
+    def _lend(self, gathers: bool) -> bytes:
+        """Offer this rank's engines to rank 0; raises ConfigError if the model is sharded and this rank has no part."""
+        model, engines, processor = self._given
+        if model is not None or engines is not None:
+            client = self._client
+            self._lent = RankEngines(self.config, model, engines, processor, host=client.host, key=client.token)
         if gathers and not gathering(self.engines):
             raise ConfigError(
                 "the parameters of rank 0's model are sharded over the ranks, so every rank gives its model: model="
             )
+        return b"" if self._lent is None else pack(self._lent.urls)
 
     # ---------------------------------------------------------------- made by all ranks
 
-    def next_batch(self) -> Batch:
-        """This rank's share of the next batch; see :meth:`april.RolloutScheduler.next_batch` and ``batch.share``.
-
-        At the end of the data a share may be empty. DataExhausted comes on all ranks, at the same call.
-        """
-        return self._together(self._next_batch())  # type: ignore[no-any-return]
-
-    async def anext_batch(self) -> Batch:
-        """:meth:`next_batch` in a thread. Cancelling it loses nothing: called again, it returns the same share."""
-        return await self._together_async(self._next_batch())  # type: ignore[no-any-return]
-
-    def weight_update(
-        self, path: str | None = None, transfer: Transfer | None = None, trained: int | None = None,
-        weights: Any = None,
-    ) -> PolicyVersion:  # fmt: skip
-        """Update the weights as :meth:`april.RolloutScheduler.weight_update` does; here ``transfer`` is called, and
-        ``weights`` are given, on every rank.
-
-        The function is called in each trainer's thread while all engines are paused, so the ranks' own collectives
-        work inside. Weights that are spread over the ranks are put together bucket by bucket, and rank 0 sends them. If
-        either fails on one rank, that rank is named in the error of all the others, and the version stays.
-        """
-        return self._together(self._weight_update(path, transfer, trained, weights))  # type: ignore[no-any-return]
-
-    async def aweight_update(
-        self, path: str | None = None, transfer: Transfer | None = None, trained: int | None = None,
-        weights: Any = None,
-    ) -> PolicyVersion:  # fmt: skip
-        """:meth:`weight_update` in a thread."""
-        call = self._weight_update(path, transfer, trained, weights)
-        return await self._together_async(call)  # type: ignore[no-any-return]
-
-    def commit(self, batch_id: int) -> None:
-        """Commit a batch; see :meth:`april.RolloutScheduler.commit`."""
-        self._together(_Call(what=f"commit({_text(batch_id)})", method="commit", arguments=(batch_id,)))
-
-    def lower_staleness(self, to: int | None = None) -> int:
-        """Lower the staleness; see :meth:`april.RolloutScheduler.lower_staleness`."""
-        call = _Call(what=f"lower_staleness({_text(to)})", method="lower_staleness", arguments=(to,))
-        return self._together(call)  # type: ignore[no-any-return]
-
-    def evaluate(
-        self, prompts: Iterable[Any], *, n_samples: int = 1, temperature: float | None = None,
-        top_p: float | None = None, max_tokens: int | None = None, seed: int = 0,
-    ) -> EvaluationResult:  # fmt: skip
-        """Evaluate as :meth:`april.RolloutScheduler.evaluate` does: the result is whole on every rank.
-
-        The prompts are those that rank 0 gives; the other ranks may give the same, or None.
-        """
-        call = self._evaluate(
-            prompts, n_samples=n_samples, temperature=temperature, top_p=top_p, max_tokens=max_tokens, seed=seed
-        )
-        return self._together(call)  # type: ignore[no-any-return]
-
-    async def aevaluate(
-        self, prompts: Iterable[Any], *, n_samples: int = 1, temperature: float | None = None,
-        top_p: float | None = None, max_tokens: int | None = None, seed: int = 0,
-    ) -> EvaluationResult:  # fmt: skip
-        """:meth:`evaluate` in a thread."""
-        call = self._evaluate(
-            prompts, n_samples=n_samples, temperature=temperature, top_p=top_p, max_tokens=max_tokens, seed=seed
-        )
-        return await self._together_async(call)  # type: ignore[no-any-return]
-
-    def extend(self, prompts: Iterable[Any]) -> None:
-        """Add prompts, those that rank 0 gives; see :meth:`april.RolloutScheduler.extend`."""
-        self._together(_Call(what="extend()", method="extend", arguments=(prompts,)))
-
-    def load_state_dict(
-        self, state: dict[str, Any], path: str | None = None, transfer: Transfer | None = None, weights: Any = None
-    ) -> PolicyVersion:
-        """Go on from a state as :meth:`april.RolloutScheduler.load_state_dict` does; ``transfer`` is called, and
-        ``weights`` are given, on every rank.
-
-        The state is the one that rank 0 gives, whatever number of ranks it is of; the others may give it too, or {}.
-        """
-        return self._together(self._load(state, path, transfer, weights))  # type: ignore[no-any-return]
-
-    async def aload_state_dict(
-        self, state: dict[str, Any], path: str | None = None, transfer: Transfer | None = None, weights: Any = None
-    ) -> PolicyVersion:
-        """:meth:`load_state_dict` in a thread."""
-        call = self._load(state, path, transfer, weights)
-        return await self._together_async(call)  # type: ignore[no-any-return]
+    next_batch = by_all(RolloutScheduler.next_batch)
+    weight_update = by_all(RolloutScheduler.weight_update)
+    evaluate = by_all(RolloutScheduler.evaluate)
+    pause = by_all(RolloutScheduler.pause)
+    resume = by_all(RolloutScheduler.resume)
+    commit = by_all(RolloutScheduler.commit)
+    lower_staleness = by_all(RolloutScheduler.lower_staleness)
+    extend = by_all(RolloutScheduler.extend)
+    load_state_dict = by_all(RolloutScheduler.load_state_dict)
+    add_engine = by_all(RolloutScheduler.add_engine)
+    remove_engine = by_all(RolloutScheduler.remove_engine)
+    anext_batch = by_all_async(RolloutScheduler.anext_batch)
+    aweight_update = by_all_async(RolloutScheduler.aweight_update)
+    aevaluate = by_all_async(RolloutScheduler.aevaluate)
+    apause = by_all_async(RolloutScheduler.apause)
+    aresume = by_all_async(RolloutScheduler.aresume)
+    aload_state_dict = by_all_async(RolloutScheduler.aload_state_dict)
+    aadd_engine = by_all_async(RolloutScheduler.aadd_engine)
+    aremove_engine = by_all_async(RolloutScheduler.aremove_engine)
 
     # ---------------------------------------------------------------- made by whoever wants to know
 
     @property
     def engines(self) -> list[Engine]:
-        """The engine objects of this process."""
-        if self._own is not None:
-            return self._own.engines
-        return [] if self._host is None else list(self._host.engines)
+        """Engine objects of this process."""
+        return list(self._here if self._lent is None else self._lent.engines)
 
     def _look(self, method: str, *arguments: Any) -> Any:
         if self._own is not None:
             return self._own.found(method, *arguments)
-        return content.LOOKS[method][1](self._seat.ask(method, *arguments))
+        return unpack(self._client.look(method, *arguments), LOOKS[method])
 
     # ---------------------------------------------------------------- what the calls are
 
-    def _next_batch(self) -> _Call:
-        return _Call(what="next_batch()", method="next_batch", read=content.unpack_batch)
-
-    def _weight_update(self, path: Any, transfer: Any, trained: int | None, weights: Any = None) -> _Call:
-        sent = "" if weights is None else ", weights=given"
-        what = f"weight_update(path={_text(path)}, transfer={_given(transfer)}, trained={_text(trained)}{sent})"
-        return _Call(
-            what=what, method="weight_update", arguments=(path, transfer, trained), read=self._read_version,
-            transfer=transfer, weights=self._weights(weights),
-        )  # fmt: skip
+    def _made(self, method: str, bound: inspect.BoundArguments) -> _Call:
+        """Return the call of a method with these arguments, the first of which is the scheduler itself."""
+        _, *given = bound.arguments
+        arguments = {name: bound.arguments[name] for name in given}
+        texts = {name: _text(name, value) for name, value in arguments.items() if name not in OF_RANK_0}
+        defaults = {name: _text(name, p.default) for name, p in bound.signature.parameters.items()}
+        what = ", ".join(f"{name}={text}" for name, text in texts.items() if text != defaults[name])
+        weights = self._weights(arguments.pop("weights", None))
+        return _Call(what=f"{method}({what})", method=method, arguments=arguments, weights=weights)
 
     def _weights(self, given: Any) -> RankWeights | None:
         return None if given is None else RankWeights(given, sends=self.ranks.rank == 0, takes=self._taking)
 
     def _taking(self, source: WeightSource) -> Take | None:
-        """What gives a bucket to the engines of this rank that have models of their own; None: there are none."""
-        host, engines = self._host, [e for e in self.engines if isinstance(e, TakesTensors)]
+        """Return a function that copies a bucket into this rank's engines with own models; None if there are none."""
+        lent = self._lent
+        engines = [e for e in self.engines if isinstance(e, TakesTensors) and reads_the_trainers(e)]
         wanting = [e for e in engines if not (source.module is not None and e.reads(source.module))]
-        if host is None or not wanting:
+        if lent is None or not wanting:
             return None
 
         def take(bucket: Bucket) -> None:
             for engine in wanting:
-                host.run(partial(engine.take, bucket.specs, bucket.tensors, bucket.last))
+                lent.run(partial(engine.take, bucket.specs, bucket.tensors, bucket.last))
 
         return take
-
-    def _load(self, state: Any, path: Any, transfer: Any, weights: Any = None) -> _Call:
-        sent = "" if weights is None else ", weights=given"
-        what = f"load_state_dict(path={_text(path)}, transfer={_given(transfer)}{sent})"
-        return _Call(
-            what=what, method="load_state_dict", arguments=(state, path, transfer), read=self._read_version,
-            transfer=transfer, weights=self._weights(weights),
-        )  # fmt: skip
-
-    def _read_version(self, packed: bytes) -> PolicyVersion:
-        """With the weights of rank 0, if it has a model: this rank generates from the same ones."""
-        version, first = content.unpack_update(packed)
-        if not self._warned:
-            self._warned = differ(self.ranks.rank, sampled(self.engines), first)
-        return version
-
-    def _evaluate(self, prompts: Any, **arguments: Any) -> _Call:
-        what = f"evaluate({', '.join(f'{name}={_text(value)}' for name, value in arguments.items())})"
-        return _Call(
-            what=what, method="evaluate", arguments=(prompts,), named=arguments,
-            read=partial(content.unpack_evaluation, detokenizer=self._detokenizer),
-        )  # fmt: skip
 
     # ---------------------------------------------------------------- how they are made
 
     def _together(self, made: _Call) -> Any:
-        """Make a call with all ranks; returns what came of it."""
+        """Make a call with all ranks and return its result."""
         call = self._enter(made.what)
         try:
-            call.run(partial(self._body, made), self._seat.leave)
+            call.run(partial(self._body, made))
             value, error = call.ended()
-            self._seat.end(call.number)
             call.over = True
-        finally:  # nothing is called from here on: no signal handler comes between the caller and the result
+        finally:  # no function is called from here on, so no signal handler can run between the result and the caller
             call.wanted = False
             if call.over:
-                self._seat.first, self._open = call.number + 1, None
+                self._client.first, self._open = call.number + 1, None
         if error is not None:
+            shorten(error)
             raise error
         return value
 
     async def _together_async(self, made: _Call) -> Any:
-        """Make a call in a thread; a caller who is cancelled leaves it to the next one who makes the same call."""
+        """Make a call in a thread; if the caller is cancelled, the next caller of the same call continues it."""
         call = self._enter(made.what)
         try:
-            await asyncio.to_thread(call.run, partial(self._body, made), self._seat.leave)
+            await asyncio.to_thread(call.run, partial(self._body, made))
             value, error = call.ended()
-            self._seat.end(call.number)
             call.over = True
         finally:
             call.wanted = False
             if call.over:
-                self._seat.first, self._open = call.number + 1, None
+                self._client.first, self._open = call.number + 1, None
         if error is not None:
+            shorten(error)
             raise error
         return value
 
     def _enter(self, what: str) -> OpenCall:
-        """The call that is made now: the one that an interrupt has left open, or a new one."""
+        """Return the call to make now: the one that an interrupt has left open, or a new one."""
         refuse_inside_user_code()
         if self._closed:
             raise SchedulerClosed("this scheduler is closed; create a new one")
-        self._seat.raise_if_broken()
+        self._client.raise_if_broken()
         call = self._open
         if call is not None and call.wanted:
             raise RolloutError(f"{what} was called while {call.what} is waited for; make one call after the other")
         if call is None or call.what != what:
-            # in place of another one that was interrupted: the others are told that the calls differ
-            call = OpenCall(self._seat.first if call is None else call.number, what)
+            # takes the place of an interrupted call: the other ranks are told that the calls differ
+            call = OpenCall(self._client.first if call is None else call.number, what)
         call.wanted = True
         self._open = call
         return call
 
-    def _arguments(self, made: _Call, call: OpenCall) -> bytes:
-        """Return what the center needs of this rank to make the call."""
-        if self._center is not None:
-            self._center.asked = made
+    def _arguments(self, made: _Call) -> bytes:
+        """Return the packed arguments that the server needs from this rank; empty if the server is in this process."""
+        if self._server is not None:
+            self._server.asked = made
         return b""
 
     def _body(self, made: _Call, call: OpenCall) -> Any:
-        seat = self._seat
         if call.failed is not None:
             raise call.failed
         call.weights = call.weights or made.weights
-        seat.arrive(call.number, call.what, self._arguments(made, call))
-        while isinstance(message := seat.next(call.number, call.steps), say.Step):
-            if call.carried == call.steps:
+        self._client.raise_if_broken()
+        arguments = self._arguments(made)
+        try:
+            while True:
+                come = self._client.exchange(call.number, call.what, call.carried, arguments, call.said)
+                if not isinstance(come, Step):
+                    break
                 try:
-                    self._step(made, call, message)
+                    call.said = self._step(made, call, come)
                 except BaseException as error:
                     if isinstance(error, Exception):
                         call.failed = error
-                    seat.done(call.number, message.step, error)
-                    release(self.engines)
+                    self._client.failed(call.number, call.what, call.carried, error)
                     call.over = call.failed is None
                     raise
-                call.carried = call.steps + 1
-            seat.done(call.number, message.step)
-            call.steps = call.carried
-        release(self.engines)
-        if self._center is not None:  # it is all here
-            value, wrong = self._center.outcome
+                call.carried += 1
+        finally:
+            release(self.engines)
+        if self._server is not None:  # the result is in this process
+            value, wrong = self._server.outcome
             if wrong is not None:
                 raise wrong
             return value
-        if message.error is not None:
-            raise say.error_of(message.error)
-        return made.read(message.content)
+        if come.error is not None:
+            raise error_of(come.error)
+        return self._read(made.method, come.content)
 
-    def _step(self, made: _Call, call: OpenCall, message: say.Step) -> None:
-        """Carry out here what all ranks do now."""
+    def _step(self, made: _Call, call: OpenCall, message: Step) -> bytes:
+        """Carry out the step that all ranks do now; return its result for the scheduler."""
         if message.step == JOIN:
-            if self._center is None:
-                self._join_rank_0(*content.unpack_plain(message.content))
-        elif message.step == GATHER:
+            return b"" if self._server is not None else self._lend(unpack(message.content, bool))
+        if message.step == GATHER:
             gather(self.engines)
         elif message.step in STEPS:
             assert call.weights is not None
             call.weights.step(message.step, message.content)
         else:
-            assert made.transfer is not None
-            call_user_code(made.transfer)
+            call_user_code(made.arguments["transfer"])
+        return b""
+
+    def _read(self, method: str, content: bytes) -> Any:
+        """Unpack the result of a call of a scheduler in another process."""
+        kind: Any = RESULTS.get(method)
+        result = unpack(content, kind)
+        if isinstance(result, EvaluationResult):
+            return of_ranks(result, self._detokenizer)
+        if not isinstance(result, tuple):
+            return result
+        version, first = result
+        if not self._warned:  # a rank with a model should generate from the same weights as rank 0
+            self._warned = differ(self.ranks.rank, sampled(self.engines), first)
+        return version
 
     # ---------------------------------------------------------------- the end
 
@@ -675,23 +633,25 @@ class RankScheduler(Looks):
         return f"<RankScheduler {rank}{'' if self._own is None else f' {self._own!r}'}>"
 
     def close(self) -> None:
-        """Leave. Rank 0 waits for the others to close too, for they may still look at something; then all ends."""
+        """Leave. Rank 0 waits until the others close too, as they may still ask something, and then ends everything."""
         self._leave(None)
 
     def _leave(self, error: BaseException | None) -> None:
         self._closed = True
-        broken = self._seat.broken
+        broken = self._client.broken
         if broken is not None and error is not None and not isinstance(error, RankError):
-            error.add_note(f"april: {broken}")  # which says why a collective of the trainer's has failed
-        with ExitStack() as ends:  # each of them, the last one first, whatever interrupts another
-            if self._host is not None:
-                # nobody is told that a host has gone where all ranks end
-                ends.callback(self._host.close, 0.0 if error is not None or broken is not None else FAREWELL_S)
+            error.add_note(f"april: {broken}")  # explains why a collective of the trainer has failed
+        with ExitStack() as ends:  # all of them in reverse order, even if one is interrupted
+            if self._lent is not None:
+                # rank 0 must end its scheduler before these engines disappear
+                ends.callback(self._lent.close, 0.0 if error is not None or broken is not None else FAREWELL_S)
+            if self._server is not None:
+                ends.callback(self._server.stop)
             if self._own is not None:
                 ends.callback(self._own.close)
-            if self._center is not None:
-                ends.callback(self._center.close, error, wait=error is None)
-            ends.callback(self._seat.close, error)
+            if self._server is not None:
+                ends.callback(self._server.close, error, wait=error is None)
+            ends.callback(self._client.close, error)
 
     def __enter__(self) -> Self:
         return self
@@ -711,22 +671,25 @@ class RankScheduler(Looks):
 
 
 def refuse_to_draw(prompt: Prompt) -> None:
-    """Raise ConfigError for a prompt whose responses could be shared with nobody."""
+    """Raise ConfigError for a prompt whose data cannot be sent to other ranks."""
     try:
-        content.refuse_not_plain(prompt)
+        refuse_not_plain(prompt)
     except RolloutError as error:
         raise ConfigError(str(error)) from None
 
 
-def _text(value: Any) -> str:
-    """An argument as the ranks compare it."""
-    return repr(os.fspath(value) if isinstance(value, os.PathLike) else value)[:200]
-
-
-def _given(function: Any) -> str:
-    return "None" if function is None else "given"
+def _text(name: str, value: Any) -> str:
+    """Return an argument as text, which the ranks compare; a long one is its beginning and a digest."""
+    if name in OBJECTS and value is not None and not isinstance(value, str):
+        return "given"
+    text = repr(plain(value))
+    return text if len(text) <= TEXT_CHARS else f"{text[:TEXT_CHARS]}... ({_digest_of(text)})"
 
 
 def _digest(config: Config) -> str:
-    """Return a digest of the settings, by which others are told apart."""
-    return hashlib.sha256(config.model_dump_json().encode()).hexdigest()[:12]
+    """Return a digest of the settings, to find ranks with other settings."""
+    return _digest_of(config.model_dump_json())
+
+
+def _digest_of(text: str) -> str:
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:12]

@@ -1,8 +1,8 @@
-"""The weights of all ranks on their way to engines: every rank holds a part of them, and rank 0 sends.
+"""Sends weights that are sharded over the ranks to engines: all ranks gather them, and rank 0 sends them.
 
-Bucket by bucket all ranks draw from their own weights, compare what they have drawn, and put it together. None of them
-enters a collective before all are known to enter the same one: a rank that fails to draw, or has drawn something else,
-ends the step for all of them with its message.
+For each bucket, all ranks read their own weights, compare what they have read, and gather it. No rank enters a
+collective before all ranks are known to enter the same one: a rank that fails to read, or has read something else, ends
+the step for all ranks with its message.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 from april.driver.user_code import call_user_code
 from april.errors import RolloutError
-from april.processes.center import OnAll
+from april.processes.rank_server import OnAll
 from april.weights.source import Bucket, Portion, Weights, WeightSource, weight_source
 
 LOOK, BEGIN, DRAW = "looking at the weights", "beginning with the weights", "drawing of the weights"
@@ -25,12 +25,12 @@ Take = Callable[[Bucket], None]
 
 
 class RankWeights:
-    """The weights as one rank has given them.
+    """The weights that one rank has given to ``weight_update``.
 
     Args:
-        given: to ``weight_update``.
-        sends: this rank keeps what is gathered, for the sender.
-        takes: what gives a bucket of these weights to engines that are here; None: none of them needs it.
+        given: argument of ``weight_update(weights=...)``.
+        sends: True if this rank keeps what is gathered, because it is the sender.
+        takes: returns the function that copies a bucket into engines of this rank; None if none of them needs it.
     """
 
     def __init__(self, given: Any, *, sends: bool, takes: Callable[[WeightSource], Take | None]) -> None:
@@ -38,14 +38,14 @@ class RankWeights:
         self.source: WeightSource | None = None
         self._portions: Iterator[Portion] | None = None
         self.portion: Portion | None = None
-        """The weights that were drawn and not yet put together."""
+        """The portion that was read and is not gathered yet."""
         self.bucket: Bucket | None = None
-        """What was put together last, where this rank sends."""
+        """The bucket that was gathered last, if this rank sends."""
 
     def step(self, step: str, content: bytes) -> None:
         """Carry out one of :data:`STEPS`, as all ranks do now.
 
-        Raises whatever is wrong with the weights of this rank.
+        Raises any error of this rank's weights.
         """
         if step == LOOK:
             found = call_user_code(lambda: weight_source(self._given))
@@ -57,7 +57,7 @@ class RankWeights:
             if self._portions is None:
                 raise RolloutError("weight_update was interrupted in the middle of sending weights; call it again")
             drawn = self._portions
-            self.portion = call_user_code(lambda: next(drawn, None))  # an iterable may be the user's
+            self.portion = call_user_code(lambda: next(drawn, None))  # the iterable may be the user's code
         elif step == COMPARE:
             if self.portion is None or self.portion.digest() != content:
                 raise RolloutError(
@@ -91,14 +91,14 @@ class RankWeights:
 
 
 class WeightsOfAll(Weights):
-    """What rank 0 sends: buckets for each of which all ranks do their part.
+    """The weights that rank 0 sends; all ranks take part in gathering each bucket.
 
     Args:
-        own: those of rank 0.
-        on_all: has all ranks carry out a step.
+        own: weights of rank 0.
+        on_all: makes all ranks carry out a step.
 
     Raises:
-        RankError: a rank was given what are no weights.
+        RankError: a rank was given something that is not weights.
     """
 
     def __init__(self, own: RankWeights, on_all: OnAll) -> None:
@@ -109,7 +109,7 @@ class WeightsOfAll(Weights):
         self.bucket_bytes = own.source.bucket_bytes
 
     def buckets(self) -> Iterator[Bucket]:
-        """Yield all of them; the tensors of each are dropped when the next one is asked for."""
+        """Yield all buckets; the tensors of each are dropped when the next one is requested."""
         self._on_all(BEGIN)
         last = False
         while not last:

@@ -1,4 +1,4 @@
-"""Which rank this process is, and where the ranks find rank 0."""
+"""Which rank this process is, and how the ranks find rank 0."""
 
 from __future__ import annotations
 
@@ -9,69 +9,78 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
+from april.config.engines import checked_key
 from april.errors import ConfigError, RankError
-from april.processes.link import new_token
+from april.processes.addresses import new_token, split_address
 
 LOOPBACK = "127.0.0.1:0"
 _groups = itertools.count()
-"""Groups that this process was a rank of: each has a place of its own in torch's store."""
+"""Counts the groups of this process, so that each has a key of its own in torch's store."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ranks:
-    """This process among the ranks of one trainer. Without arguments: the only one.
+    """The rank of this process among those of one trainer. Without arguments, it is the only rank.
 
-    By hand, every process gives the same ``world_size``, ``address`` and ``token``; under ``torch.distributed``
-    :meth:`of_torch` finds it all.
+    Under ``torch.distributed`` use :meth:`of_torch`. Otherwise every process gives the same ``world_size``, ``address``
+    and ``token``.
 
     Raises:
         ConfigError: numbers out of range, or several ranks without an address or a token.
     """
 
     rank: int = 0
-    """0 has the scheduler, the prompts, the reward and the engines."""
+    """number of this rank; rank 0 has the scheduler, the prompts, the reward and the engines"""
     world_size: int = 1
     data_rank: int | None = None
-    """which share of a batch this rank gets; those of a tensor-parallel group get the same one. None: ``rank``"""
+    """share of a batch that this rank gets, the same for all of a tensor-parallel group; None means ``rank``"""
     data_size: int | None = None
-    """into how many shares a batch is split; None: ``world_size``"""
+    """number of shares into which a batch is split; None means ``world_size``"""
     address: str = ""
     """where rank 0 listens, as "host:port" """
     token: str = ""
     """64 hexadecimal digits that all ranks know and nobody else, from :func:`april.new_token`"""
     rank_timeout_s: float = 1800.0
-    """how long the ranks that came to a call wait for the others"""
+    """seconds that the ranks at a call wait for the others"""
     rank_deadline_s: float = 60.0
-    """after so long without a sign of life a rank counts as dead; one whose process ends is seen at once"""
+    """seconds without a heartbeat after which a rank counts as dead; the end of its process is seen at once"""
     store: Any = None
-    """of torch.distributed, in which rank 0 says where it listens"""
+    """store of torch.distributed, in which rank 0 publishes where it listens"""
 
     def __post_init__(self) -> None:
+        for name in ("rank", "world_size", "data_rank", "data_size"):
+            number = getattr(self, name)
+            if isinstance(number, bool) or not isinstance(number, int | None):
+                raise ConfigError(f"ranks: {name} must be a whole number, got {number!r}")
         if not 0 <= self.rank < self.world_size:
             raise ConfigError(f"ranks: rank {self.rank} is none of {self.world_size}; ranks count from 0")
         if not 0 <= self.share < self.shares <= self.world_size:
             raise ConfigError(
                 f"ranks: data_rank {self.share} of data_size {self.shares} is not among {self.world_size} ranks"
             )
-        if min(self.rank_timeout_s, self.rank_deadline_s) <= 0:
+        if not (self.rank_timeout_s > 0 and self.rank_deadline_s > 0):
             raise ConfigError("ranks: rank_timeout_s and rank_deadline_s must be above 0")
         if self.world_size > 1 and self.store is None and not (self.address and self.token):
             raise ConfigError(
                 "ranks: several ranks need the address at which rank 0 listens and a token, the same for all; "
                 "Ranks.of_torch() finds them under torch.distributed"
             )
+        if self.token:
+            checked_key(self.token)
+        if self.rank and self.store is None and not split_address(self.address)[1]:
+            raise ConfigError(f"ranks: nobody finds rank 0 at {self.address}; give the port at which it listens")
 
     def __repr__(self) -> str:
         return f"<Ranks rank={self.rank} of {self.world_size}, share {self.share} of {self.shares}>"
 
     @property
     def share(self) -> int:
-        """Number of the share that this rank gets."""
+        """Number of the share of a batch that this rank gets."""
         return self.rank if self.data_rank is None else self.data_rank
 
     @property
     def shares(self) -> int:
-        """Into how many shares batches are split."""
+        """Number of shares into which batches are split."""
         return self.world_size if self.data_size is None else self.data_size
 
     @classmethod
@@ -79,15 +88,15 @@ class Ranks:
         cls, *, data_rank: int | None = None, data_size: int | None = None, address: str = LOOPBACK,
         rank_timeout_s: float = 1800.0, rank_deadline_s: float = 60.0,
     ) -> Ranks:  # fmt: skip
-        """The ranks of ``torch.distributed``'s default group, of any backend; its store is asked, nothing else.
+        """Return the rank in ``torch.distributed``'s default group, of any backend; only the group's store is used.
 
-        Every rank calls it, after ``init_process_group``. A process that torchrun did not start is the only rank.
+        Every rank calls this after ``init_process_group``. A process that torchrun did not start is the only rank.
 
         Args:
-            data_rank: which share this rank gets, if others get the same one (tensor, pipeline, context parallel).
-            data_size: how many shares there are then.
-            address: where rank 0 listens, port 0: any free one. Ranks on other machines need an address of rank 0's
-                machine that they reach.
+            data_rank: share that this rank gets, if others get the same one (tensor, pipeline, context parallel).
+            data_size: number of shares, in that case.
+            address: address at which rank 0 listens; port 0 means any free one. Ranks on other machines need an address
+                of rank 0's machine that they reach.
             rank_timeout_s: see the class.
             rank_deadline_s: see the class.
 
@@ -113,28 +122,28 @@ class Ranks:
         )  # fmt: skip
 
     def meeting_point(self) -> MeetingPoint:
-        """Return where this group meets; called once for each scheduler, on every rank."""
+        """Return how this group finds rank 0's server; called once for each scheduler, on every rank."""
         return MeetingPoint(self)
 
 
 class MeetingPoint:
-    """Address and token, as given or through the store."""
+    """Address and token of rank 0's server, as given by the user or through torch's store."""
 
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
         self._key = f"april/ranks/{next(_groups)}"
         self.token = ranks.token or (new_token() if ranks.rank == 0 else "")
-        """The token, on rank 0."""
+        """The token; empty on other ranks if it comes through the store."""
         self.listens = ranks.store is not None
-        """True if the center listens there as soon as it is found."""
+        """True if the server listens as soon as its address is found."""
 
     def publish(self, address: str) -> None:
-        """Rank 0 listens there; "": nowhere."""
+        """Publish the address at which rank 0 listens; "" means that it could not listen."""
         if self._ranks.store is not None:
             self._ranks.store.set(self._key, f"{address} {self.token}")
 
     def find(self) -> tuple[str, str]:
-        """Address and token, once rank 0 has published them; raises RankError if it does not in time."""
+        """Return address and token, once rank 0 has published them; raises RankError if it does not in time."""
         store = self._ranks.store
         if store is None:
             return self._ranks.address, self._ranks.token

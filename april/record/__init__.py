@@ -1,1 +1,1 @@
-"""Records of runs: every event that the core was given, in a file, and how to run them again (see docs/report.md)."""
+"""Writes every event that the core handles to a file, and replays such files (see docs/report.md)."""

@@ -1,7 +1,7 @@
-"""The file of a record: lines are added on the loop and written by a thread of their own; readers check each line.
+"""Writes and reads the file of a record. The event loop adds lines, a thread writes them; readers check every line.
 
-Invariant: whatever the disk does, the loop neither waits for it nor hears of it; a record that cannot go on is over,
-and the log says so once.
+Invariant: the event loop neither waits for the disk nor gets its errors. A record that cannot be continued ends, with
+one warning in the log, and the run goes on.
 """
 
 from __future__ import annotations
@@ -26,32 +26,35 @@ from april.state_file import make_directory
 
 log = logging.getLogger("april")
 
-FORMAT = 4
-"""Format of records; the number grows when an older april could not replay them."""
+FORMAT = 5
+"""Format of records; it is increased when an older april could not replay new records."""
+OLDEST = 4
+"""Oldest format that this april can read."""
 HEAD, STATE, OVER, CLOSED, BATCH, STANDING = "Record", "State", "Over", "Closed", "Batch", "Standing"
-"""Kinds of lines that are no events."""
+LEARNING = "Learning"
+"""Kinds of lines that hold no event of the core."""
 IN_THE_MIDDLE = "in the middle: the process was killed, or still runs"
-"""The end of a record without a last line, in words."""
+"""Words on the end of a record that has no last line."""
 WRITE_EVERY_S = 0.2
-"""Time between two writes: a process that is killed loses as much."""
+"""Seconds between two writes; a process that is killed loses the lines of up to this time."""
 MOST_WAITING = 32 << 20
-"""Most bytes that may wait for the disk."""
+"""Largest number of bytes that may wait for the disk."""
 LAST_LINE = 256
 """Bytes kept free for the line that says why a record is over."""
 MOST_HEAD = 1 << 20
-"""Most bytes of a first line."""
+"""Largest size of a first line in bytes."""
 _ENDED = tuple(f',"{what}",'.encode() for what in ("AttemptEnded", "SampleReturned", BATCH))
-"""Parts of the lines that say that a response has ended."""
+"""Parts of lines; a line with one of them shows that a response has ended."""
 
 
 @dataclass(frozen=True, slots=True)
 class RunRecord:
-    """The file of a run's record, and how much of the run it holds; raises ConfigError for wrong values.
+    """Options of a run's record: the file and how much goes into it. Raises ConfigError for wrong values.
 
     Attributes:
-        path: path of the file; a file that exists already is kept as ``path`` + ".1", ".2" and so on, the oldest first,
-            unless it is the record of a start that failed before a response had ended.
-        limit_mib: size at which the record ends; the run goes on without it.
+        path: path of the file. An existing file is first renamed to ``path`` + ".1", or to the first free number. If it
+            records a run that failed before any response had ended, it is removed.
+        limit_mib: size in MiB at which the record ends; the run goes on.
         messages: whether to record the texts of errors, which may quote prompts and responses.
     """
 
@@ -62,12 +65,14 @@ class RunRecord:
     def __post_init__(self) -> None:
         if not isinstance(self.path, (str, os.PathLike)):
             raise ConfigError(f"record must be the name of a file or an april.RunRecord, got {self.path!r}")
+        if os.path.isdir(self.path) or os.fspath(self.path).endswith(os.sep):
+            raise ConfigError(f"record: {self.path} is a directory; name a file in it, such as run.jsonl")
         if isinstance(self.limit_mib, bool) or not isinstance(self.limit_mib, int) or self.limit_mib < 1:
             raise ConfigError(f"record: limit_mib must be a whole number of at least 1, got {self.limit_mib!r}")
 
 
 class RecordFile:
-    """A new file of mode 0600; raises ConfigError if it cannot be made."""
+    """Creates a record's file with mode 0600 and appends lines to it. Raises ConfigError if it cannot be created."""
 
     def __init__(self, path: Path, limit: int) -> None:
         try:
@@ -77,7 +82,7 @@ class RecordFile:
             raise ConfigError(f"the record {path} cannot be written: {error.strerror}") from None
         self.path = path
         self.over = False
-        """Set once no line is added any more."""
+        """True once no more lines are added."""
         self._limit = limit
         self._lines: deque[bytes] = deque()
         self._check = self._size = self._written = 0
@@ -86,7 +91,10 @@ class RecordFile:
         self._thread.start()
 
     def add(self, line: bytes, *, last: bool = False) -> str:
-        """Add a line, a JSON array without its end, which will be a check of all lines; return why not, or ""."""
+        """Add a line and return "", or return the reason why it cannot be added.
+
+        ``line`` is a JSON array without its last element and bracket: a checksum of all lines so far is appended here.
+        """
         if not last and self._size + len(line) > self._limit - LAST_LINE:
             return f"it has reached its limit of {self._limit >> 20} MiB"
         if not last and self._size - self._written > MOST_WAITING:
@@ -97,7 +105,7 @@ class RecordFile:
         return ""
 
     def close(self) -> None:
-        """Write the lines that wait, for a few seconds at most."""
+        """Write the waiting lines and stop the thread, within 5 s."""
         self.over = True
         self._closing.set()
         self._thread.join(5.0)
@@ -121,7 +129,7 @@ class RecordFile:
 
 
 def _new_file(path: Path) -> int:
-    """Create a file, locked as long as it is open: somebody writes it. Raises OSError."""
+    """Create a file and lock it until it is closed, which shows readers that it is being written. Raises OSError."""
     while True:
         if path.is_file():
             _put_aside(path)
@@ -131,15 +139,15 @@ def _new_file(path: Path) -> int:
             if path.is_file():  # another process was quicker
                 continue
             raise
-        with suppress(OSError):  # a file system without locks; nothing is removed there
+        with suppress(OSError):  # file systems without locks: no file is removed there
             fcntl.flock(file, fcntl.LOCK_EX)
         if os.fstat(file).st_nlink:
             return file
-        os.close(file)  # taken for that of a failed start, in the moment before it was locked
+        os.close(file)  # another process removed it before it was locked
 
 
 def _put_aside(path: Path) -> None:
-    """Rename a file to ``path`` + ".1", or the first number that is free; a record without a response is removed."""
+    """Rename a file to ``path`` + "." + the first free number; remove it if it is a record without any response."""
     for number in itertools.count(1):
         aside = Path(f"{path}.{number}")
         try:
@@ -160,7 +168,7 @@ def _put_aside(path: Path) -> None:
 
 
 def _removed(path: Path) -> bool:
-    """Remove a record in which no response has ended and that nobody writes; return whether it was one."""
+    """Remove the record if no response has ended in it and no process writes it; return True if it was removed."""
     with suppress(OSError), path.open("rb+") as file:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         first = file.readline(MOST_HEAD)
@@ -174,7 +182,7 @@ def _removed(path: Path) -> bool:
 
 
 class Line(NamedTuple):
-    """A line; the first has the number 1."""
+    """A line of a record. ``number`` is 1 for the first; ``digest`` is that of the core's decisions so far."""
 
     number: int
     time_s: float
@@ -187,11 +195,11 @@ _decode = msgspec.json.Decoder(tuple[float, str, dict[str, Any], str]).decode
 
 
 class LineReader:
-    """Reads the whole lines of one record, one after the other, and checks them all.
+    """Decodes the complete lines of a record one by one, and verifies the checksum of each.
 
     Args:
-        path: path of the record, for messages.
-        only: kinds of lines that are wanted besides the first; all if empty.
+        path: path of the record, for error messages.
+        only: kinds of lines to return besides the first; empty means all.
     """
 
     def __init__(self, path: Path, only: Collection[str] = ()) -> None:
@@ -199,13 +207,13 @@ class LineReader:
         self._wanted = {kind.encode() for kind in (HEAD, *only)} if only else None
         self._check = 0
         self.number = 0
-        """Number of lines so far."""
+        """Number of lines read so far."""
 
     def read(self, raw: bytes) -> Line | None:
-        """Return the next line from its bytes, with their end; None if it is of no wanted kind.
+        """Decode the next line, given with its newline; return None if its kind is not wanted.
 
         Raises:
-            RecordError: the bytes are no line, were changed, or do not follow the line before.
+            RecordError: the bytes are no line of a record, were changed, or do not follow the previous line.
         """
         body, _, end = raw.rpartition(b',"')
         self._check = zlib.crc32(body, self._check)
@@ -228,12 +236,12 @@ class LineReader:
 
 
 def is_head(start: bytes) -> bool:
-    """Return whether a file that begins so is a record."""
+    """Return True if ``start``, the first bytes of a file, shows that it is a record."""
     return start.partition(b",")[2].startswith(b'"%b"' % HEAD.encode())
 
 
 def is_record(path: Path) -> bool:
-    """Return whether the file begins as records do; raises RecordError if it cannot be read."""
+    """Return True if the file begins like a record. Raises RecordError if it cannot be read."""
     try:
         with path.open("rb") as file:
             return is_head(file.read(64))
@@ -242,10 +250,12 @@ def is_record(path: Path) -> bool:
 
 
 def lines_of(path: Path, only: Collection[str] = ()) -> Iterator[Line]:
-    """Yield every whole line, or the first and those of some kinds; all are checked. The last may have been cut off.
+    """Yield the lines of a record, or only the first and the kinds in ``only``; all lines are checked.
+
+    An incomplete last line is skipped: the process may have been killed while it wrote.
 
     Raises:
-        RecordError: the file is no record, cannot be read, or a line was changed.
+        RecordError: the file is no record or cannot be read, or a line was changed.
     """
     reader = LineReader(path, only)
     try:
@@ -262,14 +272,14 @@ def lines_of(path: Path, only: Collection[str] = ()) -> Iterator[Line]:
 
 
 def refuse_other_formats(path: Path, head: dict[str, Any]) -> None:
-    """Raise RecordError for the record of another april that this one does not understand."""
-    if head.get("format") != FORMAT:
+    """Raise RecordError if a record has a format that this version of april cannot read."""
+    if head.get("format") not in range(OLDEST, FORMAT + 1):
         by = f"april {head.get('april')} has written it in format {head.get('format')}"
         raise RecordError(f"{path} cannot be read: {by}, this april reads format {FORMAT}")
 
 
 def end_of(what: str, parts: dict[str, Any]) -> str | None:
-    """Return how the record ends if a line is the last one, else None."""
+    """Return words on how the record ends if this is its last line, else None."""
     if what == OVER:
         return f"the run went on, its record did not: {parts.get('why')}"
     return "the run was closed" if what == CLOSED else None

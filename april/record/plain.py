@@ -1,8 +1,7 @@
-"""Events as plain JSON values, and back: ids, states, counts, versions. No text of anybody's, and no token; of what is
-attached to prompts the kind, the hash and the size.
+"""Converts events to plain JSON values and back: ids, states, counts and versions, but no user text and no tokens.
 
-Made from the fields of the classes, so that a new event needs nothing here. Text is left out unless its field is
-known to hold a name of april's own: what is not known to be harmless does not get into a file that is passed on.
+Of an attachment only kind, hash and size are kept. The conversion follows the fields of the classes, so a new event
+needs no code here. Text is left out unless its field is known to hold april's own names: a record may be passed on.
 """
 
 from __future__ import annotations
@@ -26,9 +25,9 @@ NAMES = frozenset(
         "logprob_kind", "name", "names",
     }
 )  # fmt: skip
-"""Fields whose text is the name of an attempt, an engine or a kind, or a hash of april's own."""
+"""Fields whose text is kept: names of attempts, engines and kinds, and hashes made by april."""
 LEFT_OUT = frozenset({"data", "end_ids", "eos_token_ids", "metrics", "stop", "stop_token_ids", "tape"})
-"""Fields with content of the user's or ids of tokens, or with what follows from the rest."""
+"""Fields that are left out: they hold user data or token ids, or can be derived from other fields."""
 LEFT_OUT_TEXT = "(left out)"
 _WHAT_RAISED = re.compile(r"(?:^|: )([A-Za-z_]\w{0,60}(?:Error|Exception|Timeout|Interrupt|Exit))(?=: |$)")
 
@@ -40,26 +39,26 @@ Form = Callable[[Any, Text, bool], Any]
 
 
 def no_text(text: str) -> str:
-    """Return a mark for text that is left out; nothing for no text."""
+    """Return :data:`LEFT_OUT_TEXT` in place of a text; an empty text stays empty."""
     return LEFT_OUT_TEXT if text else ""
 
 
 def what_raised(text: str) -> str:
-    """Return the name of the exception that a message of an error is about."""
+    """Return the exception's name in an error message, or :data:`LEFT_OUT_TEXT` if there is none."""
     found = _WHAT_RAISED.search(text)
     return found[1] if found else LEFT_OUT_TEXT if text else ""
 
 
 def plain(value: Any, of: Text = no_text, *, named: bool = False) -> Any:
-    """Return ``value`` as plain values; an array is its length (a mask: its sum), samples and groups are their ids.
+    """Convert a value to plain JSON values: arrays become lengths (masks: sums), samples and groups their ids.
 
-    ``of`` replaces text that is not ``named``. Raises TypeError for a value of unknown kind.
+    ``of`` is applied to text unless ``named`` says that it is a name. Raises TypeError for an unknown type.
     """
     return _FORMS[type(value)](value, of, named)
 
 
 def _form(kind: type) -> Form:
-    """Return the function that makes values of this type plain."""
+    """Return the function that converts values of this type."""
     if kind in _AS_IT_IS:
         return lambda value, of, named: value
     if issubclass(kind, Enum):
@@ -96,7 +95,7 @@ def _form(kind: type) -> Form:
 
 
 class _Forms(dict[type, Form]):
-    """The functions by type, made when first needed."""
+    """Conversion functions by type, each created when first needed."""
 
     def __missing__(self, kind: type) -> Form:
         self[kind] = form = _form(kind)
@@ -107,7 +106,7 @@ _FORMS = _Forms()
 
 
 def _parts(value: Any, of: Text, parts: list[tuple[str, Any, bool]]) -> dict[str, Any]:
-    """The fields that do not have their defaults."""
+    """Convert the fields of a value that differ from their defaults."""
     out = {}
     for name, default, is_name in parts:
         part = getattr(value, name)
@@ -121,16 +120,16 @@ def _parts(value: Any, of: Text, parts: list[tuple[str, Any, bool]]) -> dict[str
 
 
 def back(parts: Any, kind: type[T]) -> T:
-    """Undo :func:`plain`; tokens and log-probabilities are all 0, the tokens from ``differs_at`` on 1.
+    """Undo :func:`plain`. Arrays come back with the right length: all 0, or 1 from index ``differs_at`` on.
 
     Raises:
-        ValueError: the parts are of another kind.
+        ValueError: the parts do not describe a value of this type.
     """
     return msgspec.convert(parts, kind, dec_hook=_array)
 
 
 def bare(state: Any) -> Any:
-    """A snapshot without prompts, tokens and data, and without the content of attachments and rows."""
+    """Return a copy of a snapshot without prompts, tokens, user data, and contents of attachments and extras."""
     if isinstance(state, bytes):
         return {"length": len(state) // 4}
     if isinstance(state, Mapping):
@@ -149,7 +148,7 @@ def _bare_of(key: str, item: Any) -> Any:
 
 
 def filled(state: Any) -> Any:
-    """Return a snapshot again, with all tokens and log-probabilities 0, and rows without numbers."""
+    """Undo :func:`bare`: return a snapshot with zeros as tokens and log-probabilities and extras without columns."""
     if isinstance(state, dict):
         if state.keys() == {"length"}:
             return bytes(4 * state["length"])
@@ -169,7 +168,7 @@ def _filled_of(key: str, item: Any) -> Any:
 
 
 def no_numbers(names: Iterable[str], rows: int) -> dict[str, Any]:
-    """So many rows of each name, without numbers, as a replay has them."""
+    """Return arrays [rows, 0] for the named extras: a replay knows their number of rows, but no values."""
     return {name: np.zeros((rows, 0), np.uint8) for name in names}
 
 

@@ -1,6 +1,6 @@
-"""The recorder observes the core and records each event, with a digest of the core's decisions.
+"""Records each event of the core, with a digest of the core's decisions.
 
-A record is JSON lines: [time in s, what, its parts, digest of all decisions so far, check of all lines so far].
+A record has JSON lines: [time in s, kind, parts, digest of all decisions so far, checksum of all lines so far].
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from april.core.state import RolloutCore
 from april.core.tape import SegmentKind
 from april.core.types import Chain
 from april.core.versions import VersionClock
-from april.record.file import BATCH, CLOSED, FORMAT, HEAD, OVER, STANDING, STATE, RecordFile, RunRecord
+from april.record.file import BATCH, CLOSED, FORMAT, HEAD, LEARNING, OVER, STANDING, STATE, RecordFile, RunRecord
 from april.record.plain import bare, plain, what_raised
 from april.record.standing import standing_of
 from april.version import __version__
@@ -34,34 +34,34 @@ from april.version import __version__
 log = logging.getLogger("april")
 
 _JSON = json.JSONEncoder(separators=(",", ":"), allow_nan=False)
-"""NaN and infinities are refused: no reader of JSON takes them, and all that comes after them would be lost."""
+"""Encoder that refuses NaN and infinities: JSON readers reject them, so all later lines would be lost."""
 STAND_EVERY_S = 5.0
-"""Time between two lines on the state of the run; they come with events, and one where nothing has happened lately."""
+"""Smallest number of seconds between two lines on the state of the run, written at events and in long waits."""
 
 
 class Decisions:
-    """A digest of the core's decisions; texts do not count."""
+    """Running digest of the core's commands, without their texts."""
 
     def __init__(self) -> None:
         self._hash = hashlib.blake2b(digest_size=8)
 
     def add(self, commands: Iterable[Command]) -> None:
-        """Add decisions."""
+        """Add commands to the digest."""
         for command in commands:
             self._hash.update(repr((type(command).__name__, plain(command))).encode())
 
     def broke(self, error: BaseException) -> None:
-        """Add that the core refused an event."""
+        """Add to the digest that the core refused an event with this error."""
         self._hash.update(type(error).__name__.encode())
 
     @property
     def digest(self) -> str:
-        """The digest, in 16 hex digits."""
+        """The digest so far, as 16 hex digits."""
         return self._hash.hexdigest()
 
 
 class _Lines:
-    """Makes the lines. It holds nothing of the run: an object that is only to end the record keeps no run alive."""
+    """Formats lines and adds them to the file. It does not refer to the run, so neither does :attr:`Recorder.end`."""
 
     def __init__(self, record: RunRecord, now: Callable[[], float]) -> None:
         self._now, self.began_s = now, now()
@@ -69,7 +69,7 @@ class _Lines:
         self.file = RecordFile(Path(record.path), record.limit_mib << 20)
 
     def add(self, what: str, parts: Callable[[], Any], commands: Iterable[Command] = ()) -> None:
-        """Add a line; a failure ends the record and not the run."""
+        """Add a line. A failure ends the record, but not the run."""
         if self.file.over:
             return
         try:
@@ -83,7 +83,7 @@ class _Lines:
             self.file.add(self._line(OVER, {"why": why}), last=True)
 
     def close(self) -> None:
-        """Add the last line."""
+        """Add the last line and close the file."""
         self.add(CLOSED, dict)
         self.file.close()
 
@@ -93,9 +93,10 @@ class _Lines:
 
 
 class Recorder:
-    """Records the events of one core, before ``requests`` observes them; ``now`` is the loop's clock.
+    """Observer that records the events of one core. It must observe them before ``requests`` does.
 
-    ``config`` is the run's configuration as JSON has it. Raises ConfigError if the file cannot be made.
+    ``now`` is the event loop's clock; ``config`` is the run's configuration as plain JSON values. Raises ConfigError
+    if the file cannot be created.
     """
 
     def __init__(
@@ -118,31 +119,31 @@ class Recorder:
         self._before: Any = None
 
     def before(self, event: ev.Event) -> None:
-        """Note what only the core's state before an event shows."""
-        self._before = None  # an error here ends the record below
+        """Remember facts that can only be read from the core's state before it handles the event."""
+        self._before = None  # after an error here, None makes after() end the record
         if not self._lines.file.over:
             with suppress(Exception):
                 self._before = self._compared(event) | self._ran(event)
 
     def after(self, event: ev.Event, commands: list[Command], error: BaseException | None) -> None:
-        """Record an event and the core's decisions."""
+        """Record an event, and the core's commands or error."""
         if error is not None:
             self._lines.decisions.broke(error)
         self._lines.add(type(event).__name__, lambda: plain(event, self._text) | self._before, commands)
         self.stand()
 
     def stand(self, waited_s: float = 0.0) -> None:
-        """Record the state of the run, if that was not done lately; it has waited ``waited_s`` for the same thing."""
+        """Record the state of the run unless that was done lately. ``waited_s``: known length of the current wait."""
         if (now := self._now()) >= self._stand_at:
             self._stand_at = now + STAND_EVERY_S
             self._lines.add(STANDING, lambda: asdict(standing_of(self._core, waited_s)))
 
     def restored(self, state: Any) -> None:
-        """Record that the core goes on from this snapshot."""
+        """Record the snapshot from which the core was restored."""
         self._lines.add(STATE, lambda: bare(state))
 
     def delivered(self, batch: Batch) -> None:
-        """Record a batch with all its metrics for readers; a replay makes its own."""
+        """Record a batch and its metrics for readers of the record. A replay ignores them and makes its own."""
         ages: Counter[int] = Counter()
         clock = VersionClock(batch.trained_at, dict(batch.branches))
         for sample in batch.samples:
@@ -158,17 +159,22 @@ class Recorder:
         }
         self._lines.add(BATCH, lambda: parts)
 
+    def learning(self, batch_id: int, report: Mapping[str, float]) -> None:
+        """Record the trainer's report on a batch, for readers of the record."""
+        parts = {"id": batch_id, "report": {name: float(f"{value:.6g}") for name, value in report.items()}}
+        self._lines.add(LEARNING, lambda: parts)
+
     def close(self) -> None:
         """Record the end of the run."""
         self._lines.close()
 
     @property
     def end(self) -> Callable[[], None]:
-        """:meth:`close`, for whoever must not hold the run."""
+        """A function like :meth:`close` that holds no reference to the run."""
         return self._lines.close
 
     def _compared(self, event: ev.Event) -> dict[str, Any]:
-        """Return what the core will find when it compares the tokens of a call with those that the sample has now."""
+        """Return the results of the core's comparison between a call's tokens and the sample's, for a replay."""
         if not isinstance(event, ev.CallMade) or (group := self._core.context.group(event.sample.group)) is None:
             return {}
         sample = group.samples[event.sample.index]
@@ -188,7 +194,7 @@ class Recorder:
         return parts
 
     def _ran(self, event: ev.Event) -> dict[str, Any]:
-        """Return the request that ends now and its cost, or the number of tokens of the function that returns."""
+        """Return facts on the request that this event ends, or the tokens generated for a function that returns."""
         if isinstance(event, ev.SampleReturned):
             group = self._core.context.group(event.sample.group)
             return {} if group is None else {"generated": group.samples[event.sample.index].generated}

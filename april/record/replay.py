@@ -1,4 +1,4 @@
-"""Replay: the events of a record go through the core again, which must decide as it did in the run."""
+"""Replays a record: feeds its events to a new core, which must make the same decisions as in the run."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ from april.record.file import (
     BATCH,
     CLOSED,
     IN_THE_MIDDLE,
+    LEARNING,
     OVER,
     STANDING,
     STATE,
@@ -36,33 +37,33 @@ from april.version import __version__
 
 Watch = Callable[[float, ev.Event, list[Command]], object]
 END = 1
-"""The token that ends responses in a replay; all others are 0."""
+"""Token id that ends a response in a replay. All other tokens are 0, as a record holds no tokens."""
 CHECKED = 256
-"""Samples that a check after every event may cost; where more are held, it comes after every so many events."""
+"""Number of held samples up to which each event is followed by a check; with k times as many, each k-th event is."""
 _EVENTS: dict[str, type[Any]] = {kind.__name__: kind for kind in ev.Event.__subclasses__()}
 _WRONG = (ValueError, TypeError, LookupError, ArithmeticError, AttributeError, RecursionError, MemoryError)
-"""Errors raised for a line that cannot be."""
+"""Errors that a line with impossible contents can raise."""
 
 
 @dataclass(kw_only=True)
 class Replay:
-    """A run that was replayed."""
+    """The result of a replay: the core in its last state, and counts."""
 
     head: dict[str, Any]
     core: RolloutCore
     times: RunTimes
     steps: list[dict[str, float]] = field(default_factory=list)
-    """Times before each batch, by use."""
+    """Seconds before each batch, by what they were used for."""
     decisions: Decisions = field(default_factory=Decisions)
     events: Counter[str] = field(default_factory=Counter)
     checks: int = 0
     unchecked: int = 0
     seconds: float = 0.0
     end: str = IN_THE_MIDDLE
-    """The end of the record, in words."""
+    """Words on how the record ends."""
 
     def rows(self) -> dict[str, str]:
-        """Return the run in a few lines."""
+        """Return a summary for people, as {heading: text}."""
         count, core = sum(self.events.values()), self.core
         ledgers = {"tokens": core.tokens.as_dict(), "prompts": core.prompts.as_dict()}
         return {
@@ -78,16 +79,16 @@ class Replay:
 
 
 def replay(path: Path, *, whole_story: bool = False, watch: Watch | None = None) -> Replay:
-    """Run a record through the core, whose ledgers and indices are checked on the way.
+    """Replay a record through a new core, and check the core's ledgers and indices on the way.
 
     Args:
         path: path of the record.
-        whole_story: remember the whole history of every sample, not only the latest of it.
-        watch: called with the time (s) of each event, the event and the core's decisions.
+        whole_story: whether to keep the whole history of every sample instead of its latest part.
+        watch: function that is called with the time of each event in seconds, the event and the core's commands.
 
     Raises:
-        RecordError: the file is no record, was changed, or the core decides otherwise than in the run; the message
-            names the line.
+        RecordError: the file is no record or was changed, or the core decides differently than in the run; the
+            message names the line.
     """
     lines = lines_of(path)
     head = next(lines).parts
@@ -124,7 +125,7 @@ def replay(path: Path, *, whole_story: bool = False, watch: Watch | None = None)
 
 def _run(run: Replay, time_s: float, what: str, parts: Any, watch: Watch | None) -> None:
     core = run.core
-    if what in (BATCH, STANDING):  # it makes its own
+    if what in (BATCH, STANDING, LEARNING):  # for readers
         return
     if what == CLOSED:
         core.validate()
@@ -146,7 +147,7 @@ def _run(run: Replay, time_s: float, what: str, parts: Any, watch: Watch | None)
         for version, count in event.counts.spans:
             parsed.append(np.zeros(count, np.int32), np.zeros(count, np.float32), version)
         if attempt is not None and parsed.count:
-            parsed.extras = no_numbers(attempt.extras, attempt.missing_rows + parsed.count)
+            parsed.extras = no_numbers(attempt.request.extras, attempt.request.rows_wanted(parsed.count))
     elif isinstance(event, ev.CallMade) and (group := core.context.group(event.sample.group)) is not None:
         chains = group.samples[event.sample.index].chains
         chain = next((c for c in chains if c.number == (event.chain or 0)), None)
@@ -157,14 +158,14 @@ def _run(run: Replay, time_s: float, what: str, parts: Any, watch: Watch | None)
             tape, asked, end = chain.tape, event.token_ids, len(chain.prompt) + len(chain.tape) - 1
             tokens = tape.tokens
             if asked is not None and end < len(asked):
-                asked[end] = 0 if asked[end] else END  # the same as there, or another
+                asked[end] = 0 if asked[end] else END  # equal to END where it was equal in the run
     last = len(tokens) - 1
-    tokens[last] = END  # for as long as the core looks: calls are compared with zeros
+    tokens[last] = END  # only for this event: the core compares these with the tokens of later calls, which are 0
     commands = core.handle(event)
     run.steps += [run.times.delivered(time_s) for command in commands if isinstance(command, Deliver)]
     run.times.look(time_s)
     tokens[last] = 0
-    if tape is not None:  # which may have grown meanwhile
+    if tape is not None:  # the tape's array may have been replaced as it grew
         tape.tokens[last : last + 1] = 0
     run.unchecked += 1
     if run.unchecked * CHECKED >= len(core.buffer) * core.settings.n_samples_per_prompt:
@@ -176,5 +177,5 @@ def _run(run: Replay, time_s: float, what: str, parts: Any, watch: Watch | None)
 
 
 def _ending(engines: Iterable[EngineLimits]) -> list[EngineLimits]:
-    """Return engines whose responses all end with one token."""
+    """Return copies of the engines with :data:`END` as their only end-of-sequence token."""
     return [replace(engine, eos_token_ids=(END,)) for engine in engines]

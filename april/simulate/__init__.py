@@ -1,1 +1,1 @@
-"""``april simulate``: schedules compared on virtual time, before any GPU is used."""
+"""``april simulate`` and ``april plan``: compare schedules on virtual time, before any GPU is used."""

@@ -1,6 +1,6 @@
-"""The best settings for a run as it is: ``python -m april.simulate.choose`` answers a question from stdin on stdout.
+"""Finds the best settings for a run: ``python -m april.simulate.choose`` reads a question on stdin, answers on stdout.
 
-A process of its own, as simulating takes seconds of CPU that the run's own process does not have.
+It is a process of its own because a simulation takes seconds of CPU time, which would block the run's event loop.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from april.simulate.plan import QUORUMS, SAME, Row, Space, plan
 from april.simulate.workload import MOST_IN_FLIGHT, Placement, Schedule, Workload
 
 YOUNGER = 0.5
-"""Times the off-policy share of what is in work is worth a change that costs no speed."""
+"""At equal speed, settings are changed if that brings the off-policy share below this factor times the current one."""
 MARGIN = 0.97
-"""Factor of the limit of the off-policy share that a new choice keeps to, so that noise does not undo it."""
+"""New settings must keep to this factor times the limit of the off-policy share, so that noise does not undo them."""
 NICE = 10
-"""Priority behind the run's own processes."""
+"""Niceness of this process, below the run's own processes."""
 
 
 def choose(question: Question) -> Answer:
     """Return the best settings within the limits of the question.
 
     Raises:
-        ValueError: there is nothing to simulate.
+        ValueError: no settings can be simulated.
         RolloutError: the core gave up.
     """
     q = question
@@ -40,7 +40,8 @@ def choose(question: Question) -> Answer:
     space = space_of(q)
     found = plan(workload, space, max_off_policy_share=share * q.max_off_policy_share)
     best, base = found.best, found.base
-    is_now = base.schedule == space.base  # what cannot be simulated is no choice
+    # the current settings may only stay if they were simulated as they are
+    is_now = base.schedule == space.base and space.base.quorum == q.now.group_quorum
     within = base.off_policy_share <= q.max_off_policy_share
     if is_now and within and best.tokens_per_s < (1.0 + GAIN) * base.tokens_per_s:
         as_fast = [row for row in found.rows if row.long and row.tokens_per_s >= (1.0 - SAME) * base.tokens_per_s]
@@ -54,7 +55,7 @@ def choose(question: Question) -> Answer:
 
 
 def workload_of(q: Question) -> Workload:
-    """Return the workload of the question; raises ValueError."""
+    """Return the workload that a question describes. Raises ValueError if it cannot be simulated."""
     placement = Placement.SEPARATE if q.continuous or q.fetch_ahead else Placement.COLOCATED
     return Workload(
         model="", gpu="", engines=q.engines, groups=q.groups, samples=q.samples, prompt_len=q.prompt_len,
@@ -67,18 +68,18 @@ def workload_of(q: Question) -> Workload:
 
 
 def space_of(q: Question) -> Space:
-    """Return the settings that may be chosen."""
+    """Return the space of settings that the question leaves free."""
     mode = q.max_staleness if q.continuous else None
     places = min(q.places, MOST_IN_FLIGHT)
     if Work.IN_FLIGHT not in q.free:
         places = min(places, q.now.max_in_flight)
     now = q.now
+    # at least three samples of a group must be finished, which rules out small quorums of small groups
+    quorums = [quorum for quorum in QUORUMS if quorum * q.samples >= 3.0] or [1.0]
     base = Schedule(
         over=now.over_sampling_batch_size, refill=now.refill, in_flight=min(now.max_in_flight, places),
-        continuous=mode, quorum=now.group_quorum,
+        continuous=mode, quorum=max(now.group_quorum, min(quorums)) if Work.QUORUM in q.free else now.group_quorum,
     )  # fmt: skip
-    # a group of few samples has few quorums, as three must be finished
-    quorums = [quorum for quorum in QUORUMS if quorum * q.samples >= 3.0] or [1.0]
     return Space(base=base, free=q.free, quorums=quorums, places=places, continuous=(mode,), below=q.below)
 
 
@@ -93,7 +94,7 @@ def _in_work(q: Question, row: Row) -> InWork:
 
 
 def main() -> None:
-    """Answer the question on stdin."""
+    """Read a question from stdin and write the answer to stdout."""
     with suppress(OSError):
         os.nice(NICE)
     question = msgspec.json.decode(sys.stdin.buffer.read(), type=Question)

@@ -1,4 +1,4 @@
-"""Pictures of a simulation: busy slots, lengths, throughput against the limit, token ages, the training loop."""
+"""Draws pictures of a simulation: busy slots, lengths, throughput against the limit, token ages, the training loop."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ COLOURS = {"sync": "#8a8a8a", "april": "#1b6ca8", "refill": "#d1603d"}
 WITH_QUORUM = {"april": "#6fa8d6", "refill": "#e59a80"}
 CONTINUOUS, TRAINER = "#2e8b57", "#7a4a9e"
 SHOWN_SYNC_STEPS, SHOWN_SYNC_BATCHES = 4, 6
-"""The panels over time show the time in which sync takes this many steps (in a loop: batches)."""
+"""Panels over time end when sync has delivered this many steps (batches, if training takes time)."""
 SHOWN_BOUNDS = (1, 4)
-"""Continuous modes with these bounds get a panel over time; where none of them is run, all modes do."""
+"""Values of max_staleness whose continuous modes get a panel over time; if none of them was run, all modes get one."""
 PIXELS = 1500
-"""Points of a panel of busy slots; more could not be seen."""
+"""Number of points of a curve of busy slots; more could not be told apart."""
 OLDEST_SHOWN = 5
 
 
 def draw(report: dict[str, Any], runs: dict[str, Measured], path: Path) -> None:
-    """Write the picture to ``path`` (PNG)."""
+    """Draw a simulation in which training takes no time, and write the picture to ``path`` as PNG."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(12, 11), layout="constrained")
@@ -68,7 +68,7 @@ def _engines(w: dict[str, Any]) -> str:
 def _over_time(
     figure: Any, grid: Any, report: dict[str, Any], runs: dict[str, Measured], steps: int, title: str
 ) -> Iterator[tuple[str, Any, float]]:
-    """Draw busy slots while sync takes ``steps`` steps; yields (mode, axes, last second) of each panel."""
+    """Draw a panel of busy slots for each mode, up to step ``steps`` of sync; yield (mode, axes, last second)."""
     ends = runs["sync"].step_ends
     until = ends[min(steps, len(ends)) - 1]
     for row, (name, run) in enumerate(runs.items()):
@@ -95,7 +95,7 @@ def _note(axes: Any, text: str) -> None:
 
 
 def _averaged(busy: list[tuple[float, int]], until: float) -> tuple[Any, Any]:
-    """Return the mean of a step function over PIXELS equal intervals of [0, until]."""
+    """Return (edges, means) of a step function over PIXELS equal intervals of [0, until]."""
     at = np.array([0.0] + [time for time, _ in busy])
     level = np.array([busy[0][1]] + [running for _, running in busy], np.float64)
     integral = np.concatenate([[0.0], np.cumsum(np.diff(at) * level[:-1])])
@@ -184,7 +184,7 @@ def _sweep(figure: Any, grid: Any, row: int, report: dict[str, Any]) -> None:
 
 
 def draw_loop(report: dict[str, Any], runs: dict[str, Measured], path: Path) -> None:
-    """Write the picture to ``path`` (PNG)."""
+    """Draw a simulation in which training takes time, and write the picture to ``path`` as PNG."""
     from matplotlib.figure import Figure
 
     shown = {name: run for name, run in runs.items() if _bound(report, name) in (None, *SHOWN_BOUNDS)}

@@ -1,4 +1,4 @@
-"""A workload out of the record of a run: its lengths, what its engines cost, how long its trainer took."""
+"""Derives a workload from the record of a run: response lengths, cost of the engines, time of the trainer."""
 
 from __future__ import annotations
 
@@ -16,21 +16,23 @@ from april.engines.simulated.decode_cost import DecodeCost
 from april.engines.simulated.response_lengths import TraceLengths
 from april.errors import ConfigError, RecordError
 from april.simulate.workload import Placement, Workload
-from april.view.run_data import Engine, RunData, read_run
+from april.view.run_data import Engine, RunData, limit_of, read_run
 
 FEWEST = 32
-"""Finished responses without which a distribution of lengths is a guess."""
+"""Smallest number of finished responses from which a plan is made; fewer would not show the lengths."""
+ENOUGH = 10
+"""Number of batches below which a plan warns that there are few."""
 
 
 def workload_of(path: Path) -> Workload:
     """Return the workload of a recorded run.
 
-    Lengths are those of the responses that came to their end; those that had none yet when the record ended are
-    missing, which are long ones, so a short record looks shorter than the run was.
+    Only finished responses count. Those that were unfinished when the record ended tend to be long, so the lengths of
+    a short record are too small.
 
     Raises:
-        RecordError: the record cannot be read, or too little happened in it.
-        ValueError: it cannot be simulated.
+        RecordError: the record cannot be read, or has too few responses.
+        ValueError: the workload cannot be simulated.
     """
     run = read_run(path)
     settings = run.settings
@@ -38,7 +40,7 @@ def workload_of(path: Path) -> Workload:
     if run.finished.size < FEWEST:
         raise RecordError(f"{path}: {run.finished.size} responses came to their end; {FEWEST} are needed to plan")
     first = run.context[(run.age == 0) & ~run.evaluation]
-    # the first one began with an empty house
+    # the first step is not typical: it began with nothing in flight
     train_s, ahead = pace(batch.metrics for batch in run.batches[1:])
     colocated = settings.generation is GenerationMode.STEPWISE and not ahead
     return Workload(
@@ -51,19 +53,30 @@ def workload_of(path: Path) -> Workload:
         fetch_ahead=ahead if train_s else 0,
         measured_cost=mean_cost(run, path), measured_lengths=lengths,
         settings=settings_of(run), slots=slots_of(run), whole_groups=settings.group_reward,
-        filtered=settings.has_filter,
+        filtered=settings.has_filter, doubts=doubts_of(run),
     )  # fmt: skip
 
 
+def doubts_of(run: RunData) -> tuple[str, ...]:
+    """Return sentences that say why a simulation of this run may be wrong."""
+    out = []
+    if len(run.batches) < ENOUGH:
+        few = len(run.batches)
+        out.append(f"the record has {few} batches; from {ENOUGH} on lengths and costs are known well enough")
+    if (limit := limit_of(run)) is not None and limit.doubt:
+        out.append(f"the speeds may be wrong: {limit.doubt}")
+    return tuple(out)
+
+
 def slots_of(run: RunData) -> int | None:
-    """Return the most samples in flight on one engine of a real run; None means that it had no limit."""
+    """Return the smallest limit of requests in flight at an engine; None if one has none or the run is simulated."""
     slots = [engine.max_in_flight for engine in msgspec.convert(run.head["engines"], list[Engine])]
     known = [number for number in slots if number]
     return min(known) if run.head.get("config") is not None and len(known) == len(slots) else None
 
 
 def settings_of(run: RunData) -> dict[str, Any]:
-    """Return its configuration, or what the core knew of it; raises RecordError for one that cannot be."""
+    """Return the run's configuration, or the part known to the core. Raises RecordError if it is not valid."""
     if (recorded := run.head.get("config")) is not None:
         try:
             return Config.from_mapping(recorded).to_mapping()
@@ -88,7 +101,7 @@ def lengths_of(run: RunData, seed: int = 0) -> TraceLengths:
 
 
 def mean_cost(run: RunData, path: Path) -> DecodeCost:
-    """Return the mean cost of the run's engines; raises RecordError where none could be fitted."""
+    """Return the mean cost of the run's engines. Raises RecordError if none could be fitted."""
     costs = [fitted.cost for fitted in run.costs.values()]
     if not costs:
         raise RecordError(f"{path}: too few requests ended to know what the engines cost")

@@ -1,8 +1,8 @@
-"""Which settings are best for a workload: candidates simulated side by side, most of them briefly.
+"""Finds the best settings for a workload by simulating candidates, most of them briefly.
 
-All candidates see the same responses. A coarse grid is run for a few steps, then the neighbours of the one that looks
-best, then those that may be the best for longer. A speed is not tokens per second of these few steps, which depends on
-the lengths that fell into them, but how near they came to their limit, times the limit for lengths without end.
+All candidates see the same responses. A coarse grid is run for a few steps, then the neighbours of its best candidate,
+then the most promising ones for longer. Tokens per second of a few steps would depend on the lengths in them, so a
+speed is the fraction of the limit reached for these lengths, times the limit for a large sample of lengths.
 """
 
 from __future__ import annotations
@@ -14,43 +14,45 @@ from dataclasses import dataclass, replace
 from itertools import repeat
 from typing import Any
 
+from april.auto.question import SMALLEST_QUORUM
 from april.core.types import Refill, Work
 from april.process_pool import process_pool, undisturbed
 from april.simulate.run import measure
 from april.simulate.workload import MOST_IN_FLIGHT, Schedule, Workload
 
 RATIOS = (1.0, 1.25, 1.5, 2.0, 3.0)
-"""N'/N of the candidates of the coarse grid without refill."""
+"""Ratios N'/N of the coarse grid's candidates without refill."""
 PLACES = (0.5, 1.0, 1.5)
-"""Samples in flight over N x n of the candidates with refill."""
-QUORUMS = (1.0, 0.75, 0.5)
+"""Ratios of samples in flight to N x n of the coarse grid's candidates with refill."""
+QUORUMS = (1.0, SMALLEST_QUORUM)
+"""Values of ``group_quorum`` that are tried."""
 ROUNDS = 2
-"""Rounds in which neighbours of the best candidate are tried, each time at half the distance."""
+"""Number of rounds in which neighbours of the best candidate are tried, each time at half the distance."""
 BRIEF, LONG = (14, 6), (40, 12)
-"""Number of steps, and of first steps that are left out."""
+"""(steps to simulate, first steps to leave out) of brief and of long simulations."""
 NEAR = 0.04
-"""Relative loss of speed in its brief run up to which a candidate is run for longer."""
+"""Relative tolerance in speed and off-policy share within which a candidate gets a long simulation."""
 ENOUGH = 256
-"""Responses of a batch for which those steps suffice; smaller batches run more, up to MORE times as many."""
+"""Batch size in responses for which that many steps suffice; smaller batches get up to MORE times as many."""
 MORE = 8
 SAME = 0.01
-"""Relative difference up to which speeds count as equal; the younger tokens win then."""
+"""Largest relative difference of speeds that count as equal; then the smaller off-policy share wins."""
 FINALISTS = 4
-"""Most candidates that are run for longer, beside the synchronous one."""
+"""Largest number of candidates with a long simulation, besides the base."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """The simulated figures of a candidate.
+    """Simulated figures of a candidate.
 
     Attributes:
-        schedule: the candidate.
+        schedule: schedule that was simulated.
         tokens_per_s: trained tokens per second, all engines together.
         off_policy_share: off-policy share of the trained tokens.
         staleness_mean, staleness_max: staleness of the trained responses.
         step_s: seconds from one delivery to the next.
-        held_tokens: tokens kept over the end of a step.
-        long: whether it was run for longer.
+        held_tokens: number of tokens carried over the end of a step.
+        long: whether the figures are from a long simulation.
     """
 
     schedule: Schedule
@@ -64,7 +66,7 @@ class Row:
 
     @property
     def name(self) -> str:
-        """The candidate in a few words."""
+        """A short description of the candidate."""
         s = self.schedule
         quorum = f", quorum {s.quorum:g}" if s.quorum != 1.0 else ""
         how = f"N' = {s.over}" if s.refill is Refill.NONE else f"refill, {s.in_flight} in flight"
@@ -73,12 +75,12 @@ class Row:
 
 @dataclass(frozen=True)
 class Plan:
-    """All candidates with their figures.
+    """The result of a search: all simulated candidates and the chosen one.
 
     Attributes:
-        rows: fastest first.
-        best: the fastest within the limit of the off-policy share; of those as fast, the youngest.
-        base: what it is compared with.
+        rows: candidates, the fastest first.
+        best: the fastest candidate within the limit of the off-policy share; at equal speed, the least off-policy.
+        base: candidate that the others are compared with.
     """
 
     rows: list[Row]
@@ -88,16 +90,15 @@ class Plan:
 
 @dataclass(frozen=True, kw_only=True)
 class Space:
-    """The candidates that may be chosen.
+    """The space of candidates to search.
 
     Attributes:
-        base: candidate that the others are compared with. If it is not possible any more, the first possible one takes
-            its place.
+        base: candidate that the others are compared with; the first possible one, if the configuration refuses this.
         free: settings that may differ from the base.
-        quorums: values of ``group_quorum``.
-        places: most samples in flight.
-        continuous: generation modes, as in :class:`.workload.Schedule`.
-        below: number in flight from which on only the base may be chosen; None means no limit.
+        quorums: values of ``group_quorum`` to try.
+        places: largest number of samples in flight.
+        continuous: values of :attr:`.workload.Schedule.continuous` to try.
+        below: bound of the number in flight, which only the base may reach; None means no bound.
     """
 
     base: Schedule
@@ -109,7 +110,7 @@ class Space:
 
     @classmethod
     def whole(cls, workload: Workload, quorums: Sequence[float] = QUORUMS) -> Space:
-        """Return all candidates for a workload, with the synchronous one as the base."""
+        """Return the space of all candidates for a workload, with the synchronous schedule as the base."""
         if workload.whole_groups:
             quorums = (1.0,)
         modes = (None, workload.max_staleness) if workload.separate else (None,)
@@ -119,16 +120,16 @@ class Space:
         return cls(base=base, quorums=quorums, places=places, continuous=modes)
 
     def quorums_beside(self, quorum: float) -> Sequence[float]:
-        """Return the quorums that may be chosen; ``quorum`` alone where that is not free."""
+        """Return the quorums to try; only ``quorum`` if that setting is not free."""
         return self.quorums if Work.QUORUM in self.free else (quorum,)
 
     def may_be(self, refill: Refill) -> bool:
-        """Return whether this way of filling places may be chosen, with its own number of groups or places."""
+        """Return True if candidates with this refill policy may be tried, with varying N' or number in flight."""
         size = Work.OVER_SAMPLING if refill is Refill.NONE else Work.IN_FLIGHT
         return size in self.free and (refill is self.base.refill or Work.REFILL in self.free)
 
     def within(self, schedule: Schedule) -> Schedule:
-        """Return a candidate with no more in flight than places, and with refill no more than may be chosen."""
+        """Return the candidate with its number in flight cut to ``places`` and, with refill, to less than ``below``."""
         most = self.places
         if self.below is not None and schedule.refill is Refill.SAMPLE:
             most = min(most, self.below - 1)
@@ -136,7 +137,7 @@ class Space:
 
 
 def coarse(workload: Workload, space: Space) -> list[Schedule]:
-    """Return the first candidates, with the largest and the smallest quorum; the base first, if it is possible."""
+    """Return the coarse grid, with the largest and the smallest quorum each; the base comes first if it is possible."""
     n, full = workload.groups, workload.groups * workload.samples
     found = [space.base]
     if space.may_be(Refill.NONE) and None in space.continuous:
@@ -151,7 +152,7 @@ def coarse(workload: Workload, space: Space) -> list[Schedule]:
 
 
 def neighbours(workload: Workload, best: Schedule, tried: Iterable[Schedule], space: Space) -> list[Schedule]:
-    """Return candidates half way between ``best`` and its neighbours, and the same with other quorums."""
+    """Return candidates half way between ``best`` and its tried neighbours in size, and ``best`` with other quorums."""
     tried, out = list(tried), []
     one_shot = best.refill is Refill.NONE
     sizes = sorted({_size(s) for s in tried if _kind(s) == _kind(best)})
@@ -174,18 +175,18 @@ def _kind(schedule: Schedule) -> tuple[object, ...]:
 
 
 def _possible(workload: Workload, schedules: Iterable[Schedule], space: Space) -> list[Schedule]:
-    """Return the base and those worth a try that the configuration allows, each once."""
+    """Return the base and the schedules that are worth a try, each once, if the configuration allows them."""
     out: dict[Schedule, None] = {}
     base, below = space.base, math.inf if space.below is None else space.below
     for schedule in (base, *schedules):
         try:
             workload.core_settings(schedule)
-        except ValueError:  # as N' above (max_staleness + 1) N
+        except ValueError:  # for example N' above (max_staleness + 1) N
             continue
         one_shot = schedule.refill is Refill.NONE
-        # without more in work than a batch needs a quorum would wait for all the same
+        # with no more groups than a batch needs, all responses are waited for anyway, whatever the quorum
         needless = one_shot and schedule.quorum != 1.0 and schedule.over <= workload.groups
-        # where that is no mistake, it is all the same too much to be trained in time
+        # even if the configuration allows so many groups, they could not be trained in time
         too_many = one_shot and schedule.over > (workload.max_staleness + 1) * workload.groups
         some = workload.engines <= schedule.in_flight < below
         if schedule == base or (some and not needless and not too_many):
@@ -194,7 +195,7 @@ def _possible(workload: Workload, schedules: Iterable[Schedule], space: Space) -
 
 
 def front(rows: Sequence[Row]) -> list[Row]:
-    """Return the fastest first; each other one has a smaller off-policy share than all that are faster."""
+    """Return the Pareto front, fastest first: each row has a smaller off-policy share than all faster rows."""
     out: list[Row] = []
     for row in sorted(rows, key=lambda r: -r.tokens_per_s):
         if not out or row.off_policy_share < out[-1].off_policy_share:
@@ -203,7 +204,7 @@ def front(rows: Sequence[Row]) -> list[Row]:
 
 
 def choose(rows: Sequence[Row], max_off_policy_share: float) -> Row:
-    """Return the fastest within the limit, of those as fast the youngest; if none is within, the youngest of all."""
+    """Return the fastest row within the limit; at equal speed, or if none is within, the least off-policy one."""
     within = [row for row in rows if row.off_policy_share <= max_off_policy_share]
     if not within:
         return min(rows, key=lambda row: row.off_policy_share)
@@ -236,17 +237,18 @@ def plan(
     processes: int = 1,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Plan:
-    """Simulate all candidates and choose.
+    """Simulate candidates for a workload and choose the best one.
 
     Args:
-        workload: its ``over``, ``in_flight``, ``group_quorum``, ``steps`` and ``ramp`` do not matter.
-        space: settings that may be chosen; None means all.
-        max_off_policy_share: of the trained tokens, at most.
-        processes: that simulate at the same time.
-        progress: told how many simulations of how many are done.
+        workload: workload to plan for; its ``over``, ``in_flight``, ``group_quorum``, ``steps`` and ``ramp`` are not
+            used.
+        space: candidates that may be chosen; None means all.
+        max_off_policy_share: largest allowed off-policy share of the trained tokens.
+        processes: number of processes that simulate at the same time.
+        progress: function that is called with the number of finished and of all simulations.
 
     Raises:
-        ValueError: a share out of range, or there is nothing to choose from.
+        ValueError: ``max_off_policy_share`` is out of range, or no candidate can be simulated.
         RolloutError: the core gave up.
     """
     if not 0.0 <= max_off_policy_share <= 1.0:
@@ -256,7 +258,7 @@ def plan(
     share = max_off_policy_share
     times = max(1, min(MORE, ENOUGH // (workload.groups * workload.samples)))
 
-    # the lengths are read once and drawn once, not for each candidate
+    # read the file and draw the lengths once, not for each candidate
     seen = replace(workload, lengths_file=None, measured_lengths=workload.lengths)
     brief, long = (replace(seen, steps=times * steps, ramp=times * ramp) for steps, ramp in (BRIEF, LONG))
     assert brief.length_sample.size
@@ -294,7 +296,7 @@ def plan(
 
 
 def _finalists(base: Schedule, rows: list[Row], share: float) -> list[Schedule]:
-    """Return the base, and those that may be the best, the most promising first."""
+    """Return the base and then the candidates that may turn out best, the most promising first."""
     likely = choose(rows, share)
     near = [r for r in rows if r.off_policy_share <= share * (1.0 + NEAR)]
     near = [r for r in near if r.tokens_per_s >= (1.0 - NEAR) * likely.tokens_per_s]

@@ -1,4 +1,4 @@
-"""``april plan``: read lengths or the record of a run, plan, show the plan on a terminal, write it, draw it."""
+"""``april plan``: reads lengths or the record of a run, plans, and prints, writes and draws the plan."""
 
 from __future__ import annotations
 
@@ -24,18 +24,19 @@ from april.simulate.plan import Plan, Row, front, plan
 from april.simulate.workload import Placement, Workload
 from april.state_file import write_atomic
 from april.view.bars import bars
+from april.view.units import cost_of_a_step, short_time, three_digits
 
 SHOWN_ALWAYS = (
     "rollout_batch_size", "n_samples_per_prompt", "max_response_len", "max_staleness", "on_stale", "refill",
     "max_in_flight",
 )  # fmt: skip
-"""Settings that a plan names even where they are the defaults."""
+"""Settings that are written into a plan even if they have their default values."""
 SHOWN = 8
-"""Most rows of the table, beside the chosen and the synchronous one."""
+"""Largest number of rows in the table, besides the chosen and the synchronous candidate."""
 
 
 def plan_table(plan: Plan) -> Table:
-    """Return the candidates that nothing beats in speed without older tokens, and the chosen one, marked."""
+    """Return a table of the Pareto front of speed and off-policy share, with the chosen candidate marked."""
     out = Table(title="What cannot be had faster without older tokens", box=SIMPLE_HEAD, collapse_padding=True)
     for column in ("", "tokens\nper s", "speed-\nup", "off-\npolicy", "stale-\nness", "s per\nbatch"):
         out.add_column(column, justify="right" if column else "left", no_wrap=bool(column))
@@ -45,14 +46,14 @@ def plan_table(plan: Plan) -> Table:
         out.add_row(
             f"{'> ' if row is plan.best else '  '}{row.name}", f"{row.tokens_per_s:,.0f}",
             f"{row.tokens_per_s / plan.base.tokens_per_s:.2f}x", f"{row.off_policy_share:.0%}",
-            f"{row.staleness_mean:.2f}/{row.staleness_max}", f"{row.step_s:.1f}",
+            f"{row.staleness_mean:.2f}/{row.staleness_max}", three_digits(row.step_s),
             style="bold" if row is plan.best else None,
         )  # fmt: skip
     return out
 
 
 def settings(workload: Workload, row: Row) -> str:
-    """Return a candidate as YAML for april's configuration, with the other settings of the run, and notes."""
+    """Return april's configuration for a candidate as YAML, with the run's other settings, and notes as comments."""
     import yaml
 
     config = workload.config(row.schedule)
@@ -66,9 +67,9 @@ def settings(workload: Workload, row: Row) -> str:
 
 
 def notes(workload: Workload, row: Row) -> list[str]:
-    """Return a sentence for each thing that a user of the plan must know or add."""
+    """Return sentences on what a user of the plan must know or add."""
     run, config = workload.settings, workload.config(row.schedule)
-    out = []
+    out = list(workload.doubts)
     if row.schedule.quorum != 1.0:
         out.append(
             f"group_quorum {row.schedule.quorum:g}: a batch is N x n single responses, with parts of groups. Take the "
@@ -99,7 +100,7 @@ def notes(workload: Workload, row: Row) -> list[str]:
 
 
 def as_plain(workload: Workload, plan: Plan, max_off_policy_share: float) -> dict[str, Any]:
-    """Return the whole plan for JSON."""
+    """Return the whole plan as plain values for JSON."""
 
     def plain(row: Row) -> dict[str, Any]:
         schedule = asdict(row.schedule) | {"refill": str(row.schedule.refill)}
@@ -118,7 +119,7 @@ def as_plain(workload: Workload, plan: Plan, max_off_policy_share: float) -> dic
 
 
 def draw_plan(plan: Plan, max_off_policy_share: float, path: Path) -> None:
-    """Draw speed against off-policy share of all candidates (PNG)."""
+    """Draw the speed of all candidates against their off-policy share, as a PNG file."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 5), layout="constrained")
@@ -160,7 +161,7 @@ def draw_plan(plan: Plan, max_off_policy_share: float, path: Path) -> None:
 
 
 ENGINE = ("model", "gpu", "tensor_parallel")
-"""Arguments on the cost of an engine, which is measured in the record of a run."""
+"""Arguments that give the cost of an engine; they are refused if the cost was measured."""
 
 
 def plan_file(
@@ -168,13 +169,13 @@ def plan_file(
 ) -> Plan:
     """Plan for a file of lengths or a record; ``given`` fields of :class:`.workload.Workload` replace the file's.
 
-    If ``max_off_policy_share`` is None, it is that of the run.
+    If ``max_off_policy_share`` is None, the run's own limit is used.
 
     Raises:
         ValueError: an argument is wrong.
-        RecordError: the record is.
+        RecordError: the record is damaged or has too little in it.
         RolloutError: the core gave up.
-        OSError: nothing can be written there.
+        OSError: ``out`` cannot be written.
     """
     workload = read_workload(path, given)
     if max_off_policy_share is None:
@@ -183,11 +184,10 @@ def plan_file(
     cost, lengths = workload.cost, workload.length_sample
     console.print(
         f"batches of {workload.groups} x {workload.samples} on {workload.engines} "
-        f"{'engine' if workload.engines == 1 else 'engines'}; a step takes "
-        f"{cost.base_s * 1e3:.2f} ms, + {cost.per_sequence_s * 1e6:.2f} \N{MICRO SIGN}s per sequence, "
-        f"+ {cost.per_kv_token_s * 1e9:.2f} ns per token in memory; lengths: mean {lengths.mean():,.0f}, "
-        f"longest {lengths.max():,}; training {workload.train_s:.1f} s per batch", soft_wrap=True,
-    )  # fmt: skip
+        f"{'engine' if workload.engines == 1 else 'engines'}; a step takes {cost_of_a_step(cost)}; lengths: mean "
+        f"{lengths.mean():,.0f}, longest {lengths.max():,}; training {short_time(workload.train_s)} per batch",
+        soft_wrap=True,
+    )
     with sigterm_unwinds(), bars(console) as begin:
         shown = begin("simulating", 0)
         found = plan(workload, max_off_policy_share=max_off_policy_share, processes=processes, progress=shown)
@@ -215,7 +215,7 @@ def plan_file(
 
 
 def read_workload(path: Path, given: dict[str, Any]) -> Workload:
-    """Return the workload to plan for; raises like :func:`plan_file`."""
+    """Return the workload to plan for. Raises the same errors as :func:`plan_file`."""
     recorded, wrong = is_record(path), [name for name in ENGINE if name in given]
     if wrong and "measured_cost" in given:
         raise ValueError(f"the engines' cost was measured; leave out {', '.join(wrong)}")

@@ -1,7 +1,7 @@
-"""Measure decoding and prefilling on servers: requests at several numbers in flight, and a cost fitted to them.
+"""Measures the decode and prefill cost of a server: sends requests at several numbers in flight and fits a cost.
 
-The fit is that of a run (:mod:`april.engines.simulated.fitted_cost`), to requests that are made for it: short and long
-prompts and responses, from one in flight to many. The last round is left out of the fit, and says how far off it is.
+The fit is the same as for a run (:mod:`april.engines.simulated.fitted_cost`), but the requests are made for it: short
+and long prompts and responses, from one in flight to many. The last round is held out to measure the fit's error.
 """
 
 from __future__ import annotations
@@ -32,14 +32,15 @@ from april.engines.simulated.fitted_cost import FEWEST, Requests, fit, predicted
 from april.errors import ConfigError, EngineError
 from april.state_file import write_atomic
 from april.view.bars import bars
+from april.view.units import cost_of_a_step, short_time
 
 FORMAT = 1
 ROUNDS = 4
-"""Rounds over all numbers in flight; the first is thrown away, as a server is slow at first, the last held out."""
+"""Rounds over all numbers in flight. The first is discarded, as a server is slow at first; the last is held out."""
 PROMPTS = (32, 512)
-"""Tokens of the prompts, in turn."""
+"""Prompt lengths in tokens, used in turn."""
 LEAST_ID = 3
-"""Token ids below are often special."""
+"""Smallest token id in prompts; smaller ones are often special tokens."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,10 +48,10 @@ class Profile:
     """The result of a measurement.
 
     Attributes:
-        cost: of one engine.
-        requests: so many it was fitted to.
-        held_out: mean error of the time that requests of the last round took, by the number in flight.
-        speeds: tokens per second of one engine, by the number in flight, as seen.
+        cost: fitted cost of one engine.
+        requests: number of requests to which it was fitted.
+        held_out: relative error of the predicted durations in the last round, averaged over the numbers in flight.
+        speeds: measured tokens per second of one engine, by the number in flight.
     """
 
     cost: DecodeCost
@@ -59,16 +60,16 @@ class Profile:
     speeds: dict[int, float]
 
     def write(self, path: Path) -> None:
-        """As JSON; raises OSError."""
+        """Write the profile to a file as JSON. Raises OSError."""
         plain = {"format": FORMAT, **asdict(self), "cost": asdict(self.cost)}
         write_atomic(path, (json.dumps(plain, indent=1) + "\n").encode())
 
 
 def read_cost(path: Path) -> DecodeCost:
-    """The cost in what :meth:`Profile.write` has written.
+    """Read the cost from a file written by :meth:`Profile.write`.
 
     Raises:
-        ValueError: it is none; one sentence.
+        ValueError: the file cannot be read or is no profile; the message is one sentence.
     """
     try:
         found: Any = json.loads(path.read_text("utf-8"))
@@ -82,7 +83,7 @@ def read_cost(path: Path) -> DecodeCost:
 
 
 def points(most: int) -> list[int]:
-    """Numbers in flight: powers of two, and the most."""
+    """Return the numbers in flight to measure: powers of two, and ``most``."""
     return sorted({*(2**i for i in range(most.bit_length()) if 2**i <= most), most})
 
 
@@ -90,17 +91,17 @@ async def profile(
     engine: Engine, most: int, tokens: int, now: Callable[[], float],
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Profile:
-    """Measure one engine, which nobody else uses meanwhile.
+    """Measure one engine. No one else may use it during the measurement.
 
     Args:
-        engine: to be closed by the caller.
-        most: requests in flight.
-        tokens: of the longest response; the shortest has a quarter.
-        now: clock, in seconds.
-        progress: told how many measurements of how many are done.
+        engine: engine to measure; the caller closes it.
+        most: largest number of requests in flight.
+        tokens: length of the longest response; the shortest has a quarter of it.
+        now: clock in seconds.
+        progress: function that is called with the number of finished and of all measurements.
 
     Raises:
-        EngineError: it failed, or too little came to tell.
+        EngineError: the engine failed, or generated too few tokens for a fit.
     """
     names, numbers = itertools.count(), points(most)
     run = uuid.uuid4().hex[:12]
@@ -109,7 +110,7 @@ async def profile(
 
     async def one(length: int, prompt: int) -> EndedRequest:
         number = next(names)
-        # of this profile alone: a server may remember the prompts of the one before
+        # random prompts for each profile: the server may still have those of an earlier one in its cache
         ids = np.random.default_rng((int(run, 16), number)).integers(
             LEAST_ID, max(LEAST_ID + 1, engine.capabilities.vocab_size), prompt, dtype=np.int32
         )
@@ -159,9 +160,9 @@ def profile_server(
     """Run ``april profile``.
 
     Raises:
-        ConfigError: an argument is wrong, or the server cannot do what april needs.
-        EngineError: the server could not be asked, or failed.
-        OSError: nothing can be written there.
+        ConfigError: an argument is wrong, or the server lacks something that april needs.
+        EngineError: the server could not be reached, or failed.
+        OSError: ``out`` cannot be written.
     """
     if api_key_env is not None and not os.environ.get(api_key_env):
         raise ConfigError(f"--api-key-env: the environment variable {api_key_env} is not set")
@@ -187,9 +188,8 @@ def profile_server(
     console.print(table)
     cost = found.cost
     console.print(
-        f"a step takes {cost.base_s * 1e3:.2f} ms, + {cost.per_sequence_s * 1e6:.1f} \N{MICRO SIGN}s per sequence, "
-        f"+ {cost.per_kv_token_s * 1e9:.1f} ns per token in memory; a prefilled token "
-        f"{cost.per_prefill_token_s * 1e6:.1f} \N{MICRO SIGN}s. Fitted to {found.requests:,} requests, off by "
+        f"a step takes {cost_of_a_step(cost)}; a prefilled token takes {short_time(cost.per_prefill_token_s)}. "
+        f"Fitted to {found.requests:,} requests, off by "
         f"{found.held_out:.0%} in the last round, which was left out of that", soft_wrap=True,
     )  # fmt: skip
     found.write(out)
@@ -198,7 +198,7 @@ def profile_server(
 
 
 def _require_writable(out: Path) -> None:
-    """Fail now if ``out`` cannot be written: the measurement takes minutes."""
+    """Raise OSError if ``out`` cannot be written, before a measurement that takes minutes."""
     there = out.exists()
     out.parent.mkdir(parents=True, exist_ok=True)
     out.open("a").close()

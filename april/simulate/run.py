@@ -1,13 +1,13 @@
-"""The whole of ``april simulate``: every schedule once on virtual time, the ramp left out, and one report of numbers.
+"""Runs ``april simulate``: simulates every schedule once, leaves out the first steps (the ramp) and reports figures.
 
 Invariant: the same workload gives the same report, to the last bit, except for ``cpu_s``.
 
-The fraction of the limit: of the steps after the ramp take the tokens that were kept: generated, less those
-dropped for their age (which is the same as trained, plus held at the end, less held at the beginning). The limit is the
-time that exactly these tokens, each at its place in its response, take on the same engines when the same number of
-samples is in flight all the time: no step ends, nothing is prefilled twice. The fraction is that time over the time it
-took. So it does not depend on which responses happened to be long, and dropped work never counts. Where training takes
-time, the least time is that of the slower, engines or trainer, if each has GPUs of its own, and the sum of both if not.
+The fraction of the limit is computed from the tokens kept after the ramp: those generated, less those dropped for their
+age (that is, trained, plus held at the end, less held at the start). The limit is the time that exactly these tokens,
+each at its position in its response, need on the same engines if the same number of samples is in flight all the time:
+no step ends, and nothing is prefilled twice. The fraction is this time divided by the time taken. So it does not depend
+on which responses happened to be long, and dropped tokens never count. If training takes time, the least time is that
+of the slower, engines or trainer, if each has its own GPUs, and the sum of both if they share GPUs.
 """
 
 from __future__ import annotations
@@ -30,18 +30,20 @@ from april.simulate.workload import Placement, Schedule, Workload
 from april.view.bars import Begin
 
 Progress = Callable[[int], None]
-"""Told how many steps are done."""
+"""Function that is called with the number of steps done."""
 
 
 @dataclass(frozen=True)
 class Measured:
-    """The figures of one schedule, and what the picture shows of it.
+    """Figures of one simulated schedule, and the curves for its picture.
+
+    All times are seconds of virtual time; those of the curves start at 0 after the ramp.
 
     Attributes:
-        figures: for simulate.json; times in seconds of virtual time.
-        busy: (time, busy slots) at every change after the ramp; time starts at 0.
+        figures: figures for simulate.json.
+        busy: (time, busy slots) after every event.
         step_ends: times at which a batch was delivered.
-        trainings: (beginning, end) of the training of each batch, from 0 on.
+        trainings: (start, end) of the training of each batch.
     """
 
     figures: dict[str, Any]
@@ -51,7 +53,7 @@ class Measured:
 
 
 _Totals = tuple[int, int, list[int]]
-"""Tokens dropped, preemptions, and tokens of every held response that has some; a window's are their differences."""
+"""(tokens dropped so far, preemptions so far, lengths of the held responses) at one moment of a simulation."""
 
 
 def _totals(simulation: Simulation) -> _Totals:
@@ -60,7 +62,7 @@ def _totals(simulation: Simulation) -> _Totals:
 
 
 def measure(workload: Workload, schedule: Schedule, progress: Progress = lambda done: None) -> Measured:
-    """Simulate ``workload.steps`` steps; the figures are of those after the ramp.
+    """Simulate ``workload.steps`` steps with one schedule, and measure the steps after the ramp.
 
     Raises:
         RolloutError: the core gave up.
@@ -95,7 +97,7 @@ def measure(workload: Workload, schedule: Schedule, progress: Progress = lambda 
 
 
 def _waited(settings: CoreSettings, steps: list[dict[str, float]]) -> dict[str, Any]:
-    """Return who waited, for how long and why: the account that real runs have among their metrics."""
+    """Return how long trainer and engines were idle and why, computed as in the metrics of real runs."""
     times = whole(steps)
     return {
         "trainer_idle_share": times[TrainerTime.WAITS] / times["step_s"],
@@ -105,7 +107,7 @@ def _waited(settings: CoreSettings, steps: list[dict[str, float]]) -> dict[str, 
 
 
 def _trainings(deliveries: list[float], train_s: float) -> Iterator[tuple[float, float]]:
-    """Beginning and end of the training of each batch, one after the other."""
+    """Yield (start, end) of the training of each batch, in order."""
     ended = 0.0
     for delivered in deliveries:
         began = max(delivered, ended)
@@ -178,7 +180,7 @@ PERCENTILES = (10, 25, 50, 75, 90, 95, 99, 99.9)
 
 
 def length_statistics(workload: Workload) -> dict[str, Any]:
-    """Figures and a histogram of the workload's response lengths (tokens, cut at max_response_len)."""
+    """Return figures and a histogram of the workload's response lengths in tokens, cut at max_response_len."""
     rows = workload.length_sample
     flat = rows.ravel()
     steps = len(rows) // workload.groups
@@ -187,7 +189,7 @@ def length_statistics(workload: Workload) -> dict[str, Any]:
     log = np.log(rows)
     between = float(np.var(log.mean(axis=1))) if workload.samples > 1 else 0.0
     within = float(log.var(axis=1, ddof=1).mean()) if workload.samples > 1 else 0.0
-    # the variance of the group means holds a share 1/n of the variance within groups
+    # the variance of the group means includes 1/n of the variance within groups
     between = max(0.0, between - within / workload.samples)
     slowest = np.sort(flat)[-max(1, flat.size // 20) :]
     counts, edges = np.histogram(flat, bins=BINS, range=(0, int(flat.max())))
@@ -208,7 +210,7 @@ def length_statistics(workload: Workload) -> dict[str, Any]:
 
 
 RATIOS = (1.0, 1.25, 1.5, 2.0, 3.0)
-"""N'/N of the sweep."""
+"""Ratios N'/N of the sweep."""
 IDLE_WORTH_A_WORD = 0.01
 DEFINITIONS = {
     "tokens_per_s": "response tokens per second of all engines together, over the steps after the ramp; with a train "
@@ -233,7 +235,9 @@ DEFINITIONS = {
 
 
 def simulate(workload: Workload, sweep: bool, begin: Begin) -> tuple[dict[str, Any], dict[str, Measured]]:
-    """Run all modes (and, unless engines go on while a trainer trains, the sweep of N'/N); the report, and each run.
+    """Simulate all modes and return (report, measurements by mode).
+
+    With ``sweep``, N'/N is varied, too, except where the trainer has its own GPUs.
 
     Raises:
         RolloutError: the core gave up.
@@ -290,7 +294,7 @@ def _against(measured: Measured, base: float) -> dict[str, Any]:
 
 
 def _loop(workload: Workload) -> dict[str, Any]:
-    """Return how fast engines and trainer are, each for itself."""
+    """Return the time of a batch at the engines alone and at the trainer alone, and which is slower."""
     return {
         "placement": str(Placement.SEPARATE if workload.separate else Placement.COLOCATED),
         "batch_s": workload.batch_s,
@@ -316,7 +320,7 @@ LOGNORMAL = ("median_len", "sigma_between", "sigma_within")
 
 
 def _notes(workload: Workload, modes: dict[str, dict[str, Any]]) -> list[str]:
-    """Return what a reader of the figures must know, in sentences."""
+    """Return sentences that warn about figures which could be misread."""
     notes = []
     for name, m in modes.items():
         if m["in_flight"] > workload.fits:
@@ -333,7 +337,7 @@ def _notes(workload: Workload, modes: dict[str, dict[str, Any]]) -> list[str]:
             and m["refill"] != "none"
             and workload.on_stale is not OnStale.DROP
             and m["idle_shares"].get(str(Idle.BOUND), 0.0) >= IDLE_WORTH_A_WORD
-            and m["in_flight"] <= workload.fits  # otherwise the slots are empty for want of KV, too
+            and m["in_flight"] <= workload.fits  # otherwise slots are also empty because the KV cache is full
         ):
             notes.append(
                 f"{name}: max_staleness={workload.max_staleness} binds: no more than {bound + workload.groups} groups "

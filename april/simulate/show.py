@@ -1,4 +1,4 @@
-"""The report on a terminal: tables and sentences (rich)."""
+"""Formats the report of ``april simulate`` for a terminal, as tables and sentences (rich)."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from april.simulate.workload import with_quorum
+from april.view.progress import short
+from april.view.units import three_digits
 
 ROWS: tuple[tuple[str, Callable[[dict[str, Any]], str]], ...] = (
     ("groups in work, samples in flight", lambda m: f"{_groups(m)}, {m['in_flight']}"),
@@ -21,29 +23,30 @@ ROWS: tuple[tuple[str, Callable[[dict[str, Any]], str]], ...] = (
     ("staleness, mean / max updates", lambda m: f"{m['staleness_mean']:.2f} / {m['staleness_max']}"),
     ("re-prefilled per generated token", lambda m: f"{m['reprefill_per_generated_token']:.2f}"),
     ("time spent on it", lambda m: f"{m['reprefill_time_share']:.1%}"),
-    ("tokens held over a step's end", lambda m: f"{m['held_tokens_mean'] / 1e6:.2f} M"),
-    ("seconds per step", lambda m: f"{m['step_s_mean']:.1f}"),
+    ("tokens held over a step's end", lambda m: short(m["held_tokens_mean"])),
+    ("seconds per step", lambda m: three_digits(m["step_s_mean"])),
 )
 
 
 AS_FAST = 0.98
-"""Speed of a smaller N' that counts as the same."""
+"""Smallest fraction of the larger N's speed at which a smaller N' counts as equally fast."""
 WORTH_MORE_STALENESS = 0.01
-"""Share of the limit that a larger bound must add to be named."""
+"""Share of the limit that a larger max_staleness must add to be recommended."""
 
 
 def headline(report: dict[str, Any]) -> list[str]:
-    """Return lines on what was simulated, and how long its responses are."""
+    """Return lines that describe the simulated workload and its response lengths."""
     w, lengths = report["workload"], report["lengths"]
     source = w["lengths_file"] or (
         f"lognormal, median {w['median_len']:g}, sigma {w['sigma_between']:g} between and {w['sigma_within']:g} within "
         "prompts"
     )
     p = lengths["percentiles"]
+    engines = f"{w['engines']} {'engine' if w['engines'] == 1 else 'engines'}"
     return [
-        f"{w['model']} on {w['engines']} engines of {w['tensor_parallel']} x {w['gpu']} (roofline estimate); batches "
-        f"of {w['groups']} x {w['samples']}, at most {w['max_response_len']:,} tokens; {w['steps']} steps, "
-        f"the first {w['ramp']} left out",
+        f"{w['model']} on {engines} of {w['tensor_parallel']} x {w['gpu']} (roofline estimate); batches of "
+        f"{w['groups']} x {w['samples']}, at most {w['max_response_len']:,} tokens; {w['steps']} steps, the first "
+        f"{w['ramp']} left out",
         f"lengths ({source}): mean {lengths['mean']:,.0f}, median {lengths['median']:,.0f}, p90 {p['p90']:,.0f}, "
         f"p99 {p['p99']:,.0f}, longest {lengths['longest']:,}; {lengths['share_at_the_cap']:.1%} at the cap; the "
         f"longest of a step is {lengths['longest_of_a_step_over_median']:.1f} times the median",
@@ -51,7 +54,7 @@ def headline(report: dict[str, Any]) -> list[str]:
 
 
 def mode_table(report: dict[str, Any]) -> Table:
-    """The modes side by side."""
+    """Return a table of all modes, one column each."""
     ways = {3: "three", 5: "five"}[len(report["modes"])]
     out = Table(title=f"One workload, scheduled {ways} ways", box=SIMPLE_HEAD)
     out.add_column("")
@@ -63,7 +66,7 @@ def mode_table(report: dict[str, Any]) -> Table:
 
 
 def _table(title: str, columns: tuple[str, ...], rows: Mapping[str, tuple[str, ...]], apart: str) -> Table:
-    """Return a row for each name, with a rule above the one that stands ``apart``."""
+    """Return a table with a row for each name, and a rule above the row named ``apart``."""
     out = Table(title=title, box=SIMPLE_HEAD, collapse_padding=True, pad_edge=False)
     for column in columns:
         out.add_column(column, justify="right" if column else "left", no_wrap=True)
@@ -75,7 +78,7 @@ def _table(title: str, columns: tuple[str, ...], rows: Mapping[str, tuple[str, .
 
 
 def loop_table(report: dict[str, Any]) -> Table:
-    """The whole loop of engines and trainer, one row per mode."""
+    """Return a table of the loop of generation and training, one row per mode."""
     loop = report["loop"]
     title = (
         f"Generation and training, {loop['placement']}: {loop['train_s']:.3g} s per batch, "
@@ -95,7 +98,7 @@ def loop_table(report: dict[str, Any]) -> Table:
 
 
 def sweep_table(report: dict[str, Any]) -> Table:
-    """N'/N, one row each; refill below, for comparison."""
+    """Return a table of the sweep, one row per N'/N, with the refill mode below for comparison."""
     quorum = report["workload"]["group_quorum"]
     title = "How much to over-sample: N' groups once per step"
     title += "" if quorum == 1.0 else f", group quorum {quorum:g}"
@@ -107,7 +110,7 @@ def sweep_table(report: dict[str, Any]) -> Table:
             f"{m['in_flight']}", f"{m['trained_tokens_per_s']:,.0f}", f"{m['speed_up']:.2f}x",
             f"{m['fraction_of_limit']:.1%}", f"{m['off_policy_share']:.1%}",
             f"{m['staleness_mean']:.2f}/{m['staleness_max']}", f"{m['reprefill_per_generated_token']:.2f}",
-            f"{m['held_tokens_mean'] / 1e6:.2f} M",
+            short(m["held_tokens_mean"]),
         )
         for name, m in (shown | {"refill": report["modes"][with_quorum("refill", quorum)]}).items()
     }  # fmt: skip
@@ -115,7 +118,7 @@ def sweep_table(report: dict[str, Any]) -> Table:
 
 
 def verdict(report: dict[str, Any]) -> list[str]:
-    """Return what the figures say, in sentences."""
+    """Return sentences that sum up the figures."""
     m = report["modes"]["refill"]
     if report["loop"] is not None:
         return [*_loop_verdict(report), *(f"note: {note}" for note in report["notes"])]
@@ -129,7 +132,7 @@ def verdict(report: dict[str, Any]) -> list[str]:
 
 
 def _quorum_verdict(report: dict[str, Any]) -> list[str]:
-    """Whole groups against parts of them, where both are run."""
+    """Return sentences that compare a group quorum with whole groups; none without a quorum."""
     quorum, modes = report["workload"]["group_quorum"], report["modes"]
     if quorum == 1.0:
         return []

@@ -1,4 +1,4 @@
-"""The real core on virtual time: no asyncio, no tokens worth reading, exact counts and times.
+"""Runs the real core on virtual time, without asyncio: all tokens are blank, but counts and times are exact.
 
 Every decision is made by :class:`april.core.state.RolloutCore`; the engines are discrete-event models
 (:mod:`april.engines.simulated.clockwork`). The same arguments give the same result, to the last bit, on every
@@ -41,28 +41,28 @@ from april.record.recorder import Recorder
 
 @dataclass(slots=True)
 class _Running:
-    """An attempt in a decoder, with the tokens it will have if it is left alone."""
+    """An attempt in a decoder. ``count``: tokens that it generates if it is not aborted."""
 
     attempt: Attempt
     count: int
     complete: bool
     had: int = 0
-    """Tokens on its tape, from before a weight update that it has lived through."""
+    """Number of its tokens that are already on the tape: those from before a weight update during the attempt."""
 
 
 class SimulatedEngines:
-    """All engines of a simulation: they carry out commands and post events to the core.
+    """Executes the core's commands for all engines of a simulation, and posts their events to the core.
 
-    An event costs the same however many engines there are.
+    The cost of an event does not depend on the number of engines.
 
     Args:
-        decoders: the engines by name.
-        length: gives the length of a sample's true response.
-        longest: most tokens of a response.
-        now: virtual time, in seconds.
-        version: gives the version of the engines' weights.
-        post: is called with every event.
-        shares_prompts: an engine prefills the prompt of a group once per version, not once per sample.
+        decoders: decoder of each engine, by name.
+        length: function that returns the full length of a sample's response, in tokens.
+        longest: largest number of tokens in a response.
+        now: function that returns the virtual time in seconds.
+        version: function that returns the policy version of the engines' weights.
+        post: function that is called with every event.
+        shares_prompts: whether an engine prefills a group's prompt once per version instead of once per sample.
     """
 
     def __init__(
@@ -78,16 +78,16 @@ class SimulatedEngines:
     ) -> None:
         self.decoders = decoders
         self._prompts: dict[str, set[int]] | None = {name: set() for name in decoders} if shares_prompts else None
-        """Groups whose prompts each engine has in its cache."""
+        """Groups whose prompts each engine has in its cache; None if prompts are not shared."""
         self._length, self._now, self._version, self._post = length, now, version, post
         self._blank = np.zeros(longest, np.int32)
         self._blank_logprobs = np.zeros(longest, np.float32)
         self._running: dict[str, _Running] = {}
         self._order = {name: place for place, name in enumerate(decoders)}
         self._touched: set[str] = set()
-        """Engines whose next event may have moved since it was put on the agenda."""
+        """Engines whose next event may have changed since it was put on the agenda."""
         self._agenda: list[tuple[float, int, str]] = []
-        """Heap of next events, some of them outdated; ties go by the order of the engines."""
+        """Heap of (time, order, engine) of next events, some of them outdated; ties go by the order of the engines."""
         self.executors: dict[type[do.Command], Callable[[Any], None]] = {
             do.Submit: self._submit,
             do.Abort: self._abort,
@@ -108,16 +108,16 @@ class SimulatedEngines:
         return agenda[0][0] if agenda else math.inf
 
     def run_next_event(self) -> None:
-        """Let the next event happen; the time is ``next_s``."""
+        """Process the next event. The caller has set the time to ``next_s``."""
         self._advance(self._agenda[0][2])
 
     def catch_up(self) -> None:
-        """Bring all decoders to now."""
+        """Advance all decoders to the current time."""
         for engine in self.decoders:
             self._advance(engine)
 
     def tokens_in_flight(self) -> list[tuple[SampleId, int]]:
-        """Return (sample, tokens made and not in the core's books yet) of every running request."""
+        """Return (sample, tokens generated) of every running request; the core does not count these tokens yet."""
         return [
             (r.attempt.sample.id, self.decoders[r.attempt.engine].tokens_of(attempt_id))
             for attempt_id, r in self._running.items()
@@ -126,7 +126,7 @@ class SimulatedEngines:
     # ---------------------------------------------------------------- commands
 
     def _advance(self, engine: str) -> None:
-        """Bring one engine's clock to now; what ended meanwhile ended at the same instant."""
+        """Advance one engine to the current time, and post the end of each request that finishes at this instant."""
         self._touched.add(engine)
         for finished in self.decoders[engine].advance(self._now()):
             running = self._running.pop(finished.request_id)
@@ -138,13 +138,13 @@ class SimulatedEngines:
         attempt = command.attempt
         self._advance(attempt.engine)
         left = self._length(attempt.sample.id) - len(attempt.call.chain.tape)
-        count = min(left, attempt.sampling.max_tokens)
+        count = min(left, attempt.request.sampling.max_tokens)
         cached, group = 0, attempt.sample.id.group
         if self._prompts is not None:
             there = self._prompts[attempt.engine]
             cached = len(attempt.call.chain.prompt) if group in there else 0
             there.add(group)
-        self.decoders[attempt.engine].add(attempt.id, len(attempt.token_ids), count, cached)
+        self.decoders[attempt.engine].add(attempt.id, len(attempt.request.token_ids), count, cached)
         self._running[attempt.id] = _Running(attempt, count, complete=count == left)
 
     def _abort(self, command: do.Abort) -> None:
@@ -155,7 +155,7 @@ class SimulatedEngines:
             self._post(ev.AttemptEnded.of(running.attempt, EngineFinish.ABORT))
 
     def _paused(self, command: do.PauseEngine) -> None:
-        """What requests have at this moment is of the weights of before, if they live through the update."""
+        """Pause an engine. If requests survive the update, the tokens so far are recorded with the old version."""
         silent: list[str] = []
         if command.in_flight is not OnWeightUpdate.RESUBMIT:
             self._advance(command.engine)
@@ -175,28 +175,28 @@ class SimulatedEngines:
         self._post(ev.EngineCallEnded(command.engine, command.call, ev.CallResult.DONE))
 
     def _append(self, running: _Running, count: int) -> None:
-        """Put what is new of so many tokens onto its tape."""
+        """Append the attempt's new tokens to its tape, so that ``count`` of its tokens are on it."""
         new, running.had = count - running.had, count
         running.attempt.tape.append(self._blank[:new], self._blank_logprobs[:new], self._version())
 
 
 class SimulatedRewards:
-    """Rewards on virtual time: all take equally long.
+    """Computes rewards on virtual time; each takes equally long.
 
     Args:
-        seconds: time that one reward takes; 0 means that it is there at once.
-        at_once: most rewards that are computed at the same time; None means no limit.
-        ended: is called with each sample whose reward is there.
+        seconds: seconds that one reward takes; 0 means none.
+        at_once: largest number of rewards that are computed at the same time; None means no limit.
+        ended: function that is called with each sample whose reward is done.
     """
 
     def __init__(self, seconds: float, at_once: int | None, ended: Callable[[SampleId], None]) -> None:
         self._seconds, self._ended = seconds, ended
         self._free = [0.0] * at_once if at_once else None
-        """Time at which each computing place becomes free."""
+        """Time at which each worker becomes free; None if there is no limit."""
         self._running: deque[tuple[float, SampleId]] = deque()
 
     def begin(self, sample: SampleId, now: float) -> None:
-        """Compute the reward of a sample, after those that came before it."""
+        """Start the reward of a sample, as soon as a worker is free."""
         if not self._seconds:
             self._ended(sample)
             return
@@ -207,20 +207,20 @@ class SimulatedRewards:
 
     @property
     def next_s(self) -> float:
-        """Time at which the next reward is there; inf if none is computed."""
+        """Time at which the next reward is done; inf if none is being computed."""
         return self._running[0][0] if self._running else math.inf
 
     def end_next(self) -> None:
-        """Report the next reward; the time is ``next_s``."""
+        """Report the next reward. The caller has set the time to ``next_s``."""
         self._ended(self._running.popleft()[1])
 
 
 class SimulatedTrainer:
-    """A trainer on virtual time: it trains its batches one after the other, and each ends with a weight update.
+    """Trains batches one after the other on virtual time; a weight update follows each batch.
 
     Args:
         train_s: seconds per batch.
-        fetch_ahead: batches that it asks for before it has trained the current one; 0 means it asks after the update.
+        fetch_ahead: number of batches to request before the current one is trained; 0 means to wait for the update.
     """
 
     def __init__(self, train_s: float, fetch_ahead: int) -> None:
@@ -231,17 +231,17 @@ class SimulatedTrainer:
 
     @property
     def wants_more(self) -> bool:
-        """True if the trainer asks for a batch now."""
+        """True if the trainer should request a batch now."""
         return len(self._batches) <= self._fetch_ahead
 
     def add(self, batch: Batch, now: float) -> None:
-        """Train a delivered batch, after those before it."""
+        """Queue a delivered batch for training."""
         self._batches.append(batch)
         if len(self._batches) == 1:
             self.ends_s = now + self._train_s
 
     def pop_trained(self) -> Batch:
-        """Remove and return the batch that is done; the next one begins at the same instant."""
+        """Remove and return the batch that is now trained; the next one begins at the same instant."""
         done = self._batches.popleft()
         self.ends_s = self.ends_s + self._train_s if self._batches else math.inf
         return done
@@ -253,15 +253,15 @@ IGNORED: tuple[type[do.Command], ...] = (
     do.ScoreGroup, do.JudgeGroup, do.CancelSample, do.ReportDrop, do.EndOfData, do.Paused,
     do.ProbeEngine, do.HandOver, do.Restore, do.Warn, do.EvaluationDone, do.EvaluationFailed,
 )  # fmt: skip
-"""Commands that never come, or of which nothing is seen: no evaluations, no transfers, no engine fails."""
+"""Commands that need no action here: there are no evaluations, no transfers and no failing engines."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepRecord:
-    """The figures between two deliveries; times in seconds of virtual time."""
+    """Figures of one step, from one delivery to the next; times are seconds of virtual time."""
 
     start_s: float
-    """Delivery of the batch before."""
+    """Time at which the previous batch was delivered."""
     end_s: float
     generated_tokens: int
     trained_tokens: int
@@ -269,24 +269,24 @@ class StepRecord:
     busy_slot_s: float
     metrics: dict[str, float]
     token_ages: dict[int, int]
-    """Trained tokens by age: weight updates between the token and its training."""
+    """Number of trained tokens by age, in weight updates between their generation and their training."""
     lengths: list[int]
-    """Response tokens of the delivered samples."""
+    """Response tokens of each delivered sample."""
 
 
 @dataclass(slots=True)
 class SimulationResult:
-    """The result of a simulation: one record per step, and a digest of everything that was delivered."""
+    """The result of a simulation: a record of each step, and a digest of all deliveries."""
 
     slots: int
     steps: list[StepRecord] = field(default_factory=list)
     digest: str = ""
 
     def summary(self, skip: int = 0) -> dict[str, float]:
-        """Totals and rates over all steps but the first ``skip`` (the ramp).
+        """Return totals and rates over all steps but the first ``skip``, the ramp.
 
         Raises:
-            RolloutError: they took no time.
+            RolloutError: these steps took no time.
         """
         steps = self.steps[skip:]
         wall = math.fsum(s.end_s - s.start_s for s in steps)  # fsum: the same on every Python version
@@ -315,24 +315,25 @@ class SimulationResult:
 
 
 class Simulation:
-    """A simulated run: a trainer takes a batch, trains it, updates the weights, and takes the next.
+    """Simulates a run whose trainer repeatedly takes a batch, trains it and updates the weights.
 
     Args:
-        settings: of the core, without rewards and filter: neither takes time here.
-        cost: of one engine.
-        lengths: true response lengths by (group, sample).
-        engines: how many.
-        prompt_len: tokens of every prompt.
+        settings: settings of the core, without reward and filter (see ``reward_s`` and ``failing``).
+        cost: decode cost of one engine.
+        lengths: full response lengths by (group, sample).
+        engines: number of engines.
+        prompt_len: number of tokens in every prompt.
         train_s, fetch_ahead: see :class:`SimulatedTrainer`.
-        choose: answers, in no time, what is best; needed where settings are ``auto``.
-        most_in_flight: slots of all engines, where max_in_flight may change.
+        choose: function that finds the best settings, in no virtual time; needed if settings are ``auto``.
+        most_in_flight: decode slots of all engines together, for runs whose max_in_flight may change; None means
+            max_in_flight.
         shares_prompts: see :class:`SimulatedEngines`.
-        failing: share of the samples, drawn for each by itself, whose reward raises at every try, once they are whole.
-        reward_s: seconds that the reward of a sample takes, once it is whole.
-        rewards_at_once: most rewards that are computed at the same time; None means no limit.
-        check: cross-check the core's books after every event.
-        record: where to record it, as a real run is.
-        watch: called with the time (s) and the number of busy slots whenever something has happened at an engine.
+        failing: share of the samples whose reward raises at every try; drawn independently for each sample.
+        reward_s: seconds that the reward of a finished sample takes.
+        rewards_at_once: largest number of rewards that are computed at the same time; None means no limit.
+        check: whether to cross-check the core's ledgers after every event.
+        record: file in which to record the simulation like a real run; None means no record.
+        watch: function that is called with the time in seconds and the number of busy slots after every event.
     """
 
     def __init__(
@@ -359,7 +360,7 @@ class Simulation:
             raise ValueError("a simulation has no rewards and no filter; set has_reward=False and has_filter=False")
         if not 0.0 <= failing < 1.0:
             raise ValueError(f"failing={failing:g} is a share of the samples, at least 0 and below 1")
-        if failing or reward_s:  # the failed are asked again at once
+        if failing or reward_s:  # failed samples are tried again at once
             settings = replace(settings, has_reward=True, retry_pause_s=0.0)
         if settings.auto and choose is None:
             raise ValueError(f"{', '.join(settings.auto)} is auto, and nobody chooses; give choose")
@@ -399,7 +400,7 @@ class Simulation:
         self._asked = False
         self._batch: Batch | None = None
         self._waited: dict[str, float] = {}
-        """Account of the time before that batch."""
+        """Metrics that say how the time before ``_batch`` was spent."""
         self._updates = 0
         self._delivered_s, self._delivered_totals = 0.0, self._totals()
         self._times = RunTimes(self.core)
@@ -407,7 +408,7 @@ class Simulation:
         self._digest = hashlib.blake2b(digest_size=16)
 
     def run(self, steps: int) -> SimulationResult:
-        """Simulate until ``steps`` batches more are delivered; raises RolloutError when the core gives up."""
+        """Simulate until ``steps`` more batches are delivered. Raises RolloutError if the core gives up."""
         for _ in range(steps):
             while (batch := self._batch) is None:
                 self._ask_or_wait()
@@ -422,7 +423,7 @@ class Simulation:
         return self.result
 
     def _ask_for_better(self) -> None:
-        """Ask whether something else should be in work."""
+        """Ask for better ``auto`` settings if that is due."""
         auto = self._auto
         if auto is None or self._choose is None or not auto.asks:
             return
@@ -432,14 +433,14 @@ class Simulation:
             self._apply_decision(auto.answered(question, self._choose(question)))
 
     def _apply_decision(self, decision: Decision | None) -> None:
-        """Change what is in work from now on."""
+        """Log a decision and change the settings accordingly; None does nothing."""
         if decision is not None:
             log.info("auto, after %d batches: %s", len(self.result.steps), decision.words)
             if (change := decision.change) is not None:
                 self._pump.post(change)
 
     def close(self) -> None:
-        """End its record, if it has one."""
+        """Close the record, if there is one."""
         if self._recorder is not None:
             self._recorder.close()
 
@@ -449,7 +450,7 @@ class Simulation:
             self._pump.post(ev.StepRequested())
             self._times.look(self.now)
             return
-        at = min(self.engines.next_s, self._rewards.next_s)  # of these and the trainer, the trainer goes last
+        at = min(self.engines.next_s, self._rewards.next_s)  # at equal times, the trainer goes last
         if self._trainer.ends_s < at:
             self._trainer.ends_s = self.now = max(self.now, self._trainer.ends_s)
             self._update_weights()
@@ -466,7 +467,7 @@ class Simulation:
             self._watch(self.now, sum(d.running for d in self.decoders.values()))
 
     def _update_weights(self) -> None:
-        """The oldest batch is trained: new weights, at the version for which its ages were told."""
+        """Update the weights after a batch is trained, and check that its ages were computed for this version."""
         batch = self._trainer.pop_trained()
         if batch.trained_at != self.core.clock.current:
             raise InvariantError(f"batch {batch.id} was planned for {batch.trained_at}, not {self.core.clock.current}")
@@ -474,7 +475,7 @@ class Simulation:
         self._pump.post(ev.UpdateRequested(update=self._updates, trained=batch.id))
 
     def held_lengths(self) -> list[int]:
-        """Response tokens of everything that is held and has some, those of running requests included."""
+        """Return the length of each held response with tokens, including tokens of running requests."""
         lengths = {sample.id: sample.tokens for sample in self.core.buffer.samples()}
         for sample_id, count in self.engines.tokens_in_flight():
             lengths[sample_id] += count
@@ -534,7 +535,7 @@ class Simulation:
 
     def _length(self, sample: SampleId) -> int:
         row = self._group_lengths.get(sample.group)
-        if row is None or len(row) <= sample.index:  # or it takes the place of one that failed
+        if row is None or len(row) <= sample.index:  # or a replacement for a failed sample
             n = max(self.core.settings.n_samples_per_prompt, sample.index + 1)
             row = self._group_lengths[sample.group] = self._lengths.group(sample.group, n).tolist()
         return row[sample.index]

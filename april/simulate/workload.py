@@ -1,7 +1,7 @@
-"""The workload of a simulation: the model and its engines, the batch, the response lengths.
+"""Defines the workload of a simulation: the model and its engines, the batch, the response lengths.
 
-Invariant: a :class:`Workload` that could be made can be simulated; every mistake in the arguments is found here, before
-anything runs.
+Invariant: every :class:`Workload` that can be constructed can be simulated; mistakes in the arguments are found here,
+before anything runs.
 """
 
 from __future__ import annotations
@@ -26,35 +26,35 @@ from april.engines.simulated.response_lengths import LognormalLengths, ResponseL
 from april.errors import ConfigError
 
 MEDIAN_LEN, SIGMA_BETWEEN, SIGMA_WITHIN = 2500.0, 0.62, 0.51
-"""Lognormal with a total spread of 0.8, more of it between prompts than within."""
+"""Default lognormal lengths in tokens: a total sigma of 0.8, more of it between prompts than within."""
 LENGTH_SAMPLES = 50_000
-"""Responses drawn to know the distribution."""
+"""Number of responses drawn to estimate the distribution of lengths."""
 MOST_IN_FLIGHT = 100_000
 MOST_TRAIN_S = 10 * 365 * 86_400.0
 BOUNDS = (1, 2, 4, 8)
-"""max_staleness of the continuous modes."""
+"""Values of max_staleness for which the continuous mode is simulated."""
 
 
 class Placement(StrEnum):
-    """Place of the trainer's GPUs."""
+    """Placement of the trainer: on the engines' GPUs or on its own."""
 
     COLOCATED = "colocated"
-    """Engines and trainer share GPUs; the engines stand still while it trains."""
+    """Engines and trainer share GPUs; the engines pause while the trainer trains."""
     SEPARATE = "separate"
     """The trainer has GPUs of its own."""
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """A way to schedule samples; the rest of the workload is the same in all modes.
+    """A way to schedule samples. The rest of the workload is the same in all modes.
 
     Attributes:
-        over: N', groups in work.
-        refill: when new work starts inside a step.
-        in_flight: most samples in flight, the number of decode slots.
-        continuous: max_staleness of continuous generation; None means stepwise, with that of the workload.
-        quorum: share of a group that is to be finished before what is finished of it counts.
-        keeps: requests go on over weight updates (on_weight_update: keep).
+        over: N', the number of groups in work.
+        refill: policy that says when new work starts inside a step.
+        in_flight: largest number of samples in flight, which is the number of decode slots.
+        continuous: max_staleness of continuous generation; None means stepwise, with max_staleness of the workload.
+        quorum: share of a group that must be finished before its finished samples count.
+        keeps: whether requests continue over weight updates (on_weight_update: keep).
     """
 
     over: int
@@ -67,39 +67,40 @@ class Schedule:
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """A job to simulate; defaults are those of the paper's scripts (arXiv 2509.18521), on H100.
+    """A job to simulate. The defaults are those of the paper's scripts (arXiv 2509.18521), on H100.
 
     Attributes:
-        model, gpu, tensor_parallel, memory_share: those of one engine, see
+        model, gpu, tensor_parallel, memory_share: description of one engine, see
             :func:`april.engines.simulated.decode_cost.roofline`.
-        engines: how many of them.
-        groups, samples: N prompt groups per batch of n responses each.
+        engines: number of engines.
+        groups, samples: N prompt groups per batch, with n responses each.
         over: N' of the april mode; None means 2 N.
-        in_flight: samples in flight in the refill mode; None means N n, as many as sync.
-        max_response_len, prompt_len: tokens.
-        max_staleness, on_stale: the bound on old tokens and what enforces it.
-        group_quorum: below 1, april and refill are run with it as well, sweep and continuous modes with it alone.
-        train_time: time of training a batch, in seconds ("40") or in times of a batch at the engines' limit ("0.5x");
-            None means that training takes no time.
-        placement: the place of the trainer, where there is a train time; None means separate.
-        fetch_ahead: batches that a trainer on GPUs of its own asks for while it trains one.
-        keep: whether continuous generation is run with on_weight_update: keep as well; then each engine prefills the
-            prompt of a group once per version, in all modes.
-        bounds: whether continuous generation is run at each of BOUNDS, or at max_staleness only.
-        lengths_file: JSONL of lengths (see :meth:`TraceLengths.from_jsonl`); None means the lognormal one.
-        median_len, sigma_between, sigma_within: of the lognormal distribution; None means the defaults above.
-        steps, ramp: simulated steps, and how many of the first ones are left out of the figures.
-        seed: of the lengths.
-        measured_cost: of one engine, instead of that of ``model`` on ``gpu``.
-        measured_lengths: instead of a file or a distribution.
-        settings: of a run, by the names of the configuration; those that a schedule or another attribute has do not
-            count.
-        slots: most samples in flight on one engine, for plans; None means no limit.
-        whole_groups: nothing may be delivered of a group that is not finished.
-        filtered: the run had a filter, which is not simulated.
+        in_flight: samples in flight in the refill mode; None means N n, as in the sync mode.
+        max_response_len, prompt_len: lengths in tokens.
+        max_staleness, on_stale: bound on the age of tokens, and what happens to those beyond it.
+        group_quorum: quorum; below 1, april and refill are simulated with and without it, sweep and continuous with it.
+        train_time: time to train a batch: seconds ("40"), or a multiple of the time that the engines need for a batch
+            at their limit ("0.5x"); None means that training takes no time.
+        placement: placement of the trainer, if training takes time; None means separate.
+        fetch_ahead: number of batches that a trainer on its own GPUs requests while it trains one.
+        keep: whether continuous generation is also simulated with on_weight_update: keep; then each engine prefills
+            the prompt of a group once per version, in all modes.
+        bounds: whether continuous generation is simulated at each of BOUNDS, or at max_staleness only.
+        lengths_file: JSONL file of lengths (see :meth:`TraceLengths.from_jsonl`); None means lognormal lengths.
+        median_len, sigma_between, sigma_within: parameters of the lognormal lengths; None means the defaults above.
+        steps, ramp: number of simulated steps, and of first steps that are left out of the figures.
+        seed: seed of the lengths.
+        measured_cost: cost of one engine; None means an estimate for ``model`` on ``gpu``.
+        measured_lengths: lengths to use instead of a file or a distribution; None means these.
+        settings: configuration of a recorded run; settings that are also given by a schedule or another attribute are
+            ignored.
+        slots: largest number of samples in flight on one engine, for plans; None means no limit.
+        whole_groups: whether only finished groups may be delivered.
+        filtered: whether the run had a filter, which is not simulated.
+        doubts: sentences that say why lengths or cost of a recorded run may be wrong.
 
     Raises:
-        ValueError: something is unknown, out of range or contradictory; one sentence.
+        ValueError: an argument is unknown, out of range or contradicts another; the message is one sentence.
     """
 
     model: str = "qwen3-4b"
@@ -134,6 +135,7 @@ class Workload:
     slots: int | None = None
     whole_groups: bool = False
     filtered: bool = False
+    doubts: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if not 0 <= self.ramp < self.steps:
@@ -154,7 +156,7 @@ class Workload:
             )
         if self.keep and not self.separate:
             raise ValueError("keep is for continuous generation, beside a trainer on GPUs of its own; give train_time")
-        assert self.train_s >= 0.0  # reads the train time
+        assert self.train_s >= 0.0  # parses train_time, which may raise
         capacity, context = self.cost.kv_capacity_tokens, self.prompt_len + self.max_response_len
         if capacity is not None and context > capacity:
             raise ValueError(
@@ -173,7 +175,7 @@ class Workload:
                     f"{schedule.in_flight} samples in flight leave some of {self.engines} engines empty for ever; "
                     "use fewer engines or more samples"
                 )
-        assert self.lengths is not None  # reads the file
+        assert self.lengths is not None  # reads the file, which may raise
 
     # -- the engines and the lengths ---------------------------------------------------------------------------------
 
@@ -184,7 +186,7 @@ class Workload:
 
     @cached_property
     def lengths(self) -> ResponseLengths:
-        """True lengths, not cut at max_response_len."""
+        """Full response lengths, not cut at max_response_len."""
         if self.measured_lengths is not None:
             return self.measured_lengths
         shape = (self.median_len, self.sigma_between, self.sigma_within)
@@ -203,31 +205,31 @@ class Workload:
 
     @cached_property
     def length_sample(self) -> NDArray[np.int64]:
-        """Lengths int64[groups, n] of the first groups, about LENGTH_SAMPLES in all, cut at max_response_len."""
+        """Lengths int64[groups, n] of the first groups, about LENGTH_SAMPLES in total, cut at max_response_len."""
         groups = max(self.groups, -(-LENGTH_SAMPLES // self.samples))
         rows = np.stack([self.lengths.group(group, self.samples) for group in range(groups)])
         return np.minimum(rows, self.max_response_len).astype(np.int64)
 
     def limit_s(self, lengths: list[int], in_flight: int) -> float:
-        """Seconds for these responses on all engines, kept full with ``in_flight`` samples all the time."""
+        """Return the seconds that all engines need for these lengths if ``in_flight`` samples are always running."""
         if not lengths:
             return 0.0
         seconds = limit_s(self.cost, lengths, in_flight / self.engines, self.prompt_len)
         return (seconds - self._saved_s(len(lengths))) / self.engines
 
     def long_run_limit(self, in_flight: int) -> float:
-        """Tokens per second of all engines, kept full for ever with responses of this distribution."""
+        """Return the tokens per second of all engines in the long run if ``in_flight`` samples are always running."""
         lengths = self.length_sample.ravel()
         seconds = limit_s(self.cost, lengths, in_flight / self.engines, self.prompt_len) - self._saved_s(lengths.size)
         return self.engines * (float(lengths.sum()) / seconds)
 
     def _saved_s(self, responses: int) -> float:
-        """Seconds of prefill that so many responses save where those of a group share its prompt."""
+        """Return the seconds of prefill that this many responses save if those of a group share its prompt."""
         return self.cost.prefill_s(self.prompt_len) * responses * (1 - 1 / self.samples) if self.keep else 0.0
 
     @cached_property
     def batch_s(self) -> float:
-        """Seconds that all engines take for a batch at their limit, with as many samples in flight as refill has."""
+        """Seconds that all engines need for a batch at their limit, with as many in flight as in the refill mode."""
         in_flight = self._in_flight
         return self.groups * self.samples * float(self.length_sample.mean()) / self.long_run_limit(in_flight)
 
@@ -249,19 +251,19 @@ class Workload:
 
     @property
     def separate(self) -> bool:
-        """The trainer has GPUs of its own, and takes time."""
+        """True if training takes time and the trainer has its own GPUs."""
         return self.train_time is not None and self.placement is not Placement.COLOCATED
 
     @cached_property
     def fits(self) -> float:
-        """Samples in flight whose KV all engines hold on average."""
+        """Number of samples whose KV cache fits into all engines together, on average."""
         return self.engines * in_flight_that_fits(self.cost, self.length_sample.ravel(), self.prompt_len)
 
     # -- the schedules -----------------------------------------------------------------------------------------------
 
     @cached_property
     def modes(self) -> dict[str, Schedule]:
-        """The schedules to compare: sync, N' as in the paper, a constant number in flight; continuous generation."""
+        """Schedules to compare: sync, N' as in the paper (april), refill; also continuous ones if ``separate``."""
         n = self.groups
         over = 2 * n if self.over is None else self.over
         modes = {
@@ -285,19 +287,19 @@ class Workload:
         return self.groups * self.samples if self.in_flight is None else self.in_flight
 
     def max_staleness_of(self, schedule: Schedule) -> int:
-        """The bound on old tokens in one mode."""
+        """Return max_staleness of one mode."""
         return self.max_staleness if schedule.continuous is None else schedule.continuous
 
     def one_shot(self, over: int) -> Schedule:
-        """N' groups at the beginning of a step and nothing later, all of them in flight."""
+        """Return a schedule that starts N' groups at the beginning of a step, all in flight, and none later."""
         return Schedule(over, Refill.NONE, max(over, self.groups) * self.samples)
 
     def core_settings(self, schedule: Schedule) -> CoreSettings:
-        """Settings of the core, through the checks of :class:`april.config.Config`."""
+        """Return the core's settings for a schedule, checked by :class:`april.config.Config`."""
         return self.config(schedule).core_settings(has_reward=False, group_reward=False, run_id=0)
 
     def config(self, schedule: Schedule) -> Config:
-        """The configuration of a run with this schedule; raises ValueError where it is refused."""
+        """Return the configuration of a run with this schedule. Raises ValueError if it is refused."""
         scheduled = {
             "rollout_batch_size": self.groups,
             "n_samples_per_prompt": self.samples,
@@ -320,12 +322,12 @@ class Workload:
 
 
 def with_quorum(mode: str, quorum: float) -> str:
-    """Name of a mode that is run with a group quorum."""
+    """Return the name of a mode when it is simulated with a group quorum."""
     return mode if quorum == 1.0 else f"{mode} q={quorum:g}"
 
 
 def read_lengths(path: Path, seed: int) -> TraceLengths:
-    """A JSONL of lengths; raises ValueError with the file and the line."""
+    """Read lengths from a JSONL file. Raises ValueError that names the file and the line."""
     try:
         return TraceLengths.from_jsonl(path, seed=seed)
     except OSError as error:

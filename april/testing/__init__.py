@@ -1,4 +1,4 @@
-"""Tools with which users and april itself test: a virtual clock, fake engines, fault scripts, an audit from outside.
+"""Test tools for users and for april itself: a virtual clock, fake engines, fault scripts, an independent audit.
 
 ``docs/testing.md`` shows a whole test. Needs neither torch nor any test runner.
 """

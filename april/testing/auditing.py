@@ -1,21 +1,23 @@
-"""The audit: what april delivered against what fake engines handed over, seen from outside.
+"""Audits april from outside: compares the delivered batches with what fake engines yielded.
 
-It reads delivered batches and the engines' own records and nothing of april's books. Where a ledger is given, its
-counts are compared with the recount; they decide nothing else.
+The audit reads the batches and the engines' own records, none of april's internal state. If a ledger is given, its
+counts are compared with the recount, and used for nothing else.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from copy import deepcopy
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from april.core.batch import Batch, DeliveredSample
 from april.core.ledger import Ledger
-from april.core.tape import SegmentKind
-from april.core.types import DropReason, FinishReason
+from april.core.state import RolloutCore
+from april.core.tape import Segment, SegmentKind
+from april.core.types import DropReason, FinishReason, SampleId
 from april.errors import AprilError
 from april.testing.fake_engine import FakeEngine
 from april.testing.records import AttemptRecord
@@ -25,29 +27,49 @@ _SHOWN = 20
 
 @dataclass(frozen=True, slots=True)
 class Audit:
-    """Tokens handed over for training, by what became of them: they sum to ``handed_over``."""
+    """Result of an audit: the tokens yielded for training, ``handed_over``, split by what happened to them."""
 
     handed_over: int
     delivered: int
-    """Tokens in a delivered batch, with the log-probability and the version under which they were handed over."""
+    """Number of tokens in delivered batches that match the engines' records."""
     waiting: int
-    """Tokens of samples that no batch has brought."""
+    """Number of tokens of samples that were in no batch."""
     rejected: int
-    """Tokens of attempts that had a chunk which cannot be true."""
+    """Number of tokens of attempts with an invalid chunk."""
     lost: int
-    """Tokens of delivered samples that are not in them: dropped for a named reason (began again), or really lost."""
+    """Number of tokens missing in delivered samples: dropped for a named reason (began again), or really lost."""
     duplicated: int
-    """Tokens delivered more than once; beyond ``handed_over``."""
+    """Number of tokens delivered more than once; not part of ``handed_over``."""
     repeated: int
-    """Tokens handed over twice by an engine (abort_repeats), which nobody above an engine can see."""
+    """Number of tokens that an engine yielded twice (abort_repeats), which nothing above an engine can detect."""
     samples: int
     """Number of delivered samples."""
     problems: tuple[str, ...]
-    """Everything that is wrong, in words."""
+    """Descriptions of everything that is wrong."""
+
+
+class Loaded:
+    """Tokens and counts of a run just after it loaded a state, which come from engines that the audit does not know."""
+
+    def __init__(self, core: RolloutCore) -> None:
+        self.ledger = deepcopy(core.tokens)
+        self.rows = {
+            (SampleId(*sample.key), chain.number): replace(chain.tape, segments=list(chain.tape.segments))
+            for sample in core.buffer.samples()
+            for chain in sample.chains
+        }
+
+    def since(self, ledger: Ledger) -> Ledger:
+        """Return the counts since the state was loaded."""
+        before, dropped = self.ledger, Counter(ledger.dropped)
+        dropped.subtract(before.dropped)
+        return Ledger(
+            ledger.observed - before.observed, ledger.delivered - before.delivered, ledger.held - before.held, dropped
+        )
 
 
 class AuditError(AprilError, AssertionError):
-    """Raised where deliveries are not what the engines handed over; ``audit`` has the counts."""
+    """Raised if the batches differ from what the engines yielded; ``audit`` has the counts."""
 
     def __init__(self, message: str, audit: Audit) -> None:
         super().__init__(message)
@@ -58,21 +80,24 @@ def audit(
     batches: Batch | Iterable[Batch],
     engines: FakeEngine | Iterable[FakeEngine],
     ledger: Ledger | Mapping[str, Ledger] | None = None,
+    *,
+    loaded: Loaded | None = None,
 ) -> Audit:
-    """Compare every delivered token, log-probability and version with what the engines handed over.
+    """Compare every delivered token, log-probability and version with what the engines yielded.
 
     Args:
-        batches: every batch delivered so far.
-        engines: all engines that served them.
-        ledger: what the scheduler's ``ledger()`` says, asked after the last batch. Without it no token of a delivered
-            sample may be missing; with it as many may be as the ledger names as dropped.
+        batches: Every batch delivered so far.
+        engines: All engines that served them.
+        ledger: Result of the scheduler's ``ledger()`` after the last batch. Without it no token of a delivered sample
+            may be missing; with it, as many may be missing as the ledger lists as dropped.
+        loaded: Contents of the run just after it loaded a state, if batches and engines are those since then.
 
     Raises:
         AuditError: anything is wrong; the message names samples, attempts and the engines' fault scripts.
     """
     batches = [batches] if isinstance(batches, Batch) else list(batches)
     engines = [engines] if isinstance(engines, FakeEngine) else list(engines)
-    found = _Auditor(batches, engines).run(ledger["tokens"] if isinstance(ledger, Mapping) else ledger)
+    found = _Auditor(batches, engines, loaded).run(ledger["tokens"] if isinstance(ledger, Mapping) else ledger)
     if found.problems:
         shown = "\n  ".join(found.problems[:_SHOWN])
         more = f"\n  and {len(found.problems) - _SHOWN} more" if len(found.problems) > _SHOWN else ""
@@ -82,8 +107,8 @@ def audit(
 
 
 class _Auditor:
-    def __init__(self, batches: list[Batch], engines: list[FakeEngine]) -> None:
-        self.batches = batches
+    def __init__(self, batches: list[Batch], engines: list[FakeEngine], loaded: Loaded | None) -> None:
+        self.batches, self.loaded = batches, loaded
         self.problems: list[str] = [text for engine in engines for text in engine.violations]
         self.records: dict[str, AttemptRecord] = {}
         for engine in engines:
@@ -93,10 +118,12 @@ class _Auditor:
                 if not record.evaluation:
                     self.records[attempt_id] = record
         self.used: Counter[str] = Counter()
-        """Tokens of each attempt that were delivered."""
+        """Number of delivered tokens of each attempt."""
 
     def run(self, ledger: Ledger | None) -> Audit:
-        """Check everything."""
+        """Run all checks."""
+        if ledger is not None and self.loaded is not None:
+            ledger = self.loaded.since(ledger)
         seen: set[tuple[int, int]] = set()
         duplicated = delivered = 0
         for batch in self.batches:
@@ -164,6 +191,8 @@ class _Auditor:
                     self.wrong(sample, f"has loss or log-probabilities on tokens of the environment at {segment.start}")
                 continue
             record = self.records.get(segment.attempt_id)
+            if record is None and self.was_loaded(sample, segment):
+                continue
             if record is None or record.engine != segment.engine or record.request.sample_key != sample.id:
                 self.wrong(sample, f"names attempt {segment.attempt_id} of {segment.engine}, which is not its own")
                 continue
@@ -188,10 +217,22 @@ class _Auditor:
         if last is not None and sample.segments[-1].kind is SegmentKind.GENERATED:
             self.end(sample, last)
 
+    def was_loaded(self, sample: DeliveredSample, segment: Segment) -> bool:
+        """Return True if a segment comes from the loaded state, and check that it has not changed since."""
+        row = None if self.loaded is None else self.loaded.rows.get((SampleId(*sample.id), sample.chain))
+        before = [] if row is None else [s for s in row.segments if s.start == segment.start]
+        if row is None or not before or replace(before[0], count=segment.count) != segment:
+            return False
+        where = slice(segment.start, segment.start + segment.count)
+        for what in ("tokens", "logprobs"):
+            if not np.array_equal(getattr(sample, what)[where], getattr(row, what)[where]):
+                self.wrong(sample, f"has other {what} from {segment.start} than the state that was loaded")
+        return True
+
     def equal(
         self, sample: DeliveredSample, what: str, start: int, got: object, expected: object, record: AttemptRecord
     ) -> None:
-        """Check that an array of a segment is what the engine handed over."""
+        """Check that an array of a segment equals the engine's."""
         got, expected = np.asarray(got), np.asarray(expected)
         if len(got) != len(expected):
             self.wrong(sample, f"has {len(got)} {what}s from {start}; {_name(record)} handed over {len(expected)}")
@@ -201,8 +242,7 @@ class _Auditor:
             self.wrong(sample, f"has {what} {got[i]} at {start + i}; {_name(record)} handed over {expected[i]}")
 
     def rows(self, sample: DeliveredSample, record: AttemptRecord, start: int, taken: slice) -> None:
-        """Check that the tokens of a segment have the rows that came with them, and so have those before the attempt's
-        first ones that had none."""
+        """Check the extras of a segment; those of an attempt's first segment may begin at earlier tokens."""
         request, prompt = record.request, len(sample.prompt.token_ids)
         before = len(request.token_ids) - 1 - request.extras_from
         first = 0 if taken.start == 0 else before + taken.start
@@ -212,14 +252,13 @@ class _Auditor:
             self.equal(sample, f"row of {name}", at, sample.extras[name][at : at + len(expected)], expected, record)
 
     def request(self, sample: DeliveredSample, record: AttemptRecord, start: int) -> None:
-        """Check that an attempt continued exactly what the sample had, prompt and response."""
+        """Check that an attempt continued exactly the sample's tokens, prompt and response."""
         before = np.concatenate((sample.prompt.token_ids, sample.tokens[:start]))
         if not np.array_equal(record.request.token_ids, before):
             self.wrong(sample, f"{_name(record)} was not asked to continue the {len(before)} tokens before it")
 
     def masks(self, sample: DeliveredSample, batch: Batch) -> None:
-        """Age is the only reason to take the loss off a generated token: never off one that is new, or newer than one
-        that has it."""
+        """Check that generated tokens without loss are older than the batch's version and than all tokens with loss."""
         kept = batch.version
         for segment in sample.segments:
             if segment.kind is SegmentKind.GENERATED and sample.loss_mask[segment.start]:
@@ -230,7 +269,7 @@ class _Auditor:
                 self.wrong(sample, f"has no loss on tokens of version {segment.version}, and has some on {kept}")
 
     def end(self, sample: DeliveredSample, last: AttemptRecord) -> None:
-        """Check that a response that stopped ends in the stop token of its last attempt."""
+        """Check that a stopped response ends in the stop token of its last attempt."""
         if sample.finish is FinishReason.STOP and sample.tokens[-1] != last.tokens[-1]:
             self.wrong(sample, f"is said to have stopped, and does not end where {_name(last)} ended")
 
@@ -248,7 +287,7 @@ class _Auditor:
                 )
 
     def nothing_is_lost(self, seen: set[tuple[int, int]]) -> None:
-        """Check that every good attempt of a delivered sample is in it, to the last token."""
+        """Check that every valid attempt of a delivered sample is in it completely."""
         for record in self.records.values():
             missing = record.count - self.used[record.attempt_id]
             if record.request.sample_key in seen and not record.wrong and missing:
@@ -258,7 +297,7 @@ class _Auditor:
                 )
 
     def compare(self, ledger: Ledger, handed_over: int, delivered: int, rejected: int, lost: int) -> None:
-        """Compare april's own counts of the same things."""
+        """Compare the recount with april's own ledger."""
         running = sum(r.count for r in self.records.values() if r.ended_s is None)
         dropped = sum(ledger.dropped.values())
         corrupt = ledger.dropped[DropReason.CORRUPT]
@@ -267,7 +306,7 @@ class _Auditor:
             ("observed", handed_over - running, ledger.observed),
             ("delivered", delivered, ledger.delivered),
             ("held or dropped", handed_over - running - delivered, ledger.held + dropped),
-            # those of a rejected attempt that were read before the wrong chunk had no rows yet
+            # tokens of a rejected attempt that were read before the wrong chunk had no rows yet
             ("corrupt", rejected, min(max(rejected, corrupt), corrupt + ledger.dropped[DropReason.NO_EXTRAS])),
         ):
             if counted != booked:

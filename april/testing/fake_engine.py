@@ -1,10 +1,10 @@
-"""A fake engine: no model, deterministic tokens, every fault one can think of, and a record of all that left it.
+"""A fake engine for tests: no model, deterministic tokens, scripted faults, and a record of everything it yields.
 
-Runs on the event loop's own clock, virtual or real. A token takes ``seconds_per_token`` whatever else runs, so the time
-of everything can be computed by hand.
+It runs on the event loop's clock, virtual or real. A token takes ``seconds_per_token`` whatever else runs, so all times
+can be computed by hand.
 
-Invariant: whatever a chunk holds is in ``attempts`` before the caller gets it. Token t of a response depends only on
-(conversation before it, sample key, t), so it does not matter where and in how many attempts it was generated.
+Invariant: every chunk is recorded in ``attempts`` before the caller gets it. Token t of a response depends only on
+(conversation before it, sample key, t), not on the engine or on the number of attempts.
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ import numpy as np
 
 from april.core.sampling import LogprobKind
 from april.core.versions import FIRST_VERSION, PolicyVersion
+from april.engines.base import WithoutWeights
 from april.engines.http.wire import empty_chunk
 from april.engines.protocol import Capabilities, Chunk, EngineFinish, Health, Int32, OnWeightUpdate, Request
-from april.engines.simulated.engine import with_rows
+from april.engines.simulated.engine import TURNS, with_rows
 from april.errors import EngineError
 from april.testing.fault_script import AT_TOKENS, WRONG_CHUNKS, WRONG_ENDS, AttemptFaults, Fault, FaultKind, FaultScript
 from april.testing.records import AbortRecord, AttemptRecord, as_read, fake_logprobs, fake_response
@@ -33,56 +34,56 @@ Lengths = int | Mapping[tuple[int, int], int] | Callable[[Request], int]
 class FakeStream:
     """A request at a fake engine: tokens are made as time passes, and taken out in chunks.
 
-    Invariant: made = sent + what is in ``unsent``, and no token is made beyond ``target``, so that a fault after k
-    tokens finds exactly k.
+    Invariant: made = sent + tokens in ``unsent``, and no token is made beyond ``target``, so a fault after k tokens
+    finds exactly k.
     """
 
     record: AttemptRecord
     script: AttemptFaults
     tokens: Int32
-    """The tokens that this attempt is going to say."""
+    """All tokens that this attempt is going to yield."""
     finish: EngineFinish
     token_s: float
     chunk_tokens: int | None
     running: bool = False
-    """True while it has a place."""
+    """True while the request occupies one of ``max_running`` places."""
     made: int = 0
     made_until: float = 0.0
-    """Time from which the next token counts; in the future: nothing is made before."""
+    """Time from which the next token is timed; if it is in the future, no token is made before."""
     unsent: deque[tuple[PolicyVersion, int]] = field(default_factory=deque)
-    """Tokens made and not handed over, by version."""
+    """(version, count) of tokens that were made and not yielded."""
     sent: int = 0
     passed: int = -1
-    """Faults up to this number of tokens had their chance."""
+    """Number of tokens up to which faults have had their chance to hit."""
     empty_until: float = -math.inf
-    """Chunks without tokens come before this time."""
+    """Time until which only empty chunks are yielded."""
     abort_at: float = math.inf
     deaf_until: float = -math.inf
-    """Aborts have no effect before this time."""
+    """Time until which aborts have no effect."""
     error: EngineError | None = None
     wake: asyncio.Future[None] | None = None
 
     @property
     def target(self) -> int:
-        """Tokens of the attempt at which something happens next: a chunk is full, or a fault is due."""
+        """Number of tokens at which something happens next: a chunk is full, or a fault is due."""
         full = len(self.tokens) if self.chunk_tokens is None else self.sent + self.chunk_tokens
         return min(full, len(self.tokens), *(k for k in self.marks if k >= self.sent and k > self.passed))
 
     @property
     def marks(self) -> list[int]:
-        """Numbers of tokens after which a fault is due."""
+        """Token counts at which a fault is due."""
         return [fault.after_tokens for fault in self.script.faults if fault.kind in AT_TOKENS]
 
     @property
     def due_s(self) -> float:
-        """Time at which the target is reached."""
+        """Time at which ``target`` is reached, on the loop's clock."""
         return self.made_until + (self.target - self.made) * self.token_s
 
     def make(self, now: float, version: PolicyVersion) -> None:
-        """The tokens for which there was time since the last look."""
+        """Make the tokens for which there was time since the last call."""
         if not self.running or self.error is not None or self.made_until >= now:
             return
-        # a timer of a real loop may come a moment early
+        # a timer of a real loop may fire slightly early
         count = min(int((now - self.made_until) / self.token_s + 1e-6), self.target - self.made)
         if count <= 0:
             return
@@ -93,24 +94,24 @@ class FakeStream:
         self.unsent.append((version, count))
 
     def take(self, version: PolicyVersion) -> tuple[Int32, PolicyVersion]:
-        """The next tokens of one version; none, and ``version``, if nothing was made."""
+        """Take the next tokens of one version; if nothing was made, return an empty array and ``version``."""
         version, count = self.unsent.popleft() if self.unsent else (version, 0)
         tokens = self.tokens[self.sent : self.sent + count].copy()
         self.sent += count
         return tokens, version
 
     def withhold(self) -> None:
-        """Never hand over the tokens that were made and not handed over."""
+        """Discard the tokens that were made and not yielded."""
         self.record.withheld += sum(count for _, count in self.unsent)
         self.unsent.clear()
 
     def wake_up(self) -> None:
-        """Something has happened to the stream."""
+        """Wake the waiting stream."""
         if self.wake is not None and not self.wake.done():
             self.wake.set_result(None)
 
     async def wait(self, until: float) -> None:
-        """Until a time on the loop's clock, or until something happens to the stream."""
+        """Wait until a time on the loop's clock, or until the stream is woken."""
         loop = asyncio.get_running_loop()
         self.wake = loop.create_future()
         timer = loop.call_at(until, self.wake_up) if until < math.inf else None
@@ -123,7 +124,7 @@ class FakeStream:
 
 
 def spoilt_chunk(chunk: Chunk, kind: FaultKind, vocab_size: int, room: int) -> Chunk:
-    """``chunk``, which has tokens, with the fault ``kind``; ``room``: tokens that the request may still get."""
+    """Apply the fault ``kind`` to a chunk with tokens; ``room`` is the number of tokens that are left of the budget."""
     tokens, logprobs, version = chunk.tokens, chunk.logprobs.copy(), chunk.version
     match kind:
         case FaultKind.NAN_LOGPROB:
@@ -147,32 +148,30 @@ def spoilt_chunk(chunk: Chunk, kind: FaultKind, vocab_size: int, room: int) -> C
     return replace(chunk, tokens=tokens, logprobs=logprobs, version=version)
 
 
-TURNS = 8
-"""Turns of the loop in which a caller takes what there is."""
 EMPTY_CHUNK_S = 1.0
-"""Time between two chunks without tokens."""
+"""Seconds between two chunks without tokens."""
 
 
-class FakeEngine:
+class FakeEngine(WithoutWeights):
     """Implements :class:`april.engines.protocol.Engine` without a model.
 
     Args:
-        name: unique label.
-        lengths: tokens of a response (the stop token included): a number, a table by (group, index), or a function of
-            the request that looks at its sample key and :func:`conversation` only.
-        responses: what a response says, instead of ``lengths``: a function of the request, as above, that returns
-            token ids; it ends at the first stop id, and one is appended if there is none.
-        faults: what goes wrong; one script may serve several engines.
-        seconds_per_token: time per token and request.
-        chunk_tokens: tokens per chunk; None means one chunk at the end, and one at a pause.
-        max_running: requests served at the same time; more wait inside.
-        prefix_abort: an abort hits every request whose id begins with a given id, as SGLang's does.
-        weight_update_s: how long ``update_weights`` takes. A path is accepted, written down and not read.
-        extras: names of the rows that it gives with its tokens, as :mod:`april.engines.simulated.synthetic_rows` says.
+        name: Unique label.
+        lengths: Tokens of a response, stop token included: a number, a table by (group, index), or a function of the
+            request that uses its sample key and :func:`conversation` only.
+        responses: Function of the request, as above, that returns the token ids of the response, in place of
+            ``lengths``; the response ends at the first stop id, and one is appended if there is none.
+        faults: Script of faults; several engines may share one.
+        seconds_per_token: Time per token and request.
+        chunk_tokens: Tokens per chunk; None means one chunk at the end, and one at a pause.
+        max_running: Number of requests served at the same time; further ones wait inside.
+        prefix_abort: Let an abort end every request whose id begins with a given id, as in SGLang.
+        weight_update_s: Duration of ``update_weights`` in seconds. A path is accepted, recorded and not read.
+        extras: Names of the arrays returned with tokens, see :mod:`april.engines.simulated.synthetic_rows`.
         vocab_size, eos_token_id, max_context, version: as in :class:`april.engines.protocol.Capabilities`.
 
-    What april asked for and must not ask for (an id used twice, a response continued behind its end) is refused and
-    written down in ``violations``.
+    Requests that april must not make (a reused id, a response continued after its end) are refused and recorded in
+    ``violations``.
     """
 
     def __init__(
@@ -203,25 +202,18 @@ class FakeEngine:
                 raise ValueError(f"FakeEngine {name}: {what}={value} is out of range")
         if faults is not None and not isinstance(faults, FaultScript):
             raise TypeError(f"FakeEngine {name}: faults must be a FaultScript, got {type(faults).__name__}")
-        self._name = name
+        super().__init__(name, Capabilities(
+            logprob_kind=LogprobKind.TEMPERATURE, vocab_size=vocab_size, max_context=max_context,
+            eos_token_ids=(eos_token_id,), max_in_flight=max_running, updates_from_disk=True,
+            in_flight_updates=(OnWeightUpdate.KEEP, OnWeightUpdate.RECOMPUTE), attachments=("image",), bans=True,
+            extras=tuple(extras),
+        ))  # fmt: skip
         self._lengths, self._responses, self._eos = lengths, responses, eos_token_id
         self.faults = faults if faults is not None else FaultScript()
         self._token_s = seconds_per_token
         self._chunk_tokens = chunk_tokens
         self._prefix_abort = prefix_abort
         self._weight_update_s = weight_update_s
-        self._capabilities = Capabilities(
-            logprob_kind=LogprobKind.TEMPERATURE,
-            vocab_size=vocab_size,
-            max_context=max_context,
-            eos_token_ids=(eos_token_id,),
-            max_in_flight=max_running,
-            updates_from_disk=True,
-            in_flight_updates=(OnWeightUpdate.KEEP, OnWeightUpdate.RECOMPUTE),
-            attachments=("image",),
-            bans=True,
-            extras=tuple(extras),
-        )
         self._version = version
         self._streams: dict[str, FakeStream] = {}
         self._queue: deque[FakeStream] = deque()
@@ -235,10 +227,10 @@ class FakeEngine:
         """Every request, by attempt id, in the order of arrival."""
         self.aborts: list[AbortRecord] = []
         self.updates: list[tuple[float, PolicyVersion, str | None]] = []
-        """(time, version, path) of every weight update that worked."""
+        """(time, version, path) of every successful weight update."""
         self.probes: list[float] = []
         self.violations: list[str] = []
-        """Requests of april that break the protocol, in words."""
+        """Descriptions of requests by which april broke the protocol."""
         try:
             self._start_clock()
         except RuntimeError:
@@ -252,36 +244,28 @@ class FakeEngine:
         )
 
     @property
-    def name(self) -> str:
-        return self._name
-
-    @property
-    def capabilities(self) -> Capabilities:
-        return self._capabilities
-
-    @property
     def version(self) -> PolicyVersion:
-        """Version of its weights."""
+        """Version of the engine's weights."""
         return self._version
 
     @property
     def handed_over_tokens(self) -> int:
-        """All tokens that ever left the engine, those of evaluations and wrong ones included."""
+        """Number of tokens that ever left the engine, those of evaluations and invalid ones included."""
         return sum(record.count for record in self.attempts.values())
 
     @property
     def open_streams(self) -> int:
-        """Requests that have not ended."""
+        """Number of requests that have not ended."""
         return len(self._streams)
 
     def attempts_of(self, sample: tuple[int, int]) -> list[AttemptRecord]:
-        """Attempts of one sample of the training, in order."""
+        """Return the attempts of one training sample, in order."""
         return [r for r in self.attempts.values() if r.request.sample_key == sample and not r.evaluation]
 
     # ---------------------------------------------------------------- the protocol
 
     async def generate(self, request: Request) -> AsyncGenerator[Chunk, None]:
-        """Serve one request; raises EngineError where the script says so, and for what must not be asked."""
+        """Serve one request; raises EngineError if the script says so, or for a request that april must not make."""
         stream = self._admit(request)
         record = stream.record
         try:
@@ -315,7 +299,7 @@ class FakeEngine:
                 self._abort(stream, now)
 
     async def pause(self) -> None:
-        """Close admission; tokens made so far are handed over under the present version."""
+        """Close admission; tokens made so far are yielded under the present version."""
         self._start_clock()
         self._raise_if_dead("pause")
         self._make_all()
@@ -323,7 +307,7 @@ class FakeEngine:
         self._wake_all()
 
     async def pause_in_flight(self, in_flight: OnWeightUpdate) -> None:
-        """As :meth:`pause`, which ends no request either; returns when their tokens so far have been taken."""
+        """Pause as :meth:`pause` does, which ends no request; returns when callers have taken the tokens so far."""
         await self.pause()
         for _ in range(TURNS):
             if any(stream.unsent for stream in self._streams.values()):
@@ -339,7 +323,7 @@ class FakeEngine:
             self._wake_all()
 
     async def update_weights(self, version: PolicyVersion, path: str | None = None) -> None:
-        """Change the version after ``weight_update_s``; raises EngineError unless paused, or as the script says."""
+        """Change the version after ``weight_update_s``; raises EngineError unless paused, or if the script says so."""
         self._start_clock()
         if self._weight_update_s > 0:
             await asyncio.sleep(self._weight_update_s)
@@ -355,10 +339,6 @@ class FakeEngine:
         self._version = version
         self.updates.append((self._start_clock(), version, path))
 
-    async def content_of(self, path: str) -> str:
-        """A path is only a name here: what it stands for does not change."""
-        return path
-
     async def health(self) -> Health:
         self.probes.append(self._start_clock())
         if self._closed or self._is_dead():
@@ -369,7 +349,7 @@ class FakeEngine:
         return Health(ok=True, detail="paused" if self._paused else "", counters=counters)
 
     async def close(self) -> None:
-        """Streams that are still open raise EngineError."""
+        """Close the engine; streams that are still open raise EngineError."""
         self._closed = True
         for timer in self._timers:
             timer.cancel()
@@ -378,7 +358,7 @@ class FakeEngine:
     # ---------------------------------------------------------------- time and death
 
     def _start_clock(self) -> float:
-        """Loop time; the first call begins the engine's own time and sets the deaths that come by time."""
+        """Return the loop's time; the first call begins the engine's own time and schedules deaths by time."""
         loop = asyncio.get_running_loop()
         now = loop.time()
         if self._origin is None:
@@ -389,17 +369,17 @@ class FakeEngine:
         return now
 
     def _seconds(self) -> float:
-        """The engine's own time."""
+        """Return the seconds since the engine's own time began."""
         assert self._origin is not None
         return asyncio.get_running_loop().time() - self._origin
 
     def _die_by_time(self, fault: Fault) -> None:
-        # a real loop may call a moment early
+        # a real loop may call slightly early
         if self.faults.hits(fault, self._name, max(fault.from_s, self._seconds())):
             self.die(fault.duration_s)
 
     def die(self, seconds: float = math.inf) -> None:
-        """Break all streams now and refuse everything for ``seconds``; it comes back unpaused, same weights."""
+        """Break all streams now and refuse every call for ``seconds``; afterwards it is unpaused, with its weights."""
         self._dead_until = self._start_clock() + seconds
         self._paused = False
         self._break_all(f"engine {self._name} died")
@@ -424,7 +404,7 @@ class FakeEngine:
     # ---------------------------------------------------------------- one stream
 
     def _admit(self, request: Request) -> FakeStream:
-        """Check a request, write it down and queue it."""
+        """Check a request, record it and queue it."""
         now = self._start_clock()
         self._raise_if_dead("request")
         tokens, finish = self._plan(request)
@@ -441,7 +421,7 @@ class FakeEngine:
         return stream
 
     def _plan(self, request: Request) -> tuple[Int32, EngineFinish]:
-        """The tokens that this attempt is going to say, and why it will end; refuses what must not be asked."""
+        """Return the tokens that this attempt will yield, and its finish; refuses requests that april must not make."""
         held, total, attempt_id = request.response_offset, len(request.token_ids), request.attempt_id
         room = min(request.sampling.max_tokens, self._capabilities.max_context - total)
         if attempt_id in self.attempts:
@@ -462,7 +442,7 @@ class FakeEngine:
                 request, f"no token may be generated: max_tokens {request.sampling.max_tokens}, context used {total}"
             )
         whole = self._whole(request)
-        # an engine never answers with nothing
+        # an engine always yields at least one token
         new = whole[held:] if held < len(whole) else whole[-1:]
         return (new, EngineFinish.STOP) if len(new) <= room else (new[:room], EngineFinish.LENGTH)
 
@@ -508,7 +488,7 @@ class FakeEngine:
         return EngineError(text)
 
     def _start_next(self) -> None:
-        """Give free places to those that wait."""
+        """Give free places to waiting requests."""
         now = asyncio.get_running_loop().time()
         while self._queue and self._running < (self._capabilities.max_in_flight or math.inf):
             stream = self._queue.popleft()
@@ -533,7 +513,7 @@ class FakeEngine:
             stream.make(asyncio.get_running_loop().time(), self._version)
 
     async def _next(self, stream: FakeStream) -> Chunk | None:
-        """The next chunk, or None when something else has happened; sets ``record.end`` with the last one."""
+        """Return the next chunk, or None if something else has happened; sets ``record.end`` with the last chunk."""
         self._make(stream)
         now = asyncio.get_running_loop().time()
         if stream.error is not None:
@@ -553,7 +533,7 @@ class FakeEngine:
         return empty_chunk(self._version, None)
 
     def _break_here(self, stream: FakeStream, now: float) -> bool:
-        """Faults that hit between two chunks; True when the stream has to look again."""
+        """Apply faults that hit between two chunks; return True if the stream must be evaluated again."""
         if self._hits(stream, FaultKind.BREAK_OFF):
             raise EngineError(f"engine {self._name}: the fault script breaks the stream off after {stream.sent} tokens")
         fault = self._hits(stream, FaultKind.ENGINE_DIES)
@@ -576,7 +556,7 @@ class FakeEngine:
         room = stream.record.request.sampling.max_tokens - stream.sent
         tokens, version = stream.take(self._version)
         last = stream.sent == len(stream.tokens)
-        # a stream that breaks off behind its last token has to come back first
+        # for a fault after its last token, the stream must first yield that token without a finish
         breaks = len(tokens) and len(stream.tokens) in stream.marks
         finish = stream.finish if last and not breaks else None
         if finish is not None:
@@ -594,7 +574,7 @@ class FakeEngine:
         return chunk
 
     def _with_rows(self, stream: FakeStream, chunk: Chunk) -> Chunk:
-        """The end of a request that asked for rows, with them, unless the script says otherwise."""
+        """Add the extras to the last chunk of a request that asked for them, unless the script says otherwise."""
         record = stream.record
         aborted = chunk.finish is EngineFinish.ABORT
         if chunk.finish is None or (aborted and self._hits(stream, FaultKind.ABORT_NO_ROWS)):
@@ -609,7 +589,7 @@ class FakeEngine:
         return chunk
 
     def _hits(self, stream: FakeStream, kind: FaultKind) -> Fault | None:
-        """The fault of this kind that hits the stream now."""
+        """Return the fault of this kind that hits the stream now, if any."""
         for fault in stream.script.faults:
             due = fault.kind is kind and (kind not in AT_TOKENS or fault.after_tokens <= stream.sent)
             if due and self.faults.hits(fault, self._name, self._seconds(), stream.script):
@@ -618,7 +598,7 @@ class FakeEngine:
 
     @staticmethod
     def _write_down(record: AttemptRecord, chunk: Chunk) -> Chunk:
-        """Keep a copy, before the caller has it."""
+        """Record a copy before the caller gets the chunk."""
         record.chunks.append(replace(chunk, tokens=chunk.tokens.copy(), logprobs=chunk.logprobs.copy()))
         record.times_s.append(asyncio.get_running_loop().time())
         return chunk
@@ -626,7 +606,7 @@ class FakeEngine:
     # ---------------------------------------------------------------- aborts
 
     def _abort(self, stream: FakeStream, now: float) -> None:
-        """An abort arrives for a stream; the script may know better."""
+        """Apply an abort to a stream, unless the script delays or ignores it."""
         if now < stream.deaf_until:
             return
         for fault in stream.script.faults:
@@ -650,7 +630,7 @@ class FakeEngine:
         stream.wake_up()
 
     def _aborted(self, stream: FakeStream) -> Chunk:
-        """The next chunk of a stream that has to end; the last one says ABORT."""
+        """Return the next chunk of an aborted stream; the last one has finish ABORT."""
         if self._hits(stream, FaultKind.ABORT_EMPTY):
             stream.withhold()
         tokens, version = stream.take(self._version)

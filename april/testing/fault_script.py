@@ -1,7 +1,7 @@
-"""Fault scripts: what goes wrong at fake engines, when, and how often. Declared beforehand, the same in every run.
+"""Fault scripts: declare in advance which faults hit fake engines, when, and how often; the same in every run.
 
-Invariant: whether a fault hits depends on the script, the sample, the number of the attempt, tokens and time; never on
-chance, on ids of attempts or on the order of a set. A random script draws from a hash of (seed, sample, number).
+Invariant: whether a fault hits depends on the script, the sample, the number of the attempt, tokens and time; never
+on chance, attempt ids or the order of a set. A random script draws from a hash of (seed, sample, number).
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import hashlib
 import math
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields
 from enum import StrEnum
 
 from april.engines.protocol import EngineFinish, Request
@@ -18,59 +18,35 @@ from april.testing.records import conversation, is_evaluation
 
 
 class FaultKind(StrEnum):
-    """The kind of a fault."""
+    """Kinds of faults; docs/testing.md says what each of them does, and how april reacts."""
 
     BREAK_OFF = "break_off"
-    """The stream raises after exactly ``after_tokens`` tokens."""
     ENGINE_DIES = "engine_dies"
-    """All streams break; everything is refused for ``seconds``. By time (``from_s``) or when an attempt has tokens."""
     STALL = "stall"
-    """No token comes for ``seconds`` (None means never again) after ``after_tokens``; an abort ends it."""
     EMPTY_CHUNKS = "empty_chunks"
-    """No token, as for STALL, and a chunk without tokens every second."""
     ABORT_IGNORED = "abort_ignored"
-    """Aborts are acknowledged and do nothing."""
     ABORT_HANGS = "abort_hangs"
-    """At an abort generation stops, and the stream ends ``seconds`` later (None means never)."""
     ABORT_LATE = "abort_late"
-    """Generation goes on, and ends ``seconds`` after the abort."""
     ABORT_MISSED = "abort_missed"
-    """An abort in the first ``seconds`` of an attempt does nothing; a later one works."""
     ABORT_EMPTY = "abort_empty"
-    """The tokens that were not handed over before the abort never are."""
     ABORT_REPEATS = "abort_repeats"
-    """The chunk that ends an aborted stream repeats the attempt's last token."""
     NAN_LOGPROB = "nan_logprob"
     POSITIVE_LOGPROB = "positive_logprob"
     CLAMPED_LOGPROB = "clamped_logprob"
-    """-9999, as which servers write minus infinity."""
     UNKNOWN_TOKEN = "unknown_token"  # noqa: S105 - a token id, not a secret
-    """A token id outside the vocabulary."""
     LENGTHS_DIFFER = "lengths_differ"
-    """A log-probability more than tokens."""
     TOO_MANY_TOKENS = "too_many_tokens"
-    """More tokens than the request asked for."""
     FUTURE_VERSION = "future_version"
     OLDER_VERSION = "older_version"
-    """A version before that of the attempt's earlier tokens; needs ``after_tokens`` >= 1."""
     EARLY_LENGTH = "early_length"
-    """The stream ends with LENGTH, and budget and context have room."""
     EARLY_STOP = "early_stop"
-    """The stream ends with STOP, and its last token is no stop token."""
     CHUNK_AFTER_FINISH = "chunk_after_finish"
-    """The last chunk comes twice."""
     NO_FINISH = "no_finish"
-    """All tokens come, and then the stream ends without saying why."""
     NO_ROWS = "no_rows"
-    """The end comes without the rows (extras) that were asked for."""
     SHORT_ROWS = "short_rows"
-    """It comes with one row less."""
     ABORT_NO_ROWS = "abort_no_rows"
-    """The end of an aborted request comes without rows, as of one that the engine had put back: nothing is wrong."""
     SICK_PROBE = "sick_probe"
-    """A health probe finds the engine unwell."""
     FAILED_UPDATE = "failed_update"
-    """``update_weights`` raises."""
 
 
 WRONG_CHUNKS = (
@@ -83,15 +59,15 @@ WRONG_CHUNKS = (
     FaultKind.FUTURE_VERSION,
     FaultKind.OLDER_VERSION,
 )
-"""Numbers that cannot be true."""
+"""Kinds that put an impossible value into a chunk."""
 WRONG_ENDS = {FaultKind.EARLY_LENGTH: EngineFinish.LENGTH, FaultKind.EARLY_STOP: EngineFinish.STOP}
-"""Ends that cannot be true."""
+"""Kinds that end a response with an impossible finish."""
 ROW_FAULTS = (FaultKind.NO_ROWS, FaultKind.SHORT_ROWS, FaultKind.ABORT_NO_ROWS)
-"""Faults of requests that ask for rows (extras)."""
+"""Kinds for requests that ask for extras."""
 AT_TOKENS = (
     FaultKind.BREAK_OFF, FaultKind.ENGINE_DIES, FaultKind.STALL, FaultKind.EMPTY_CHUNKS, *WRONG_CHUNKS, *WRONG_ENDS
 )  # fmt: skip
-"""Kinds that hit when ``after_tokens`` tokens were handed over."""
+"""Kinds that hit when ``after_tokens`` tokens were yielded."""
 _ABOUT_THE_ENGINE = frozenset({FaultKind.ENGINE_DIES, FaultKind.SICK_PROBE, FaultKind.FAILED_UPDATE})
 _SECONDS = {
     FaultKind.ENGINE_DIES: 10.0,
@@ -102,30 +78,30 @@ _SECONDS = {
     FaultKind.ABORT_MISSED: 2.0,
 }
 ALL_FAULTS = tuple(FaultKind)
-"""Every kind."""
+"""All kinds."""
 STREAM_FAULTS = tuple(
     kind for kind in FaultKind if kind not in (*_ABOUT_THE_ENGINE, *ROW_FAULTS, FaultKind.ABORT_REPEATS)
 )
-"""Kinds that april has to deal with alone: no call of the trainer raises for a few of them, and no response changes.
-(abort_repeats changes it: above an engine a token sent twice looks like one sampled twice.)"""
+"""Kinds that april handles alone: a few of them make no call of the trainer raise, and change no response.
+(abort_repeats does change it: a token yielded twice looks like a token sampled twice.)"""
 
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """A thing that goes wrong.
+    """Describes a fault: its kind, and when it hits.
 
     Attributes:
-        kind: a :class:`FaultKind` or its name.
-        engine: name of the engine that it hits; None means any.
+        kind: A :class:`FaultKind` or its name.
+        engine: Name of the engine that it hits; None means any.
         sample: (group, index) of the sample that it hits; None means any.
-        attempt: number of the sample's attempt, counted from 1 over all engines; None means any.
-        after_tokens: it hits when this many tokens of the attempt were handed over; kinds about a whole stream or
-            about an engine's other calls take no notice.
-        from_s, until_s: it hits in this time only, in seconds since the engine was made on a running loop (otherwise:
-            since its first call).
-        seconds: its duration; None means that of the kind (engine_dies 10, abort_late 5, abort_missed 2, stall,
+        attempt: Number of the sample's attempt, counted from 1 over all engines; None means any.
+        after_tokens: Number of the attempt's tokens after which it hits; ignored by kinds that concern a whole stream
+            or other calls of an engine.
+        from_s, until_s: Period in which it may hit, in seconds since the engine was created on a running loop
+        (otherwise: since its first call).
+        seconds: Duration; None means the default of the kind (engine_dies 10, abort_late 5, abort_missed 2, stall,
             empty_chunks and abort_hangs for ever).
-        times: how often it may hit.
+        times: Number of times that it may hit.
 
     Raises:
         ValueError: a value that no fault can have.
@@ -160,29 +136,29 @@ class Fault:
             raise ValueError(f"fault {self.kind}: until_s={self.until_s} is not after from_s={self.from_s}")
 
     def __repr__(self) -> str:
-        """As it would be typed, defaults left out."""
+        """Return the source code of the fault, without default values."""
         given = [f"{f.name}={getattr(self, f.name)!r}" for f in fields(self)[1:] if getattr(self, f.name) != f.default]
         return f"Fault({', '.join([repr(str(self.kind)), *given])})"
 
     @property
     def duration_s(self) -> float:
-        """``seconds``, or the default of the kind."""
+        """Duration in seconds: ``seconds``, or the default of the kind."""
         return self.seconds if self.seconds is not None else _SECONDS.get(self.kind, math.inf)
 
     @property
     def by_time_alone(self) -> bool:
-        """True if it hits the engine at ``from_s``, whatever that is doing."""
+        """True if it hits the engine at ``from_s``, whatever the engine is doing then."""
         return self.kind is FaultKind.ENGINE_DIES and (self.sample, self.attempt, self.after_tokens) == (None, None, 0)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Fired:
-    """A fault that has hit."""
+    """A record of one hit of a fault."""
 
     fault: Fault
     engine: str
     at_s: float
-    """Seconds of the engine's time, as in :class:`Fault`."""
+    """Time in seconds on the engine's clock, as in :class:`Fault`."""
     sample: tuple[int, int] | None = None
     attempt: int | None = None
     """Number of the sample's attempt, from 1."""
@@ -191,20 +167,20 @@ class Fired:
 
 @dataclass(slots=True)
 class AttemptFaults:
-    """The faults that may hit one attempt; made for the engine when the attempt begins."""
+    """The faults that may hit one attempt; created for the engine when the attempt begins."""
 
-    sample: tuple[int, int] | None
-    attempt: int
-    attempt_id: str
-    faults: list[Fault]
+    sample: tuple[int, int] | None = None
+    attempt: int | None = None
+    attempt_id: str = ""
+    faults: list[Fault] = field(default_factory=list)
 
 
 class FaultScript:
-    """Faults for one or several engines; ``fired`` says which have hit.
+    """A script of faults for one or several engines; ``fired`` lists those that have hit.
 
-    Requests of evaluations are hit by the death of an engine only, and not counted as attempts.
+    Requests of evaluations are hit only by the death of an engine, and not counted as attempts.
 
-    A script counts what it has done: make a new one for every run.
+    A script keeps counts: create a new one for every run.
     """
 
     def __init__(self, *faults: Fault) -> None:
@@ -216,7 +192,7 @@ class FaultScript:
         """Faults that have hit, in order."""
         self._left = {id(fault): fault.times for fault in faults}
         self._drawn: list[Fault] = []
-        """Faults of a random script; kept, so that no id is used again."""
+        """Faults drawn by a random script, kept so that Python does not reuse their id()."""
         self._attempts: Counter[bytes] = Counter()
         self._calls: Counter[str] = Counter()
         self._seed: int | None = None
@@ -231,11 +207,11 @@ class FaultScript:
         kinds: Iterable[FaultKind | str] = STREAM_FAULTS,
         faults: Iterable[Fault] = (),
     ) -> FaultScript:
-        """A mix of faults that is the same for the same seed; ``faults`` come in addition.
+        """Create a random mix of faults that is the same for the same seed; ``faults`` are added to it.
 
-        A share of ``rate`` of all attempts gets one fault, of each of ``kinds`` equally often; with sick_probe and
-        failed_update among them it is the share of such calls that fail, too. Tokens before a fault: 0 to 11;
-        durations: 0.25 to 16 s, so no stall is for ever. Prints its own call, so that a failed test shows the seed.
+        A share ``rate`` of all attempts gets one fault, with each of ``kinds`` equally likely; for sick_probe and
+        failed_update, ``rate`` is the share of those calls that fail. Faults hit after 0 to 11 tokens; durations are
+        0.25 to 16 s, so no stall lasts for ever. Prints its own call, so that a failed test shows the seed.
 
         Raises:
             ValueError: ``rate`` outside [0, 1], or an unknown kind.
@@ -257,17 +233,17 @@ class FaultScript:
 
     @property
     def unfired(self) -> list[Fault]:
-        """Declared faults that have not hit as often as they may; a test of a fault wants this to be empty."""
+        """Declared faults that may still hit; should be empty at the end of a test."""
         return [fault for fault in self.faults if self._left[id(fault)]]
 
     def count(self, kind: FaultKind | str) -> int:
-        """Return how many faults of this kind have hit."""
+        """Return the number of faults of this kind that have hit."""
         return sum(fired.fault.kind is FaultKind(kind) for fired in self.fired)
 
     # ---------------------------------------------------------------- for engines
 
     def attempt(self, engine: str, request: Request) -> AttemptFaults:
-        """An attempt begins at ``engine``: the faults that may hit it."""
+        """Count a new attempt at ``engine`` and return the faults that may hit it."""
         if is_evaluation(request.attempt_id):
             return AttemptFaults(request.sample_key, 0, request.attempt_id, [])
         label = repr(request.sample_key).encode() if request.sample_key is not None else conversation(request).tobytes()
@@ -287,20 +263,18 @@ class FaultScript:
         return AttemptFaults(request.sample_key, number, request.attempt_id, faults)
 
     def hits(self, fault: Fault, engine: str, now_s: float, attempt: AttemptFaults | None = None) -> bool:
-        """Return whether a fault that matches hits now; if so it is written down."""
-        # one that was drawn for this attempt is not among the declared ones
+        """Return True if a matching fault hits now, and record it."""
+        # a fault drawn for this attempt has no entry yet
         left = self._left.setdefault(id(fault), fault.times)
         if not left or not fault.from_s <= now_s < fault.until_s:
             return False
         self._left[id(fault)] = left - 1
-        fired = Fired(fault=fault, engine=engine, at_s=now_s)
-        if attempt is not None:
-            fired = replace(fired, sample=attempt.sample, attempt=attempt.attempt, attempt_id=attempt.attempt_id)
-        self.fired.append(fired)
+        of = attempt or AttemptFaults()
+        self.fired.append(Fired(fault, engine, now_s, of.sample, of.attempt, of.attempt_id))
         return True
 
     def call_fails(self, kind: FaultKind, engine: str, now_s: float) -> bool:
-        """Return whether this call of an engine's method (a probe, a weight update) fails."""
+        """Return True if this call of an engine's method (a probe, a weight update) fails."""
         for fault in self.faults:
             if fault.kind is kind and fault.engine in (None, engine) and self.hits(fault, engine, now_s):
                 return True
@@ -316,7 +290,7 @@ class FaultScript:
     # ---------------------------------------------------------------- random scripts
 
     def _draw(self, label: bytes, number: int) -> Fault | None:
-        """The fault of the ``number``-th attempt of a sample, if it has one."""
+        """Draw the fault of the ``number``-th attempt of a sample; None if it has none."""
         kinds = [kind for kind in self._kinds if kind not in (FaultKind.SICK_PROBE, FaultKind.FAILED_UPDATE)]
         what = label + b"#%d" % number
         if self._seed is None or not kinds or self._chance(what, "hit") >= self._rate:
@@ -330,6 +304,6 @@ class FaultScript:
         return fault
 
     def _chance(self, what: bytes, purpose: str) -> float:
-        """A number in [0, 1) that depends on nothing but the seed and the arguments."""
+        """Return a number in [0, 1) that depends on nothing but the seed and the arguments."""
         digest = hashlib.blake2b(what, digest_size=8, key=f"{self._seed}/{purpose}".encode()).digest()
         return int.from_bytes(digest, "big") / 2.0**64

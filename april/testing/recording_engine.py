@@ -1,4 +1,4 @@
-"""An engine around another one: everything passes through and is written down; a subclass changes what it cares for."""
+"""A wrapper of an engine that records everything that passes through; subclasses can alter it."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ from april.testing.records import AbortRecord
 
 
 class RecordingEngine:
-    """Implements :class:`april.engines.protocol.Engine` by ``engine``, and records requests, chunks and aborts."""
+    """An engine that passes all calls on to ``engine`` and records requests, chunks and aborts."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self.requests: dict[str, Request] = {}
-        """Every request as it was asked, by attempt id."""
+        """Every request as the caller made it, by attempt id."""
         self.handed_over: dict[str, list[Chunk]] = defaultdict(list)
         """Copies of the chunks that the caller got, by attempt id."""
         self.ends: dict[str, EngineFinish | None] = {}
-        """The finish of every attempt; None while it runs, and where it was broken off."""
+        """Finish of every attempt; None while it runs and if it was broken off."""
         self.aborts: list[AbortRecord] = []
         self.open_streams = 0
 
@@ -55,11 +55,11 @@ class RecordingEngine:
         return sum(len(chunk.tokens) for chunks in self.handed_over.values() for chunk in chunks)
 
     def alter_request(self, request: Request) -> Request:
-        """Return what the engine is asked instead; for subclasses."""
+        """Return the request to pass on to the engine; to override in subclasses."""
         return request
 
     def alter(self, request: Request, chunk: Chunk) -> Chunk:
-        """Return what the caller gets instead; for subclasses."""
+        """Return the chunk to pass on to the caller; to override in subclasses."""
         return chunk
 
     async def generate(self, request: Request) -> AsyncGenerator[Chunk, None]:

@@ -1,7 +1,7 @@
-"""A proxy between april and one server, which writes down the tokens in every answer that it passed on.
+"""An HTTP proxy between april and one server that records the tokens of every answer it passes on.
 
-Bytes go through as they come, in both directions. What they say is read by a parser of the proxy's own, after the fact:
-it shares no code with the engines' clients, so that what it saw is a witness against them.
+Bytes pass unchanged in both directions. The proxy parses them afterwards with its own parser, which shares no code
+with the engines' clients, so its record is independent evidence.
 """
 
 from __future__ import annotations
@@ -31,24 +31,24 @@ MAX_BODY_BYTES = 1 << 30
 
 @dataclass(slots=True, kw_only=True)
 class Exchange:
-    """A request for tokens, and what was passed on of its answer."""
+    """A request for tokens, and the part of its answer that was passed on."""
 
     route: str
     ids: frozenset[str]
-    """Names that the request has: ``rid``, ``request_id``, ``X-Request-Id``."""
+    """Ids of the request: ``rid``, ``request_id``, ``X-Request-Id``."""
     content: tuple[bytes, int | None]
-    """Prompt ids and seed: what a request without a name is known by."""
+    """Prompt ids and seed, which identify a request without an id."""
     status: int = 0
     streamed: bool = False
     sent: list[bytes] = field(default_factory=list)
-    """Written to the client while it listened."""
+    """Pieces that were written to the client while it was connected."""
     unsent: list[bytes] = field(default_factory=list)
-    """Pieces that came from the server when the client had hung up."""
+    """Pieces that came from the server after the client had disconnected."""
     done: bool = False
     closed_early: bool = False
-    """The client hung up before the answer was complete."""
+    """True if the client disconnected before the answer was complete."""
     broken: bool = False
-    """The server did."""
+    """True if the server disconnected before the answer was complete."""
     _tokens: list[int] | None = None
     _repeated: int = 0
 
@@ -64,15 +64,16 @@ class Exchange:
 
     @property
     def repeated(self) -> int:
-        """Tokens that the server sent beyond its own count, such as SGLang's echo of the last one at an abort."""
+        """Number of tokens sent beyond the server's own count, such as SGLang's echo of the last token at an abort."""
         _ = self.tokens
         return self._repeated
 
 
 class RecordingProxy:
-    """Use it as ``async with RecordingProxy("http://host:port") as proxy``, and give the engine ``proxy.url``.
+    """Records the answers of one server.
 
-    It is a :class:`april.testing.conformance.Witness`.
+    Use ``async with RecordingProxy("http://host:port") as proxy`` and give the engine ``proxy.url``. It implements
+    :class:`april.testing.conformance.Witness`.
     """
 
     def __init__(self, server: str) -> None:
@@ -99,18 +100,18 @@ class RecordingProxy:
         return self._url
 
     def tokens(self, attempt_id: str) -> list[int]:
-        """Tokens that were passed on for one attempt, in order; empty for an unknown one."""
+        """Return the tokens passed on for one attempt, in order; empty for an unknown attempt."""
         return [token for exchange in self._by_id.get(attempt_id, ()) for token in exchange.tokens]
 
     def answers(self, request: Request) -> Sequence[Exchange]:
-        """Answers to this request; where the wire has no names, all answers to the same prompt with the same seed."""
+        """Return the answers to this request; without ids on the wire, those to the same prompt with the same seed."""
         named = self._by_id.get(request.attempt_id)
         if named is not None:
             return named
         return self._nameless.get((request.token_ids.astype("<i4").tobytes(), request.sampling.seed), ())
 
     async def quiet(self) -> None:
-        """Wait until no exchange is under way, and so every hang-up is noted."""
+        """Wait until no exchange is running, so that every disconnect has been recorded."""
         await self._quiet.wait()
 
     # ---------------------------------------------------------------- life
@@ -136,7 +137,7 @@ class RecordingProxy:
         )
         app = web.Application(client_max_size=MAX_BODY_BYTES)
         app.router.add_route("*", "/{path:.*}", self._pass_on)
-        # a client that hangs up must be seen by the server at once
+        # the server must notice at once when a client disconnects
         self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=1.0)
         await self._runner.setup()
         site = web.TCPSite(self._runner, "127.0.0.1", 0, backlog=1024)
@@ -145,7 +146,7 @@ class RecordingProxy:
         self._url = f"http://{host}:{port}"
 
     async def close(self) -> None:
-        """Close all connections; what was written down stays."""
+        """Close all connections; the records remain."""
         runner, self._runner = self._runner, None
         if runner is not None:
             await runner.cleanup()
@@ -172,7 +173,7 @@ class RecordingProxy:
                 self._quiet.set()
 
     def _exchange(self, request: web.Request, body: bytes) -> Exchange:
-        """Describe the request, and keep it if it asks for tokens."""
+        """Describe the request, and record it if it asks for tokens."""
         value = None
         if request.method == "POST" and request.path in _ROUTES:
             with suppress(msgspec.DecodeError):
@@ -180,7 +181,7 @@ class RecordingProxy:
         if not isinstance(value, dict):
             return Exchange(route=request.path, ids=frozenset(), content=(b"", None))
         names = [value.get("rid"), value.get("request_id"), request.headers.get("X-Request-Id")]
-        # april marks the end of the names that it gives to SGLang
+        # april appends a full stop to the ids that it gives to SGLang
         ids = frozenset(n.removesuffix(".") for n in names if isinstance(n, str))
         exchange = Exchange(route=request.path, ids=ids, content=_content(value))
         self.exchanges.append(exchange)
@@ -229,7 +230,7 @@ class RecordingProxy:
             return response
 
     def _hang_up(self, request: web.Request, exchange: Exchange, response: web.StreamResponse) -> web.StreamResponse:
-        """The server is gone: so is this end."""
+        """Abort the client's connection because the server's has failed."""
         exchange.broken = True
         if request.transport is not None:
             request.transport.abort()
@@ -237,7 +238,7 @@ class RecordingProxy:
 
 
 def _content(value: dict[str, Any]) -> tuple[bytes, int | None]:
-    """Prompt ids and seed of a request, on any of the wires."""
+    """Extract the prompt ids and the seed of a request in any of the three formats."""
     prompts = [value[k] for k in ("token_ids", "input_ids", "prompt") if isinstance(value.get(k), list)]
     inner = value.get("sampling_params")
     places = [value, *([inner] if isinstance(inner, dict) else [])]
@@ -246,9 +247,9 @@ def _content(value: dict[str, Any]) -> tuple[bytes, int | None]:
 
 
 def tokens_in(body: bytes, streamed: bool) -> tuple[list[int], int]:
-    """Token ids that an answer of any of the three wires has, and how many were sent beyond the server's own count.
+    """Parse an answer in any of the three formats: (token ids, tokens sent beyond the server's own count).
 
-    Of a stream only complete events count; an answer that is no stream counts whole, or not at all.
+    Of a stream only complete events count; any other answer counts as a whole, or not at all.
     """
     tokens: list[int] = []
     repeated = 0
@@ -269,12 +270,12 @@ def tokens_in(body: bytes, streamed: bool) -> tuple[list[int], int]:
 
 
 def _take(value: Any, tokens: list[int]) -> None:
-    """Add what one answer or event has to the tokens before it."""
+    """Append the tokens of one answer or event to the earlier ones."""
     if not isinstance(value, dict):
         return
     if isinstance(ids := value.get("output_ids"), list):
         total = (value.get("meta_info") or {}).get("completion_tokens")
-        # SGLang repeats everything in each event, unless it was told not to
+        # SGLang repeats all tokens in each event, unless configured otherwise
         if total is not None and len(ids) >= total and ids[: len(tokens)] == tokens:
             tokens[:] = ids
         else:
@@ -289,7 +290,7 @@ def _take(value: Any, tokens: list[int]) -> None:
 
 
 def _counted(value: Any, tokens: list[int]) -> tuple[list[int], int]:
-    """The tokens up to the server's own count, where SGLang gives one, and how many were beyond it."""
+    """Cut the tokens at the server's own count, where SGLang gives one: (tokens, number of tokens beyond it)."""
     meta = value.get("meta_info") if isinstance(value, dict) else None
     total = meta.get("completion_tokens") if isinstance(meta, dict) else None
     if not isinstance(total, int) or total >= len(tokens):

@@ -1,9 +1,9 @@
-"""Tokens of a fake engine, and its records: each request, each chunk that left it, each abort.
+"""Tokens of a fake engine, and its records of requests, chunks and aborts.
 
-Tokens depend on (conversation, sample, position), log-probabilities on (token, version). So a test can compute every
-delivered token again, and a log-probability beside the wrong token or under the wrong version shows.
+Tokens depend on (conversation, sample, position), log-probabilities on (token, version). So a test can recompute every
+delivered token, and notices a log-probability at the wrong token or under the wrong version.
 
-Invariant: a record holds copies. Nothing that happens to a chunk after it left the engine changes what is written here.
+Invariant: a record holds copies. Changes to a chunk after it left the engine do not change the record.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from april.engines.simulated.mixing import MIX1, STEP, splitmix64
 
 
 def conversation(request: Request) -> Int32:
-    """Everything that was said before the response which ``request`` begins or continues; int32 [P]."""
+    """Return the tokens before the response that ``request`` begins or continues; int32 [P]."""
     return request.token_ids[: len(request.token_ids) - request.response_offset]
 
 
 def as_read(request: Request) -> Int32:
-    """The same as a :class:`FakeEngine` reads it: numbers of its own for each attachment, by digest; int32 [P]."""
+    """Return the conversation int32 [P] as a :class:`FakeEngine` reads it: digests give the ids of attachments."""
     ids = conversation(request).copy()
     for placed in request.attached:
         first = int(placed.attachment.digest[:7], 16)
@@ -44,9 +44,9 @@ def fake_response(
     stop_token_ids: Sequence[int] = (),
     banned_ids: Sequence[int] = (),
 ) -> Int32:
-    """The response int32 [length] that a :class:`FakeEngine` gives to a conversation; the last token is the stop.
+    """Return the response int32 [length] of a :class:`FakeEngine` to a conversation; the last token is the stop token.
 
-    ``banned_ids`` are not in it.
+    The response contains none of ``banned_ids``.
     """
     if length < 1:
         raise ValueError(f"a response has at least one token, got length {length}")
@@ -58,21 +58,21 @@ def fake_response(
 
 
 def fake_logprobs(tokens: Sequence[int] | Int32, version: PolicyVersion) -> Float32:
-    """Log-probabilities float32 [T] in (-4, 0] of ``tokens`` [T] under ``version``; the same on every platform."""
+    """Return deterministic log-probabilities float32 [T] in (-4, 0] of ``tokens`` [T] under ``version``."""
     weights = np.array([(version.incarnation << 32) ^ (version.n & 0xFFFFFFFF)], np.uint64) * MIX1
     counter = (np.asarray(tokens, np.int64).astype(np.uint64) + np.uint64(1)) * STEP
     return synthetic_logprobs(splitmix64(counter + weights))
 
 
 class AbortRecord(NamedTuple):
-    """A call of ``abort``; ``attempt_ids`` None means everything."""
+    """A recorded call of ``abort``; ``attempt_ids`` None means all."""
 
     at_s: float
     attempt_ids: tuple[str, ...] | None
 
 
 class HandedOver:
-    """Arrays of the chunks that were handed over for one request."""
+    """The chunks that an engine yielded for one request, and their arrays."""
 
     __slots__ = ()
 
@@ -80,23 +80,23 @@ class HandedOver:
 
     @property
     def count(self) -> int:
-        """Tokens handed over."""
+        """Number of tokens yielded."""
         return sum(len(c.tokens) for c in self.chunks)
 
     @property
     def tokens(self) -> Int32:
-        """Tokens handed over, int32 [T]."""
+        """Tokens yielded, int32 [T]."""
         return np.concatenate([np.empty(0, np.int32), *(c.tokens for c in self.chunks)])
 
     @property
     def logprobs(self) -> Float32:
-        """Log-probabilities handed over, float32 [T]."""
+        """Log-probabilities yielded, float32 [T]."""
         return np.concatenate([np.empty(0, np.float32), *(c.logprobs for c in self.chunks)])
 
 
 @dataclass(slots=True, kw_only=True)
 class AttemptRecord(HandedOver):
-    """A request, and what was handed over for it."""
+    """A request and its answer, as recorded by the engine."""
 
     engine: str
     request: Request
@@ -106,13 +106,13 @@ class AttemptRecord(HandedOver):
     """Time at which each chunk left the engine."""
     ended_s: float | None = None
     end: str = ""
-    """The end: a finish reason, an error, or that the caller left; empty while it runs."""
+    """How the request ended: a finish reason, an error, or that the caller stopped reading; empty while it runs."""
     wrong: str = ""
-    """Kind of the fault that made one of its chunks impossible; april must not deliver any token of it."""
+    """Kind of the fault that made a chunk invalid; april must not deliver any token of this attempt."""
     withheld: int = 0
-    """Tokens that were generated and never handed over."""
+    """Number of tokens that were generated but not yielded."""
     repeated: int = 0
-    """Tokens that were handed over twice."""
+    """Number of tokens that were yielded twice."""
 
     @property
     def attempt_id(self) -> str:
@@ -121,7 +121,7 @@ class AttemptRecord(HandedOver):
 
     @property
     def evaluation(self) -> bool:
-        """True if it belongs to an evaluation, and so to no batch."""
+        """True if the request belongs to an evaluation, and so to no batch."""
         return is_evaluation(self.request.attempt_id)
 
     @property
@@ -132,5 +132,5 @@ class AttemptRecord(HandedOver):
 
 
 def is_evaluation(attempt_id: str) -> bool:
-    """Return whether an attempt id is one of april's evaluations (their numbers have nothing to do with training's)."""
+    """Return True if an attempt id belongs to an evaluation, whose samples are numbered separately from training's."""
     return len(attempt_id) == 32 and attempt_id[16:20] == f"{EVALUATION_MARK:04x}"

@@ -1,6 +1,6 @@
-"""The scheduler on the caller's own event loop, so that a test of rollout and reward functions runs on virtual time.
+"""The scheduler on the caller's own event loop, so that tests of rollout and reward functions can use virtual time.
 
-It is the real scheduler and the real driver; only the background thread is left out.
+It is the real scheduler with the real driver; only the background thread is left out.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from typing import Any, Self, TypeVar
 from april.config.settings import Config
 from april.core.batch import Batch
 from april.core.event_pump import RequestLog
-from april.core.ledger import Ledger
 from april.core.versions import PolicyVersion
 from april.driver.llm import RolloutFunction, single_turn
 from april.driver.loop_thread import LoopThread, Reply, Work
@@ -25,7 +24,7 @@ from april.driver.user_code import inside_user_code, is_async, name_of, refuse_i
 from april.engines.protocol import Engine
 from april.errors import ConfigError, RolloutError, SchedulerClosed
 from april.scheduler import RolloutScheduler, check_functions
-from april.testing.auditing import Audit, audit
+from april.testing.auditing import Audit, Loaded, audit
 from april.testing.fake_engine import FakeEngine
 from april.testing.virtual_clock import VirtualClockLoop
 from april.view.observers import Observers
@@ -36,16 +35,16 @@ _CLOSED = "the rollouts are closed; create new ones"
 
 
 class _SameLoop(LoopThread):
-    """Stands where the scheduler has its background thread, and runs everything where it is called."""
+    """Replaces the scheduler's background thread and runs everything on the caller's loop."""
 
     threads_wake_it = False
 
     def __init__(self) -> None:
         self._open = True
         self._running: dict[asyncio.Task[Any], asyncio.Future[None]] = {}
-        """Callers, with the future that is done when their call has ended."""
+        """Running calls by the task that made them; each future is done when the call has ended."""
         self._cancelled: set[asyncio.Task[Any]] = set()
-        """Callers whose calls close has ended."""
+        """Tasks whose calls were cancelled by close."""
 
     @property
     def alive(self) -> bool:
@@ -91,7 +90,7 @@ class _SameLoop(LoopThread):
             ended.set_result(None)
 
     async def end(self) -> None:
-        """Cancel the calls that still run, and wait for their ends; who made them is told that it is closed."""
+        """Cancel the running calls and wait until they end; their callers get SchedulerClosed."""
         calls = dict(self._running)
         self._cancelled.update(calls)
         for task in calls:
@@ -131,7 +130,7 @@ class _SameLoopScheduler(RolloutScheduler):
 
 
 class Rollouts:
-    """The methods of :class:`april.RolloutScheduler`, awaited on the loop that made it; see :func:`rollouts`."""
+    """The methods of :class:`april.RolloutScheduler`, awaited on the current loop; created by :func:`rollouts`."""
 
     def __init__(self, scheduler: _SameLoopScheduler) -> None:
         self._scheduler = scheduler
@@ -139,6 +138,7 @@ class Rollouts:
         self._loop = scheduler.loop
         self.batches: list[Batch] = []
         """Every batch that :meth:`next_batch` has returned."""
+        self._loaded: Loaded | None = None
 
     @property
     def requests(self) -> RequestLog:
@@ -146,25 +146,26 @@ class Rollouts:
         return self._driver.requests
 
     async def next_batch(self) -> Batch:
-        """The next batch; errors and cancellation as in ``RolloutScheduler.anext_batch``."""
+        """Return the next batch; errors and cancellation are as in ``RolloutScheduler.anext_batch``."""
         batch = await self._scheduler.anext_batch()
         self.batches.append(batch)
         return batch
 
     async def weight_update(
-        self, path: str | None = None, transfer: Callable[[], Any] | None = None, trained: int | None = None
-    ) -> PolicyVersion:
-        """Commit the batch ``trained`` (None means the oldest that is out) and raise the version.
+        self, path: str | None = None, transfer: Callable[[], Any] | None = None, trained: int | None = None,
+        label: int | None = None,
+    ) -> PolicyVersion:  # fmt: skip
+        """Commit the batch ``trained`` (None: the oldest delivered one) and raise the version, to ``label`` if given.
 
         ``transfer``, plain or async, runs while engines are paused.
 
         Raises:
-            ConfigError: neither is given, and an engine is behind a server; nothing has happened.
-            EngineError: an engine could not be paused or could not load; the version stays. Ask again later.
+            ConfigError: an engine is behind a server, but neither path nor transfer is given; nothing has happened.
+            EngineError: an engine could not be paused or could not load; the version stays. Call it again later.
         """
 
         if transfer is None:
-            return await self._loop.run_async(self._driver.update_weights(path, trained=trained))
+            return await self._loop.run_async(self._driver.update_weights(path, trained=trained, label=label))
 
         async def hand_over() -> None:
             with inside_user_code():
@@ -172,61 +173,37 @@ class Rollouts:
                 if inspect.isawaitable(result):
                     await result
 
-        return await self._loop.run_async(self._driver.update_weights(path, hand_over, trained))
-
-    def commit(self, batch_id: int) -> None:
-        """As ``RolloutScheduler.commit``."""
-        self._driver.commit(batch_id)
-
-    def state_dict(self, trained_through: int | None = None) -> dict[str, Any]:
-        """As ``RolloutScheduler.state_dict``."""
-        return self._scheduler.state_dict(trained_through)
+        return await self._loop.run_async(self._driver.update_weights(path, hand_over, trained, label=label))
 
     async def load_state_dict(self, state: dict[str, Any], path: str | None = None) -> PolicyVersion:
-        """As ``RolloutScheduler.load_state_dict``, in rollouts that are new."""
-        return await self._loop.run_async(self._driver.load_state_dict(state, path))
+        """Load a state as ``RolloutScheduler.load_state_dict`` does, into newly created rollouts."""
+        version = await self._loop.run_async(self._driver.load_state_dict(state, path))
+        self._loaded = Loaded(self._driver.core)
+        return version
 
     async def evaluate(self, prompts: Iterable[Any], **sampling: Any) -> EvaluationResult:
-        """As ``RolloutScheduler.evaluate``."""
+        """Evaluate as ``RolloutScheduler.evaluate`` does."""
         return await self._scheduler.aevaluate(prompts, **sampling)
 
     def audit(self) -> Audit:
-        """:func:`april.testing.audit` of everything so far, ledger included; the engines must be fake ones.
+        """Run :func:`april.testing.audit` on everything so far, with the ledger; all engines must be fake ones.
 
         Raises:
-            AuditError: what was delivered is not what the engines handed over, or the ledger disagrees.
+            AuditError: the batches differ from what the engines yielded, or the ledger disagrees.
         """
         engines = [engine for engine in self.engines if isinstance(engine, FakeEngine)]
         if len(engines) < len(self.engines):
             raise ConfigError("an audit needs the records of fake engines; these rollouts have others too")
-        return audit(self.batches, engines, self.ledger())
-
-    @property
-    def version(self) -> PolicyVersion:
-        """The current policy version."""
-        return self._scheduler.version
-
-    @property
-    def engines(self) -> list[Engine]:
-        """The engine objects."""
-        return self._scheduler.engines
+        return audit(self.batches, engines, self.ledger(), loaded=self._loaded)
 
     @property
     def scheduler(self) -> RolloutScheduler:
-        """The scheduler inside, for what this facade does not show; its blocking calls raise RolloutError."""
+        """The underlying scheduler; its blocking calls raise RolloutError."""
         return self._scheduler
 
-    def ledger(self) -> dict[str, Ledger]:
-        """Copies of the token and the prompt ledger."""
-        return self._scheduler.ledger()
-
-    def validate(self) -> None:
-        """Cross-check all of april's books now; raises InvariantError."""
-        self._scheduler.validate()
-
-    def story(self, group: int, index: int) -> str:
-        """Return the history of one sample, one line per transition."""
-        return self._scheduler.story(group, index)
+    def __getattr__(self, name: str) -> Any:
+        """Delegate non-waiting attributes to the scheduler: ``version``, ``engines``, ``ledger``, ``story``, ..."""
+        return getattr(self._scheduler, name)
 
     def __repr__(self) -> str:
         return f"<Rollouts {self._driver.core!r}>"
@@ -259,17 +236,17 @@ def rollouts(
     check: bool = True,
     **options: Any,
 ) -> Rollouts:
-    """The real scheduler on the running loop, virtual or real; arguments as for :class:`april.RolloutScheduler`.
+    """Create the real scheduler on the running loop, virtual or real; arguments as for :class:`april.RolloutScheduler`.
 
-    Plain reward functions and filters run on the loop as well, at once and without a thread: a virtual clock waits for
-    no thread. So a rollout function must be async on a virtual clock.
-    ``check`` is on: all of april's books are cross-checked after every event. Use it as ``async with rollouts(...)``.
+    Plain reward functions and filters run directly on the loop, not in a thread, since a virtual clock waits for no
+    thread. For the same reason a rollout function must be async on a virtual clock. ``check`` cross-checks april's
+    whole state after every event. Use it as ``async with rollouts(...)``.
 
     Raises:
-        ConfigError: as RolloutScheduler; or a plain rollout function on a virtual clock.
+        ConfigError: as for RolloutScheduler; or a plain rollout function on a virtual clock.
     """
     if isinstance(config, Config):
-        check_functions(config, rollout, reward, group_reward, filter)  # as they were given
+        check_functions(config, rollout, reward, group_reward, filter)  # check the functions before they are wrapped
     if isinstance(asyncio.get_running_loop(), VirtualClockLoop) and not is_async(rollout):
         raise ConfigError(
             f"rollout: {name_of(rollout)} is a plain function, which runs in a thread, and a virtual clock waits for "
@@ -290,7 +267,7 @@ def rollouts(
 
 
 def _on_the_loop(function: Callable[..., Any] | None) -> Callable[..., Awaitable[Any]] | None:
-    """A plain function as a coroutine function; whatever is no function is refused further on."""
+    """Wrap a plain function as a coroutine function; anything that is not callable is refused later."""
     if function is None or not callable(function):
         return function
 

@@ -1,10 +1,10 @@
-"""An asyncio event loop on virtual time: waiting takes no time, and the same program always runs in the same order.
+"""An asyncio event loop on virtual time: waiting takes no real time, and a program always runs in the same order.
 
-Invariant: ``loop.time()`` moves only when no callback is ready, and then to the exact time of the next timer; no
+Invariant: ``loop.time()`` advances only when no callback is ready, and then to the exact time of the next timer; no
 callback runs before its time. So a timer one float above t runs after everything that happens at t.
 
-A virtual loop has no sockets, pipes, signals, processes or other threads to wait for. Where a real loop would hang
-because nothing is scheduled, it raises ``VirtualDeadlock`` and names the tasks that wait.
+A virtual loop cannot wait for sockets, pipes, signals, processes or other threads. Where a real loop would hang
+because nothing is scheduled, it raises ``VirtualDeadlock`` and names the waiting tasks.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ _TASKS_NAMED = 12
 
 
 class VirtualDeadlock(AprilError, RuntimeError):
-    """Every task waits for something that nothing scheduled can bring about, or the time limit is over."""
+    """Raised if all tasks wait and nothing is scheduled, or if the time limit is exceeded."""
 
 
 class _NoFiles(selectors.BaseSelector):
-    """The selector of a loop that never sleeps: it moves the clock instead."""
+    """A selector that never sleeps, but advances the virtual clock instead."""
 
     def __init__(self, loop: VirtualClockLoop) -> None:
         self._loop = loop
@@ -49,11 +49,12 @@ class _NoFiles(selectors.BaseSelector):
 class VirtualClockLoop(asyncio.SelectorEventLoop):
     """Event loop whose clock starts at ``start_s`` and jumps to the next timer.
 
-    Overrides private hooks of asyncio's base loop (``_make_self_pipe``, ``_scheduled``); tested on Python 3.11 to 3.13.
+    Overrides private hooks of asyncio's base loop (``_make_self_pipe``, ``_scheduled``); tested on Python 3.11 to
+    3.13.
     """
 
     threads_wake_it = False
-    """Other threads may not call something on it while it waits: it never does."""
+    """False, as other threads cannot wake this loop by scheduling a callback: it never sleeps."""
 
     def __init__(self, start_s: float = 0.0, limit_s: float = math.inf) -> None:
         self._virtual_now = start_s
@@ -62,11 +63,11 @@ class VirtualClockLoop(asyncio.SelectorEventLoop):
         self._set_resolution()
 
     def time(self) -> float:
-        """Virtual seconds."""
+        """Return the virtual time in seconds."""
         return self._virtual_now
 
     def _jump(self) -> None:
-        """Nothing is ready: go to the next timer, or say what everybody waits for."""
+        """Advance to the next timer when nothing is ready; raise VirtualDeadlock if there is none."""
         timers: list[asyncio.TimerHandle] = self._scheduled  # type: ignore[attr-defined]  # base loop's heap
         if not timers:
             raise VirtualDeadlock(
@@ -99,27 +100,27 @@ class VirtualClockLoop(asyncio.SelectorEventLoop):
         return f"{len(tasks)} tasks wait: {'; '.join(lines)}{more}"
 
     def _make_self_pipe(self) -> None:
-        """No pipe: nobody can wake a loop that never sleeps."""
+        """Create no pipe: a loop that never sleeps needs no waking."""
 
     def _close_self_pipe(self) -> None:
-        """Nothing to close."""
+        """Do nothing: there is no pipe."""
 
     async def subprocess_exec(self, *args: Any, **options: Any) -> NoReturn:
-        """Not supported, as on Windows with a selector loop; refused before there is a process."""
+        """Refuse before a process is started, as asyncio's selector loop does on Windows."""
         raise NotImplementedError("a virtual loop waits for no process")
 
     subprocess_shell = subprocess_exec
 
     def add_signal_handler(self, sig: int, callback: Callable[..., object], *args: object) -> None:
-        """Not supported, as on Windows."""
+        """Refuse, as asyncio does on Windows."""
         raise NotImplementedError("a virtual loop handles no signals")
 
     def _write_to_self(self) -> None:
-        """``call_soon_threadsafe`` has queued the callback already; the loop is running, so it will see it."""
+        """Do nothing: ``call_soon_threadsafe`` has queued the callback, and the running loop will find it."""
 
 
 def run_virtual(coro: Coroutine[Any, Any, _T], *, start_s: float = 0.0, limit_s: float = 30 * 86_400.0) -> _T:
-    """Run ``coro`` to its end on a new virtual loop, as ``asyncio.run`` would on a real one, and return its result.
+    """Run ``coro`` on a new virtual loop, as ``asyncio.run`` does on a real one, and return its result.
 
     Raises:
         VirtualDeadlock: all tasks wait and nothing is scheduled, or ``limit_s`` virtual seconds have passed.

@@ -1,1 +1,1 @@
-"""Seeing a run: the progress line and exporters while it works, ``april watch`` and ``april report`` on its record."""
+"""Shows runs to people: the progress line and exporters while a run works, ``april watch`` and ``april report``."""

@@ -1,4 +1,4 @@
-"""Bars on a terminal for what takes a while (rich)."""
+"""Progress bars on a terminal (rich)."""
 
 from __future__ import annotations
 
@@ -10,18 +10,19 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 Begin = Callable[[str, int], Callable[..., None]]
-"""Begin something of so many steps: the result is called with the steps done, and ``total=`` and ``note=`` if known."""
+"""Starts a bar for (name, total steps) and returns its update function: ``update(done, total=None, note="")``."""
 
 EVERY_S = 10.0
-"""Time between two lines where no bar can be drawn."""
+"""Seconds between two printed lines where no bar can be drawn."""
 
 
 @contextmanager
 def bars(
     console: Console, width: int = 14, *, transient: bool = True, now: Callable[[], float] = time.monotonic
 ) -> Iterator[Begin]:
-    """Draw a bar for everything that is begun, behind its name of ``width`` characters; a line now and then where
-    standard output is no terminal. ``now`` is a clock in seconds.
+    """Yield a function that starts a progress bar and returns its update function; names fill ``width`` characters.
+
+    Where the console is no terminal, lines are printed now and then. ``now`` is a clock in seconds.
     """
     with Progress(
         TextColumn(f"{{task.description:<{width}}}"), BarColumn(bar_width=28), MofNCompleteColumn(),

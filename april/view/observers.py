@@ -1,4 +1,4 @@
-"""The observers of a scheduler at work: the progress line and exporters. None of them can hold it up."""
+"""Shows a running scheduler to people: its progress line and its exporters. Neither can hold up the scheduler."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ from april.view.progress import Tell, progress_on
 log = logging.getLogger("april")
 
 MOST_WAITING = 1000
-"""Batches that wait for an exporter that hangs; more are left out."""
+"""Largest number of batches that wait for a slow exporter; further ones are not exported."""
 CLOSE_PATIENCE_S = 10.0
-"""Longest wait for an exporter at the end."""
+"""Longest wait in seconds for an exporter when the scheduler closes."""
 
 
 class Observers:
-    """The observers of one scheduler; takes the scheduler's own arguments and says what is wrong with them.
+    """Holds one scheduler's progress line and exporters. Raises ConfigError for wrong arguments of the scheduler.
 
-    It holds the driver and not the scheduler, which would never be dropped while requests run.
+    It refers to the driver and not to the scheduler, which could otherwise not be freed while requests run.
     """
 
     driver: RolloutDriver
-    """Set before anybody waits."""
+    """The scheduler's driver; set before the first wait."""
 
     def __init__(
         self, config: Config, progress: Any, exporters: Sequence[Exporter], sample_texts: int,
@@ -57,18 +57,18 @@ class Observers:
         self._progress = progress_on(progress, self._ask) if thread.threads_wake_it else None
 
     def waiting(self) -> AbstractContextManager[None]:
-        """Show the progress line while the trainer waits for a batch."""
+        """Return a context manager that shows the progress line while the trainer waits for a batch."""
         return nullcontext() if self._progress is None else self._progress.shown()
 
     def delivered(self, batch: Batch) -> None:
-        """Hand a batch to the exporters; runs on the loop, so it does only what takes no time."""
+        """Queue a batch for the exporters. Runs on the event loop, so the export itself happens in other threads."""
         if self._feeds:
             samples = choose_samples(batch, self._texts)
             for feed in self._feeds:
                 feed.put(batch.id, batch.metrics, samples)
 
     def close(self) -> None:
-        """Wait until everything is logged, for a few seconds at most."""
+        """Close all exporters and wait until they have logged everything, each at most :data:`CLOSE_PATIENCE_S`."""
         for feed in self._feeds:
             feed.begin_to_close()
         for feed in self._feeds:
@@ -76,22 +76,22 @@ class Observers:
 
     @property
     def ends(self) -> list[Callable[[], None]]:
-        """Functions that end the exporters without waiting for them; none of them holds the driver."""
+        """Functions that close the exporters without waiting for them; none refers to the driver."""
         return [feed.begin_to_close for feed in self._feeds]
 
     def _ask(self, tell: Tell) -> None:
         def look() -> None:
             driver = self.driver
-            driver.local.streams.catch_up()  # tokens that have arrived and wait to be read
+            driver.local.streams.catch_up()  # count tokens that have arrived but are not read yet
             tell(driver.now(), standing_of(driver.core, driver.long_waits.waited_s))
 
         self._thread.call_later(look)
 
 
 class Feed:
-    """The thread of one exporter: nothing waits for it and no failure ends it.
+    """Runs one exporter in a thread of its own, so that nothing waits for it.
 
-    The first failure is logged as a warning, and the exporter gets the next batch anyway.
+    An exporter that fails gets the next batch anyway; its first failure is logged as a warning.
     """
 
     def __init__(
@@ -105,19 +105,19 @@ class Feed:
         self._closing = self._warned = self._waited_for = self._slow = False
         self._left_out = 0
         self._busy: tuple[int, float] | None = None
-        """The step that the exporter works on, and since when."""
+        """Step that the exporter works on, and the monotonic time at which it began; None if it is idle."""
 
     def put(self, step: int, metrics: Mapping[str, float], samples: Sequence[DeliveredSample]) -> None:
-        """Queue a batch and those of its samples that are to be shown as text; does not wait."""
+        """Queue a batch's metrics, with the samples whose text is to be logged; returns at once."""
         self._warn_if_slow()
         with self._lock:
             if self._closing or self._waiting.qsize() >= MOST_WAITING:
                 self._left_out += 1
             else:
-                self._queue((step, dict(metrics), samples))  # a copy: the trainer may write into the batch's own
+                self._queue((step, dict(metrics), samples))  # a copy: the trainer may change batch.metrics
 
     def _queue(self, item: tuple[int, Mapping[str, float], Sequence[DeliveredSample]] | None) -> None:
-        """Queue a batch, or None for the end; the first one starts the thread, which alone uses the exporter."""
+        """Queue a batch, or None to close. The first item starts the thread; only this thread calls the exporter."""
         self._waiting.put(item)
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name=f"april-{self._name}", daemon=True)
@@ -134,14 +134,14 @@ class Feed:
         )  # fmt: skip
 
     def begin_to_close(self) -> None:
-        """Take no more batches; the thread logs those that wait and closes the exporter. Does not wait."""
+        """Accept no more batches. The thread logs those in the queue and closes the exporter; returns at once."""
         with self._lock:
             if not self._closing:
                 self._closing = True
                 self._queue(None)
 
     def close(self) -> None:
-        """Wait until all batches are logged and the exporter is closed, for a few seconds at most."""
+        """Close the exporter and wait until all its batches are logged, at most :data:`CLOSE_PATIENCE_S`."""
         self.begin_to_close()
         if self._waited_for:
             return
@@ -149,7 +149,7 @@ class Feed:
             self._thread.join(CLOSE_PATIENCE_S)
             if self._thread.is_alive():
                 log.warning("exporter %s does not end; the run ends without it", self._name)
-        self._waited_for = True  # not before: an interrupted wait is made again
+        self._waited_for = True  # set after the wait, so that an interrupted close waits again
         if self._left_out:
             log.warning("exporter %s was too slow: %d batches did not reach it", self._name, self._left_out)
 
@@ -161,7 +161,7 @@ class Feed:
                 self._exporter.log(metrics, step)
                 if samples and self._detokenizer is not None:
                     self._exporter.log_texts(texts_of(samples, self._detokenizer), step)
-            except BaseException as error:  # SystemExit too: the thread is april's, and the next batch comes
+            except BaseException as error:  # SystemExit too: it must not end april's thread
                 self._failed(f"step {step}", error)
             self._busy = None
         try:

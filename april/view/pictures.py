@@ -1,7 +1,7 @@
-"""The pictures of a report, each in three widths: for a laptop, two runs side by side, and a phone.
+"""Draws the pictures of a report as SVG, each in three widths: for a laptop, two runs side by side, and a phone.
 
-matplotlib draws SVG without a script. It gets a colour of each :class:`Ink`, which nothing else has, and the page's CSS
-says what it looks like: one picture serves a light and a dark page.
+matplotlib draws with a unique placeholder colour for each :class:`Ink`. The placeholders are then replaced by CSS
+variables, so one picture serves a light and a dark page. A place is a request slot of an engine.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ if TYPE_CHECKING:
 
 Floats = NDArray[np.float64]
 WIDTHS = {"wide": 9.6, "middle": 6.4, "narrow": 4.2}
-"""Inches."""
+"""Width of a picture in inches, by the kind of screen."""
 POINTS = {"wide": 480, "middle": 320, "narrow": 200}
-"""Points of a curve over time; more could not be seen."""
+"""Number of points of a curve over time, by the kind of screen; more could not be told apart."""
 COLUMNS = {"wide": 6, "middle": 4, "narrow": 2}
-"""Columns of a legend."""
+"""Number of columns of a legend, by the kind of screen."""
 DETAIL = 6
-"""Number of latest steps that are shown from near."""
+"""Number of latest steps in the close-up picture."""
 
 
 class Ink(Enum):
@@ -61,19 +61,19 @@ class Ink(Enum):
 
     @property
     def hex(self) -> str:
-        """The placeholder for matplotlib."""
+        """The placeholder colour that matplotlib draws with."""
         return self.value[0]
 
     @property
     def variable(self) -> str:
-        """The variable of CSS."""
+        """The name of the CSS variable."""
         return f"--{self.name.lower().replace('_', '-')}"
 
 
 AGES = (Ink.AGE0, Ink.AGE1, Ink.AGE2, Ink.AGE3, Ink.AGE4)
 CAUSES = tuple(ink for ink in Ink if ink.name.startswith("CAUSE"))
 BELOW_AXES = -0.42
-"""Height of the numbers and words of an axis, in inches."""
+"""Offset of the legend from the bottom of the axes, in inches; it leaves room for tick labels and axis label."""
 _HEX = re.compile("|".join(ink.hex for ink in Ink))
 _BY_HEX = {ink.hex: f"var({ink.variable})" for ink in Ink}
 IDLE = {
@@ -84,19 +84,19 @@ IDLE = {
     Idle.PROMPTS: ("drawn, or ended", CAUSES[7]), Idle.HELD: ("max_held_tokens", CAUSES[8]),
     Idle.PAUSE: ("", CAUSES[9]),
 }  # fmt: skip
-"""Meaning and colour, by cause."""
+"""Meaning and colour of each cause for which places are idle."""
 MARKED = 24
-"""Most points of a curve that have marks: a curve of one point would not be seen."""
+"""Largest number of points of a curve that is drawn with markers; without one a single point would be invisible."""
 
 
 def words_of(cause: Idle) -> str:
-    """Return the words for a cause: the name of its metric without ``idle_``, and its meaning."""
+    """Return the label of an idle cause: its metric's name without ``idle_``, and its meaning."""
     meant, _ = IDLE[cause]
     return f"{cause}: {meant}" if meant else str(cause)
 
 
 def in_all_widths(name: str, what: str, height: float, draw: Callable[[Any, str], None]) -> str:
-    """Return a picture in all widths, of which the page shows one."""
+    """Return a picture as HTML in all widths. The page's CSS shows the one that fits."""
     out = []
     for kind, width in WIDTHS.items():
         figure = new_figure(width, height)
@@ -106,7 +106,7 @@ def in_all_widths(name: str, what: str, height: float, draw: Callable[[Any, str]
 
 
 def places(run: RunData, name: str) -> str:
-    """Draw busy places over the whole run, by the age of what they generate."""
+    """Draw the busy places over the whole run, coloured by the age of the responses that they generate."""
 
     def draw(figure: Any, kind: str) -> None:
         axes = figure.add_subplot()
@@ -119,7 +119,7 @@ def places(run: RunData, name: str) -> str:
 
 
 def detail(run: RunData, name: str) -> str:
-    """Draw the latest steps, with deliveries and weight updates; empty with fewer than two batches."""
+    """Draw a close-up of the latest steps, with deliveries and weight updates; empty with fewer than two batches."""
     ends = [batch.time_s for batch in run.batches]
     if len(ends) < 2:
         return ""
@@ -143,7 +143,7 @@ def detail(run: RunData, name: str) -> str:
 
 
 def draw_places(axes: Axes, run: RunData, since: float, until: float, points: int) -> None:
-    """Draw busy places between two times (s), by the age of what they generate."""
+    """Draw the busy places between two times in seconds, coloured by the age of the responses that they generate."""
     edges = np.linspace(since, max(until, since + 1e-6), points + 1)
     shown, below = _by_age(run), np.zeros(points)
     there = run.there
@@ -159,7 +159,7 @@ def draw_places(axes: Axes, run: RunData, since: float, until: float, points: in
 
 
 def _by_age(run: RunData) -> list[tuple[str, Ink, NDArray[np.bool_]]]:
-    """Return (words, colour, requests) by age, evaluations last."""
+    """Return (label, colour, mask of requests [R]) for each age, and for evaluations at the end."""
     out = []
     for age, ink in enumerate(AGES):
         last = age == len(AGES) - 1
@@ -173,7 +173,7 @@ def _by_age(run: RunData) -> list[tuple[str, Ink, NDArray[np.bool_]]]:
 
 
 def _over_steps(batches: Sequence[Batch], metric: str, points: int) -> tuple[Floats, Floats]:
-    """Return (step numbers, values), averaged where there are more steps than can be seen."""
+    """Return (step numbers, values) of a metric, averaged down to ``points`` if there are more steps."""
     values = np.array([batch.metrics.get(metric, np.nan) for batch in batches], np.float64)
     steps = np.array([batch.id for batch in batches], np.float64)
     if len(values) <= points:
@@ -184,12 +184,12 @@ def _over_steps(batches: Sequence[Batch], metric: str, points: int) -> tuple[Flo
 
 
 def _edges(steps: Floats) -> Floats:
-    """Return the edges half way between the numbers."""
+    """Return the edges of bars around the step numbers: half way between neighbours."""
     return np.concatenate((steps[:1] - 0.5, (steps[1:] + steps[:-1]) / 2, steps[-1:] + 0.5))
 
 
 def time_shares(run: RunData, name: str) -> str:
-    """Draw the share of places x time, batch by batch: busy, or empty and why."""
+    """Draw, batch by batch, the share of places x time that was busy, and that was idle for each cause."""
     batches = run.batches
 
     def draw(figure: Any, kind: str) -> None:
@@ -238,7 +238,7 @@ def rewards(run: RunData, name: str) -> str:
 
 
 def _trailing_mean(values: Floats, window: int) -> Floats:
-    """Return the mean of each value and those before it, ``window`` in all; NaN is left out."""
+    """Return the running mean of each value and its predecessors, ``window`` values in all; NaN is left out."""
     there = np.isfinite(values)
     sums = np.concatenate(((0.0,), np.cumsum(np.where(there, values, 0.0))))
     counts = np.concatenate(((0,), np.cumsum(there)))
@@ -249,7 +249,7 @@ def _trailing_mean(values: Floats, window: int) -> Floats:
 
 
 def staleness(run: RunData, name: str) -> str:
-    """Draw off-policy share and staleness, batch by batch."""
+    """Draw the off-policy share and the staleness, batch by batch."""
 
     def draw(figure: Any, kind: str) -> None:
         wide = kind != "narrow"
@@ -282,7 +282,7 @@ def staleness(run: RunData, name: str) -> str:
 
 
 def lengths(run: RunData, name: str) -> str:
-    """Draw the lengths of the responses that were finished, and of those in batches."""
+    """Draw histograms of the lengths of finished responses and of the responses in batches; empty without any."""
     trained = np.array([length for batch in run.batches for length in batch.lengths], np.float64)
     finished = run.finished[run.finished > 0].astype(np.float64)
     both_of = np.concatenate((trained, finished))
@@ -314,14 +314,14 @@ def lengths(run: RunData, name: str) -> str:
 
 
 def css() -> str:
-    """Return the CSS of the colours on both kinds of page."""
+    """Return the CSS that defines the colours of a light and a dark page."""
     light = "".join(f"{ink.variable}:{ink.value[1]};" for ink in Ink)
     dark = "".join(f"{ink.variable}:{ink.value[2]};" for ink in Ink)
     return f":root{{{light}}}\n@media (prefers-color-scheme: dark){{:root{{{dark}}}}}"
 
 
 def new_figure(width: float, height: float) -> Figure:
-    """Return a figure of so many inches, without a background."""
+    """Return a matplotlib figure of this size in inches, without a background."""
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
@@ -332,7 +332,7 @@ def new_figure(width: float, height: float) -> Figure:
 
 
 def dress(axes: Axes, title: str = "", x: str = "", y: str = "") -> None:
-    """Give axes words and lines in the page's colours."""
+    """Set the title and labels of axes, and draw text and lines in the page's colours."""
     axes.patch.set_visible(False)
     axes.set_title(title, loc="left", fontsize=10, color=Ink.TEXT.hex)
     axes.set_xlabel(x, fontsize=9, color=Ink.SOFT.hex)
@@ -365,7 +365,7 @@ def legend(axes: Axes, columns: int) -> None:
 
 
 def svg_of(figure: Figure, name: str, what: str) -> str:
-    """Return an ``<svg>`` element; ``name`` keeps its ids apart from others, ``what`` describes it to the blind."""
+    """Return a figure as an ``<svg>`` element. ``name`` makes its ids unique, ``what`` is its aria-label."""
     from matplotlib import rc_context
 
     out = io.StringIO()

@@ -1,6 +1,6 @@
-"""The progress line within ``next_batch`` and in ``april watch``, drawn by rich's own thread, or written now and then.
+"""The progress line of ``next_batch`` and ``april watch``. A thread of rich redraws it, or it is printed now and then.
 
-Invariant: whatever happens to the terminal, the wait for the batch does not hear of it.
+Invariant: no failure of the terminal reaches the caller who waits for a batch.
 """
 
 from __future__ import annotations
@@ -27,26 +27,26 @@ if TYPE_CHECKING:
 log = logging.getLogger("april")
 
 WINDOW_S = 10.0
-"""Tokens per second are a mean over so long."""
+"""Seconds over which tokens per second are averaged."""
 LEAST_WAIT_S = 3.0
-"""Length of a wait from which on the line shows it."""
+"""Shortest wait in seconds whose length is shown on the line."""
 PER_SECOND = 1.0
-"""Frequency at which the line is drawn and the loop is asked for the state of the run."""
+"""Times per second that the line is redrawn and the event loop is asked for the state of the run."""
 WRITTEN_AFTER_S = 10.0
-"""Length of a wait after which a line is written where none can be drawn; the next ones take twice as long each."""
+"""Seconds of waiting before the first line is printed where none can be redrawn; each next pause is twice as long."""
 ANSWER_S = 1.0
-"""Longest wait for the state of the run, before an older one is written."""
+"""Longest wait in seconds for the current state of the run; after that the last known state is printed."""
 _SHOWN = threading.Lock()
-"""A process shows one line at a time."""
+"""Held while a line is shown: a process shows one at a time."""
 
 Tell = Callable[[float, Standing], None]
 
 
 class Line:
-    """The state of a run on one line, the most important first.
+    """Formats the state of a run as one line, the most important facts first.
 
     Args:
-        window_s: length of time over which tokens per second are averaged.
+        window_s: seconds over which tokens per second are averaged.
     """
 
     def __init__(self, window_s: float = WINDOW_S) -> None:
@@ -56,9 +56,9 @@ class Line:
         self._began = self._waits_since = 0.0
 
     def add(self, time_s: float, standing: Standing) -> None:
-        """Add the state of the run at a time; times do not go back."""
+        """Add the state of the run at ``time_s``, which must not decrease from call to call."""
         if self._latest is not None and standing.observed < self._latest.observed:
-            self._seen.clear()  # another state was loaded
+            self._seen.clear()  # a saved state was loaded
         if self._latest is None or standing.step != self._latest.step:
             self._began = self._waits_since = time_s
         elif standing.waits != self._latest.waits:
@@ -71,7 +71,7 @@ class Line:
 
     @property
     def tokens_per_s(self) -> float | None:
-        """Tokens per second lately; None if too little was seen."""
+        """Tokens per second over the latest window; None with fewer than two states."""
         if len(self._seen) < 2 or (passed := self._seen[-1][0] - self._seen[0][0]) <= 0:
             return None
         return (self._seen[-1][1] - self._seen[0][1]) / passed
@@ -79,8 +79,8 @@ class Line:
     def __str__(self) -> str:
         return self.at(self._seen[-1][0]) if self._seen else ""
 
-    def at(self, time_s: float) -> str:
-        """Return the line at a time since which nothing else was seen."""
+    def at(self, time_s: float, *, over: bool = False) -> str:
+        """Return the line as of ``time_s``, by the latest state. ``over``: the run is known to have ended."""
         now = self._latest
         if now is None:
             return ""
@@ -91,14 +91,15 @@ class Line:
         parts.append(f"{now.in_flight} in flight")
         if now.partials:
             parts.append(f"{now.partials} partial, oldest {now.oldest} update{'' if now.oldest == 1 else 's'}")
-        if now.waits != Waits.RESPONSES:  # which need not be said
+        if now.waits != Waits.RESPONSES:  # the usual wait is not worth a mention
             waited = time_s - self._waits_since
-            parts.append(f"waits for {clean(now.waits, 100)}{f' ({waited:.0f} s)' if waited >= LEAST_WAIT_S else ''}")
+            verb = "waited" if over else "waits"
+            parts.append(f"{verb} for {clean(now.waits, 100)}{f' ({waited:.0f} s)' if waited >= LEAST_WAIT_S else ''}")
         return "  ".join(parts)
 
 
 def short(number: float) -> str:
-    """Return about this number in at most five characters."""
+    """Format a number in at most five characters, such as 12.3k."""
     for least, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
         if number >= least:
             return f"{number / least:.1f}{letter}" if number < 100 * least else f"{number / least:.0f}{letter}"
@@ -106,11 +107,11 @@ def short(number: float) -> str:
 
 
 class Progress:
-    """The line on one console.
+    """Redraws the progress line on a rich console.
 
     Args:
         console: console on which the line is shown.
-        ask: called in any thread; has ``tell`` called soon with the state of the run.
+        ask: function that may be called in any thread and soon passes the state of the run to its argument ``tell``.
     """
 
     def __init__(self, console: Console, ask: Callable[[Tell], None]) -> None:
@@ -118,14 +119,14 @@ class Progress:
 
     @contextmanager
     def shown(self) -> Iterator[None]:
-        """Show the line inside; it is gone afterwards."""
+        """Show the line inside the ``with`` block; it is erased afterwards."""
         if not _SHOWN.acquire(blocking=False):
             yield
             return
         try:
             from rich.live import Live
 
-            # the trainer's own streams are left alone: what it prints is not to go through rich
+            # the trainer's own prints must not pass through rich, so its streams are not redirected
             live = Live(
                 console=self._console, get_renderable=_Wait(self._ask).drawn, refresh_per_second=PER_SECOND,
                 transient=True, redirect_stdout=False, redirect_stderr=False,
@@ -140,20 +141,20 @@ class Progress:
 
 
 class WrittenLines:
-    """Lines on standard error, where none can be drawn over and over: a file, a pipe, or no rich.
+    """Prints lines to standard error where a line cannot be redrawn: it is a file or a pipe, or rich is missing.
 
-    A wait writes its first one when it has become long, and further ones ever more rarely.
+    The first line comes once a wait has become long, further ones at growing intervals.
     """
 
     def __init__(self, ask: Callable[[Tell], None]) -> None:
         self._ask = ask
         self._goes_on: threading.Lock | None = None
-        """Held while the present wait goes on."""
+        """Held while the current wait lasts."""
 
     @contextmanager
     def shown(self) -> Iterator[None]:
-        """Write lines while the wait inside goes on."""
-        # a bare lock and thread: an interrupt inside Event or Thread.start breaks them, and hides the interrupt
+        """Print lines while the ``with`` block runs."""
+        # a bare lock and thread: a KeyboardInterrupt inside Event or Thread.start would break them and get lost
         goes_on = self._goes_on = threading.Lock()
         goes_on.acquire()
         try:
@@ -176,21 +177,21 @@ class WrittenLines:
 
 
 class _Wait:
-    """The line of one wait: the state is asked for when the line is drawn, and shown the next time."""
+    """The line of one wait. Each drawing asks for the run's state, which the next drawing shows."""
 
     def __init__(self, ask: Callable[[Tell], None]) -> None:
         self._ask, self._line, self._text = ask, Line(), ""
         self._asked = False
-        """Set while an answer is due: a loop that is busy is not asked twice."""
+        """True while an answer is due, so that a busy event loop is not asked twice."""
 
     def drawn(self) -> Any:
-        """Return the line for rich, in its thread."""
+        """Return the line as rich's Text; called in rich's thread."""
         from rich.text import Text
 
         return Text(self.look(), no_wrap=True, overflow="ellipsis")
 
     def look(self) -> str:
-        """Return the line by the latest answer, and ask for the next one."""
+        """Return the line made from the latest answer, and ask for the next state."""
         if not self._asked:
             self._asked = True
             self._ask(self._answered)
@@ -202,10 +203,10 @@ class _Wait:
 
 
 def progress_on(wanted: Any, ask: Callable[[Tell], None]) -> Progress | WrittenLines | None:
-    """Return what shows how a wait stands; ``wanted`` is the scheduler's ``progress``, and False wants nothing.
+    """Return the object that shows the progress of a wait; None if ``wanted``, the scheduler's ``progress``, is False.
 
     Raises:
-        ConfigError: ``wanted`` is of another kind, or rich is not installed though a line is asked for.
+        ConfigError: ``wanted`` has an unknown type, or is True and rich is not installed.
     """
     if wanted is False:
         return None
@@ -220,7 +221,7 @@ def progress_on(wanted: Any, ask: Callable[[Tell], None]) -> Progress | WrittenL
 
 
 def _own_console() -> Console | None:
-    """Return standard error if it is a terminal, or the notebook; None if it is neither, or rich is not installed."""
+    """Return a console on the notebook or the terminal at standard error; None without either or without rich."""
     if find_spec("rich") is None:
         return None
     if "ipykernel" in sys.modules:
@@ -237,7 +238,7 @@ def _own_console() -> Console | None:
 
 
 def _quietly(function: Callable[[], object]) -> None:
-    """Call a function of the terminal; a terminal that is gone ends no wait."""
+    """Call a function that draws; its exceptions are only logged, as a lost terminal must not end a wait."""
     try:
         function()
     except Exception:

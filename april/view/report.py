@@ -1,10 +1,13 @@
-"""The page of ``april report``: self-contained, no script, no request to anywhere, text of others only as text."""
+"""Renders the HTML page of ``april report``.
+
+The page is self-contained: it has no script and loads nothing, and every text from the record is escaped.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from html import escape
 from typing import Any
 
@@ -14,8 +17,11 @@ from april.core.run_times import bottleneck_of
 from april.server_text import printable
 from april.version import __version__
 from april.view import pictures
+from april.view.gain import Gain, gain_of
+from april.view.health import DRIFT, Health, health_of
 from april.view.pictures import Ink, css
 from april.view.run_data import Limit, RunData, limit_of
+from april.view.units import short_time
 
 STYLE = """
 *{box-sizing:border-box}
@@ -50,6 +56,8 @@ svg{width:100%;height:auto;display:block;font-family:system-ui,sans-serif}
 .run{container-type:inline-size}
 footer{margin-top:40px;font-size:13px}
 """
+SAME = 0.02
+"""Relative difference below which two speeds count as equal."""
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
 DROPS = {
     "groups_dropped_filtered": "prompts that the filter rejected",
@@ -65,12 +73,27 @@ DROPS = {
 }
 
 
-def page(runs: Sequence[RunData]) -> str:
-    """Return the report of one run, or of several side by side."""
+@dataclass(frozen=True, slots=True)
+class Findings:
+    """Results computed from a run's record before the page is drawn."""
+
+    limit: Limit | None
+    gain: Gain
+    health: Health | None
+
+    @classmethod
+    def of(cls, run: RunData) -> Findings:
+        """Compute the findings of a run."""
+        limit = limit_of(run)
+        return cls(limit, gain_of(run, limit), health_of(run))
+
+
+def page(runs: Sequence[RunData], found: Sequence[Findings] | None = None) -> str:
+    """Return the HTML report of one run, or of several side by side. ``found``: their findings; None computes them."""
     runs = _told_apart(runs)
-    limits = [limit_of(run) for run in runs]
+    found = [Findings.of(run) for run in runs] if found is None else found
     title = "april: " + " and ".join(run.name for run in runs)
-    sections = "".join(f'<section class="run">{_run(run, i, limits[i])}</section>' for i, run in enumerate(runs))
+    sections = "".join(f'<section class="run">{_run(run, i, found[i])}</section>' for i, run in enumerate(runs))
     body = f'<div class="runs">{sections}</div>' if len(runs) > 1 else sections
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
@@ -78,31 +101,35 @@ def page(runs: Sequence[RunData]) -> str:
         f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">'
         f'<meta name="color-scheme" content="light dark"><title>{_text(title)}</title>'
         f"<style>{css()}{STYLE}</style></head>"
-        f'<body><main class="{"two" if len(runs) > 1 else "one"}">{_comparison(runs, limits)}{body}'
+        f'<body><main class="{"two" if len(runs) > 1 else "one"}">{_comparison(runs, found)}{body}'
         f'<footer>Made by april {_text(__version__)} from the record{"s" if len(runs) > 1 else ""} of the run'
         f'{"s" if len(runs) > 1 else ""}.</footer></main></body></html>\n'
     )
 
 
 def _text(text: str) -> str:
-    """Escape text of others: no markup, nothing that turns its direction, nothing that no file can hold."""
+    """Escape a text from the record: its markup, and unprintable characters such as direction marks and surrogates."""
     return escape(printable(text))
 
 
 def _told_apart(runs: Sequence[RunData]) -> list[RunData]:
-    """Name runs of the same name by their paths."""
+    """Replace the names of runs that share a name by their paths."""
     names = Counter(run.name for run in runs)
     return [replace(run, name=str(run.path)) if names[run.name] > 1 else run for run in runs]
 
 
-def _run(run: RunData, number: int, found: Limit | None) -> str:
+def _run(run: RunData, number: int, findings: Findings) -> str:
+    found = findings.limit
     steps = [batch.metrics for batch in run.batches]
     advice = bottleneck_of(steps, run.settings_at(run.batches[-1])) if steps else ""
     parts = [
         f"<h1>{_text(run.name)}</h1>",
         f'<p class="soft">{_text(_began(run))}; {_text(run.end)}.</p>',
-        f'<p class="advice">{_text(advice[:1].upper() + advice[1:])}.</p>' if advice else "",
-        _facts(run, found),
+        "<h2>Did april help?</h2>", _answer(helped(findings.gain)), _how_compared(run, findings.gain),
+        "<h2>The health of learning</h2>", _answer(healthy(findings.health)), _by_age(findings.health),
+        "<h2>What the trainer waited for</h2>" if advice else "",
+        _answer(f"{advice[:1].upper() + advice[1:]}.") if advice else "",
+        _facts(run, findings),
         "<h2>Busy places</h2>",
         f"<p>Each of the {run.places:,} places generates one response at a time. The colour is the age of what it goes "
         "on from: weight updates since the oldest token of the response. Grey: empty.</p>",
@@ -127,6 +154,66 @@ def _run(run: RunData, number: int, found: Limit | None) -> str:
     return "".join(parts)
 
 
+def helped(gain: Gain) -> str:
+    """Return a sentence that says whether the run was faster than synchronous steps would have been."""
+    if gain.synchronous:
+        return "The run was synchronous itself: no more groups were begun than a step needs."
+    if gain.doubt:
+        return f"It cannot be known from this record: {gain.doubt}."
+    rates = f"{gain.real:,.0f} trained tokens per second against {gain.sync:,.0f}"
+    if abs(gain.factor - 1.0) < SAME:
+        return f"Hardly: as fast as with synchronous steps ({rates}, simulated)."
+    if gain.factor < 1.0:
+        return f"No: {gain.factor:.2f}x the speed of synchronous steps ({rates}, simulated)."
+    return f"Yes: {gain.factor:.2f}x the speed of synchronous steps ({rates}, simulated)."
+
+
+def healthy(health: Health | None) -> str:
+    """Return a sentence that says how far off-policy the trained tokens were."""
+    if health is None:
+        return (
+            "The record does not say. Call rollouts.record_report(batch.id, april.off_policy_report(batch, logprobs)) "
+            "before each optimizer step, with the trainer's own log-probabilities."
+        )
+    of_all = health.rows[0]
+    figures = [f"KL {of_all.kl:.4f} nats per token"] if of_all.kl is not None else []
+    figures += [f"effective sample size {of_all.ess:.0%}"] if of_all.ess is not None else []
+    figures += [f"{of_all.clipped:.1%} of the tokens clipped"] if of_all.clipped is not None else []
+    words = f"{', '.join(figures)}, over {health.batches:,} batches."
+    if health.drifts:
+        return f"The latest batches drift: a mean KL of {health.latest:.4f}, above {DRIFT:g}. In all: {words}"
+    return f"No drift: the latest batches have a mean KL of {health.latest:.4f}, not above {DRIFT:g}. In all: {words}"
+
+
+def _answer(sentence: str) -> str:
+    return f'<p class="advice">{_text(sentence)}</p>'
+
+
+def _how_compared(run: RunData, gain: Gain) -> str:
+    if gain.synchronous or gain.doubt:
+        return ""
+    groups = f"{run.settings.rollout_batch_size:,} groups"
+    return (
+        f'<p class="soft">Synchronous steps: the responses of this record, {groups} at a time as they were drawn, on '
+        "the same engines by their fitted cost, and the same time for training; "
+        f"{gain.steps:,} such steps were simulated. None of their tokens is from older weights.</p>"
+    )
+
+
+def _by_age(health: Health | None) -> str:
+    """Return an HTML table of how far off-policy the tokens are, one row per age; empty without reports."""
+    if health is None:
+        return ""
+    rows = [
+        [
+            row.name, f"{row.tokens:,.0f}", "" if row.kl is None else f"{row.kl:.4f}",
+            "" if row.ess is None else f"{row.ess:.0%}", "" if row.clipped is None else f"{row.clipped:.1%}",
+        ]
+        for row in health.rows
+    ]  # fmt: skip
+    return _table(rows, ["tokens", "number", "KL, nats per token", "effective sample size", "clipped"])
+
+
 def _began(run: RunData) -> str:
     s = run.settings
     words = [f"Began {run.head.get('began')}, {_duration(run.seconds)}"]
@@ -146,7 +233,8 @@ def _sums(run: RunData) -> dict[str, float]:
     return out
 
 
-def _figures(run: RunData, found: Limit | None) -> dict[str, str]:
+def _figures(run: RunData, findings: Findings) -> dict[str, str]:
+    found, gain, health = findings.limit, findings.gain, findings.health
     if not run.batches:
         return {"batches": "0", "requests": f"{len(run.engine):,}"}
     sums, steps = _sums(run), [batch.metrics for batch in run.batches]
@@ -155,6 +243,8 @@ def _figures(run: RunData, found: Limit | None) -> dict[str, str]:
     if seconds:
         out["trained tokens per second"] = f"{trained / seconds:,.0f}"
         out["places busy"] = f"{sum(m['engines_busy'] * m['step_s'] for m in steps) / seconds:.0%}"
+    if gain.sync:
+        out["speed of synchronous steps"] = f"{gain.factor:.2f}x"
     if found is not None and not found.doubt:
         out["of the engines' limit"] = f"{found.distance.at_limit:.0%}"
     if trained:
@@ -164,26 +254,28 @@ def _figures(run: RunData, found: Limit | None) -> dict[str, str]:
     out["staleness, mean and oldest"] = f"{sums['staleness_mean'] / len(steps):.2f}, {oldest:.0f}"
     if generated:
         out["prefilled again per token"] = f"{sums['reprefill_tokens'] / generated:.2f}"
+    if health is not None and health.rows[0].kl is not None:
+        out["KL, nats per token"] = f"{health.rows[0].kl:.4f}"
     return out
 
 
-def _facts(run: RunData, found: Limit | None) -> str:
-    facts = _figures(run, found).items()
+def _facts(run: RunData, findings: Findings) -> str:
+    facts = _figures(run, findings).items()
     cells = "".join(f"<div><dt>{_text(name)}</dt><dd>{_text(text)}</dd></div>" for name, text in facts)
     return f'<dl class="facts">{cells}</dl>'
 
 
-def _comparison(runs: Sequence[RunData], limits: Sequence[Limit | None]) -> str:
+def _comparison(runs: Sequence[RunData], findings: Sequence[Findings]) -> str:
     if len(runs) < 2:
         return ""
-    tables = [_figures(run, found) for run, found in zip(runs, limits, strict=True)]
+    tables = [_figures(run, found) for run, found in zip(runs, findings, strict=True)]
     names = dict.fromkeys(name for table in tables for name in table)
     rows = [[name, *(table.get(name, "\N{EN DASH}") for table in tables)] for name in names]
     return f"<h1>{len(runs)} runs</h1>{_table(rows, ['', *(_text(run.name) for run in runs)])}"
 
 
 def _table(rows: Iterable[Sequence[str]], head: Sequence[str] = ()) -> str:
-    """Return a table of cells of text, below a head of HTML."""
+    """Return an HTML table. ``rows`` are escaped; ``head`` must already be HTML."""
     cells = "".join(f"<tr>{''.join(f'<td>{_text(cell)}</td>' for cell in row)}</tr>" for row in rows)
     first = f"<tr>{''.join(f'<th>{words}</th>' for words in head)}</tr>" if head else ""
     return f'<div class="scroll"><table>{first}{cells}</table></div>'
@@ -222,7 +314,7 @@ def _limit(run: RunData, found: Limit | None) -> str:
 
 
 def _settings(run: RunData) -> str:
-    """Return the table of settings over the run, if any of them changed or may change."""
+    """Return an HTML table of the settings over the run; empty if they did not change and ``auto`` is off."""
     rows: list[list[str]] = []
     last: tuple[Any, ...] = ()
     for batch in run.batches:
@@ -264,7 +356,7 @@ def _dropped(run: RunData) -> str:
 
 def _engines(run: RunData) -> str:
     rows = []
-    order = {name: i for i, name in enumerate(run.there.names)}  # who came later, last
+    order = {name: i for i, name in enumerate(run.there.names)}  # engines that joined later come last
     for number, name in sorted(enumerate(run.engines), key=lambda engine: order.get(engine[1], len(order))):
         mine = run.engine == number
         cost = run.costs.get(name)
@@ -272,13 +364,13 @@ def _engines(run: RunData) -> str:
         if cost is not None:
             c = cost.cost
             costs = [
-                f"{c.base_s * 1e3:.2f}", f"{c.per_sequence_s * 1e6:.1f}", f"{c.per_kv_token_s * 1e9:.1f}",
-                f"{c.per_prefill_token_s * 1e6:.1f}", f"{cost.error:.1%}",
+                *map(short_time, (c.base_s, c.per_sequence_s, 1000 * c.per_kv_token_s, c.per_prefill_token_s)),
+                f"{cost.error:.1%}",
             ]  # fmt: skip
         rows.append([name, f"{int(mine.sum()):,}", f"{run.generated[mine].sum():,.0f}", *costs])
     head = (
-        "engine", "requests", "tokens", "ms per step", "+ &micro;s per sequence", "+ ns per token in memory",
-        "&micro;s per prefilled token", "error of the fit",
+        "engine", "requests", "tokens", "step", "+ per sequence", "+ per 1,000 tokens in memory", "prefilled token",
+        "error of the fit",
     )  # fmt: skip
     return f"<h2>Engines</h2>{_table(rows, head)}"
 

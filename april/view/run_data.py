@@ -1,4 +1,7 @@
-"""A recorded run as arrays for ``april report`` and ``april plan``, without running the core again."""
+"""Reads a run's record into arrays, for ``april report`` and ``april plan``. The core is not run again for that.
+
+The places of an engine or a run are its request slots: the number of requests it may have in flight at once.
+"""
 
 from __future__ import annotations
 
@@ -21,54 +24,57 @@ from april.core.types import Refill, Work
 from april.driver.limit import Distance, distance_of
 from april.engines.simulated.fitted_cost import FittedCost, Requests, fit
 from april.errors import RecordError
-from april.record.file import BATCH, CLOSED, IN_THE_MIDDLE, OVER, end_of, lines_of, refuse_other_formats
+from april.record.file import BATCH, CLOSED, IN_THE_MIDDLE, LEARNING, OVER, end_of, lines_of, refuse_other_formats
 from april.record.plain import back
 
 Floats = NDArray[np.float64]
 Slots = Annotated[int, msgspec.Meta(ge=0, le=10**12)]
 KINDS = (
-    BATCH, OVER, CLOSED, "AttemptEnded", "AttemptFailed", "SampleReturned", "UpdateRequested", "EnginesJoined",
-    "EnginesLeft", "WorkChanged",
+    BATCH, LEARNING, OVER, CLOSED, "AttemptEnded", "AttemptFailed", "SampleReturned", "UpdateRequested",
+    "EnginesJoined", "EnginesLeft", "WorkChanged",
 )  # fmt: skip
 
 MOST = 1e12
-"""Largest time, number of tokens or age in a record; more would be no run."""
+"""Largest time, token count or age that is accepted from a record; no real run reaches it."""
 BEYOND = 1 << 64
-"""Bound of the whole numbers among the settings; beyond it no arithmetic of floats works."""
+"""Integer settings of this size or more are refused, as the arithmetic here is done in floats."""
 SURE = 0.1
-"""Largest error of a request's duration, and difference of the limits by two halves, with which a limit is stated."""
+"""Largest relative error of the fitted request durations with which a limit is stated without a doubt.
+
+The limits fitted to the two halves of the requests may also differ by so much.
+"""
 NEARLY = 0.9
-"""Share of busy places from which on the cost of full places was seen."""
+"""Share of busy places that is near enough to all of them to know what decoding costs when all are busy."""
 SPREAD = 1.5
-"""Ratio of most to fewest busy places from which on the cost of one more place was seen, if half of them were busy."""
+"""Ratio of most to fewest busy places that shows the cost of one more request, if at least half were ever busy."""
 
 
 class Engine(msgspec.Struct):
-    """An engine as a record names it; None means as many requests as there may be samples in flight."""
+    """An engine in a record. ``max_in_flight`` None means that only the run's own ``max_in_flight`` limits it."""
 
     name: str
     max_in_flight: Slots | None = None
 
 
 class EnginesThere:
-    """The engines that a run had over time, and their places: engines of hosts come and go.
+    """Tracks which engines a run had at each time, and how many places; engines may join and leave.
 
-    Changes are added in the order of time; times are seconds of the record.
+    Changes must be added in order of time. Times are seconds since the start of the record.
 
     Args:
-        engines: engines at the beginning.
-        most: ``max_in_flight`` of the run at its beginning.
+        engines: engines at the start.
+        most: ``max_in_flight`` of the run at the start.
     """
 
     def __init__(self, engines: Iterable[Engine], most: int) -> None:
         self._most = most
         self._there: dict[str, int | None] = {}
         self.names: dict[str, None] = {}
-        """Names of all engines that ever were there, as they came."""
+        """Names of all engines that were ever part of the run, in the order in which they joined."""
         self.since_s: list[float] = []
         """Times at which the number of places or of engines changed."""
         self.places: list[int] = []
-        """Number of places from each of these times on."""
+        """Number of places from each time in ``since_s`` on."""
         self._engines: list[int] = []
         self.joined(0.0, engines)
 
@@ -86,7 +92,7 @@ class EnginesThere:
         self._changed(time_s)
 
     def most_changed(self, time_s: float, most: int) -> None:
-        """Change ``max_in_flight``."""
+        """Change the run's ``max_in_flight``."""
         self._most = most
         self._changed(time_s)
 
@@ -98,27 +104,27 @@ class EnginesThere:
             self._engines.append(len(self._there))
 
     def at(self, time_s: float) -> tuple[int, int]:
-        """Return (engines, places) at a time."""
+        """Return (number of engines, number of places) at a time."""
         last = max(0, int(np.searchsorted(self.since_s, time_s, "right")) - 1)
         return self._engines[last], self.places[last]
 
     def place_s(self, since: float, until: float) -> float:
-        """Return the integral of the places over the time between."""
+        """Return place-seconds between two times: the number of places, integrated over time."""
         return float(self._passed(since, until) @ np.array(self.places, np.float64))
 
     def engine_s(self, since: float, until: float) -> float:
-        """Return the integral of the engines over the time between."""
+        """Return engine-seconds between two times: the number of engines, integrated over time."""
         return float(self._passed(since, until) @ np.array(self._engines, np.float64))
 
     def usual(self, until: float) -> int:
-        """Return the median number of engines over the time from the beginning."""
+        """Return the median number of engines from the start to ``until``, weighted by time."""
         engines = np.array(self._engines)
         order = np.argsort(engines, kind="stable")
         passed = np.cumsum(self._passed(0.0, until)[order])
         return int(engines[order][np.searchsorted(passed, passed[-1] / 2)])
 
     def _passed(self, since: float, until: float) -> Floats:
-        """Return the seconds of the time between, by change."""
+        """Return, for each entry of ``since_s``, the seconds between two times during which it was in force."""
         began = np.array(self.since_s)
         ended = np.append(began[1:], np.inf)
         return np.asarray(np.maximum(0.0, np.minimum(ended, until) - np.maximum(began, since)))
@@ -134,17 +140,17 @@ NEEDED = (
     *SECONDS, *SHARES, "trained_tokens", "generated_tokens", "reprefill_tokens", "off_policy_share", "staleness_mean",
     "staleness_max",
 )  # fmt: skip
-"""Metrics that every batch has."""
+"""Metrics that every batch must have."""
 
 
 class Batch(msgspec.Struct):
-    """A delivered batch, as a line of the record has it, and the time of the line."""
+    """A delivered batch as read from its line in the record, with the time of that line."""
 
     id: _Count
     metrics: dict[str, _Metric]
     lengths: list[_Count]
     ages: dict[int, _Count]
-    """Number of tokens by their age, in weight updates until their training."""
+    """Number of tokens, by their age: the weight updates between their generation and their training."""
     time_s: float = 0.0
 
     def __post_init__(self) -> None:
@@ -152,26 +158,34 @@ class Batch(msgspec.Struct):
             raise ValueError(f"the metric {missing[0]} is missing")
 
 
+class Report(msgspec.Struct):
+    """The trainer's :func:`april.off_policy_report` on a batch or on a part of it."""
+
+    id: _Count
+    report: dict[str, _Metric]
+
+
 @dataclass(kw_only=True)
 class RunData:
-    """A run out of its record.
+    """A run as read from its record.
 
     Attributes:
-        path: path of the record, as it was given.
+        path: path of the record, as the caller gave it.
         name: name of the record.
         head: first line of the record.
-        settings: settings of the core.
-        there: the engines and places over time.
+        settings: settings of the core at the start.
+        there: engines and places over time.
         seconds: time of the last line.
-        end: sentence on how the record ends.
+        end: sentence that says how the record ends.
         batches: delivered batches.
         updates_s: times of the weight updates.
-        engines: names of the engines whose requests ended, as the arrays number them.
-        engine, age, began_s, ended_s, context, generated, evaluation: arrays [R] of every request that ended; see
-            :class:`april.core.event_pump.EndedRequest`.
-        finished, finished_group: response tokens of every rollout function that returned, and its group.
-        failures: number of requests that failed, by kind.
-        costs: fitted cost of each engine with enough requests.
+        engines: names of the engines with ended requests; ``engine`` holds indices into this list.
+        engine, age, began_s, ended_s, context, generated, evaluation: arrays [R] with one entry for each request that
+            ended; see :class:`april.core.event_pump.EndedRequest`.
+        finished, finished_group: response tokens and group of each rollout function that returned.
+        reports: reports that the trainer gave to ``record_report``, in order.
+        failures: number of requests that failed, by kind of failure.
+        costs: fitted cost of each engine, by name; engines with too few requests have none.
     """
 
     path: Path
@@ -193,16 +207,17 @@ class RunData:
     evaluation: NDArray[np.bool_]
     finished: NDArray[np.int64]
     finished_group: NDArray[np.int64]
+    reports: list[Report] = field(default_factory=list)
     failures: Counter[str] = field(default_factory=Counter)
     costs: dict[str, FittedCost] = field(default_factory=dict)
 
     @property
     def places(self) -> int:
-        """The largest number of places at a time."""
+        """The largest number of places that the run had at any time."""
         return max(self.there.places)
 
     def settings_at(self, batch: Batch) -> CoreSettings:
-        """Return the settings at the delivery of a batch: ``auto`` and a lowered bound change them."""
+        """Return the settings when a batch was delivered. ``auto`` and a lowered staleness bound change them."""
         found: dict[str, Any] = {}
         for name in self.settings.auto:
             value = batch.metrics.get("auto_refills" if name is Work.REFILL else f"auto_{name}")
@@ -214,24 +229,24 @@ class RunData:
 
     @property
     def engine_count(self) -> int:
-        """The number of engines for most of the run; at least 1."""
+        """The median number of engines over the run, but at least 1."""
         return max(1, self.there.usual(self.seconds))
 
     def requests_of(self, engine: int, last: int) -> Requests:
-        """Return the last requests of one engine."""
+        """Return the latest requests of an engine, ``last`` at most. ``engine`` is an index into ``engines``."""
         rows = np.flatnonzero(self.engine == engine)[-last:]
         return Requests(self.began_s[rows], self.ended_s[rows], self.context[rows], self.generated[rows])
 
 
 FITTED = 4096
-"""Number of latest requests of an engine to which its cost is fitted."""
+"""Number of an engine's latest requests to which its cost is fitted."""
 
 
 def read_run(path: Path) -> RunData:
-    """Read a record.
+    """Read the record of a run from a file.
 
     Raises:
-        RecordError: the file is no record, of another april, or damaged; or it has nothing that could be shown.
+        RecordError: the file is no record, has another version's format, is damaged, or has nothing to show.
     """
     lines = lines_of(path, KINDS)
     line = next(lines)
@@ -243,6 +258,7 @@ def read_run(path: Path) -> RunData:
     failures: Counter[str] = Counter()
     rows: list[tuple[float, ...]] = []
     finished: list[tuple[int, int]] = []
+    reports: list[Report] = []
     seconds, end = 0.0, IN_THE_MIDDLE
     try:
         settings = back(head["settings"], CoreSettings)
@@ -266,8 +282,10 @@ def read_run(path: Path) -> RunData:
                     updates.append(seconds)
                 case "Batch":
                     batches.append(batch := msgspec.convert(parts | {"time_s": seconds}, Batch, str_keys=True))
-                    if (most := batch.metrics.get("auto_max_in_flight")) is not None:  # a saved state changes it, too
+                    if (most := batch.metrics.get("auto_max_in_flight")) is not None:  # also after a restore
                         there.most_changed(seconds, msgspec.convert(int(most), Slots))
+                case "Learning":
+                    reports.append(msgspec.convert(parts, Report))
                 case "EnginesJoined":
                     there.joined(seconds, msgspec.convert(parts["engines"], list[Engine]))
                 case "EnginesLeft":
@@ -291,7 +309,7 @@ def read_run(path: Path) -> RunData:
         batches=batches, updates_s=updates, engines=list(numbers),
         engine=columns[0].astype(np.int64), age=columns[1].astype(np.int64), began_s=columns[2], ended_s=columns[3],
         context=columns[4], generated=columns[5], evaluation=columns[6] != 0,
-        finished=lengths[0], finished_group=lengths[1], failures=failures,
+        finished=lengths[0], finished_group=lengths[1], reports=reports, failures=failures,
     )  # fmt: skip
     for number, name in enumerate(run.engines):
         if (cost := fit(run.requests_of(number, FITTED))) is not None:
@@ -300,17 +318,17 @@ def read_run(path: Path) -> RunData:
 
 
 def _earlier(path: Path) -> str:
-    """Name the latest record that was put aside for this one, if there is any."""
+    """Return words that name the latest older record that was moved aside for this one; empty if there is none."""
     aside = (Path(f"{path}.{number}") for number in count(1))
     there = list(takewhile(Path.exists, aside))
     return f"; the record before it is {there[-1]}" if there else ""
 
 
 def mean_busy(began_s: Floats, ended_s: Floats, edges: Floats) -> Floats:
-    """Return the mean number of requests in flight between ``edges`` [E] as an array [E - 1]."""
+    """Return the mean number of requests in flight between adjacent ``edges`` [E], as an array [E - 1]."""
 
     def passed(at: Floats) -> Floats:
-        """Return the sum of the seconds since each of ``at``, at every edge."""
+        """Return, at every edge, the sum of the seconds since each of the earlier times in ``at``."""
         ordered = np.sort(at)
         before = np.searchsorted(ordered, edges, "right")
         sums = np.concatenate(((0.0,), np.cumsum(ordered)))
@@ -324,13 +342,13 @@ def mean_busy(began_s: Floats, ended_s: Floats, edges: Floats) -> Floats:
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """The distance of a run from the limit of its engines (:mod:`april.driver.limit`), and how far to believe it.
+    """Distance of a run from the limit of its engines (:mod:`april.driver.limit`), and doubts about this figure.
 
     Attributes:
-        distance: distance by the cost that was fitted to all requests.
-        halves: share of the time that the limit takes, by the costs fitted to the first half of the requests and to the
-            second.
-        doubt: reason for which it is a guess; empty where it is not.
+        distance: distance from the limit, by the cost that was fitted to all requests.
+        halves: share of the time that the same work takes at the limit, by costs fitted to the first half of the
+            requests and to the second; None if either cost is unknown.
+        doubt: reason why the distance is only a guess; empty if it can be trusted.
     """
 
     distance: Distance
@@ -339,7 +357,7 @@ class Limit:
 
 
 def limit_of(run: RunData) -> Limit | None:
-    """Return the limit between the first delivery and the last; None if the engines' cost is unknown."""
+    """Compute the limit between the first and the last delivered batch; None if the engines' cost is unknown."""
     if len(run.batches) < 2:
         return None
     since, until = run.batches[0].time_s, run.batches[-1].time_s
@@ -388,10 +406,10 @@ def _doubt(run: RunData, since: float, until: float, halves: tuple[float, float]
 def distance(
     run: RunData, since: float, until: float, costs: Mapping[str, FittedCost] | None = None
 ) -> Distance | None:
-    """Return the distance over the time between two deliveries, or None if no cost is known.
+    """Return the distance from the engines' limit between two deliveries, or None if no cost is known.
 
-    Losses are split up by :class:`april.core.partial_buffer.Idle`. An engine whose few requests tell no cost counts
-    with that of another. ``costs`` are those of the run unless given.
+    Losses are split up by :class:`april.core.partial_buffer.Idle`. An engine with too few requests for a fit is given
+    the cost of another one. ``costs`` defaults to the costs of the run.
     """
     costs = run.costs if costs is None else costs
     inside = (run.ended_s > since) & (run.ended_s <= until) & (run.generated > 0) & ~run.evaluation
@@ -416,7 +434,7 @@ def distance(
         for cause in Idle:
             idle[cause] += places * step_s * metrics.get(f"idle_{cause}", 0.0)
     again = sum(metrics.get("reprefill_tokens", 0.0) for _, metrics in batches)
-    # engines come and go: so many that were there all the time have the same engine-seconds and place-seconds
+    # engines join and leave: the formula gets constant ones with the same engine-seconds and place-seconds in total
     seconds = engine_s / len(brought)
     places = run.there.place_s(since, until) / seconds
     return distance_of(

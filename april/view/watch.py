@@ -1,10 +1,11 @@
-"""``april watch``: a record is read as it grows and drawn on a terminal (rich).
+"""``april watch``: reads a record as it grows and draws the run on a terminal (rich).
 
-Invariant: text in a record is shown as text, never as markup and never as an escape sequence.
+Invariant: text from a record is shown as plain text, never as markup or as an escape sequence.
 """
 
 from __future__ import annotations
 
+import fcntl
 import os
 import time
 from collections import Counter, deque
@@ -28,17 +29,17 @@ from april.view.progress import Line as ProgressLine
 from april.view.progress import short
 
 KEPT = 8
-"""Number of latest batches that are remembered."""
+"""Number of latest batches that are shown."""
 PIECE = 1 << 22
-"""Bytes that are read at a time."""
+"""Number of bytes that are read at a time."""
 MOST_LINE = 1 << 28
-"""Most bytes of one line; the line of a state is long."""
+"""Largest size of a line in bytes; lines with a saved state are long."""
 LOOK_S = 0.5
-"""Time between two looks at the file."""
+"""Seconds between two reads of the file."""
 WINDOW_S = 60.0
-"""Window of tokens per second: a record has tokens when their request ends, many at a time."""
+"""Seconds over which tokens per second are averaged: a record gets all tokens of a request when it ends."""
 SILENT_S = 30.0
-"""Time after which the screen says that nothing was written."""
+"""Seconds without a new line after which the screen says so."""
 MOST_ENGINES = 16
 COLUMNS: tuple[tuple[str, str, Callable[[float], str]], ...] = (
     ("seconds", "step_s", lambda v: f"{v:.1f}"),
@@ -49,24 +50,24 @@ COLUMNS: tuple[tuple[str, str, Callable[[float], str]], ...] = (
     ("at most", "staleness_max", lambda v: f"{v:.0f}"),
     ("reward", "reward_mean", lambda v: f"{v:.3g}"),
 )
-"""Heading, metric and format of each column."""
+"""Heading, metric and format function of each column."""
 _ENGINE = "engine/"
 _DROPPED = "_dropped_"
-"""Part of the names of metrics that count what was dropped."""
+"""Part of the names of all metrics that count dropped prompts or responses."""
 
 
 @dataclass(slots=True)
 class Seen:
-    """The run so far, out of its record.
+    """State of a run as read from its record so far.
 
     Attributes:
         lines: number of lines that were read.
         seconds: time of the last line.
-        standing: latest state of the run.
-        standings: states since the last look, with their times.
+        standing: latest status of the run.
+        standings: (time, status) pairs that the latest :meth:`Follower.look` has read.
         batches: latest batches, as (number, metrics, sentence on the bottleneck).
-        dropped: prompts and responses dropped so far, by the name of the metric.
-        end: sentence on how the run has ended; None while it has not.
+        dropped: number of prompts and responses dropped so far, by the name of the metric.
+        end: sentence that says how the run ended; None while it runs.
     """
 
     lines: int = 0
@@ -79,10 +80,10 @@ class Seen:
 
 
 class Follower:
-    """Reads what was added to a record since the last look. A new run in the same file is read from its start.
+    """Reads the lines that are appended to a record. If a new run replaces the file, it is read from its start.
 
     Args:
-        path: path of the record, which need not exist yet.
+        path: path of the record; the file need not exist yet.
     """
 
     def __init__(self, path: Path) -> None:
@@ -96,10 +97,10 @@ class Follower:
         self.seen = Seen()
 
     def look(self) -> bool:
-        """Read the next lines, if there are any; return whether there may be more at once.
+        """Read the next lines, if there are any; return True if more may be readable at once.
 
         Raises:
-            RecordError: the file is no record, of another april, damaged, or cannot be read.
+            RecordError: the file is no record, has another version's format, is damaged or cannot be read.
         """
         self.seen.standings.clear()
         try:
@@ -123,17 +124,29 @@ class Follower:
 
     @property
     def exists(self) -> bool:
-        """True if there is a file."""
+        """True if the file was found."""
         return self._file is not None
 
+    @property
+    def abandoned(self) -> bool:
+        """True if no process on this machine writes the record; a writer would hold a lock on the file."""
+        if self._file is None:
+            return False
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except OSError:  # the file is locked, or the file system has no locks
+            return False
+        fcntl.flock(self._file, fcntl.LOCK_UN)
+        return True
+
     def close(self) -> None:
-        """Close the file."""
+        """Close the record's file."""
         if self._file is not None:
             self._file.close()
             self._file = None
 
     def _was_replaced(self) -> bool:
-        """Return whether a new run has put the file aside, or it is shorter than what was read of it."""
+        """Return True if the path now names another file, or the file is shorter than what was read of it."""
         assert self._file is not None
         try:
             there = self._path.stat()
@@ -166,7 +179,7 @@ class Follower:
 
 
 class Screen:
-    """A run as its record shows it."""
+    """Builds the screen of ``april watch`` from a growing record."""
 
     def __init__(self, path: Path) -> None:
         self.follower = Follower(path)
@@ -175,25 +188,37 @@ class Screen:
         self._seen = self.follower.seen
 
     def look(self) -> bool:
-        """Read on and return whether there may be more at once. Raises RecordError."""
+        """Read the next lines and return True if more may be readable at once. Raises RecordError."""
         more = self.follower.look()
         seen = self.follower.seen
-        if seen is not self._seen:  # another run, in a file of the same name
+        if seen is not self._seen:  # a new run has replaced the file
             self._seen, self._line = seen, ProgressLine(WINDOW_S)
         for time_s, standing in seen.standings:
             self._line.add(time_s, standing)
         return more
 
+    @property
+    def notice(self) -> str:
+        """A sentence that says why the record does not grow: no file yet, or no writer. Empty otherwise."""
+        if not self.follower.exists:
+            return f"{clean(self._path)} is not there yet"
+        if self._seen.end is None and self.follower.abandoned:
+            return "no process on this machine writes the record: the run was killed, or is on another machine"
+        return ""
+
     def drawn(self, silent_s: float = 0.0) -> RenderableType:
-        """Return the whole screen; nothing was written for ``silent_s`` seconds."""
+        """Return the whole screen. ``silent_s``: seconds since the record last grew."""
         seen = self._seen
         if not self.follower.exists:
-            return Text(f"{clean(self._path)} is not there yet")
-        # a run that waits writes nothing
-        parts: list[RenderableType] = [Text(self._line.at(seen.seconds + silent_s) or "nothing was generated yet")]
+            return Text(self.notice)
+        notice = self.notice
+        now = seen.seconds + (0.0 if notice else silent_s)  # a waiting run writes nothing, but its time goes on
+        parts: list[RenderableType] = [Text(self._line.at(now, over=bool(notice)) or "nothing was generated yet")]
         if seen.end is not None:
             parts = [_one_line(f"{clean(seen.end)}, after {seen.seconds:.0f} s")]
-        elif silent_s > SILENT_S:
+        elif notice:
+            parts.insert(0, Text(notice))
+        if seen.end is None and silent_s > SILENT_S:
             parts.append(_one_line(f"nothing was written for {silent_s:.0f} s: the run stands still, or its process "
                                    "has died"))  # fmt: skip
         if seen.batches:
@@ -213,7 +238,7 @@ def _one_line(text: str) -> Text:
 
 
 def _steps(seen: Seen) -> Table:
-    """Return the latest batches, one row each."""
+    """Return a table of the latest batches, one row each."""
     out = Table(box=SIMPLE_HEAD, collapse_padding=True, pad_edge=False)
     out.add_column("step", justify="right")
     for heading, _, _ in COLUMNS:
@@ -225,7 +250,7 @@ def _steps(seen: Seen) -> Table:
 
 
 def _engines(seen: Seen, in_flight: dict[str, int]) -> Table:
-    """Return the requests in flight, now or when the run ended, and the last batch's metrics of each engine."""
+    """Return a table of engines: requests in flight, now or when the run ended, and metrics of the latest batch."""
     metrics = seen.batches[-1][1] if seen.batches else {}
     out = Table(box=SIMPLE_HEAD, collapse_padding=True, pad_edge=False)
     for heading in ("engine", "in flight" if seen.end is None else "cut by its end", "cap", "memory", "weights"):
@@ -247,10 +272,10 @@ def watch(
     path: Path, console: Console, *, once: bool = False,
     now: Callable[[], float] = time.monotonic, sleep: Callable[[float], object] = time.sleep,
 ) -> bool:  # fmt: skip
-    """Follow a record until its end or Ctrl-C, or with ``once`` show it and return; return whether there is a record.
+    """Show a record until it ends or Ctrl-C is pressed, or just once with ``once``. Return False if there is no file.
 
     Raises:
-        RecordError: the file is no record, or damaged.
+        RecordError: the file is no record, has another version's format, is damaged or cannot be read.
     """
     screen = Screen(path)
     try:
@@ -260,12 +285,15 @@ def watch(
             console.print(screen.drawn())
             return screen.follower.exists
         with Live(console=console, auto_refresh=False, redirect_stdout=False, redirect_stderr=False) as live:
-            wrote, lines = now(), 0
+            wrote, lines, said = now(), 0, ""
             while True:
                 more = screen.look()
                 seen = screen.follower.seen
                 if seen.lines != lines:
                     wrote, lines = now(), seen.lines
+                if not console.is_terminal and not more and screen.notice not in ("", said):  # Live draws nothing there
+                    said = screen.notice
+                    console.print(said, soft_wrap=True)
                 live.update(screen.drawn(now() - wrote), refresh=True)
                 if seen.end is not None and not more:
                     return True

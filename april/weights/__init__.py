@@ -1,1 +1,1 @@
-"""Weights on their way from a trainer's process to engines, without a directory; torch is imported when it is used."""
+"""Transfers a trainer's weights to engines, directly or as an adapter's directory; torch is imported on first use."""

@@ -1,7 +1,7 @@
-"""A trainer's adapter (LoRA, PEFT) as a directory that servers load: its tensors alone, not the model's.
+"""Writes a trainer's adapter (LoRA, PEFT) to a directory that servers load: the adapter's tensors, not the model's.
 
-Invariant: nothing of the trainer's is written to. Where the model is spread over ranks, all of them call the same
-methods at the same time, and one writes.
+Invariant: the trainer's model is never modified. If the model is sharded over ranks, all ranks call the same methods at
+the same time, and one of them writes.
 """
 
 from __future__ import annotations
@@ -23,28 +23,28 @@ from april.engines.http.weight_directories import ADAPTER_FILE
 from april.errors import ConfigError
 
 KEPT = 2
-"""Directories that are kept besides those that a server may read again: one that is late may read the one before."""
+"""Number of newest directories that are always kept, as a slow server may still read the previous one."""
 
 
 def is_adapted(model: Any) -> bool:
-    """Return whether the trained weights are those of an adapter of PEFT."""
+    """Return True for a PEFT model, whose trained weights are those of an adapter."""
     return isinstance(getattr(model, "peft_config", None), Mapping) and hasattr(model, "get_base_model")
 
 
 @dataclass(frozen=True, slots=True)
 class TrainedAdapter:
-    """The active adapter of a model, before it is written."""
+    """The settings and tensors of a model's active adapter."""
 
     settings: dict[str, Any]
     tensors: dict[str, Any] = field(repr=False)
-    """By the names of a saved adapter; parts of them on each rank, where the model is spread over ranks."""
+    """Tensors by their names in a saved adapter; each rank has only its shards if the model is sharded."""
 
     def write(self, folder: Path, *, here: bool = True, private: bool = False) -> None:
-        """Write it into a fresh directory. Collective where tensors are spread over ranks.
+        """Write the adapter into a new directory. Collective if tensors are sharded over ranks.
 
         Args:
-            here: by this rank; if not, by another one.
-            private: readable by this user alone.
+            here: True if this rank writes; False if it only takes part in gathering.
+            private: True if only this user may read the files.
         """
         whole = {}
         for name, tensor in self.tensors.items():
@@ -64,7 +64,7 @@ class TrainedAdapter:
 
 
 def merged(model: Any) -> Any:
-    """The base model of a PEFT model with the active adapters merged in: a copy in main memory."""
+    """Return a copy of the base model in main memory, with the active adapters merged into it."""
     import torch
 
     known: dict[int, Any] = {id(p): torch.nn.Parameter(_on_cpu(p), requires_grad=False) for p in model.parameters()}
@@ -77,7 +77,7 @@ def _on_cpu(tensor: Any) -> Any:
 
 
 def adapter_of(model: Any) -> TrainedAdapter:
-    """The active adapter; raises ConfigError if it is not all that is trained, or nothing that servers compute."""
+    """Return the active adapter; raises ConfigError if anything else is trained, or if servers cannot compute it."""
     configs: Mapping[str, Any] = model.peft_config
     active = getattr(model, "active_adapters", None) or [model.active_adapter]
     names = list(active() if callable(active) else active)
@@ -109,7 +109,7 @@ _PARTS = ("lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B")
 
 
 def _split(key: str) -> tuple[str, str, str]:
-    """(layer, part, adapter and the rest) of a parameter's name; no part: it is not of an adapter."""
+    """Split a parameter's name into (layer, part, adapter and the rest); the part is "" outside of adapters."""
     for part in _PARTS:
         layer, found, rest = key.partition(f".{part}.")
         if found:
@@ -126,10 +126,10 @@ def _plain(value: Any) -> Any:
 
 
 class AdapterDirectories:
-    """Directories of april's own, one for each version, below one that is removed at the end.
+    """Makes a directory for each version of the adapter, inside one that is removed at the end.
 
     Args:
-        within: a directory that the servers read, too; None means a temporary one of this machine.
+        within: directory that the servers can read, too; None means a temporary one on this machine.
     """
 
     def __init__(self, within: Path | None = None) -> None:
@@ -139,7 +139,7 @@ class AdapterDirectories:
         self._written: deque[Path] = deque()
 
     def write(self, adapter: TrainedAdapter) -> str:
-        """Write it into a directory of its own; returns its path. Raises OSError."""
+        """Write the adapter into a new directory and return its path. Raises OSError."""
         if self._root is None:
             if self._within is not None:
                 self._within.mkdir(parents=True, exist_ok=True)
@@ -151,14 +151,14 @@ class AdapterDirectories:
         return str(made)
 
     def keep(self, paths: Collection[str]) -> None:
-        """Remove all but the newest and those that servers may read again, ``paths``."""
+        """Remove all directories except the newest and those that servers may read again (``paths``)."""
         for made in list(self._written)[:-KEPT]:
             if str(made) not in paths:
                 shutil.rmtree(made, ignore_errors=True)
                 self._written.remove(made)
 
     def close(self) -> None:
-        """Remove all of them; idempotent."""
+        """Remove all directories; idempotent."""
         if self._root is not None:
             shutil.rmtree(self._root, ignore_errors=True)
         self._root = None

@@ -1,4 +1,4 @@
-"""``weight_update(weights=...)`` of a model with an adapter (PEFT): by its directory, or merged where none is taken."""
+"""``weight_update(weights=...)`` of a PEFT model: sends its adapter as a directory, or merged into the model."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from april.config.engines import THIS_MACHINE, ServerEngineConfig
+from april.config.engines import THIS_MACHINE, AddressedEngineConfig
 from april.config.settings import Config
 from april.engines.http.adapter_files import why_unservable
 from april.engines.protocol import Engine, KeepsAdapters
@@ -19,23 +19,21 @@ log = logging.getLogger("april")
 
 
 class AdapterUpdates:
-    """The adapters that april itself writes, in directories of its own."""
+    """Writes the trainer's adapters to directories of april's own, from which engines load them."""
 
     def __init__(self, config: Config) -> None:
         within = config.adapters_dir
         self._directories = AdapterDirectories(None if within is None else Path(within))
-        self._far = [] if within is not None or not isinstance(config.engine, ServerEngineConfig) else [
+        self._far = [] if within is not None or not isinstance(config.engine, AddressedEngineConfig) else [
             url for url in config.engine.urls if urlsplit(url).hostname not in THIS_MACHINE
         ]  # fmt: skip
         self._shared = within is not None
         self._said = False
 
-    def prepare(
-        self, what: str, weights: Any, engines: Sequence[Engine], elsewhere: Sequence[str]
-    ) -> tuple[str | None, Any]:
-        """What an update is made with: a directory, or weights to be sent. No engine has heard of it yet.
+    def prepare(self, what: str, weights: Any, engines: Sequence[Engine]) -> tuple[str | None, Any]:
+        """Return (directory of the adapter, None), or (None, weights to be sent). No engine is told of the update yet.
 
-        Raises ConfigError for a model with an adapter that the engines take neither as such nor merged.
+        Raises ConfigError for a model with an adapter that the engines can take neither as an adapter nor merged.
         """
         if not is_adapted(weights):
             return None, weights
@@ -45,7 +43,7 @@ class AdapterUpdates:
         if lacking:
             can = lacking[0].capabilities
             need = can.adapters_need or "use servers that take adapters"
-            if elsewhere or not all(engine.capabilities.collective for engine in engines):
+            if not all(engine.capabilities.collective for engine in engines):
                 raise ConfigError(
                     f"{what}: weights= is a model with an adapter (PEFT), and engine {lacking[0].name} takes none; "
                     f"{need}"
@@ -57,9 +55,9 @@ class AdapterUpdates:
                 )  # fmt: skip
             self._said = True
             return None, merged(weights)
-        if (self._far or elsewhere) and not self._shared:
+        if self._far and not self._shared:
             raise ConfigError(
-                f"{what}: {[*self._far, *elsewhere][0]} is on another machine and loads an adapter from a directory; "
+                f"{what}: {self._far[0]} is on another machine and loads an adapter from a directory; "
                 "set adapters_dir to one that all servers read"
             )
         adapter = adapter_of(weights)
@@ -69,7 +67,7 @@ class AdapterUpdates:
         return self._directories.write(adapter), None
 
     def done(self, engines: Sequence[Engine], ask: Callable[[Callable[[], Any]], Any]) -> None:
-        """Remove directories that no server may read again; ``ask`` calls a function on april's loop."""
+        """Remove directories that no server can read again; ``ask`` calls a function on april's loop."""
         self._directories.keep(
             ask(lambda: {p for e in engines if isinstance(e, KeepsAdapters) for p in e.adapter_paths()})
         )

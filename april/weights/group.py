@@ -1,4 +1,4 @@
-"""Process groups of one sender and the workers of engines, apart from the default group of torch.distributed."""
+"""Process groups of one sender and the workers of engines, apart from torch.distributed's default group."""
 
 from __future__ import annotations
 
@@ -12,28 +12,28 @@ from april.errors import ConfigError
 
 
 class Group(Protocol):
-    """The sender's end of a group: rank 0. Used by one thread."""
+    """The sender's end of a group, which is rank 0. Used by one thread."""
 
     def connect(self, goes_on: Callable[[], None]) -> None:
-        """Wait for the workers; ``goes_on`` is called now and then and may raise."""
+        """Wait until the workers have joined; ``goes_on`` is called regularly and may raise to end the wait."""
         ...
 
     def broadcast(self, tensors: Sequence[Any], specs: Sequence[TensorSpec], goes_on: Callable[[], None]) -> None:
-        """Send one bucket, and wait as connect does."""
+        """Send one bucket, and wait until it is sent; ``goes_on`` is as for :meth:`connect`."""
         ...
 
     def close(self) -> None:
-        """Let go of the workers: those that wait for this end fail at once, where the back-end can. Never waits."""
+        """Release the workers, without waiting; if the back-end can, workers that wait for the sender fail at once."""
         ...
 
 
 def open_group(
     backend: str, handshake: Handshake, address: str, world_size: int, timeout_s: float, bucket_bytes: int
 ) -> tuple[Group, Meeting]:
-    """Open a group, and how to join it; the meeting's ``rank_offset`` is to be replaced for each engine.
+    """Open a group and return it with the :class:`Meeting` by which engines join; set its ``rank_offset`` per engine.
 
     Args:
-        address: of this machine, as the workers reach it.
+        address: address of this machine, as the workers reach it.
     """
     name = f"april-{os.urandom(8).hex()}"
     meeting = Meeting(

@@ -1,7 +1,7 @@
-"""Rank 0 of an NCCL group that is made from a unique id alone, as vLLM's own back-end joins it: no store, no pickle.
+"""Rank 0 of an NCCL group that is made from a unique id alone, as vLLM joins it: no store, no pickle.
 
-The calls are those of NCCL's C interface, in the library that torch has loaded: torch's own groups need a store, and
-their handshake is not that of vLLM.
+It calls NCCL's C interface in the library that torch has loaded, because torch's own groups need a store and do not use
+vLLM's handshake.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from april.engines.weight_routes import TensorSpec
 LIBRARY = "libnccl.so.2"
 UNIQUE_ID_BYTES = 128
 UINT8, FLOAT32, SUM = 1, 7, 0
-"""ncclDataType_t and ncclRedOp_t."""
+"""Values of ncclDataType_t and ncclRedOp_t."""
 
 
 class _UniqueId(ctypes.Structure):
@@ -28,7 +28,7 @@ class _UniqueId(ctypes.Structure):
 
 
 class NcclSender:
-    """Rank 0 of a group, as :class:`april.weights.group.Group` says, on the CUDA device that is the current one."""
+    """Rank 0 of a group, on the current CUDA device; implements :class:`april.weights.group.Group`."""
 
     def __init__(self, world_size: int, library: Any = None, torch: Any = None) -> None:
         self._torch = importlib.import_module("torch") if torch is None else torch
@@ -43,11 +43,11 @@ class NcclSender:
 
     @property
     def unique_id(self) -> str:
-        """Base64 of the id, for the workers."""
+        """The group's unique id in base64, for the workers."""
         return base64.b64encode(bytes(self._id)).decode()
 
     def connect(self, goes_on: Callable[[], None]) -> None:
-        """Wait until all workers are there; the call that waits runs in a thread, as it cannot be broken off."""
+        """Wait until all workers have joined; NCCL's call blocks and cannot be cancelled, so it runs in a thread."""
         ended: list[BaseException | None] = []
 
         def connect() -> None:
@@ -66,14 +66,14 @@ class NcclSender:
         if ended[0] is not None:
             raise ended[0]
         self._stream = self._torch.cuda.Stream(self._device)
-        # vLLM's workers begin with a sum of one element each
+        # vLLM's workers begin with an all-reduce of one element
         one = self._torch.zeros(1, device=self._device)
         self._run(goes_on, lambda stream: self._nccl.ncclAllReduce(
             _at(one), _at(one), ctypes.c_size_t(1), FLOAT32, SUM, self._group, stream
         ))  # fmt: skip
 
     def broadcast(self, tensors: Sequence[Any], specs: Sequence[TensorSpec], goes_on: Callable[[], None]) -> None:
-        """Send one bucket, in one buffer without gaps, as vLLM takes a packed one."""
+        """Send one bucket as one buffer without gaps, which is vLLM's packed format."""
         with self._torch.no_grad():
             parts = [t.detach().to(self._device).contiguous().view(-1).view(self._torch.uint8) for t in tensors]
             self._buffer = self._torch.cat(parts)
@@ -84,7 +84,7 @@ class NcclSender:
         ))  # fmt: skip
 
     def close(self) -> None:
-        """Let go of the workers; a call that hangs is broken off where NCCL can."""
+        """Release the workers; a call that hangs is aborted if NCCL can do that."""
         group, self._group, self._buffer = self._group, ctypes.c_void_p(), None
         if group:
 
@@ -95,7 +95,7 @@ class NcclSender:
             threading.Thread(target=abort, name="april-group-ends", daemon=True).start()
 
     def _run(self, goes_on: Callable[[], None], begin: Callable[[Any], int]) -> None:
-        """Begin a call on the stream of its own, after what the trainer has begun, and wait for its end."""
+        """Start a call on the sender's own stream, behind the trainer's work so far, and wait for its end."""
         cuda = self._torch.cuda
         self._stream.wait_stream(cuda.current_stream(self._device))
         with cuda.stream(self._stream):

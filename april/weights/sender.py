@@ -1,10 +1,10 @@
-"""One transfer of weights to engines: who gets them, in which phase, within which limits, and what came of each.
+"""Sends one set of weights to all engines, in phases with time limits, and records the outcome for each engine.
 
-A transfer goes over all engines at once, in rounds. A round that an engine breaks ends for all of them; the next one is
-a new group without that engine, and sends everything again. So each round but the last loses an engine, and what an
-engine does costs the others time and nothing else.
+A transfer sends to all engines at once, in rounds. If an engine fails, the round ends for all of them, and the next
+round sends everything again through a new group without that engine. So each round but the last loses an engine, and an
+engine that fails costs the others time and nothing else.
 
-Invariant: no wait is longer than the limit, and every call that is made to an engine has ended before the next round.
+Invariant: no wait is longer than the limit, and every call to an engine has ended before the next round begins.
 """
 
 from __future__ import annotations
@@ -23,28 +23,28 @@ from april.weights.group import Group, open_group
 from april.weights.source import Bucket, Weights
 
 EARLIER = 0.75
-"""Share of the limit after which a worker gives up that waits for others: so its answer comes before the limit of its
-engine's call, and an engine that does not answer is one that hangs itself."""
+"""Share of the limit after which a worker stops waiting for others. Its error then comes before the limit of its
+engine's call, so an engine that does not answer is one that hangs itself."""
 
 
 class Answer(Protocol):
-    """The end of a call that runs on the loop: its value, or its error."""
+    """The pending result of a call on april's loop."""
 
     def done(self) -> bool:
-        """Return whether it has ended."""
+        """Return True if the call has ended."""
         ...
 
     def wait(self) -> bool:
-        """Wait for the end."""
+        """Wait until the call has ended."""
         ...
 
     def result(self) -> tuple[Any, Exception | None]:
-        """Value and error, of which one is None."""
+        """Return (value, error), of which one is None."""
         ...
 
 
 Ask = Callable[[Sequence[Coroutine[Any, Any, tuple[Any, Exception | None]]]], Sequence[Answer]]
-"""Starts calls on april's loop."""
+"""Starts calls on april's loop and returns their pending results."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,16 +54,16 @@ class LeftOut:
     why: str
     """One sentence that names engine, phase and tensor."""
     torn: bool
-    """It may have a part of them, and is of no version now; if not, it has what it had."""
+    """True if the engine may have only some of the weights, and so no valid version; False if it kept its old ones."""
 
 
 class _Broken(Exception):
-    """A round has been broken by engines, in a phase."""
+    """Raised when engines have failed during a round."""
 
 
 @dataclass(slots=True)
 class _Lane:
-    """Engines that are in one group."""
+    """The engines that share one group."""
 
     backend: str
     handshake: Handshake
@@ -73,29 +73,28 @@ class _Lane:
 
 @dataclass(slots=True)
 class _Calls:
-    """Calls of one phase, by engine."""
+    """The calls to all engines in one phase, by engine."""
 
     doing: str
-    """The phase, as it ends "engine E failed ..."."""
+    """Phase, in words that complete "engine E failed ..."."""
     answers: dict[str, Answer]
     first: frozenset[str] = frozenset()
-    """Those that had failed when the round was found to be broken."""
+    """Engines whose calls had failed when the failure of the round was noticed."""
 
     def failed(self) -> dict[str, Exception]:
-        """The errors that are here."""
+        """Return the errors that have arrived so far, by engine."""
         ended = {name: answer.result()[1] for name, answer in self.answers.items() if answer.done()}
         return {name: error for name, error in ended.items() if error is not None}
 
 
 @dataclass(slots=True)
 class WeightSender:
-    """Sends weights to engines in the thread that calls :meth:`send`, which is that of the trainer.
+    """Sends weights to engines, in the thread that calls :meth:`send`, which is the trainer's.
 
     Args:
-        engines: those of this process, by name.
-        ask: starts their calls.
-        limit_s: for each call of an engine, and for the sender's part of it.
-        elsewhere: the engines of other processes that do not read the trainer's model; called as the sending begins.
+        engines: engines of this process, by name.
+        ask: function that starts calls to engines on april's loop.
+        limit_s: seconds allowed for each call to an engine, and for the sender's own part of it.
     """
 
     engines: Mapping[str, Engine]
@@ -103,21 +102,15 @@ class WeightSender:
     limit_s: float
     open_group: Callable[..., Any] = open_group
     now: Callable[[], float] = time.monotonic
-    elsewhere: Callable[[], Iterable[str]] = tuple
     left_out: dict[str, LeftOut] = field(default_factory=dict)
-    """Engines that did not get the weights; all others that were sent to have all of them."""
+    """Engines that did not get the weights; all other engines of the transfer have all of them."""
     knows: bool = True
-    """``left_out`` is right; not so while weights are on their way, nor where the end of a transfer was broken off."""
+    """True if ``left_out`` is right. False during a transfer, and after one whose end was interrupted."""
     torn: set[str] = field(default_factory=set)
-    """Engines that have got a part of them in some round, and not all since."""
+    """Engines that got only some weights in a round and have not got all weights since."""
 
-    def refuse_engines(self, what: str, elsewhere: Sequence[str] = ()) -> None:
-        """Raise ConfigError, of the call ``what``, if some engine cannot be sent weights, or is in another process."""
-        if elsewhere:
-            raise ConfigError(
-                f"{what}: engine {elsewhere[0]} is in another process, and weights= go to the engines of this one; "
-                "give path=, or transfer="
-            )
+    def refuse_engines(self, what: str) -> None:
+        """Raise ConfigError if an engine cannot be sent weights; ``what`` names the caller in the message."""
         for name, engine in self.engines.items():
             can = engine.capabilities
             if not (can.collective or can.takes_tensors or can.shares_weights):
@@ -130,12 +123,9 @@ class WeightSender:
         """Send the weights to these engines.
 
         Raises:
-            EngineError: none of them has got the weights; ``left_out`` says of each what it has.
-            Exception: whatever the weights raise as they are gone through.
+            EngineError: no engine has got the weights; ``left_out`` says what each engine has.
+            Exception: whatever reading the weights raises.
         """
-        for name in set(self.elsewhere()).intersection(names):
-            why = f"engine {name} came from another process as weights= were about to go to the engines of this one"
-            self.left_out[name] = LeftOut(why, torn=False)
         left = [name for name in names if name not in self.left_out and not self._reads(name, source)]
         while left:
             transfer = _Round(self, left, source)
@@ -166,17 +156,17 @@ class WeightSender:
             raise EngineError(_sentence(self.left_out))
 
     def _reads(self, name: str, source: Weights) -> bool:
-        """Return whether an engine generates from these weights where they are."""
+        """Return True if an engine generates from the trainer's own weights, so that nothing is sent to it."""
         engine = self.engines.get(name)
         if engine is None:
-            return True  # another process has it
+            return True  # the engine is in another process
         if not engine.capabilities.takes_tensors:
             return engine.capabilities.shares_weights
         return isinstance(engine, TakesTensors) and source.module is not None and engine.reads(source.module)
 
 
 class _Round:
-    """One try to send everything to some engines."""
+    """One attempt to send all weights to some engines."""
 
     def __init__(self, sender: WeightSender, names: Sequence[str], source: Weights) -> None:
         self._sender, self._names, self._source = sender, list(names), source
@@ -185,14 +175,14 @@ class _Round:
         self._begun = self._sent = False
         self._left: dict[str, bool] = {}
         self.drew = False
-        """The weights were looked at."""
+        """True once reading of the weights has begun."""
         self.blamed: list[str] = []
         self._errors: dict[str, str] = {}
 
     # ---------------------------------------------------------------- the plan
 
     def run(self) -> None:
-        """Raises _Broken if engines have broken it, and whatever the weights raise."""
+        """Run the round; raises _Broken if engines fail, and whatever reading the weights raises."""
         self._meet()
         self._sender.knows, self._begun = False, True
         self._all("to make ready for new weights", lambda name: self._receiver(name).begin(), self._receivers)
@@ -231,7 +221,7 @@ class _Round:
         )  # fmt: skip
 
     def _send(self, bucket: Bucket) -> None:
-        # those of wide numbers first: then each begins where its dtype may, also in a buffer without gaps
+        # widest dtypes first: then each tensor is aligned, even in a buffer without gaps
         order = sorted(range(len(bucket.specs)), key=lambda i: -bucket.tensors[i].element_size())
         specs, tensors = [bucket.specs[i] for i in order], [bucket.tensors[i] for i in order]
 
@@ -264,14 +254,14 @@ class _Round:
         return engine
 
     def _all(self, doing: str, call: Callable[[str], Coroutine[Any, Any, Any]], names: Sequence[str]) -> dict[str, Any]:
-        """Make a call to each engine; returns what they answer."""
+        """Make a call to each engine and return the answers."""
         return self._with(doing, call, names, lambda goes_on: None)
 
     def _with(
         self, doing: str, call: Callable[[str], Coroutine[Any, Any, Any]], names: Sequence[str],
         here: Callable[[Callable[[], None]], None],
     ) -> dict[str, Any]:  # fmt: skip
-        """Make a call to each engine, and do this end's part meanwhile."""
+        """Make a call to each engine, do the sender's part (``here``) meanwhile, and return the answers."""
         sender = self._sender
         made = [_limited(call(name), name, doing, sender.limit_s) for name in names]
         self._calls = calls = _Calls(doing, dict(zip(names, sender.ask(made), strict=True)))
@@ -286,7 +276,7 @@ class _Round:
         try:
             here(goes_on)
         except (_Broken, EngineUnreachable, RuntimeError) as error:
-            # a group breaks as one of its members does, which its own call tells
+            # a group breaks when one of its members does, and that member's own call says so
             calls.first = frozenset(calls.failed())
             self._close()
             self._settle()
@@ -303,10 +293,10 @@ class _Round:
         return {name: answer.result()[0] for name, answer in calls.answers.items()}
 
     def _settle(self) -> None:
-        """Wait for what is still on its way, and find out who has broken the round.
+        """Wait for the calls that are still running, and find the engines that broke the round.
 
-        Those that do not answer; where all do, those that had failed before this end gave up: an error that follows is
-        that of a worker which the others have left alone.
+        They are the engines that do not answer. If all answer, they are those that had failed before the sender gave
+        up: later errors come from workers that the failed ones left alone.
         """
         calls = self._calls
         for answer in calls.answers.values():
@@ -323,7 +313,7 @@ class _Round:
                 lane.group = None
 
     def end(self) -> None:
-        """End a round that is broken: no call is on its way then, and every engine that answers is out of its group."""
+        """End a broken round: afterwards no call is running, and every engine that answers has left its group."""
         self._close()
         for answer in self._calls.answers.values():
             answer.wait()
@@ -332,11 +322,11 @@ class _Round:
         for name, answer in zip(asked, answers, strict=True):
             answer.wait()
             self._left[name] = answer.result()[0] is True
-        # for good: after a later round, of which it got nothing, an engine says that it is as it was before that one
+        # kept for later rounds: an engine that got nothing in one of those reports only that it is unchanged since
         self._sender.torn |= {name for name in self._names if self._tore(name)}
 
     def _tore(self, name: str) -> bool:
-        """Return whether an engine may have got a part of the weights in this round, and not all."""
+        """Return True if an engine may have only some of the new weights after this round."""
         if not self._engine(name).capabilities.collective:
             return self._sent
         return self._begun and not self._left.get(name, False)
@@ -345,7 +335,7 @@ class _Round:
         return isinstance(self._calls.failed().get(name), EngineUnreachable)
 
     def fates(self, names: Iterable[str]) -> dict[str, LeftOut]:
-        """What became of these engines, after the round has ended."""
+        """Return what each of these engines has, after the round has ended."""
         why = f"the transfer was broken off when engines were {self._calls.doing}"
         return {name: LeftOut(self._errors.get(name, why), torn=name in self._sender.torn) for name in names}
 
@@ -387,6 +377,6 @@ def _sentence(left_out: Mapping[str, LeftOut]) -> str:
 
 
 def _one_of(addresses: Iterable[str]) -> str:
-    """The address by which the engines elsewhere reach this machine; those on it reach it by any of its own."""
+    """Return the sender's address that engines on other machines can reach; engines on this machine can reach any."""
     found = list(dict.fromkeys(addresses))
     return next((a for a in found if not a.startswith("127.") and a != "::1"), found[0])

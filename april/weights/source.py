@@ -1,10 +1,10 @@
-"""The trainer's weights, named as their checkpoint names them, one bucket after the other.
+"""Reads the trainer's weights bucket by bucket, with the names of the model's checkpoint.
 
-A bucket holds at least one tensor and otherwise no more bytes than it was given. Parameters that are spread over ranks
-(DTensor: FSDP2, tensor parallelism) are put together one by one, on every rank at the same time, so no rank ever holds
-more than two buckets of them, where a bucket is at least the largest tensor.
+A bucket holds at least one tensor and otherwise stays within its size limit. Sharded parameters (DTensor: FSDP2, tensor
+parallelism) are gathered one by one, on every rank at the same time, so no rank ever holds more than two buckets of
+them, where a bucket is at least the largest tensor.
 
-Nothing of torch is imported before there are weights to look at.
+torch is not imported before there are weights to look at.
 """
 
 from __future__ import annotations
@@ -24,37 +24,37 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 BUCKET_BYTES = 256 << 20
-"""Bytes of a bucket where nothing else is said."""
+"""Default size of a bucket, in bytes."""
 WHAT_TO_GIVE = "give a torch module, a dict of tensors by name, or an iterable of (name, tensor)"
 _DRAWN = (
     "weights: an iterator was given, and it has been drawn from; give a list, or an object whose __iter__ begins anew, "
     "so that weights can be sent again"
 )
 _WRAPPERS = {"DistributedDataParallel": "module", "DataParallel": "module", "OptimizedModule": "_orig_mod"}
-"""The attribute that holds the model, by the class that wraps it."""
+"""Wrapper classes of torch, each with the attribute that holds the wrapped model."""
 _IN_BETWEEN = ("_orig_mod.", "_checkpoint_wrapped_module.")
-"""The words that torch.compile and activation checkpointing put into the names of parameters."""
+"""Parts that torch.compile and activation checkpointing insert into the names of parameters."""
 
 
 @dataclass(slots=True)
 class Bucket:
-    """Some tensors, contiguous and whole; they are dropped when the next bucket is asked for."""
+    """Some whole, contiguous tensors; they are dropped when the next bucket is requested."""
 
     specs: tuple[TensorSpec, ...]
     tensors: list[Tensor] = field(repr=False)
     last: bool
-    """No other one follows."""
+    """True if no other bucket follows."""
 
 
 @dataclass(slots=True)
 class Portion:
-    """The weights of a bucket as the ranks hold them: pieces of them, where they are sharded."""
+    """The tensors of one bucket before they are gathered: sharded tensors are still shards."""
 
     items: list[_Item]
     last: bool
 
     def digest(self) -> bytes:
-        """Return what is the same on two ranks if they are about to gather the same tensors."""
+        """Return a digest that two ranks share if they are about to gather the same tensors."""
         words = [(item.name, item.dtype, item.shape, item.sharded) for item in self.items]
         return hashlib.blake2b(repr((words, self.last)).encode(), digest_size=16).digest()
 
@@ -64,7 +64,7 @@ class _Item:
     name: str
     tensor: Tensor
     split: Callable[[str, Tensor], Mapping[str, Tensor]] | None = None
-    """Makes several tensors of a checkpoint out of it; None: it is one."""
+    """Function that splits the tensor into tensors of the checkpoint; None if the checkpoint has it as it is."""
 
     @property
     def sharded(self) -> bool:
@@ -83,10 +83,10 @@ class _Item:
         return int(self.tensor.numel()) * sent_as.itemsize
 
     def whole(self, dtype: torch.dtype | None) -> Tensor:
-        """Return the tensor, put together if it is spread over ranks: collective then."""
+        """Return the whole tensor; a collective call if the tensor is sharded over ranks."""
         tensor: Any = self.tensor.detach()
         if dtype is not None and tensor.is_floating_point():
-            tensor = tensor.to(dtype)  # a shard before it travels
+            tensor = tensor.to(dtype)  # convert the shard before it is sent
         if self.sharded:
             tensor = tensor.full_tensor()
             tensor = tensor.wait() if hasattr(tensor, "wait") else tensor
@@ -97,14 +97,14 @@ class Weights:
     """Weights that can be sent, bucket by bucket."""
 
     module: Any = None
-    """The model itself, out of what is around it; None: other things were given."""
+    """The model without its wrappers; None if something other than a module was given."""
     bucket_bytes = BUCKET_BYTES
-    """Most bytes of a bucket; one larger tensor is a bucket by itself."""
+    """Largest size of a bucket in bytes; a larger tensor is a bucket by itself."""
     repeatable = True
-    """They can be drawn again after a transfer that failed; those of an iterator cannot."""
+    """True if the weights can be read again after a failed transfer; an iterator cannot."""
 
     def buckets(self) -> Iterator[Bucket]:
-        """Yield all of them, once at least; the tensors of each are dropped when the next one is asked for."""
+        """Yield all buckets, at least one; the tensors of each are dropped when the next one is requested."""
         raise NotImplementedError
 
 
@@ -113,12 +113,12 @@ class WeightSource(Weights):
 
     Args:
         weights: a torch module, a mapping from name to tensor, or an iterable of (name, tensor).
-        bucket_bytes: most bytes of a bucket; one larger tensor is a bucket by itself.
-        dtype: in which floating-point tensors are sent, as "bfloat16"; None: as they are.
+        bucket_bytes: largest size of a bucket in bytes; a larger tensor is a bucket by itself.
+        dtype: dtype in which floating-point tensors are sent, such as "bfloat16"; None keeps the dtype of each.
 
     Raises:
-        ConfigError: these are no weights, or not such as an engine could load. An iterator is looked at only when it is
-            drawn from.
+        ConfigError: the object is not weights, or has weights that no engine could load. An iterator is checked only
+            while it is read.
     """
 
     def __init__(self, weights: Any, *, bucket_bytes: int = BUCKET_BYTES, dtype: str | None = None) -> None:
@@ -130,21 +130,21 @@ class WeightSource(Weights):
         self._items = _items_of(weights)
         self.repeatable = self._items is not None or not isinstance(weights, Iterator)
         self._again: Iterable[Any] = () if self._items is not None else weights
-        # what is left of one that an earlier call has drawn from would be sent as if it were all
+        # the rest of a generator that was read before would be sent as if it were everything
         self._drawn = inspect.isgenerator(weights) and inspect.getgeneratorstate(weights) != inspect.GEN_CREATED
         if self._drawn:
             raise ConfigError(_DRAWN)
 
     @property
     def sharded(self) -> bool:
-        """True if all ranks must take part; False also of an iterable, of which that is not known before."""
+        """True if all ranks must take part; False for an iterable, whose tensors are not known in advance."""
         return self._items is not None and any(item.sharded for item in self._items)
 
     def portions(self) -> Iterator[Portion]:
-        """Yield what each bucket is made of. Collective in nothing.
+        """Yield the content of each bucket before it is gathered. Not a collective call.
 
         Raises:
-            ConfigError: the iterable yields something else, a name twice, or nothing.
+            ConfigError: the iterable yields something other than (name, tensor), a name twice, or nothing.
         """
         if self._drawn and not self.repeatable:
             raise ConfigError(_DRAWN)
@@ -164,7 +164,7 @@ class WeightSource(Weights):
             taken.clear()
 
     def gathered(self, portion: Portion) -> Bucket:
-        """Return a portion as tensors. Collective where parts of it are sharded: all ranks, at the same time."""
+        """Return a portion as whole tensors. If some are sharded, it is collective: all ranks, at the same time."""
         specs: list[TensorSpec] = []
         tensors: list[Tensor] = []
         for item in portion.items:
@@ -177,13 +177,13 @@ class WeightSource(Weights):
         return Bucket(tuple(specs), tensors, portion.last)
 
     def take_part(self, portion: Portion) -> None:
-        """Gather a portion for another rank, and keep nothing of it. Collective as :meth:`gathered`."""
+        """Take part in gathering a portion for another rank, and keep nothing. Collective as :meth:`gathered`."""
         for item in portion.items:
             if item.sharded:
                 item.whole(self._dtype)
 
     def buckets(self) -> Iterator[Bucket]:
-        """Yield all buckets, on a rank that sends them; the tensors of each are dropped when the next is asked for."""
+        """Yield all buckets, on a rank that sends; the tensors of each are dropped when the next one is requested."""
         for portion in self.portions():
             bucket = self.gathered(portion)
             portion.items.clear()
@@ -192,14 +192,14 @@ class WeightSource(Weights):
 
 
 def weight_source(weights: Any, *, bucket_bytes: int = BUCKET_BYTES, dtype: str | None = None) -> Weights:
-    """Make a :class:`WeightSource` of whatever ``weight_update(weights=...)`` was given; what can be sent stays."""
+    """Return the argument of ``weight_update(weights=...)`` as :class:`Weights`; Weights are returned unchanged."""
     if isinstance(weights, Weights):
         return weights
     return WeightSource(weights, bucket_bytes=bucket_bytes, dtype=dtype)
 
 
 def name_of(dtype: torch.dtype) -> str:
-    """The name of a dtype as servers take it: ``bfloat16``."""
+    """Return the name of a dtype as servers take it, such as ``bfloat16``."""
     return str(dtype).rpartition(".")[2]
 
 
@@ -216,14 +216,14 @@ def _dtype_of(name: str) -> torch.dtype:
 
 
 def module_of(weights: Any) -> Any:
-    """Return the model inside of what torch wraps around it; None for what is no module."""
+    """Return the model without torch's wrappers; None if the weights are not a module."""
     import torch
 
     return _unwrapped(weights) if isinstance(weights, torch.nn.Module) else None
 
 
 def _items_of(weights: Any) -> list[_Item] | None:
-    """Return the items, where they can be looked at beforehand; None for an iterable that has to be drawn from."""
+    """Return the items if they can be checked in advance; None for an iterable, which must be read first."""
     import torch
 
     if isinstance(weights, torch.nn.Module):
@@ -241,7 +241,7 @@ def _items_of(weights: Any) -> list[_Item] | None:
 
 
 def _checked(pairs: Iterable[Any]) -> Iterator[_Item]:
-    """Yield items of (name, tensor); raises ConfigError for anything else."""
+    """Yield an item for each (name, tensor); raises ConfigError for anything else."""
     import torch
 
     seen: set[str] = set()
@@ -256,7 +256,7 @@ def _checked(pairs: Iterable[Any]) -> Iterator[_Item]:
         seen.add(name)
         _require_sendable(name, tensor)
         yield _Item(name, tensor)
-        del pair, tensor  # the next one is drawn without it
+        del pair, tensor  # free this tensor before the next one is read
 
 
 def _shown(value: Any) -> str:
@@ -296,7 +296,7 @@ def _items_of_module(module: Any) -> list[_Item]:
     stored = {_plain(name): tensor for name, tensor in model.state_dict(keep_vars=True).items()}
     for name, tensor in stored.items():
         if name.endswith("_extra_state"):
-            continue  # of a layer's kernel, and none of a checkpoint's weights
+            continue  # state of a layer's kernel, not a weight of the checkpoint
         before = first.get(id(tensor))
         if before is not None and (name in tied or before not in tied):
             continue
@@ -317,7 +317,7 @@ def _plain(name: str) -> str:
 
 
 def _unwrapped(module: Any) -> Any:
-    """The model inside of what torch wraps around it; raises ConfigError for one whose tensors are no weights."""
+    """Return the model without torch's wrappers; raises ConfigError if its tensors cannot be sent as weights."""
     while (wrapper := next((_WRAPPERS[k] for k in _kinds(module) if k in _WRAPPERS), None)) is not None:
         module = getattr(module, wrapper)
     if "FullyShardedDataParallel" in _kinds(module):
@@ -340,7 +340,7 @@ def _kinds(module: Any) -> list[str]:
 
 
 def _tied_names(model: Any) -> set[str]:
-    """Names that a checkpoint leaves out, as they are those of other tensors (tied embeddings)."""
+    """Return the names that a checkpoint leaves out because they repeat other tensors (tied embeddings)."""
     tied: set[str] = set()
     for prefix, part in model.named_modules():
         keys = getattr(part, "all_tied_weights_keys", None) or getattr(part, "_tied_weights_keys", None) or ()
@@ -349,16 +349,16 @@ def _tied_names(model: Any) -> set[str]:
 
 
 def _as_in_checkpoint(model: Any, items: list[_Item]) -> list[_Item]:
-    """Rename and split tensors that transformers holds otherwise than the checkpoint does (experts in one tensor).
+    """Rename and split tensors that transformers stores differently from the checkpoint (such as fused experts).
 
     Raises:
-        ConfigError: a tensor of the checkpoint is made of several of the model's.
+        ConfigError: a tensor of the checkpoint is made of several tensors of the model.
     """
     if "PreTrainedModel" not in _kinds(model):
         return items
     try:
         from transformers.core_model_loading import revert_weight_conversion
-    except ImportError:  # transformers below 5 holds them as the checkpoint does
+    except ImportError:  # transformers below 5 stores tensors as the checkpoint does
         return items
     import torch
 

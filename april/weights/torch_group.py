@@ -1,8 +1,8 @@
-"""Groups of torch.distributed with a name, which engines join by torch's own means (SGLang): the sender's end, rank 0.
+"""Rank 0, the sender, of a named torch.distributed group that engines such as SGLang join with torch itself.
 
-The other ends are made by torch at an address and a port, into groups beside their own; these are made without torch's
-helpers, so that the default group of the trainer is not touched, or need not be there. Tensors go one by one, as such
-engines take them.
+On the engines, torch makes a group from an address and a port, beside their own groups. The sender's end is made
+without torch's helpers, so the trainer's default group is neither touched nor needed. Tensors are sent one by one, as
+such engines receive them.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from april.engines.weight_routes import GLOO, TensorSpec
 
 T = TypeVar("T")
 DEVICE = {GLOO: "cpu"}
-"""The device for which torch files a back-end's keys in the store; NCCL's is cuda."""
+"""Device under which torch files a back-end's keys in the store; for NCCL it is cuda."""
 LONGEST_S = 24 * 3600.0
-"""Longest wait that NCCL is told of: torch ends the whole process of a trainer when that is over, so april's own limit
+"""Timeout in seconds that NCCL is given. When it is over, torch ends the trainer's whole process, so april's own limit
 has to come first."""
 PATIENCE_S = 2.0
-"""Longest wait for a thread that is in the middle of a call of torch."""
+"""Longest wait, in seconds, for a thread that is inside a call of torch."""
 
 
 class TorchSender:
-    """Rank 0 of a group, as :class:`april.weights.group.Group` says.
+    """Rank 0 of a group; implements :class:`april.weights.group.Group`.
 
     Args:
-        address: of this machine, as the workers reach it.
+        address: address of this machine, as the workers reach it.
     """
 
     def __init__(self, backend: str, address: str, group: str, world_size: int, timeout_s: float) -> None:
@@ -47,18 +47,18 @@ class TorchSender:
         )
         self._process_group: Any = None
         self._works: list[Any] = []
-        """Of the last bucket."""
+        """Broadcasts of the last bucket."""
         self._thread: threading.Thread | None = None
 
     def connect(self, goes_on: Callable[[], None]) -> None:
-        """Wait for the workers; with NCCL that comes with the first tensor."""
+        """Wait until the workers have joined; with NCCL they join at the first tensor."""
         self._process_group = self._apart(self._make, goes_on)
 
     def _make(self) -> Any:
         import torch
 
         dist: Any = torch.distributed
-        # a client, which the end of the store's server wakes
+        # a client of the store, whose waits end when the store's server is closed
         store = dist.TCPStore(self._address, self.port, None, False, self._limit)
         keys: Any = dist.PrefixStore(self._group, store)
         for prefix in (self._group, DEVICE.get(self._backend, "cuda")):
@@ -78,20 +78,20 @@ class TorchSender:
 
         options = BroadcastOptions()
         options.rootRank, options.asyncOp = 0, True
-        # NCCL sends from the device that is the current one, gloo from memory
+        # NCCL sends from the current device, gloo from main memory
         ready = [t.detach().to("cpu" if self._backend == GLOO else "cuda").contiguous() for t in tensors]
         self._works = []
-        # in a thread: the first one makes the group of NCCL
+        # in a thread, as the first broadcast creates NCCL's group
         self._apart(lambda: self._works.extend(self._process_group.broadcast([t], options) for t in ready), goes_on)
         wait_until(lambda: all(work.is_completed() for work in self._works), goes_on)
         for work in self._works:
             work.wait()
 
     def close(self) -> None:
-        """Let go of the workers; what hangs is broken off where the back-end can."""
+        """Release the workers; a transfer that hangs is aborted if the back-end can do that."""
         group, self._process_group, self._store = self._process_group, None, None
         if self._thread is not None:
-            self._thread.join(PATIENCE_S)  # its wait ends with the store
+            self._thread.join(PATIENCE_S)  # its wait ends when the store is closed
         hangs = not all(work.is_completed() for work in self._works)
         self._works = []
         if group is None or (self._backend == GLOO and not hangs):
@@ -103,13 +103,13 @@ class TorchSender:
             with suppress(Exception):
                 if self._backend != GLOO:
                     held[0].abort()
-            held.clear()  # of gloo, when what hangs is over its time
+            held.clear()  # a gloo group with a transfer that hangs ends after its timeout
 
-        # a thread in torch when Python ends would end the process by a signal; NCCL may never come back
+        # no daemon for gloo, as a thread inside torch at Python's exit kills the process; NCCL may never return
         threading.Thread(target=end, name="april-group-ends", daemon=self._backend != GLOO).start()
 
     def _apart(self, call: Callable[[], T], goes_on: Callable[[], None]) -> T:
-        """Make a call in a thread, as it may wait for the workers and cannot be broken off; the store's end ends it."""
+        """Run a call in a thread, as it may block and cannot be cancelled; closing the store ends its wait."""
         import torch
 
         cuda: Any = torch.cuda

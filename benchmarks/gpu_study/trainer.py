@@ -19,8 +19,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 
 import april
-from april.demo.grpo import EPSILON, MAX_GRAD_NORM, RISING_STEPS
 from benchmarks.gpu_study.design import GpuSizes
+from benchmarks.study.grpo import EPSILON, MAX_GRAD_NORM, RISING_STEPS
 from benchmarks.study.losses import LOSSES
 from benchmarks.study.training import Settings
 

@@ -14,9 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from april.demo import curves
-from april.demo.curves import smoothed
-from april.demo.statistics import Estimate, paired, with_censored
+from benchmarks.study.statistics import Estimate, paired, with_censored
 from benchmarks.study.training import Outcome
 
 Float64 = NDArray[np.float64]
@@ -50,15 +48,35 @@ def series(outcome: Outcome, what: str) -> Float64:
     return np.array([getattr(evaluation, what) for evaluation in outcome.evaluations], np.float64)
 
 
+def smoothed(rewards: Float64) -> Float64:
+    """Return the means over three neighbours; the start stays, and the last one has two."""
+    found = np.array([rewards[max(0, i - 1) : i + 2].mean() for i in range(len(rewards))])
+    found[0] = rewards[0]
+    return found
+
+
+def quarter(outcome: Outcome, what: str = "reward", which: int = 4, steps: int | None = None) -> float:
+    """Return the mean of the evaluations in a quarter (1 to 4) of the first ``steps`` (None: all); NaN without any."""
+    last, at = outcome.settings.steps if steps is None else steps, series(outcome, "step")
+    there = series(outcome, what)[(at > 0.25 * (which - 1) * last) & (at <= 0.25 * which * last)]
+    return float(there.mean()) if len(there) else math.nan
+
+
 def end(outcome: Outcome, what: str = "reward", steps: int | None = None) -> float:
     """Return the mean of the evaluations in the last quarter of the first ``steps`` (None means all)."""
-    last = outcome.settings.steps if steps is None else steps
-    return curves.end(series(outcome, "step"), series(outcome, what), last)
+    return quarter(outcome, what, 4, steps)
 
 
 def reached(outcome: Outcome, reward: float, of: str = "decode_steps") -> float:
     """Return what had been spent when the smoothed reward first reached ``reward``; inf if it never did."""
-    return curves.reached(series(outcome, of), series(outcome, "reward"), reward)
+    spent, curve = series(outcome, of), smoothed(series(outcome, "reward"))
+    for i in range(len(curve)):
+        if curve[i] >= reward:
+            if i == 0 or curve[i] == curve[i - 1]:
+                return float(spent[i])
+            share = (reward - curve[i - 1]) / (curve[i] - curve[i - 1])
+            return float(spent[i - 1] + share * (spent[i] - spent[i - 1]))
+    return math.inf
 
 
 def reward_after(outcome: Outcome, spent: float, of: str = "decode_steps") -> float:
@@ -92,11 +110,21 @@ def ratio(arm: Seeds, sync: Seeds, step: int, of: str = "decode_steps") -> Estim
 
     Pairs in which it was not counted are left out.
     """
-    values = []
-    for a, b in pairs(arm, sync):
-        curve, of_sync = ((series(o, of), series(o, "reward")) for o in (a, b))
-        values.append(curves.log_ratio(*curve, *of_sync, list(series(b, "step")).index(step)))
+    values = [log_ratio(a, b, step, of) for a, b in pairs(arm, sync)]
     return with_censored([value for value in values if value is not None])
+
+
+def log_ratio(outcome: Outcome, sync: Outcome, step: int, of: str = "decode_steps") -> float | None:
+    """Return the log ratio of what is spent to sync's smoothed reward at ``step``.
+
+    It is inf if that reward is never reached, and None if sync has it from the start, or what was spent is NaN: not
+    counted.
+    """
+    target = smoothed(series(sync, "reward"))[list(series(sync, "step")).index(step)]
+    by_sync, needed = reached(sync, target, of), reached(outcome, target, of)
+    if not by_sync > 0 or math.isnan(needed):
+        return None
+    return math.log(needed / by_sync) if math.isfinite(needed) and needed > 0 else math.inf
 
 
 def at_equal(arm: Seeds, other: Seeds, of: str) -> Estimate:
@@ -119,6 +147,24 @@ def spent_ratio(arm: Seeds, sync: Seeds, of: str = "decode_steps") -> Estimate:
         spent_a, spent_b = (series(o, of)[list(series(o, "step")).index(steps)] for o in (a, b))
         values.append(math.log(spent_a / spent_b))
     return paired(values)
+
+
+def never(arm: Seeds, sync: Seeds) -> tuple[int, int]:
+    """Return how many pairs never reach sync's reward of its last step, and of how many."""
+    both = arm.keys() & sync.keys()
+    last = [ratio({seed: arm[seed]}, {seed: sync[seed]}, sync[seed].settings.steps) for seed in both]
+    return sum(one.censored for one in last), sum(one.n for one in last)
+
+
+def falls(arm: Seeds) -> int:
+    """Return how many trainings fell."""
+    return sum(fall(outcome) is not None for outcome in arm.values())
+
+
+def best_rate(rates: Mapping[float, Seeds]) -> float:
+    """Return the learning rate with the highest mean end, over the seeds that all rates have."""
+    common = set.intersection(*(set(seeds) for seeds in rates.values()))
+    return max(rates, key=lambda rate: float(np.mean([end(rates[rate][seed]) for seed in common])))
 
 
 # ---------------------------------------------------------------- the guards

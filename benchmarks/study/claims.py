@@ -1,4 +1,8 @@
-"""What is claimed, judged: a claim holds, is refuted by the condition that was written down, or is open."""
+"""What is claimed, judged by intervals: a claim holds, or the data exclude it, or they are too few to decide.
+
+A claim holds unless the condition that was written down is met. Then it is refuted if its whole interval is on the
+wrong side of the limit, and undecided if the interval reaches over the limit.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +10,13 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from april.demo.statistics import Estimate
 from benchmarks.study import analysis
 from benchmarks.study.analysis import Seeds
 from benchmarks.study.design import Claim, Design
+from benchmarks.study.statistics import Estimate, share_interval
 from benchmarks.study.training import Outcome
 
-HOLDS, REFUTED, OPEN = "holds", "refuted", "open"
+HOLDS, REFUTED, UNDECIDED, OPEN = "holds", "refuted", "undecided", "open"
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +25,7 @@ class Verdict:
 
     Attributes:
         claim: the claim.
-        verdict: HOLDS, REFUTED or OPEN, which is a claim whose trainings are not all there.
+        verdict: HOLDS, REFUTED, UNDECIDED or OPEN, which is a claim whose trainings are not all there.
         figures: what it was judged by, in words.
     """
 
@@ -49,31 +53,31 @@ def judge(design: Design, outcomes: Mapping[str, Outcome]) -> list[Verdict]:
         if len(arm.keys() & against.keys()) < wanted:
             found.append(Verdict(claim, OPEN, f"{len(arm.keys() & against.keys())} of {wanted} pairs"))
             continue
-        refuted, figures = _judged(claim, arm, against, design)
-        verdict = OPEN if refuted is None else REFUTED if refuted else HOLDS
-        found.append(Verdict(claim, verdict, figures))
+        found.append(_judged(claim, arm, against, design))
     return found
 
 
-def _judged(claim: Claim, arm: Seeds, against: Seeds, design: Design) -> tuple[bool | None, str]:
-    """Return whether a claim is refuted, and by what; None if no pair says anything of it."""
-    sizes = design.tasks[claim.task]
-    if claim.kind == "non_inferior":
-        found = analysis.difference(arm, against)
-        return found.lower < -claim.limit, f"{shown(found)}, bound {found.lower:+.3f}"
-    if claim.kind == "long_prompts":
-        found = analysis.difference(arm, against, "long")
-        return found.lower < -claim.limit, f"{shown(found)}, bound {found.lower:+.3f}"
-    if claim.kind == "better":
-        found = analysis.difference(arm, against)
-        return found.low <= claim.limit, shown(found)
-    if claim.kind == "worse":
-        found = analysis.difference(arm, against)
-        return found.high >= -claim.limit, shown(found)
+def _judged(claim: Claim, arm: Seeds, against: Seeds, design: Design) -> Verdict:
+    """Judge a claim on pairs of trainings; it is open if no pair says anything of it."""
     if claim.kind == "cheaper":
-        found = analysis.ratio(arm, against, sizes.late, claim.of)
-        return (not math.exp(found.high) < claim.limit) if found.n else None, times(found)
+        found = analysis.ratio(arm, against, design.tasks[claim.task].late, claim.of)
+        if not found.n:
+            return Verdict(claim, OPEN, times(found))
+        return Verdict(claim, _verdict(-found.high, -found.low, -math.log(claim.limit)), times(found))
+    found = analysis.difference(arm, against, "long" if claim.kind == "long_prompts" else "reward")
+    if claim.kind in ("non_inferior", "long_prompts"):
+        says = f"{shown(found)}, bound {found.lower:+.3f}"
+        return Verdict(claim, _verdict(found.lower, found.upper, -claim.limit), says)
+    if claim.kind == "better":
+        return Verdict(claim, _verdict(found.low, found.high, claim.limit), shown(found))
+    if claim.kind == "worse":
+        return Verdict(claim, _verdict(-found.high, -found.low, claim.limit), shown(found))
     raise ValueError(f"design: claim {claim.id} is of an unknown kind, {claim.kind}")
+
+
+def _verdict(low: float, high: float, limit: float) -> str:
+    """Return the verdict on the claim that a figure is above ``limit``, by the bounds of its interval."""
+    return HOLDS if low > limit else REFUTED if high <= limit else UNDECIDED
 
 
 GUARDS = ("kl_in_time", "kl_false", "ess_late")
@@ -83,13 +87,17 @@ def _guarded(claim: Claim, outcomes: Sequence[Outcome], all_there: bool) -> Verd
     """Judge what is claimed of a guard, over all trainings of all tasks."""
     found = analysis.guard(outcomes, analysis.ess_alarm if claim.kind == "ess_late" else analysis.kl_alarm)
     if claim.kind == "kl_false":
-        figures, share = f"{found.false} of {found.sound} that did not fall", found.false / max(1, found.sound)
+        count, of, figures = found.false, found.sound, f"{found.false} of {found.sound} that did not fall"
     else:
-        figures, share = f"{found.in_time} of {found.falls} falls in time", found.in_time / max(1, found.falls)
-    if not all_there or not (found.sound if claim.kind == "kl_false" else found.falls):
+        count, of, figures = found.in_time, found.falls, f"{found.in_time} of {found.falls} falls in time"
+    if not all_there or not of:
         return Verdict(claim, OPEN, figures)
-    refuted = share < claim.limit if claim.kind == "kl_in_time" else share > claim.limit
-    return Verdict(claim, REFUTED if refuted else HOLDS, figures)
+    low, high = share_interval(count, of)
+    if claim.kind == "kl_in_time":
+        held, out = count / of >= claim.limit, high < claim.limit
+    else:
+        held, out = count / of <= claim.limit, low > claim.limit
+    return Verdict(claim, HOLDS if held else REFUTED if out else UNDECIDED, figures)
 
 
 # ---------------------------------------------------------------- in words

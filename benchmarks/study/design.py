@@ -79,18 +79,18 @@ class Claim(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     Attributes:
         id: short name.
         says: the claim in words.
-        refuted_if: when it is refuted, in words.
+        fails_if: when it does not hold, in words.
         kind: how that is computed.
         task: of these trainings.
         arm: name of the trainings.
         against: what it is paired with.
-        limit: the number in ``refuted_if``.
+        limit: the number in ``fails_if``.
         of: what ``cheaper`` counts, a figure of the evaluations.
     """
 
     id: str
     says: str
-    refuted_if: str
+    fails_if: str
     kind: str
     task: str
     arm: str = ""

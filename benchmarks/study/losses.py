@@ -20,7 +20,7 @@ loss             weight                                                ratio tha
 from __future__ import annotations
 
 from april.corrections.importance import LARGEST, masked_weights
-from april.demo.grpo import SEQUENCE, Loss, truncated
+from benchmarks.study.grpo import SEQUENCE, Loss, truncated
 
 GSPO_CLIP = (3e-4, 4e-4)
 """Bounds of the response's ratio, less and more than 1 (GSPO, arXiv 2507.18071)."""

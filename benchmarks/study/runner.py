@@ -22,9 +22,11 @@ from typing import Any
 import msgspec
 
 from april.state_file import write_atomic
-from benchmarks.study.training import Outcome, Settings
+from benchmarks.study.training import Outcome, Settings, train
 
 Say = Callable[[str], None]
+Train = Callable[[Settings, Any, Any], Outcome]
+"""Train the start of a task: (settings, task, model)."""
 NICE = 19
 """Priority of the workers: the lowest."""
 COSTS = "costs.jsonl"
@@ -82,26 +84,25 @@ def quiet_worker(nice: int) -> None:
 
 def make_start(out: Path, settings: Settings) -> Cost:
     """Write the common start of a task and a seed."""
-    from april.demo.warmup import weights_of
     from benchmarks.study.tasks import TASKS
+    from benchmarks.study.warmup import weights_of
 
     cpu, wall = time.process_time(), time.perf_counter()
     path = start_path(out, settings)
-    model = TASKS[settings.task]().start(settings.seed, settings.warm_up_steps)
+    model = TASKS[settings.task]().start(settings.seed, settings.warm_up_steps, bool(settings.served))
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomic(path, weights_of(model))
     return Cost(f"start/{path.stem}", time.process_time() - cpu, time.perf_counter() - wall)
 
 
-def make_outcome(out: Path, name: str, settings: Settings) -> Cost:
+def make_outcome(out: Path, name: str, settings: Settings, train: Train = train) -> Cost:
     """Run a training and write its outcome."""
-    from april.demo.warmup import load_weights
     from benchmarks.study.tasks import TASKS
-    from benchmarks.study.training import train
+    from benchmarks.study.warmup import load_weights
 
     cpu, wall = time.process_time(), time.perf_counter()
     task = TASKS[settings.task]()
-    model = task.untrained(settings.seed)
+    model = task.untrained(settings.seed, bool(settings.served))
     start = start_path(out, settings)
     load_weights(model, start.read_bytes(), start)
     outcome = msgspec.structs.replace(train(settings, task, model), made_with=versions())

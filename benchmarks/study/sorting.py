@@ -15,7 +15,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from april.demo.task import ANSWER_ID, BOS_ID, DRAFT_ID, EOS_ID
+from benchmarks.study.countdown import ANSWER_ID, BOS_ID, DRAFT_ID, EOS_ID
 
 Int32 = NDArray[np.int32]
 

@@ -12,10 +12,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from april.demo import task as countdown
-from april.demo.task import Question
-from april.demo.warmup import build_model, imitate
-from benchmarks.study import sorting
+from benchmarks.study import countdown, sorting
+from benchmarks.study.countdown import Question
+from benchmarks.study.warmup import build_model, imitate
 
 Int32 = NDArray[np.int32]
 
@@ -60,16 +59,16 @@ class Task:
         """Most tokens of a prompt and its response."""
         return self.prompt_cap + self.response_cap
 
-    def start(self, seed: int, warm_up_steps: int | None = None) -> Any:
+    def start(self, seed: int, warm_up_steps: int | None = None, for_servers: bool = False) -> Any:
         """Return the model from which all arms of ``seed`` begin."""
-        model = self.untrained(seed)
+        model = self.untrained(seed, for_servers)
         steps = self.warm_up_steps if warm_up_steps is None else warm_up_steps
         imitate(model, seed, self.demonstration, steps, tokens_per_step=self.warm_up_tokens)
         return model
 
-    def untrained(self, seed: int) -> Any:
+    def untrained(self, seed: int, for_servers: bool = False) -> Any:
         """Return the model before its warm-up."""
-        return build_model(seed, vocab_size=self.vocab_size, context=self.context)
+        return build_model(seed, for_servers, vocab_size=self.vocab_size, context=self.context)
 
 
 # ---------------------------------------------------------------- the demo's task, with a tail that can be learned

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import msgspec
@@ -18,11 +18,11 @@ from transformers import PreTrainedModel
 import april
 from april.config.settings import SamplingConfig
 from april.core.types import GenerationMode
-from april.demo.evaluation import evaluate
-from april.demo.grpo import Trainer
 from april.driver.rewards import Response
-from april.testing import rollouts, run_virtual
+from april.testing import Rollouts, rollouts, run_virtual
 from benchmarks.study.clockwork import TimedEngine
+from benchmarks.study.evaluation import evaluate
+from benchmarks.study.grpo import Trainer
 from benchmarks.study.losses import LOSSES
 from benchmarks.study.tasks import Task
 
@@ -58,6 +58,13 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Virtual seconds of an update, in decode steps: of meaning where generation goes on meanwhile."""
     warm_up_steps: int | None = None
     """Of the start; None means the task's own."""
+    served: str = ""
+    """Kind of the server that generates, vllm or sglang, for which the model has another shape; empty: none does."""
+
+    @property
+    def slots(self) -> int:
+        """Number of samples in flight: as many as synchronous training has."""
+        return self.groups * self.samples
 
 
 class Evaluation(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
@@ -91,13 +98,9 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     """Versions of the packages."""
 
 
-OnStep = Callable[[int, float], None]
-"""Called with (steps done, reward of the batch)."""
-
-
-def train(settings: Settings, task: Task, start: PreTrainedModel, on_step: OnStep | None = None) -> Outcome:
-    """Train ``start`` in place and return what came of it."""
-    return run_virtual(_train(settings, task, start, on_step), limit_s=1e12)
+def train(settings: Settings, task: Task, start: PreTrainedModel) -> Outcome:
+    """Train ``start`` in place, on virtual time, and return what came of it."""
+    return run_virtual(Training(settings, task, start).run(), limit_s=1e12)
 
 
 class Capped(Protocol):
@@ -125,57 +128,96 @@ def config_of(settings: Settings, task: Capped, **others: Any) -> april.Config:
     return april.Config(**(chosen | settings.april | others))
 
 
-async def _train(settings: Settings, task: Task, model: PreTrainedModel, on_step: OnStep | None) -> Outcome:
-    config = config_of(settings, task)
-    apart = config.generation is GenerationMode.CONTINUOUS
-    slots = settings.groups * settings.samples
-    engine = TimedEngine(model, apart=apart, slots=slots, max_len=task.max_len, seed=settings.seed)
-    trainer = Trainer(
-        model, LOSSES[settings.loss], learning_rate=settings.learning_rate, minibatches=settings.minibatches,
-        token_mean=settings.token_mean, seed=settings.seed,
-    )  # fmt: skip
-    run = _Run(settings, task, model, engine)
+class Training:
+    """The loop of every training on a small model: roll out, train, hand the weights over, and evaluate now and then.
 
-    def prompts() -> Iterator[april.Prompt]:
-        for index in itertools.count():
-            yield april.Prompt(task.prompt(settings.seed, index))
+    Args:
+        settings: of the training.
+        task: its prompts and rewards.
+        model: trained in place.
+    """
 
-    async def reward(prompt: april.Prompt, response: Response) -> float:
-        return task.reward(prompt.token_ids, response.tokens)
-
-    run.evaluate(0)
-    waiting: list[april.Batch] = []
-    async with rollouts(config, engines=[engine], prompts=prompts(), reward=reward, check=False) as april_run:
-        for step in range(1, settings.steps + 1):
-            while len(waiting) <= settings.delay:
-                waiting.append(await april_run.next_batch())
-            batch = waiting.pop(0)
-            run.note(batch, trainer.update(batch))
-            if settings.train_time:
-                await asyncio.sleep(settings.train_time)
-            await april_run.weight_update(transfer=engine.hand_over if apart else None, trained=batch.id)
-            if step % settings.evaluate_every == 0 or step == settings.steps:
-                run.evaluate(step)
-            if on_step is not None:
-                on_step(step, float(batch.rewards.mean()))
-        april_run.validate()
-    return run.outcome()
-
-
-class _Run:
-    """What is noted on the way."""
-
-    def __init__(self, settings: Settings, task: Task, model: PreTrainedModel, engine: TimedEngine) -> None:
-        self._settings, self._task, self._model, self._engine = settings, task, model, engine
-        self._evaluations: list[Evaluation] = []
+    def __init__(self, settings: Settings, task: Task, model: PreTrainedModel) -> None:
+        self.settings, self.task, self.model = settings, task, model
+        self.config = config_of(settings, task)
+        self.trainer = Trainer(
+            model, LOSSES[settings.loss], learning_rate=settings.learning_rate, minibatches=settings.minibatches,
+            token_mean=settings.token_mean, seed=settings.seed,
+        )  # fmt: skip
+        self.evaluations: list[Evaluation] = []
         self._rows: list[dict[str, float]] = []
-        self._trained_tokens = 0
+        self.trained_tokens = 0
         self._old_tokens = 0.0
+        self.engine = self.make_engine()
+
+    async def run(self) -> Outcome:
+        """Train, and return what came of it."""
+        settings = self.settings
+        self.evaluate(0)
+        waiting: list[april.Batch] = []
+        async with rollouts(
+            self.config, engines=[self.engine], prompts=self.prompts(), reward=self.reward, check=False
+        ) as run:
+            for step in range(1, settings.steps + 1):
+                while len(waiting) <= settings.delay:
+                    waiting.append(await self.roll_out(run))
+                batch = waiting.pop(0)
+                self.note(batch, self.update(batch))
+                if settings.train_time:
+                    await asyncio.sleep(settings.train_time)
+                await self.hand_over(run, batch)
+                if step % settings.evaluate_every == 0 or step == settings.steps:
+                    self.evaluate(step)
+            run.validate()
+        return self.outcome(run)
+
+    # ---------------------------------------------------------------- what differs where more is measured
+
+    def make_engine(self) -> Any:
+        """Return the engine: on virtual time, with weights of its own where it generates beside the trainer."""
+        self._apart = self.config.generation is GenerationMode.CONTINUOUS
+        self._timed = TimedEngine(
+            self.model, apart=self._apart, slots=self.settings.slots, max_len=self.task.max_len, seed=self.settings.seed
+        )
+        return self._timed
+
+    def prompts(self) -> Iterator[april.Prompt]:
+        """Yield the prompts, without an end."""
+        for index in itertools.count():
+            yield april.Prompt(self.task.prompt(self.settings.seed, index))
+
+    async def reward(self, prompt: april.Prompt, response: Response) -> float:
+        """Return the task's reward."""
+        return self.task.reward(prompt.token_ids, response.tokens)
+
+    async def roll_out(self, run: Rollouts) -> april.Batch:
+        """Return the next batch."""
+        return await run.next_batch()
+
+    def update(self, batch: april.Batch) -> dict[str, float]:
+        """Train on a batch."""
+        return self.trainer.update(batch)
+
+    async def hand_over(self, run: Rollouts, batch: april.Batch) -> None:
+        """Give the engine the new weights."""
+        await run.weight_update(transfer=self._timed.hand_over if self._apart else None, trained=batch.id)
+
+    def evaluate(self, step: int) -> None:
+        """Evaluate the present weights."""
+        found = evaluate(self.model, self.task, drafts=self.task.drafts)
+        stats = self._timed.stats
+        self.evaluations.append(
+            Evaluation(
+                step=step, decode_steps=stats.decode_steps, trained_tokens=self.trained_tokens,
+                reward=round(found["reward"], DIGITS), long=round(found["long"], DIGITS),
+                passes=stats.decode_steps + stats.prefill_batches,
+            )
+        )  # fmt: skip
 
     def note(self, batch: april.Batch, report: dict[str, float]) -> None:
-        """Add a batch and the trainer's report on it."""
+        """Add a batch that was trained, and the trainer's report on it."""
         trained = int(batch.metrics["trained_tokens"])
-        self._trained_tokens += trained
+        self.trained_tokens += trained
         self._old_tokens += batch.off_policy_share * trained
         lengths = batch.lengths
         self._rows.append(
@@ -189,26 +231,22 @@ class _Run:
             }
         )
 
-    def evaluate(self, step: int) -> None:
-        """Evaluate the present weights."""
-        found = evaluate(self._model, self._task, drafts=self._task.drafts)
-        stats = self._engine.stats
-        self._evaluations.append(
-            Evaluation(
-                step=step, decode_steps=stats.decode_steps, trained_tokens=self._trained_tokens,
-                reward=round(found["reward"], DIGITS), long=round(found["long"], DIGITS),
-                passes=stats.decode_steps + stats.prefill_batches,
-            )
-        )  # fmt: skip
+    def places(self) -> float:
+        """Return the mean number of samples in flight, over decode steps."""
+        stats = self._timed.stats
+        return stats.busy_slot_steps / max(1, stats.decode_steps)
 
-    def outcome(self) -> Outcome:
-        """Return all of it."""
-        stats = self._engine.stats
-        return Outcome(
-            settings=self._settings, evaluations=self._evaluations, **over_steps(self._rows),
-            old_share=round(self._old_tokens / max(1, self._trained_tokens), DIGITS),
-            places=round(stats.busy_slot_steps / max(1, stats.decode_steps), 2),
-        )  # fmt: skip
+    def outcome(self, run: Rollouts) -> Outcome:
+        """Return all of it; the rollouts are closed."""
+        return Outcome(**self.figures())
+
+    def figures(self) -> dict[str, Any]:
+        """Return what every outcome has."""
+        return {
+            "settings": self.settings, "evaluations": self.evaluations, **over_steps(self._rows),
+            "old_share": round(self._old_tokens / max(1, self.trained_tokens), DIGITS),
+            "places": round(self.places(), 2),
+        }  # fmt: skip
 
 
 def over_steps(rows: Sequence[Mapping[str, float]]) -> dict[str, Any]:

@@ -20,8 +20,8 @@ from adapters import stand_in_areal as areal
 from adapters import stand_in_trl as trl
 from adapters import stand_in_verl as verl
 from april.adapters import trl as trl_adapter
+from april.adapters.verl.rollouts import STATE_FILE
 from april.engines.simulated.engine import synthetic_response
-from april.processes.coordinator.run import STATE_FILE
 
 ROWS = 240
 Judge = Callable[[int, int, int], float]
@@ -55,7 +55,7 @@ class Book:
 
     @classmethod
     def of(cls, ledger: Any) -> Book:
-        """Of the core's ledger, or the coordinator's."""
+        """Of the core's ledger, or its plain form."""
         get = ledger.get if isinstance(ledger, dict) else lambda name: getattr(ledger, name)
         dropped = {str(reason): count for reason, count in get("dropped").items() if count}
         return cls(get("observed"), get("delivered"), get("held"), dropped)
@@ -178,7 +178,7 @@ class OpenRlhf(Player):
                 batches.append([self._response(*both) for both in given])
                 if number < saved:
                     self.saved = run.loader.state_dict()
-            drawn = run.loader._loader._at - len(run.rollouts._prompts._ahead)
+            drawn = run.loader._loader._at - len(run.rollouts._prompts.carried.ahead)
         books = {name: Book.of(ledger) for name, ledger in run.rollouts.ledger.items()}
         return Life(batches, books["prompts"], books["tokens"], drawn)
 
@@ -258,8 +258,8 @@ class Areal(Player):
             run.train(workflow, more, accepts, save=False)
             run.rollout.pause()
             rollouts = run._april.rollouts
-            books = {name: Book.of(ledger) for name, ledger in rollouts.ask("ledgers").items()}
-            given = run.train_dataloader.at - len(rollouts.run.offered)
+            books = {name: Book.of(ledger) for name, ledger in rollouts.scheduler.ledger().items()}
+            given = run.train_dataloader.at - len(rollouts.prompts.carried.ahead)
         finally:
             run.close()
         batches = [[r for group in batch for r in self._responses(group)] for batch in run.trained]
@@ -307,10 +307,10 @@ class Verl(Player):
                 if number < saved:
                     self.mine = run.save(self.folder)
                 run.update()
-            books = {name: Book.of(ledger) for name, ledger in run.ask("ledgers").items()}
+            books = {name: Book.of(ledger) for name, ledger in run.ledgers().items()}
         finally:
             run.close()
-        return Life(batches, books["prompts"], books["tokens"], run.drawn - len(run.run._offered))
+        return Life(batches, books["prompts"], books["tokens"], run.drawn - len(run.run.prompts.offered))
 
     def _response(self, name: tuple[str, dict[str, Any]], advantage: float) -> Response:
         key, stored = name

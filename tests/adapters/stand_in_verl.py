@@ -7,24 +7,21 @@ from __future__ import annotations
 
 import asyncio
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 
-from april.adapters.verl.outputs import fields_of, result_of
-from april.adapters.verl.settings import SERVERS, RunSettings, settings_of
-from april.core.settings import EngineLimits
-from april.core.tape import Int32
+from april.adapters.verl.calls import Asked, Calls, Done, Message, Session, fields_of
+from april.adapters.verl.rollouts import Delivery, Rollouts, servers_of
+from april.adapters.verl.settings import RunSettings, settings_of
+from april.core.attachments import Placed
+from april.core.state import RolloutCore
 from april.core.versions import PolicyVersion
 from april.engines.simulated.synthetic_rows import synthetic_rows
-from april.processes.coordinator.calls import Session, generate, run_sample
-from april.processes.coordinator.coordinator import Coordinator
-from april.processes.coordinator.messages import Delivery, Done, Result
-from april.processes.coordinator.run import Run
-from april.testing import VirtualClockLoop
+from april.testing import VirtualClockLoop, rollouts
 
 EOS = 1
 CONFIG: dict[str, Any] = {
@@ -154,6 +151,47 @@ class Server:
         self.gate.set()
 
 
+AgentLoop = Callable[[Session, list[int]], Awaitable[list[int]]]
+
+
+class Worker:
+    """One of verl's workers, in this process: what april calls of it, and the agent loops of its samples."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+        self._calls = Calls()
+        self.tasks: set[asyncio.Task[None]] = set()
+
+    async def begin(self, row: str, number: int, uid: str, index: int, stored: Sequence[str]) -> None:
+        self._calls.begin(number, uid, index, stored)
+        task = asyncio.get_running_loop().create_task(self._calls.run(number, self._agent_loop, self._forget))
+        self.tasks.add(task)
+        task.add_done_callback(self.tasks.discard)
+
+    async def messages(self) -> list[Message]:
+        return await self._calls.messages()
+
+    async def answer(self, answers: Sequence[tuple[int, Done | str | None]]) -> None:
+        self._calls.answer(answers)
+
+    async def _agent_loop(self, session: Session) -> None:
+        trainer, uid = self._trainer, session.uid
+        row = trainer.queue[uid]
+        prompt = [50, row, session.index]
+        response = await trainer.agent_loop(session, prompt)
+        session.reward = session.value = trainer.reward_of(row, session.index, response)
+        key = f"{uid}_{session.index}_0"
+        spans = session.provenance(len(prompt), len(response))[0]
+        trainer.stored[key] = {"tokens": response, "spans": spans, "resumes": session.resumes}
+        if trainer.settings.config.extras:
+            trainer.stored[key]["experts"] = OUTPUTS.pop((uid, session.index))["routed_experts"]
+        session.keys.append(key)
+
+    async def _forget(self, keys: Sequence[str]) -> None:
+        for key in keys:
+            self._trainer.stored.pop(key, None)
+
+
 class Trainer:
     """verl's trainer as far as april sees it: draws rows, asks for batches, updates weights, saves.
 
@@ -170,21 +208,23 @@ class Trainer:
         *, rows: int = 1000, rejects: bool = True, **changes: Any,
     ) -> None:  # fmt: skip
         self.loop = VirtualClockLoop()
-        self.settings: RunSettings = settings_of(config(**changes))
-        limits = EngineLimits(SERVERS, self.settings.context, None, (EOS,), extras=self.settings.core.extras)
-        name = f"algorithm.filter_groups.metric={self.settings.filter_metric}"
-        self.coordinator = Coordinator(self.settings.core, limits, name, check=True)
-        self.run = Run(self, self.settings.config.rollout_batch_size)
+        self.settings: RunSettings = settings_of(config(**changes, april__check=True))
         rollout = config(**changes)["actor_rollout_ref"]["rollout"]
         lengths = rollout["prompt_length"], rollout["response_length"]
         own_budget = lengths if rollout["name"] == "trtllm" else None
         self.server = self._in_loop(lambda: Server(length_of, own_budget))
         self.server.experts = bool(rollout["enable_rollout_routing_replay"])
+        self.servers = servers_of(self.settings, self._send, self._abort, (EOS,))
+        self.worker = self._in_loop(lambda: Worker(self))
+        self.run = Rollouts(self.settings, self.servers, self.fetch, [self.worker])
+        self.april = self._in_loop(lambda: rollouts(self.settings.config, **self.run.parts))
+        self.way_s = 0.0
+        """Between a request's start and its server's hearing of it."""
         self.delay_s = 0.0
         """Between a server's end of a request and its client's hearing of it."""
         self.rejects = rejects
         self.reward_of = reward_of or (lambda row, sample, response: float(sample))
-        self.agent_loop: Callable[[Session, list[int], Callable[..., Any]], Any] = single_turn
+        self.agent_loop: AgentLoop = single_turn
         self.n = self.settings.config.n_samples_per_prompt
         self.rows, self.drawn, self.step_number = rows, 0, 1
         self.queue: dict[str, int] = {}
@@ -193,7 +233,6 @@ class Trainer:
         """Trajectories in verl's queue by key."""
         self.trained: list[tuple[int, int]] = []
         """(row, sample) of everything trained."""
-        self._tasks: set[asyncio.Task[Any]] = set()
 
     def _in_loop(self, make: Callable[[], Any]) -> Any:
         async def made() -> Any:
@@ -201,10 +240,15 @@ class Trainer:
 
         return self.loop.run_until_complete(made())
 
-    # ---------------------------------------------------------------- hands
+    @property
+    def core(self) -> RolloutCore:
+        return self.april.scheduler._driver.core  # type: ignore[no-any-return]
 
-    def ask(self, method: str, *args: Any) -> Any:
-        return self.loop.run_until_complete(getattr(self.coordinator, method)(*args))
+    def ledgers(self) -> dict[str, dict[str, Any]]:
+        """Of tokens and prompts."""
+        return {name: book.as_dict() for name, book in self.april.ledger().items()}
+
+    # ---------------------------------------------------------------- hands
 
     def fetch(self, count: int) -> None:
         offered = []
@@ -213,70 +257,51 @@ class Trainer:
             self.drawn += 1
             self.queue[uid] = row
             offered.append((uid, uid))
-        self.run.offer(offered)
+        self.run.prompts.offer(offered)
 
-    def dispatch(self, rows: Sequence[str]) -> None:
-        for uid in rows:
-            task = self.loop.create_task(self._run_prompt(uid))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
-
-    def abort(self) -> None:
-        """As verl's, it returns when the requests have ended."""
-
-        async def until_ended() -> None:
-            self.server.abort(rejects=self.rejects)
-            for _ in range(10):
-                await asyncio.sleep(0)
-
-        self.loop.run_until_complete(until_ended())
-
-    # ---------------------------------------------------------------- agent loops
-
-    async def _send(self, token_ids: Int32, max_tokens: int) -> Result:
-        output = await self.server.generate(token_ids.tolist(), max_tokens)
+    async def _send(self, asked: Asked, token_ids: list[int], max_tokens: int) -> Any:
+        if self.way_s:
+            await asyncio.sleep(self.way_s)
+        output = await self.server.generate(token_ids, max_tokens)
         if self.delay_s:
             await asyncio.sleep(self.delay_s)
-        return result_of(len(token_ids), output, max_tokens if self.settings.overruns else None)
+        return output
 
-    async def _run_prompt(self, uid: str) -> None:
-        async def agent_loop(session: Session) -> None:
-            row = self.queue[uid]
-            prompt = [50, row, session.index]
-            response = await self.agent_loop(session, prompt, self._send)
-            session.reward = session.value = self.reward_of(row, session.index, response)
-            key = f"{uid}_{session.index}_0"
-            spans = session.provenance(len(prompt), len(response))[0]
-            self.stored[key] = {"tokens": response, "spans": spans, "resumes": session.resumes}
-            if self.settings.core.extras:
-                self.stored[key]["experts"] = OUTPUTS.pop((uid, session.index))["routed_experts"]
-            session.keys.append(key)
-
-        async def forget(keys: list[str]) -> None:
-            for key in keys:
-                del self.stored[key]
-
-        await asyncio.gather(*(run_sample(self.coordinator, uid, i, agent_loop, forget) for i in range(self.n)))
-        if await self.coordinator.closed(uid):
-            del self.queue[uid]
-            await forget([key for key in self.stored if key.split("_")[0] == uid])
+    async def _abort(self) -> None:
+        """As verl's, it returns when the requests have ended."""
+        self.server.abort(rejects=self.rejects)
+        for _ in range(10):
+            await asyncio.sleep(0)
 
     # ---------------------------------------------------------------- training
 
     def step(self) -> Delivery:
         """Rollouts, training, new weights."""
-        n = self.settings.config.rollout_batch_size
-        self.fetch(n)
-        delivery = self.run.next_batch(self.step_number - 1, n)
-        assert not self.server.live, "verl puts its servers to sleep now"
+        self.fetch(self.settings.config.rollout_batch_size)
+        delivery = self.loop.run_until_complete(self._next_batch(self.step_number - 1))
         self.last = {}
         for uid, rollout in delivery.rollouts:
             key = f"{uid}_{rollout}_0"
             self.last[key] = self.stored[key]
             self.trained.append((self.queue[uid], rollout))
+        self._sweep(delivery.held)
         for uid in delivery.settled:
             del self.queue[uid]
         return delivery
+
+    async def _next_batch(self, label: int) -> Delivery:
+        if label != self.april.version.n:
+            await self.april.weight_update(trained=self.run.deliveries.last, label=label)
+        batch = await self.april.next_batch()
+        await self._abort()  # before verl puts its servers to sleep
+        assert not self.server.live
+        return self.run.delivered(batch, self.april.scheduler)
+
+    def _sweep(self, held: Collection[str]) -> None:
+        """Trajectories of prompts that april holds, and what it trains now, stay in the queue."""
+        for key in [*self.stored]:
+            if key.split("_")[0] not in held and key not in self.last:
+                del self.stored[key]
 
     def update(self) -> None:
         """What follows a step: the batch leaves the queue, the weights change, the servers go on."""
@@ -302,35 +327,33 @@ class Trainer:
     def save(self, folder: Path) -> dict[str, Any]:
         """verl's own part of a checkpoint; april writes its file."""
         mine = {"queue": dict(self.queue), "stored": dict(self.stored), "drawn": self.drawn, "step": self.step_number}
-        self.run.save(folder)
+        self.run.save(folder, self.april.scheduler)
         return mine
 
-    def load(self, folder: Path, mine: dict[str, Any]) -> dict[str, list[int]]:
+    def load(self, folder: Path, mine: dict[str, Any]) -> Collection[str]:
         """As after a restart; what april holds."""
         self.drawn, self.step_number = mine["drawn"], mine["step"] + 1
         self.server.label = mine["step"]
         self.queue = dict(mine["queue"])
         self.stored = {k: t for k, t in mine["stored"].items() if k.split("_")[0] in self.queue}
-        there: dict[str, list[int]] = {uid: [] for uid in self.queue}
+        there: dict[str, dict[int, list[str]]] = {uid: {} for uid in self.queue}
         for key in self.stored:
-            there[key.split("_")[0]].append(int(key.split("_")[1]))
-        held, dropped = self.run.restore(folder, there, lambda uids: uids)
-        for uid in dropped:
-            self.queue.pop(uid, None)
-            self.stored = {k: t for k, t in self.stored.items() if k.split("_")[0] != uid}
-        for key in [k for k in self.stored if k.split("_")[0] in held]:
-            uid, rollout, _ = key.split("_")
-            if int(rollout) not in held[uid]:
-                del self.stored[key]
-        waiting = [uid for uid in self.queue if uid not in held]
-        self.run.offer((uid, uid) for uid in waiting)
+            uid, index, _ = key.split("_")
+            there[uid][int(index)] = [key]
+        state, waiting = self.run.read(folder, there)
+        self.loop.run_until_complete(self.april.load_state_dict(state))
+        held = self.run.restored(self.april.scheduler, lambda uids: uids, waiting)
+        self.queue = {uid: row for uid, row in self.queue.items() if uid in held or uid in waiting}
+        self.last = {}
+        self._sweep(held)
         return held
 
     def close(self) -> None:
         """End what still waits."""
 
         async def end() -> None:
-            tasks = list(self._tasks)
+            await self.april.close()
+            tasks = [*self.worker.tasks, *self.run.tasks]
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
@@ -343,8 +366,17 @@ OUTPUTS: dict[tuple[str, int], dict[str, Any]] = {}
 """What verl's agent loop got last for each rollout."""
 
 
-async def single_turn(session: Session, prompt: list[int], send: Callable[..., Any]) -> list[int]:
+async def generate(
+    session: Session, prompt: list[int], max_tokens: int, attached: tuple[Placed, ...] = (),
+    banned_ids: tuple[int, ...] = (),
+) -> Done:  # fmt: skip
+    """A call, as verl's client makes it."""
+    sampling = {"max_tokens": max_tokens, "temperature": 1.0, "banned_ids": banned_ids}
+    return await session.generate(Asked(token_ids=prompt, sampling=sampling, attached=attached))
+
+
+async def single_turn(session: Session, prompt: list[int]) -> list[int]:
     """One call, as verl's single-turn agent loop makes it."""
-    done: Done = await generate(session, send, prompt, 40, 1.0)
-    OUTPUTS[session.uid, session.index] = fields_of(done, [])
+    done = await generate(session, prompt, 40)
+    OUTPUTS[session.uid, session.index] = fields_of(done, session.spans)
     return [int(token) for token in done.tokens]

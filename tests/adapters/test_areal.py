@@ -14,12 +14,12 @@ import pytest
 import torch
 
 from adapters import stand_in_areal as areal
-from april.core.types import DropReason
+from april.adapters.areal.rollouts import CURRENT
+from april.core.types import DropReason, FinishReason, SampleId
+from april.driver.llm import Completion
 from april.errors import CheckpointError, ConfigError, RolloutError
-from april.processes.coordinator.calls import CURRENT, Session
-from april.processes.coordinator.media import digest_of
-from april.processes.coordinator.messages import Done, Go, Message, Result
 from april.testing import run_virtual
+from april.trainer_media import digest_of
 
 Make = Callable[..., Any]
 
@@ -56,6 +56,11 @@ def trained_rows(trainer: Any) -> list[int]:
     return [int(group["input_ids"][0][1]) for batch in trainer.trained for group in batch]
 
 
+def ledgers(trainer: Any) -> dict[str, dict[str, Any]]:
+    """april's books."""
+    return {name: book.as_dict() for name, book in trainer._april.rollouts.scheduler.ledger().items()}
+
+
 def test_a_trajectory_is_what_areals_workflow_returns(trainer: Make) -> None:
     """Rows and rewards of a group, joined; what its prompt has is no version; statistics are AReaL's own."""
     run = trainer({"generation": "stepwise"})
@@ -65,8 +70,7 @@ def test_a_trajectory_is_what_areals_workflow_returns(trainer: Make) -> None:
         assert group["rewards"].tolist() == [float(row)] * areal.SAMPLES
         assert group["versions"][:, :2].unique().tolist() == [-1]
     run.rollout.pause()
-    ledgers = run._april.rollouts.ask("ledgers")
-    assert ledgers["tokens"]["observed"] == run.server.made
+    assert ledgers(run)["tokens"]["observed"] == run.server.made
     assert run.stats["april/off_policy_share"][-1] >= 0
 
 
@@ -97,12 +101,57 @@ def test_continuous_generation_goes_on_while_the_trainer_trains(trainer: Make) -
 
     def while_training() -> None:
         run.server.until_live(6 * areal.SAMPLES)
-        seen.extend((run.server.ended, run._april.rollouts.ask("ledgers")["prompts"]["observed"]))
+        seen.extend((run.server.ended, ledgers(run)["prompts"]["observed"]))
 
     run.train(run.workflow, 1, while_training=while_training)
     assert seen == [0, areal.GROUPS + 6]
     assert run.server.ended >= 6 * areal.SAMPLES
     assert torch.equal(run.trained[0][0]["versions"].unique(), torch.tensor([-1, 0]))
+
+
+def test_a_pause_ends_what_is_at_the_servers(trainer: Make) -> None:
+    """Before it returns, so that weights may change; nothing begins before the end of the pause."""
+    run = trainer(held=lambda row, so_far: row >= areal.GROUPS, rollout__max_concurrent_rollouts=6)
+    seen: list[int] = []
+
+    def while_training() -> None:
+        run.server.until_live(6 * areal.SAMPLES)
+        run.rollout.pause()
+        seen.extend((len(run.server.live), run._april.rollouts._servers.busy))
+        run.rollout.resume()
+        run.server.until_live(6 * areal.SAMPLES)
+
+    run.train(run.workflow, 1, while_training=while_training)
+    assert seen == [0, 0]
+
+
+def asks(run: Any) -> Any:
+    return run.rollout.prepare_batch(run.train_dataloader, run.workflow, None, areal.SAMPLES)
+
+
+def test_a_trainer_that_never_updates_is_told(trainer: Make) -> None:
+    """Whatever came then would be too old when it is trained; a pause alone commits nothing."""
+    run = trainer(rollout__max_head_offpolicyness=1)
+    for _ in range(2):
+        asks(run)
+        run.rollout.pause()
+        run.rollout.resume()
+    with pytest.raises(RolloutError, match="train first: 2 batches are out"):
+        asks(run)
+
+
+def test_weights_that_changed_without_a_pause_are_refused(trainer: Make) -> None:
+    """Requests were at the servers: nobody could say which weights wrote what. Stepwise none are there."""
+    run = trainer()
+    asks(run)
+    run.rollout.set_version(1)
+    with pytest.raises(RolloutError, match="the weights went from 0 to 1 while requests were at the servers"):
+        asks(run)
+    run = trainer({"generation": "stepwise"})
+    asks(run)
+    run.server.weights = 1
+    run.rollout.set_version(1)
+    assert 1 in torch.cat([group["versions"].flatten() for group in asks(run)])
 
 
 def test_a_prompt_that_is_dropped_is_in_areals_statistics(trainer: Make) -> None:
@@ -122,7 +171,7 @@ def test_samples_that_a_workflow_rejects_are_left_out(trainer: Make) -> None:
     sizes = {int(g["input_ids"][0][1]): len(g["input_ids"]) for batch in run.trained for g in batch}
     assert sizes.pop(1) == areal.SAMPLES - 1
     assert set(sizes.values()) == {areal.SAMPLES}
-    assert run._april.rollouts.ask("ledgers")["prompts"]["dropped"]["filtered"] >= 1
+    assert ledgers(run)["prompts"]["dropped"]["filtered"] >= 1
 
 
 def test_the_filter_of_train_is_asked_for_whole_groups(trainer: Make) -> None:
@@ -148,7 +197,7 @@ def test_a_server_that_breaks_off_costs_nothing(trainer: Make) -> None:
     run.server.fails = [OSError("gone")]
     run.train(run.workflow, 2)
     assert len(trained_rows(run)) == 2 * areal.GROUPS
-    assert not run._april.rollouts.ask("ledgers")["tokens"]["dropped"]
+    assert not ledgers(run)["tokens"]["dropped"]
 
 
 def test_a_data_set_smaller_than_a_batch_is_told(trainer: Make) -> None:
@@ -208,6 +257,24 @@ def test_interactions_of_areals_client_are_joined(trainer: Make) -> None:
     assert 2 not in trained_rows(run)
 
 
+def test_a_workflow_may_hold_several_conversations(trainer: Make) -> None:
+    """One after the other, whatever each begins with, as agents do that shorten what was said; over restarts too."""
+
+    def twice(run: Any) -> Any:
+        stock = run.workflow.arun_episode
+
+        async def episode(engine: Any, data: Any) -> Any:
+            await engine.agenerate(areal.request([51, data["row"]], run.config.gconfig.new()))
+            return await stock(engine, data)
+
+        run.workflow.arun_episode = episode
+        run.train(run.workflow, 3)
+        return trained_rows(run)
+
+    first, second = twice(trainer()), twice(trainer())
+    assert len({*first, *second}) == len([*first, *second]) == 6 * areal.GROUPS
+
+
 def test_trajectories_are_dumped_where_areal_dumps_them(trainer: Make) -> None:
     """rollout.dump_to_file, by AReaL's own method, and its check of their format."""
     run = trainer(rollout__dump_to_file=True, rollout__check_trajectory_format=True)
@@ -226,25 +293,23 @@ def test_trajectories_are_dumped_where_areal_dumps_them(trainer: Make) -> None:
 # ---------------------------------------------------------------- one call of a workflow
 
 
-class Coordinator:
-    """Gives these answers; remembers the results it was told."""
+class Policy:
+    """The policy as a workflow's sample sees it: one request, whose answer comes back under these ``versions``."""
 
-    def __init__(self, *answers: Message) -> None:
-        self.answers = list(answers)
-        self.results: list[Result] = []
+    sample_id = SampleId(0, 0)
 
-    async def call(self, uid: str, index: int, life: int, token_ids: Any, sampling: Any, attached: Any) -> Message:
-        self.asked = token_ids.tolist(), sampling.max_tokens, sampling.temperature
-        self.sampling, self.attached = sampling, attached
-        return self.answers.pop(0)
+    def __init__(self, engine: Any, versions: list[tuple[int, int]]) -> None:
+        self.engine, self.versions = engine, versions
 
-    async def ended(self, uid: str, index: int, life: int, result: Result) -> Message:
-        self.results.append(result)
-        return self.answers.pop(0)
-
-    async def broke(self, uid: str, index: int, life: int, error: str) -> Message:
-        self.error = error
-        return self.answers.pop(0)
+    async def forward(self, token_ids: list[int], sampling: dict[str, Any], attached: Any) -> Completion:
+        self.asked, self.sampling, self.attached = token_ids, sampling, attached
+        ids, servers = np.array(token_ids, np.int32), self.engine.servers
+        self.result = await servers._ask(servers.requests[self.sample_id], ids, sampling["max_tokens"])
+        tokens = np.arange(len(self.versions), dtype=np.int32)
+        return Completion(
+            tokens=tokens, logprobs=tokens * np.float32(-0.5), versions=np.array(self.versions, np.int32),
+            finish=FinishReason.STOP, conversation=np.concatenate((ids, tokens)),
+        )  # fmt: skip
 
 
 class Call:
@@ -256,14 +321,16 @@ class Call:
         areal.SERVER[:], self.pauses = [self.server], 0
         self.more: dict[str, Any] = {}
         inner = areal.RemoteInfEngine(SimpleNamespace(request_timeout=1.0))
-        self.engine = importlib.import_module("april.adapters.areal.trainer").Engine(inner, lambda: self.pauses)
+        trainer = importlib.import_module("april.adapters.areal.trainer")
+        self.engine = trainer.Engine(inner, lambda: self.pauses, lambda: None, (areal.EOS,))
+        self.policy = Policy(self.engine, [(0, 6)] * 3 + [(0, 7)])
 
-    def __call__(self, coordinator: Coordinator, **more: Any) -> Any:
+    def __call__(self, **more: Any) -> Any:
         sampling = {"n_samples": 1, "max_tokens": 10, "max_new_tokens": 20, "temperature": 0.7, **more}
         gconfig = SimpleNamespace(**sampling, new=lambda **new: SimpleNamespace(**{**sampling, **new}))
 
         async def program() -> Any:
-            CURRENT.set(Session(coordinator, "p0", 0, 1))
+            CURRENT.set(self.policy)  # type: ignore[arg-type]
             request = areal.request([50, 3], gconfig)
             vars(request).update(self.more)
             return await self.engine.agenerate(request)
@@ -276,24 +343,16 @@ def call(monkeypatch: pytest.MonkeyPatch) -> Call:
     return Call(monkeypatch)
 
 
-def go(ids: list[int], most: int) -> Go:
-    return Go(np.array(ids, np.int32), most)
-
-
-def done(count: int, *spans: tuple[int, int, int, int]) -> Done:
-    tokens = np.arange(count, dtype=np.int32)
-    return Done(tokens=tokens, logprobs=tokens * np.float32(-0.5), spans=spans, resumes=1, by_length=False)
-
-
-def test_versions_are_those_of_the_spans(call: Call) -> None:
+def test_versions_are_those_that_april_says(call: Call) -> None:
     """The response of two requests under two weights; the room is that of the smaller limit."""
-    coordinator = Coordinator(go([50, 3], 8), done(4, (2, 5, 0, 6), (5, 6, 0, 7)))
-    made = call(coordinator)
-    assert coordinator.asked == ([50, 3], 8, 0.7)
+    made = call(stop_token_ids=[9])
+    policy = call.policy
+    assert policy.asked == [50, 3]
+    assert policy.sampling == {"max_tokens": 8, "temperature": 0.7, "stop_token_ids": (9,), "banned_ids": ()}
     assert made.output_versions == [6, 6, 6, 7]
     assert made.output_logprobs == [0.0, -0.5, -1.0, -1.5]
     assert made.stop_reason == "stop"
-    assert (coordinator.results[0].label, coordinator.results[0].offset) == (0, 2)
+    assert (policy.result.label, policy.result.own_end) == (0, False)
 
 
 def test_tokens_that_came_after_a_pause_have_no_known_weights(call: Call) -> None:
@@ -305,33 +364,26 @@ def test_tokens_that_came_after_a_pause_have_no_known_weights(call: Call) -> Non
         return await answer(payload)
 
     call.server.answer = late  # type: ignore[method-assign]
-    coordinator = Coordinator(go([50, 3], 8), done(4, (2, 6, 0, 7)))
-    call(coordinator)
-    (result,) = coordinator.results
+    call()
+    result = call.policy.result
     assert (len(result.tokens), len(result.logprobs), result.aborted) == (0, 0, True)
     assert result.unused == (4, DropReason.UNKNOWN_WEIGHTS)
 
 
 def test_images_are_known_by_their_content(call: Call) -> None:
-    """The coordinator is told their hashes at their places, and the id that is never to be generated; the server gets
-    them as the workflow gave them.
+    """april is told their hashes at their places, and the id that is never to be generated; the server gets them as the
+    workflow gave them. What cannot be placed goes along all the same.
     """
-    coordinator = Coordinator(go([50, 7, 7, 3], 8), done(4, (4, 8, 0, 6)))
     call.more = {"input_ids": [50, 7, 7, 3], "image_data": ["a cat"], "processor": SimpleNamespace(image_token_id=7)}
-    made = call(coordinator)
-    (placed,) = coordinator.attached
+    made = call()
+    (placed,) = call.policy.attached
     assert (placed.at, placed.count, placed.attachment.kind) == (1, 2, "image")
     assert placed.attachment.digest == digest_of("a cat")
-    assert coordinator.sampling.banned_ids == (7,)
+    assert call.policy.sampling["banned_ids"] == (7,)
     assert made.input_images == ["a cat"]
-
-
-def test_an_error_does_not_repeat_the_request(call: Call) -> None:
-    """AReaL's own text has the whole payload in it."""
-    call.server.fails = [OSError("gone")]
-    coordinator = Coordinator(go([50, 3], 8), go([50, 3], 8), done(4, (2, 6, 0, 0)))
-    call(coordinator)
-    assert coordinator.error == "RolloutError: server here:1: OSError('gone')"
+    call.more["image_data"] = ["a cat", "a dog"]
+    call()
+    assert (call.policy.attached, call.policy.sampling["banned_ids"]) == ((), ())
 
 
 @pytest.mark.parametrize(("more", "message"), [
@@ -341,7 +393,7 @@ def test_an_error_does_not_repeat_the_request(call: Call) -> None:
 def test_requests_that_cannot_be(call: Call, more: dict[str, Any], message: str) -> None:
     """They fail their sample with a sentence."""
     with pytest.raises(RolloutError, match=message):
-        call(Coordinator(), **more)
+        call(**more)
 
 
 def test_what_is_not_aprils_is_areals(call: Call) -> None:
@@ -364,7 +416,7 @@ def test_a_run_that_goes_on_asks_each_prompt_once(trainer: Make, generation: str
         lives[-1].workflow.fails = {5: [None] * 99}
         lives[-1].train(lives[-1].workflow, 3)
     drawn = [row for life in lives for row in trained_rows(life)] + [group["row"] for group in held(lives[-1])]
-    rejected = lives[-1]._april.rollouts.ask("ledgers")["prompts"]["dropped"]["filtered"]
+    rejected = ledgers(lives[-1])["prompts"]["dropped"]["filtered"]
     assert rejected
     in_order = [*range(12), *reversed(range(12)), *range(12), *reversed(range(12))]
     assert sorted([*drawn, *[5] * rejected]) == sorted(in_order[: len(drawn) + rejected])
@@ -373,7 +425,9 @@ def test_a_run_that_goes_on_asks_each_prompt_once(trainer: Make, generation: str
 def held(run: Any) -> list[Any]:
     run.rollout.pause()
     rollouts = run._april.rollouts
-    return [*rollouts._rows.values(), *(row for _, (_, row) in rollouts.run.offered)]
+    state = rollouts.scheduler.state_dict(rollouts.deliveries.last)
+    groups = [*state["core"]["ready"], *state["core"]["waiting"]]
+    return [*(group["data"]["row"] for group in groups), *rollouts.prompts.carried.ahead]
 
 
 def test_the_state_is_the_one_that_areals_checkpoint_names(trainer: Make, tmp_path: Path) -> None:

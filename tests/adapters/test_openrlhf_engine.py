@@ -199,6 +199,7 @@ async def test_an_actor_that_was_started_anew() -> None:
     async with world() as (llm, actor, engine):
         await engine.update_weights(PolicyVersion(0, 1))
         assert (await engine.health()).current
+        llm.label = "default"  # of a new process
         actor.side = ActorSide(llm)
         with pytest.raises(EngineError, match=r"under weights 0\.0 and not 0\.1; was its actor started anew"):
             await collect(engine, request())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import importlib
 import subprocess
 import sys
@@ -13,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from core_machine import settings as core_settings
 from real_schedulers import assert_nothing_is_left, engine
 from several_rows import batch
 from tiny_models import tiny_model
@@ -26,7 +24,7 @@ from adapters import stand_in_trl as trl
 from adapters import stand_in_verl as verl
 from april import seams
 from april.adapters import trl as trl_adapter
-from april.adapters.areal import checks as areal_checks
+from april.adapters.areal import settings as areal_checks
 from april.adapters.areal.settings import config_of as config_of_areal
 from april.adapters.openrlhf import main
 from april.adapters.openrlhf import samples as openrlhf_samples
@@ -34,13 +32,10 @@ from april.adapters.openrlhf.arguments import config_of as config_of_openrlhf
 from april.adapters.openrlhf.framework import require_openrlhf, undecorated
 from april.adapters.slime import generate_rollout, make_generate_rollout
 from april.adapters.trl.checks import require_trl
-from april.adapters.verl import checks as verl_checks
+from april.adapters.verl import settings as verl_checks
 from april.adapters.verl.settings import settings_of
-from april.core import commands as do
 from april.core.batch import Batch
-from april.core.settings import EngineLimits
 from april.errors import AprilError, ConfigError
-from april.processes.coordinator.coordinator import Coordinator
 
 USER = "adapters.slime_functions_of_a_user"
 ROLLOUT = "actor_rollout_ref__rollout__"
@@ -106,7 +101,7 @@ WRONG: dict[str, list[tuple[Changes, Any, str]]] = {
     "trl": [
         ({}, {"partial_rollout": False}, "set partial_rollout: true"),
         ({}, QUORUM, "a baseline needs 3"),
-        ({}, {"on_failed_sample": "shrink"}, "a smaller group leaves TRL with fewer rows than a generation batch has"),
+        ({}, {"on_failed_sample": "shrink"}, "a smaller group leaves TRL with fewer rows than"),
         ({}, {"n_samples_per_prompt": 4}, "=4 of april contradicts num_generations=2 of GRPOConfig"),
         ({}, {"rollout_batch_size": 3}, "rollout_batch_size=3 of april contradicts generation_batch_size /"),
         ({}, {"max_response_len": 9}, "max_response_len=9 of april contradicts max_completion_length=40"),
@@ -116,11 +111,11 @@ WRONG: dict[str, list[tuple[Changes, Any, str]]] = {
         ({}, {"oversampling_batch_size": 8}, "do you mean over_sampling_batch_size"),
         ({}, {"epochs": 2}, "epochs=2, on_data_end=short: the trainer decides how long it trains"),
         ({}, {"on_data_end": "wait"}, "on_data_end to short or wrap"),
-        ({}, {"engine": URLS, "weights": "disk"}, "through a directory (weights: disk): give rollout(weights_dir=...)"),
-        ({}, {"engine": OTHERS}, "(servers of this kind take no others): give rollout(weights_dir=...)"),
+        ({}, {"engine": URLS, "weights": "disk"}, "through a directory (weights: disk); give rollout(weights_dir=...)"),
+        ({}, {"engine": OTHERS}, "(servers of this kind take no others); give rollout(weights_dir=...)"),
         ({}, {"engine": OTHERS, "weights": "collective"}, "(servers of this kind take no others)"),
-        ({"temperature": 0.0}, {}, "GRPOConfig.temperature=0: greedy responses"),
-        ({"top_p": 0.9}, {}, "GRPOConfig.top_p=0.9 is not part of the log-probabilities"),
+        ({"temperature": 0.0}, {}, "GRPOConfig.temperature=0: greedy samples"),
+        ({"top_p": 0.9}, {}, "GRPOConfig.top_p=0.9: this is not part of the log-prob"),
         ({"top_k": 5}, {}, "GRPOConfig.top_k=5"),
         ({"min_p": 0.1}, {}, "GRPOConfig.min_p=0.1"),
         ({"repetition_penalty": 1.1}, {}, "GRPOConfig.repetition_penalty=1.1"),
@@ -132,26 +127,26 @@ WRONG: dict[str, list[tuple[Changes, Any, str]]] = {
         ({"train__agent_func_path": "a.txt"}, {}, "--train.agent_func_path a.txt: expected a Python file"),
         ({"data__max_images_per_prompt": 1, "train__agent_func_path": "a.py"}, {},
          "--data.max_images_per_prompt with --train.agent_func_path:"),
-        ({"train__partial_rollout_enable": True}, {}, "--train.partial_rollout_enable changes weights in the middle"),
+        ({"train__partial_rollout_enable": True}, {}, "--train.partial_rollout_enable: it changes weights in the"),
         ({"rollout__vllm_generate_batch_size": 8}, {}, "vllm_generate_batch_size is not --rollout.batch_size"),
         ({"rollout__vllm_generate_batch_size": 2}, {}, "vllm_generate_batch_size is not --rollout.batch_size"),
         ({"algo__advantage__is_correction_level": "off"}, {}, "is_correction_level is off (OpenRLHF's default)"),
         ({"algo__advantage__is_correction_level": None}, {}, "has no --algo.advantage.is_correction_level"),
-        ({"rollout__top_p": 0.9}, {}, "--rollout.top_p 0.9 is not part of the log-probabilities"),
-        ({"rollout__temperature": 0.0}, {}, "--rollout.temperature 0: greedy responses of a group are all equal"),
-        ({"rollout__max_new_tokens": 200}, {}, "--rollout.max_new_tokens 200 leaves no room for a prompt"),
+        ({"rollout__top_p": 0.9}, {}, "--rollout.top_p 0.9: this is not part of the log-prob"),
+        ({"rollout__temperature": 0.0}, {}, "--rollout.temperature 0: greedy samples of a group are all equal"),
+        ({"rollout__max_new_tokens": 200}, {}, "--rollout.max_new_tokens 200: it leaves no room"),
         ({}, {"weights": "disk"}, "april.weights disk: OpenRLHF sends its weights"),
         ({}, {"allow_mismatch": True}, "april.allow_mismatch"),
         ({}, QUORUM, "april.group_quorum=0.5:  .. groups are delivered whole"),
-        ({}, {"on_failed_sample": "shrink"}, "april.on_failed_sample: shrink:  .. so none may have fewer; use replace"),
+        ({}, {"on_failed_sample": "shrink"}, "april.on_failed_sample=shrink:  .. so none may have fewer; use replace"),
         ({}, {"on_stale": "mask"}, "april.on_stale: mask"),
         ({}, {**OVER, "partial_rollout": False}, "set partial_rollout: true"),
         ({}, {"over_sampling_batch_size": 400}, "holds more groups than max_staleness=5"),
-        ({}, {"rollout_batch_size": 4}, "april.rollout_batch_size is decided by --rollout.batch_size of OpenRLHF"),
-        ({}, {"sampling": {"top_p": 0.9}}, "april.sampling is decided by --rollout.temperature"),
-        ({}, {"sampling.top_p": 0.9}, "april.sampling.top_p is decided by --rollout.temperature"),
-        ({}, {"engine": {"kind": "vllm"}}, "april.engine is decided by --vllm.num_engines"),
-        ({}, {"epochs": 2}, "april.epochs is decided by --train.num_episodes"),
+        ({}, {"rollout_batch_size": 4}, "april.rollout_batch_size: OpenRLHF's --rollout.batch_size decides this"),
+        ({}, {"sampling": {"top_p": 0.9}}, "april.sampling: OpenRLHF's --rollout.temperature decides"),
+        ({}, {"sampling.top_p": 0.9}, "april.sampling.top_p: OpenRLHF's --rollout.temperature"),
+        ({}, {"engine": {"kind": "vllm"}}, "april.engine: OpenRLHF's --vllm.num_engines"),
+        ({}, {"epochs": 2}, "april.epochs: OpenRLHF's --train.num_episodes"),
         ({}, {"max_stalenes": 2}, "max_stalenes: unknown setting; do you mean max_staleness"),
         ({"vllm__enable_sleep": True, "train__colocate_all": True}, GOES_ON,
          "--vllm.enable_sleep: the engines sleep or stand still"),
@@ -159,27 +154,27 @@ WRONG: dict[str, list[tuple[Changes, Any, str]]] = {
     ],
     "slime": [
         ({"partial_rollout": False}, {},
-         "--over-sampling-batch-size 5 starts more groups than --rollout-batch-size 3, and without --partial-rollou"),
+         "--over-sampling-batch-size 5: it starts more groups than --rollout-batch-size 3, and without --partial-roll"),
         ({"rollout_top_p": 0.9}, {}, "--rollout-top-p 0.9: the trainer would recompute other log-probabilities"),
         ({"rollout_temperature": 0.0}, {}, "--rollout-temperature 0: greedy samples of a group are all equal"),
         ({"rollout_top_k": 20}, {}, "--rollout-top-k 20: the trainer would recompute other log-probabilities"),
         ({"rollout_max_response_len": None}, {}, "--rollout-max-response-len is missing"),
-        ({"rollout_global_dataset": False}, {}, "--disable-rollout-global-dataset leaves april without prompts"),
-        ({}, {"rollout_batch_size": 4}, "april.rollout_batch_size is decided by --rollout-batch-size of slime"),
+        ({"rollout_global_dataset": False}, {}, "--disable-rollout-global-dataset: it leaves april without"),
+        ({}, {"rollout_batch_size": 4}, "april.rollout_batch_size: slime's --rollout-batch-size decides"),
         ({}, {"max_stalenes": 4}, "max_stalenes: unknown setting; do you mean max_staleness?"),
         (SIX, QUORUM,
-         f"april.group_quorum=0.5 delivers groups in parts, and slime {MEAN_OVER} "
+         f"april.group_quorum=0.5: it delivers groups in parts, and slime {MEAN_OVER} "
          "april.adapters.slime.post_process_rewards"),
         ({**SIX, **MINE}, QUORUM, f"in parts, and {USER}.my_rewards {MEAN_OVER}"),
         ({**SIX, **MINE, "rewards_normalization": False}, QUORUM, f"in parts, and {USER}.my_rewards {MEAN_OVER}"),
         *(
-            ({**SIX, **HOOKED, flag: "x"}, QUORUM, f"--{flag.replace('_', '-')} goes by whole groups, and april.group")
+            ({**SIX, **HOOKED, flag: "x"}, QUORUM, f"--{flag.replace('_', '-')}: it goes by whole groups, and april.gr")
             for flag in ("group_rm", "log_passrate", "rollout_all_samples_process_path",
                          "custom_convert_samples_to_train_data_path")
         ),
         (HOOKED, QUORUM, "count with 1 finished responses, and a baseline needs 3"),
         ({}, {"on_failed_sample": "shrink"}, "april.on_failed_sample=shrink: a batch would have fewer than"),
-        ({}, "fast", "april: in --custom-config-path must be a mapping of settings, got str"),
+        ({}, "fast", "april: in --custom-config-path: expected a mapping of settings, got str"),
         ({"custom_rm_path": "nowhere.reward"}, {}, "slime cannot load nowhere.reward"),
         ({"custom_rm_path": f"{USER}.nothing"}, {}, f"slime cannot load {USER}.nothing"),
         ({"custom_generate_function_path": f"{USER}.one_argument"}, {}, "generate-function-path is called with (args"),
@@ -187,7 +182,7 @@ WRONG: dict[str, list[tuple[Changes, Any, str]]] = {
         ({"custom_generate_function_path": f"{USER}.several"}, {}, "custom generate function returned several samples"),
         ({"colocate": True}, GOES_ON, "--colocate: the engines sleep while the trainer trains"),
         ({"offload_rollout": True}, GOES_ON, "--offload-rollout: the engines sleep while the trainer trains"),
-        ({"custom_generate_function_path": f"{USER}.over_http"}, GOES_ON, "-generate-function-path sends its requests"),
+        ({"custom_generate_function_path": f"{USER}.over_http"}, GOES_ON, "-generate-function-path: it sends its"),
         ({"partial_rollout": False, "over_sampling_batch_size": 3}, GOES_ON, "would throw them away"),
     ],
     "verl": [
@@ -196,28 +191,28 @@ WRONG: dict[str, list[tuple[Changes, Any, str]]] = {
         ({"algorithm__rollout_correction__rollout_is": None}, {},
          "algorithm.rollout_correction.rollout_is=null: verl recomputes old log-probabilities with the present weig"),
         ({}, QUORUM,
-         "april.group_quorum=0.5 delivers groups in parts, and algorithm.adv_estimator=grpo compares rows of the "
+         "april.group_quorum=0.5: it delivers groups in parts, and algorithm.adv_estimator=grpo compares rows of the "
          "same batch"),
         ({**OWN_ESTIMATOR, f"{ROLLOUT}n": 4}, QUORUM, "count with 2 finished responses, and a baseline needs 3"),
         ({**OWN_ESTIMATOR, f"{ROLLOUT}n": 6, "algorithm__use_kl_in_reward": True}, QUORUM,
-         "algorithm.use_kl_in_reward=True changes rewards that"),
+         "algorithm.use_kl_in_reward=True: it changes rewards that"),
         ({**OWN_ESTIMATOR, **REWARD_MODEL}, {},
-         "algorithm.adv_estimator=april_grpo needs rewards when a response is finished"),
-        ({f"{ROLLOUT}top_p": 0.9}, {}, "actor_rollout_ref.rollout.top_p=0.9 is not part of the log-probabilities"),
-        ({f"{ROLLOUT}top_k": 20}, {}, "actor_rollout_ref.rollout.top_k=20 is not part of the log-probabilities"),
+         "algorithm.adv_estimator=april_grpo: it needs rewards when a response is finished"),
+        ({f"{ROLLOUT}top_p": 0.9}, {}, "actor_rollout_ref.rollout.top_p=0.9: this is not part of the log"),
+        ({f"{ROLLOUT}top_k": 20}, {}, "actor_rollout_ref.rollout.top_k=20: this is not part of the log-probabilities"),
         ({f"{ROLLOUT}temperature": 0}, {}, "temperature=0: greedy samples of a group are all equal"),
         ({f"{ROLLOUT}logprobs_mode": "raw_logprobs", f"{ROLLOUT}temperature": 0.8}, {},
-         "actor_rollout_ref.rollout.logprobs_mode=raw_logprobs leaves out the temperature"),
+         "actor_rollout_ref.rollout.logprobs_mode=raw_logprobs: it leaves out the temperature"),
         ({f"{ROLLOUT}calculate_log_probs": False}, {}, "rollout.calculate_log_probs=False: tokens of older"),
         ({}, {"extras": "routed_experts"}, "verl's actor_rollout_ref.rollout.enable_rollout_routing_replay decides"),
         ({"trainer__v1__trainer_mode": "sync"}, {}, "trainer.v1.trainer_mode=sync: april continues"),
         ({"trainer__use_v1": False}, {}, "trainer.use_v1=False, trainer.v1.trainer_mode=colocate_async: april conti"),
-        ({"trainer__checkpoint_callback_class": None}, {}, "trainer.checkpoint_callback_class is empty, so checkpoin"),
-        ({f"{ROLLOUT}agent": {}}, {}, "agent_loop_manager_class is empty, so april would not see a request"),
-        ({"skip__rollout_tq__enable": True}, {}, "skip.rollout_tq.enable=True replays stored rollouts"),
-        ({"algorithm__adv_estimator": "remax"}, {}, "algorithm.adv_estimator=remax mixes greedy samples into each"),
-        ({**FILTERS, **REWARD_MODEL}, {}, "algorithm.filter_groups needs rewards when a group is finished"),
-        ({**FILTERS, "algorithm__filter_groups__metric": None}, {}, "enable=True needs algorithm.filter_groups.metric"),
+        ({"trainer__checkpoint_callback_class": None}, {}, "trainer.checkpoint_callback_class is empty: checkpoin"),
+        ({f"{ROLLOUT}agent": {}}, {}, "agent_loop_manager_class is empty: april would not see a request"),
+        ({"skip__rollout_tq__enable": True}, {}, "skip.rollout_tq.enable=True: it replays stored rollouts"),
+        ({"algorithm__adv_estimator": "remax"}, {}, "algorithm.adv_estimator=remax: it mixes greedy samples"),
+        ({**FILTERS, **REWARD_MODEL}, {}, "algorithm.filter_groups: it needs rewards when a group is finished"),
+        ({**FILTERS, "algorithm__filter_groups__metric": None}, {}, "enable=True: it needs algorithm.filter"),
         ({}, {"rollout_batch_size": 4}, "april.rollout_batch_size: verl's data.train_batch_size decides this"),
         ({}, GOES_ON, "april.generation: verl's trainer.v1.trainer_mode decides this"),
         ({}, {"max_stalenes": 4}, "april.max_stalenes: there is no such setting; there are over_sampling_batch_size,"),
@@ -244,16 +239,16 @@ WRONG: dict[str, list[tuple[Changes, Any, str]]] = {
         ({"dynamic_bs": True}, {}, "dynamic_bs: batches are to be short"),
         ({"rollout__use_lora": True}, {}, "use_lora: AReaL trains adapters in its single-controller mode only"),
         ({"rollout__agent": SimpleNamespace(mode="online")}, {}, "rollout.agent.mode: online has no prompts"),
-        ({"gconfig__greedy": True}, {}, "all samples of a group are equal"),
+        ({"gconfig__greedy": True}, {}, "greedy samples of a group are all equal"),
         ({"gconfig__use_beam_search": True}, {}, "beams have no log-probability"),
         ({"rollout__backend": "vllm:d1", "gconfig__temperature": 0.8}, {},
          "gconfig.temperature=0.8 with rollout.backend=vllm:d1: vLLM's log-probabilities leave the temperature out"),
-        ({"gconfig__top_p": 0.9}, {}, "gconfig.top_p=0.9 is not part of the log-probabilities"),
-        ({"gconfig__top_k": 20}, {}, "gconfig.top_k=20 is not part of the log-probabilities"),
-        ({"gconfig__frequency_penalty": 0.1}, {}, "gconfig.frequency_penalty=0.1 is not part"),
+        ({"gconfig__top_p": 0.9}, {}, "gconfig.top_p=0.9: this is not part of the log-probabilities"),
+        ({"gconfig__top_k": 20}, {}, "gconfig.top_k=20: this is not part of the log-probabilities"),
+        ({"gconfig__frequency_penalty": 0.1}, {}, "gconfig.frequency_penalty=0.1: this is not part"),
         ({"actor__recompute_logprob": True, "actor__use_decoupled_loss": False}, {},
-         "actor.recompute_logprob without actor.use_decoupled_loss replaces the log-probabilities"),
-        ({"actor__rejection_sampling": None}, {}, "actor.use_decoupled_loss without actor.rejection_sampling takes"),
+         "actor.recompute_logprob without actor.use_decoupled_loss: log-probabilities of the"),
+        ({"actor__rejection_sampling": None}, {}, "actor.use_decoupled_loss without actor.rejection_sampling: it"),
         ({"rollout__max_head_offpolicyness": 0}, {"generation": "stepwise", "over_sampling_batch_size": 6},
          "over_sampling_batch_size=6 holds more groups than max_staleness=0 lets april deliver in time"),
     ],
@@ -318,10 +313,12 @@ def test_names_that_an_adapter_does_not_have(name: str) -> None:
 
 
 def test_importing_adapters_loads_no_trainer() -> None:
-    """Nor torch or Ray; what verl's driver and coordinator run by is imported here, too."""
-    names = ("trl", "areal", "verl", "openrlhf", "slime", "verl.checks", "verl.outputs", "verl.settings")
+    """Nor torch or Ray; what verl's driver and workers run by is imported here, too."""
+    names = (
+        "trl", "areal", "verl", "openrlhf", "slime", "shared", "verl.calls", "verl.rollouts", "verl.settings"
+    )  # fmt: skip
     code = f"""import importlib, sys
-for name in {[f"april.adapters.{name}" for name in names]} + ["april.processes.coordinator.run"]:
+for name in {[f"april.adapters.{name}" for name in names]}:
     importlib.import_module(name)
 assert not {{"trl", "torch", "transformers", "areal", "verl", "openrlhf", "slime", "ray"}} & set(sys.modules)"""
     subprocess.run([sys.executable, "-c", code], check=True)
@@ -369,6 +366,7 @@ def all_installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatc
     areal.install(monkeypatch)
     there = ModuleType("verl.stand_in")
     there.A = type("A", (), {"sample": lambda self, steps: None})  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "verl", ModuleType("verl"))
     monkeypatch.setitem(sys.modules, "verl.stand_in", there)
     monkeypatch.setattr(seams, "version_of", lambda package: "0.9.7")
     monkeypatch.setattr(verl_checks, "SEAMS", {"verl.stand_in:A.sample": ("self", "steps")})
@@ -387,7 +385,7 @@ def slime_session() -> Any:
 PPO = "openrlhf.trainer.ppo_trainer"
 EXECUTOR = "areal.infra.workflow_executor.WorkflowExecutor"
 RM = "slime.rollout.rm_hub.async_rm"
-VERL_SEAMS = "april.adapters.verl.checks.SEAMS"
+VERL_SEAMS = "april.adapters.verl.settings.SEAMS"
 
 
 @pytest.mark.parametrize(("place", "other", "look", "sentence"), [
@@ -402,9 +400,9 @@ VERL_SEAMS = "april.adapters.verl.checks.SEAMS"
      f"has no {PPO}.PPOTrainer that can be imported"),
     (EXECUTOR, Changed, areal_checks.require_areal, "WorkflowExecutor.pause of areal  .. takes (self, hard)"),
     (EXECUTOR, None, areal_checks.require_areal, "is not there, and april"),
-    (VERL_SEAMS, {"verl.stand_in:A.sample": ("self", "global_steps")}, verl_checks.require_seams,
+    (VERL_SEAMS, {"verl.stand_in:A.sample": ("self", "global_steps")}, verl_checks.require_verl,
      "A.sample of verl 0.9.7 takes (self, steps), and  .. builds on"),
-    (VERL_SEAMS, {"verl.stand_in:A.wait": ("self",)}, verl_checks.require_seams, "A.wait of verl 0.9.7 is not there"),
+    (VERL_SEAMS, {"verl.stand_in:A.wait": ("self",)}, verl_checks.require_verl, "A.wait of verl 0.9.7 is not there"),
     (RM, None, slime_session, "slime has no rollout.rm_hub.async_rm .. tried with slime 624b824"),
     (RM, other_reward, slime_session, "async_rm is called with (args, sample), which  .. does not take"),
 ], ids=lambda value: value[-50:] if isinstance(value, str) else None)  # fmt: skip
@@ -426,7 +424,7 @@ def test_another_version_of_verl(monkeypatch: pytest.MonkeyPatch, version: str) 
     """Refused by name before anything of it is used."""
     monkeypatch.setitem(sys.modules, "verl", ModuleType("verl"))
     monkeypatch.setattr(seams, "version_of", lambda package: version)
-    refused(verl_checks.require_verl, "is installed, and april.adapters.verl needs verl 0.9.1 or a later 0.9.x")
+    refused(verl_checks.require_verl, "is installed: april.adapters.verl needs verl 0.9.1 or a later 0.9.x")
 
 
 def test_areals_single_controller_mode_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -486,7 +484,7 @@ class Room:
     (trl.Rows([{"prompt": "1", "image": 0}]), {}, {}, "column image, and processing_class (Words) reads no images"),
     (PROMPTS, {}, {"sees": True, "environment_factory": Room}, "environment_factory with a model that sees"),
     (PROMPTS, {}, {"sees": True, "tools": [print]}, "tools with a model that sees"),
-    (SHOWN, {}, {"sees": True}, "an image in its messages, which TRL leaves out of its loss"),
+    (SHOWN, {}, {"sees": True}, "an image in its messages: TRL leaves it out of its loss"),
     (PROMPTS, {}, {"environment_factory": Room, **MODEL}, "environment_factory: rewards by a model"),
     (PROMPTS, {"weights_dir": "somewhere"}, {}, "weights_dir is for servers"),
     (PROMPTS, {"group_quorum": 0.75}, SUMS, "normalises each reward function over whole groups"),
@@ -544,26 +542,11 @@ def trl_rows(batch: Batch) -> object:
     return rollouts.next_rows(trainer, config.rollout_batch_size * config.n_samples_per_prompt)
 
 
-def delivered_by_coordinator(batch: Batch) -> object:
-    """What verl's sampler and AReaL's executor get: the run raises the sentence of this order."""
-
-    async def told() -> object:
-        coordinator = Coordinator(core_settings(), EngineLimits("e", 4096, None, (1,)))
-        coordinator._deliver(do.Deliver(batch))
-        ((kind, what),) = coordinator._orders
-        if kind == "fail":
-            raise AprilError(what)
-        return what
-
-    return asyncio.run(told())
-
-
 TAKE_BATCH: dict[str, Callable[[Batch], object]] = {
     "TRL trains one row per sample (rewards.view(-1, num_generations)": trl_rows,
     "OpenRLHF trains one row per sample (rewards.reshape(-1, n_samples_per_prompt)": lambda batch: list(
         openrlhf_samples.responses_of(batch, {}, with_rewards=False)
     ),
-    "the trainer trains one row per sample": delivered_by_coordinator,
 }
 
 

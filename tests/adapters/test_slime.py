@@ -5,11 +5,11 @@ docs/slime.md has what was run on the real slime and miles.
 
 from __future__ import annotations
 
-import inspect
 import logging
 import threading
 from collections import Counter
 from collections.abc import Iterator
+from itertools import accumulate
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,18 +17,44 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+from fake_servers.sglang import FakeSglangServer
 from real_schedulers import LENGTHS, VOCAB, assert_nothing_is_left
+from server_fixtures import ServerThread
+from tiny_vision import IMAGE_ID, tiny_processor
+from tiny_vision import VOCAB as WORDS
 
 from adapters import slime_functions_of_a_user as user
 from adapters.players import uncut_of
-from adapters.slime_stand_in import DataSource, Run, Sample, Status, Tokenizer, installed, namespace, simulated
-from april.adapters.slime import GenerateRollout, generate_rollout, make_generate_rollout, post_process_rewards
+from adapters.slime_stand_in import (
+    DataSource,
+    Run,
+    Sample,
+    Status,
+    Tokenizer,
+    build_processor_kwargs,
+    data_of_the_actor,
+    images_of,
+    installed,
+    namespace,
+    simulated,
+)
+from april.adapters.slime import GenerateRollout, make_generate_rollout, post_process_rewards
+from april.adapters.slime.arguments import config_of
+from april.adapters.slime.framework import Framework
 from april.adapters.slime.hooks import SlimeHooks
+from april.adapters.slime.samples import SampleImages, as_dict, carry_path, unpacked
 from april.core.types import DropReason
+from april.core.versions import PolicyVersion
 from april.engines.simulated.engine import synthetic_response
-from april.errors import CheckpointError, ConfigError, DataExhausted, RolloutError
+from april.engines.simulated.synthetic_rows import LAYERS, TOP_K, synthetic_rows
+from april.errors import CheckpointError, ConfigError, RolloutError
+from april.scheduler import RolloutScheduler
 from april.state_file import write_state
+from april.testing import FakeEngine
 
+REPLAY: dict[str, Any] = {"use_rollout_routing_replay": True, "num_layers": LAYERS, "moe_router_topk": TOP_K}
+SEES: dict[str, Any] = {"multimodal_keys": '{"image": "images"}', "hf_checkpoint": "seeing"}
+IMAGE_EOS = 2
 USER = "adapters.slime_functions_of_a_user"
 N, SIZE = 3, 6
 HOOKED: dict[str, Any] = {
@@ -161,14 +187,6 @@ def test_a_custom_generate_function_generates() -> None:
         assert books["prompts"].observed == len(run.data.drawn) == 18 + books["prompts"].held
 
 
-def test_the_signature_is_slimes() -> None:
-    """slime's contract test looks at names and defaults."""
-    for function in (generate_rollout, make_generate_rollout()):
-        parameters = inspect.signature(function).parameters
-        assert list(parameters) == ["args", "rollout_id", "data_source", "evaluation"]
-        assert parameters["evaluation"].default is False
-
-
 def test_slime_evaluates_itself() -> None:
     """Evaluation goes to slime's own function and opens no session."""
     with Run() as run:
@@ -216,20 +234,6 @@ def test_slimes_filter_sees_the_rewards_that_are_trained() -> None:
         hooks._args = SimpleNamespace(reward_key=key)
         sample = Sample(reward=reward)
         assert (hooks._value(sample), sample.reward) == (third, held)
-
-
-def test_a_data_source_that_ends() -> None:
-    """slime's never do; one that does gives a shorter last batch, and then says so."""
-    args = namespace()
-    data = DataSource(args)
-    given = iter([data.get_samples(1) for _ in range(4)])
-    data.get_samples = lambda num_samples: next(given, [])  # type: ignore[method-assign]
-    made = make_generate_rollout([simulated("e0")], check=True)
-    assert len(made(args, 0, data).samples) == 3
-    assert len(made(args, 1, data).samples) == 1
-    with pytest.raises(DataExhausted, match="the prompt source has ended"):
-        made(args, 2, data)
-    made.function.close()
 
 
 # ---------------------------------------------------------------- checkpoints
@@ -310,24 +314,6 @@ def test_a_group_that_nobody_has_asked_for_is_kept(tmp_path: Path) -> None:
     assert ahead[0].group_index in {s.group_index for s in samples}
 
 
-def test_versions_go_on_over_a_restart(tmp_path: Path) -> None:
-    """Tokens from before keep their stamp and their distance; names of versions are kept as well."""
-    with Run(tmp_path) as run:
-        for rollout_id in range(3):
-            run(rollout_id)
-        run.data.save(2)
-    with Run(tmp_path, 3) as run:
-        samples = run.samples(3)
-    old = [s for s in samples if s.metadata["april"]["spans"][0][2].startswith("0.")]
-    assert old
-    assert {s.metadata["april"]["version"] for s in samples} == {"1.3"}
-    for s in old:
-        first = int(s.metadata["april"]["spans"][0][2].partition(".")[2])
-        assert s.metadata["april"]["staleness"] == 3 - first
-        assert s.metadata["start_rollout_id"] == first
-        assert s.weight_versions[0] == str(first)
-
-
 def test_a_custom_generate_function_goes_on_with_its_sample(tmp_path: Path) -> None:
     """What a function of the user has made of unfinished samples is in the checkpoint too."""
     flags = {"custom_generate_function_path": f"{USER}.generate"}
@@ -339,18 +325,6 @@ def test_a_custom_generate_function_goes_on_with_its_sample(tmp_path: Path) -> N
     for s in second:
         assert s.tokens == [1, 2, *range(10, 15 + 3 * s.index % 40)]
     assert not {s.group_index for s in first} & {s.group_index for s in second}
-
-
-def test_the_file_is_plain(tmp_path: Path) -> None:
-    """msgpack, and nothing half-written beside it."""
-    with Run(tmp_path) as run:
-        run(0)
-        run.data.save(0)
-    files = sorted((tmp_path / "rollout").iterdir())
-    assert [file.name for file in files] == ["april_carry_0.msgpack", "global_dataset_state_dict_0.json"]
-    outer = msgspec.msgpack.decode(files[0].read_bytes())
-    assert set(outer) == {"april", "format", "checksum", "content"}
-    assert set(msgspec.msgpack.decode(outer["content"])) == {"state", "lag", "names", "ahead", "held", "finished"}
 
 
 def test_a_checkpoint_without_carry_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -436,7 +410,7 @@ def test_what_an_agent_cannot_go_with() -> None:
     for flags, said in (
         ({"custom_reward_post_process_path": None}, "takes the mean reward over rows; add --custom-reward-post"),
         ({"use_dynamic_batch_size": False}, "slime's micro-batches .build_dp_schedule.; add --use-dynamic"),
-        ({"log_passrate": True}, "--log-passrate takes n rows for a group, and april.rollout may bring several rows"),
+        ({"log_passrate": True}, "may bring several rows of one response, and --log-passrate takes n per group"),
         ({"custom_generate_function_path": f"{USER}.generate"}, "both generate the responses; leave out one of them"),
         ({"april": {"rollout": 7}}, "april.rollout must be the path of a function"),
         ({"april": {"rollout": f"{USER}.generate"}}, "april.rollout"),
@@ -454,60 +428,6 @@ def test_a_plain_agent_of_one_conversation_is_what_april_does_itself() -> None:
 
 
 # ---------------------------------------------------------------- quorum and samples that fail
-
-
-def watched(run: Any) -> list[Any]:
-    """Batches of april, from its second on, as they are delivered."""
-    scheduler, batches = run.scheduler, []
-
-    def next_batch() -> Any:
-        batches.append(scheduler_next())
-        return batches[-1]
-
-    scheduler_next, scheduler.next_batch = scheduler.next_batch, next_batch
-    return batches
-
-
-def by_hand(delivered: Any, *, scaled: bool) -> float:
-    """From the first k - 1 other finishers, in plain Python."""
-    k = len(delivered.cohort)
-    others = [reward for index, reward in delivered.cohort if index != delivered.id.index][: k - 1]
-    centred = (k - 1) / k * (delivered.reward - sum(others) / len(others))
-    return centred / (float(np.std([delivered.reward, *others], ddof=1)) + 1e-6) if scaled else centred
-
-
-@pytest.mark.parametrize(("estimator", "std", "scaled"), [
-    ("grpo", True, True), ("gspo", False, False), ("reinforce_plus_plus_baseline", True, False),
-])  # fmt: skip
-def test_batches_are_full_and_their_advantages_are_of_the_first_finishers(
-    estimator: str, std: bool, scaled: bool
-) -> None:
-    """N * n samples in parts of groups; each sample once; its baseline is that of the first k - 1 other finishers."""
-    with Run(**QUORUM, advantage_estimator=estimator, grpo_std_normalization=std) as run:
-        groups = run(0)
-        batches = watched(run)
-        seen = Counter(s.index for g in groups for s in g)
-        late = parts = 0
-        for rollout_id in range(1, 12):
-            groups = run(rollout_id)
-            samples = [s for g in groups for s in g]
-            assert len(samples) == N * SIZE
-            assert all(len({s.group_index for s in g}) == 1 for g in groups)
-            parts += any(len(g) < SIZE for g in groups)
-            seen.update(s.index for s in samples)
-            raw, advantages = post_process_rewards(run.args, samples)
-            assert raw == [s.response_length for s in samples]
-            delivered = {(d.id.group, d.id.index): d for d in batches[-1].samples}
-            for s, advantage in zip(samples, advantages, strict=True):
-                d = delivered[s.group_index, s.index % SIZE]
-                late += s.index % SIZE not in [index for index, _ in d.cohort]
-                assert advantage == pytest.approx(by_hand(d, scaled=scaled), rel=1e-4, abs=1e-4)
-        assert set(seen.values()) == {1}
-        books = run.scheduler.ledger()
-        run.scheduler.validate()
-        assert len(run.data.drawn) == books["prompts"].observed == books["prompts"].delivered + books["prompts"].held
-        assert late
-        assert parts
 
 
 @pytest.mark.parametrize("flags", [
@@ -582,3 +502,193 @@ def test_a_quorum_needs_no_hook_where_rewards_go_as_they_are() -> None:
     function.function.close()
     assert "advantage" not in groups[0][0].metadata["april"]
     assert sum(map(len, groups)) == N * SIZE
+
+
+# ---------------------------------------------------------------- experts
+
+
+def rows_of(sample: Sample) -> Any:
+    """The rows that the versions of its spans have made; those of the prompt are of the first."""
+    told = sample.metadata["april"]["spans"]
+    spans = [(PolicyVersion(*map(int, version.split("."))), end - start) for start, end, version in told]
+    spans[0] = (spans[0][0], spans[0][1] + len(sample.tokens) - sample.response_length - 1)
+    return synthetic_rows("routed_experts", np.array(sample.tokens, np.int32), spans)
+
+
+def replayed(run: Run, samples: list[Sample]) -> int:
+    """Compare every row of the actor's data; returns how many samples several versions have written."""
+    data = data_of_the_actor(run.args, samples)
+    for sample, rows in zip(samples, data["rollout_routed_experts"], strict=True):
+        assert np.array_equal(rows[:-1], rows_of(sample)), sample.index
+    return sum(len(sample.metadata["april"]["spans"]) > 1 for sample in samples)
+
+
+def test_every_row_reaches_the_actor() -> None:
+    """Continued samples have the rows of each of their versions, one per token but the last.
+
+    How many rollouts it takes until three were continued, the clock decides.
+    """
+    with Run(**REPLAY) as run:
+        assert any(found >= 3 for found in accumulate(replayed(run, run.samples(i)) for i in range(40)))
+
+
+def test_rows_go_on_after_a_restart(tmp_path: Path) -> None:
+    """What was held is continued from the checkpoint with the rows that it had; the file has them once."""
+    with Run(tmp_path, **REPLAY) as run:
+        for i in (0, 1):
+            run.samples(i)
+        run.data.save(1)
+    saved = msgspec.msgpack.decode(carry_path(str(tmp_path), 1).read_bytes())
+    assert "routed_experts" in str(saved)
+    with Run(tmp_path, 2, **REPLAY) as again:
+        assert any(replayed(again, again.samples(i)) for i in range(2, 40))
+
+
+def test_a_batch_that_comes_again_has_its_rows_again(tmp_path: Path) -> None:
+    """A rollout that was delivered and not trained is in the file without a second copy of its rows."""
+    with Run(tmp_path, **REPLAY) as run:
+        run.samples(0)
+        first = run.samples(1)
+        run.data.save(0)
+    with Run(tmp_path, 1, **REPLAY) as again:
+        second = again.samples(1)
+        replayed(again, second)
+        assert [s.tokens for s in second] == [s.tokens for s in first]
+
+
+def test_the_flags_say_the_shape() -> None:
+    """Layers and experts per token are those of the trainer's model; april.extras is decided by slime's flag."""
+    args = namespace(**REPLAY, sglang_router_ip="127.0.0.1", sglang_router_port=1)
+    config = config_of(args, ["http://127.0.0.1:30000"])
+    assert config.extras == ("routed_experts",)
+    assert config.engine.expert_shape == (LAYERS, TOP_K)
+    assert config_of(args, ["http://127.0.0.1:30000"], own_function=True).extras == ()
+    with pytest.raises(ConfigError, match=r"april\.extras: slime's --use-rollout-routing-replay decides"):
+        config_of(namespace(april={"extras": "routed_experts"}), None)
+
+
+def test_a_hook_that_rewrites_a_response_is_told() -> None:
+    """Its tokens are others than those whose experts would be replayed."""
+    hook = ["adapters.test_slime.shorten"]
+    with Run(**REPLAY, rollout_sample_hook_path=hook) as run, pytest.raises(RolloutError, match="a hook has rewritten"):
+        run.samples(0)
+
+
+def shorten(args: Any, sample: Sample) -> None:
+    """A sample hook."""
+    sample.tokens = sample.tokens[:-1]
+
+
+def test_rows_of_a_function_of_the_users_are_kept_in_the_file() -> None:
+    """slime's own generate function fills them in; a checkpoint has them as plain values."""
+    sample = Sample(tokens=[1, 2, 3], rollout_routed_experts=np.arange(8, dtype=np.int32).reshape(2, 2, 2))
+    plain = msgspec.msgpack.decode(msgspec.msgpack.encode(as_dict(sample)))
+    again = Sample.from_dict(unpacked(plain))
+    assert np.array_equal(again.rollout_routed_experts, sample.rollout_routed_experts)
+    assert as_dict(plain) == plain
+
+
+def test_servers_without_the_flag_are_told() -> None:
+    """slime gives its servers --enable-return-routed-experts itself; servers of somebody else may be without."""
+    server = FakeSglangServer()
+    with ServerThread(server):
+        config = config_of(namespace(**REPLAY, sglang_router_ip="127.0.0.1", sglang_router_port=1), [server.url])
+        alone = config.model_copy(update={"engine": config.engine.model_copy(update={"router": None})})
+        with pytest.raises(ConfigError, match="start the server with --enable-return-routed-experts"):
+            RolloutScheduler(alone, prompts=[[1]], reward=lambda p, r: 0.0)
+
+
+# ---------------------------------------------------------------- images
+
+
+def engines() -> list[FakeEngine]:
+    """Two that see, 0.5 ms a token."""
+
+    def length(request: Any) -> int:
+        return 10 + 13 * sum(request.sample_key) % 90
+
+    return [FakeEngine(f"e{i}", lengths=length, seconds_per_token=5e-4, chunk_tokens=8, vocab_size=WORDS,
+                       eos_token_id=IMAGE_EOS) for i in range(2)]  # fmt: skip
+
+
+def opened(**flags: Any) -> Any:
+    """The process of a run whose samples have images."""
+    return lambda directory=None, start=0: Run(directory, start, engines_of=engines, **SEES, **flags)
+
+
+def check_images(run: Run, sample: Sample) -> int:
+    """Its images are its own, in its tokens, at its engines and at its actor; 1 if several versions wrote it."""
+    offset = int(str(sample.label))
+    images = images_of(offset)
+    prompt = sample.tokens[: -sample.response_length]
+    theirs = tiny_processor()(text=sample.prompt, **build_processor_kwargs({"images": images or None}))
+    assert prompt == list(theirs["input_ids"][0])
+    assert prompt.count(IMAGE_ID) > len(images) or not images
+    assert IMAGE_ID not in sample.tokens[-sample.response_length :]
+    if not images:
+        assert sample.multimodal_train_inputs is None
+        return len(sample.metadata["april"]["spans"]) > 1
+    assert sample.multimodal_inputs is not None
+    assert [i.tobytes() for i in sample.multimodal_inputs["images"]] == [i.tobytes() for i in images]
+    assert sample.multimodal_train_inputs is not None
+    assert set(sample.multimodal_train_inputs) == {"pixel_values", "image_grid_thw"}
+    for name, value in sample.multimodal_train_inputs.items():
+        assert np.array_equal(value.numpy(), theirs[name].numpy()), name
+    return len(sample.metadata["april"]["spans"]) > 1
+
+
+def test_each_sample_has_its_own_images() -> None:
+    """Prompts of none, one and two images, of several sizes; some are cut and continued with the same ones."""
+    with opened()() as run:
+        checked = (sum([check_images(run, sample) for sample in run.samples(i)]) for i in range(40))
+        assert any(found >= 2 for found in accumulate(checked))
+        for engine in run.engines:
+            assert not engine.violations
+            for record in engine.attempts.values():
+                for placed in record.request.attached:
+                    assert set(record.request.token_ids[placed.at : placed.end]) == {IMAGE_ID}
+
+
+def test_samples_of_a_group_share_what_they_have_of_images() -> None:
+    """While they are held there is one copy, in the prompt; the actor's tensors are one object for a group."""
+    with opened()() as run:
+        for i in range(3):
+            groups = run(i)
+            for group in groups:
+                assert len({id(sample.multimodal_train_inputs) for sample in group}) == 1
+        held = run.scheduler._driver.core.buffer.groups.values()
+        assert any(group.prompt.attached for group in held)
+        for group in held:
+            for sample in group.prompt.data["group"]:
+                assert not any((sample.multimodal_inputs or {}).values())
+
+
+def test_images_go_on_after_a_restart(tmp_path: Path) -> None:
+    """The checkpoint has each image once, by its hash, and no other process of slime's is asked for it."""
+    with opened()(tmp_path) as run:
+        for i in (0, 1):
+            for sample in run.samples(i):
+                check_images(run, sample)
+        run.data.save(1)
+    assert carry_path(str(tmp_path), 1).read_bytes().count(b"\x89PNG") <= 2 * 5
+    with opened()(tmp_path, 2) as again:
+        assert any(sum([check_images(again, sample) for sample in again.samples(i)]) for i in range(2, 40))
+
+
+def test_a_reward_sees_the_images() -> None:
+    """slime's functions find them in the sample, as its data set gave them."""
+    with opened(custom_rm_path="adapters.test_slime.counts_images")() as run:
+        for sample in run.samples(0):
+            assert sample.reward == int(str(sample.label)) % 3
+
+
+async def counts_images(args: Any, sample: Sample, **kwargs: Any) -> float:
+    """A reward function."""
+    return float(len((sample.multimodal_inputs or {}).get("images") or ()))
+
+
+def test_a_checkpoint_without_a_processor_is_told() -> None:
+    """By the flag and the path."""
+    with pytest.raises(ConfigError, match="finds no processor for them at --hf-checkpoint text"):
+        SampleImages.of(Framework("slime"), namespace(**{**SEES, "hf_checkpoint": "text"}))
+    assert SampleImages.of(Framework("slime"), namespace()) is None

@@ -19,13 +19,13 @@ from adapters import stand_in_areal as areal
 from adapters import stand_in_trl as trl
 from adapters.stand_in_verl import config
 from april.adapters import trl as trl_adapter
-from april.adapters.areal.rollouts import plain, restored
 from april.adapters.areal.settings import config_of as config_of_areal
 from april.adapters.areal.settings import is_colocated
 from april.adapters.openrlhf.arguments import config_of, split_flags
 from april.adapters.openrlhf.samples import RewardResult, prompt_ids, row_of, trained_ranges
 from april.adapters.verl.settings import HERE, OURS, settings_of
 from april.errors import CheckpointError, ConfigError, RolloutError
+from april.plain_values import plain, restored
 
 ROLLOUT = "actor_rollout_ref__rollout__"
 
@@ -55,7 +55,7 @@ def test_aprils_part_of_openrlhfs_command_line(tmp_path: Path) -> None:
     (["--april.config"], "--april.config needs a value"),
     (["--april.refill", "--train.seed", "1"], "--april.refill needs a value"),
     (["--april.config", "nowhere.yaml"], "cannot read nowhere.yaml"),
-    (["--april.config", "list.yaml"], r"list.yaml: expected a mapping of april's settings, got list"),
+    (["--april.config", "list.yaml"], r"list.yaml: expected a mapping of settings, got list"),
 ])  # fmt: skip
 def test_wrong_flags(words: list[str], sentence: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Before OpenRLHF is imported."""
@@ -75,7 +75,7 @@ def test_what_verls_settings_become() -> None:
     )  # fmt: skip
     assert (made.config.rollout_batch_size, made.config.over_sampling_batch_size) == (3, 6)
     assert made.config.sampling.temperature == 0.8
-    assert (made.core.max_in_flight, made.core.max_response_len, made.max_tokens) == (8, 48, 40)
+    assert (made.places, made.config.max_response_len, made.max_tokens) == (8, 47, 40)
     correction = "algorithm__rollout_correction__"
     bypass = settings_of(config(**{f"{correction}rollout_is": None, f"{correction}bypass_mode": True}))
     assert bypass.config.partial_rollout
@@ -183,8 +183,8 @@ def test_what_openrlhf_trains() -> None:
     assert trained_ranges([], 3) == trained_ranges([0], 3) == []
 
 
-def test_rows_of_areal_come_back_as_they_were() -> None:
-    """Tensors with their type and shape, arrays as tensors; all else is named, and is no code."""
+def test_values_with_arrays_come_back_as_they_were() -> None:
+    """Arrays and tensors with their type and shape; all else is named, and is no code."""
     value = {
         "t": torch.tensor([[1.5, 2.0]], dtype=torch.bfloat16), "b": torch.tensor([True, False]), "0": torch.tensor(3),
         "empty": torch.zeros((0, 4), dtype=torch.int32), "n": np.array([1.0], np.float32), "x": [1, {"y": None}, "z"],
@@ -193,9 +193,10 @@ def test_rows_of_areal_come_back_as_they_were() -> None:
     for key in ("t", "b", "0", "empty"):
         assert back[key].dtype == value[key].dtype  # type: ignore[attr-defined]
         assert torch.equal(back[key], value[key])  # type: ignore[arg-type]
-    assert back["n"].dtype == torch.float32
+    assert (back["n"].dtype, back["n"].tolist()) == (np.float32, [1.0])
     assert back["x"] == value["x"]
-    with pytest.raises(CheckpointError, match=r"a prompt\['image'\] is a object, which april cannot keep"):
+    with pytest.raises(CheckpointError, match=r"a prompt\['image'\] is a object; a state takes only numbers, "):
         plain({"image": object()}, "a prompt")
-    with pytest.raises(CheckpointError, match="there is no tensor of 'load'"):
-        restored({"__tensor__": ["load", [1], b"1"]})
+    for library, name in (("torch", "load"), ("numpy", "object"), ("torch", "int64")):
+        with pytest.raises(CheckpointError, match="what should be an array is none"):
+            restored({"__array__": [library, name, [1], b"1"]})

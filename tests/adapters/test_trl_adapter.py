@@ -21,6 +21,8 @@ import april
 from april.adapters import trl as adapter
 from april.adapters.trl.checkpoint import BUFFER_FILE, STATE_FILE
 from april.adapters.trl.data import ROW, DatasetPasses
+from april.adapters.trl.trainer import METRICS
+from april.errors import ConfigError
 from april.weights.sender import WeightSender
 from april.weights.source import Weights
 
@@ -36,6 +38,32 @@ PARTIALS: dict[str, Any] = {
 def trainer(count: int = 12, settings: dict[str, Any] | None = None, **args: Any) -> Any:
     rollouts = adapter.rollout(PARTIALS if settings is None else settings)
     return Trainer(tiny_model(), rollouts, trl.prompts(count), **args)
+
+
+@pytest.mark.parametrize("asked", [{}, {"metrics": ["bubble", "buble"]}, {"metrics": "all"}], ids=str)
+def test_six_metrics_are_logged_unless_others_are_asked_for(
+    asked: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    """TRL prints a line with all that it logs: six of april's, those that are named, or every one but its own."""
+    made = Trainer(tiny_model(), adapter.rollout(PARTIALS, **asked), trl.prompts(12))
+    made.train(steps=2)
+    logged = {name.removeprefix("april/") for name in made._metrics["train"] if name.startswith("april/")}
+    if asked.get("metrics") == "all":
+        assert len(logged) > 40
+        assert "reward_mean" not in logged
+        assert logged > set(METRICS)
+    else:
+        assert logged == set(asked.get("metrics", METRICS)) - {"buble"}
+        assert len(METRICS) == 6
+    said = [message for message in caplog.messages if message.startswith("metrics:")]
+    assert said == ["metrics: the first batch has no buble; docs/metrics.md has the names"] * ("buble" in str(asked))
+
+
+@pytest.mark.parametrize("metrics", ["bubble", [1]], ids=str)
+def test_metrics_are_names(metrics: Any) -> None:
+    """A single name, in particular, is no list of its letters."""
+    with pytest.raises(ConfigError, match=r'^rollout: metrics must be a list of names, or "all", got'):
+        adapter.rollout(metrics=metrics)
 
 
 def delivered(made: Any) -> Counter[int]:
@@ -250,7 +278,9 @@ def test_servers_get_the_weights_of_a_checkpoint_under_its_version(tmp_path: Pat
 
     def resumable(*, then: Path | None = None) -> Any:
         engine = {"kind": "vllm", "urls": [server.url], **KNOWN}
-        rollouts = adapter.rollout(engine=engine, over_sampling_batch_size=3, weights_dir=tmp_path / "weights")
+        rollouts = adapter.rollout(
+            engine=engine, over_sampling_batch_size=3, weights_dir=tmp_path / "weights", metrics=["staleness_max"]
+        )
         made = Trainer(tiny_model(), rollouts, trl.prompts(12))
         made.folder = then
         made.optimizer_step = lambda output: versions.append(rollouts.scheduler.version)
@@ -433,7 +463,7 @@ def test_other_calls_and_ends_of_the_data_are_refused() -> None:
     made = trainer()
     with pytest.raises(april.RolloutError, match="outside of its generation step"):
         made.rollout_func(["10 11"] * 4, made)
-    with pytest.raises(april.RolloutError, match="asked for 3 rows at once and not for a generation batch of 4"):
+    with pytest.raises(april.RolloutError, match="asked for 3 rows, and its configuration says 4"):
         made.rollout_func.next_rows(made, 3)
     few = trainer(count=3)
     with pytest.raises(april.RolloutError, match="a batch of 2 rows where TRL needs 4"):

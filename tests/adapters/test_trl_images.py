@@ -20,7 +20,7 @@ from rank_threads import OnePlace
 
 import april
 from april.adapters import trl as adapter
-from april.adapters.trl import images
+from april.adapters.trl import data as images
 from april.adapters.trl import trainer as trainers
 from april.core.attachments import Attachment, Placed
 from april.core.versions import FIRST_VERSION

@@ -29,9 +29,9 @@ from april.driver.llm import LLM, RolloutFunction
 from april.engines.protocol import Request
 from april.errors import SchedulerClosed
 from april.scheduler import RolloutScheduler
-from april.testing.gateway.of_april import HeldEngine
-from april.testing.gateway.script import EOS, MARKS, TOKENIZER
 from april.testing.records import AttemptRecord, conversation
+from tests.gateway_suite.script import EOS, MARKS, TOKENIZER
+from tests.gateway_suite.subject import HeldEngine
 
 LOOK_S = 0.002
 PATIENCE_S = 600.0

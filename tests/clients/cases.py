@@ -14,9 +14,9 @@ from typing import Any
 
 from april.agents import Verifiers, program
 from april.core.types import Prompt
-from april.testing.gateway.script import TOKENIZER
 from tests.clients import environments as envs
 from tests.clients.bench import TURN, Case, Script
+from tests.gateway_suite.script import TOKENIZER
 from tests.real_engines.environments import environment
 
 PROGRAMS = Path(__file__).parent / "programs"

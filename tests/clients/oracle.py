@@ -8,8 +8,8 @@ from typing import NamedTuple
 import numpy as np
 
 from april.core.batch import DeliveredSample
-from april.testing.gateway.script import TOKENIZER
 from april.testing.records import AttemptRecord
+from tests.gateway_suite.script import TOKENIZER
 
 
 class Wrong(Exception):

@@ -229,6 +229,8 @@ class FakeRequest:
     fault: PlannedFault | None = None
     salt: str = ""
     """Draws other tokens from the same weights."""
+    cache_salt: str = ""
+    """Only requests with the same one share cached keys."""
     made_under: list[str] = field(default_factory=list)
     """Weights that made each token."""
     news: asyncio.Event = field(default_factory=asyncio.Event)

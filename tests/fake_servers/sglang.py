@@ -259,7 +259,7 @@ class FakeSglangServer(FakeServer[FakeSglangRun]):
             params["lora_path"] = body["lora_path"]
         prompt = list(body["input_ids"]) if self.images is None else self.images.expanded(body["input_ids"])
         run = FakeSglangRun(body["rid"], prompt, params, bool(body.get("stream")))
-        run.says_prompt = bool(body.get("return_prompt_token_ids"))
+        run.says_prompt, run.cache_salt = bool(body.get("return_prompt_token_ids")), body.get("extra_key") or ""
         if self.loras is not None:
             run.salt = self.loras.present.get(body.get("lora_path", ""), "")
         if body.get("return_routed_experts"):
@@ -537,7 +537,7 @@ class FakeSglangServer(FakeServer[FakeSglangRun]):
         return web.json_response({"data": [card | {"max_model_len": self.context}, *adapters]})
 
     async def _openapi(self, request: web.Request) -> web.Response:
-        return web.json_response({"mm_hashes": {}} if self.names_images else {})
+        return web.json_response({"paths": {}, "mm_hashes": {}} if self.names_images else {"paths": {}})
 
     async def _ready(self, request: web.Request) -> web.Response:
         return web.Response(status=200 if self.pause_mode is None else 503)

@@ -36,7 +36,6 @@ class FakeVllmRun(FakeRequest):
     usage_asked: bool = False
     """Its stream ends with the usage."""
     logprobs_mode: str = "processed"
-    cache_salt: str = ""
     under: str = ""
     """Weights that the server had when it came."""
     process: int = 0
@@ -122,6 +121,7 @@ class FakeVllmServer(FakeServer[FakeVllmRun]):
         world_size: workers, over all copies.
         loras: adapters that may be loaded and unloaded (``--enable-lora``, VLLM_ALLOW_RUNTIME_LORA_UPDATING).
         images: its model takes them; None: it is a text model.
+        kv_connector: ``kv_transfer_config`` as ``/server_info`` shows it; each request's keys are asked of it.
         common: of :class:`FakeServer`; a load takes the last part of its path for the name of the weights, and fails if
             that begins with "missing".
     """
@@ -131,10 +131,11 @@ class FakeVllmServer(FakeServer[FakeVllmRun]):
         logprobs: str = "processed", says_logprobs: bool = True, model: str = "fake", root: str = "fake/model",
         device: str = "cuda", without: tuple[str, ...] = (), chunked_prefill: bool = False, copies: int = 1,
         speculation: dict[str, Any] | None = None, release: int = 32, transfers: str | None = None, world_size: int = 1,
-        loras: FakeAdapters | None = None, images: FakeImages | None = None, **common: Any,
+        loras: FakeAdapters | None = None, images: FakeImages | None = None,
+        kv_connector: dict[str, Any] | None = None, **common: Any,
     ) -> None:  # fmt: skip
         super().__init__(**common)
-        self.images = images
+        self.images, self.kv_connector = images, kv_connector
         self.model, self.release = model, release
         self.developer, self.scale_out, self.processes = developer, scale_out, processes
         self.logprobs, self.says_logprobs = logprobs, says_logprobs
@@ -165,6 +166,8 @@ class FakeVllmServer(FakeServer[FakeVllmRun]):
         self.stale_encoder = False
         """The scheduler believes in features of images that the worker has thrown away."""
         self.loras = loras
+        self.shown: dict[str, Any] = {}
+        """Further settings as ``/server_info`` shows them."""
         self.resets_refused = 0
         """So many calls of ``/reset_prefix_cache`` will have no success."""
         self._stale_salts: set[str] = set()
@@ -420,7 +423,7 @@ class FakeVllmServer(FakeServer[FakeVllmRun]):
 
     async def _resume(self, request: web.Request) -> web.Response:
         begun = [run.name for run in self._live if run.cache_salt and not run.ids and run.under != self.weights]
-        if begun and not self._emptied:
+        if begun and self.stale_cache:
             self.violations.append(f"{begun} begin over keys and values of older weights")
         self.pause_mode = None
         self._changed.set()
@@ -541,6 +544,7 @@ class FakeVllmServer(FakeServer[FakeVllmRun]):
             "parallel_config": {"data_parallel_size": self.copies, "_api_process_count": self.processes},
             "lora_config": self.loras and {"max_lora_rank": self.loras.max_rank, "max_loras": self.loras.slots},
             "device_config": {"device": self.device}, "speculative_config": self.speculation,
+            "kv_transfer_config": self.kv_connector, **self.shown,
             "weight_transfer_config": None if self.transfers is None else {"backend": self.transfers},
         }})  # fmt: skip
 
@@ -558,12 +562,13 @@ class FakeVllmServer(FakeServer[FakeVllmRun]):
 
     async def _metrics(self, request: web.Request) -> web.Response:
         """Metrics that are collected over several processes know no start."""
-        running = len(self.running)
+        running, asked = len(self.running), 3.0 * len(self.runs) if self.kv_connector else 0.0
         lines = [
             f'vllm:num_requests_running{{engine="0"}} {running}.0',
             f'vllm:num_requests_waiting{{engine="0"}} {len(self._queue)}.0',
             f'vllm:kv_cache_usage_perc{{engine="0"}} {running / self.max_running}',
             'vllm:num_preemptions_total{engine="0"} 3.0',
+            f'vllm:external_prefix_cache_queries_total{{engine="0"}} {asked}',
         ]
         if self.processes == 1:
             lines.append(f"process_start_time_seconds {self.starts}.0")

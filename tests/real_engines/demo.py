@@ -31,13 +31,14 @@ from transformers.utils.logging import disable_progress_bar
 
 from april.config.engines import EngineConfig
 from april.core.versions import FIRST_VERSION, PolicyVersion
-from april.demo import task
-from april.demo.arm import MAX_LEN, MODES, DemoSettings, Stage, Work
-from april.demo.run import run_and_show
-from april.demo.warmup import build_model
 from april.engines.kinds.factory import open_servers
 from april.engines.protocol import Capabilities, Chunk, Engine, Health, Request
 from april.errors import AprilError
+from benchmarks.demo.arm import MAX_LEN, MODES, DemoSettings, Stage, Work
+from benchmarks.demo.run import run_and_show
+from benchmarks.study import countdown as task
+from benchmarks.study.training import Settings
+from benchmarks.study.warmup import build_model
 from tests.real_engines.commands import sglang_server, vllm_server
 from tests.real_engines.environments import ROOT, CannotInstall
 from tests.real_engines.servers import Server, ServerFailed, free_ports, running, until_ready
@@ -69,11 +70,11 @@ COUNTERS = {
 class ServerStage(Stage):
     """A stage whose engine is the server at ``url``, which loads its weights from directories below ``weights``."""
 
-    def __init__(self, settings: DemoSettings, model: PreTrainedModel, url: str, weights: Path) -> None:
+    def __init__(self, settings: Settings, model: PreTrainedModel, url: str, weights: Path) -> None:
         self._url = url
         self._model = model
         self._weights = WeightsDirectory(weights)
-        self._counters = COUNTERS[settings.engine]
+        self._counters = COUNTERS[settings.served]
         self.engine = self._served = ServedEngine(settings, url, self._weights.write(model), self._count_from_here)
         self._began = 0.0
         self._counted = (0, 0)
@@ -110,10 +111,11 @@ class ServedEngine:
     ``opened`` is called in a thread when that has been done.
     """
 
-    def __init__(self, settings: DemoSettings, url: str, path: str, opened: Callable[[], None]) -> None:
+    def __init__(self, settings: Settings, url: str, path: str, opened: Callable[[], None]) -> None:
         self._config: Any = TypeAdapter(EngineConfig).validate_python(
             {
-                "kind": settings.engine, "urls": [url], "max_in_flight": settings.slots,
+                "kind": settings.served, "urls": [url], "max_in_flight": settings.slots,
+                "first_weights": "present",  # loaded below, before the first token
                 "vocab_size": task.VOCAB_SIZE, "max_len": MAX_LEN, "eos_token_ids": [task.EOS_ID],
             }
         )  # fmt: skip
@@ -260,8 +262,8 @@ def _tokenizer() -> PreTrainedTokenizerFast:
 
 
 def settings_on(kind: str) -> DemoSettings:
-    """Return settings smaller than those of `april demo`, as the server shares two cores with the trainer."""
-    return DemoSettings(engine=kind, steps=12, seeds=1, evaluate_every=4, modes=MODES)
+    """Return settings smaller than those of `make demo`, as the server shares two cores with the trainer."""
+    return DemoSettings(served=kind, steps=12, seeds=1, evaluate_every=4, modes=MODES)
 
 
 def main(kind: Annotated[str, typer.Argument(help="vllm or sglang")]) -> None:
@@ -277,7 +279,7 @@ def main(kind: Annotated[str, typer.Argument(help="vllm or sglang")]) -> None:
         with running([server]):
             until_ready([server])
 
-            def stage_of(settings: DemoSettings, model: PreTrainedModel, seed: int) -> Stage:
+            def stage_of(settings: Settings, model: PreTrainedModel) -> Stage:
                 return ServerStage(settings, model, server.url, out / "weights")
 
             holds = False

@@ -29,13 +29,14 @@ from april.core.versions import PolicyVersion
 from april.engines.kinds.factory import create_engines
 from april.engines.protocol import Chunk, Engine, Request
 from april.scheduler import RolloutScheduler
-from april.testing import gateway
+from april.testing.conformance import Outcome, Report
 from april.testing.conformance.servers import hugging_face
-from april.testing.gateway.script import LONG_WORDS, word_of
-from april.testing.gateway.subject import Attempt, Door, Row
 from april.testing.recording_engine import RecordingEngine
 from april.testing.recording_proxy import RecordingProxy
 from april.testing.records import conversation
+from tests.gateway_suite.promises import PROMISES
+from tests.gateway_suite.script import LONG_WORDS, word_of
+from tests.gateway_suite.subject import Attempt, Door, Row, Subject
 from tests.real_engines.commands import sglang_server, vllm_server
 from tests.real_engines.environments import ROOT, SGLANG_VERSION, VLLM_VERSION, CannotInstall
 from tests.real_engines.models import CONTEXT, make_models
@@ -123,7 +124,7 @@ class WatchedEngine(RecordingEngine):
         return found
 
 
-class RealSubject(gateway.AprilSubject):
+class RealSubject(Subject):
     """april before a real server."""
 
     behind: ClassVar[Behind]
@@ -168,7 +169,7 @@ class RealSubject(gateway.AprilSubject):
 
     def recompute(self, row: Row) -> Float32:
         """By the Hugging Face model, in one forward pass for each of the row's weights."""
-        tokens, versions = np.array(row.tokens), row.versions or ()
+        tokens, versions = np.array(row.tokens), row.versions
         found = np.zeros(len(tokens), np.float32)
         for version in {v for v, trained in zip(versions, row.mask, strict=True) if trained}:
             path = next(e.paths[version] for e in self._watched if version in e.paths)
@@ -236,17 +237,16 @@ def scripted_server(kind: str, model: Path, out: Path, hold: Path | None = None)
     return server
 
 
-async def _suite(kind: str, server: Server, models: dict[str, Path], hold: Path, only: list[int]) -> gateway.Report:
-    version = VLLM_VERSION if kind == "vllm" else SGLANG_VERSION
+async def _suite(kind: str, server: Server, models: dict[str, Path], hold: Path, only: list[int]) -> Report:
     async with Proxy(server.url) as proxy:
         behind = Behind(kind, server, proxy, (str(models["first"]), str(models["second"])), hold)
-        subject = type(
-            "Subject", (RealSubject,), {"behind": behind, "name": f"april before {kind}", "version": version}
-        )
-        promises = [p for p in gateway.PROMISES if not only or p.number in only]
-        return await gateway.run(
-            subject, promises, watch=lambda v: print(f"  {v} [{v.wall_s:.1f} s]", flush=True)
-        )  # fmt: skip
+        subject, verdicts = type("Subject", (RealSubject,), {"behind": behind}), []
+        for promise in PROMISES:
+            if not only or promise.number in only:
+                verdicts.append(await promise.on(subject))
+                print(f"  {verdicts[-1]} [{verdicts[-1].wall_s:.1f} s]", flush=True)
+    version = VLLM_VERSION if kind == "vllm" else SGLANG_VERSION
+    return Report(engine=f"april before {kind}", version=version, verdicts=tuple(verdicts))
 
 
 def main(
@@ -271,7 +271,7 @@ def main(
         raise typer.Exit(1) from None
     (out / "report.json").write_bytes(report.json())
     Console(width=150).print(report.table())
-    passed = sum(v.outcome is gateway.Outcome.PASSED for v in report.verdicts)
+    passed = sum(v.outcome is Outcome.PASSED for v in report.verdicts)
     print(f"{report.engine}: {passed} of {len(report.verdicts)} kept")
     raise typer.Exit(0 if passed == len(report.verdicts) else 1)
 

@@ -113,7 +113,7 @@ def main(
     raise typer.Exit(1 if wrong else 0)
 
 
-def _vllm(name: str, model: Path, out: Path, *, blocks: int | None = None, in_flight: int = ASKED) -> Server:
+def server_of(name: str, model: Path, out: Path, *, blocks: int | None = None, in_flight: int = ASKED) -> Server:
     (port,) = free_ports(1)
     server = vllm_server(
         name, model, port, out / f"{name}.log", open_routes=True, context=CONTEXT, in_flight=in_flight
@@ -142,7 +142,7 @@ def metric(server: Server, name: str) -> float:
 def exact(mode: str, weights: Weights, updates: int, out: Path) -> dict[str, Any]:
     """Updates in mid-generation, several per batch; figures of the differences to a replay."""
     print(f"== exact: {mode}", flush=True)
-    server = _vllm(f"exact-{mode}", weights.model, out, blocks=BLOCKS)
+    server = server_of(f"exact-{mode}", weights.model, out, blocks=BLOCKS)
     config = april.Config(
         rollout_batch_size=2, n_samples_per_prompt=SIBLINGS, generation="continuous", on_weight_update=mode,
         max_in_flight=ASKED, max_response_len=RESPONSE_LEN, max_staleness=3 * updates,
@@ -220,7 +220,7 @@ def costs(contexts: Sequence[int], out: Path) -> dict[str, Any]:
     shutil.copytree(plain, where)
     model.save_pretrained(where)
     weights = Weights(where, out / "mid-weights")
-    server = _vllm("costs", where, out)
+    server = server_of("costs", where, out)
     found: dict[str, Any] = {}
     with running([server]):
         until_ready([server])

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
-from april.testing.gateway.script import LONG_WORDS, MARKS, REPLIES, TOKENIZER, VOCAB, reply, word_of
+from tests.gateway_suite.script import LONG_WORDS, MARKS, REPLIES, TOKENIZER, VOCAB, reply, word_of
 
 HOLD, ANSWER = "APRIL_TESTS_HOLD", "APRIL_TESTS_ANSWER"
 """Variables of the server's environment: a file's name; token ids, with commas, that answer every conversation."""

@@ -1,9 +1,9 @@
-"""AReaL 1.0: april inside its PPOTrainer, switched on by one import line::
+"""Adapter for AReaL 1.0: a PPOTrainer whose training batches come from april. Change one import line::
 
     from april.adapters.areal import PPOTrainer  # in place of areal's
 
-april's settings are the keyword ``april``. Nothing of AReaL is patched: the trainer's own executor of workflows is
-replaced by one with april's core behind it. Importing this imports neither areal nor torch; taking PPOTrainer does.
+april's settings are passed as its keyword argument ``april``. A subclass of AReaL's workflow executor gets the training
+batches from april; AReaL itself is not patched. Importing this package imports neither areal nor torch.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ __all__ = ["PPOTrainer"]
 
 
 def __getattr__(name: str) -> Any:
-    """AReaL's trainer as april has it; raises ConfigError without an AReaL that fits."""
+    """Import and return april's PPOTrainer. Raises ConfigError if the installed AReaL does not fit."""
     if name != "PPOTrainer":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from april.adapters.areal.checks import require_areal
+    from april.adapters.areal.settings import require_areal
 
     require_areal()
     from april.adapters.areal.trainer import PPOTrainer

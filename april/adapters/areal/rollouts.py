@@ -1,283 +1,220 @@
-"""The rollouts of a rank: workflows that ask april's coordinator, on april's own loop, while the trainer trains or
-waits.
+"""Runs one rank's rollouts: a scheduler with AReaL's workflow as rollout function and AReaL's servers as its engine.
 
-Invariants: between ``pause`` and ``resume`` no request of april's is at any server; a group's rows and trajectories are
-kept from the moment it is drawn until it is delivered or dropped, and saved with the coordinator's state in one piece.
+Invariant: no server has a request from april between ``pause`` and ``resume``, nor, stepwise, between two batches.
 """
 
 from __future__ import annotations
 
-import asyncio
-import logging
-import secrets
 from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextvars import ContextVar
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-import torch
-
+from april.adapters.shared import Deliveries, is_masked, reading, require_count
+from april.carrying_loader import CarriedRows
 from april.config.settings import Config
-from april.core.settings import EngineLimits
-from april.driver.loop_thread import LoopThread
+from april.core.batch import DeliveredSample
+from april.core.types import GenerationMode, Prompt
+from april.driver.llm import LLM
+from april.driver.rewards import Response
 from april.errors import CheckpointError, RolloutError
-from april.processes.coordinator.calls import Session, run_sample
-from april.processes.coordinator.coordinator import Coordinator
-from april.processes.coordinator.media import KINDS
-from april.processes.coordinator.messages import Delivery
-from april.processes.coordinator.run import Run
+from april.plain_values import plain, restored
+from april.scheduler import RolloutScheduler
 from april.state_file import read_state, write_state
+from april.trainer_servers import TrainerServers
 
-TENSOR = "__tensor__"
+KIND = "areal"
+Trajectory = dict[str, Any]
+CURRENT: ContextVar[LLM | None] = ContextVar("april_llm", default=None)
+"""april's LLM handle for the running workflow; None if april does not run it, as in an evaluation."""
 
-
-def plain(value: Any, where: str) -> Any:
-    """``value`` with its tensors and arrays as (dtype, shape, bytes); ``where`` it stands is for the message.
-
-    Raises:
-        CheckpointError: it holds something else than numbers, text, bytes, lists, mappings, tensors and arrays.
-    """
-    if value is None or isinstance(value, (bool, int, float, str, bytes)):
-        return value
-    if isinstance(value, dict):
-        return {key: plain(item, f"{where}[{key!r}]") for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [plain(item, f"{where}[{i}]") for i, item in enumerate(value)]
-    try:
-        tensor = torch.as_tensor(value).detach().cpu().contiguous()
-    except (TypeError, ValueError, RuntimeError):
-        raise CheckpointError(
-            f"{where} is a {type(value).__name__}, which april cannot keep over a restart: let the data set give "
-            "numbers, text, lists, mappings, tensors or arrays, or set recover.mode to disabled"
-        ) from None
-    content = tensor.reshape(-1).view(torch.uint8).numpy().tobytes()
-    return {TENSOR: [str(tensor.dtype).removeprefix("torch."), list(tensor.shape), content]}
-
-
-def restored(value: Any) -> Any:
-    """The way back; what was an array is a tensor now."""
-    if isinstance(value, list):
-        return [restored(item) for item in value]
-    if not isinstance(value, dict):
-        return value
-    if TENSOR not in value:
-        return {key: restored(item) for key, item in value.items()}
-    name, shape, content = value[TENSOR]
-    dtype = getattr(torch, name, None)
-    if not isinstance(dtype, torch.dtype):
-        raise CheckpointError(f"april's state is damaged: there is no tensor of {name!r}")
-    flat = torch.frombuffer(bytearray(content), dtype=dtype) if content else torch.empty(0, dtype=dtype)
-    return flat.reshape(shape)
-
-
-log = logging.getLogger("april")
 
 class Prompts:
-    """The loader's batches, epoch after epoch.
+    """Iterates endlessly over the rows of AReaL's loader, as prompts without tokens.
 
-    Args:
-        loader: its order is another one in each epoch, as AReaL has it, also after a restart.
-        epoch: that begins, or is gone on with.
+    Each epoch has its own order, which stays the same after a restart.
     """
 
-    def __init__(self, loader: Any, epoch: int = 0) -> None:
+    resumes = True
+    """True, since AReaL's loader restores its own position."""
+    attachments = ("image",)
+
+    def __init__(self, loader: Any) -> None:
         self._loader = loader
-        self.epoch = epoch
-        self._batches = self._all()
+        self.epoch = 0
+        """Number of the epoch that is being read, from 0."""
+        self._batches: Iterator[Any] | None = None
+        self._empty = 0
+        self.carried = CarriedRows(self._next)
 
-    def next(self) -> list[Any]:
-        """Rows of the next batch, all of which are the caller's now."""
-        return list(next(self._batches))
+    def __iter__(self) -> Prompts:
+        return self
 
-    def _all(self) -> Iterator[Any]:
-        empty = 0
+    def __next__(self) -> dict[str, Any]:
+        return {"row": self.carried.draw()}
+
+    def _next(self) -> list[Any]:
+        """Return the rows of the loader's next batch, beginning the next epoch if need be."""
         while True:
-            set_epoch = getattr(getattr(self._loader, "sampler", None), "set_epoch", None)
-            if set_epoch is not None:
-                set_epoch(self.epoch)
-            for batch in self._loader:
-                empty = 0
-                yield batch
-            empty += 1
-            if empty > 1:  # the first may be the end of an epoch that a restart goes on with
+            if self._batches is None:
+                set_epoch = getattr(getattr(self._loader, "sampler", None), "set_epoch", None)
+                if set_epoch is not None:
+                    set_epoch(self.epoch)
+                self._batches = iter(self._loader)
+            for batch in self._batches:
+                self._empty = 0
+                return list(batch)
+            self._batches = None
+            self._empty += 1
+            if self._empty > 1:  # one empty pass is allowed: a restart may be at the end of an epoch
                 raise RolloutError("the loader of prompts gives no batch; is the data set smaller than a batch?")
             self.epoch += 1
 
 
-KIND = "areal"
-SERVERS = "areal"
-"""AReaL spreads requests over its servers itself, so they are one engine to the core."""
-Trajectory = dict[str, Any]
-
-
 class Rollouts:
-    """The rollouts of a rank, from the first batch on.
+    """Makes one rank's training batches; created when the first batch is asked for.
 
     Args:
-        config: april's, of this rank.
-        limits: of the servers, as one engine.
-        prompts: whole batches of rows.
-        episode: runs the workflow once for a row: its trajectory, or None if it was rejected.
-        join: trajectories of one group as one.
-        accepts: AReaL's filter of joined trajectories; None: there is none.
-        abort: ends every request at every server, of which new ones may come at once.
-        check: cross-check april's books after every event.
+        config: april's settings for this rank.
+        servers: AReaL's servers, as a single engine.
+        end_all: function that ends every request at the servers; they accept new ones at once.
+        prompts: iterator over AReaL's prompts.
+        episode: coroutine that runs the workflow once for a row and returns its trajectory, None if rejected.
+        join: function that joins the trajectories of a group.
+        accepts: AReaL's filter for joined trajectories; None means no filter.
+        check: True to validate april's whole state after every event (slow).
     """
 
     def __init__(
-        self, config: Config, limits: EngineLimits, prompts: Prompts,
+        self, config: Config, servers: TrainerServers, end_all: Callable[[], None], prompts: Prompts,
         episode: Callable[[Any], Awaitable[Trajectory | None]], join: Callable[[list[Trajectory]], Trajectory],
-        accepts: Callable[[Trajectory], bool] | None, abort: Callable[[], None], *, check: bool = False,
+        accepts: Callable[[Trajectory], bool] | None, *, check: bool = False,
     ) -> None:  # fmt: skip
         self.config, self.prompts = config, prompts
-        self._episode, self._join, self._accepts, self.abort = episode, join, accepts, abort
-        # a workflow rejects by returning None, so every group is judged
-        core = config.core_settings(
-            has_reward=False, group_reward=False, has_filter=True, run_id=secrets.randbits(64), attachments=KINDS
-        )
-        self._rows: dict[str, Any] = {}
-        """Rows of the groups under way, by the prompt's uid."""
-        self._done: dict[tuple[str, int], Trajectory | None] = {}
-        """Trajectories of samples that have returned, by (uid, sample)."""
-        self._drawn = 0
-        self._thread = LoopThread("april-areal")
-        self._coordinator = Coordinator(core, limits, accepts=self._accept, check=check)
-        continuous = config.generation == "continuous"
-        self.run = Run(self, config.rollout_batch_size, own_thread=continuous)
+        self._servers, self._end_all = servers, end_all
+        self._episode, self._join, self._accepts = episode, join, accepts
+        self.deliveries = Deliveries()
+        self._continuous = config.generation is GenerationMode.CONTINUOUS
+        # a filter even without ``accepts``, since workflows reject samples by returning None
+        self.scheduler = RolloutScheduler(
+            config, prompts=prompts, engines=[servers], rollout=self._rollout, reward=None, filter=self._keep,
+            check=check, progress=False,
+        )  # fmt: skip
 
     # ---------------------------------------------------------------- for the trainer
 
-    def next_batch(self, label: int, count: int) -> tuple[list[Trajectory], Delivery]:
-        """A joined trajectory per group, under the weights that the trainer calls ``label``."""
-        delivery = self.run.next_batch(label, count)
-        return self._thread.call(lambda: [self._joined_group(uid, delivery) for uid in delivery.uids]), delivery
+    def next_batch(self, label: int, count: int) -> tuple[list[Trajectory], dict[str, float]]:
+        """Return the next batch, one joined trajectory per group, and its metrics.
+
+        ``label`` is the trainer's version number of the weights that the servers hold.
+
+        Raises:
+            RolloutError: the step cannot continue, or ``count`` is not the configured number of groups.
+        """
+        require_count(count, self.config.rollout_batch_size)
+        now, last = self.scheduler.version.n, self.deliveries.last
+        if self._continuous and last is not None and label != now:
+            raise RolloutError(
+                f"the weights went from {now} to {label} while requests were at the servers, so nobody knows which "
+                "weights wrote their tokens; pause before the weights change, and resume after it"
+            )
+        self.deliveries.follow(self.scheduler, label)
+        if not self._continuous and last is not None:
+            self.scheduler.commit(last)
+        batch = self.scheduler.next_batch()
+        if not self._continuous:
+            self._end_what_runs_on()
+        groups = groupby(batch.samples, key=lambda row: row.id.group)
+        joined = [self._joined([*rows]) for _, rows in groups]
+        return joined, self.deliveries.metrics(batch, self.scheduler.ledger())
+
+    def _end_what_runs_on(self) -> None:
+        """End all requests at the servers if there are any; AReaL's servers cannot end single ones."""
+        if self._servers.busy:
+            self._end_all()
+
+    def pause(self) -> None:
+        """End april's requests at the servers and send none until :meth:`resume`."""
+        self.scheduler.pause()
+        self._end_what_runs_on()
+
+    def resume(self, label: int) -> None:
+        """Send requests again, with the weights to which the trainer gave the number ``label``."""
+        self.deliveries.follow(self.scheduler, label)
+        self.scheduler.resume()
 
     def close(self) -> None:
-        """End the run; what is held, and no checkpoint has, is gone."""
-        self.run.close()
-        self._thread.stop()
+        """Close the scheduler; partial samples that are in no checkpoint are lost."""
+        self.scheduler.close()
 
-    def _joined_group(self, uid: str, delivery: Delivery) -> Trajectory:
-        group = self._join(self._forget(uid))
-        masked = {index: mask for (of, index), mask in delivery.masked.items() if of == uid}
-        for index, mask in masked.items():
-            if len(group["loss_mask"]) != self.config.n_samples_per_prompt:
+    def _joined(self, rows: Sequence[DeliveredSample]) -> Trajectory:
+        """Join a group's trajectories and apply april's loss masks. A sample has one row per conversation."""
+        kept = [row for row in rows if row.output[0] is not None]
+        samples = {row.id: row.output[0] for row in kept}
+        group = self._join([*samples.values()])
+        for number, row in enumerate(kept):
+            if not is_masked(row):
+                continue
+            if not len(group["loss_mask"]) == len(samples) == len(kept):
                 raise RolloutError(
-                    f"tokens of prompt {uid} are older than max_head_offpolicyness, and its workflow gives several "
-                    "rows per sample, so april cannot take the loss off them; set april={'on_stale': 'drop'}"
+                    f"tokens of prompt {row.id.group} are older than max_head_offpolicyness, and its workflow gives "
+                    "several rows per sample, so april cannot take the loss off them; set april={'on_stale': 'drop'}"
                 )
-            group["loss_mask"][index, : len(mask)] *= group["loss_mask"].new_tensor(mask)
+            mask, at = row.loss_mask, len(row.prompt.token_ids)
+            group["loss_mask"][number, at : at + len(mask)] *= group["loss_mask"].new_tensor(mask)
         return group
 
-    # ---------------------------------------------------------------- for the run
+    # ---------------------------------------------------------------- on the scheduler's event loop
 
-    def ask(self, method: str, *args: Any) -> Any:
-        """Call the coordinator on its loop."""
-        return self._thread.run(lambda: getattr(self._coordinator, method)(*args))
+    async def _rollout(self, prompt: Prompt, llm: LLM) -> list[Trajectory | None]:
+        CURRENT.set(llm)
+        try:
+            return [await self._episode(prompt.data["row"])]
+        finally:
+            self._servers.forget(llm.sample_id)
 
-    def fetch(self, count: int) -> None:
-        """Rows of whole batches of the loader, so that its state and april's leave none between them."""
-        found = 0
-        while found < count:
-            rows = self.prompts.next()
-            self._offer(rows)
-            found += len(rows)
-
-    def _offer(self, rows: Sequence[Any]) -> None:
-        first, self._drawn = self._drawn, self._drawn + len(rows)
-        self.run.offer((f"p{number}", (f"p{number}", row)) for number, row in enumerate(rows, first))
-
-    def dispatch(self, rows: Sequence[tuple[str, Any]]) -> None:
-        """Start the rollouts of these prompts."""
-
-        def start() -> None:
-            for uid, row in rows:
-                self._rows[uid] = row
-                self._thread.follow(self._group(uid, row))
-
-        self._thread.call(start)
-
-    # ---------------------------------------------------------------- on the loop
-
-    async def _group(self, uid: str, row: Any) -> None:
-        async def rollout(session: Session) -> None:
-            session.keys.append(str(session.index))
-            self._done[uid, session.index] = await self._episode(row)
-
-        async def forget(keys: list[str]) -> None:
-            for key in keys:
-                self._done.pop((uid, int(key)), None)
-
-        n = self.config.n_samples_per_prompt
-        await asyncio.gather(*(run_sample(self._coordinator, uid, i, rollout, forget) for i in range(n)))
-        if await self._coordinator.closed(uid):
-            self._forget(uid)
-
-    def _accept(self, uid: str) -> bool:
-        """The verdict on a group whose samples have all returned."""
-        kept = self._kept(uid)
+    async def _keep(self, prompt: Prompt, responses: Sequence[Response]) -> bool:
+        """Return True if a group is to be trained; called once all of its samples are finished."""
+        kept = [response.output[0] for response in responses if response.output[0] is not None]
         if not kept:
             return False
         joined = self._join(kept)
         return self._accepts is None or bool(self._accepts(joined))
 
-    def _kept(self, uid: str) -> list[Trajectory]:
-        """Trajectories of a prompt's samples, those left out that the workflow rejected."""
-        found = (self._done.get((uid, index)) for index in range(self.config.n_samples_per_prompt))
-        return [trajectory for trajectory in found if trajectory is not None]
-
-    def _forget(self, uid: str) -> list[Trajectory]:
-        """A prompt is settled; its trajectories."""
-        kept = self._kept(uid)
-        self._rows.pop(uid, None)
-        for index in range(self.config.n_samples_per_prompt):
-            self._done.pop((uid, index), None)
-        return kept
-
     # ---------------------------------------------------------------- checkpoints
 
-    def save(self, path: Path) -> None:
-        """Everything that is not in the batches delivered so far; the trainer has trained on them all.
+    def save(self, path: Path, loader_state: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """Write april's state to ``path``; return the loader's matching state. All delivered batches count as trained.
 
         Raises:
             CheckpointError: a row or trajectory is not made of plain values, or the file cannot be written.
         """
-        write_state(path, KIND, self._thread.run(self._content))
-
-    async def _content(self) -> dict[str, Any]:
-        state = await self._coordinator.state()
-        held = _held(state)
-        done = {key: t for key, t in self._done.items() if key[0] in held}
-        return {
-            "coordinator": state,
-            "rows": {uid: plain(self._rows[uid], "a prompt") for uid in held},
-            "done": [[uid, index, plain(t, "a trajectory")] for (uid, index), t in done.items()],
-            "offered": [[uid, plain(row, "a prompt")] for uid, (_, row) in self.run.offered],
-            "drawn": self._drawn,
-            "epoch": self.prompts.epoch,
-        }
+        state = self.scheduler.state_dict(self.deliveries.last)
+        theirs, ahead = self.prompts.carried.save(state["prompts"]["position"], loader_state)
+        ready, waiting = state["core"]["ready"], state["core"]["waiting"]
+        outputs = {(group, index) for group, index, _ in state.get("outputs", ())}
+        finished = {(g["id"], i) for g in ready for i, sample in enumerate(g["samples"]) if sample.get("finished")}
+        try:
+            if finished - outputs:
+                raise CheckpointError("a trajectory is not made of tensors, arrays, numbers, text, lists and mappings")
+            for group in (*ready, *waiting):
+                group["data"] = plain(group["data"], "a prompt")
+            ahead = plain(ahead, "prompts")
+        except CheckpointError as error:
+            raise CheckpointError(f"{error}; let the data set give such, or set recover.mode to disabled") from None
+        content = {"state": state, "late": self._servers.late(), "ahead": ahead, "epoch": self.prompts.epoch}
+        write_state(path, KIND, content)
+        return theirs
 
     def restore(self, path: Path) -> None:
-        """Go on from a saved state, before the first batch.
-
-        Raises:
-            CheckpointError: the file is not there, damaged, or belongs to other settings.
-        """
+        """Restore a saved state before the first batch. Raises CheckpointError if it is damaged or does not fit."""
         content = read_state(path, KIND)
-        try:
-            state, rows = content["coordinator"], restored(content["rows"])
-            self._drawn, self.prompts.epoch = content["drawn"], content["epoch"]
-            self._done = {(uid, index): restored(t) for uid, index, t in content["done"]}
-            offered = [(uid, (uid, restored(row))) for uid, row in content["offered"]]
-        except (KeyError, TypeError, ValueError) as error:
-            raise CheckpointError(f"april's state in {path} is damaged: {type(error).__name__}: {error}") from error
-        stored = {uid: [index for of, index in self._done if of == uid] for uid in rows}
-        held = self.ask("restore", state, stored)
-        self.dispatch([(uid, rows[uid]) for uid in held])
-        self.run.offer(offered)
-        log.info("april goes on with %d prompts", len(held))
-
-
-def _held(state: dict[str, Any]) -> list[str]:
-    """Prompts that a state of the coordinator holds."""
-    groups = state["rollouts"]
-    return [group["data"]["uid"] for part in ("ready", "waiting") for group in groups[part]]
+        with reading(f"april's state in {path}"):
+            state = content["state"]
+            for group in (*state["core"]["ready"], *state["core"]["waiting"]):
+                group["data"] = restored(group["data"])
+            self.prompts.epoch = content["epoch"]
+            self.prompts.carried.go_on(state["prompts"]["position"], restored(content["ahead"]))
+            self._servers.go_on(content["late"])
+        self.scheduler.load_state_dict(state)  # the trainer has loaded the weights

@@ -1,4 +1,4 @@
-"""AReaL's PPOTrainer and its executor of workflows with april's core behind training batches; the rest is AReaL's."""
+"""Subclasses of AReaL's PPOTrainer and WorkflowExecutor that get training batches from april."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ import logging
 import os
 import time
 import uuid
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextvars import Context, copy_context
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,46 +25,66 @@ from areal.utils.data import concat_padded_tensors
 from areal.utils.environ import is_single_controller
 from areal.utils.recover import RecoverHandler
 
-from april.adapters.areal.rollouts import SERVERS, Prompts, Rollouts, Trajectory
-from april.adapters.areal.settings import MAX_CONTEXT, config_of, objections
+from april.adapters.areal.rollouts import CURRENT, Prompts, Rollouts, Trajectory
+from april.adapters.areal.settings import MAX_CONTEXT, config_of, refusals
+from april.adapters.shared import closing_on_error, refuse
 from april.beside import in_thread
 from april.carrying_loader import KEY, CarryingLoader
 from april.config.settings import Config
 from april.core.attachments import Placed
-from april.core.settings import EngineLimits
 from april.core.tape import Int32
-from april.core.types import DropReason
+from april.core.types import DropReason, FinishReason
 from april.engines.http.token_rows import narrowed
 from april.engines.protocol import ROUTED_EXPERTS
 from april.errors import CheckpointError, ConfigError, RolloutError
-from april.processes.coordinator import calls
-from april.processes.coordinator.media import placed_media
-from april.processes.coordinator.messages import Result
 from april.server_text import clean
+from april.trainer_media import placed_media
+from april.trainer_servers import Result, TrainerServers
 
 log = logging.getLogger("april")
 
 STOP_REASONS = ("stop", "tool_calls", "length")
 
 
+@dataclass(slots=True)
+class Asked:
+    """A workflow's request and the stop reason of its latest response."""
+
+    request: Any
+    context: Context
+    """Context variables of the workflow; AReaL's code reads them when it sends the request."""
+    reason: str = "stop"
+
+
 class Engine:
-    """Everything but ``agenerate`` is AReaL's.
+    """Replaces AReaL's engine for workflows: ``agenerate`` goes through april, everything else to AReaL's engine.
 
     Args:
         inner: AReaL's RemoteInfEngine.
-        pauses: how often weights may have changed so far.
+        pauses: function that returns how often the weights may have changed so far.
+        end_all: function that ends every request at every server.
+        ends: token ids that end a response.
+        extras: names of the per-token extras that the servers return.
     """
 
-    def __init__(self, inner: Any, pauses: Callable[[], int]) -> None:
+    def __init__(
+        self, inner: Any, pauses: Callable[[], int], end_all: Callable[[], None], ends: Sequence[int],
+        extras: Sequence[str] = (),
+    ) -> None:  # fmt: skip
         self._inner, self._pauses = inner, pauses
+        # a single engine, since AReaL itself balances requests over its servers
+        self.servers = TrainerServers(
+            "areal", self._ask, lambda: in_thread(end_all), context=MAX_CONTEXT, eos_token_ids=ends,
+            attachments=("image",), extras=extras,
+        )  # fmt: skip
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
 
     async def agenerate(self, req: Any) -> Any:
-        """The response to a ModelRequest, with the version of the weights that wrote each token."""
-        inner, session = self._inner, calls.CURRENT.get()
-        if session is None:
+        """Return the response to a ModelRequest, with the weight version of each token."""
+        inner, llm = self._inner, CURRENT.get()
+        if llm is None:
             return await inner.agenerate(req)
         prompt, sampling = list(req.input_ids), req.gconfig
         room = min(sampling.max_tokens - len(prompt), sampling.max_new_tokens)
@@ -75,65 +97,66 @@ class Engine:
             )
         if req.vision_msg_vllm:
             raise RolloutError("images in vLLM's chat format cannot be continued by token ids; use SGLang, or text")
-        reason = "stop"
         began = time.perf_counter()
-
-        async def send(token_ids: Int32, max_tokens: int) -> Result:
-            nonlocal reason
-            label, pauses = inner.get_version(), self._pauses()
-            one = req.copy()
-            one.input_ids, one.gconfig = token_ids.tolist(), sampling.new(max_new_tokens=max_tokens)
-            if getattr(inner.config, "return_routed_experts", False):
-                one.metadata = {**one.metadata, "return_routed_experts": True}
-            made = await self._answer(one, label)
-            if made.stop_reason in STOP_REASONS:
-                reason = made.stop_reason
-            tokens = np.asarray(made.output_tokens, np.int32)
-            logprobs = np.asarray(made.output_logprobs, np.float32)
-            experts = getattr(made, "routed_experts", None)
-            extras = {} if experts is None or not len(tokens) else {ROUTED_EXPERTS: narrowed(experts, None)}
-            unused = None
-            if pauses != self._pauses() and len(tokens):
-                # it ended after a pause, in which weights may have changed: nobody knows which wrote it
-                unused, tokens, logprobs = (len(tokens), DropReason.UNKNOWN_WEIGHTS), tokens[:0], logprobs[:0]
-                extras = {}
-            aborted = made.stop_reason == "abort" or unused is not None
-            # a server's own limit is not known here
-            anywhere = bool(getattr(sampling, "stop", None)) or made.stop_reason in ("length", "tool_calls")
-            return Result(
-                offset=len(token_ids), tokens=tokens, logprobs=logprobs, label=label, aborted=aborted, unused=unused,
-                stop_token_ids=tuple(getattr(sampling, "stop_token_ids", None) or ()), ends_anywhere=anywhere,
-                extras=extras,
-            )  # fmt: skip
-
-        stands = getattr(req.processor, "image_token_id", None)
-        banned: tuple[int, ...] = () if stands is None else (int(stands),)
+        stands: int | None = getattr(req.processor, "image_token_id", None)
         attached: tuple[Placed, ...] = ()
-        if banned and req.image_data:
-            attached = await in_thread(placed_media, prompt, {"image": req.image_data}, {"image": banned[0]})
-        done = await calls.generate(
-            session, send, prompt, room, sampling.temperature, attached=attached, banned_ids=banned
-        )
-        versions = np.full(len(prompt) + len(done.tokens), -1)
-        for start, end, _, n in done.spans:
-            versions[start:end] = n
-        latency, experts_of_all = time.perf_counter() - began, done.extras.get(ROUTED_EXPERTS)
+        if stands is not None and req.image_data:
+            attached = await in_thread(placed_media, prompt, {"image": req.image_data}, {"image": stands})
+        # images without a known position are sent, but april does not track them
+        banned = () if stands is None or (stands in prompt and not attached) else (int(stands),)
+        asked = self.servers.requests[llm.sample_id] = Asked(req, copy_context())
+        done = await llm.forward(
+            prompt,
+            {
+                "max_tokens": room, "temperature": sampling.temperature,
+                "stop_token_ids": tuple(getattr(sampling, "stop_token_ids", None) or ()),
+                "banned_ids": banned,
+            },
+            attached,
+        )  # fmt: skip
+        latency, experts = time.perf_counter() - began, done.extras.get(ROUTED_EXPERTS)
         return ModelResponse(
             input_tokens=prompt,
             input_images=req.image_data,
             output_tokens=done.tokens.tolist(),
             output_logprobs=done.logprobs.tolist(),
-            output_versions=versions[len(prompt) :].tolist(),
-            stop_reason="length" if done.by_length else reason,
+            output_versions=done.versions[:, 1].tolist(),
+            stop_reason="length" if done.finish is FinishReason.LENGTH else asked.reason,
             latency=latency,
             ttft=latency,
             tokenizer=req.tokenizer,
             processor=req.processor,
-            **({} if experts_of_all is None else {"routed_experts": experts_of_all.astype(np.int32)}),
+            **({} if experts is None else {"routed_experts": experts.astype(np.int32)}),
         )
 
+    async def _ask(self, asked: Asked, token_ids: Int32, max_tokens: int) -> Result:
+        """Send a single engine request for april and return the result."""
+        inner, sampling = self._inner, asked.request.gconfig
+        label, pauses = inner.get_version(), self._pauses()
+        one = asked.request.copy()
+        one.input_ids, one.gconfig = token_ids.tolist(), sampling.new(max_new_tokens=max_tokens)
+        if getattr(inner.config, "return_routed_experts", False):
+            one.metadata = {**one.metadata, "return_routed_experts": True}
+        made = await asyncio.get_running_loop().create_task(self._answer(one, label), context=asked.context)
+        if made.stop_reason in STOP_REASONS:
+            asked.reason = made.stop_reason
+        tokens = np.asarray(made.output_tokens, np.int32)
+        logprobs = np.asarray(made.output_logprobs, np.float32)
+        experts = getattr(made, "routed_experts", None)
+        unused = None
+        if pauses != self._pauses() and len(tokens):
+            # weights may have changed during the request, so the version of these tokens is unknown
+            unused, tokens, logprobs = (len(tokens), DropReason.UNKNOWN_WEIGHTS), tokens[:0], logprobs[:0]
+        return Result(
+            tokens=tokens, logprobs=logprobs, label=label, unused=unused,
+            aborted=made.stop_reason == "abort" or unused is not None,
+            # the server may have a lower limit of its own, which is unknown here
+            own_end=bool(getattr(sampling, "stop", None)) or made.stop_reason in ("length", "tool_calls"),
+            extras={} if experts is None or not len(tokens) else {ROUTED_EXPERTS: narrowed(experts, None)},
+        )  # fmt: skip
+
     async def _answer(self, one: Any, label: int) -> Any:
-        """Send one request, once: whether it is sent again is april's to say."""
+        """Send one HTTP request without retries, since april decides about retries."""
         inner, address = self._inner, self._inner.choose_server()
         http = inner.backend.build_generation_request(one, with_lora=False, version=label)
         try:
@@ -142,7 +165,7 @@ class Engine:
                 payload=http.payload, method=http.method, max_retries=1, timeout=inner.config.request_timeout,
             )  # fmt: skip
         except RuntimeError as error:
-            # its text repeats the whole request
+            # keep the cause only: AReaL's text repeats the whole request
             raise RolloutError(f"server {address}: {clean(str(error).rpartition('Last error: ')[2])}") from None
         if not isinstance(answer, dict):
             raise RolloutError(f"server {address} gave a {type(answer).__name__} where JSON was expected")
@@ -150,14 +173,14 @@ class Engine:
 
 
 class AprilExecutor(WorkflowExecutor):  # type: ignore[misc]
-    """Training batches come from april; ``submit``, ``wait`` and evaluations are as they were.
+    """Workflow executor whose training batches come from april; ``submit``, ``wait`` and evaluations stay AReaL's.
 
     Args:
-        config: AReaL's of the servers.
+        config: AReaL's configuration of the servers.
         inference_engine: AReaL's RemoteInfEngine.
-        april: april's, of this rank.
+        april: april's settings for this rank.
         ends: token ids that end a response.
-        check: cross-check april's books after every event.
+        check: True to validate april's whole state after every event (slow).
     """
 
     _expected_trajectory_keys: set[str] | None
@@ -168,11 +191,11 @@ class AprilExecutor(WorkflowExecutor):  # type: ignore[misc]
         super().__init__(config, inference_engine)
         self.april, self._ends, self._check = april, tuple(sorted(set(ends))), check
         self.rollouts: Rollouts | None = None
-        """None: no batch was asked for yet."""
+        """Source of the batches; None before the first batch."""
         self._pauses = 0
-        """Times that weights may have changed."""
+        """Number of pauses so far; weights may change in each."""
         self.saved: Path | None = None
-        """State to go on from."""
+        """File from which the rollouts are restored when they start; None for a fresh run."""
 
     # ---------------------------------------------------------------- what AReaL calls
 
@@ -180,35 +203,33 @@ class AprilExecutor(WorkflowExecutor):  # type: ignore[misc]
         self, dataloader: Any, workflow: Any, should_accept_fn: Callable[[Trajectory], bool] | None = None,
         dynamic_bs: bool = False,
     ) -> list[Trajectory]:  # fmt: skip
-        """A trajectory per group, once a batch of them is ready; the arguments of the first call hold for all."""
+        """Return one trajectory per group. The first call decides loader, workflow and filter for the whole run."""
         if dynamic_bs:
             raise ConfigError("dynamic_bs: april's batches are whole; set it to false")
         if self.rollouts is None:
             self.rollouts = self._open(dataloader, workflow, should_accept_fn)
-        batch, delivery = self.rollouts.next_batch(self.inference_engine.get_version(), dataloader.batch_size)
-        stats = stats_tracker.get("rollout")
-        stats.scalar(**{f"april/{name}": value for name, value in delivery.metrics.items()})
-        stats.scalar(**{f"april/dropped_{reason}": count for reason, count in self.rollouts.run.dropped.items()})
+        batch, metrics = self.rollouts.next_batch(self.inference_engine.get_version(), dataloader.batch_size)
+        stats_tracker.get("rollout").scalar(**{f"april/{name}": value for name, value in metrics.items()})
         if self.config.dump_to_file:
             for trajectory in batch:
                 asyncio.run(self._dump_trajectory(trajectory, self._task_id_generator.next(), False))
         return batch
 
     def pause(self) -> None:
-        """AReaL's pause; when it returns, no request of april's is at any server."""
+        """Pause generation and end april's requests at all servers."""
         super().pause()
         if self.rollouts is not None:
-            self.rollouts.run.pause()
+            self.rollouts.pause()
         self._pauses += 1
 
     def resume(self) -> None:
-        """AReaL's; april goes on under the weights that the servers have now."""
+        """Resume generation with the weights that the servers hold now."""
         if self.rollouts is not None:
-            self.rollouts.run.resume(self.inference_engine.get_version())
+            self.rollouts.resume(self.inference_engine.get_version())
         super().resume()
 
     def destroy(self) -> None:
-        """AReaL's, and the end of what april holds."""
+        """Close april's rollouts and destroy the executor."""
         if self.rollouts is not None:
             self.rollouts.close()
             self.rollouts = None
@@ -218,8 +239,8 @@ class AprilExecutor(WorkflowExecutor):  # type: ignore[misc]
 
     def _open(self, loader: Any, workflow: Any, accepts: Callable[[Trajectory], bool] | None) -> Rollouts:
         if isinstance(workflow, GroupedRolloutWorkflow):
-            workflow = workflow.workflow  # april counts the samples of a group
-        engine = Engine(self.inference_engine, lambda: self._pauses)
+            workflow = workflow.workflow  # april itself runs the samples of a group
+        engine = Engine(self.inference_engine, lambda: self._pauses, self._abort, self._ends, self.april.extras)
 
         async def episode(row: Any) -> Trajectory | None:
             task = self._task_id_generator.next()
@@ -235,11 +256,12 @@ class AprilExecutor(WorkflowExecutor):  # type: ignore[misc]
                 perf_tracer.trace_session_event("mark_finalized", task_id=task, status=status)
 
         rollouts = Rollouts(
-            self.april, EngineLimits(SERVERS, MAX_CONTEXT, None, self._ends), Prompts(loader), episode, self._join,
-            None if accepts is None else self._counted(accepts), self._abort, check=self._check,
+            self.april, engine.servers, self._abort, Prompts(loader), episode, self._join,
+            None if accepts is None else self._counted(accepts), check=self._check,
         )  # fmt: skip
         if self.saved is not None:
-            rollouts.restore(self.saved)
+            with closing_on_error(rollouts.close):
+                rollouts.restore(self.saved)
         return rollouts
 
     def _join(self, trajectories: list[Trajectory]) -> Trajectory:
@@ -258,13 +280,13 @@ class AprilExecutor(WorkflowExecutor):  # type: ignore[misc]
         return accept
 
     def _abort(self) -> None:
-        """End all requests, and let new ones begin at once: none is sent before april says so."""
+        """End all requests; the servers accept new ones at once, and april decides when to send them."""
         self.inference_engine.pause_generation()
         self.inference_engine.continue_generation()
 
 
 def _tensors(trajectory: Any) -> Trajectory | None:
-    """Return a workflow's result as a dict of tensors; interactions of AReaL's OpenAI client are turned into one."""
+    """Return a workflow's result as one dict of tensors, also if it holds interactions of AReaL's OpenAI client."""
     if trajectory is None:
         return None
     if not isinstance(trajectory, dict) or not trajectory:
@@ -276,14 +298,14 @@ def _tensors(trajectory: Any) -> Trajectory | None:
 
 
 class PPOTrainer(ArealPPOTrainer):  # type: ignore[misc]
-    """AReaL's trainer, in SPMD mode, with april's rollouts.
+    """AReaL's trainer with april's rollouts, for SPMD mode.
 
     Args:
-        config, train_dataset, valid_dataset: as AReaL's.
-        april: april's own settings, by name.
+        config, train_dataset, valid_dataset: as for AReaL's trainer.
+        april: mapping of april's own settings.
 
     Raises:
-        ConfigError: what speaks against this configuration, in one sentence, before anything is started.
+        ConfigError: april does not support this configuration; nothing has been started.
     """
 
     def __init__(
@@ -296,8 +318,7 @@ class PPOTrainer(ArealPPOTrainer):  # type: ignore[misc]
                 "reach; start the run in SPMD mode: AREAL_SPMD_MODE=1, python3 -m areal.infra.launcher.local train.py"
             )
         self._april_settings = dict(april or {})
-        for sentence in objections(config, self._april_settings):
-            raise ConfigError(sentence)
+        refuse(refusals(config, self._april_settings))
         self._april: AprilExecutor | None = None
         self._april_files: list[Path] = []
         super().__init__(config, train_dataset=train_dataset, valid_dataset=valid_dataset)
@@ -324,7 +345,7 @@ class PPOTrainer(ArealPPOTrainer):  # type: ignore[misc]
         return engine
 
     def _ends(self) -> list[int]:
-        """Token ids that end a response, as AReaL's workflows have them."""
+        """Return the token ids that end a response, by the same rule as AReaL's workflows."""
         sampling, tokenizer = self.config.gconfig, self.tokenizer
         if sampling.ignore_eos:
             return list(sampling.stop_token_ids)
@@ -338,17 +359,17 @@ class PPOTrainer(ArealPPOTrainer):  # type: ignore[misc]
         return Path(RecoverHandler.recover_info_path(recover.experiment_name, recover.trial_name, recover.fileroot))
 
     def _with_april(self, loader_state: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """april's state beside AReaL's, in a file of its own name; the one before is kept until AReaL's is written."""
+        """Write april's state beside AReaL's; keep the previous file, which AReaL's last checkpoint still names."""
         if self._april is None or self._april.rollouts is None:
             return {**loader_state(), KEY: ""}
         folder = self._folder()
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / f"{_prefix()}{uuid.uuid4().hex}.msgpack"
-        self._april.rollouts.save(path)
+        theirs = self._april.rollouts.save(path, loader_state)
         self._april_files.append(path)
         while len(self._april_files) > 2:
             self._april_files.pop(0).unlink(missing_ok=True)
-        return {**loader_state(), KEY: path.name}
+        return {**theirs, KEY: path.name}
 
     def _load_april(self, name: str | None) -> None:
         if name is None:
@@ -370,5 +391,5 @@ class PPOTrainer(ArealPPOTrainer):  # type: ignore[misc]
 
 
 def _prefix() -> str:
-    """Return the prefix of this rank's files."""
+    """Return the prefix of the names of this rank's state files."""
     return f"april_{os.getenv('RANK', '0')}_"

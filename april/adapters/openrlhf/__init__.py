@@ -1,7 +1,7 @@
-"""april inside OpenRLHF: ``python -m april.adapters.openrlhf <OpenRLHF's flags> --april.config april.yaml``.
+"""Adapter for OpenRLHF: ``python -m april.adapters.openrlhf <OpenRLHF's flags> --april.config april.yaml``.
 
-Runs OpenRLHF's own command line, ``openrlhf.cli.train_ppo_ray``, after putting subclasses of its trainers and of its
-engine actor in their places; no file of OpenRLHF is changed. docs/openrlhf.md says what that changes.
+It replaces OpenRLHF's trainers and engine actor by subclasses, in memory, and then runs OpenRLHF's own command line,
+``openrlhf.cli.train_ppo_ray``. No file of OpenRLHF is changed. docs/openrlhf.md describes the effects.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ HELP = """april's flags, beside those of OpenRLHF that follow:
 
 
 def install(settings: Mapping[str, Any]) -> None:
-    """Put april's classes where OpenRLHF's command line looks for its own, in this process; raises ConfigError."""
+    """Replace OpenRLHF's classes by april's in this process. ConfigError if the installed OpenRLHF does not fit."""
     require_openrlhf()
     from april.adapters.openrlhf import actors
 
@@ -39,16 +39,16 @@ def install(settings: Mapping[str, Any]) -> None:
     get_strategy = find("openrlhf.utils.get_strategy")
 
     def checked_strategy(args: Any) -> Any:
-        """Called in OpenRLHF's train() with its flags as they were checked, before any actor is started."""
+        """Check april's settings. OpenRLHF's train() calls this with its checked flags before it starts any actor."""
         config_of(args, settings)
-        args.april = dict(settings)  # goes to the actors with the rest of the flags
+        args.april = dict(settings)  # is sent to the actors with the other flags
         return get_strategy(args)
 
     sys.modules["openrlhf.utils"].get_strategy = checked_strategy  # type: ignore[attr-defined]
 
 
 def main(words: Sequence[str] | None = None) -> None:
-    """Train; the process ends with one sentence where april refuses."""
+    """Run the training; exit with a one-sentence message if april refuses the settings or fails."""
     try:
         theirs, settings = split_flags(sys.argv[1:] if words is None else words)
         install(settings)

@@ -1,6 +1,6 @@
-"""OpenRLHF's classes with april in them, for Ray; importing this module imports OpenRLHF.
+"""Subclasses of OpenRLHF's Ray actors that use april. Importing this module imports OpenRLHF.
 
-They stand in a module of their own so that Ray's workers find them by name: april must be installed on every node.
+Ray's workers import these classes by name, so april must be installed on every node.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from typing import Any
 from april.adapters.openrlhf.arguments import config_of
 from april.adapters.openrlhf.framework import find, undecorated
 from april.adapters.openrlhf.rollouts import Rollouts, TransferElsewhere
+from april.adapters.shared import require_count
 from april.carrying_loader import CarryingLoader
 from april.engines.vllm.actor import ACTOR_CALLS, ActorSide
-from april.errors import RolloutError
 
 SamplesGenerator: Any = find("openrlhf.trainer.ppo_utils.samples_generator.SamplesGenerator")
 PPOTrainer: Any = undecorated("openrlhf.trainer.ppo_trainer.PPOTrainer")
@@ -26,12 +26,12 @@ RolloutRayActor: Any = undecorated("openrlhf.trainer.ray.vllm_engine.RolloutRayA
 
 
 class GeneratesByApril:
-    """Before a SamplesGenerator: training batches come from april; evaluations, and all else, are OpenRLHF's."""
+    """Mixin for a SamplesGenerator that gets training batches from april and everything else from OpenRLHF."""
 
     args: Any
     _process_response_into_experience: Any
     april: Rollouts | None = None
-    """None: everything is OpenRLHF's."""
+    """Source of training batches; None if OpenRLHF generates everything."""
 
     def _generate_vllm(
         self, dataloader_iter: Any, num_prompts: int, dynamic_filtering: Any, **generate_kwargs: Any
@@ -40,18 +40,17 @@ class GeneratesByApril:
         if self.april is None or not training:
             base: Any = super()
             return base._generate_vllm(dataloader_iter, num_prompts, dynamic_filtering, **generate_kwargs)
-        if num_prompts != self.args.rollout.batch_size:
-            raise RolloutError(f"OpenRLHF asked for {num_prompts} prompts and not for --rollout.batch_size of them")
+        require_count(num_prompts, self.args.rollout.batch_size)
         responses, drawn, ended = self.april.next(dataloader_iter)
         return [self._process_response_into_experience(r, **generate_kwargs) for r in responses], drawn, ended
 
 
 class AprilSamplesGenerator(GeneratesByApril, SamplesGenerator):  # type: ignore[misc]
-    """OpenRLHF's generator with april's training batches."""
+    """OpenRLHF's generator, with training batches from april."""
 
 
 class WithApril:
-    """Before a class that makes a ``samples_generator`` and has a ``prompts_dataloader``."""
+    """Mixin that puts april into a trainer class with a ``samples_generator`` and a ``prompts_dataloader``."""
 
     samples_generator: Any
     prompts_dataloader: Any
@@ -78,41 +77,44 @@ class WithApril:
 
 
 class AprilPPOTrainer(WithApril, PPOTrainer):  # type: ignore[misc]
-    """The synchronous trainer."""
+    """OpenRLHF's synchronous trainer with april."""
 
     def broadcast_to_vllm(self) -> None:
-        """OpenRLHF's; continuous generation is interrupted meanwhile."""
+        """Broadcast the weights to the engines; continuous generation is paused meanwhile."""
         assert self.april is not None
         self.april.hand_over(super().broadcast_to_vllm)
 
 
 class AprilGenerateSamplesActor(WithApril, GenerateSamplesActor):  # type: ignore[misc]
-    """The half of the asynchronous trainer that generates."""
+    """Generating actor of OpenRLHF's asynchronous trainer, with april."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         assert self.april is not None
         self._transfer = TransferElsewhere(self.april.hand_over)
         if self.april.continuous:
-            self._partial_rollout = True  # OpenRLHF's name for: the lock is for evaluations, and not for training
+            self._partial_rollout = True  # OpenRLHF then takes the lock for evaluations only
 
     def april_begin_transfer(self) -> None:
-        """Called by the half that trains; returns when it may write weights into the engines."""
+        """Wait until weights may be written. Called by the training actor."""
         self._transfer.begin()
 
     def april_end_transfer(self, written: bool) -> None:
-        """Called by the half that trains, when it has or has not; returns when generation goes on."""
+        """Resume generation after the transfer, which failed unless ``written``. Called by the training actor."""
         self._transfer.end(written=written)
 
 
 class TellsTheGenerator(BasePPOTrainer):  # type: ignore[misc]
-    """Below TrainingActor, which holds its lock around the broadcast: evaluations and transfers exclude each other."""
+    """Base class of AprilTrainingActor that announces each weight transfer to the generating actor.
+
+    Its method runs inside TrainingActor's, under the lock that keeps evaluations and transfers apart.
+    """
 
     april_generator: Any = None
-    """Handle of the half that generates; None: what it generates is over when the lock is free."""
+    """Ray handle of the generating actor; None until it is known."""
 
     def broadcast_to_vllm(self) -> None:
-        """OpenRLHF's, while no request of april's is at any engine."""
+        """Broadcast the weights while no engine has a request from april."""
         generator, ray_get = self.april_generator, find("ray.get")
         if generator is None:
             super().broadcast_to_vllm()
@@ -129,29 +131,28 @@ class TellsTheGenerator(BasePPOTrainer):  # type: ignore[misc]
 
 
 class AprilTrainingActor(TrainingActor, TellsTheGenerator):  # type: ignore[misc]
-    """The half of the asynchronous trainer that trains.
+    """Training actor of OpenRLHF's asynchronous trainer, with april.
 
-    Ray sends by value what is inherited from a decorated class, and there super() does not know it; so what uses it is
-    found here by name.
+    Ray pickles methods inherited from a decorated class by value, which breaks ``super()``; so those are repeated here.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
 
     def broadcast_to_vllm(self) -> None:
-        """OpenRLHF's, under its lock."""
+        """Broadcast the weights to the engines, holding OpenRLHF's lock."""
         super().broadcast_to_vllm()
 
     def april_meets(self, generator: Any) -> None:
-        """Let the half that generates hear of every transfer from now on."""
+        """Set the generating actor, to which every transfer is announced from now on."""
         self.april_generator = generator
 
 
 class AprilPPOTrainerAsync(PPOTrainerAsync):  # type: ignore[misc]
-    """The asynchronous trainer, whose halves are april's."""
+    """OpenRLHF's asynchronous trainer, made of april's two actors."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        # its __init__ takes the classes from its module, here in this actor's process
+        # __init__ of the base looks the actor classes up in its module
         its_module: Any = sys.modules[PPOTrainerAsync.__module__]
         its_module.GenerateSamplesActor = as_actor(AprilGenerateSamplesActor)
         its_module.TrainingActor = as_actor(AprilTrainingActor)
@@ -160,7 +161,7 @@ class AprilPPOTrainerAsync(PPOTrainerAsync):  # type: ignore[misc]
 
 
 class AprilRolloutRayActor(RolloutRayActor):  # type: ignore[misc]
-    """The engine's actor, with april's side of the wire; what OpenRLHF calls is as it was."""
+    """OpenRLHF's engine actor with methods for april added; the methods that OpenRLHF calls keep their behaviour."""
 
     async def __init__(self, *args: Any, **kwargs: Any) -> None:  # type: ignore[misc]
         await super().__init__(*args, **kwargs)
@@ -168,7 +169,7 @@ class AprilRolloutRayActor(RolloutRayActor):  # type: ignore[misc]
         self._pushes = 0
 
     async def update_weight(self, name: str, dtype: Any, shape: Any, empty_cache: bool = False) -> Any:
-        """Take one parameter from the trainer; the last one of a transfer comes with ``empty_cache``."""
+        """Receive one parameter from the trainer; ``empty_cache`` marks the last one of a transfer."""
         self._april.require_idle()
         result = await super().update_weight(name, dtype, shape, empty_cache)
         self._pushes += bool(empty_cache)
@@ -177,14 +178,14 @@ class AprilRolloutRayActor(RolloutRayActor):  # type: ignore[misc]
     async def update_weight_cuda_ipc(
         self, name: str, dtype: Any, shape: Any, ipc_handles: Any, empty_cache: bool = False
     ) -> Any:
-        """Take one parameter between processes on one GPU."""
+        """Receive one parameter from a process on the same GPU, through CUDA IPC."""
         self._april.require_idle()
         result = await super().update_weight_cuda_ipc(name, dtype, shape, ipc_handles, empty_cache)
         self._pushes += bool(empty_cache)
         return result
 
     def april_capabilities(self) -> Any:
-        """Call :class:`april.engines.vllm.actor.ActorSide`, as the methods that follow do."""
+        """Return the engine's capabilities. This method and the next four only call april's ``ActorSide``."""
         return self._april.capabilities()
 
     async def april_generate(self, ask: Any) -> Any:
@@ -200,11 +201,11 @@ class AprilRolloutRayActor(RolloutRayActor):  # type: ignore[misc]
         return await self._april.health()
 
     def april_pushes(self) -> int:
-        """Complete transfers of weights by the trainer, ever."""
+        """Return the number of weight transfers that the trainer has completed."""
         return self._pushes
 
     async def april_judge(self, query: str, prompt: str, label: Any) -> Any:
-        """The reward of one response; raises what the function or the server raised."""
+        """Return the reward of one response. Errors of the reward function or server are passed on."""
         executor = self.executor
         fetch = executor._fetch_rewards_via_func if executor.reward_func else executor._fetch_rewards_via_http
         answers = await fetch([query], [prompt], [label])
@@ -212,17 +213,17 @@ class AprilRolloutRayActor(RolloutRayActor):  # type: ignore[misc]
 
 
 def as_actor(cls: type) -> Any:
-    """A Ray actor class of it, as OpenRLHF's decorator makes one."""
+    """Turn a class into a Ray actor class, as OpenRLHF's decorator does."""
     remote = find("ray.remote")
     if issubclass(cls, RolloutRayActor):
         return remote(max_concurrency=ACTOR_CALLS)(cls)
     if issubclass(cls, GenerateSamplesActor):
-        return remote(max_concurrency=2)(cls)  # it hears of transfers while it generates
+        return remote(max_concurrency=2)(cls)  # transfers are announced while it generates
     return remote(cls)
 
 
 def _show_log() -> None:
-    """april's log into the actor's output, where OpenRLHF's is, unless somebody has set it up."""
+    """Print april's log to the actor's output, unless logging is already configured."""
     log = logging.getLogger("april")
     if not log.handlers and not logging.getLogger().handlers:
         handler = logging.StreamHandler(sys.stdout)

@@ -1,6 +1,6 @@
-"""OpenRLHF's agent functions as rollout functions: its own executor, whose engine is april.
+"""Runs OpenRLHF's agents as rollout functions: OpenRLHF's executor gets april in place of its vLLM engine.
 
-Invariant: what is trained is what the executor returns, token by token; april checks that it is what was generated.
+Invariant: the tokens that the executor returns are trained, and april checks that they equal the generated ones.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ PASSED_ON = ("temperature", "top_p", "min_tokens", "stop", "stop_token_ids")
 
 
 def load_executor(path: str) -> Callable[[], Any]:
-    """The class ``AgentExecutor`` of a file; raises ConfigError."""
+    """Load the class ``AgentExecutor`` from a Python file. Raises ConfigError if that fails."""
     spec = importlib.util.spec_from_file_location("agent_module", path)
     if spec is None or spec.loader is None:
         raise ConfigError(f"--train.agent_func_path {path}: expected a Python file with a class AgentExecutor")
@@ -36,16 +36,16 @@ def load_executor(path: str) -> Callable[[], Any]:
 
 @dataclass(slots=True)
 class AgentEngine:
-    """What an executor takes for its vLLM engine: one response's way to april."""
+    """Replacement for the vLLM engine that an executor calls; serves a single response."""
 
     llm: LLM
     tokenizer: Any
     given: Mapping[str, Any]
-    """The sampling parameters of the run."""
+    """Sampling parameters of the run, to find those that an agent changes."""
     last: Completion | None = None
 
     async def generate(self, prompt_token_ids: Any, sampling_params: Any, multi_modal_data: Any = None) -> Any:
-        """As vLLM's request: its only output has ``token_ids``, ``text``, ``logprobs`` and ``finish_reason``."""
+        """Return an output in vLLM's form, with ``token_ids``, ``text``, ``logprobs`` and ``finish_reason``."""
         if multi_modal_data:
             raise RolloutError("the agent sends images, and april resumes by token ids alone; use text")
         changed = {
@@ -66,7 +66,7 @@ class AgentEngine:
         return SimpleNamespace(outputs=[output], prompt_token_ids=list(prompt_token_ids))
 
     def _text(self, ids: list[int], finish: FinishReason, stop: Any) -> str:
-        """As vLLM writes it: without the stop string, or the token, that has ended it."""
+        """Decode a response as vLLM does, without the stop string or stop token at its end."""
         text: str = self.tokenizer.decode(ids, skip_special_tokens=False)
         found = [text.find(s) for s in ((stop,) if isinstance(stop, str) else stop) if s in text]
         if finish is FinishReason.LENGTH:
@@ -75,12 +75,7 @@ class AgentEngine:
 
 
 class Agents:
-    """The rollout function of a run with ``--train.agent_func_path``.
-
-    Args:
-        args: OpenRLHF's namespace.
-        scored: where the results go that executors return.
-    """
+    """Holder of the rollout function for ``--train.agent_func_path``; it writes results into ``scored``."""
 
     def __init__(self, args: Any, tokenizer: Any, scored: Held) -> None:
         self._executor = load_executor(args.train.agent_func_path)
@@ -93,7 +88,7 @@ class Agents:
         }  # fmt: skip
 
     async def rollout(self, prompt: Prompt, llm: LLM) -> None:
-        """Let an executor play one response."""
+        """Run the agent's executor for one response and store its result."""
         engine = AgentEngine(llm, self._tokenizer, self._sampling)
         result = await self._executor().execute(
             prompt.data["prompt"], prompt.data["label"], SimpleNamespace(**self._sampling), self._max_len,

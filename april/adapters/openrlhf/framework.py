@@ -1,4 +1,4 @@
-"""The parts of OpenRLHF that april uses: looked at first, as OpenRLHF promises none of its internals."""
+"""Checks the parts of OpenRLHF that april uses before it starts, since OpenRLHF's internals may change."""
 
 from __future__ import annotations
 
@@ -33,19 +33,19 @@ SEAMS: dict[str, tuple[str, ...]] = {
     f"{_ENGINE}.update_weight": ("self", "name", "dtype", "shape", "empty_cache"),
     f"{_ENGINE}.update_weight_cuda_ipc": ("self", "name", "dtype", "shape", "ipc_handles", "empty_cache"),
 }  # fmt: skip
-"""The functions that are called or overridden, with their parameters."""
+"""Parameters of OpenRLHF's functions that april calls or overrides."""
 _HELD = f"april's adapter was held against openrlhf {TRIED}: install that, or another version that has it"
 
 
 def require_openrlhf() -> None:
-    """Raise ConfigError unless everything is there and takes what april gives it."""
+    """Raise ConfigError if OpenRLHF, or a function that april needs, is missing or has other parameters."""
     needs = "april.adapters.openrlhf runs OpenRLHF, which is not installed here"
     import_trainer("openrlhf", needs, TRIED, "; in a loop of your own use april.RolloutScheduler")
     require_seams("openrlhf", TRIED, SEAMS)
 
 
 def find(path: str) -> Any:
-    """The object at ``package.module.name``; raises ConfigError where it has moved or its packages are missing."""
+    """Import and return ``package.module.name``. Raises ConfigError if that fails."""
     module, _, name = path.rpartition(".")
     try:
         return getattr(importlib.import_module(module), name)
@@ -57,7 +57,7 @@ def find(path: str) -> Any:
 
 
 def undecorated(path: str) -> Any:
-    """The class below a Ray actor class, as it stands in OpenRLHF's source; raises ConfigError."""
+    """Return the plain class behind one of OpenRLHF's Ray actors. Raises ConfigError if it is not such an actor."""
     actor = find(path)
     if (found := plain_class(actor)) is actor:
         raise ConfigError(f"{path} of openrlhf {version_of('openrlhf')} is not the Ray actor that april knows; {_HELD}")

@@ -1,7 +1,7 @@
-"""A training run of OpenRLHF: a scheduler over its prompts, a batch per step, the carry in every checkpoint.
+"""Runs the rollouts of an OpenRLHF training: a scheduler over its prompts, a batch per step, state in checkpoints.
 
-Invariant: no request of april's is at any engine while OpenRLHF changes their weights. Stepwise none is between two
-calls of :meth:`Rollouts.next`, so it may put them to sleep as well; continuous, :meth:`Rollouts.hand_over` sees to it.
+Invariant: no engine has a request from april while OpenRLHF changes weights. Stepwise, there are none between two calls
+of :meth:`Rollouts.next`, so engines may sleep then; continuous, :meth:`Rollouts.hand_over` pauses the engines.
 """
 
 from __future__ import annotations
@@ -16,8 +16,16 @@ from typing import Any
 import numpy as np
 
 from april.adapters.openrlhf.agents import Agents
-from april.adapters.openrlhf.images import ShownImages
-from april.adapters.openrlhf.samples import Held, Prompts, RewardResult, judged_text, prompt_ids, responses_of
+from april.adapters.openrlhf.samples import (
+    Held,
+    Prompts,
+    RewardResult,
+    ShownImages,
+    judged_text,
+    prompt_ids,
+    responses_of,
+)  # fmt: skip
+from april.adapters.shared import closing_on_error, reading
 from april.carrying_loader import KEY
 from april.config.settings import Config
 from april.core.batch import Batch
@@ -27,35 +35,35 @@ from april.daemon_pool import DaemonPool
 from april.driver.llm import single_turn
 from april.driver.rewards import Response
 from april.engines.vllm.actor import ActorEngine, capabilities_of
-from april.errors import CheckpointError, DataExhausted, RolloutError
+from april.errors import DataExhausted, RolloutError
 from april.kept_samples import KeptSamples
 from april.scheduler import RolloutScheduler
 from april.state_file import groups_in, pack, unpack
 
 
 class OpenRLHFEngine(ActorEngine):
-    """Before one :class:`april.adapters.openrlhf.actors.AprilRolloutRayActor`."""
+    """april's engine for one :class:`april.adapters.openrlhf.actors.AprilRolloutRayActor`."""
 
     async def pushes(self) -> int:
-        """Complete transfers of weights by the trainer into this engine, ever."""
+        """Return the number of weight transfers into this engine that the trainer has completed."""
         return int(await self._call("april_pushes"))
 
     async def judge(self, query: str, prompt: str, label: Any) -> Any:
-        """The answer of OpenRLHF's reward function or server, asked in the actor as OpenRLHF asks it."""
+        """Return the answer of OpenRLHF's reward function or reward server, which the actor calls."""
         return await self._call("april_judge", query, prompt, label)
 
 
 async def connect(actors: Sequence[Any]) -> list[OpenRLHFEngine]:
-    """An engine before each actor."""
+    """Ask each actor for its capabilities and make an engine for it."""
     told = await asyncio.gather(*(actor.april_capabilities.remote() for actor in actors))
     pairs = enumerate(zip(actors, told, strict=True))
     return [OpenRLHFEngine(actor, f"vllm{i}", capabilities_of(plain)) for i, (actor, plain) in pairs]
 
 
 class TransferElsewhere:
-    """A transfer begun by one call and ended by another, both from the process that writes the weights.
+    """Splits a weight update into two calls, :meth:`begin` and :meth:`end`, for the process that writes the weights.
 
-    ``hand_over(transfer)`` stops generation, calls ``transfer``, and goes on when it has returned.
+    ``hand_over(transfer)`` must pause generation, call ``transfer``, and resume when that returns.
     """
 
     def __init__(self, hand_over: Callable[[Callable[[], None]], Any]) -> None:
@@ -66,7 +74,7 @@ class TransferElsewhere:
         self._ended: Future[Any] = Future()
 
     def begin(self) -> None:
-        """Returns when weights may be written; raises what stands against it."""
+        """Pause generation and wait until weights may be written. Raises the error that prevents it."""
         self._may_write, self._written = Future(), Future()
         self._ended = self._pool.submit(self._hand_over, self._transfer)
         wait((self._may_write, self._ended), return_when=FIRST_COMPLETED)
@@ -74,7 +82,7 @@ class TransferElsewhere:
             self._ended.result()
 
     def end(self, *, written: bool) -> None:
-        """Let generation go on; raises RolloutError unless ``written``, and EngineError where april cannot."""
+        """Resume generation. Raises RolloutError unless ``written``, EngineError if an engine does not resume."""
         self._written.set_result(written)
         self._ended.result()
 
@@ -86,19 +94,19 @@ class TransferElsewhere:
 
 log = logging.getLogger("april")
 
-KIND = "openrlhf"
+KIND, CARRY = "openrlhf", "april's carry in the checkpoint"
 
 
 class Rollouts:
-    """The rollouts of one trainer of OpenRLHF.
+    """Makes the training batches of one OpenRLHF trainer.
 
     Args:
-        args: OpenRLHF's namespace.
-        config: april's settings for it.
-        tokenizer: the trainer's.
-        actors: handles of the engine actors.
-        open_engines: makes april's engines from them, as :class:`OpenRLHFEngine` is one.
-        check: cross-check april's books after every event (slow).
+        args: OpenRLHF's namespace of flags.
+        config: april's settings.
+        tokenizer: the trainer's tokenizer, or processor for a vision model.
+        actors: Ray handles of the engine actors.
+        open_engines: coroutine that makes april's engines from the actors, each like :class:`OpenRLHFEngine`.
+        check: True to validate april's whole state after every event (slow).
     """
 
     def __init__(
@@ -111,11 +119,11 @@ class Rollouts:
         self._open_engines, self._check = open_engines, check
         self._engines: list[Any] = []
         self.scheduler: RolloutScheduler | None = None
-        """Made for the first batch."""
+        """april's scheduler; None before the first batch and after :meth:`close`."""
         self.batch: Batch | None = None
-        """The last one."""
+        """Last delivered batch."""
         self.ledger: dict[str, Ledger] = {}
-        """At the end."""
+        """april's ledgers at the end of the run."""
         self._prompts = Prompts(self._encode, None if self._shown is None else self._shown.kept)
         self._scored: Held = {}
         self._agents = Agents(args, self._tokenizer, self._scored) if args.train.agent_func_path else None
@@ -124,24 +132,24 @@ class Rollouts:
         self._saved: dict[str, Any] | None = None
         self._pushes = 0
         self._handing_over = threading.Lock()
-        """The scheduler is not closed before the trainer's transfer is through."""
+        """Lock held during a transfer, so that the scheduler is not closed meanwhile."""
 
     @property
     def continuous(self) -> bool:
-        """Generation goes on between two batches."""
+        """True if generation continues between two batches."""
         return self._config.generation is GenerationMode.CONTINUOUS
 
     @property
     def _has_rewards(self) -> bool:
-        """Rewards come from agents, a function or a server; otherwise from a reward model of the trainer's, later."""
+        """True if an agent, function or server gives rewards; False if the trainer's reward model gives them later."""
         return bool(self._args.reward.remote_url or self._agents)
 
     # ---------------------------------------------------------------- a step
 
     def next(self, rows: Iterator[Any]) -> tuple[list[dict[str, Any]], int, bool]:
-        """Return N groups as OpenRLHF's executor would, the number of prompts drawn, and whether all is over.
+        """Return N groups in OpenRLHF's form, the number of prompts drawn, and True if the episode is over.
 
-        ``rows`` is the loader's iterator of this episode.
+        ``rows`` is the loader's iterator for the current episode; groups have the form of OpenRLHF's executor.
         """
         begins = rows is not self._rows
         if begins:
@@ -153,12 +161,12 @@ class Rollouts:
             self.scheduler.extend(self._prompts)
         if not self.continuous:
             self._follow_weights()
-        before = self._prompts.drawn
+        before = self._prompts.carried.drawn
         try:
             batch = self.scheduler.next_batch()
         except DataExhausted:
-            self._rows = None  # a loader with workers of its own gives the same iterator for the next episode
-            return [], self._prompts.drawn - before, True
+            self._rows = None  # a loader with worker processes reuses its iterator for the next episode
+            return [], self._prompts.carried.drawn - before, True
         self.batch = batch
         of_images = {} if self._shown is None else {"inputs_of": self._shown.inputs_of}
         responses = list(responses_of(batch, self._scored, with_rewards=self._has_rewards, **of_images))
@@ -167,23 +175,22 @@ class Rollouts:
         self._kept.settle(self.scheduler.held_groups())
         metrics = {name: round(value, 4) for name, value in batch.metrics.items()}
         log.info("april: batch %d under weights %s: %s", batch.id, batch.version, metrics)
-        return responses, self._prompts.drawn - before, False
+        return responses, self._prompts.carried.drawn - before, False
 
     def _follow_weights(self) -> None:
-        """The trainer has put weights into the engines since the last step as often as the engines say."""
+        """Report a weight update to the scheduler for each transfer since the last step."""
         assert self.scheduler is not None
         now = self._updates_of_engines()
         while self._pushes < now:
-            # they are there: april counts them, and has the cached keys of the old ones thrown away
+            # the weights are in place; this drops KV caches of the old ones
             self.scheduler.weight_update(transfer=lambda: None)
             self._pushes += 1
 
     def hand_over(self, transfer: Callable[[], None]) -> None:
-        """Transfer the trainer's weights into the engines, after the update for the oldest batch that is out.
+        """Transfer the trainer's weights to the engines; the oldest uncommitted batch then counts as trained.
 
-        Continuous: requests are cut before it and go on after it, under the new version. It may be called from another
-        thread than :meth:`next`. Raises RolloutError unless all engines have got them, EngineError for one that does
-        not go on.
+        Continuous generation is paused meanwhile. May be called in another thread than :meth:`next`. Raises
+        RolloutError unless all engines got the weights, EngineError if an engine does not resume.
         """
         if not self.continuous:
             transfer()
@@ -220,11 +227,8 @@ class Rollouts:
             processor=None if self._shown is None else self._shown.processor,
         )  # fmt: skip
         if self._saved is not None:
-            try:
+            with closing_on_error(scheduler.close):
                 self._restore(scheduler, self._saved)
-            except BaseException:
-                scheduler.close()
-                raise
             self._saved = None
         if not self._config.leaves_partials:
             log.warning(
@@ -234,12 +238,12 @@ class Rollouts:
         return scheduler
 
     def _encode(self, text: str, whole: bool) -> list[int]:
-        if whole:  # what is cut off would take tokens of an image along
+        if whole:  # cutting could remove the tokens of an image
             return list(self._tokenizer(text=text, add_special_tokens=False)["input_ids"])
         return prompt_ids(self._tokenizer, text, self._args.data.max_len, self._args.rollout.max_new_tokens)
 
     async def _reward(self, prompt: Prompt, response: Response) -> float:
-        """Asked in an engine's actor, where OpenRLHF has loaded the reward function; an agent has said it itself."""
+        """Return a reward from the agent, or from an engine's actor, where OpenRLHF has loaded the reward function."""
         if self._agents is not None:
             return self._scored[response.sample_id].reward
         engine = self._engines[(response.sample_id.group + response.sample_id.index) % len(self._engines)]
@@ -249,13 +253,13 @@ class Rollouts:
         return scored.reward
 
     def _in_range(self, prompt: Prompt, responses: Sequence[Response]) -> bool:
-        """OpenRLHF's dynamic filter: the mean score is inside of ``--algo.dynamic_filtering_range``."""
+        """Return True if a group's mean score is within ``--algo.dynamic_filtering_range`` (OpenRLHF's filter)."""
         low, high = self._args.algo.dynamic_filtering_range
         scores = [self._scored[response.sample_id].score for response in responses]
         return bool(low < sum(scores) / len(scores) < high)
 
     def close(self) -> None:
-        """End the scheduler; what it held and no checkpoint has is gone."""
+        """Close the scheduler; partial samples that are in no checkpoint are lost."""
         with self._handing_over:
             scheduler, self.scheduler = self.scheduler, None
         if scheduler is None:
@@ -269,9 +273,9 @@ class Rollouts:
     # ---------------------------------------------------------------- checkpoints
 
     def save(self, loader_state: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """Return the loader's state with april's of the same moment, after the last batch was trained on.
+        """Return the loader's state with april's of the same moment added; the last batch counts as trained.
 
-        april's is a uint8 array [length], for OpenRLHF logs the states that it loads. Raises CheckpointError.
+        april's part is a uint8 tensor [length], since OpenRLHF logs the states that it loads. Raises CheckpointError.
         """
         if self.scheduler is None:
             return loader_state()
@@ -289,25 +293,17 @@ class Rollouts:
         return {**theirs, KEY: torch.frombuffer(bytearray(pack(KIND, content)), dtype=torch.uint8)}
 
     def load(self, saved: Any) -> bool:
-        """Go on from a saved state at the next batch; returns whether its episode had ended. Raises CheckpointError."""
+        """Keep a saved state for the next batch; return True if its episode had ended. Raises CheckpointError."""
         if saved is None:
             log.warning("the checkpoint was written without april: nothing in it is unfinished, and april begins anew")
             return False
-        try:
+        with reading(CARRY):
             data = np.asarray(saved, np.uint8).tobytes()
-        except (TypeError, ValueError) as error:
-            raise _damaged(error) from error
         self._saved = unpack(KIND, data, "the loader's state")
         return bool(self._saved["prompts"]["ended"])
 
     def _restore(self, scheduler: RolloutScheduler, saved: dict[str, Any]) -> None:
-        try:
+        with reading(CARRY):
             self._prompts.go_on(saved["state"]["prompts"]["position"], saved["prompts"])
             self._scored |= {SampleId(group, index): RewardResult(*said) for group, index, *said in saved["scored"]}
-        except (KeyError, TypeError, ValueError) as error:
-            raise _damaged(error) from error
-        scheduler.load_state_dict(saved["state"], transfer=lambda: None)  # the trainer has put the weights there
-
-
-def _damaged(error: Exception) -> CheckpointError:
-    return CheckpointError(f"april's carry in the checkpoint is damaged: {type(error).__name__}: {error}")
+        scheduler.load_state_dict(saved["state"], transfer=lambda: None)  # the trainer has loaded the weights

@@ -1,9 +1,9 @@
-"""Prompts in and samples out, as OpenRLHF's own executor of single turns has them."""
+"""Converts OpenRLHF's prompts and images for april, and delivered samples to what OpenRLHF's executor returns."""
 
 from __future__ import annotations
 
-import threading
-from collections import deque
+import base64
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -11,32 +11,39 @@ from typing import Any
 
 import numpy as np
 
+from april.adapters.shared import NOT_TRAINED, generated, pictures
+from april.carrying_loader import CarriedRows
+from april.config.images import ImagesConfig
 from april.core.batch import Batch, DeliveredSample
-from april.core.tape import SegmentKind
 from april.core.types import FinishReason, Prompt, SampleId
 from april.driver.rewards import Response
 from april.errors import ConfigError, RolloutError
+from april.images.reading import Reader
 from april.one_row import refuse_several_rows
 
 OF_BATCH = ("off_policy_share", "staleness_mean", "staleness_max", "aborted_attempts", "resumed_attempts",
             "reprefill_tokens", "carried_groups", "surplus_groups", "held_tokens", "step_s", "trainer_wait_s",
             "bubble")  # fmt: skip
-"""Metrics of april's batches that are written on each of its samples, as OpenRLHF logs means over samples."""
+"""Batch metrics that are copied to each sample, because OpenRLHF logs means over samples."""
+IMAGES = "its images"
+"""Key, in a prompt's data, of its images in the form that OpenRLHF's loader gave."""
+_BARE = 256
+"""Length above which OpenRLHF treats text as base64 if it has no scheme and only base64 characters."""
 
 
 @dataclass(frozen=True, slots=True)
 class RewardResult:
-    """The answer of OpenRLHF's reward function or server about one response."""
+    """Reward of one response, from OpenRLHF's reward function, reward server or agent."""
 
     reward: float
     score: float
     logs: Mapping[str, float]
     behind: Sequence[int] = ()
-    """tokens that an agent's environment added behind the last generated one"""
+    """Token ids that an agent's environment appended after the last generated token."""
 
     @classmethod
     def of(cls, answer: Any) -> RewardResult:
-        """Read ``{"rewards", "scores", "extra_logs"}``, each a number or a list or tensor of one; or RolloutError."""
+        """Parse ``{"rewards", "scores", "extra_logs"}``: numbers, or lists or tensors of one. Raises RolloutError."""
         if not isinstance(answer, Mapping) or answer.get("rewards") is None:
             raise RolloutError(f"the reward function answered {answer!r}; expected a mapping with rewards")
         reward = _number(answer["rewards"])
@@ -46,7 +53,7 @@ class RewardResult:
 
 
 def _number(value: Any) -> float:
-    """The first of a list or tensor, as OpenRLHF takes it."""
+    """Return a number, or the first element of a list or tensor, as OpenRLHF does."""
     try:
         return float(np.asarray(value, np.float64).reshape(-1)[0])
     except (TypeError, ValueError, IndexError):
@@ -54,17 +61,17 @@ def _number(value: Any) -> float:
 
 
 Held = dict[SampleId, RewardResult]
-"""The results of finished responses that are not delivered yet."""
+"""Rewards of finished responses that are not delivered yet, by sample."""
 
 
 def prompt_ids(tokenizer: Any, text: str, max_len: int, max_new_tokens: int | None) -> list[int]:
-    """Token ids of a prompt, without special tokens; one too long loses its beginning, as OpenRLHF cuts it.
+    """Tokenize a prompt without special tokens, cutting off the beginning of a long one as OpenRLHF does.
 
     Args:
-        tokenizer: of Hugging Face.
-        text: the prompt, its template applied.
-        max_len: tokens of prompt and response together.
-        max_new_tokens: room that is kept for the response; None means one token.
+        tokenizer: Hugging Face tokenizer.
+        text: prompt text, with its template applied.
+        max_len: maximum length of prompt and response together, in tokens.
+        max_new_tokens: number of tokens reserved for the response; None reserves one.
     """
     ids = tokenizer(text=text, add_special_tokens=False)["input_ids"]
     room = max(1, max_len - len(ids)) if max_new_tokens is None else max_new_tokens
@@ -72,13 +79,13 @@ def prompt_ids(tokenizer: Any, text: str, max_len: int, max_new_tokens: int | No
 
 
 def judged_text(tokenizer: Any, prompt: Prompt, response: Response) -> str:
-    """The conversation as a reward function sees it: prompt and response, special tokens included."""
+    """Decode prompt and response, special tokens included, for a reward function."""
     text: str = tokenizer.decode([*prompt.token_ids.tolist(), *response.tokens.tolist()], skip_special_tokens=False)
     return text
 
 
 def row_of(item: Any) -> tuple[str, Any, list[Any]]:
-    """Prompt, label and images of one item of OpenRLHF's loader, whose batches are of one."""
+    """Return prompt, label and images of an item from OpenRLHF's loader, which is a batch of one row."""
     try:
         _, (prompt,), (label,), (images,) = item
     except (TypeError, ValueError):
@@ -92,12 +99,12 @@ def row_of(item: Any) -> tuple[str, Any, list[Any]]:
 def responses_of(
     batch: Batch, scored: Held, *, with_rewards: bool, inputs_of: Callable[[DeliveredSample], Any] = lambda row: None
 ) -> Iterator[dict[str, Any]]:
-    """Yield what OpenRLHF's executor would have returned, per sample, group by group.
+    """Yield, for each sample, the dict that OpenRLHF's executor would return, group by group.
 
-    ``inputs_of``: what its model is trained on beside the tokens of a row.
+    ``inputs_of`` makes the further training inputs of a row, such as those of images.
 
-    Raises RolloutError for a sample of several conversations, and for logs of the reward function that differ between
-    responses: OpenRLHF cannot stack them.
+    Raises RolloutError if a sample has several conversations, or if responses have different names in
+    ``extra_logs``, since OpenRLHF cannot stack them.
     """
     refuse_several_rows(
         batch, "OpenRLHF", "rewards.reshape(-1, n_samples_per_prompt) in compute_advantages_and_returns"
@@ -130,7 +137,7 @@ def responses_of(
 
 
 def trained_ranges(mask: Sequence[int], offset: int) -> list[tuple[int, int]]:
-    """[start, end) of the runs of ones, ``offset`` further."""
+    """Return [start, end) of each run of ones in ``mask``, shifted by ``offset``."""
     ranges = []
     start = offset
     for trained, run in groupby(mask):
@@ -142,8 +149,8 @@ def trained_ranges(mask: Sequence[int], offset: int) -> list[tuple[int, int]]:
 
 
 def provenance(sample: DeliveredSample) -> dict[str, float]:
-    """Return where a sample's tokens come from, in numbers that OpenRLHF can average."""
-    versions = [s.version.n for s in sample.segments if s.kind is SegmentKind.GENERATED]
+    """Return metrics of a sample's policy versions, as numbers that OpenRLHF can average."""
+    versions = [s.version.n for s in generated(sample.segments)]
     return {
         "april/versions": float(len(set(versions))),
         "april/version_first": float(min(versions, default=0)),
@@ -153,58 +160,45 @@ def provenance(sample: DeliveredSample) -> dict[str, float]:
     }
 
 
-IMAGES = "its images"
-"""The name in a prompt's data of its images, as OpenRLHF's loader gave them."""
-
-
 class Prompts:
-    """The present episode's prompts, for april, which draws them in its own thread.
+    """Iterates over the prompts of the current episode, in april's own thread.
 
     Args:
-        encode: makes token ids of a text, which is whole if it has images.
-        images: makes the images of a prompt values that a state can keep; None: prompts have none.
+        encode: function ``(text, whole)`` that returns token ids, cut off at the limit unless ``whole`` is true.
+        images: function that makes a prompt's images fit for a checkpoint; None if prompts have no images.
     """
 
     resumes = True
-    """OpenRLHF's loader goes on by its own state."""
+    """True, since OpenRLHF's loader restores its own position."""
 
     def __init__(
         self, encode: Callable[[str, bool], list[int]], images: Callable[[list[Any]], list[Any]] | None = None
     ) -> None:
         self._encode, self._images = encode, images
-        self._lock = threading.Lock()
         self._rows: Iterator[Any] = iter(())
-        self._recent: deque[list[Any]] = deque()
-        """Drawn last; those that april's state does not hold yet are saved from here."""
-        self._ahead: deque[list[Any]] = deque()
-        self.drawn = 0
-        """Prompts handed out, those before a restart included."""
+        self.carried = CarriedRows(self._next)
         self.ended = False
-        """The present episode has no more."""
+        """True once the current episode has no more prompts."""
 
     def begin(self, rows: Iterator[Any]) -> None:
-        """The prompts of an episode, or of the rest of one after a restart."""
+        """Start an episode, or the rest of one after a restart."""
         self._rows, self.ended = rows, False
 
     def __iter__(self) -> Prompts:
         return self
 
     def __next__(self) -> Any:
-        with self._lock:
-            if self._ahead:
-                row = self._ahead.popleft()
-            else:
-                try:
-                    row = list(row_of(next(self._rows)))
-                    row[2] = self._kept(row[2])
-                except StopIteration:
-                    self.ended = True
-                    raise
-            self._recent.append(row)
-            self.drawn += 1
-        text, label, images = row
+        text, label, images = self.carried.draw()
         drawn = {"token_ids": self._encode(text, bool(images)), "prompt": text, "label": label}
         return drawn | {"images": images, IMAGES: images} if images else drawn
+
+    def _next(self) -> list[list[Any]]:
+        try:
+            text, label, images = row_of(next(self._rows))
+        except StopIteration:
+            self.ended = True
+            raise
+        return [[text, label, self._kept(images)]]
 
     def _kept(self, images: list[Any]) -> list[Any]:
         if images and self._images is None:
@@ -214,13 +208,57 @@ class Prompts:
         return self._images(images) if images and self._images is not None else []
 
     def save(self, position: int, loader_state: Callable[[], dict[str, Any]]) -> tuple[dict[str, Any], dict[str, Any]]:
-        """The loader's state, and what was drawn from it and is not among the ``position`` prompts that april holds."""
-        with self._lock:
-            while len(self._recent) > self.drawn - position:
-                self._recent.popleft()
-            return loader_state(), {"ahead": [*self._recent, *self._ahead], "ended": self.ended}
+        """Return the loader's state, and the prompts drawn after ``position``, which april's state does not contain."""
+        theirs, ahead = self.carried.save(position, loader_state)
+        return theirs, {"ahead": ahead, "ended": self.ended}
 
     def go_on(self, position: int, saved: Mapping[str, Any]) -> None:
-        """As before a restart, where april had drawn ``position``."""
-        self.drawn = position
-        self._ahead.extend(list(row) for row in saved["ahead"])
+        """Restore the prompts that had been drawn after ``position``."""
+        self.carried.go_on(position, [list(row) for row in saved["ahead"]])
+
+
+class ShownImages:
+    """Prepares the images of prompts (``--data.max_images_per_prompt``) for april's requests and for training.
+
+    Raises ConfigError if ``processor``, which is OpenRLHF's tokenizer for vision models, does not process images.
+    """
+
+    def __init__(self, processor: Any, limits: ImagesConfig) -> None:
+        if not hasattr(processor, "image_processor"):
+            raise ConfigError(
+                "--data.max_images_per_prompt is for models that see, and this one has no image processor; leave it out"
+            )
+        self.processor, self.tokenizer = processor, processor.tokenizer
+        self._reader = Reader(limits)
+        self._last: tuple[int, Any] | None = None
+
+    def kept(self, images: list[Any]) -> list[Any]:
+        """Return a prompt's images as paths, URLs or bytes, which a checkpoint can hold."""
+        return [self._kept(image) for image in images]
+
+    def _kept(self, image: Any) -> Any:
+        if isinstance(image, str):
+            bare = len(image) > _BARE and re.fullmatch(r"[A-Za-z0-9+/\n\r]+=*", image[: 2 * _BARE])
+            return base64.b64decode(image) if bare else image
+        return image if isinstance(image, bytes) else self._reader.read(image, "an image of a prompt").attachment.data
+
+    def inputs_of(self, row: DeliveredSample) -> dict[str, Any] | None:
+        """Return the training inputs for a row's images, made by OpenRLHF's processor; None without images."""
+        if not row.attached:
+            return None
+        if self._last is None or self._last[0] != row.id.group:  # the rows of a group are next to each other
+            self._last = row.id.group, self._made(row)
+        inputs: dict[str, Any] = self._last[1]
+        return inputs
+
+    def _made(self, row: DeliveredSample) -> dict[str, Any]:
+        made = self.processor(
+            text=[row.prompt.data["prompt"]], images=pictures(row.attached), add_special_tokens=False,
+            return_tensors="pt",
+        )  # fmt: skip
+        if made["input_ids"][0].tolist() != row.prompt.token_ids.tolist():
+            raise RolloutError(
+                f"the processor makes other tokens of prompt {row.prompt.position} than were generated from, so its "
+                "images would be trained at other places"
+            )
+        return {name: value for name, value in made.items() if name not in NOT_TRAINED}

@@ -1,8 +1,7 @@
-"""april inside slime and miles: ``--rollout-function-path april.adapters.slime.generate_rollout``.
+"""Adapter for slime and its fork miles: ``--rollout-function-path april.adapters.slime.generate_rollout``.
 
-slime owns the servers, the weights, the data and the checkpoints; april owns the round: what is submitted, when it
-stops, what is kept and what it is stamped with. docs/slime.md says what that changes. Batches are asked for in
-``session``.
+slime manages servers, weights, data and checkpoints; april decides which samples run, when a rollout ends and what is
+kept for the next rollout. See docs/slime.md.
 """
 
 from __future__ import annotations
@@ -19,14 +18,14 @@ __all__ = ["GenerateRollout", "RolloutFunction", "generate_rollout", "make_gener
 
 
 class RolloutFunction:
-    """A rollout function of slime, and the sessions that it has opened, one per data source.
+    """Callable that slime can use as its rollout function; it keeps one session per data source.
 
     Args:
-        engines: engine objects for the only session, instead of slime's SGLang servers.
-        args: slime's namespace where the caller gives None.
-        tokenizer: instead of that of ``--hf-checkpoint``.
-        evaluate: called as slime's function is with ``evaluation=True``; None: slime's own function evaluates.
-        check: cross-check april's books after every event (slow).
+        engines: engine objects to use instead of slime's SGLang servers; only one session is possible then.
+        args: slime's namespace of flags, used when the caller passes None.
+        tokenizer: tokenizer to use instead of the one at ``--hf-checkpoint``.
+        evaluate: function to call for evaluations instead of slime's own, with the same arguments.
+        check: True to validate april's whole state after every event (slow).
     """
 
     def __init__(
@@ -34,10 +33,9 @@ class RolloutFunction:
         check: bool = False,
     ) -> None:  # fmt: skip
         self._options: dict[str, Any] = {"engines": engines, "tokenizer": tokenizer, "check": check}
-        self._args = args
-        self._evaluate = evaluate
+        self._args, self._evaluate = args, evaluate
         self.sessions: dict[int, Session] = {}
-        """Sessions by identity of the data source, which they keep alive."""
+        """Sessions by ``id()`` of their data source, which they keep alive."""
 
     def __call__(self, args: Any, rollout_id: int, data_source: Any, evaluation: bool = False) -> Any:
         if evaluation:
@@ -45,36 +43,32 @@ class RolloutFunction:
         return self.rollout(args, rollout_id, data_source)
 
     def rollout(self, args: Any, rollout_id: int, data_source: Any, weight_version: int | None = None) -> Any:
-        """A batch for training; ``weight_version`` of the servers, where the trainer says it."""
+        """Return a batch for training; ``weight_version`` is the servers' version, if the trainer tells it."""
         session = self.sessions.get(id(data_source))
         if session is None:
             args = self._args if args is None else args
-            framework = framework_of(data_source)
-            session = Session(args, data_source, framework, rollout_id, **self._options)
+            session = Session(args, data_source, framework_of(data_source), rollout_id, **self._options)
             self.sessions[id(data_source)] = session
         return session.rollout(rollout_id, weight_version)
 
     def evaluate(self, args: Any, rollout_id: int, data_source: Any) -> Any:
-        """As slime evaluates: no request of april's is at the servers meanwhile."""
+        """Run slime's own evaluation; the servers have no requests from april meanwhile."""
         args = self._args if args is None else args
         function = self._evaluate or framework_of(data_source).get("rollout.sglang_rollout.generate_rollout")
         return function(args, rollout_id, data_source, evaluation=True)
 
     def close(self) -> None:
-        """End all sessions; what they hold and no checkpoint has is gone."""
+        """Close all sessions; partial samples that are in no checkpoint are lost."""
         while self.sessions:
             self.sessions.popitem()[1].close()
 
 
-def make_generate_rollout(
-    engines: Sequence[Engine] | None = None, *, args: Any = None, tokenizer: Any = None, evaluate: Any = None,
-    check: bool = False,
-) -> Any:  # fmt: skip
-    """A rollout function for slime with engines of your own; arguments are those of :class:`RolloutFunction`.
+def make_generate_rollout(engines: Sequence[Engine] | None = None, **options: Any) -> Any:
+    """Make a rollout function for slime that uses the given engines; takes the arguments of :class:`RolloutFunction`.
 
-    Its attribute ``function`` is the :class:`RolloutFunction` behind it, to be closed at the end.
+    At the end, close its attribute ``function``, which is the underlying :class:`RolloutFunction`.
     """
-    function = RolloutFunction(engines, args=args, tokenizer=tokenizer, evaluate=evaluate, check=check)
+    function = RolloutFunction(engines, **options)
 
     def generate_rollout(args: Any, rollout_id: int, data_source: Any, evaluation: bool = False) -> Any:
         return function(args, rollout_id, data_source, evaluation)
@@ -84,11 +78,11 @@ def make_generate_rollout(
 
 
 generate_rollout = make_generate_rollout()
-"""The function for ``--rollout-function-path``, in slime and in miles."""
+"""Rollout function for ``--rollout-function-path``, in slime and in miles."""
 
 
 class GenerateRollout:
-    """april's rollout function as a class that miles constructs: it is told the version of the servers' weights."""
+    """april's rollout function as a class. miles constructs it, and passes the servers' weight version to each call."""
 
     def __init__(self, input: Any) -> None:
         self._input = input
@@ -106,5 +100,5 @@ class GenerateRollout:
         return self._evaluator(input)
 
     def close(self) -> None:
-        """End the session."""
+        """Close the session."""
         self._function.close()

@@ -1,6 +1,6 @@
-"""The parts of slime, or of its fork miles, that april uses: found when needed, looked at before anything starts.
+"""Finds slime, or its fork miles, and checks the functions that april calls before anything starts.
 
-slime is used from a source tree and has no version to pin, so its functions are checked to take what april gives.
+slime is used from a source tree, so there is no version that could be pinned.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ NEEDED = {
     "rollout.rm_hub.async_rm": ("args", "sample"),
     "rollout.rm_hub.batched_async_rm": ("args", "samples"),
 }
-"""The place where it is, below the framework's name, and what april gives it."""
+"""Functions inside the framework's package, with the parameters that april passes."""
 SAMPLE_FIELDS = (
     "index", "prompt", "tokens", "response", "response_length", "reward", "loss_mask", "weight_versions",
     "rollout_log_probs", "status", "metadata", "to_dict", "from_dict", "Status",
@@ -35,13 +35,13 @@ SAMPLE_FIELDS = (
 
 
 class Framework:
-    """slime or miles, by name; modules are imported when something of them is used."""
+    """Access to the package slime or miles, whose modules are imported when first used."""
 
     def __init__(self, name: str) -> None:
         self.name = name
 
     def get(self, path: str) -> Any:
-        """``path`` below the framework's name; raises ConfigError where it has moved."""
+        """Return the object at ``path`` inside the framework's package. Raises ConfigError if it is not there."""
         module, _, attribute = f"{self.name}.{path}".rpartition(".")
         try:
             return getattr(importlib.import_module(module), attribute)
@@ -52,7 +52,7 @@ class Framework:
             ) from error
 
     def check(self) -> None:
-        """Raise ConfigError unless everything is there and takes what april gives it."""
+        """Raise ConfigError unless all needed functions exist and take the parameters that april passes."""
         for path, parameters in NEEDED.items():
             try:
                 check_function(f"{self.name}.{path}", self.get(path), parameters)
@@ -60,7 +60,7 @@ class Framework:
                 raise ConfigError(f"{error}; the adapter was tried with {TRIED}") from None
 
     def check_sample(self, sample: Any) -> None:
-        """Raise ConfigError unless a sample of the data source has the fields that april reads and writes."""
+        """Raise ConfigError unless a sample of the data source has all fields that april reads or writes."""
         missing = [name for name in SAMPLE_FIELDS if not hasattr(sample, name)]
         if missing:
             raise ConfigError(
@@ -69,27 +69,27 @@ class Framework:
             )
 
     def load_function(self, path: str) -> Any:
-        """Return what a flag of the trainer names, by the trainer's own loader."""
+        """Load the function that a flag names, with the trainer's own loader. Raises ConfigError if that fails."""
         try:
             return self.get("utils.misc.load_function")(path)
         except (ImportError, AttributeError, ValueError) as error:
             raise ConfigError(f"{self.name} cannot load {path}: {type(error).__name__}: {error}") from error
 
     async def on_its_loop(self, work: Coroutine[Any, Any, Any]) -> Any:
-        """Await ``work`` on the trainer's own background loop, where its HTTP sessions live."""
+        """Await ``work`` on the trainer's own background event loop, to which its HTTP sessions belong."""
         loop = self.get("utils.async_utils.get_async_loop")().loop
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, loop))
 
 
 def framework_of(data_source: Any) -> Framework:
-    """The framework of a data source, else the one that is loaded, else the installed one; or ConfigError."""
+    """Return the framework of a data source, else the imported one, else the installed one. ConfigError if none."""
     homes = {base.__module__.partition(".")[0] for base in type(data_source).__mro__}
     loaded = [name for name in NAMES if f"{name}.rollout.base_types" in sys.modules]
     for name in NAMES:
         if name in homes or (loaded and name == loaded[0] and not homes & set(NAMES)):
             return Framework(name)
     for name in NAMES:
-        # a folder of that name in the current directory would be found too, and has no file
+        # a mere folder of that name in the current directory is found too, but has no origin
         spec = importlib.util.find_spec(name)
         if spec is not None and (spec.origin or importlib.util.find_spec(f"{name}.rollout") is not None):
             return Framework(name)
@@ -98,4 +98,3 @@ def framework_of(data_source: Any) -> Framework:
         "april.adapters.slime.generate_rollout), and neither is on PYTHONPATH; in a loop of your own use "
         "april.RolloutScheduler"
     )
-

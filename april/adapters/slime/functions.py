@@ -1,7 +1,7 @@
-"""A custom generate function of slime as an engine: it talks to the servers itself, april counts and schedules.
+"""Wraps a custom generate function of slime as an engine: the function calls the servers, april schedules its calls.
 
-slime can end the requests of such a function only all at once (``abort_all``), which is what the end of a step wants.
-The sample that the function returned is the truth; what april keeps of its tokens is for the books and the versions.
+Servers can end such requests only all at once (``abort_all``). The sample that the function returns is trained; april
+keeps a copy of its tokens for its ledger and the policy versions.
 """
 
 from __future__ import annotations
@@ -32,16 +32,19 @@ from april.errors import EngineError, RequestRefused
 log = logging.getLogger("april")
 
 MAX_CONTEXT = 1 << 30
-"""The function keeps slime's own limits; april has none for it."""
+"""Practically unlimited context: the function itself respects slime's limits."""
 
 
 class FunctionEngine(ServerEngine):
-    """Implements :class:`april.engines.protocol.Engine`; one request is one call of ``function``.
+    """Engine that answers each request by one call of ``function`` (see :class:`april.engines.protocol.Engine`).
 
     Args:
-        function: ``async (args, sample, sampling_params[, evaluation]) -> sample``, as slime's own ``generate``.
-        samples: what the function has made of each sample so far; continued, saved and restored from here.
-        urls: the servers, for aborts.
+        args: slime's namespace of flags.
+        framework: slime or miles.
+        function: coroutine ``(args, sample, sampling_params[, evaluation]) -> sample``, like slime's ``generate``.
+        groups: source of new samples.
+        samples: table that receives the latest state of each sample from the function.
+        urls: addresses of the servers, for aborts.
     """
 
     def __init__(
@@ -60,7 +63,7 @@ class FunctionEngine(ServerEngine):
         self._groups, self._samples = groups, samples
         self._fresh: Held = {}
         self._before: Held = {}
-        """As they were before the last call, whose tokens april may refuse."""
+        """Samples before their last call, in case april rejects the tokens of that call."""
         self.kept = (samples, self._fresh, self._before)
         self._urls = urls
         self._clients: list[HttpClient] = []
@@ -68,14 +71,14 @@ class FunctionEngine(ServerEngine):
         self._cut: set[str] = set()
 
     async def rollout(self, prompt: Prompt, llm: LLM) -> None:
-        """The rollout function that belongs to this engine: it says which sample a request is about."""
+        """Rollout function for this engine: makes a new sample and one request for it."""
         self._fresh[llm.sample_id] = self._groups.begin(prompt, llm.sample_id)
         await llm.generate()
         self._fresh.pop(llm.sample_id, None)
         self._before.pop(llm.sample_id, None)
 
     async def generate(self, request: Request) -> AsyncGenerator[Chunk, None]:
-        """Call the function; one chunk with everything that it added."""
+        """Call the function and yield a single chunk with all tokens that it added."""
         assert request.sample_key is not None
         key = SampleId(*request.sample_key)
         async with self._admission.request(request.attempt_id) as admitted:
@@ -84,7 +87,7 @@ class FunctionEngine(ServerEngine):
                 return
             known = self._standing_at(key, request.response_offset)
             before = known.response_length
-            # a copy: a call that fails has changed nothing
+            # a copy, as a call may fail halfway
             call = asyncio.ensure_future(self._framework.on_its_loop(self._call(self._groups.sample(known), key.index)))
             self._calls[request.attempt_id] = call
             try:
@@ -101,7 +104,7 @@ class FunctionEngine(ServerEngine):
             yield self._chunk(sample, before)
 
     def _standing_at(self, key: SampleId, offset: int) -> Any:
-        """The sample with ``offset`` response tokens, to go on from; raises EngineError if there is none any more."""
+        """Return the kept state of a sample with ``offset`` response tokens. Raises EngineError if there is none."""
         for known in (self._samples.get(key), self._before.get(key)):
             if known is not None and known.response_length == offset:
                 return known
@@ -139,14 +142,14 @@ class FunctionEngine(ServerEngine):
         tokens = np.array(sample.tokens[len(sample.tokens) - length :][before:], np.int32)
         said = sample.rollout_log_probs
         logprobs = np.zeros(len(tokens), np.float32) if said is None else np.array(said[before:], np.float32)
-        # a limit that ended it is the function's own, and none of those that april sets and checks
+        # truncation counts as STOP, since the limit is the function's and not april's
         finish = EngineFinish.ABORT if sample.status is sample.Status.ABORTED else EngineFinish.STOP
         return Chunk(tokens, logprobs, self._version, finish)
 
     # ---------------------------------------------------------------- aborts and weights
 
     async def abort(self, attempt_ids: Sequence[str] | None = None) -> None:
-        """All of them through the servers; some only by ending their calls, which loses what the calls have so far."""
+        """Abort all requests at the servers. If only some are to end, cancel their calls and lose their tokens."""
         asked = set(self._to_abort(attempt_ids)) & set(self._calls)
         if not asked:
             return
@@ -164,7 +167,7 @@ class FunctionEngine(ServerEngine):
             self._calls[attempt].cancel()
 
     async def pause(self) -> None:
-        """Nothing runs when it returns: a call that does not end (a tool that hangs) is ended, what it has is lost."""
+        """End all calls. A call that does not end, say in a tool that hangs, is cancelled and loses its tokens."""
         try:
             await super().pause()
         except EngineError as error:
@@ -173,18 +176,18 @@ class FunctionEngine(ServerEngine):
             await self._admission.until_idle()
 
     async def update_weights(self, version: PolicyVersion, path: str | None = None) -> None:
-        """slime has updated them."""
+        """Record the version of weights that slime has already updated. Raises EngineError if ``path`` is given."""
         if path is not None:
             raise EngineError("slime updates the weights of its servers itself")
         self.require_idle()
         self._labels.present = version
 
     async def health(self) -> Health:
-        """slime watches its servers itself."""
+        """Return a healthy state, since slime itself watches its servers."""
         return Health(ok=True)
 
     async def close(self) -> None:
-        """Calls in flight are given up."""
+        """Cancel the calls in flight."""
         for call in self._calls.values():
             call.cancel()
         for client in self._clients:

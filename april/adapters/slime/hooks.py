@@ -1,6 +1,6 @@
-"""slime's reward functions, sample hooks and dynamic filter as april's: the same paths, loaded by slime's loader.
+"""Wraps slime's reward functions, sample hooks and dynamic filter as callbacks of april's scheduler.
 
-They run on slime's own event loop, where its HTTP sessions live, beside generation.
+They run on slime's own event loop, to which its HTTP sessions belong.
 """
 
 from __future__ import annotations
@@ -18,23 +18,18 @@ from april.errors import RolloutError
 
 
 class SlimeHooks:
-    """The hooks that ``args`` names, as functions of a scheduler; ``held`` keeps the samples that were scored.
+    """Loads the hooks that ``args`` names and calls them; ``held`` keeps the scored samples until delivery.
 
-    Args:
-        groups: makes samples.
-        finished: samples that a custom generate function has filled itself, by sample; None: april fills them.
+    ``finished`` holds the samples that a custom generate function made; None if april makes them from responses.
     """
 
     def __init__(self, args: Any, framework: Framework, groups: Groups, finished: Held | None = None) -> None:
-        self._args = args
-        self._framework = framework
-        self._groups = groups
-        self._finished = finished
+        self._args, self._framework, self._groups, self._finished = args, framework, groups, finished
         self.held: Held = {}
         self.dropped: Counter[str] = Counter()
-        """Groups that the filter has rejected since the last batch, by its reason."""
+        """Number of groups that the filter has rejected since the last batch, by reason."""
         self.judged: list[list[Any]] = []
-        """Groups that were scored since the last batch, rejected ones included; kept where slime has a use for them."""
+        """Groups scored since the last batch, also rejected ones; empty if no hook of slime asks for them."""
         self._remaining = 0
         path = getattr(args, "dynamic_sampling_filter_path", None)
         self._filter = framework.load_function(path) if path else None
@@ -43,20 +38,20 @@ class SlimeHooks:
         self._has_hooks = bool(getattr(args, "rollout_sample_hook_path", None))
         for path in (args.custom_rm_path, *(getattr(args, "rollout_sample_hook_path", None) or ())):
             if path:
-                framework.load_function(path)  # a wrong path is told now, not at the first response
+                framework.load_function(path)  # reports a wrong path before anything runs
 
     def begin(self) -> None:
-        """A rollout begins."""
+        """Reset the filter's count of remaining groups at the start of a rollout."""
         self._remaining = self._args.over_sampling_batch_size or self._args.rollout_batch_size
 
     def drain(self) -> tuple[Counter[str], list[list[Any]]]:
-        """Return what the filter has rejected and what was scored since the last call; scoring goes on."""
+        """Return ``dropped`` and ``judged`` since the last call, and clear both."""
         dropped, self.dropped = self.dropped, Counter()
         judged, self.judged = self.judged, []
         return dropped, sorted(judged, key=lambda group: group[0].index)
 
     async def reward(self, prompt: Prompt, response: Response) -> float:
-        """Reward of one response, by slime's own ``async_rm``."""
+        """Return the reward of a response, from slime's ``async_rm`` unless its sample already has one."""
         sample = await self._hooked(self._sample(prompt, response))
         if sample.reward is None:
             sample.reward = await self._framework.on_its_loop(
@@ -66,7 +61,7 @@ class SlimeHooks:
         return self._value(sample)
 
     async def group_reward(self, prompt: Prompt, responses: Sequence[Response]) -> list[float]:
-        """Rewards of a whole group (``--group-rm``), by slime's own ``batched_async_rm``."""
+        """Return the rewards of a group (``--group-rm``), from slime's ``batched_async_rm``."""
         samples = [await self._hooked(self._sample(prompt, response)) for response in responses]
         rewards = await self._framework.on_its_loop(
             self._framework.get("rollout.rm_hub.batched_async_rm")(self._args, samples)
@@ -79,7 +74,7 @@ class SlimeHooks:
         return [self._value(sample) for sample in samples]
 
     async def filter(self, prompt: Prompt, responses: Sequence[Response]) -> bool:
-        """The verdict of ``--dynamic-sampling-filter-path``; its reason is counted."""
+        """Return True if ``--dynamic-sampling-filter-path`` keeps the group; count the reason if it does not."""
         group = [self.held[r.sample_id] for r in responses]
         if self._keeps_judged:
             self.judged.append(group)
@@ -97,7 +92,7 @@ class SlimeHooks:
             return True
         self.dropped[str(verdict.reason or "rejected")] += 1
         self._remaining -= 1
-        if self._remaining < target:  # where slime would submit as many again
+        if self._remaining < target:  # slime would then submit another portion
             self._remaining += self._args.over_sampling_batch_size or target
         return False
 
@@ -106,7 +101,7 @@ class SlimeHooks:
             return self._finished[response.sample_id]
         sample = self._groups.begin(prompt, response.sample_id)
         text = response.text(special_tokens=not self._args.rollout_skip_special_tokens)
-        if response.output is not None:  # what an agent has returned, for the reward
+        if response.output is not None:  # the agent's result, for the reward function
             sample.metadata = {**(sample.metadata or {}), "output": response.output}
         prompt_ids = response.conversations[0].prompt_ids if response.conversations else prompt.token_ids
         return fill(sample, prompt_ids, response.tokens, response.logprobs, response.loss_mask, response.finish, text)
@@ -126,7 +121,7 @@ class SlimeHooks:
             raise RolloutError(
                 f"the reward of sample {sample.index} is {value!r}, no number; of several, name one by --reward-key"
             ) from None
-        if wrong_reward(number) is None:  # slime's filter sees what april's batch holds
+        if wrong_reward(number) is None:  # so that slime's filter sees the same number as april's batch
             number = held_reward(number)
             sample.reward = {**sample.reward, key: number} if key else number
         return number

@@ -1,22 +1,28 @@
-"""slime's samples on both sides: groups of its data source become prompts, rows of a batch become samples.
+"""Converts groups of slime's data source to april's prompts, and delivered rows to slime's samples, with images.
 
-Invariant: a group that the data source has given is in april's books, or in ``ahead``; there is no third place.
+Invariants: each group from the data source is either in april's state or in ``Groups.ahead``. While april holds a
+sample, its images exist only once per group, as attachments of the prompt; the same is true in files.
 """
 
 from __future__ import annotations
 
 import copy
+import io
 import logging
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from april.adapters.slime.images import INPUTS, TRAIN_INPUTS, SampleImages, as_bytes, as_images, images_of, take_out
+from april.adapters.shared import NOT_TRAINED, pictures, spans_of
+from april.adapters.slime.framework import Framework
+from april.core.attachments import Placed
 from april.core.batch import DeliveredSample
-from april.core.tape import Int32, Segment, SegmentKind
+from april.core.tape import Int32
 from april.core.types import FinishReason, Prompt, SampleId
 from april.core.versions import PolicyVersion
 from april.corrections.advantages import Method
@@ -25,13 +31,24 @@ from april.driver.user_code import is_async
 from april.engines.protocol import ROUTED_EXPERTS
 from april.errors import ConfigError, RolloutError
 
+log = logging.getLogger("april")
+
 HOOK = "april.adapters.slime.post_process_rewards"
 SCALED, CENTRED = ("grpo", "gspo", "cispo"), ("reinforce_plus_plus_baseline",)
-"""``--advantage-estimator`` whose rewards slime divides by the deviation in their group, and those it only centres."""
+"""Values of ``--advantage-estimator`` with which slime divides rewards by their deviation, or only centres them."""
+INPUTS, TRAIN_INPUTS, EXPERTS = "multimodal_inputs", "multimodal_train_inputs", "rollout_routed_experts"
+"""Fields of a sample: media of the data set, the processor's outputs for them, and routed experts for replay."""
+KIND = "slime"
+_MOST_OPEN = 16
+"""Number of groups whose opened images are cached, since the samples of a group are scored one by one."""
+Names = Mapping[PolicyVersion, tuple[str, int]]
+"""For each policy version, slime's name of the weights and the number of the rollout that began with them."""
+Held = dict[SampleId, Any]
+"""Samples that are not delivered yet, by id."""
 
 
 def method_of(args: Any) -> Method | None:
-    """April's name of what slime makes of a group's rewards by its flags; None: it leaves them as they are."""
+    """Return april's name of slime's method for group advantages, or None if slime leaves rewards as they are."""
     estimator = getattr(args, "advantage_estimator", "grpo")
     if estimator not in SCALED + CENTRED or not getattr(args, "rewards_normalization", True):
         return None
@@ -39,9 +56,9 @@ def method_of(args: Any) -> Method | None:
 
 
 def post_process_rewards(args: Any, samples: Sequence[Any], **kwargs: Any) -> tuple[list[float], list[float]]:
-    """Return raw rewards and advantages of delivered samples; for whole groups the advantages are slime's own.
+    """Return (raw rewards, advantages) of delivered samples; for whole groups the advantages equal slime's own.
 
-    Raises RolloutError for samples that april has not delivered.
+    Raises RolloutError for a sample that april has not delivered.
     """
     raw = [sample.get_reward_value(args) for sample in samples]
     if method_of(args) is None:
@@ -55,26 +72,20 @@ def post_process_rewards(args: Any, samples: Sequence[Any], **kwargs: Any) -> tu
         ) from None
 
 
-log = logging.getLogger("april")
-
-Names = Mapping[PolicyVersion, tuple[str, int]]
-"""Slime's name for the weights of a version, and the rollout that began under it."""
-
-
 class Groups:
-    """The groups of the data source, one after the other, as april's prompts.
+    """Iterates over the groups of slime's data source, in order, as april's prompts.
 
     Args:
-        data_source: with ``get_samples(k)``, as slime's.
-        n: samples per group.
-        encode: text to token ids.
-        check: raises for a sample that april cannot use.
-        any_prompt: who generates reads the prompt itself; its token ids here are for the books.
-        images: of samples that have some; None: there are to be none.
+        data_source: slime's data source, with ``get_samples(k)``.
+        n: number of samples per group.
+        encode: function that turns text into token ids.
+        check: function that raises ConfigError for a sample that april cannot use.
+        any_prompt: True if a custom function reads the prompt; april needs its token ids for records only.
+        images: handler of images; None if samples may have none.
     """
 
     resumes = True
-    """slime's data source goes on by its own checkpoint."""
+    """True, since slime's data source restores its own position."""
 
     def __init__(
         self, data_source: Any, n: int, encode: Callable[[str], Sequence[int]], check: Callable[[Any], None], *,
@@ -87,11 +98,11 @@ class Groups:
         self._check = check
         self._any_prompt = any_prompt
         self._type: Any = None
-        self._told = False
+        self._warned = False
         self.begun = self.drawn = 0
-        """Groups that were asked for, and handed out; those before a restart included."""
+        """Number of groups asked for, and number handed out; both count those before a restart."""
         self.ahead: list[Any] = []
-        """Groups that the data source has given and nobody has asked for."""
+        """Groups that came from the data source but are not drawn by april yet."""
 
     def __iter__(self) -> Groups:
         return self
@@ -109,22 +120,22 @@ class Groups:
         return prompt
 
     def go_on(self, drawn: int, ahead: list[Any]) -> None:
-        """As before a restart."""
+        """Restore the position and the groups that were ahead of it."""
         self.begun = self.drawn = drawn
         self.ahead = ahead
 
     def sample(self, entry: Any) -> Any:
-        """A sample to write into: a copy of one that was drawn, or one made of what was saved."""
+        """Return a new sample that may be changed: a copy of a drawn one, or one made from saved values."""
         if not isinstance(entry, Mapping):
             return copy.deepcopy(entry)
-        if self._type is None:  # nothing was drawn since the restart
+        if self._type is None:  # draws a sample after a restart to learn its class
             self.ahead.append(self._draw())
         return self._type.from_dict(unpacked(entry))
 
     def begin(self, prompt: Prompt, sample_id: SampleId) -> Any:
-        """Return a sample to write into, without a response; the index of one that replaces another is below zero.
+        """Return a new sample without a response, for ``sample_id``.
 
-        miles counts samples of the same index once.
+        A replacement gets a negative index, because miles counts samples of the same index only once.
         """
         group = prompt.data["group"]
         sample = self.sample(group[sample_id.index % len(group)])
@@ -148,18 +159,18 @@ class Groups:
         if self._type is None:
             self._check(group[0])
             self._type = type(group[0])
-        if group[0].response_length and not self._told:
-            self._told = True
+        if group[0].response_length and not self._warned:
+            self._warned = True
             log.warning("samples of the data source come with a response; april does not know how it came about and "
                         "generates it anew")  # fmt: skip
         return list(group)
 
     def _first(self, group: Sequence[Any]) -> Any:
-        """To be read only."""
+        """Return a group's first sample; it must not be changed."""
         return self.sample(group[0]) if isinstance(group[0], Mapping) else group[0]
 
     def _with_images(self, group: Sequence[Any]) -> dict[str, Any]:
-        """The images of a prompt, which its samples lose."""
+        """Take the images out of a group's samples and return them as a field of the prompt."""
         if self._any_prompt:
             return {}
         sample = self._first(group)
@@ -187,7 +198,7 @@ class Groups:
 def fill(
     sample: Any, prompt_ids: Int32, tokens: Int32, logprobs: Any, mask: Any, finish: FinishReason, text: str
 ) -> Any:
-    """Write a finished response into a fresh sample; the reward is still to come."""
+    """Write a finished response into a new sample and return it; the reward stays None."""
     sample.tokens = prompt_ids.tolist() + tokens.tolist()
     sample.response = text
     sample.response_length = len(tokens)
@@ -199,7 +210,7 @@ def fill(
 
 
 def further(sample: Any, row: DeliveredSample, text: str) -> Any:
-    """A sample for one more conversation of a response, whose first one ``sample`` has: they share its reward."""
+    """Make a sample for a further conversation of the same rollout as ``sample``; it gets the same reward."""
     made = fill(copy.deepcopy(sample), row.prompt.token_ids, row.tokens, row.logprobs, row.loss_mask, row.finish, text)
     made.reward = copy.deepcopy(sample.reward)
     return made
@@ -209,11 +220,15 @@ def finish(
     sample: Any, delivered: DeliveredSample, version: PolicyVersion, names: Names, advantage: float | None, *,
     mask_offpolicy: bool,
 ) -> Any:  # fmt: skip
-    """Write provenance, advantage (None: its trainer uses none) and loss mask into a sample that is delivered.
+    """Write loss mask, policy versions and advantage into a delivered sample and return it.
 
-    ``version`` is that of the present weights. ``mask_offpolicy`` takes the loss off tokens of a continued response
-    that are of older weights than its last ones; a response that one version wrote keeps its mask, however old that
-    version is.
+    Args:
+        sample: slime's sample.
+        delivered: april's row for this sample.
+        version: policy version of the current weights.
+        names: slime's names of policy versions.
+        advantage: april's advantage for the sample; None if the trainer computes advantages itself.
+        mask_offpolicy: True to exclude tokens older than the sample's newest policy version from the loss.
     """
     mask = delivered.loss_mask.astype(bool)
     spans = spans_of(delivered.segments)
@@ -225,7 +240,7 @@ def finish(
     was = sample.loss_mask
     if was is None:
         was = [1] * sample.response_length
-    if len(was) == len(mask):  # a hook may have rewritten the response
+    if len(was) == len(mask):  # otherwise a hook has rewritten the response
         sample.loss_mask = (np.asarray(was, bool) & mask).astype(int).tolist()
     sample.weight_versions = [names[v][0] if v in names else str(v) for v in generated]
     oldest = min(generated, default=version)
@@ -235,7 +250,7 @@ def finish(
     }  # fmt: skip
     if advantage is not None:
         provenance["advantage"] = advantage
-    # the trainer's conversion takes this along with the tokens, and leaves metadata behind
+    # slime sends train_metadata to the trainer with the tokens, but not metadata
     sample.train_metadata = {**(getattr(sample, "train_metadata", None) or {}), "april": provenance}
     metadata = {**(sample.metadata or {}), "april": provenance}
     if oldest != version and oldest in names:
@@ -246,9 +261,9 @@ def finish(
 
 
 def add_experts(sample: Any, delivered: DeliveredSample) -> None:
-    """Write the experts that are to be replayed, int32 [tokens - 1, layers, experts per token], if they were asked for.
+    """Write the routed experts for replay, int32 [tokens - 1, layers, experts per token], if april has them.
 
-    Raises RolloutError where a hook has put other tokens into the sample.
+    Raises RolloutError if a hook has changed the number of the sample's tokens.
     """
     rows = delivered.extras.get(ROUTED_EXPERTS)
     if rows is None:
@@ -261,32 +276,13 @@ def add_experts(sample: Any, delivered: DeliveredSample) -> None:
     setattr(sample, EXPERTS, rows.astype(np.int32))
 
 
-def spans_of(segments: Sequence[Segment]) -> list[tuple[int, int, PolicyVersion | None]]:
-    """[start, end) of the response and the version that wrote it (None: the environment), attempts joined."""
-    spans: list[tuple[int, int, PolicyVersion | None]] = []
-    for s in segments:
-        version = s.version if s.kind is SegmentKind.GENERATED else None
-        if spans and spans[-1][2] == version:
-            spans[-1] = (spans[-1][0], s.start + s.count, version)
-        else:
-            spans.append((s.start, s.start + s.count, version))
-    return spans
-
-
-Held = dict[SampleId, Any]
-"""Samples that are not delivered yet, by name."""
-
-
-KIND = "slime"
-
-
 def carry_path(directory: str, rollout_id: int) -> Path:
-    """The path of april's part of a checkpoint, beside what slime's data source writes for this rollout."""
+    """Return the path of april's file, beside the file that slime's data source writes for this rollout."""
     return Path(directory) / "rollout" / f"april_carry_{rollout_id}.msgpack"
 
 
 def without_objects(state: Mapping[str, Any]) -> dict[str, Any]:
-    """A state of the scheduler in which the samples of prompts are plain."""
+    """Return a scheduler's state in which the samples of prompts are replaced by plain values."""
     core = dict(state["core"])
     for key in ("ready", "waiting"):
         core[key] = [
@@ -296,41 +292,40 @@ def without_objects(state: Mapping[str, Any]) -> dict[str, Any]:
     return {**state, "core": core}
 
 
-EXPERTS = "rollout_routed_experts"
-"""The field of a sample that has the experts to be replayed."""
-
-
 def as_dict(sample: Any, *, images: bool = False) -> dict[str, Any]:
-    """A sample as plain values; those that come from a file are that already. ``images``: with those that it has."""
-    if isinstance(sample, Mapping):
+    """Return a sample as plain values; its images are included if ``images`` is true."""
+    if isinstance(sample, Mapping):  # already plain, from a file
         return dict(sample)
     values = dict(sample.to_dict())
-    if INPUTS in values:  # of what april holds they are in its own state
-        values[INPUTS] = as_bytes(values[INPUTS]) if images else dict.fromkeys(values[INPUTS] or ()) or None
+    if INPUTS in values:  # april's own state has the images of its prompts
+        given = values[INPUTS]
+        values[INPUTS] = dict.fromkeys(given or ()) or None
+        if images and given is not None:
+            values[INPUTS] = _with_images(given, _png)
         values.pop(TRAIN_INPUTS, None)
-    if (rows := values.get(EXPERTS)) is not None:  # a custom generate function's: an array, or lists, or a tensor
+    if (rows := values.get(EXPERTS)) is not None:  # from a custom generate function: array, lists or tensor
         rows = np.asarray(rows, "<i4")
         values[EXPERTS] = [list(rows.shape), rows.tobytes()]
     return values
 
 
 def without_experts(sample: Any) -> Any:
-    """A sample that is delivered again, for a file: its experts come with its tokens, which april's state has."""
+    """Return a sample without experts, for a file: april's state has them for samples that are delivered again."""
     return {**as_dict(sample), EXPERTS: None} if getattr(sample, EXPERTS, None) is not None else sample
 
 
 def unpacked(entry: Mapping[str, Any]) -> dict[str, Any]:
-    """The values of a sample out of a file, as its ``from_dict`` takes them."""
+    """Return a saved sample's values in the form that the sample's ``from_dict`` takes."""
     values = copy.deepcopy(dict(entry))
     if (rows := values.get(EXPERTS)) is not None:
         values[EXPERTS] = np.frombuffer(rows[1], "<i4").reshape(rows[0]).astype(np.int32)
-    if INPUTS in values:
-        values[INPUTS] = as_images(values[INPUTS])
+    if values.get(INPUTS) is not None:
+        values[INPUTS] = _with_images(values[INPUTS], _opened)
     return values
 
 
 def with_sample(function: Any, groups: Groups) -> Any:
-    """A rollout function that is given slime's fields of its sample as the data of its prompt."""
+    """Wrap a rollout function so that ``prompt.data`` holds fields of slime's sample."""
 
     def given(prompt: Prompt, sample_id: SampleId) -> Prompt:
         sample = groups.begin(prompt, sample_id)
@@ -347,11 +342,108 @@ def with_sample(function: Any, groups: Groups) -> Any:
 
 
 def key_of(sample_id: SampleId) -> str:
-    """A sample's name in the file."""
+    """Return the key of a sample in april's file."""
     return f"{sample_id.group}.{sample_id.index}"
 
 
 def id_of(key: str) -> SampleId:
-    """The sample that a name in the file means."""
+    """Return the sample id for a key in april's file; the inverse of :func:`key_of`."""
     group, _, index = key.partition(".")
     return SampleId(int(group), int(index))
+
+
+# ---------------------------------------------------------------- images
+
+
+def images_of(sample: Any) -> list[Any]:
+    """Return the images of a data source's sample. Raises ConfigError if it has other media."""
+    given = getattr(sample, INPUTS, None) or {}
+    if others := [name for name, value in given.items() if value is not None and name != "images"]:
+        raise ConfigError(
+            f"sample {sample.index} has {', '.join(others)}, and april takes text and images; let slime itself talk to "
+            "the servers: --custom-generate-function-path slime.rollout.sglang_rollout.generate"
+        )
+    return list(given.get("images") or ())
+
+
+def take_out(group: Sequence[Any]) -> None:
+    """Set all media in a group's samples to None; their names stay."""
+    for sample in group:
+        given = sample.get(INPUTS) if isinstance(sample, Mapping) else getattr(sample, INPUTS, None)
+        put = sample.__setitem__ if isinstance(sample, dict) else partial(setattr, sample)
+        put(INPUTS, dict.fromkeys(given) if given else given)
+
+
+def _with_images(given: Mapping[str, Any], change: Callable[[Any], Any]) -> dict[str, Any]:
+    images = given.get("images")
+    return {**dict.fromkeys(given), **({"images": [change(image) for image in images]} if images else {})}
+
+
+def _png(image: Any) -> bytes:
+    buffer = io.BytesIO()
+    image.convert("RGB").save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+def _opened(data: bytes) -> Any:
+    from PIL import Image
+
+    return Image.open(io.BytesIO(data)).convert("RGB")
+
+
+class SampleImages:
+    """Puts images, and the outputs of the trainer's ``processor`` for them, into samples."""
+
+    def __init__(self, framework: Framework, processor: Any) -> None:
+        self._options = framework.get("utils.processing_utils.build_processor_kwargs")
+        self.processor = processor
+        self._open: OrderedDict[tuple[str, ...], list[Any]] = OrderedDict()
+
+    @classmethod
+    def of(cls, framework: Framework, args: Any) -> SampleImages | None:
+        """Make an instance, or return None if the data set has no images. ConfigError if the processor is missing."""
+        if not getattr(args, "multimodal_keys", None):
+            return None
+        load = framework.get("utils.processing_utils.load_processor")
+        processor = load(args.hf_checkpoint, trust_remote_code=True)
+        if processor is None:
+            raise ConfigError(
+                f"--multimodal-keys names images, and {framework.name} finds no processor for them at --hf-checkpoint "
+                f"{args.hf_checkpoint}"
+            )
+        return cls(framework, processor)
+
+    def put_back(self, sample: Any, attached: Sequence[Placed]) -> None:
+        """Set a sample's images to ``attached``, in the form that the data source uses."""
+        if attached:
+            setattr(sample, INPUTS, {**(getattr(sample, INPUTS, None) or {}), "images": self._pictures(attached)})
+
+    def finish(self, sample: Any, delivered: DeliveredSample, made: dict[tuple[str, ...], Any]) -> None:
+        """Add the training inputs for a sample's images; ``made`` caches them for samples with the same images."""
+        if not delivered.attached:
+            return
+        self.put_back(sample, delivered.prompt.attached)
+        names = _names(delivered.attached)
+        if names not in made:
+            made[names] = self._train_inputs(delivered.attached)
+        setattr(sample, TRAIN_INPUTS, made[names])
+
+    def _train_inputs(self, attached: Sequence[Placed]) -> dict[str, Any] | None:
+        """Run the trainer's processor on the images only, since the sample already contains their tokens."""
+        images = self._pictures(attached)
+        text = str(self.processor.image_token) * len(images)
+        made = self.processor(text=text, **self._options({"images": images}))
+        return {name: value for name, value in made.items() if name not in NOT_TRAINED} or None
+
+    def _pictures(self, attached: Sequence[Placed]) -> list[Any]:
+        """Return the images that were sent to the engines, opened with PIL; recently used ones are cached."""
+        names = _names(attached)
+        found = self._open.pop(names) if names in self._open else pictures(attached)
+        self._open[names] = found
+        while len(self._open) > _MOST_OPEN:
+            self._open.popitem(last=False)
+        return found
+
+
+def _names(attached: Sequence[Placed]) -> tuple[str, ...]:
+    return tuple(placed.attachment.digest for placed in attached)

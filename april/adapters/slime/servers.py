@@ -1,4 +1,4 @@
-"""The SGLang servers behind slime's router, what they call their weights, and whether these are new."""
+"""Tracks the SGLang servers behind slime's router: their addresses, weight labels, and slime's weight updates."""
 
 from __future__ import annotations
 
@@ -16,38 +16,40 @@ from april.engines.sglang.router import router_workers
 from april.errors import ConfigError, EngineError
 
 UNLABELLED = (None, "default")
-"""Labels of weights that nobody has labelled."""
+"""Values that a server reports if its weights have no label."""
 NAMED_VERSIONS = 1000
-"""So many are remembered by name."""
+"""Number of policy versions whose names are remembered."""
 
 
 class Weights:
-    """The weights that the servers have: the trainer labels them at updates, or every rollout has new ones.
+    """Tells whether the servers have new weights, by the labels that the trainer sets at each update.
+
+    Without labels, every rollout counts as having new weights.
 
     Args:
-        router: address of slime's router; None means that there are no servers to ask.
-        relabels: april writes labels of its own, over the trainer's.
-        rollout_id: that of the first rollout.
+        router: address of slime's router; None if there are no servers.
+        rollout_id: number of the first rollout.
+        relabels: True if april's engines replace the trainer's labels by their own.
     """
 
     def __init__(self, router: str | None, rollout_id: int, *, relabels: bool) -> None:
         self._router, self._relabels = router, relabels
         self._last_id = rollout_id
         self._given: int | None = None
-        """The version that the trainer has said last."""
+        """Last version that the trainer passed; None if it passes none."""
         self.names: dict[PolicyVersion, tuple[str, int]] = {}
-        """Slime's name for the weights of a version, and the rollout that began under it."""
+        """For each policy version, slime's name of the weights and the number of the rollout that began with them."""
         self.urls, self._seen = self._ask()
-        """The servers' addresses, and the labels that they show now."""
+        """Addresses of the servers, and the labels that they report now."""
         self._said, self._known = self._seen, self._seen
-        """The label by which the trainer knows its weights, and those that april knew of after its own update."""
+        """Labels that the trainer has set, and labels after april's last update."""
         self.labelled = any(label not in UNLABELLED for label in self._seen)
-        """The trainer labels them, so the same label means the same weights."""
+        """True if the trainer labels its weights, so that an unchanged label means unchanged weights."""
 
     def updated(self, rollout_id: int, given: int | None) -> bool:
-        """Return whether the trainer has updated them since the last rollout; ``urls`` are looked up anew.
+        """Look up the servers, and return True if the trainer has updated weights since the last rollout.
 
-        ``given``: their version, where the trainer says it; else the servers' labels tell.
+        ``given`` is the version of the weights if the trainer passes it; with None, the labels decide.
         """
         self.look()
         if given is not None:
@@ -60,22 +62,22 @@ class Weights:
         return not self.labelled or self._seen != self._known
 
     def look(self) -> None:
-        """Ask the servers for their labels, and the router for the servers."""
+        """Ask the router for its servers, and each server for its label."""
         self.urls, self._seen = self._ask()
         self._said = self._seen
         self.labelled |= any(label not in (*UNLABELLED, *self._known) for label in self._seen)
 
     def are_served(self) -> bool:
-        """Return whether no server is paused; one that does not answer is."""
+        """Return True if all servers answer and none is paused."""
         return asyncio.run(_all_ready(self.urls))
 
     @property
     def next_rollout(self) -> int:
-        """That after the last one."""
+        """Number of the next rollout."""
         return self._last_id + 1
 
     def name(self, version: PolicyVersion, rollout_id: int) -> None:
-        """Call ``version`` what the servers had when they were last asked; april's engines know it."""
+        """Remember the trainer's label as the name of ``version``, which april's engines have just adopted."""
         named = [label for label in self._said if label not in UNLABELLED]
         self.names[version] = (str(named[0] if named else rollout_id), rollout_id)
         for old in sorted(self.names)[:-NAMED_VERSIONS]:
@@ -87,7 +89,7 @@ class Weights:
 
 
 async def servers_behind(router: str) -> tuple[tuple[str, ...], tuple[str | None, ...]]:
-    """Addresses of the router's servers, sorted, and the labels of their weights; raises ConfigError, EngineError."""
+    """Return the sorted addresses of a router's servers, and their labels. Raises ConfigError or EngineError."""
     client = HttpClient(router, name="the router")
     try:
         urls = tuple(sorted(await router_workers(client)))
@@ -107,7 +109,7 @@ async def _ready(url: str) -> bool:
 
 
 async def _label(url: str) -> str | None:
-    """The label of a server's weights; None if it does not say it, or is not there."""
+    """Return the label of a server's weights, or None if the server reports none."""
     body = await _answer(url, "/model_info", "/get_model_info", retry=True)
     try:
         said = None if body is None else read_json(body)
@@ -118,7 +120,7 @@ async def _label(url: str) -> str | None:
 
 
 async def _answer(url: str, *routes: str, retry: bool = False) -> bytes | None:
-    """The body of the first route that a server has; None if it has none, or is not there."""
+    """Return the response body from the first of the routes that works, or None if none does."""
     client = HttpClient(url, name=url)
     try:
         for route in routes:
@@ -133,19 +135,21 @@ async def _answer(url: str, *routes: str, retry: bool = False) -> bytes | None:
 
 
 LOOK_S = 0.1
-"""Seconds between two looks at whether slime's update is over."""
+"""Seconds between two checks whether slime's weight update is over."""
 
 
 class FollowedUpdates:
-    """Updates of slime, followed one at a time in a thread, and never while slime asks for a rollout.
+    """Starts a weight update in april, in a thread, whenever slime pauses its servers to update them.
+
+    There is one update at a time, and none while slime asks for a rollout.
 
     Args:
-        engines: of april's scheduler.
-        weights: at the servers.
-        update: april's update, given what to wait for while its engines are paused; returns the version.
-        done: told the version, after the weights were looked at.
+        engines: engines of april's scheduler.
+        weights: weights of the same servers.
+        update: function that updates april and returns the version; it calls its argument to wait for slime's weights.
+        done: callback that gets the version after an update.
 
-    Raises ConfigError for a server that does not say whose weights it has, and an engine that is no server of slime's.
+    Raises ConfigError for an engine that is not one of slime's servers, or whose server has no label.
     """
 
     def __init__(
@@ -171,10 +175,7 @@ class FollowedUpdates:
 
     @contextmanager
     def caught_up(self) -> Iterator[None]:
-        """Enter when april's update is over, as slime's is; what is found new inside is the caller's.
-
-        Raises what april's update has raised.
-        """
+        """Wait for april's running update, and start none inside the block. Raises the error of that update."""
         with self._lock:
             thread, self._thread, self._held = self._thread, None, True
             self._over.set()
@@ -188,17 +189,17 @@ class FollowedUpdates:
         finally:
             with self._lock:
                 self._held = False
-            if any(engine.is_paused_by_others for engine in self._engines):  # and the caller has found nothing new
+            if any(engine.is_paused_by_others for engine in self._engines):  # slime has begun an update meanwhile
                 self._begin()
 
     def end(self) -> None:
-        """Follow none any more; one that is being followed ends with the scheduler, see :meth:`join`."""
+        """Start no further updates. A running one ends with the scheduler; wait for it with :meth:`join`."""
         with self._lock:
             self._closed = True
             self._over.set()
 
     def join(self) -> None:
-        """The thread has ended."""
+        """Wait until the thread of the last update has ended."""
         if self._thread is not None:
             self._thread.join()
 
@@ -216,7 +217,7 @@ class FollowedUpdates:
             self._error = error
 
     def _until_over(self) -> None:
-        """The servers go on, or slime does, which may be down to a broken server."""
+        """Wait until all servers run again, or until slime asks for a rollout although some do not."""
         while not self._weights.are_served() and not self._over.wait(LOOK_S):
             pass
         self._weights.look()

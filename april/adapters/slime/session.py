@@ -1,8 +1,7 @@
-"""A training run of slime: a scheduler over its data source, a batch per rollout, the carry at every checkpoint.
+"""Runs the rollouts of a slime training: a scheduler over its data source, a batch per rollout, state in checkpoints.
 
-Invariant: stepwise, no request of april's is at any server between two calls of :meth:`Session.rollout`, so slime may
-offload its engines and change their weights as it likes. With continuous generation none is from the moment at which
-slime has paused its servers until its update is over.
+Invariant: no server has a request from april while slime updates weights. Stepwise, there are none between two calls of
+:meth:`Session.rollout`; continuous, there are none from slime's pause of its servers to the end of its update.
 """
 
 from __future__ import annotations
@@ -14,15 +13,16 @@ from contextlib import nullcontext
 from itertools import groupby, islice
 from typing import Any
 
+from april.adapters.shared import closing_on_error, reading, refuse
 from april.adapters.slime.arguments import agent_path, config_of, router_url, warn_of
 from april.adapters.slime.framework import Framework
 from april.adapters.slime.functions import FunctionEngine
 from april.adapters.slime.hooks import SlimeHooks
-from april.adapters.slime.images import SampleImages
 from april.adapters.slime.samples import (
     KIND,
     Groups,
     Held,
+    SampleImages,
     as_dict,
     carry_path,
     finish,
@@ -41,29 +41,21 @@ from april.core.versions import PolicyVersion
 from april.driver.llm import single_turn
 from april.driver.user_code import check_function
 from april.engines.protocol import Engine
-from april.errors import CheckpointError, ConfigError
+from april.errors import CheckpointError
 from april.kept_samples import KeptSamples
 from april.scheduler import RolloutScheduler
 from april.state_file import groups_in, read_state, write_state
 
 log = logging.getLogger("april")
 
-STEADY_S = 0.05
-STEADY_TRIES = 200
-"""A prompt that is being drawn while slime saves is waited for."""
+STEADY_S, STEADY_TRIES = 0.05, 200
+"""Seconds, and number of tries, that a checkpoint waits for a prompt that is being drawn."""
 NAMED_BATCHES = 16
-"""So many rollouts are remembered by name."""
+"""Number of latest rollouts for which a checkpoint can still be written."""
 
 
 class Session:
-    """The state that lives as long as slime's data source.
-
-    Args:
-        args: slime's namespace; that of the first call counts.
-        engines: engine objects instead of slime's SGLang servers.
-        tokenizer: instead of that of ``--hf-checkpoint``.
-        check: cross-check april's books after every event.
-    """
+    """april's scheduler and state for one data source of slime; uses the flags (``args``) of the first call."""
 
     def __init__(
         self, args: Any, data_source: Any, framework: Framework, rollout_id: int, *,
@@ -76,7 +68,6 @@ class Session:
         self._function = framework.load_function(path) if path else None
         agent = agent_path(args)
         self._agent = framework.load_function(agent) if agent else None
-        """april's rollout function, which may hold several conversations."""
         if self._agent is not None:
             check_function("april.rollout", self._agent, ("prompt", "llm"))
         if tokenizer is None:
@@ -86,11 +77,11 @@ class Session:
         self._check = check
         self._images: SampleImages | None = None
         self._batches: dict[int, int] = {}
-        """Batch of each rollout that may still be named by a checkpoint."""
+        """Number of the batch that each rollout returned, for checkpoints."""
         self._leased: dict[int, Held] = {}
-        """Samples by batch, oldest first: delivered, and not known to be trained on."""
+        """Delivered samples that may not be trained yet, by batch, oldest first."""
         router = None if engines is not None else router_url(args)
-        # april's own engines write their labels; a custom generate function leaves slime's
+        # april's engines set their own weight labels; with a custom generate function slime's labels stay
         self._weights = Weights(router, rollout_id, relabels=self._function is None)
         self._open(self._saved(rollout_id))
         self._weights.name(self.scheduler.version, rollout_id)
@@ -100,9 +91,9 @@ class Session:
     # ---------------------------------------------------------------- one rollout
 
     def rollout(self, rollout_id: int, weight_version: int | None = None) -> Any:
-        """N groups of n samples, as slime's own function returns them; with a quorum N * n, in parts of groups.
+        """Return N groups of n samples in slime's form; with a quorum, N * n samples in groups that may be incomplete.
 
-        ``weight_version``: of the servers, where the trainer says it.
+        ``weight_version`` is the servers' version of the weights, if the trainer tells it.
         """
         with nullcontext() if self._followed is None else self._followed.caught_up():
             self._follow_weights(rollout_id, weight_version)
@@ -135,13 +126,13 @@ class Session:
             group: list[Any] = []
             for sample_id, rows in groupby(islice(done, size), key=lambda row: row[0].id):
                 (first, advantage), *others = rows
-                # never in neither of the two: a checkpoint may be written at this moment
+                # in both tables for a moment, since another thread may write a checkpoint now
                 sample = leased[sample_id] = self._hooks.held[sample_id]
                 del self._hooks.held[sample_id]
                 if self._finished is not None:
                     self._finished.pop(sample_id, None)
                 if self._agent is not None and sample.rollout_id is None:
-                    sample.rollout_id = sample.index  # by which slime counts the rows of a response once
+                    sample.rollout_id = sample.index  # slime identifies the rows of a response by it
                 made = [(further(sample, row, self._text(row)), row) for row, _ in others]
                 for one, row in [(sample, first), *made]:
                     group.append(finish(one, row, batch.version, self._weights.names, advantage, mask_offpolicy=mask))
@@ -154,21 +145,18 @@ class Session:
         return str(self._tokenizer.decode(row.tokens.tolist(), self._args.rollout_skip_special_tokens))
 
     def _follow_weights(self, rollout_id: int, weight_version: int | None) -> None:
-        """Take over what the trainer has done to servers and weights since the last call."""
+        """Adopt servers and weights that are new since the last call."""
         before = self._weights.urls
         updated = self._weights.updated(rollout_id, weight_version)
-        if self._weights.urls != before:
+        if moved := self._weights.urls != before:
             self._move(before)
         elif updated:
-            version = self._update(lambda: None)
-            self._weights.name(version, rollout_id)
-            return
-        else:
-            return
-        self._weights.name(self.scheduler.version, rollout_id)
+            self._update(lambda: None)
+        if moved or updated:
+            self._weights.name(self.scheduler.version, rollout_id)
 
     def _update(self, until_there: Callable[[], None]) -> PolicyVersion:
-        """april pauses; once the weights are there, it has caches emptied and writes its own label."""
+        """Pause, wait for the weights by calling ``until_there``, and return their new version."""
         trained = self._trained()
         version = self.scheduler.weight_update(transfer=until_there, trained=trained)
         for batch in [b for b in self._leased if trained is not None and b <= trained]:
@@ -176,7 +164,7 @@ class Session:
         return version
 
     def _trained(self) -> int | None:
-        """The last batch that an update was trained on: an asynchronous trainer has asked for one more before it."""
+        """Return the last trained batch: the newest but one (or the only one), as asynchronous trainers ask ahead."""
         out = list(self._leased)
         return max(out[:-1] or out, default=None)
 
@@ -210,28 +198,23 @@ class Session:
             processor=None if self._images is None else self._images.processor,
         )  # fmt: skip
         self._followed: FollowedUpdates | None = None
-        try:
+        with closing_on_error(self.scheduler.close):
             if saved is not None:
                 self._restore(saved)
             if config.generation is GenerationMode.CONTINUOUS:
-                if framework.name != "slime":
-                    raise ConfigError(
-                        f"april.generation=continuous was not tried with {framework.name}; leave it out"
-                    )
+                other, name = framework.name != "slime", framework.name
+                refuse([(other, "april.generation=continuous", f"it was not tried with {name}", "leave it out")])
                 self._followed = FollowedUpdates(
                     self.scheduler.engines, self._weights, self._update,
                     lambda version: self._weights.name(version, self._weights.next_rollout),
                 )  # fmt: skip
-        except BaseException:
-            self.scheduler.close()
-            raise
         warn_of(args, config)
 
     def _encode(self, text: str) -> list[int]:
         return list(self._tokenizer.encode(text, add_special_tokens=False))
 
     def _move(self, before: Sequence[str]) -> None:
-        """slime has started servers anew, at other addresses: a new scheduler goes on from the old one's books."""
+        """Open a scheduler for the servers' new addresses, which continues from the old scheduler's state."""
         log.warning("the servers have changed from %s to %s", ", ".join(before), ", ".join(self._weights.urls))
         saved = self._content(max(self._batches.values(), default=None))
         self.close()
@@ -239,7 +222,7 @@ class Session:
         self._open(saved)
 
     def close(self) -> None:
-        """End the scheduler; what it held and no checkpoint has is gone."""
+        """Close the scheduler; partial samples that are in no checkpoint are lost."""
         if self._followed is not None:
             self._followed.end()
         self.scheduler.close()
@@ -257,21 +240,21 @@ class Session:
         self._data_source.save = both
 
     def save(self, rollout_id: int, save: Callable[[int], Any]) -> None:
-        """Write slime's own file by ``save``, and april's beside it, of the same moment; raises CheckpointError."""
+        """Write slime's file with ``save``, and april's state of the same moment beside it. Raises CheckpointError."""
         directory = getattr(self._args, "save", None)
         if directory is None:
             save(rollout_id)
             return
         through = max((b for r, b in self._batches.items() if r <= rollout_id), default=None)
         content = self._content(through, lambda: save(rollout_id))
-        # servers without labels: each rollout counts as an update, also one that an asynchronous trainer has asked for
-        # before it was through with this one; the saved weights are one update ahead of what was counted
+        # without labels each rollout counts as an update, even if an asynchronous trainer asked for it in advance; the
+        # saved weights are then one update ahead of april's count
         if through is not None and through not in self._leased:
             content["lag"] = 1
         write_state(carry_path(directory, rollout_id), KIND, content)
 
     def _content(self, trained_through: int | None, write: Callable[[], Any] = lambda: None) -> dict[str, Any]:
-        """Return what a checkpoint needs, of the moment when ``write`` wrote slime's own part of it."""
+        """Return april's state at the moment when ``write`` writes slime's part of the checkpoint."""
         groups = self._groups
         for _ in range(STEADY_TRIES):
             drawn, begun = groups.drawn, groups.begun
@@ -286,7 +269,7 @@ class Session:
         held = self._hooks.held.copy()
         for leased in list(self._leased.values()):
             held |= leased if self._function is not None else {i: without_experts(s) for i, s in leased.items()}
-        theirs = self._function is not None  # april has none of the images of samples that a function fills
+        theirs = self._function is not None  # april's state lacks the images of samples that a function fills
         kept = {"held": held, "finished": (self._finished or {}).copy()}
         return {
             "state": without_objects(state),
@@ -313,15 +296,13 @@ class Session:
         return read_state(path, KIND)
 
     def _restore(self, saved: dict[str, Any]) -> None:
-        try:
+        with reading("april's carry"):
             self._groups.go_on(saved["state"]["prompts"]["position"], saved["ahead"])
             lag = int(saved["lag"])
             self._weights.names = {PolicyVersion(i, n): (label, began) for i, n, label, began in saved["names"]}
             for kept, key in ((self._hooks.held, "held"), (self._finished, "finished")):
                 if kept is not None:
                     kept.update({id_of(k): self._groups.sample(s) for k, s in saved[key].items()})
-        except (KeyError, TypeError, ValueError) as error:
-            raise CheckpointError(f"april's carry is damaged: {type(error).__name__}: {error}") from error
-        self.scheduler.load_state_dict(saved["state"], transfer=lambda: None)  # slime has put the weights there
+        self.scheduler.load_state_dict(saved["state"], transfer=lambda: None)  # slime has loaded the weights
         for _ in range(lag):
             self.scheduler.weight_update(transfer=lambda: None)

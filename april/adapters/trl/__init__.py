@@ -1,4 +1,4 @@
-"""april inside TRL: ``AprilGRPOTrainer(rollout_func=rollout(...))``. Importing this imports neither trl nor torch."""
+"""Adapter for TRL: ``AprilGRPOTrainer(rollout_func=rollout(...))``. Importing it imports neither trl nor torch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["AprilGRPOTrainer", "Rollout", "april_trainer", "rollout"]
 
 
 def __getattr__(name: str) -> Any:
-    """AprilGRPOTrainer is made when it is first asked for, as its base is in trl."""
+    """Make AprilGRPOTrainer on first access, since its base class is in trl."""
     if name == "AprilGRPOTrainer":
         globals()[name] = april_trainer(require_trl().GRPOTrainer)
         return globals()[name]

@@ -1,4 +1,4 @@
-"""april's part of a checkpoint of TRL's trainer: its state, and the rest of a generation batch that is half trained."""
+"""Reads and writes april's files in a TRL checkpoint: april's state and the rest of a half-trained generation batch."""
 
 from __future__ import annotations
 
@@ -10,29 +10,28 @@ from april.errors import CheckpointError
 from april.state_file import checksum_of, read_state, write_atomic, write_state
 
 STATE_FILE, BUFFER_FILE = "april_state.msgpack", "april_buffer.safetensors"
-"""The first holds april's state, what decides the order of prompts, steps into a generation batch, and checksums of
-what each rank has left of it, which is in the second for rank 0."""
+"""Names of april's state file, with the checksums of all buffers, and of rank 0's buffer: its rest of a batch."""
 KIND = "trl"
 _LIST = "[]"
-"""Ends the names of what is a list of numbers in TRL."""
+"""Suffix of a tensor's name if the value is a list in TRL."""
 
 
 def buffer_file(rank: int) -> str:
-    """Name of a rank's part of a generation batch that is half trained."""
+    """Return the name of the buffer file of a rank."""
     return BUFFER_FILE if rank == 0 else BUFFER_FILE.replace(".", f"_rank{rank}.")
 
 
 def write(folder: Path, trainer: Any, rollouts: Callable[[], dict[str, Any]]) -> None:
-    """Called on every rank. ``rollouts``: april's state of this moment, which rank 0 asks for and writes."""
+    """Write this rank's buffer and, on rank 0, april's state, which ``rollouts`` returns. Call it on every rank."""
     state = {"order": _order_of_prompts(trainer), "micro": 0, "buffers": []}
     if trainer._step % _steps_per_generation(trainer):
         state |= {"micro": trainer._step, "buffers": _write_buffer(folder, trainer)}
-    if trainer.accelerator.is_main_process:  # last: a state that is there has all the buffers that it names
+    if trainer.accelerator.is_main_process:  # last, so that all buffers exist
         write_state(folder / STATE_FILE, KIND, state | rollouts())
 
 
 def _write_buffer(folder: Path, trainer: Any) -> list[str]:
-    """Checksums of all ranks' buffers, of which this one's is written here."""
+    """Write this rank's buffer and return the checksums of all ranks' buffers."""
     import torch
     from safetensors.torch import save
 
@@ -44,9 +43,9 @@ def _write_buffer(folder: Path, trainer: Any) -> list[str]:
 
 
 def read(folder: Path, trainer: Any) -> Any:
-    """Return what was written; a batch that was half trained goes to the trainer at once.
+    """Return the saved state, after restoring the half-trained batch in the trainer.
 
-    Raises CheckpointError for a checkpoint that was saved without april or with other prompts, or is damaged.
+    Raises CheckpointError if the checkpoint was saved without april or with other prompts, or is damaged.
     """
     if not (folder / STATE_FILE).exists():
         raise CheckpointError(
@@ -65,10 +64,10 @@ def read(folder: Path, trainer: Any) -> Any:
 
 
 def _parts(folder: Path, state: dict[str, Any], accelerator: Any) -> list[dict[str, Any]]:
-    """Return what TRL calls its buffered inputs, of this rank."""
+    """Read this rank's buffer as TRL's ``_buffered_inputs``."""
     from safetensors.torch import load
 
-    checksums = state["buffers"] if "buffers" in state else [state["buffer"]]  # before there were ranks
+    checksums = state["buffers"] if "buffers" in state else [state["buffer"]]  # older files have one "buffer"
     if len(checksums) != accelerator.num_processes:
         raise CheckpointError(
             f"{folder} was saved in the middle of a generation batch, of which each of {len(checksums)} processes had "
@@ -83,7 +82,7 @@ def _parts(folder: Path, state: dict[str, Any], accelerator: Any) -> list[dict[s
     if checksum_of(data) != checksums[rank]:
         raise CheckpointError(f"{buffer_file(rank)} in {folder} is damaged, or belongs to another checkpoint")
     parts: dict[int, dict[str, Any]] = {}
-    for name, tensor in load(data).items():  # to main memory: safetensors does not know the device cpu:0
+    for name, tensor in load(data).items():  # loads into main memory: safetensors does not know the device cpu:0
         number, _, key = name.partition(".")
         is_list = key.endswith(_LIST)
         value = tensor.tolist() if is_list else tensor.to(accelerator.device)
@@ -92,7 +91,7 @@ def _parts(folder: Path, state: dict[str, Any], accelerator: Any) -> list[dict[s
 
 
 def _as_tensor(name: str, value: Any) -> tuple[str, Any]:
-    """A part of a batch under its name; numbers of images are a list."""
+    """Return (name in the file, tensor) of a value of the batch; image counts are lists and become int64 tensors."""
     import torch
 
     if isinstance(value, list):
@@ -101,11 +100,11 @@ def _as_tensor(name: str, value: Any) -> tuple[str, Any]:
 
 
 def _order_of_prompts(trainer: Any) -> dict[str, int]:
-    """Return what decides which prompt comes when, but for the prompts themselves."""
+    """Return the settings that decide the order in which prompts are drawn."""
     args = trainer.args
     return {"rows": len(trainer.train_dataset), "seed": args.seed, "shuffled": bool(trainer.shuffle_dataset)}
 
 
 def _steps_per_generation(trainer: Any) -> int:
-    """Calls of training_step per generation batch."""
+    """Return how often TRL calls ``training_step`` for each generation batch."""
     return int(trainer.args.steps_per_generation * trainer.num_iterations)

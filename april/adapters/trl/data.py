@@ -1,7 +1,7 @@
-"""TRL's data set as april's prompts, and TRL's reward functions as april's, for a filter, a quorum or an environment.
+"""Converts TRL's data set and reward functions to april's prompts and rewards.
 
-Invariant: a prompt carries the number of its row, its images and nothing else, so april's state stays small and plain,
-and every other column comes from the data set itself. What TRL trains are the images that were generated from.
+Invariants: a prompt holds only its row number and its images; other columns are read from the data set when needed.
+TRL trains with the same images that the responses were generated from.
 """
 
 from __future__ import annotations
@@ -15,43 +15,50 @@ from typing import Any
 
 import numpy as np
 
-from april.adapters.trl import images
+from april.adapters.shared import pictures, refuse
+from april.adapters.trl.ranks import of_all_ranks
+from april.attachments import attachment_bytes
+from april.config.images import ImagesConfig
+from april.core.attachments import Placed
 from april.core.batch import Batch
 from april.core.tape import Float32
 from april.driver.user_code import is_async
 from april.errors import CheckpointError, ConfigError, RolloutError
+from april.images.reading import Reader
 
+log = logging.getLogger("april")
+EPSILON = 1e-4
 ROW = "row"
-"""Key of a prompt's data: its row in the train dataset."""
+"""Key, in a prompt's data, of its row number in the train dataset."""
 
 
 Row = dict[str, Any]
 Message = dict[str, Any]
 Said = str | list[Message]
-"""A completion as TRL's reward functions see it; of a conversation, its messages."""
+"""A completion in the form that TRL's reward functions take: text, or the messages of a conversation."""
 
 
 class Templates:
-    """The tokens of prompts, as TRL writes them; may be used beside it, by other threads."""
+    """Tokenizes prompts exactly as TRL does. Other threads may use it while TRL runs."""
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
         self._of_environment = {}
         for name in trainer.environment_factories or ():
-            # TRL keeps the environments of the batch that it works on in the trainer
+            # a copy each, because TRL reads the environments of the batch from the trainer
             self._of_environment[name] = copy.copy(trainer)
             self._of_environment[name]._batch_environments = [name]
 
     def environment_of(self, row: Mapping[str, Any]) -> Any:
-        """The name of a row's environment; None where there is one for all, or none at all."""
+        """Return the name of a row's environment, or None unless the trainer has several environments."""
         return row.get("environment") if getattr(self._trainer, "_multi_environment", False) else None
 
     def prompt_of(self, row: Mapping[str, Any]) -> Any:
-        """A row's prompt, which an environment may bring alone."""
+        """Return a row's prompt. With environments it may be missing, which means an empty user message."""
         return row.get("prompt", [{"role": "user", "content": ""}]) if self._of_environment else row["prompt"]
 
     def tokens_of(self, row: Mapping[str, Any]) -> list[int]:
-        """The token ids of a row's prompt; raises ConfigError for an environment that is not there."""
+        """Return the token ids of a row's prompt. Raises ConfigError for an unknown environment."""
         name, writer = self.environment_of(row), self._trainer
         if self._of_environment:
             if name not in self._of_environment:
@@ -60,24 +67,24 @@ class Templates:
                     f"{list(self._of_environment)}; name one of them"
                 )
             writer = self._of_environment[name]
-        prompt = images.shown(self.prompt_of(row), images.of_row(row))
+        prompt = shown(self.prompt_of(row), of_row(row))
         return list(writer._tokenize_prompts([prompt])[0][0])
 
 
 class DatasetPasses:
-    """The train dataset as april's prompts, each pass in an order of its own that follows from the trainer's seed."""
+    """Iterates over the train dataset as april's prompts; the trainer's seed decides the order of each epoch."""
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
         self._dataset = trainer.train_dataset
         self.templates = Templates(trainer)
         self._epoch = 0
-        self._with_images = images.column_of(self._dataset) is not None
+        self._with_images = column_of(self._dataset) is not None
         self._last: tuple[Any, Row] | None = None
-        """A prompt and its row: samples of a group follow each other, and to write images as tokens takes long."""
+        """Last prompt and its row, cached for the samples of one group because tokenizing images is slow."""
 
     def set_epoch(self, epoch: int) -> None:
-        """Called before each pass."""
+        """Set the epoch, which decides the order of the next pass."""
         self._epoch = epoch
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
@@ -87,23 +94,23 @@ class DatasetPasses:
         for row in rows.tolist():
             drawn = self._dataset[row]
             prompt = {"token_ids": self.templates.tokens_of(drawn), ROW: row}
-            yield prompt | {"images": images.of_row(drawn)} if self._with_images else prompt
+            yield prompt | {"images": of_row(drawn)} if self._with_images else prompt
 
     def drawn(self, prompt: Any) -> Row:
-        """Return a copy of the row that a prompt was made of."""
+        """Return a copy of the dataset row from which a prompt was made."""
         return dict(self._dataset[prompt.data[ROW]])
 
     def row_of(self, prompt: Any, asked: Any = None) -> Row:
-        """Return a copy of the prompt's row, which TRL may write into; CheckpointError if it is another prompt now.
+        """Return a copy of a prompt's row for TRL. Raises CheckpointError if the data set has another prompt now.
 
-        ``asked``: the prompt as an environment has changed it.
+        ``asked`` is the prompt after an environment has changed it; None if none has.
         """
         if asked is None and self._last is not None and self._last[0] is prompt:
             return dict(self._last[1])
         row = self.drawn(prompt)
         row["prompt"] = self.templates.prompt_of(row) if asked is None else asked
         if self._with_images:
-            images.put_back(row, prompt.attached)
+            put_back(row, prompt.attached)
         if self.templates.tokens_of(row) != prompt.token_ids.tolist():
             raise CheckpointError(
                 f"row {prompt.data[ROW]} of train_dataset is another prompt now than when it was drawn; the dataset "
@@ -115,8 +122,8 @@ class DatasetPasses:
 
 
 def message_of(trainer: Any, ids: list[int], prefix: list[int], tools: Sequence[Any]) -> Message:
-    """What the policy wrote, as the message that TRL reads in it; ``prefix``: the tokens before it."""
-    tokenizer = images.tokenizer_of(trainer)
+    """Parse generated tokens ``ids``, which follow the tokens ``prefix``, into a message as TRL does."""
+    tokenizer = tokenizer_of(trainer)
     if any(getattr(tokenizer, name, None) is not None for name in ("response_template", "response_schema")):
         from trl.chat_template_utils import parse_response
 
@@ -127,14 +134,14 @@ def message_of(trainer: Any, ids: list[int], prefix: list[int], tools: Sequence[
 def scores(
     trainer: Any, row: Row, completions: Sequence[Said], ids: Sequence[list[int]], **more: Any
 ) -> list[list[float]]:
-    """By completion, then by reward function: what the trainer's functions give for completions of one row, or NaN.
+    """Return a list of rewards for each completion, one per reward function; NaN if a function gives none.
 
-    They are called as TRL calls them, with the prompt's own columns, from a thread of april's.
+    The functions get the same arguments as from TRL, such as the columns of the row, but run in april's threads.
     """
     count = len(completions)
     arguments = {
         **{key: [value] * count for key, value in row.items() if key not in ("prompt", "completion")},
-        "prompts": [images.shown(row["prompt"], images.of_row(row))] * count,
+        "prompts": [shown(row["prompt"], of_row(row))] * count,
         "completions": completions,
         "completion_ids": ids,
         "trainer_state": trainer.state,
@@ -146,31 +153,31 @@ def scores(
     for function in trainer.reward_funcs:
         values = function(**arguments)
         if is_async(function):
-            loop = getattr(trainer, "async_loop", None)  # what the function holds may belong to it
+            loop = getattr(trainer, "async_loop", None)  # the function may hold objects bound to this loop
             values = asyncio.run(values) if loop is None else asyncio.run_coroutine_threadsafe(values, loop).result()
         columns.append([math.nan if value is None else float(value) for value in values])
     return [list(of_one) for of_one in zip(*columns, strict=True)]
 
 
 def weighted(trainer: Any, values: Sequence[float]) -> float:
-    """The weighted sum of what the reward functions give for one response; NaN where none scores it."""
+    """Return the weighted sum of one response's rewards, or NaN if no function scored it."""
     found = [float(w) * v for w, v in zip(trainer.reward_weights, values, strict=True) if not math.isnan(v)]
     return sum(found) if found else math.nan
 
 
 Ask = Callable[[Any, Sequence[Any]], list[float]]
-"""Rewards of responses to one prompt; NaN where no function scores one."""
+"""Function of a prompt and its responses; returns their rewards, NaN for a response that no function scores."""
 
 
 def asking(trainer: Any, said_of: Callable[[Any], list[Message] | None]) -> Ask:
-    """The trainer's reward functions; what they log is dropped, as TRL asks them again about what is trained.
+    """Wrap the trainer's reward functions for april. Their logs are dropped, as TRL calls them again for trained rows.
 
-    ``said_of``: the messages of a response of several turns.
+    ``said_of`` returns the messages of a multi-turn response, or None for a single turn.
     """
     passes = DatasetPasses(trainer)
 
     def ask(prompt: Any, responses: Sequence[Any]) -> list[float]:
-        if ROW not in prompt.data:  # of an evaluation, which TRL scores alone
+        if ROW not in prompt.data:  # TRL scores evaluations itself
             return [0.0] * len(responses)
         row = passes.row_of(prompt)
         ids = [response.tokens.tolist() for response in responses]
@@ -187,18 +194,12 @@ def asking(trainer: Any, said_of: Callable[[Any], list[Message] | None]) -> Ask:
 
 
 def group_reward(ask: Ask) -> Callable[[Any, Sequence[Any]], list[float]]:
-    """april's ``group_reward``, for a filter of whole groups.
-
-    A response that no function scores counts 0, as for TRL's own sums.
-    """
+    """Make april's ``group_reward``, for filters. A response that no function scores gets 0, as in TRL's sums."""
     return lambda prompt, responses: [0.0 if math.isnan(value) else value for value in ask(prompt, responses)]
 
 
 def sample_reward(ask: Ask) -> Callable[[Any, Any], float]:
-    """april's ``reward``, for a quorum: about one response.
-
-    Raises RolloutError for a response that no function scores: baselines are made of rewards.
-    """
+    """Make april's ``reward``, for a quorum. It raises RolloutError for a response that no function scores."""
 
     def reward(prompt: Any, response: Any) -> float:
         (value,) = ask(prompt, [response])
@@ -208,7 +209,7 @@ def sample_reward(ask: Ask) -> Callable[[Any, Any], float]:
 
 
 def scored(prompt: Any, value: float) -> float:
-    """A reward that is there; raises RolloutError for NaN."""
+    """Return the reward ``value``, or raise RolloutError if it is NaN."""
     if math.isnan(value):
         raise RolloutError(
             f"every reward function returned None or NaN for a response to row {prompt.data[ROW]} of the dataset, "
@@ -217,26 +218,22 @@ def scored(prompt: Any, value: float) -> float:
     return value
 
 
-log = logging.getLogger("april")
-EPSILON = 1e-4
-
-
 def put_advantages(trainer: Any, batch: Batch, output: dict[str, Any]) -> None:
-    """Into what the loss gets, TRL's table of completions, and its share of responses that teach nothing.
+    """Write april's advantages into ``output``, the input of TRL's loss, and into TRL's logs for all ranks.
 
-    ``batch``: this rank's part; the table and the share are of all ranks, as TRL's are.
+    ``batch`` is this rank's part of the delivered batch.
     """
     everywhere, like = trainer.accelerator.gather, output["advantages"]
     found = like.new_tensor(advantages_of(batch, trainer.scale_rewards, everywhere(like.new_tensor(batch.rewards))))
     output["advantages"] = found
-    trainer._logs["advantages"].extend(everywhere(found).tolist())  # holds one batch: those of TRL are gone
+    trainer._logs["advantages"].extend(everywhere(found).tolist())  # a deque that holds one batch: drops TRL's own
     if trainer.scale_rewards != "batch":
         alike = [bool((sample.baseline_rewards == np.float32(sample.reward)).all()) for sample in batch.samples]
         trainer._metrics["train"]["frac_reward_zero_std"][-1] = float(everywhere(like.new_tensor(alike)).mean())
 
 
 def advantages_of(batch: Batch, scale_rewards: str, rewards: Any) -> Float32:
-    """float32 [B], as GRPOConfig says: ``group``, ``batch`` or ``none``; ``rewards``: those of all ranks."""
+    """Return advantages, float32 [B], scaled as GRPOConfig.scale_rewards says; ``rewards`` come from all ranks."""
     if scale_rewards == "group":
         return batch.advantages("grpo", epsilon=EPSILON, ddof=1)
     centred = batch.advantages("dr_grpo")
@@ -244,7 +241,7 @@ def advantages_of(batch: Batch, scale_rewards: str, rewards: Any) -> Float32:
 
 
 def warn_of_other_rewards(trainer: Any, batch: Batch) -> bool:
-    """Return whether TRL, which asks about a batch, got other rewards than april, which asked about each response."""
+    """Warn if TRL got other rewards for the whole batch than april got for single responses; return True if so."""
     theirs, ours = trainer._metrics["train"]["reward"][-1], batch.metrics["reward_mean"]
     if np.isclose(theirs, ours, rtol=1e-4, atol=1e-4):
         return False
@@ -255,3 +252,82 @@ def warn_of_other_rewards(trainer: Any, batch: Batch) -> bool:
         batch.id, ours, theirs,
     )  # fmt: skip
     return True
+
+
+# ---------------------------------------------------------------- images
+
+COLUMNS = ("images", "image")
+"""Names of image columns, in the order in which TRL looks for them."""
+
+
+def column_of(dataset: Any) -> str | None:
+    """Return the name of a data set's image column, or None if it has none."""
+    names = getattr(dataset, "column_names", None) or ()
+    return next((name for name in COLUMNS if name in names), None)
+
+
+def tokenizer_of(trainer: Any) -> Any:
+    """Return the trainer's tokenizer, which a multimodal processor contains."""
+    return getattr(trainer.processing_class, "tokenizer", trainer.processing_class)
+
+
+def of_row(row: Mapping[str, Any]) -> list[Any]:
+    """Return the images in a dataset row, in order; empty if there are none."""
+    if "images" in row:
+        return list(row["images"] or ())
+    return [] if row.get("image") is None else [row["image"]]
+
+
+def shown(prompt: Any, images: Sequence[Any]) -> Any:
+    """Return a prompt with its images inserted into its messages, as TRL gives it to rewards and templates."""
+    require_shown(prompt, images)
+    if not images:
+        return prompt
+    from trl.data_utils import prepare_multimodal_messages
+
+    return prepare_multimodal_messages(prompt, images=list(images))
+
+
+def require_shown(prompt: Any, images: Sequence[Any]) -> None:
+    """Raise ConfigError if TRL cannot train on a prompt in this form together with its images."""
+    plain = isinstance(prompt, str)
+    parts = () if plain else (p for m in prompt if isinstance(m.get("content"), list) for p in m["content"])
+    # fmt: off
+    refuse([
+        (plain and images, "train_dataset has images and a prompt of plain text", "TRL wants messages then",
+         "give messages"),
+        (any(part.get("type") == "image" and part.get("image") is not None for part in parts),
+         "a prompt of train_dataset has an image in its messages",
+         "TRL leaves it out of its loss where a rollout_func generates",
+         "move it to a column image or images, and leave {'type': 'image'} in its place"),
+    ])
+    # fmt: on
+
+
+def put_back(row: dict[str, Any], attached: Sequence[Placed]) -> None:
+    """Replace a row's images by the ones from which its responses were generated, as april has read them."""
+    if not attached:
+        return
+    opened = pictures(attached, None)
+    if "images" in row:
+        row["images"] = opened
+    else:
+        row["image"] = opened[0]
+
+
+def evaluated(trainer: Any, rows: Sequence[list[int]], shown: Sequence[Sequence[Any] | None]) -> list[dict[str, Any]]:
+    """Return the evaluation prompts of all ranks with their images. Must be called on every rank.
+
+    Args:
+        trainer: trainer of this rank.
+        rows: token ids of the prompts of all ranks.
+        shown: images of each of this rank's rows.
+    """
+    reader = Reader(ImagesConfig())
+    read = [
+        [reader.read(image, f"row {i}, image {j}").attachment for j, image in enumerate(images or (), 1)]
+        for i, images in enumerate(shown)
+    ]
+    mine = [[attachment_bytes(attachment) for attachment in row] for row in read]
+    everywhere = [images for of_rank in of_all_ranks(trainer, mine) for images in of_rank]
+    return [{"token_ids": ids, "images": images} for ids, images in zip(rows, everywhere, strict=True)]

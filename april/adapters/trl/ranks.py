@@ -1,7 +1,7 @@
-"""The trainer's ranks: their scheduler, and the way of their present weights to servers.
+"""Functions for trainers on several ranks: making the scheduler, gathering values, and giving servers the weights.
 
-Invariant: the trainer's own tensors are not written to. Adapters are merged into a copy, as taking them out again does
-not give the same numbers back in bfloat16.
+Invariant: the trainer's tensors are never written to. PEFT adapters are merged into a copy, since unmerging in bfloat16
+does not restore the same numbers.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from april.weights.adapter import adapter_of, is_adapted, merged
 
 
 def scheduler_of(trainer: Any, config: Config, address: str | None, **arguments: Any) -> Any:
-    """A RolloutScheduler, or what has its face on each of several ranks; called on every rank.
+    """Make a RolloutScheduler, or with several ranks a RankScheduler on each. Must be called on every rank.
 
-    ``address``: where rank 0 listens; None: on its own machine only.
+    ``address`` is the address on which rank 0 listens; with None all ranks must be on one machine.
     """
     if trainer.accelerator.num_processes == 1:
         return RolloutScheduler(config, **arguments)
-    # here, and not above: one process needs no sockets
+    # imported here, since a single process needs no sockets
     from april import Ranks, RankScheduler
 
     ranks = Ranks.of_torch() if address is None else Ranks.of_torch(address=address)
@@ -38,7 +38,7 @@ def scheduler_of(trainer: Any, config: Config, address: str | None, **arguments:
 
 
 def rows_of_all_ranks(trainer: Any, rows: list[list[int]]) -> list[list[int]]:
-    """Token ids, of which each rank has as many rows, in the order of the ranks."""
+    """Gather the token ids of all ranks, in rank order; each rank must have the same number of rows."""
     import torch
 
     accelerator = trainer.accelerator
@@ -52,10 +52,7 @@ def rows_of_all_ranks(trainer: Any, rows: list[list[int]]) -> list[list[int]]:
 
 
 def of_all_ranks(trainer: Any, value: Any) -> list[Any]:
-    """What each rank brings, in the order of the ranks; called on every rank, with plain values.
-
-    Raises RolloutError for one that is not plain.
-    """
+    """Gather a value from each rank, in rank order. Call it on every rank; RolloutError if msgpack cannot encode it."""
     if trainer.accelerator.num_processes == 1:
         return [value]
     try:
@@ -66,11 +63,11 @@ def of_all_ranks(trainer: Any, value: Any) -> list[Any]:
 
 
 UNREADABLE = ("FSDP1", "ZeRO-3")
-"""Ways of spreading a model over ranks of which its parameters say nothing."""
+"""Kinds of sharding under which the model's parameters cannot be read as whole tensors."""
 
 
 def sharding_of(trainer: Any) -> str:
-    """``FSDP1``, ``FSDP2`` or ``ZeRO-3``: no rank has the whole model; empty: each one has."""
+    """Return ``FSDP1``, ``FSDP2`` or ``ZeRO-3`` if no rank has the whole model, else an empty string."""
     if getattr(trainer, "is_deepspeed_enabled", False):
         return "ZeRO-3" if trainer.accelerator.state.deepspeed_plugin.zero_stage == 3 else ""
     if getattr(trainer, "is_fsdp_enabled", False):
@@ -79,9 +76,9 @@ def sharding_of(trainer: Any) -> str:
 
 
 def takes_adapters(trainer: Any, scheduler: Any) -> bool:
-    """Return whether the servers get the trained adapter as such; called on every rank, and the same on all of them.
+    """Return True if the servers get the trained adapter unmerged. Call it on every rank; all get the same answer.
 
-    Raises ConfigError where they cannot, and it cannot be merged either.
+    Raises ConfigError if the servers cannot take the adapter and it cannot be merged either.
     """
     model = trainer.accelerator.unwrap_model(trainer.model)
     if not is_adapted(model):
@@ -107,7 +104,7 @@ def _why_unservable(model: Any, sites: Sequence[Capabilities]) -> str:
 
 
 def why_not_sent(trainer: Any, config: Config) -> str:
-    """Say why the weights cannot go to servers from this process, whatever these take; empty: they can."""
+    """Return the reason why this process cannot send weights to servers, or an empty string if it can."""
     if config.weights is WeightsRoute.DISK:
         return "weights: disk"
     if isinstance(config.engine, OpenAIEngineConfig):
@@ -119,9 +116,9 @@ def why_not_sent(trainer: Any, config: Config) -> str:
 
 
 def sends_weights(trainer: Any, scheduler: Any, config: Config, *, has_weights_dir: bool) -> bool:
-    """Return whether servers get weights from this process; called on every rank, and the same on all of them.
+    """Return True if this process sends weights to the servers. Call it on every rank; all get the same answer.
 
-    Raises ConfigError where they take none so, and there is no directory for them or no other way is wanted.
+    Raises ConfigError if the servers do not take them and the settings allow no other way.
     """
     why = why_not_sent(trainer, config)
     if not why and trainer.accelerator.is_main_process:
@@ -136,12 +133,12 @@ def sends_weights(trainer: Any, scheduler: Any, config: Config, *, has_weights_d
 
 
 def tensors_of(trainer: Any) -> Any:
-    """The module whose weights are sent, on every rank."""
+    """Return the module whose weights are sent; with sharding it is the wrapped model."""
     return trainer.model_wrapped if sharding_of(trainer) else trainer.model
 
 
 def why_unmerged(trainer: Any) -> str:
-    """Say why the model that a PEFT model trains cannot be given to servers merged; empty: it can."""
+    """Return the reason why servers cannot get a PEFT model merged, or an empty string if they can."""
     if sharding := sharding_of(trainer):
         return (
             f"PEFT model under {sharding}: adapters are merged where one rank has the whole model, and none has; use "
@@ -156,15 +153,12 @@ def why_unmerged(trainer: Any) -> str:
 
 
 def write_weights(trainer: Any, folder: Path, *, as_adapter: bool = False) -> None:
-    """Called on every rank, as sharded weights are gathered from all of them; rank 0 writes.
-
-    ``as_adapter``: the trained adapter alone; otherwise the whole model, in which it is merged.
-    """
+    """Write the merged model, or only the adapter. Call it on every rank: shards are gathered, and rank 0 writes."""
     accelerator = trainer.accelerator
     if as_adapter:
         here = bool(accelerator.is_main_process)
         if here:
-            shutil.rmtree(folder, ignore_errors=True)  # of a run that was broken off
+            shutil.rmtree(folder, ignore_errors=True)  # files of an interrupted run
         adapter_of(accelerator.unwrap_model(trainer.model)).write(folder, here=here)
         return
     parts = {}
@@ -178,7 +172,7 @@ def write_weights(trainer: Any, folder: Path, *, as_adapter: bool = False) -> No
 
 
 def trains_tied_layers(model: Any) -> bool:
-    """Return whether adapters change the embedding or output layer of a PEFT model that ties the two."""
+    """Return True if adapters change the embedding or output layer of a PEFT model that ties the two."""
     if not getattr(model.config.get_text_config(), "tie_word_embeddings", False):
         return False
     layers = (model.get_input_embeddings(), model.get_output_embeddings())

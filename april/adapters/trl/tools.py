@@ -1,12 +1,11 @@
-"""TRL's tools and environments: its loop of calls and answers, as a rollout function for one response.
+"""Runs TRL's tools and environments: TRL's loop of tool calls, as a rollout function for a single response.
 
 Invariants:
 
-* a response is, token for token, the row that TRL's own loop makes of the same sampled tokens: the template, the
-  parser, the order of results and the limits are TRL's;
-* what the tokens do not say (messages, counts, rewards by an environment) is noted before the function returns, so a
-  state with a finished response comes with its note;
-* an environment serves one response at a time, and the next one once that has its rewards.
+* a response equals, token for token, the row that TRL's own loop would make of the same sampled tokens;
+* a response's note (messages, counts, rewards from an environment) is stored before the function returns, so each
+  finished response in a saved state has its note;
+* an environment serves one response at a time, and is used again only after that response has its rewards.
 """
 
 from __future__ import annotations
@@ -28,27 +27,27 @@ from april.driver.llm import BlockingLLM
 from april.errors import CheckpointError, RolloutError
 
 INPUT = "input"
-"""Key of a prompt's data in an evaluation: the number of its row among those that were asked."""
+"""Key, in the data of an evaluation's prompt, of its row number."""
 
 
 class Note(msgspec.Struct, array_like=True):
-    """What a response's tokens do not say."""
+    """Facts about a response that TRL needs beside its tokens: messages, tool calls and rewards."""
 
     prompt: list[Message]
-    """with what its environment has added"""
+    """Messages of the prompt, with the environment's first observation."""
     messages: list[Message]
     calls: int
     failures: int
     rewards: list[float]
-    """By reward function, NaN where it gives none; empty where TRL asks, as there is no environment."""
+    """One reward per function, NaN if it gave none; empty without an environment, as TRL then calls the functions."""
 
 
 @dataclass(slots=True)
 class Turns:
-    """A response as it grows."""
+    """State of a response while its turns are generated."""
 
     ids: list[int]
-    """tokens of the prompt"""
+    """Token ids of the prompt."""
     messages: list[Message] = field(default_factory=list)
     completion_ids: list[int] = field(default_factory=list)
     calls: int = 0
@@ -56,10 +55,7 @@ class Turns:
 
 
 class ToolLoop:
-    """The rollout function of a trainer with tools or environments.
-
-    ``needs_rewards``: advantages are made of single responses' rewards.
-    """
+    """Rollout function for a trainer with tools or environments; with a quorum, ``needs_rewards`` must be true."""
 
     def __init__(self, trainer: Any, *, needs_rewards: bool) -> None:
         self._trainer = trainer
@@ -68,22 +64,22 @@ class ToolLoop:
         self._factories: Mapping[Any, Callable[[], Any]] = trainer.environment_factories or {}
         self._idle: defaultdict[Any, deque[Any]] = defaultdict(deque)
         self._notes: dict[tuple[int, int], Note] = {}
-        """By group and index, in the process that runs the functions."""
+        """Notes of training responses by (group, index); filled in the process that runs rollout functions."""
         self._inputs: Sequence[Row] = ()
         self._of_inputs: dict[int, Note] = {}
-        """Notes of an evaluation, by the number of its row."""
+        """Notes of an evaluation's responses by row number."""
 
     # ---------------------------------------------------------------- one response
 
     def rollout(self, prompt: Prompt, llm: BlockingLLM) -> None:
-        """Generate, call the tools, go on behind their results; runs in a thread, as do the tools."""
+        """Generate a response, calling tools and continuing after their results. Runs in a thread."""
         number = prompt.data.get(INPUT)
         row = self._passes.drawn(prompt) if number is None else dict(self._inputs[number])
         name, turns = self._passes.templates.environment_of(row), Turns(prompt.token_ids.tolist())
         row, given = row | {"prompt": self._passes.templates.prompt_of(row)}, row
         environment = self._free_environment(name) if self._factories else None
         if environment is not None:
-            # the name chose the environment, which does not hear of it
+            # the column that names the environment is not passed to it
             observation = environment.reset(**{k: v for k, v in given.items() if name is None or k != "environment"})
             if observation is not None:
                 row["prompt"] = _with_observation(row["prompt"], observation)
@@ -109,7 +105,7 @@ class ToolLoop:
             return self._factories[name]()
 
     def _converse(self, llm: BlockingLLM, turns: Turns, environment: Any, name: Any) -> None:
-        """TRL's ``_tool_call_loop``, for one response."""
+        """Do what TRL's ``_tool_call_loop`` does, for one response."""
         trainer = self._trainer
         methods = [] if environment is None else _tools_of(environment)
         tools = {tool.__name__: tool for tool in [*self._standalone, *methods]}
@@ -119,7 +115,7 @@ class ToolLoop:
             completion = llm.generate(ids, any_conversation=True)
             turns.completion_ids = completion.conversation[len(turns.ids) :].tolist()
             if not len(completion.tokens):
-                return  # there was room for the results only
+                return  # the tool results have left no room
             message = message_of(trainer, completion.tokens.tolist(), ids, written)
             turns.messages.append(message)
             calls = message.get("tool_calls")
@@ -135,13 +131,13 @@ class ToolLoop:
 
     @property
     def _standalone(self) -> list[Callable[..., Any]]:
-        """Tools that belong to no environment."""
+        """Tools that do not belong to an environment."""
         return list(getattr(self._trainer, "_standalone_tools", None) or ())
 
     def _results_of(
         self, calls: Sequence[Mapping[str, Any]], tools: Mapping[str, Callable[..., Any]], turns: Turns
     ) -> list[Message]:
-        """The results as messages: those of plain tools in their order, behind them those of async ones."""
+        """Call the tools and return their results as messages. As in TRL, results of async tools come last."""
         results: list[tuple[str, Any]] = []
         running: list[tuple[str, Any]] = []
         for call in calls:
@@ -154,10 +150,10 @@ class ToolLoop:
             name, arguments = call["function"]["name"], call["function"]["arguments"]
             try:
                 if name not in tools:
-                    raise ValueError(f"Tool {name} not found.")  # the words that TRL's model sees
+                    raise ValueError(f"Tool {name} not found.")  # the model sees TRL's message
                 value = tools[name](**arguments)
                 (running if inspect.iscoroutinefunction(tools[name]) else results).append((name, value))
-            except Exception as error:  # whatever a tool raises, the model is told
+            except Exception as error:  # reported to the model, as TRL does
                 turns.failures += 1
                 results.append((name, {"error": str(error)}))
         for (name, _), value in zip(running, self._awaited([value for _, value in running]), strict=True):
@@ -171,7 +167,7 @@ class ToolLoop:
         ]
 
     def _awaited(self, running: list[Any]) -> list[Any]:
-        """The results of async tools, on TRL's loop for them."""
+        """Await async tools on TRL's event loop and return results or exceptions."""
         if not running:
             return []
 
@@ -180,29 +176,26 @@ class ToolLoop:
 
         return asyncio.run_coroutine_threadsafe(together(), self._trainer.async_loop).result()
 
-    # ---------------------------------------------------------------- what is noted
+    # ---------------------------------------------------------------- notes
 
     def said_of(self, response: Any) -> list[Message] | None:
-        """The messages of a response to the train dataset."""
+        """Return the messages of a training response, or None if it has no note."""
         note = self._notes.get(response.sample_id)
         return None if note is None else note.messages
 
     def reward_of(self, prompt: Prompt, response: Any) -> float:
-        """The reward that a response was given beside its environment.
-
-        Raises RolloutError for one that no function scores, where the advantages of its siblings are made of it.
-        """
+        """Return the reward in a response's note. With a quorum, raises RolloutError if no function scored it."""
         note = self._notes.get(response.sample_id) if ROW in prompt.data else None
         value = 0.0 if note is None else weighted(self._trainer, note.rewards)
         return scored(prompt, value) if self._needs_rewards else 0.0 if math.isnan(value) else value
 
     def notes_of(self, ids: Iterable[tuple[int, int]]) -> list[Note]:
-        """Those of a batch's samples, of which each rank names its own; called on every rank."""
+        """Return the notes of this rank's samples. Must be called on every rank."""
         everybodys = [tuple(i) for of_rank in of_all_ranks(self._trainer, list(ids)) for i in of_rank]
         return self._of_this_rank([self._notes.get(i) for i in everybodys])
 
     def _of_this_rank(self, notes: Sequence[Note | None]) -> list[Note]:
-        """This rank's part of notes that are on rank 0."""
+        """Return this rank's part of rank 0's ``notes``."""
         accelerator = self._trainer.accelerator
         first, *_ = of_all_ranks(self._trainer, notes if accelerator.is_main_process else None)
         if None in first:
@@ -212,33 +205,33 @@ class ToolLoop:
         return found[accelerator.process_index * count :][:count]
 
     def keep(self, groups: frozenset[int]) -> None:
-        """Forget the notes of all other groups."""
+        """Keep the notes of these groups and drop all others."""
         for group, index in list(self._notes):
             if group not in groups:
                 self._notes.pop((group, index), None)
 
     def evaluation(self, inputs: Sequence[Row]) -> list[dict[str, Any]]:
-        """The prompts of an evaluation, whose rows each rank names its own of; called on every rank."""
+        """Return the prompts of an evaluation from all ranks' rows. Must be called on every rank."""
         self._of_inputs.clear()
         self._inputs = [row for of_rank in of_all_ranks(self._trainer, list(inputs)) for row in of_rank]
         tokens_of = self._passes.templates.tokens_of
         return [{"token_ids": tokens_of(row), INPUT: number} for number, row in enumerate(self._inputs)]
 
     def evaluated(self) -> list[Note]:
-        """The notes of the evaluation; called on every rank."""
+        """Return the notes of this rank's evaluation rows. Must be called on every rank."""
         return self._of_this_rank([self._of_inputs.get(number) for number in range(len(self._inputs))])
 
     def state(self) -> list[Any]:
-        """The notes as plain values, of which :meth:`load` makes them again."""
+        """Return the training notes as plain values, for :meth:`load`."""
         return [(*key, msgspec.to_builtins(note)) for key, note in list(self._notes.items())]
 
     def load(self, state: Sequence[Any]) -> None:
-        """Go on from :meth:`state`."""
+        """Restore the notes that :meth:`state` returned."""
         self._notes = {(group, index): msgspec.convert(note, Note) for group, index, note in state}
 
 
 def check_notes(state: Any, loop: ToolLoop | None) -> None:
-    """Raise CheckpointError for a checkpoint of a trainer with tools where there are none now, or the other way."""
+    """Raise CheckpointError if only one of the two has tools: the trainer that saved ``state``, or this one."""
     if (state is None) != (loop is None):
         had, has = ("none", "some") if state is None else ("some", "none")
         raise CheckpointError(
@@ -248,13 +241,13 @@ def check_notes(state: Any, loop: ToolLoop | None) -> None:
 
 
 def _tools_of(environment: Any) -> list[Callable[..., Any]]:
-    """An environment's methods that are tools, as TRL finds them."""
+    """Return the methods of an environment that TRL treats as tools."""
     names = [name for name, _ in inspect.getmembers(type(environment), predicate=inspect.isfunction)]
     return [getattr(environment, n) for n in names if n not in ("reset", "get_reward") and not n.startswith("_")]
 
 
 def _with_observation(prompt: Any, observation: Any) -> list[Message]:
-    """A prompt with what an environment says at its beginning, at the end of the last message."""
+    """Return a prompt with an environment's first observation added to its last message."""
     *before, last = prompt
     content = last["content"]
     if isinstance(observation, list) and isinstance(content, str):

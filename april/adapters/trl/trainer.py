@@ -1,34 +1,37 @@
-"""TRL: april inside the unmodified GRPOTrainer, by its ``rollout_func`` and a subclass of a few methods.
+"""Runs april inside TRL's GRPOTrainer, through its ``rollout_func`` and a subclass that overrides a few methods.
 
 Invariants:
 
-* what TRL scores and trains are the rows that april delivered: TRL's sampler says how many, april says which;
-* on several ranks, rank r has rows [r * asked, (r + 1) * asked) of the batch, as TRL takes them to be, and what one
-  rank does all do: it is decided by numbers that they have in common;
-* the old log-probabilities of the loss are those of the weights that generated the tokens;
-* with a quorum, each response is compared with the first others of its group, whatever batch they are in;
-* a checkpoint of the trainer holds april's state of the same moment, whatever the moment.
+* TRL scores and trains the rows that april delivers: TRL's sampler decides how many rows, april decides which;
+* rank r gets rows [r * asked, (r + 1) * asked) of the batch, as TRL expects, and all ranks take the same decisions;
+* the old log-probabilities in the loss come from the weights that generated the tokens;
+* with a quorum, a response's baseline is made of the first other finishers of its group, whichever batch has them;
+* april's state in a checkpoint of the trainer was taken at the same moment as the trainer's own.
 """
 
 from __future__ import annotations
 
+import logging
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Literal, Self
 
+from april.adapters.shared import closing_on_error, mapping_of, refuse, require_count
 from april.adapters.trl import checkpoint
-from april.adapters.trl.checks import SEAMS, TESTED_VERSION, config_for, hint_at_one_process, refuse_unsupported
+from april.adapters.trl.checks import SEAMS, TESTED_VERSION, config_for, refusals
 from april.adapters.trl.data import (
     DatasetPasses,
     asking,
+    column_of,
+    evaluated,
     group_reward,
     put_advantages,
     sample_reward,
+    tokenizer_of,
     warn_of_other_rewards,
-)
-from april.adapters.trl.images import column_of, evaluated, tokenizer_of
+)  # fmt: skip
 from april.adapters.trl.ranks import (
     rows_of_all_ranks,
     scheduler_of,
@@ -36,7 +39,7 @@ from april.adapters.trl.ranks import (
     takes_adapters,
     tensors_of,
     write_weights,
-)
+)  # fmt: skip
 from april.adapters.trl.tools import Note, ToolLoop, check_notes
 from april.config.engines import TransformersEngineConfig
 from april.config.settings import Config, read_yaml
@@ -48,92 +51,85 @@ from april.one_row import refuse_several_rows
 from april.seams import require_seams
 
 Filter = Callable[[Any, Any], Any]
+log = logging.getLogger("april")
 
-
-def rollout(
-    config: Config | Mapping[str, Any] | str | Path | None = None,
-    *,
-    weights_dir: str | Path | None = None,
-    filter: Filter | None = None,
-    address: str | None = None,
-    **settings: Any,
-) -> Rollout:
-    """The ``rollout_func`` of an :data:`AprilGRPOTrainer`.
-
-    Args:
-        config: an :class:`april.Config`, a mapping of its settings, or a YAML file. In the latter two, what GRPOConfig
-            says already (batch size, samples per prompt, length, temperature, seed) may be left out.
-        weights_dir: directory that servers of ``config.engine`` can read; new weights go through it: of a PEFT model
-            the adapter alone, where all servers take adapters, else the whole model. Servers that take weights from the
-            trainer's process (``weights`` of the settings) need none, and the embedded engine reads the model in place.
-        filter: ``(prompt, responses) -> bool``, as for :class:`april.RolloutScheduler`: dynamic sampling with
-            :func:`april.rewards_differ`. The trainer's reward functions then run for each finished group (with
-            ``group_quorum`` below 1, filter or not, for each finished response), and once more for what is trained.
-        address: of rank 0, "host:0", if the trainer's ranks are on several machines; see :class:`april.Ranks`.
-        settings: more settings, above those of ``config``: ``rollout(over_sampling_batch_size=64)``.
-
-    Raises:
-        ConfigError: the file cannot be read, or a Config comes with settings. Everything else is checked when the
-            trainer is made.
-    """
-    if isinstance(config, Config):
-        if settings:
-            raise ConfigError(f"rollout: {sorted(settings)} beside an april.Config; put them into the Config")
-        return Rollout(config, weights_dir, filter, address)
-    values = read_yaml(config) if isinstance(config, (str, Path)) else {} if config is None else config
-    if not isinstance(values, Mapping):
-        raise ConfigError(f"rollout: expected a mapping of settings, got {type(values).__name__}")
-    return Rollout({**values, **settings}, weights_dir, filter, address)
+METRICS = (
+    "off_policy_share", "staleness_mean", "engines_busy", "trainer_wait_s", "resumed_samples", "failed_samples"
+)  # fmt: skip
+"""Names of the metrics that TRL logs by default."""
 
 
 class Rollout:
-    """The rollouts of a trainer: draws its own prompts, and hands over what TRL asks for."""
+    """The ``rollout_func`` of an :data:`AprilGRPOTrainer`: draws prompts, generates, and gives TRL finished responses.
+
+    Args:
+        config: an :class:`april.Config`, a mapping of its settings, or the path of a YAML file. A mapping or a file may
+            leave out what GRPOConfig already sets (batch size, samples per prompt, length, temperature, seed).
+        weights_dir: directory in which the servers of ``config.engine`` read new weights: only the adapter of a PEFT
+            model if all servers take adapters, else the whole model. Not needed for servers that take weights from the
+            trainer's process (setting ``weights``), nor for the embedded engine, which reads the model in place.
+        filter: function ``(prompt, responses) -> bool``, as for :class:`april.RolloutScheduler`; dynamic sampling is
+            :func:`april.rewards_differ`. The trainer's reward functions then run for each finished group (with
+            ``group_quorum`` below 1, filter or not, for each finished response), and once more for what is trained.
+        address: address of rank 0, "host:0", if the trainer's ranks are on several machines; see :class:`april.Ranks`.
+        metrics: names of the metrics that TRL logs as ``april/NAME`` (docs/metrics.md), or "all".
+        settings: further settings, which override those of ``config``: ``rollout(over_sampling_batch_size=64)``.
+
+    Raises:
+        ConfigError: the file cannot be read, or both a Config and ``settings`` are given. Everything else is checked
+            when the trainer is made.
+    """
 
     def __init__(
-        self,
-        settings: Config | Mapping[str, Any],
-        weights_dir: str | Path | None,
-        filter: Filter | None,
-        address: str | None,
-    ) -> None:
-        self._settings = settings
-        self._address = address
-        self._filter = filter
+        self, config: Config | Mapping[str, Any] | str | Path | None = None, *, weights_dir: str | Path | None = None,
+        filter: Filter | None = None, address: str | None = None, metrics: Sequence[str] | Literal["all"] = METRICS,
+        **settings: Any,
+    ) -> None:  # fmt: skip
+        if metrics != "all" and (isinstance(metrics, str) or not all(isinstance(name, str) for name in metrics)):
+            raise ConfigError(f'rollout: metrics must be a list of names, or "all", got {metrics!r}')
+        if isinstance(config, Config):
+            if settings:
+                raise ConfigError(f"rollout: {sorted(settings)} beside an april.Config; put them into the Config")
+            self._settings: Config | dict[str, Any] = config
+        else:
+            given = read_yaml(config) if isinstance(config, (str, Path)) else config
+            self._settings = mapping_of(given, "rollout") | settings
+        self._metrics, self._address, self._filter = metrics, address, filter
         self._weights_dir = None if weights_dir is None else Path(weights_dir)
         self._config: Config | None = None
         self._is_main = True
         self._tools: ToolLoop | None = None
-        """None without tools and environments."""
+        """Runs tools and environments; None if the trainer has none."""
         self.scheduler: Any = None
-        """A RolloutScheduler, or a RankScheduler on several ranks, while the trainer trains or evaluates."""
+        """RolloutScheduler, or RankScheduler on several ranks, while the trainer trains or evaluates; else None."""
         self.ledger: dict[str, Ledger] = {}
-        """april's ledgers at the end of the last training, on rank 0."""
+        """april's ledgers at the end of the last training; filled on rank 0 only."""
         self._written: str | None = None
         self._forget()
 
     def _forget(self) -> None:
         self._batch: Batch | None = None
-        """Drawn, until TRL has its rows; of several ranks, this one's part."""
+        """This rank's part of a delivered batch that TRL has not fetched yet."""
         self._evaluated: dict[str, list[Any]] = {}
-        """With tools: what the rows of an evaluation have become, until TRL has it."""
+        """Columns of an evaluation for TRL to fetch; used with tools only."""
         self._notes: list[Note] = []
-        """With tools: those of the rows that TRL works on."""
+        """Notes of the rows that TRL is working on; empty without tools."""
         self._masks: list[list[int]] = []
-        """1 where the policy wrote the token and it is not too old, of those rows."""
+        """Loss masks of the same rows: 1 where the policy wrote the token and it is not too old."""
         self._last_batch: Batch | None = None
         self._warned = False
-        """True once reward functions gave other values when they were asked again."""
+        """True once april has warned that reward functions return other values when they are called again."""
         self._saved: dict[str, Any] | None = None
         self._as_adapter: bool | None = None
-        """Whether servers get a trained adapter as such; None: not known yet, or nothing is for servers."""
+        """True if servers get the PEFT adapter alone, False if the merged model; None until it is decided."""
         self._sends: bool | None = None
-        """Whether weights go to servers from this process; None: not known yet, or nothing is for servers."""
+        """True if this process sends weights to the servers, False if a directory is used; None until it is decided."""
         self._weights_of = 0 if self._config is None or self._embedded else -1
-        """Optimizer steps of the weights that the engines have; -1: not known."""
+        """Optimizer step whose weights the engines hold; -1 if unknown."""
 
     @property
     def config(self) -> Config:
-        """Settings as april goes by them; known once a trainer was made with this rollout."""
+        """april's complete settings. Raises ConfigError until a trainer is made with this rollout."""
         if self._config is None:
             raise ConfigError("rollout(...) belongs to no trainer yet: give it to AprilGRPOTrainer(rollout_func=...)")
         return self._config
@@ -143,23 +139,19 @@ class Rollout:
         return isinstance(self.config.engine, TransformersEngineConfig)
 
     def attach(self, trainer: Any) -> None:
-        """Check everything against the trainer, before anything starts; raises ConfigError."""
+        """Attach this rollout to a trainer. Raises ConfigError if april's settings and the trainer's do not fit."""
         config = config_for(self._settings, trainer)
-        refuse_unsupported(trainer, config, servers=self._weights_dir is not None, filters=self._filter is not None)
+        refuse(refusals(trainer, config, servers=self._weights_dir is not None, filters=self._filter is not None))
         self._config, self._is_main = config, trainer.accelerator.is_main_process
         self._forget()
         self._tools = None
         if trainer.tools or trainer.environment_factories:
             self._tools = ToolLoop(trainer, needs_rewards=config.delivers_parts)
-        hint_at_one_process(trainer)
 
     # ---------------------------------------------------------------- what TRL calls
 
     def __call__(self, prompts: list[Any], trainer: Any) -> dict[str, list[Any]]:
-        """TRL's rollout function: lists per row, ``prompt_ids``, ``completion_ids``, ``logprobs``.
-
-        Raises ConfigError for a plain GRPOTrainer.
-        """
+        """Return ``prompt_ids``, ``completion_ids`` and ``logprobs`` by row. ConfigError for a plain GRPOTrainer."""
         if not getattr(trainer, "trains_with_april", False):
             raise ConfigError(
                 "this rollout_func needs AprilGRPOTrainer (april.adapters.trl): a plain GRPOTrainer ignores the "
@@ -170,29 +162,24 @@ class Rollout:
         batch, self._batch = self._batch, None
         if batch is None or len(batch) != len(prompts):
             raise RolloutError("TRL asked for rollouts outside of its generation step; nothing was drawn for them")
-        columns: dict[str, list[Any]] = {
-            "prompt_ids": [s.prompt.token_ids.tolist() for s in batch.samples],
-            "completion_ids": [s.tokens.tolist() for s in batch.samples],
-            "logprobs": [s.logprobs.tolist() for s in batch.samples],
-        }
+        columns = _columns([s.prompt.token_ids.tolist() for s in batch.samples], batch.samples)
         self._masks = [s.loss_mask.tolist() for s in batch.samples]
-        # with tools it comes out of their loop; else TRL takes it from here
+        # with tools, TRL takes the masks from _tool_call_loop; without tools it takes them from this column
         if not trainer.tools and (self._tools is not None or batch.metrics["masked_tokens"]):  # of all ranks
             columns["env_mask"] = self._masks
         return columns
 
     def next_rows(self, trainer: Any, asked: int) -> list[dict[str, Any]]:
-        """The dataset's rows of the next batch, one per response, in place of those that TRL's sampler chose.
+        """Return the rows of the next batch, one per response; they replace the rows that TRL's sampler chose.
 
-        ``asked``: of this rank.
+        ``asked`` is the number of rows that TRL wants on this rank.
         """
         wanted = self.config.rollout_batch_size * self.config.n_samples_per_prompt
-        if (rows := asked * trainer.accelerator.num_processes) != wanted:
-            raise RolloutError(f"TRL asked for {rows} rows at once and not for a generation batch of {wanted}")
+        require_count(asked * trainer.accelerator.num_processes, wanted, "rows")
         scheduler = self._open(trainer)
         self._give_weights(trainer)
         if self._last_batch is not None:
-            scheduler.commit(self._last_batch.id)  # its gradients may wait for the next one, and bring no update of it
+            scheduler.commit(self._last_batch.id)  # gradients may accumulate over several batches before an update
         batch = scheduler.next_batch()
         refuse_several_rows(batch, "TRL", "rewards.view(-1, num_generations) in _generate_and_score_completions")
         if (found := int(batch.metrics["samples"])) != wanted:
@@ -203,9 +190,7 @@ class Rollout:
                 f"the prompts ended with a batch of {found} rows where TRL needs {wanted}, as some were dropped "
                 f"({where}); set on_data_end: wrap to begin them again"
             )
-        for name, value in batch.metrics.items():
-            if name != "reward_mean":  # TRL logs the rewards
-                trainer._metrics["train"][f"april/{name}"].append(value)
+        self._log(batch, trainer)
         self._batch = self._last_batch = batch
         passes = DatasetPasses(trainer)
         if self._tools is None:
@@ -216,8 +201,17 @@ class Rollout:
         pairs = zip(batch.samples, self._notes, strict=True)
         return [passes.row_of(sample.prompt, note.prompt) for sample, note in pairs]
 
+    def _log(self, batch: Batch, trainer: Any) -> None:
+        """Add the batch's metrics to those that TRL logs, without the mean reward, which TRL logs itself."""
+        names = batch.metrics.keys() - {"reward_mean"} if self._metrics == "all" else self._metrics
+        if batch.id == 0 and (missing := [name for name in names if name not in batch.metrics]):
+            log.warning("metrics: the first batch has no %s; docs/metrics.md has the names", ", ".join(missing))
+        for name, value in batch.metrics.items():
+            if name in names:
+                trainer._metrics["train"][f"april/{name}"].append(value)
+
     def rows_to_evaluate(self, trainer: Any, inputs: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """The rows that TRL evaluates. With tools their rollouts are made here, as environments change prompts."""
+        """Return the rows that TRL evaluates. With tools they are generated here, since environments change prompts."""
         if self._tools is None:
             return inputs
         scheduler = self._open(trainer)
@@ -227,22 +221,18 @@ class Rollout:
         first = trainer.accelerator.process_index * len(inputs)
         rows = [response.conversations[0] for (response,) in responses[first : first + len(inputs)]]
         self._masks = [row.loss_mask.tolist() for row in rows]
-        self._evaluated = {
-            "prompt_ids": [row.prompt_ids.tolist() for row in rows],
-            "completion_ids": [row.tokens.tolist() for row in rows],
-            "logprobs": [row.logprobs.tolist() for row in rows],
-        }
+        self._evaluated = _columns([row.prompt_ids.tolist() for row in rows], rows)
         if not trainer.tools:
             self._evaluated["env_mask"] = self._masks
         return [{**row, "prompt": note.prompt} for row, note in zip(inputs, self._notes, strict=True)]
 
     @property
     def rewards(self) -> list[list[float]]:
-        """By row that TRL works on, then by reward function; empty where TRL asks the functions itself."""
+        """Rewards of each row, one per reward function; empty if TRL calls the functions itself."""
         return [note.rewards for note in self._notes if note.rewards]
 
     def tool_rows(self, completion_ids: list[list[int]], logprobs: list[list[float]]) -> tuple[Any, ...]:
-        """What TRL's own loop over tools would return, had it generated these rows."""
+        """Return the tuple that TRL's own ``_tool_call_loop`` would return for these rows."""
         return (
             self._masks,
             [note.messages for note in self._notes],
@@ -254,14 +244,14 @@ class Rollout:
         )
 
     def put_advantages(self, trainer: Any, output: dict[str, Any]) -> None:
-        """With a quorum, those of the batch that TRL has just scored, into what its loss gets."""
+        """Overwrite TRL's advantages in ``output`` with april's if there is a quorum."""
         batch = self._last_batch
         if batch is not None and self.config.delivers_parts:
             put_advantages(trainer, batch, output)
             self._warned = self._warned or warn_of_other_rewards(trainer, batch)
 
     def _evaluate(self, prompts: list[Any], trainer: Any) -> dict[str, list[Any]]:
-        """Rollouts of the present weights for the rows that were asked, in their order; training loses nothing."""
+        """Generate an evaluation response for each row with the current weights; training rollouts are not affected."""
         scheduler = self._open(trainer)
         self._give_weights(trainer)
         ids, shown, _ = trainer._tokenize_prompts(prompts)
@@ -271,11 +261,7 @@ class Rollout:
             asked = evaluated(trainer, asked, [[] for _ in ids] if shown is None else shown)
         rounds = scheduler.evaluate(asked, seed=trainer.args.seed).responses
         rounds = rounds[first : first + len(ids)]
-        return {
-            "prompt_ids": [list(row) for row in ids],
-            "completion_ids": [responses[0].tokens.tolist() for responses in rounds],
-            "logprobs": [responses[0].logprobs.tolist() for responses in rounds],
-        }
+        return _columns([list(row) for row in ids], [responses[0] for responses in rounds])
 
     # ---------------------------------------------------------------- engines and weights
 
@@ -297,20 +283,17 @@ class Rollout:
             **({} if column_of(trainer.train_dataset) is None else {"processor": trainer.processing_class}),
         )
         if self._saved is not None:
-            try:
-                # the saved version is that of these weights, those of a batch that was half trained then included
+            with closing_on_error(scheduler.close):
+                # the saved version already counts the optimizer steps of a half-trained batch
                 route = self._route(trainer, scheduler)
                 self._written = route.get("path")
                 scheduler.load_state_dict(self._saved, **route)
-            except BaseException:
-                scheduler.close()
-                raise
             self._weights_of = trainer.state.global_step
         self.scheduler = scheduler
         return scheduler
 
     def _functions(self, trainer: Any) -> dict[str, Any]:
-        """The rollout function, if there are tools, and rewards: for baselines of single responses, or for a filter."""
+        """Return the scheduler's reward (always 0 if TRL alone scores) and, for tools, its rollout function."""
         tools, found = self._tools, {}
         if tools is not None:
             found["rollout"] = tools.rollout
@@ -324,7 +307,7 @@ class Rollout:
         return {**found, "reward": _scored_by_trl}
 
     def _give_weights(self, trainer: Any) -> None:
-        """The engines have the trainer's present weights; the batches delivered before are trained on."""
+        """Update the engines if the trainer has new weights; all batches delivered so far then count as trained."""
         step = trainer.state.global_step
         if step == self._weights_of or self.scheduler is None:
             return
@@ -341,7 +324,10 @@ class Rollout:
         return None if self._last_batch is None else self._last_batch.id
 
     def _route(self, trainer: Any, scheduler: Any) -> dict[str, Any]:
-        """The way in which servers get the trainer's present weights; empty: the model is read in place."""
+        """Return the arguments of ``weight_update`` for the current weights; writes them if servers read files.
+
+        There are none for the embedded engine, which reads the model in place.
+        """
         if self._embedded:
             return {}
         directory = self._weights_dir
@@ -356,7 +342,7 @@ class Rollout:
         return {"path": str(path)}
 
     def close(self) -> None:
-        """End the engines; the next training begins anew, or from a checkpoint."""
+        """Close the scheduler and its engines; a later training starts fresh or from a checkpoint."""
         self.__exit__(None, None, None)
 
     def __enter__(self) -> Self:
@@ -365,13 +351,13 @@ class Rollout:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """:meth:`close`; after an error, on the other ranks, too."""
+        """Close the scheduler; after an error, end the schedulers of the other ranks too."""
         scheduler, self.scheduler = self.scheduler, None
         self._forget()
         if scheduler is None:
             return
         try:
-            if self._is_main:  # which has the scheduler, and may have closed it before another rank asks
+            if self._is_main:  # rank 0 may close the scheduler before another rank could ask
                 self.ledger = scheduler.ledger()
         finally:
             scheduler.__exit__(kind, error, trace)
@@ -379,21 +365,18 @@ class Rollout:
     # ---------------------------------------------------------------- checkpoints
 
     def save(self, trainer: Any, folder: Path) -> None:
-        """april's state into the trainer's checkpoint; with it the rest of a generation batch that is half trained."""
+        """Write april's state, and the rest of a half-trained generation batch, into the trainer's checkpoint."""
         scheduler, tools = self._open(trainer), self._tools
 
         def state() -> dict[str, Any]:
             rollouts = scheduler.state_dict(trained_through=self._trained)
-            # behind it: what is finished in it has its note by now
+            # after state_dict: every finished sample in that state has its note
             return {"rollouts": rollouts, "notes": None if tools is None else tools.state()}
 
         checkpoint.write(folder, trainer, state)
 
     def load(self, trainer: Any, folder: Path) -> None:
-        """Go on from a checkpoint: now the batch that was half trained, at the next generation everything else.
-
-        Raises CheckpointError as :func:`.checkpoint.read`.
-        """
+        """Restore a half-trained batch now and april's state at the next generation. Raises CheckpointError."""
         saved = checkpoint.read(folder, trainer)
         notes = saved.get("notes")
         check_notes(notes, self._tools)
@@ -402,16 +385,29 @@ class Rollout:
         self._saved = saved["rollouts"]
 
 
+def _columns(prompt_ids: list[list[int]], rows: Sequence[Any]) -> dict[str, list[Any]]:
+    """Return the columns that TRL expects from a ``rollout_func``."""
+    return {
+        "prompt_ids": prompt_ids,
+        "completion_ids": [row.tokens.tolist() for row in rows],
+        "logprobs": [row.logprobs.tolist() for row in rows],
+    }
+
+
+rollout = Rollout
+"""Alias of :class:`Rollout`, for ``AprilGRPOTrainer(rollout_func=rollout(...))``."""
+
+
 async def _scored_by_trl(prompt: Any, response: Any) -> float:
     return 0.0
 
 
 def april_trainer(base: Any) -> Any:
-    """A subclass of ``base``, a GRPOTrainer or a subclass of yours, that trains on april's rollouts; or ConfigError."""
+    """Return a subclass of ``base``, a GRPOTrainer, that trains on april's rollouts. ConfigError if it does not fit."""
     require_seams("trl", TESTED_VERSION, SEAMS, base)
 
     class AprilTrainer(base):  # type: ignore[misc]
-        """Takes ``rollout_func=april.adapters.trl.rollout(...)``; everything else is as in its base."""
+        """The base trainer with april's rollouts, given as ``rollout_func=april.adapters.trl.rollout(...)``."""
 
         trains_with_april = True
         environment_factories: Any
@@ -423,8 +419,8 @@ def april_trainer(base: Any) -> Any:
             self.rollout_func.attach(self)
 
         def train(self, *args: Any, **kwargs: Any) -> Any:
-            self.rollout_func.close()  # an evaluation may have opened it
-            # the rest of a generation batch in which an earlier training ended; a checkpoint brings its own
+            self.rollout_func.close()  # an earlier evaluation may have opened a scheduler
+            # drop the rest of an earlier training's last generation batch; a checkpoint restores its own
             self._step, self._buffered_inputs = 0, None
             with self.rollout_func:
                 return super().train(*args, **kwargs)
@@ -434,12 +430,12 @@ def april_trainer(base: Any) -> Any:
             rows = rollouts.next_rows(self, len(inputs)) if training else rollouts.rows_to_evaluate(self, inputs)
             factories = self.environment_factories
             try:
-                self.environment_factories = None  # they have played their part, and TRL would reset them
+                self.environment_factories = None  # TRL would reset environments that april has used
                 output = super()._generate_and_score_completions(rows)
             finally:
                 self.environment_factories = factories
             if training:
-                # without these TRL sets the importance ratio to 1, which is wrong for tokens of older weights
+                # without this TRL assumes an importance ratio of 1, which is wrong for tokens of older weights
                 output["old_per_token_logps"] = output["sampling_per_token_logps"]
                 rollouts.put_advantages(self, output)
             return output  # type: ignore[no-any-return]
@@ -458,7 +454,7 @@ def april_trainer(base: Any) -> Any:
 
         def _save_checkpoint(self, model: Any, trial: Any) -> None:
             folder = Path(self._get_output_dir(trial=trial)) / f"checkpoint-{self.state.global_step}"
-            self.rollout_func.save(self, folder)  # first: a checkpoint that is complete for TRL has april's state
+            self.rollout_func.save(self, folder)  # first, so that each complete checkpoint has april's state
             super()._save_checkpoint(model, trial)
 
         def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:

@@ -1,7 +1,7 @@
-"""The advantage estimator ``april_grpo`` in verl: each sample against the first finishers of its group.
+"""Registers ``april_grpo`` in verl, an advantage estimator that compares a sample with its group's first finishers.
 
-verl's estimators are given the rows of one batch, and their column ``uid`` to group them by. So the sampler writes the
-name of its rollout there for each row, and leaves the advantages here by that name. Both run in verl's driver.
+verl gives estimators the rows of one batch only, with the column ``uid``. april's sampler therefore computes advantages
+itself, stores them here by rollout name, and writes that name into ``uid``. Both run in verl's driver process.
 """
 
 from __future__ import annotations
@@ -12,24 +12,24 @@ from typing import Any
 import torch
 from verl.trainer.ppo.core_algos import register_adv_est
 
+from april.adapters.verl.rollouts import Delivery
 from april.adapters.verl.settings import ESTIMATOR
 from april.corrections.advantages import Method, group_advantages
 from april.errors import RolloutError
-from april.processes.coordinator.messages import Delivery
 
 PADDING = "pad"
-"""With this begins the uid of rows that verl adds; their tokens have no loss."""
+"""Prefix of the uid of padding rows that verl adds; their tokens have no loss."""
 _given: dict[str, float] = {}
-"""Advantages of the batch that verl was handed last."""
+"""Advantages of the last delivered batch, by rollout name."""
 
 
 def name_of(uid: str, rollout: int) -> str:
-    """Return how a rollout of a prompt begins its keys in verl's queue."""
+    """Return the name of a rollout, which is the prefix of its keys in verl's queue."""
     return f"{uid}_{rollout}"
 
 
 def leave(delivery: Delivery, *, scaled: bool) -> None:
-    """Leave advantages for verl's next call of :func:`april_grpo`; ``scaled``: by the deviation, as in GRPO."""
+    """Store advantages for the next call of :func:`april_grpo`; ``scaled`` divides by the deviation, as GRPO does."""
     method: Method = "grpo" if scaled else "dr_grpo"
     values = group_advantages(delivery.rewards, delivery.baseline_rewards, method, ddof=1)
     _given.clear()
@@ -40,9 +40,9 @@ def leave(delivery: Delivery, *, scaled: bool) -> None:
 def april_grpo(
     token_level_rewards: torch.Tensor, response_mask: torch.Tensor, index: Sequence[str], **_: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Advantages and returns, float [B, T] each: april's advantage of the row, on its tokens with loss.
+    """Return advantages and returns, float [B, T] each: a row's stored advantage on each of its tokens with loss.
 
-    Raises RolloutError for a row that is not of the batch that april has handed over.
+    Raises RolloutError for a row that does not belong to the last delivered batch.
     """
     unknown = [name for name in index if name not in _given and not name.startswith(PADDING)]
     if unknown:

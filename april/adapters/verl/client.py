@@ -1,149 +1,155 @@
-"""verl's client and agent-loop worker, with the coordinator behind them; runs in verl's worker processes.
+"""Subclasses of verl's client and agent-loop worker that call april's scheduler. They run in verl's worker processes.
 
-Validation is verl's own, unchanged: it has no session.
+Validation does not go through april.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
+import ray
 import transfer_queue as tq
 from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopWorkerTQ
+from verl.utils import tensordict_utils as tu
+from verl.utils.rollout_trace import rollout_trace_op
 from verl.utils.tokenizer import get_processor_token_id
 from verl.workers.rollout.llm_server import FullyAsyncLLMServerClient, LLMServerClient
 from verl.workers.rollout.replica import TokenOutput
 
-from april.adapters.verl.outputs import fields_of, result_of
+from april.adapters.verl import calls  # as a module: Ray cannot pickle a context variable with the class
+from april.adapters.verl.calls import Asked, Calls, Done, Message, Session, fields_of
 from april.adapters.verl.settings import UNBANNED
 from april.beside import in_thread
 from april.core.attachments import Placed
-from april.core.tape import Int32
-from april.processes.coordinator import calls
-from april.processes.coordinator.media import KINDS, placed_media
-from april.processes.coordinator.messages import Result
 from april.seams import plain_class
+from april.trainer_media import KINDS, placed_media
+
+MEDIA = (*(f"{kind}_data" for kind in KINDS), "mm_processor_output")
+"""Arguments of verl's client that are sent as Ray references, so that the trainer's process never loads them."""
 
 
-class Remote:
-    """An actor whose methods are called like those of an object: each returns something to be awaited."""
+def limit_of(sampling: Mapping[str, Any]) -> str:
+    """Return the key of the token limit in verl's sampling parameters."""
+    return next((k for k in ("max_tokens", "max_new_tokens") if sampling.get(k) is not None), "max_tokens")
 
-    def __init__(self, actor: Any) -> None:
-        self._actor = actor
 
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):
-            raise AttributeError(name)
-        return getattr(self._actor, name).remote
+async def ask_servers(client: LLMServerClient, asked: Asked, token_ids: list[int], max_tokens: int) -> Any:
+    """Send one request through verl's own ``client`` and return its TokenOutput."""
+    sampling = {**asked.options, limit_of(asked.options): max_tokens}
+    return await LLMServerClient.generate(
+        client, asked.request_id, prompt_ids=token_ids, sampling_params=sampling, **asked.media
+    )
 
 
 class Client(FullyAsyncLLMServerClient):  # type: ignore[misc]
-    """Asks the coordinator before every request, and tells it what came."""
+    """verl's client, except that agent loops run by april get their responses from april's scheduler."""
 
-    coordinator: Any
     max_tokens: int
-    overruns: bool
     stands: Mapping[str, int]
-    """Ids that stand for images and videos, by kind; the worker that has the model's processor says them."""
+    """Placeholder token ids by kind (image, video), from the model's processor."""
 
     @classmethod
-    def around(cls, client: Any, coordinator: Any, max_tokens: int, *, overruns: bool) -> Client:
-        """verl's client with the ``coordinator`` (an actor) behind it.
-
-        ``max_tokens``: of a call that names no limit. ``overruns``: servers go beyond the limits that they are given.
-        """
+    def around(cls, client: Any, max_tokens: int) -> Client:
+        """Make a copy of verl's client; ``max_tokens`` is the limit of calls that set none."""
         new = cls.__new__(cls)
         new.__dict__.update(client.__dict__)
         new.__dict__.setdefault("_only_hybrid", False)
-        new.coordinator, new.max_tokens, new.overruns, new.stands = coordinator, max_tokens, overruns, {}
+        new.max_tokens, new.stands = max_tokens, {}
         return new
 
+    @rollout_trace_op  # type: ignore[untyped-decorator]
     async def generate(  # type: ignore[no-untyped-def]
         self, request_id, *, prompt_ids: list[int], sampling_params: dict[str, Any], **kwargs: Any
     ) -> Any:
-        """verl's TokenOutput, from however many requests; its ``extra_fields`` have the oldest and newest weights."""
+        """Return a complete response as TokenOutput; ``extra_fields`` has the oldest and the newest weight version."""
         session = calls.CURRENT.get()
         if session is None:
-            return await super().generate(
-                request_id, prompt_ids=prompt_ids, sampling_params=sampling_params, **kwargs
-            )
-        limit = next((k for k in ("max_tokens", "max_new_tokens") if sampling_params.get(k) is not None), "max_tokens")
-        outputs: list[Any] = []
-
-        async def send(token_ids: Int32, max_tokens: int) -> Result:
-            output = await LLMServerClient.generate(
-                self, request_id, prompt_ids=token_ids.tolist(), sampling_params={**sampling_params, limit: max_tokens},
-                **dict(kwargs),
-            )  # fmt: skip
-            outputs.append(output)
-            return result_of(len(token_ids), output, max_tokens if self.overruns else None, sampling_params)
-
+            return await super().generate(request_id, prompt_ids=prompt_ids, sampling_params=sampling_params, **kwargs)
         media = {kind: kwargs.get(f"{kind}_data") for kind in KINDS}
         attached: tuple[Placed, ...] = ()
         if any(media.values()):
             attached = await in_thread(placed_media, prompt_ids, media, self.stands)
-        done = await calls.generate(
-            session, send, list(prompt_ids), int(sampling_params.get(limit) or self.max_tokens),
-            float(sampling_params.get("temperature", 1.0)), attached=attached,
-            banned_ids=tuple(sorted(set(self.stands.values()))),
+        sampling = {
+            "max_tokens": int(sampling_params.get(limit_of(sampling_params)) or self.max_tokens),
+            "temperature": float(sampling_params.get("temperature", 1.0)),
+            "stop_token_ids": tuple(sampling_params.get("stop_token_ids") or ()),
+            "banned_ids": tuple(sorted(set(self.stands.values()))),
+        }  # fmt: skip
+        done = await session.generate(
+            Asked(
+                token_ids=np.asarray(prompt_ids, np.int32), sampling=sampling, options=sampling_params,
+                request_id=request_id, attached=attached,
+                media={k: ray.put(v) if k in MEDIA and v is not None else v for k, v in kwargs.items()},
+            )
         )  # fmt: skip
-        return TokenOutput(**fields_of(done, outputs))
+        return TokenOutput(**fields_of(done, session.spans))
 
 
 NEVER = -100.0
-"""The bias of a token that is not to be generated."""
+"""Logit bias of a token that must not be generated."""
 
 
 def stands_of(processor: Any) -> dict[str, int]:
-    """Ids that stand for what is no token, by kind, where the model's processor has some."""
+    """Return the placeholder token ids that the model's processor defines, by kind; empty without a processor."""
     ids = {kind: None if processor is None else get_processor_token_id(processor, kind) for kind in ("image", "video")}
     return {kind: int(found) for kind, found in ids.items() if found is not None}
 
 
 def worker_class() -> Any:
-    """verl's agent-loop worker, by april's rules.
+    """Make the class of april's agent-loop worker.
 
-    A class of its own each time: Ray sends an actor class with what it inherits, and verl's cannot be found by its
-    name, so all of it has to go by value.
+    It is a new class on each call so that Ray pickles it by value: its base, verl's class, cannot be found by name.
     """
     base = plain_class(AgentLoopWorkerTQ)
 
     class AgentLoopWorker(base):  # type: ignore[valid-type, misc]
-        """Starts the agent loops of a prompt one by one, as the coordinator says, and again where it says so."""
+        """Worker that starts an agent loop of training when april's scheduler starts its sample."""
+
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            self._april = Calls()
+
+        async def april_begin(self, row: Any, number: int, uid: str, index: int, stored: Sequence[str]) -> None:
+            self._april.begin(number, uid, index, stored)
+            tu.assign_non_tensor_data(row, "april_session", number)
+            await self.generate_sequences(row)
+
+        async def april_messages(self) -> list[Message]:
+            return await self._april.messages()
+
+        async def april_answer(self, answers: Sequence[tuple[int, Done | str | None]]) -> None:
+            self._april.answer(answers)
+
+        async def april_validate(self, rows: Any) -> None:
+            """Run verl's own validation of these prompts and wait until it is finished."""
+            before = set(self.background_tasks)
+            await self.generate_sequences(rows)
+            await asyncio.gather(*(self.background_tasks - before))
 
         async def _run_prompt(
             self, prompt: dict[str, Any], sampling_params: dict[str, Any], trajectory: dict[str, Any],
             trace: bool = False,
         ) -> None:  # fmt: skip
-            coordinator, uid = Remote(self.llm_client.coordinator), prompt["uid"]
             if trajectory["validate"]:
-                try:
-                    await super()._run_prompt(prompt, sampling_params, trajectory, trace)
-                finally:
-                    await coordinator.validated(uid)
+                await super()._run_prompt(prompt, sampling_params, trajectory, trace)
                 return
-
             self.llm_client.stands = stands = stands_of(self.processor)
             sampling = dict(sampling_params)
             if stands and self.rollout_config.name in UNBANNED:
                 sampling["logit_bias"] = dict.fromkeys(map(str, stands.values()), NEVER)
 
-            async def agent_loop(session: calls.Session) -> None:
+            async def agent_loop(session: Session) -> None:
                 await self._run_agent_loop(
-                    dict(sampling), trajectory=trajectory, trace=trace, session_id=session.index, **prompt
+                    sampling, trajectory=trajectory, trace=trace, session_id=session.index, **prompt
                 )
 
-            async def forget(keys: list[str]) -> None:
-                await tq.async_kv_clear(keys=keys, partition_id="train")
+            async def forget(keys: Sequence[str]) -> None:
+                await tq.async_kv_clear(keys=list(keys), partition_id="train")
 
-            await asyncio.gather(
-                *(calls.run_sample(coordinator, uid, i, agent_loop, forget) for i in range(self.rollout_config.n))
-            )
-            if await coordinator.closed(uid):
-                # no sibling can store anything any more; some may have, before a restart
-                labels = (await tq.async_kv_list("train") or {}).get("train", {})
-                await forget([key for key in labels if key.split("_")[0] == uid])
+            await self._april.run(prompt.pop("april_session"), agent_loop, forget)
 
         async def _agent_loop_postprocess(self, output: Any, validate: bool, **kwargs: Any) -> None:
             session = None if validate else calls.CURRENT.get()

@@ -1,13 +1,14 @@
-"""What runs in verl's driver: sampler and callback, which hand over april's batches and save its state, and manager."""
+"""Subclasses of verl's sampler, checkpoint callback and agent-loop manager, which run in verl's driver process."""
 
 from __future__ import annotations
 
-import itertools
 import logging
 import os
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import ray
@@ -20,26 +21,28 @@ from verl.trainer.ppo.v1.replay_buffer import ReplayBufferAsync
 from verl.utils import tensordict_utils as tu
 from verl.utils.checkpoint.checkpoint_manager import find_latest_ckpt_path
 
+from april.adapters.shared import refuse, require_count
 from april.adapters.verl.advantages import leave, name_of
-from april.adapters.verl.client import Client, worker_class
-from april.adapters.verl.settings import SERVERS, settings_of
-from april.core.settings import EngineLimits
+from april.adapters.verl.client import Client, ask_servers, worker_class
+from april.adapters.verl.rollouts import STATE_FILE, Delivery, Rollouts, servers_of
+from april.adapters.verl.settings import settings_of
+from april.beside import in_thread
 from april.errors import CheckpointError, ConfigError
-from april.processes.coordinator.coordinator import Coordinator
-from april.processes.coordinator.messages import Delivery
-from april.processes.coordinator.run import STATE_FILE, Run
+from april.scheduler import RolloutScheduler
 
 log = logging.getLogger("april")
 
-WAITERS = 1_000_000
-"""Agent loops that may wait at the coordinator at the same time; each is one pending call."""
+AGENT_LOOPS = 1_000_000
+"""Maximum number of concurrent calls to a worker: one for each validation and a few for training."""
 
 
 class Sampler(ReplayBufferAsync):  # type: ignore[misc]
-    """Asks the coordinator for a batch instead of looking at the queue again and again."""
+    """verl's sampler, except that training batches come from april's scheduler, without polling verl's queue."""
 
     present: Sampler | None = None
-    """That of this process; verl has one trainer per process."""
+    """The only sampler of this process, since verl has one trainer per process."""
+    rollouts: Rollouts
+    scheduler: RolloutScheduler | None = None
 
     def __init__(self, **kwargs: Any) -> None:
         trainer = getattr(kwargs.get("refill_fn"), "__self__", None)
@@ -48,89 +51,88 @@ class Sampler(ReplayBufferAsync):  # type: ignore[misc]
         self.trainer = trainer
         self.settings = settings_of(trainer.config)
         super().__init__(**kwargs)
-        self.coordinator: Any = None
-        self.dispatch: Any = None
-        self.run = Run(self, self.settings.config.rollout_batch_size)
+        self.validations: list[tuple[list[str], list[Any]]] = []
+        """Uids of each running validation's prompts, with the pending calls to the workers."""
         Sampler.present = self
 
-    def open(self, dispatch: Any) -> Any:
-        """Start the coordinator; its actor. ``dispatch`` takes rows to agent-loop workers."""
+    def open(self, llm_client: Any, workers: Sequence[Any]) -> None:
+        """Create april's scheduler on verl's servers and agent-loop workers."""
         settings, tokenizer = self.settings, self.trainer.tokenizer
         ends = {getattr(tokenizer, "eos_token_id", None), *_generation_ends(self.trainer.config)} - {None}
-        eos = tuple(sorted(map(int, ends)))
-        extras = settings.core.extras
-        limits = EngineLimits(SERVERS, settings.context, settings.places, eos, "temperature", extras=extras)
-        actor = ray.remote(num_cpus=0, max_concurrency=WAITERS)(Coordinator)
-        name = f"algorithm.filter_groups.metric={settings.filter_metric}"
-        self.coordinator = actor.remote(settings.core, limits, name, check=settings.check)
-        self.dispatch = dispatch
-        return self.coordinator
+        send = partial(ask_servers, llm_client)
+        servers = servers_of(settings, send, self._end_all, sorted(map(int, ends)))
+        self.rollouts = Rollouts(settings, servers, self.refill_fn, [_calls_of(worker) for worker in workers])
+        self.scheduler = RolloutScheduler(settings.config, **self.rollouts.parts)
+
+    async def _end_all(self) -> None:
+        """End all requests at verl's servers, and reject those in transit if a server can."""
+        await in_thread(self.trainer.checkpoint_manager.abort_replicas, reject_request=True)
 
     # ---------------------------------------------------------------- what verl calls
 
     def sample(self, global_steps: int, partition_id: str, batch_size: int) -> tuple[Any, dict[str, Any]]:
-        """The next batch: its keys in verl's queue, and metrics. Weights are called by the step they were made in."""
-        if self.coordinator is None:
+        """Return the keys of the next batch in verl's queue, and metrics."""
+        if self.scheduler is None:
             raise ConfigError(
                 "actor_rollout_ref.rollout.agent.agent_loop_manager_class is not april's; leave it to +april=verl"
             )
         if partition_id != "train":
-            uids = set(self.ask("validation", batch_size))
+            uids, answers = self.validations.pop(0)
+            ray.get(answers)
             return self._batch_of(partition_id, lambda key: key.split("_")[0] in uids, uids), {}
         before = time.monotonic()
-        delivery = self.run.next_batch(global_steps - 1, batch_size)
+        require_count(batch_size, self.settings.config.rollout_batch_size)
+        self.rollouts.deliveries.follow(self.scheduler, global_steps - 1)
+        delivery = self.rollouts.delivered(self.scheduler.next_batch(), self.scheduler)
         names = {name_of(*rollout) for rollout in delivery.rollouts}
-        batch = self._batch_of(partition_id, lambda key: _name_of(key) in names, delivery.settled)
+        batch = self._batch_of(partition_id, lambda key: _name_of(key) in names, delivery.settled, delivery.held)
         self._mask(batch, delivery)
         if self.settings.scaled is not None:
             leave(delivery, scaled=self.settings.scaled)
             rows = tu.list_of_dict_to_tensordict([{"uid": _name_of(key)} for key in batch.keys])
             tq.kv_batch_put(keys=batch.keys, partition_id=partition_id, fields=rows)
         metrics = {f"april/{name}": value for name, value in delivery.metrics.items()}
-        metrics |= {f"april/dropped_{reason}": float(count) for reason, count in self.run.dropped.items()}
         metrics["april/sample_s"] = time.monotonic() - before
         return batch, metrics
 
-    def _batch_of(self, partition_id: str, wanted: Callable[[str], bool], settled: Collection[str]) -> Any:
-        """Look once at the queue's labels, for keys and tags; then prompts that are ``settled`` leave it."""
+    def _batch_of(
+        self, partition_id: str, wanted: Callable[[str], bool], settled: Collection[str],
+        held: Collection[str] | None = None,
+    ) -> Any:  # fmt: skip
+        """Return the ``wanted`` trajectories of verl's queue. Remove ``settled`` prompts from it and, if ``held`` is
+        given, the other trajectories of prompts that are not held."""
         labels = (tq.kv_list(partition_id) or {}).get(partition_id, {})
         rows = {k: t for k, t in labels.items() if not t.get("is_prompt", False) and wanted(k)}
-        if settled:
-            tq.kv_clear(partition_id=partition_id, keys=list(settled))
+        gone = [*settled, *([] if held is None else [key for key in _not_of(held, labels) if key not in rows])]
+        if gone:
+            tq.kv_clear(partition_id=partition_id, keys=gone)
         return KVBatchMeta(partition_id=partition_id, keys=list(rows), tags=list(rows.values()))
 
     def _mask(self, batch: Any, delivery: Delivery) -> None:
-        """Take the loss off tokens that are too old."""
+        """Apply april's loss masks to the rows in verl's queue."""
         keys, fields = [], []
         for (uid, index), mask in delivery.masked.items():
             for key in (k for k in batch.keys if k.startswith(f"{uid}_{index}_")):
-                data = tq.kv_batch_get(keys=[key], partition_id="train", select_fields=["prompts", "response_mask"])
-                start, response = len(data["prompts"][0]), data["response_mask"][0]
-                kept = torch.zeros_like(response)  # what an agent loop added after its last call carries no loss
-                part = torch.as_tensor(mask[start : start + len(response)], dtype=response.dtype)
+                data = tq.kv_batch_get(keys=[key], partition_id="train", select_fields=["response_mask"])
+                response = data["response_mask"][0]
+                kept = torch.zeros_like(response)  # tokens that the agent loop added after its last call have no loss
+                part = torch.as_tensor(mask[: len(response)], dtype=response.dtype)
                 kept[: len(part)] = response[: len(part)] * part
                 keys.append(key)
                 fields.append({"response_mask": kept, "loss_mask": kept})
         if keys:
             tq.kv_batch_put(keys=keys, partition_id="train", fields=tu.list_of_dict_to_tensordict(fields))
 
-    # ---------------------------------------------------------------- for the run
 
-    def ask(self, method: str, *args: Any) -> Any:
-        """Call the coordinator; blocks this thread without looking again and again."""
-        return ray.get(getattr(self.coordinator, method).remote(*args))
-
-    def fetch(self, count: int) -> None:
-        """verl draws from its data loader and submits, which comes back to our manager."""
-        self.refill_fn(count)
-
-    def abort(self) -> None:
-        """End every request at every server; those on their way there are turned away where verl's server can."""
-        self.trainer.checkpoint_manager.abort_replicas(reject_request=True)
+def _calls_of(actor: Any) -> Any:
+    """Return the remote methods of a worker's Ray actor, under the names of :class:`.calls.Calls`."""
+    return SimpleNamespace(
+        begin=actor.april_begin.remote, messages=actor.april_messages.remote, answer=actor.april_answer.remote
+    )
 
 
 def _generation_ends(config: Any) -> set[Any]:
-    """Tokens that end a response by the model's own generation configuration, beside the tokenizer's."""
+    """Return the end-of-sequence tokens in the model's generation configuration; empty if it has none."""
     from transformers import GenerationConfig
 
     try:
@@ -141,112 +143,99 @@ def _generation_ends(config: Any) -> set[Any]:
 
 
 class Checkpoints(CheckpointCallback):  # type: ignore[misc]
-    """Saves april's state into verl's checkpoint. A callback of yours: subclass this one, and call its method."""
+    """Saves april's state into verl's checkpoint. A custom callback must subclass it and call ``super().on_save``."""
 
     def on_save(
         self, trainer: Any, global_step: int, checkpoint_dir: str, async_save: bool = False, **kwargs: Any
     ) -> None:
-        """Called by verl when its own files are written, before the weights change."""
-        if Sampler.present is not None and Sampler.present.coordinator is not None:
-            Sampler.present.run.save(Path(checkpoint_dir))
+        """Save april's state. verl calls this once its own files are written, before the weights change."""
+        if (sampler := Sampler.present) is not None and sampler.scheduler is not None:
+            sampler.rollouts.save(Path(checkpoint_dir), sampler.scheduler)
 
 
 HELD = "held_by_april"
-"""Status of a prompt that april goes on with by itself: verl starts only pending and running ones anew."""
+"""Status in verl's queue of prompts that april continues; verl would restart pending and running ones itself."""
 UNKNOWN = ("__rollout_n__", "__do_sample__")
-"""Columns by which a prompt asks for samples of its own kind."""
+"""Columns by which a prompt asks for another number or kind of samples; april refuses both."""
 
 
 class AgentLoopManager(AgentLoopManagerTQ):  # type: ignore[misc]
-    """Keeps training prompts until the coordinator wants them; validation is verl's own."""
+    """verl's manager of agent loops, except that training prompts go to april; validation stays verl's."""
 
     def __init__(
         self, config: Any, llm_client: Any, teacher_client: Any = None, reward_loop_worker_handles: Any = None
     ) -> None:
         sampler = Sampler.present
-        if sampler is None:
-            raise ConfigError(
-                "trainer.v1.sampler.custom_sampler is not april's, so nobody would ask for batches; leave it to "
-                "+april=verl"
-            )
-        if not isinstance(sampler.trainer.checkpoint_callback, Checkpoints):
-            theirs: CheckpointCallback = sampler.trainer.checkpoint_callback
-            raise ConfigError(
-                f"trainer.checkpoint_callback_class is {type(theirs).__name__}, so checkpoints would lose what is "
-                "unfinished; let it be a subclass of april.adapters.verl.Checkpoints"
-            )
+        callback: CheckpointCallback = None if sampler is None else sampler.trainer.checkpoint_callback
+        # fmt: off
+        refuse([
+            (sampler is None, "trainer.v1.sampler.custom_sampler is not april's", "nobody would ask for batches",
+             "leave it to +april=verl"),
+            (not isinstance(callback, Checkpoints), f"trainer.checkpoint_callback_class is {type(callback).__name__}",
+             "checkpoints would lose what is unfinished",
+             "let it be a subclass of april.adapters.verl.Checkpoints"),
+        ])
+        # fmt: on
+        assert sampler is not None
         self._sampler = sampler
-        coordinator = sampler.open(self.dispatch)
-        settings = sampler.settings
-        client = Client.around(llm_client, coordinator, settings.max_tokens, overruns=settings.overruns)
+        client = Client.around(llm_client, sampler.settings.max_tokens)
         super().__init__(config, client, teacher_client, reward_loop_worker_handles)
-        self.agent_loop_workers_class = ray.remote(worker_class())
-        self._turn = itertools.count()
+        self.agent_loop_workers_class = ray.remote(max_concurrency=AGENT_LOOPS)(worker_class())
 
     @classmethod
     def create(cls, *args: Any, **kwargs: Any) -> Any:
-        """As verl's; then what a checkpoint holds goes on."""
+        """Create verl's manager and april's scheduler, and resume from a checkpoint if verl has loaded one."""
         manager = super().create(*args, **kwargs)
+        manager._sampler.open(manager.llm_client, manager.agent_loop_workers)
         manager.go_on()
         return manager
 
     def generate_sequences(self, prompts: Any) -> None:
-        """Take prompts from verl; training prompts wait until the coordinator draws them."""
+        """Receive prompts from verl: start their validation, or offer training prompts to april."""
         if tu.get_non_tensor_data(prompts, "validate", False):
-            super().generate_sequences(prompts)
+            workers, uids = self.agent_loop_workers, list(prompts["uid"])
+            chunks = prompts.chunk(len(workers))
+            answers = [w.april_validate.remote(rows) for w, rows in zip(workers, chunks, strict=False)]
+            self._sampler.validations.append((uids, answers))
             return
-        for column in UNKNOWN:
-            if column in prompts:
-                raise ConfigError(
-                    f"the data have a column {column}: with april every prompt has rollout.n samples of one kind; "
-                    "leave the column out"
-                )
-        self._sampler.run.offer(zip(prompts["uid"], prompts.chunk(len(prompts)), strict=True))
-
-    def dispatch(self, rows: Sequence[Any]) -> None:
-        """Send each prompt to one worker, in turn."""
-        workers = self.agent_loop_workers
-        ray.get([workers[next(self._turn) % len(workers)].generate_sequences.remote(row) for row in rows])
+        refuse((column in prompts, f"the data have a column {column}",
+                "with april every prompt has rollout.n samples of one kind", "leave the column out")
+               for column in UNKNOWN)  # fmt: skip
+        rows = map(ray.put, prompts.chunk(len(prompts)))  # stored in Ray once for all samples of a prompt
+        self._sampler.rollouts.prompts.offer(zip(prompts["uid"], rows, strict=True))
 
     # ---------------------------------------------------------------- after a restart
 
     def go_on(self) -> None:
-        """Continue what a checkpoint holds. verl has loaded its queue by now, and not started anything anew."""
-        trainer = self._sampler.trainer
+        """Restore april's state from the loaded checkpoint. verl has loaded its queue but restarted no prompt yet."""
+        trainer, scheduler, rollouts = self._sampler.trainer, self._sampler.scheduler, self._sampler.rollouts
+        assert scheduler is not None
         folder = _checkpoint(trainer)
         labels = (tq.kv_list("train") or {}).get("train", {})
         prompts = [key for key, tag in labels.items() if tag.get("is_prompt", False)]
-        stored: dict[str, list[int]] = {uid: [] for uid in prompts}
-        orphans = []
-        for key, tag in labels.items():
-            if not tag.get("is_prompt", False):
-                uid, index, _ = key.split("_")
-                if uid in stored:
-                    stored[uid].append(int(index))
-                else:
-                    orphans.append(key)
-        if orphans:
-            # of the batch that the saved weights were trained on
-            tq.kv_clear(keys=orphans, partition_id="train")
-        if folder is None:
+        if folder is None or not (folder / STATE_FILE).is_file():
+            # left over from the batch on which the saved weights were trained
+            if orphans := _not_of(prompts, labels):
+                tq.kv_clear(keys=orphans, partition_id="train")
+            if folder is not None:
+                self._adopt(folder, prompts, labels)
             return
-        if not (folder / STATE_FILE).is_file():
-            self._adopt(folder, prompts, labels)
-            return
-        held, dropped = self._sampler.run.restore(folder, stored, self._rows)
-        if held:
-            _label(sorted(held), HELD, trainer.global_steps)
-        # with a quorum, of samples that the saved weights were trained on, too
-        trained = {(uid, i) for uid, there in stored.items() for i in there if i not in held.get(uid, (i,))}
-        if gone := [key for key in labels if key.split("_")[0] in dropped or _rollout_of(key) in trained]:
+        stored: dict[str, dict[int, list[str]]] = {uid: {} for uid in prompts}
+        for key in labels:
+            uid, *rest = key.split("_")
+            if rest and uid in stored:
+                stored[uid].setdefault(int(rest[0]), []).append(key)
+        state, waiting = rollouts.read(folder, stored)
+        scheduler.load_state_dict(state)
+        held = rollouts.restored(scheduler, self._rows, waiting)
+        here = {*held, *waiting}
+        if gone := [*(uid for uid in prompts if uid not in here), *_not_of(held, labels)]:
             tq.kv_clear(keys=gone, partition_id="train")
-        waiting = [uid for uid in prompts if uid not in held and uid not in dropped]
-        self._sampler.run.offer(zip(waiting, self._rows(waiting), strict=True))
-        if waiting:
-            _label(waiting, HELD, trainer.global_steps)
+        if here:
+            _label(sorted(here), HELD, trainer.global_steps)
 
     def _adopt(self, folder: Path, prompts: list[str], labels: dict[str, Any]) -> None:
-        """A checkpoint that was saved without april: its prompts are begun anew, finished ones too."""
+        """Generate all prompts of a checkpoint anew, finished ones too, if it was saved without april."""
         if not prompts:
             return
         log.warning(
@@ -256,23 +245,22 @@ class AgentLoopManager(AgentLoopManagerTQ):  # type: ignore[misc]
         _label(prompts, "pending", self._sampler.trainer.global_steps)
 
     def _rows(self, uids: list[str]) -> Sequence[Any]:
-        """Prompts of verl's queue as they came from its data loader."""
+        """Return the rows of prompts in verl's queue, in the form in which verl's data loader yields them."""
         if not uids:
             return []
         batch = tq.kv_batch_get(keys=uids, partition_id="train")
         tu.assign_non_tensor_data(batch, "global_steps", self._sampler.trainer.global_steps + 1)
-        return list(batch.chunk(len(uids)))
+        return list(map(ray.put, batch.chunk(len(uids))))
 
 
 def _name_of(key: str) -> str:
-    """Keys in verl's queue are uid_rollout_output."""
+    """Return the part ``uid_rollout`` of a key ``uid_rollout_output``."""
     return key.rpartition("_")[0]
 
 
-def _rollout_of(key: str) -> tuple[str, int] | None:
-    """(uid, rollout) of a trajectory's key; None: of a prompt."""
-    uid, *rest = key.split("_")
-    return (uid, int(rest[0])) if rest else None
+def _not_of(prompts: Collection[str], labels: Mapping[str, Any]) -> list[str]:
+    """Return the keys of trajectories that belong to none of these prompts."""
+    return [k for k, tag in labels.items() if not tag.get("is_prompt", False) and k.split("_")[0] not in prompts]
 
 
 def _label(uids: list[str], status: str, step: int) -> None:
@@ -281,7 +269,7 @@ def _label(uids: list[str], status: str, step: int) -> None:
 
 
 def _checkpoint(trainer: Any) -> Path | None:
-    """Return where verl has loaded its checkpoint from, by the rules that it goes by; None: it begins anew."""
+    """Return the folder of the checkpoint that verl has loaded, found by verl's own rules; None if it loaded none."""
     settings = trainer.config.trainer
     if settings.resume_mode == "disable" or not trainer.global_steps:
         return None

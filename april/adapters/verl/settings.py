@@ -1,26 +1,50 @@
-"""verl's configuration as april's; what cannot be right is refused in one sentence, before anything starts."""
+"""Checks that the installed verl fits, and turns verl's configuration into april's."""
 
 from __future__ import annotations
 
-import dataclasses
-import secrets
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from april import seams
+from april.adapters.shared import Refusal, distorting, greedy, mapping_of, misplaced, refuse
 from april.config.settings import Config
-from april.core.settings import CoreSettings
 from april.engines.protocol import ROUTED_EXPERTS
-from april.errors import ConfigError
-from april.processes.coordinator.media import KINDS
 
+TESTED_VERSION = "0.9.1"
+OLDEST, TOO_NEW = (0, 9, 1), (0, 10)
+"""Supported versions, the upper bound excluded: verl 0.9.0 has no checkpoint callback."""
+_V1 = "verl.trainer.ppo.v1"
+SEAMS: dict[str, tuple[str, ...]] = {
+    f"{_V1}.agent_loop_tq:AgentLoopManagerTQ.generate_sequences": ("self", "prompts"),
+    "verl.experimental.agent_loop.agent_loop:AgentLoopManager.__init__": (
+        "self", "config", "llm_client", "teacher_client", "reward_loop_worker_handles",
+    ),
+    f"{_V1}.agent_loop_tq:AgentLoopWorkerTQ.generate_sequences": ("self", "batch"),
+    f"{_V1}.agent_loop_tq:AgentLoopWorkerTQ._run_prompt": ("self", "prompt", "sampling_params", "trajectory", "trace"),
+    f"{_V1}.agent_loop_tq:AgentLoopWorkerTQ._agent_loop_postprocess": ("self", "output", "validate", "kwargs"),
+    f"{_V1}.replay_buffer:ReplayBufferAsync.sample": ("self", "global_steps", "partition_id", "batch_size"),
+    f"{_V1}.trainer_base:PPOTrainer._add_prompts_to_generate": ("self", "num_prompts"),
+    f"{_V1}.trainer_base:PPOTrainer.prepare_step": ("self",),
+    f"{_V1}.trainer_colocate_async:PPOTrainerColocateAsync.on_sample_end": ("self",),
+    "verl.workers.rollout.llm_server:LLMServerClient.generate": (
+        "self", "request_id", "prompt_ids", "sampling_params", "image_data", "video_data", "audio_data",
+        "mm_processor_kwargs", "kwargs",
+    ),
+    "verl.utils.tokenizer:get_processor_token_id": ("processor", "token_name"),
+    "verl.checkpoint_engine.base:CheckpointEngineManager.abort_replicas": ("self", "reject_request"),
+    "verl.trainer.ppo.checkpoint_callback:CheckpointCallback.on_save": (
+        "self", "trainer", "global_step", "checkpoint_dir", "async_save", "kwargs",
+    ),
+}  # fmt: skip
+"""Parameters of verl's functions that april calls, overrides or relies on."""
 OURS = (
     "over_sampling_batch_size", "partial_rollout", "refill", "max_in_flight", "max_staleness", "max_off_policy_share",
     "on_stale", "max_age", "max_resumes", "max_held_tokens", "max_extras_bytes", "max_filtered_groups",
     "max_attempt_failures", "max_failed_groups", "abort_deadline_s", "abort_resend_s", "group_quorum",
     "on_failed_sample", "min_group_size",
 )  # fmt: skip
-"""Settings of april.Config that stand under ``april:``; the others are verl's to decide."""
+"""Settings of april.Config that ``april:`` in verl's configuration may contain."""
 HERE = ("max_in_flight_per_replica", "check")
 DECIDED = {
     "rollout_batch_size": "data.train_batch_size",
@@ -35,47 +59,64 @@ DECIDED = {
     "extras": "actor_rollout_ref.rollout.enable_rollout_routing_replay",
 }
 ESTIMATOR = "april_grpo"
-"""The value of algorithm.adv_estimator that is april's own."""
+"""Value of algorithm.adv_estimator that selects april's own estimator."""
 WITHOUT_GROUPS = ("gae", "reinforce_plus_plus")
-"""The estimators of verl that look at each row alone."""
-SERVERS = "verl"
-"""verl balances the load of its replicas itself, so they are one engine to the core."""
+"""Estimators of verl that compute a row's advantage from that row alone."""
 OVERRUNNING = ("trtllm",)
-"""``rollout.name`` of servers that overwrite the limit of every request by what prompt_length and response_length
-leave: more than is left of a response where the prompt is short, and nothing beyond their sum."""
+"""``rollout.name`` of servers that overwrite a request's token limit by their own, which is prompt_length +
+response_length minus the tokens sent."""
 UNBANNED = ("sglang",)
-"""``rollout.name`` of servers that verl does not keep from generating ids that stand for images, and a bias does."""
+"""``rollout.name`` of servers that generate placeholder ids of images unless a logit bias prevents it."""
 RAY_CALLS = 960
-"""Calls that one Ray actor of verl's takes at the same time, 1,000, less some for aborts and weights."""
+"""Maximum number of concurrent requests to a Ray actor of verl: 1,000 calls, less some for aborts and weights."""
 ABORT_DEADLINE_S = 2.0
-"""Later ends of aborted requests lose nothing (they are taken when they come), so the step need not wait long."""
+"""Seconds to wait for aborted requests. Short, since tokens that arrive later are still used."""
+
+
+def require_verl() -> None:
+    """Raise ConfigError if verl is missing or unsupported, or a function that april needs has other parameters."""
+    seams.import_trainer("verl", "april.adapters.verl needs verl", TESTED_VERSION)
+    version = seams.version_of("verl")
+    numbers = tuple(int(part) if part.isdecimal() else -1 for part in version.split(".")[:3])
+    fitting = f"april.adapters.verl needs verl {TESTED_VERSION} or a later 0.9.x"
+    refuse(
+        [
+            (
+                not OLDEST <= numbers < TOO_NEW,
+                f"verl {version} is installed",
+                fitting,
+                f"pip install verl=={TESTED_VERSION}",
+            )
+        ]
+    )
+    seams.require_seams("verl", TESTED_VERSION, SEAMS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunSettings:
-    """The settings of a run under verl."""
+    """Settings of a run under verl: april's configuration and what else its adapter needs to know."""
 
     config: Config
-    core: CoreSettings
+    has_reward: bool
+    """True if a sample's reward is known as soon as its agent loop has ended."""
     context: int
-    """Most tokens of a conversation."""
+    """Maximum length of a conversation, in tokens."""
     max_tokens: int
-    """Most tokens of a call that names no limit itself."""
+    """Maximum number of new tokens for a call that sets no limit itself."""
     filter_metric: str | None
     check: bool
     scaled: bool | None
-    """True if april's advantages are divided by the standard deviation; None: verl makes its own."""
+    """True if april's advantages are divided by the standard deviation; None if verl computes advantages."""
     overruns: bool
-    """Servers generate beyond the limit of a request."""
+    """True if servers may generate more tokens than a request allows."""
     places: int
-    """Most samples in flight at all servers together."""
+    """Maximum number of requests in flight, over all servers."""
 
 
 def settings_of(config: Any) -> RunSettings:
-    """Read verl's whole configuration (an OmegaConf container, or mappings of the same shape); raises ConfigError."""
-    for sentence in objections(config):
-        raise ConfigError(sentence)
-    own = plain(config, "april")
+    """Read verl's whole configuration, an OmegaConf container or nested mappings. ConfigError if april does not fit."""
+    own = mapping_of(select(config, "april"), "april")
+    refuse(refusals(config, own))
     rollout = "actor_rollout_ref.rollout"
     n, samples = select(config, "data.train_batch_size"), select(config, f"{rollout}.n")
     length = int(select(config, f"{rollout}.response_length", select(config, "data.max_response_length")))
@@ -83,32 +124,30 @@ def settings_of(config: Any) -> RunSettings:
     values = {name: own[name] for name in OURS if own.get(name) is not None}
     partial = values.get("partial_rollout", True)
     values.setdefault("over_sampling_batch_size", 2 * n if partial else n)
-    april = Config(
-        rollout_batch_size=n,
-        n_samples_per_prompt=samples,
-        max_response_len=length,
-        sampling={"temperature": select(config, f"{rollout}.temperature", 1.0)},
-        extras=(ROUTED_EXPERTS,) if select(config, f"{rollout}.enable_rollout_routing_replay", False) else (),
-        **{"abort_deadline_s": ABORT_DEADLINE_S, **values},
-    )
-    per_replica = own.get("max_in_flight_per_replica") or select(config, f"{rollout}.max_num_seqs", 256)
-    cap = min(int(per_replica), RAY_CALLS) * replicas(config)
     overruns = select(config, f"{rollout}.name") in OVERRUNNING
     context = int(select(config, f"{rollout}.max_model_len") or prompt + length)
     if overruns:
         context = min(context, prompt + length)
-    metric = _filter_metric(config)
-    core = april.core_settings(
-        has_reward=not _scored_later(config), group_reward=False, has_filter=metric is not None,
-        run_id=secrets.randbits(64), attachments=KINDS,
-    )  # fmt: skip
-    core = dataclasses.replace(core, max_response_len=context, max_in_flight=min(core.max_in_flight, cap))
+    april = Config(
+        rollout_batch_size=n,
+        n_samples_per_prompt=samples,
+        max_response_len=context - 1,  # calls have their own limits
+        max_chains=1,  # verl has one row per sample
+        sampling={"temperature": select(config, f"{rollout}.temperature", 1.0)},
+        extras=(ROUTED_EXPERTS,) if select(config, f"{rollout}.enable_rollout_routing_replay", False) else (),
+        # verl's agent loops have no time limit, and its servers do not stream
+        function_timeout_s=None,
+        stall_timeout_s=None,
+        **{"abort_deadline_s": ABORT_DEADLINE_S, **values},
+    )
+    per_replica = own.get("max_in_flight_per_replica") or select(config, f"{rollout}.max_num_seqs", 256)
+    cap = min(int(per_replica), RAY_CALLS) * replicas(config)
     return RunSettings(
         config=april,
-        core=core,
+        has_reward=not _scored_later(config),
         context=context,
         max_tokens=length,
-        filter_metric=metric,
+        filter_metric=_filter_metric(config),
         check=bool(own.get("check", False)),
         scaled=bool(select(config, "algorithm.norm_adv_by_std_in_grpo", True)) if _own_estimator(config) else None,
         overruns=overruns,
@@ -116,98 +155,69 @@ def settings_of(config: Any) -> RunSettings:
     )
 
 
-def objections(config: Any) -> Iterator[str]:
-    """Everything that speaks against this configuration, one sentence each."""
-    own = plain(config, "april")
-    rollout = "actor_rollout_ref.rollout"
-    for name in own:
-        if name in DECIDED:
-            yield f"april.{name}: verl's {DECIDED[name]} decides this; leave it out"
-        elif name not in (*OURS, *HERE):
-            yield f"april.{name}: there is no such setting; there are {', '.join((*OURS, *HERE))}"
-    quorum, estimator = own.get("group_quorum"), select(config, "algorithm.adv_estimator")
-    if quorum is not None and quorum != 1 and not _own_estimator(config) and estimator not in WITHOUT_GROUPS:
-        yield (
-            f"april.group_quorum={quorum} delivers groups in parts, and algorithm.adv_estimator={estimator} compares "
-            f"rows of the same batch; set it to {ESTIMATOR}, which compares with the first finishers of the group"
-        )
-    if _own_estimator(config) and select(config, "algorithm.use_kl_in_reward", False):
-        yield (
-            f"algorithm.use_kl_in_reward=True changes rewards that algorithm.adv_estimator={ESTIMATOR} has already "
-            "compared; set it to False (actor.use_kl_loss is a penalty that needs no reward)"
-        )
-    if _own_estimator(config) and _scored_later(config):
-        yield (
-            f"algorithm.adv_estimator={ESTIMATOR} needs rewards when a response is finished, and a reward model on the "
-            "training GPUs gives them later; set reward.reward_model.enable_resource_pool=True"
-        )
-    mode = select(config, "trainer.v1.trainer_mode")
-    if not select(config, "trainer.use_v1", True) or mode != "colocate_async":
-        yield (
-            f"trainer.use_v1={select(config, 'trainer.use_v1', True)}, trainer.v1.trainer_mode={mode}: april continues "
-            "partial rollouts in the v1 trainer's colocate_async mode; switch it on with +april=verl, and set neither"
-        )
-    for name, neutral in (("top_p", (1.0, None)), ("top_k", (-1, 0, None))):
-        value = select(config, f"{rollout}.{name}")
-        if value not in neutral:
-            yield (
-                f"{rollout}.{name}={value} is not part of the log-probabilities that verl's actor recomputes "
-                "(log_softmax(logits / temperature)), so its ratios would be wrong; leave it out (validation has its "
-                "own under val_kwargs)"
-            )
-    if select(config, f"{rollout}.temperature", 1.0) == 0:
-        yield (
-            f"{rollout}.temperature=0: greedy samples of a group are all equal, and verl's actor recomputes "
-            "log_softmax(logits / temperature); use a positive temperature"
-        )
-    if not select(config, f"{rollout}.do_sample", True):
-        yield f"{rollout}.do_sample=False: greedy samples of a group are all equal; leave it out"
-    if not select(config, f"{rollout}.calculate_log_probs", False):
-        yield (
-            f"{rollout}.calculate_log_probs=False: tokens of older weights cannot be corrected without the "
-            "log-probabilities they were drawn with; set it to True"
-        )
-    logprobs = select(config, f"{rollout}.logprobs_mode", "processed_logprobs")
-    if logprobs == "raw_logprobs" and select(config, f"{rollout}.temperature", 1.0) != 1.0:
-        yield f"{rollout}.logprobs_mode=raw_logprobs leaves out the temperature, which verl's actor does not"
-    if select(config, f"{rollout}.name") == "trtllm" and select(config, f"{rollout}.temperature", 1.0) != 1.0:
-        yield (
-            f"{rollout}.temperature={select(config, f'{rollout}.temperature')} with {rollout}.name=trtllm: verl's "
-            "logprobs_mode does not reach this server, its TorchSampler leaves the temperature out of the "
-            "log-probabilities, and what its other sampler does was not seen; set it to 1, or use vllm or sglang"
-        )
-    correction = "algorithm.rollout_correction"
-    if select(config, f"{correction}.rollout_is") is None and not select(config, f"{correction}.bypass_mode", False):
-        yield (
-            f"{correction}.rollout_is=null: verl recomputes old log-probabilities with the present weights, so tokens "
-            "of older ones would be trained with ratio 1, uncorrected; set it to token or sequence (or bypass_mode)"
-        )
-    if select(config, "skip.rollout_tq.enable", False):
-        yield "skip.rollout_tq.enable=True replays stored rollouts instead of making new ones; leave out one of the two"
-    if select(config, "algorithm.adv_estimator") == "remax":
-        yield "algorithm.adv_estimator=remax mixes greedy samples into each group, which april cannot tell apart"
-    callback = select(config, "trainer.checkpoint_callback_class")
-    if not callback:
-        yield (
-            "trainer.checkpoint_callback_class is empty, so checkpoints would lose what is unfinished; leave it to "
-            "+april=verl, or name a subclass of april.adapters.verl.Checkpoints"
-        )
-    if not select(config, f"{rollout}.agent.agent_loop_manager_class"):
-        yield (
-            f"{rollout}.agent.agent_loop_manager_class is empty, so april would not see a request; leave it to "
-            "+april=verl"
-        )
-    if _filter_metric(config) is not None and _scored_later(config):
-        yield (
-            "algorithm.filter_groups needs rewards when a group is finished, and a reward model on the training GPUs "
-            "gives them later; set reward.reward_model.enable_resource_pool=True, or leave the filter out"
-        )
-    if select(config, "algorithm.filter_groups.enable", False) and not select(config, "algorithm.filter_groups.metric"):
-        yield "algorithm.filter_groups.enable=True needs algorithm.filter_groups.metric (reward, or acc and its like)"
+def refusals(config: Any, own: dict[str, Any]) -> Iterator[Refusal]:
+    """Yield a refusal for each setting that april does not support."""
+    rollout, correction = "actor_rollout_ref.rollout", "algorithm.rollout_correction"
+    estimator, temperature = select(config, "algorithm.adv_estimator"), select(config, f"{rollout}.temperature", 1.0)
+    quorum, mode = own.get("group_quorum"), select(config, "trainer.v1.trainer_mode")
+    v1, name = select(config, "trainer.use_v1", True), select(config, f"{rollout}.name")
+    april_grpo, scored_later, filters = _own_estimator(config), _scored_later(config), _filter_metric(config)
+    own_reward_gpus = "set reward.reward_model.enable_resource_pool=True"
+    # fmt: off
+    yield from misplaced(own, "verl", DECIDED, (*OURS, *HERE))
+    yield (quorum not in (None, 1) and not april_grpo and estimator not in WITHOUT_GROUPS,
+           f"april.group_quorum={quorum}",
+           f"it delivers groups in parts, and algorithm.adv_estimator={estimator} compares rows of the same batch",
+           f"set that to {ESTIMATOR}, which compares with the first finishers of the group")
+    yield (april_grpo and select(config, "algorithm.use_kl_in_reward", False), "algorithm.use_kl_in_reward=True",
+           f"it changes rewards that algorithm.adv_estimator={ESTIMATOR} has already compared",
+           "set it to False (actor.use_kl_loss is a penalty that needs no reward)")
+    yield (april_grpo and scored_later, f"algorithm.adv_estimator={ESTIMATOR}", "it needs rewards when a response is "
+           "finished, and a reward model on the training GPUs gives them later", own_reward_gpus)
+    yield (not v1 or mode != "colocate_async", f"trainer.use_v1={v1}, trainer.v1.trainer_mode={mode}",
+           "april continues partial rollouts in the v1 trainer's colocate_async mode",
+           "switch it on with +april=verl, and set neither")
+    yield from distorting({f"{rollout}.{name}={value}": value not in neutral
+                           for name, neutral in (("top_p", (1.0, None)), ("top_k", (-1, 0, None)))
+                           for value in [select(config, f"{rollout}.{name}")]},
+                          " (validation has its own under val_kwargs)")
+    yield greedy(temperature == 0, f"{rollout}.temperature=0")
+    yield (not select(config, f"{rollout}.do_sample", True), f"{rollout}.do_sample=False",
+           "greedy samples of a group are all equal", "leave it out")
+    yield (not select(config, f"{rollout}.calculate_log_probs", False), f"{rollout}.calculate_log_probs=False",
+           "tokens of older weights cannot be corrected without the log-probabilities they were drawn with",
+           "set it to True")
+    yield (select(config, f"{rollout}.logprobs_mode") == "raw_logprobs" and temperature != 1.0,
+           f"{rollout}.logprobs_mode=raw_logprobs", "it leaves out the temperature, which verl's actor does not",
+           "leave it at processed_logprobs")
+    yield (name == "trtllm" and temperature != 1.0, f"{rollout}.temperature={temperature} with {rollout}.name=trtllm",
+           "verl's logprobs_mode does not reach this server, its TorchSampler leaves the temperature out of the "
+           "log-probabilities, and what its other sampler does was not seen", "set it to 1, or use vllm or sglang")
+    uncorrected = select(config, f"{correction}.rollout_is") is None
+    yield (uncorrected and not select(config, f"{correction}.bypass_mode", False), f"{correction}.rollout_is=null",
+           "verl recomputes old log-probabilities with the present weights, so tokens "
+           "of older ones would be trained with ratio 1, uncorrected", "set it to token or sequence (or bypass_mode)")
+    yield (select(config, "skip.rollout_tq.enable", False), "skip.rollout_tq.enable=True",
+           "it replays stored rollouts instead of making new ones", "leave out one of the two")
+    yield (estimator == "remax", "algorithm.adv_estimator=remax",
+           "it mixes greedy samples into each group, which april cannot tell apart", "use another estimator")
+    yield (not select(config, "trainer.checkpoint_callback_class"), "trainer.checkpoint_callback_class is empty",
+           "checkpoints would lose what is unfinished",
+           "leave it to +april=verl, or name a subclass of april.adapters.verl.Checkpoints")
+    yield (not select(config, f"{rollout}.agent.agent_loop_manager_class"),
+           f"{rollout}.agent.agent_loop_manager_class is empty", "april would not see a request",
+           "leave it to +april=verl")
+    yield (filters is not None and scored_later, "algorithm.filter_groups", "it needs rewards when a group is "
+           "finished, and a reward model on the training GPUs gives them later",
+           f"{own_reward_gpus}, or leave the filter out")
+    yield (select(config, "algorithm.filter_groups.enable", False) and filters is None,
+           "algorithm.filter_groups.enable=True", "it needs algorithm.filter_groups.metric",
+           "set that to reward, or acc and its like")
+    # fmt: on
 
 
 def replicas(config: Any) -> int:
-    """Servers that verl starts: one per slice of tensor, data and pipeline parallel GPUs."""
+    """Return the number of servers that verl starts: all GPUs / (tensor * data * pipeline parallel size)."""
     rollout = "actor_rollout_ref.rollout"
     gpus = select(config, "trainer.n_gpus_per_node", 1) * select(config, "trainer.nnodes", 1)
     for name in ("tensor_model_parallel_size", "data_parallel_size", "pipeline_model_parallel_size"):
@@ -226,23 +236,13 @@ def _filter_metric(config: Any) -> str | None:
 
 
 def _scored_later(config: Any) -> bool:
-    """Return whether a reward model shares the training GPUs, and scores a batch when it is complete."""
+    """Return True if a reward model shares the training GPUs, so that it can score complete batches only."""
     model = "reward.reward_model"
     return bool(select(config, f"{model}.enable", False)) and not select(config, f"{model}.enable_resource_pool", False)
 
 
 def select(config: Any, path: str, default: Any = None) -> Any:
-    """The value at a dotted path; ``default`` where there is none, or null."""
+    """Return the value at a dotted path, or ``default`` if it is missing or null."""
     for name in path.split("."):
         config = config.get(name) if config is not None and hasattr(config, "get") else None
     return default if config is None else config
-
-
-def plain(config: Any, path: str) -> dict[str, Any]:
-    """The mapping at a path, empty where there is none; raises ConfigError for anything else."""
-    value = select(config, path)
-    if value is None:
-        return {}
-    if not isinstance(value, Mapping):
-        raise ConfigError(f"{path}: expected a mapping of settings, got {type(value).__name__}")
-    return {str(k): v for k, v in value.items()}

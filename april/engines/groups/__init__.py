@@ -1,1 +1,1 @@
-"""Groups over which tensors travel: what the workers of engines and april's sender have in common."""
+"""Process groups for sending tensors, shared by april's sender and the workers of engines."""

@@ -1,8 +1,9 @@
-"""april's own groups over gloo: for machines without GPUs, and for networks without NCCL. Both ends of them.
+"""Sender and receiver of tensors over gloo, for machines without GPUs and networks without NCCL.
 
-The members meet at a store that listens on the sender's side, on one address only. A worker says there that it is
-here, and makes the group when the sender says that all are, unless it says that the meeting is off: a group that waits
-for a member cannot be broken off. Whoever dies is seen by the others at once, and whoever hangs after ``timeout_s``.
+The members meet at a TCP store that the sender opens on one address only. Each worker registers there and creates
+the group only after the sender has announced that all are present, or gives up when the sender cancels: a group that
+already waits for a member cannot be interrupted. If a member dies, the others notice at once; if one hangs, after
+``timeout_s``.
 """
 
 from __future__ import annotations
@@ -19,14 +20,14 @@ from april.engines.groups.waiting import wait_until
 from april.engines.weight_routes import TensorSpec
 
 ALL_HERE, OFF = "all here", "off"
-"""Keys of the store, set by the sender."""
+"""Keys that the sender sets in the store."""
 
 
 class GlooSender:
-    """Rank 0 of a group, as :class:`april.weights.group.Group` says.
+    """The sender's end of a group (rank 0); implements :class:`april.weights.group.Group`.
 
     Args:
-        address: of this machine, as the workers reach it.
+        address: Address of this machine at which the workers reach it.
     """
 
     def __init__(self, address: str, group: str, world_size: int, timeout_s: float) -> None:
@@ -36,14 +37,14 @@ class GlooSender:
         self._process_group: Any = None
 
     def connect(self, goes_on: Callable[[], None]) -> None:
-        """Wait until all workers are there, and make the group."""
+        """Wait until all workers have registered, then create the group."""
         here = [_here(self._group, rank) for rank in range(1, self._world_size)]
         wait_until(lambda: self._store.check(here), goes_on)
         self._store.set(ALL_HERE, "")
         self._process_group = _group(self._store, self._group, 0, self._world_size, self._address, self._timeout_s)
 
     def broadcast(self, tensors: Sequence[Any], specs: Sequence[TensorSpec], goes_on: Callable[[], None]) -> None:
-        """Send one bucket, tensor by tensor, as each is: a buffer for all would be a bucket more in memory."""
+        """Broadcast one bucket tensor by tensor: a flat buffer would take one more bucket of memory."""
         ready = [t.detach().to("cpu").contiguous() for t in tensors]
         works = [_broadcast(self._process_group, bytes_of(t)) for t in ready if t.numel()]
         wait_until(lambda: all(work.is_completed() for work in works), goes_on)
@@ -51,23 +52,23 @@ class GlooSender:
             work.wait()
 
     def close(self) -> None:
-        """Let go of the workers; those that wait for others hear of it. What is on its way keeps its memory."""
+        """Release the workers, and cancel the join of those still waiting. Transfers in progress keep their memory."""
         group, store = [self._process_group], [self._store]
         if self._store is not None and self._process_group is None:
             self._store.set(OFF, "")
-            # for workers that are on their way to it
+            # keep the store for workers that are about to connect
             later = threading.Timer(self._timeout_s, store.clear)
             later.daemon = True
             later.start()
         self._process_group = self._store = None
-        # the end of a group waits for what is on its way, and nobody else needs to
+        # destroying a group waits for its transfers, so do it in another thread
         threading.Thread(target=group.clear, name="april-group-ends", daemon=True).start()
 
 
 class GlooReceiver:
-    """A worker's end; made when the sender has asked for it, and blocks until all are there.
+    """A worker's end of a group. The constructor blocks until all members are present.
 
-    Raises whatever torch raises where the sender, or another worker, is not there in time.
+    Raises what torch raises, or RuntimeError, if the sender or another worker is not there in time.
     """
 
     def __init__(self, address: str, port: int, group: str, rank: int, world_size: int, timeout_s: float) -> None:
@@ -85,7 +86,7 @@ class GlooReceiver:
         self._process_group = _group(store, group, rank, world_size, towards(address, port), timeout_s)
 
     def receive(self, specs: Sequence[TensorSpec]) -> list[tuple[str, Any]]:
-        """The tensors of the next bucket, in one buffer of their own."""
+        """Receive the tensors of the next bucket into a new buffer."""
         found, length = places(specs)
         flat = _bytes(length)
         for work in [_broadcast(self._process_group, flat[at : at + size]) for at, size in found if size]:
@@ -93,12 +94,12 @@ class GlooReceiver:
         return unpack(flat, specs)
 
     def close(self) -> None:
-        """Let go."""
+        """Drop the group."""
         self._process_group = None
 
 
 def listening(address: str) -> socket.socket:
-    """A socket that listens on this address only, on a port that is free."""
+    """Open a socket that listens on this address only, on a free port."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     listens = socket.socket(family)
     try:
@@ -111,7 +112,7 @@ def listening(address: str) -> socket.socket:
 
 
 def towards(host: str, port: int) -> str:
-    """The address of this machine from which ``host`` is reached; nothing is sent."""
+    """Return this machine's address on the route to ``host``; no packet is sent."""
     found = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)
     family, kind, protocol, _, there = found[0]
     with socket.socket(family, kind, protocol) as one:
@@ -120,7 +121,7 @@ def towards(host: str, port: int) -> str:
 
 
 def _store(address: str, at: socket.socket | int, timeout_s: float) -> Any:
-    """The store: it listens on a socket that is given, or is the one at that port."""
+    """Open the store: as server on the given socket, or as client of that port."""
     store = _distributed().TCPStore
     if isinstance(at, int):
         return store(address, at, None, False, timedelta(seconds=timeout_s))

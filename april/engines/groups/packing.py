@@ -1,4 +1,4 @@
-"""Several tensors in one flat buffer of bytes, the same way on both ends of a group."""
+"""Packs several tensors into one flat byte buffer, with the same layout on both ends of a group."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Any
 from april.engines.weight_routes import TensorSpec
 
 ALIGNED = 16
-"""Every tensor begins at a multiple of so many bytes, as a view of another dtype asks for."""
+"""Alignment in bytes at which every tensor begins, as views of another dtype require."""
 
 
 def places(specs: Sequence[TensorSpec]) -> tuple[list[tuple[int, int]], int]:
-    """Where each tensor lies (first byte, count of bytes), and how long the buffer is."""
+    """Return the first byte and the byte count of each tensor, and the length of the buffer."""
     found, at = [], 0
     for spec in specs:
         size = prod(spec.shape) * dtype_of(spec.dtype).itemsize
@@ -23,7 +23,7 @@ def places(specs: Sequence[TensorSpec]) -> tuple[list[tuple[int, int]], int]:
 
 
 def dtype_of(name: str) -> Any:
-    """The dtype of torch that has this name; raises ValueError if there is none."""
+    """Return the torch dtype of this name; raises ValueError if there is none."""
     import torch
 
     dtype = getattr(torch, name, None)
@@ -33,14 +33,14 @@ def dtype_of(name: str) -> Any:
 
 
 def bytes_of(tensor: Any) -> Any:
-    """The values of a contiguous tensor, as flat bytes in the same place."""
+    """View a contiguous tensor as flat bytes, without a copy."""
     import torch
 
     return tensor.reshape(-1).view(torch.uint8)
 
 
 def unpack(flat: Any, specs: Sequence[TensorSpec]) -> list[tuple[str, Any]]:
-    """Named tensors, which are views of the buffer."""
+    """Return the named tensors as views of the buffer."""
     found, _ = places(specs)
     return [
         (spec.name, flat[at : at + size].view(dtype_of(spec.dtype)).view(spec.shape))

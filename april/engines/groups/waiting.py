@@ -1,4 +1,4 @@
-"""The wait of the sender's thread for what no lock tells: the other members of a group."""
+"""Polling for conditions that no lock signals, such as the arrival of the other members of a group."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ SHORTEST_S, LONGEST_S = 0.0002, 0.02
 
 
 def wait_until(there: Callable[[], bool], goes_on: Callable[[], None]) -> None:
-    """Look again and again, at growing distances; ``goes_on`` is called each time and may raise."""
+    """Poll ``there`` at growing intervals until it is true; each time ``goes_on`` is called, which may raise."""
     rest_s = SHORTEST_S
     while not there():
         goes_on()

@@ -1,1 +1,1 @@
-"""Clients of servers over HTTP: what all kinds share."""
+"""HTTP clients for engine servers: the parts that all kinds of servers share."""

@@ -1,4 +1,4 @@
-"""Directories with adapters (LoRA): what they hold, and why a server must not be asked to load one.
+"""Reads adapter (LoRA) directories and says why a server must not be asked to load one.
 
 Invariant: only text and headers are read, no tensor.
 """
@@ -20,7 +20,7 @@ TENSORS = "adapter_model.safetensors"
 MOST_HEADER_BYTES = 64 << 20
 _FLOATS = ("F64", "F32", "F16", "BF16")
 _PLAIN_STARTS = ("gaussian", "eva", "orthogonal", "mica", "lora_ga")
-"""Ways of PEFT to begin an adapter that leave the base as it is; of the others, PiSSA's and its kind do not."""
+"""PEFT initialisations that leave the base model unchanged. Others, such as PiSSA, change it."""
 _CHANGES: dict[str, str] = {
     "use_dora": "DoRA",
     "lora_bias": "a bias of its own (lora_bias)",
@@ -31,36 +31,36 @@ _CHANGES: dict[str, str] = {
     "modules_to_save": "whole layers (modules_to_save)",
     "trainable_token_indices": "rows of the embedding (trainable_token_indices)",
 }
-"""Settings of an adapter that change what is computed, and that no server is known to follow."""
+"""Adapter settings that change the computation, and that no known server supports."""
 _SCALES: dict[str, str] = {
     "use_rslora": "rank-stabilised scaling (use_rslora)",
     "rank_pattern": "ranks by layer (rank_pattern)",
     "alpha_pattern": "scales by layer (alpha_pattern)",
 }
-"""Settings that change the scale, and that some servers follow."""
+"""Adapter settings that change the scale, and that some servers support."""
 
 
 @dataclass(frozen=True, slots=True)
 class Adapter:
-    """An adapter as its files say it; the tensors themselves are not read."""
+    """An adapter's settings and tensor shapes, read from its files without the tensors."""
 
     settings: Mapping[str, Any]
     shapes: Mapping[str, tuple[int, ...]]
-    """By name of the tensor."""
+    """Shapes, indexed by tensor name."""
 
     @property
     def rank(self) -> int:
-        """The largest of its ranks."""
+        """Return the largest rank of any layer."""
         pattern = self.settings.get("rank_pattern")
         ranks = [self.settings.get("r"), *(pattern.values() if isinstance(pattern, dict) else ())]
         return max((r for r in ranks if isinstance(r, int)), default=0)
 
 
 def why_unservable(settings: Mapping[str, Any], *, scales: bool) -> str | None:
-    """Say why no server computes what PEFT does with an adapter of these settings; None means that they may.
+    """Return why no server computes the same as PEFT with these adapter settings; None if nothing speaks against it.
 
     Args:
-        scales: whether the server follows scales and ranks by layer.
+        scales: Whether the server supports scales and ranks per layer.
     """
     kind = settings.get("peft_type")
     if str(getattr(kind, "value", kind)) != "LORA":
@@ -77,9 +77,9 @@ def why_unservable(settings: Mapping[str, Any], *, scales: bool) -> str | None:
 
 
 def why_refused(path: str, site: AdapterSite | None) -> str | None:
-    """Say why a server must not be asked to load this adapter; None means nothing is known against it.
+    """Return why a server must not be asked to load the adapter in ``path``; None if nothing speaks against it.
 
-    ``site`` None: the server takes no adapters.
+    ``site`` describes where the server takes adapters; None means that it takes none.
     """
     if site is None:
         return f"{path} has a {ADAPTER_FILE}: it is an adapter (LoRA), and nothing here takes one"
@@ -100,7 +100,7 @@ def why_refused(path: str, site: AdapterSite | None) -> str | None:
 
 
 class _Unreadable(Exception):
-    """Ends a sentence on what is wrong with a directory."""
+    """Raised for an unreadable adapter directory; its message can end a sentence."""
 
 
 def _read(where: Path) -> Adapter:
@@ -117,7 +117,10 @@ def _read(where: Path) -> Adapter:
 
 
 def header_of(file: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """(type, shape) of the tensors of a safetensors file by name; raises OSError, and ValueError for another file."""
+    """Return {name: (dtype, shape)} from the header of a safetensors file.
+
+    Raises OSError if it cannot be read, and ValueError if it is not a complete safetensors file.
+    """
     with file.open("rb") as opened:
         length = int.from_bytes(opened.read(8), "little")
         if not 0 < length <= MOST_HEADER_BYTES:
@@ -132,12 +135,12 @@ def header_of(file: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
 
 
 def base_shapes(root: object) -> dict[str, tuple[int, ...]]:
-    """Shapes of a model's matrices by the names of their layers, if its directory is on this machine; or nothing."""
+    """Return the shapes of a model's matrices, indexed by layer name; empty if its directory is not on this machine."""
     found: dict[str, tuple[int, ...]] = {}
     try:
         for file in sorted(Path(str(root)).glob("*.safetensors")):
             for name, (kind, shape) in header_of(file).items():
-                if kind in _FLOATS and len(shape) == 2:  # those of packed weights say nothing
+                if kind in _FLOATS and len(shape) == 2:  # packed weights have other shapes than their matrices
                     found[name.removesuffix(".weight")] = shape
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return {}
@@ -148,7 +151,7 @@ _PART = re.compile(r"^(?:base_model\.model\.)?(?P<layer>.+)\.lora_(?P<part>A|B)(
 
 
 def _why_of_another_base(shapes: Mapping[str, tuple[int, ...]], base: Mapping[str, tuple[int, ...]]) -> str | None:
-    """Servers copy a matrix that is too small into a corner of its place without a word."""
+    """Return which tensor does not fit the base model; servers silently accept tensors that are too small."""
     for name, shape in shapes.items():
         found = _PART.match(name)
         if found is None or found["layer"] not in base or len(shape) != 2:

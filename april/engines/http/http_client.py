@@ -1,12 +1,12 @@
-"""An HTTP server as an engine client sees it: requests, streams, control calls, and what went wrong in typed errors.
+"""HTTP client for one server: requests, streams and control calls, with all failures as typed errors.
 
-aiohttp's defaults are wrong for long generations; each setting here says why it differs.
+aiohttp's defaults do not suit long generations; each setting here says why it differs.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from email.utils import parsedate_to_datetime
@@ -23,9 +23,9 @@ from april.errors import EngineError, EngineUnreachable, WireError
 from april.server_text import clean, without_keys
 
 CONTROL_TIMEOUT_S = 30.0
-"""Longest wait for the answer to a control call, unless the caller knows better."""
+"""Seconds to wait for the answer to a control call, unless the caller sets another limit."""
 MAX_REPLY_BYTES = 4 << 20
-"""Largest answer that is read, unless the caller knows better."""
+"""Maximum bytes of an answer, unless the caller sets another limit."""
 MAX_ERROR_BYTES = 1 << 16
 MAX_RETRY_AFTER_S = 60.0
 _JSON = {"Content-Type": "application/json"}
@@ -34,12 +34,12 @@ _BROKEN = (aiohttp.ClientError, OSError, asyncio.IncompleteReadError)
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """Status and body of an answer, whatever the status."""
+    """Status and body of an HTTP response, whatever the status."""
 
     status: int
     body: bytes
     retry_after_s: float | None = None
-    """Seconds that it asks to wait, at most a minute; None: it does not say."""
+    """Seconds to wait before a retry, as the server asks (at most 60); None if it does not say."""
 
     @property
     def ok(self) -> bool:
@@ -48,13 +48,13 @@ class Reply:
 
 
 class HttpClient:
-    """A client of one server. It must be used on one event loop; the connection pool opens with the first call.
+    """HTTP client for one server. Use it on one event loop only; it connects with the first call.
 
     Args:
-        url: http or https, without path, query, user or password.
-        name: of the engine, for messages.
-        api_key: sent as a bearer token; it appears in no message, even where the server repeats it.
-        keepalive_s: how long an idle connection is kept. It must be below the server's own limit, or a request meets a
+        url: http or https URL without path, query, user or password.
+        name: Name of the engine, for messages.
+        api_key: Bearer token. It appears in no message, even if the server repeats it.
+        keepalive_s: Seconds to keep an idle connection. Must be below the server's own limit, or a request may meet a
             connection that is just being closed.
     """
 
@@ -70,21 +70,21 @@ class HttpClient:
         self._keepalive_s = keepalive_s
         self._connect_timeout_s = connect_timeout_s
         self.refusals = 0
-        """Count of calls at which nothing listened on the server's port."""
+        """Number of calls that found the server's port closed."""
         self._session: aiohttp.ClientSession | None = None
         self._closed = False
         self._callers: set[asyncio.Task[Any]] = set()
-        """Tasks that wait for this server at the moment, those that read an answer left out."""
+        """Tasks that wait for the server to answer; tasks that read a streamed response are not included."""
         self._open: set[ResponseBytes] = set()
         self._cut: dict[asyncio.Task[Any], int] = {}
-        """Tasks that were cut off, and how often others had cancelled them before."""
+        """Tasks that this client has cancelled, with the number of cancellations they had before."""
 
     def __repr__(self) -> str:
         return f"<HttpClient {self.name} {self.url}>"
 
     @property
     def address(self) -> tuple[str, int]:
-        """Host and port of the server."""
+        """Return host and port of the server."""
         parts = urlsplit(self.url)
         return parts.hostname or "", parts.port or (443 if parts.scheme == "https" else 80)
 
@@ -92,18 +92,20 @@ class HttpClient:
         self, method: str, route: str, body: Any = None, *, params: Mapping[str, str] | None = None,
         timeout_s: float | None = CONTROL_TIMEOUT_S, retry: bool = False, limit: int | None = None,
     ) -> Reply:  # fmt: skip
-        """Make one exchange; ``body`` is JSON bytes, or an object to encode. Every status but a redirect is returned.
+        """Send one request and return the response; ``body`` is bytes, an iterator of bytes, or an object for JSON.
+
+        Responses of every status are returned, except redirects.
 
         Args:
-            timeout_s: for all of it; None means no limit.
-            limit: bytes of an answer with status 200; None means MAX_REPLY_BYTES.
-            retry: make the call once more when its connection breaks; it must be harmless to make it twice.
+            timeout_s: Seconds for the whole exchange; None means no limit.
+            limit: Maximum bytes of a response with status 200; None means MAX_REPLY_BYTES.
+            retry: Whether to send it once more if the connection breaks; only for calls that may safely run twice.
 
         Raises:
-            EngineUnreachable: no connection, one that broke, or no answer in time.
-            EngineError: a redirect, or an answer that is too large.
+            EngineUnreachable: The server cannot be reached, the connection broke, or no response came in time.
+            EngineError: The response is a redirect, or too large.
         """
-        raw = body if body is None or isinstance(body, bytes) else msgspec.json.encode(body)
+        raw = body if body is None or isinstance(body, (bytes, AsyncIterator)) else msgspec.json.encode(body)
         while True:
             try:
                 if timeout_s is None:
@@ -117,13 +119,14 @@ class HttpClient:
                         "hung?"
                     ) from None
                 if not retry:
-                    # aiohttp's error repeats what the server has sent
+                    # not chained: aiohttp's error repeats what the server has sent
                     raise self._unreachable(method, route, error) from None
                 retry = False
 
     async def _exchange(
-        self, method: str, route: str, raw: bytes | None, params: Mapping[str, str] | None, limit: int | None
-    ) -> Reply:
+        self, method: str, route: str, raw: bytes | AsyncIterator[Any] | None, params: Mapping[str, str] | None,
+        limit: int | None,
+    ) -> Reply:  # fmt: skip
         task = asyncio.current_task()
         assert task is not None
         self._callers.add(task)
@@ -154,7 +157,7 @@ class HttpClient:
         self, method: str, route: str, body: Any = None, *, params: Mapping[str, str] | None = None,
         timeout_s: float | None = CONTROL_TIMEOUT_S, retry: bool = False,
     ) -> Any:  # fmt: skip
-        """Make a :meth:`call` whose answer must be 200 and JSON (or empty: None); raises EngineError otherwise."""
+        """Make a :meth:`call` and return its JSON, or None if it is empty. Raises EngineError unless it is a 200."""
         reply = await self.call(method, route, body, params=params, timeout_s=timeout_s, retry=retry)
         self.require_ok(reply, route)
         if not reply.body:
@@ -165,7 +168,7 @@ class HttpClient:
             raise WireError(f"{self.url}{route} answered what is no JSON: {error}") from None
 
     async def post(self, route: str, body: bytes) -> ResponseBytes:
-        """POST JSON; the response has status 200, comes in pieces, and must be closed. Otherwise raises EngineError."""
+        """POST JSON and return the streamed response, to be closed. Raises EngineError unless its status is 200."""
         task = asyncio.current_task()
         assert task is not None
         self._callers.add(task)
@@ -188,17 +191,42 @@ class HttpClient:
             self._callers.discard(task)
         return ResponseBytes(self, route, response)
 
+    async def web_socket(
+        self, route: str, params: Mapping[str, str], *, max_bytes: int, heartbeat_s: float
+    ) -> aiohttp.ClientWebSocketResponse:
+        """Open a WebSocket with messages of at most ``max_bytes``; the caller closes it.
+
+        Raises EngineUnreachable if the server does not answer, EngineError if it does not open a WebSocket.
+        """
+        redirects = aiohttp.TraceConfig()  # the only way in aiohttp to refuse redirects here
+        redirects.on_request_redirect.append(_refuse_redirect)
+        session = aiohttp.ClientSession(
+            connector=self._http.connector, connector_owner=False, headers=self._headers, timeout=self._http.timeout,
+            trust_env=False, cookie_jar=aiohttp.DummyCookieJar(), trace_configs=[redirects],
+        )  # fmt: skip
+        try:
+            async with session:
+                return await session.ws_connect(
+                    self.url + route, params=params, max_msg_size=max_bytes, heartbeat=heartbeat_s, compress=0,
+                    timeout=aiohttp.ClientWSTimeout(ws_close=1.0),
+                )  # fmt: skip
+        except aiohttp.WSServerHandshakeError as error:
+            status = error.status
+            raise EngineError(f"{self.url}{route} answered {status} where a WebSocket was asked for") from None
+        except _BROKEN as error:
+            raise self._unreachable("GET", route, error) from None
+
     def require_ok(self, reply: Reply, route: str) -> None:
-        """Raise the error that a status other than 200 means."""
+        """Raise the error that corresponds to a status other than 200."""
         if reply.ok:
             return
         what = f"{self.url}{route} answered {reply.status}: {error_text(reply.body)}"
         raise failure_of(reply.status, what, reply.retry_after_s)
 
     async def close(self) -> None:
-        """Close all connections; calls in flight break. Idempotent."""
+        """Close all connections; calls in progress fail. Idempotent."""
         self._closed = True
-        # aiohttp lets readers of a closed session wait for ever
+        # aiohttp lets readers of a closed session wait forever
         for task in self._callers | {b.task for b in self._open if b.reading and b.task}:
             self._cut_off(task)
         session, self._session = self._session, None
@@ -206,7 +234,7 @@ class HttpClient:
             await session.close()
 
     def cut(self, task: asyncio.Task[Any]) -> None:
-        """The call of this task, if there is one on its way, breaks off with EngineUnreachable."""
+        """Break off the call that ``task`` is making, if any; it raises EngineUnreachable."""
         if task in self._callers:
             self._cut_off(task)
 
@@ -216,7 +244,7 @@ class HttpClient:
             task.cancel()
 
     def _was_cut(self, task: asyncio.Task[Any] | None) -> bool:
-        """Return whether it was cut off, and nobody else has cancelled it."""
+        """Return whether this client cancelled the task, and nobody else did."""
         before = self._cut.pop(task, None) if task is not None else None
         return task is not None and before is not None and task.uncancel() <= before
 
@@ -229,9 +257,9 @@ class HttpClient:
             raise EngineError(f"engine {self.name} is closed; make a new one")
         if self._session is None:
             self._session = aiohttp.ClientSession(
-                # limit 0: the default of 100 connections would throttle over-sampling without a word
+                # limit 0: the default of 100 connections would silently throttle over-sampling
                 connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=self._keepalive_s),
-                # the default total of 300 s would cut long responses
+                # the default total of 300 s would cut off long responses
                 timeout=aiohttp.ClientTimeout(total=None, sock_connect=self._connect_timeout_s),
                 headers=self._headers,
                 # no proxy from the environment, no cookies, no decompression bombs
@@ -243,7 +271,7 @@ class HttpClient:
         return self._session
 
     async def _read(self, response: aiohttp.ClientResponse, limit: int, route: str) -> bytes:
-        """The body, if it is within ``limit`` bytes; an error text is cut there instead, and is without keys."""
+        """Return the body if it has at most ``limit`` bytes. Error texts are cut at the limit and stripped of keys."""
         length = response.content_length
         if response.status == 200 and length is not None and length > limit:
             raise self._too_large(route, limit)
@@ -276,7 +304,7 @@ class HttpClient:
     def _unreachable(self, method: str, route: str, error: BaseException) -> EngineUnreachable:
         if isinstance(error, aiohttp.ClientConnectorError) and isinstance(error.os_error, ConnectionRefusedError):
             self.refusals += 1
-        why, hint = _what_broke(error), "is the server alive?"
+        why, hint = _what_broke(error), f"is the server alive? `april doctor {self.url}` says more"
         if "WRONG_VERSION_NUMBER" in why:
             hint = f"the server speaks no TLS; write {self.url.replace('https:', 'http:', 1)}"
         certificate = getattr(error, "certificate_error", None)
@@ -285,12 +313,16 @@ class HttpClient:
         return EngineUnreachable(what, why=why, distrusted=distrusted)
 
 
+async def _refuse_redirect(session: object, context: object, asked: aiohttp.TraceRequestRedirectParams) -> None:
+    raise EngineError(f"{asked.url.origin()} answered with a redirect, which april does not follow")
+
+
 async def _nothing() -> bytes:
     return b""
 
 
 class ResponseBytes:
-    """The response to one POST, as it comes; for the task that asked."""
+    """Body of one POST response, read piece by piece by the task that sent it."""
 
     __slots__ = ("_client", "_more", "_response", "_route", "_stopped", "reading", "task")
 
@@ -301,17 +333,17 @@ class ResponseBytes:
         self._more: Callable[[], Awaitable[bytes]] = response.content.readany
         self.task = asyncio.current_task()
         self.reading = False
-        """True while its task waits for more."""
+        """True while the task waits for more bytes."""
         self._stopped = False
         client._open.add(self)
 
     @property
     def broken(self) -> bool:
-        """The connection has broken, whether all before that was read or not."""
+        """Return whether the connection has broken, even if earlier bytes are still unread."""
         return self._response.content.exception() is not None
 
     async def read(self) -> bytes:
-        """Return at least one byte of what has come since, or nothing at the end; raises EngineUnreachable."""
+        """Return the bytes that have arrived, at least one, or nothing at the end. Raises EngineUnreachable."""
         if self._client._closed:
             raise self._client._closed_early()
         self.reading = not self._stopped
@@ -325,7 +357,7 @@ class ResponseBytes:
                     if not self._stopped:
                         raise self._client._closed_early() from None
             self._stopped, self._more = False, _nothing
-            await asyncio.sleep(0)  # for bytes that are here, and that the loop has not looked at
+            await asyncio.sleep(0)  # lets the loop pick up bytes that have already arrived
             return self._response.content.read_nowait()
         except _BROKEN as error:
             raise self._client._unreachable("POST", self._route, error) from None
@@ -333,13 +365,13 @@ class ResponseBytes:
             self.reading = False
 
     def stop(self) -> None:
-        """No more is wanted: :meth:`read` gives what is here already, and then nothing."""
+        """Stop waiting for more: :meth:`read` returns what has already arrived, then nothing."""
         self._stopped = True
         if self.reading and self.task is not None:
             self._client._cut_off(self.task)
 
     def close(self) -> None:
-        """The connection is used again if the response was read to its end."""
+        """Close the response; the connection is reused if it was read to its end."""
         self._client._open.discard(self)
         if self._response.content.is_eof():
             self._response.release()
@@ -352,7 +384,7 @@ _OWN_WORDS: tuple[tuple[type[BaseException], str], ...] = (
     (aiohttp.ClientPayloadError, "the connection broke in the middle of the answer"),
     (aiohttp.ClientResponseError, "the answer is no HTTP"),
 )
-"""Words for errors of aiohttp that repeat what the server has sent, token ids among it."""
+"""Replacement texts for aiohttp errors that repeat what the server sent, including token ids."""
 
 
 def _what_broke(error: BaseException) -> str:
@@ -365,7 +397,7 @@ def _without_keys(content: bytes, *, cut: bool = False) -> bytes:
 
 
 def _retry_after_s(response: aiohttp.ClientResponse) -> float | None:
-    """The header as seconds, at most a minute; None: it has none, or one that means nothing."""
+    """Return Retry-After in seconds, at most 60; None if the header is missing or invalid."""
     asked = response.headers.get("Retry-After", "")
     try:
         seconds = float(asked)
@@ -378,7 +410,7 @@ def _retry_after_s(response: aiohttp.ClientResponse) -> float | None:
 
 
 def _date(text: str) -> datetime | None:
-    """None: it is none, or does not say in which zone."""
+    """Parse an HTTP date; None if it is invalid or has no time zone."""
     try:
         date = parsedate_to_datetime(text)
     except (ValueError, OverflowError):
@@ -387,11 +419,11 @@ def _date(text: str) -> datetime | None:
 
 
 Words = Callable[[Any], bool]
-"""True if an answer is the one with which a server says that it has done what it was asked."""
+"""Returns whether the JSON value of a response confirms that the server has done what was asked."""
 
 
 def words_of(reply: Reply) -> Any:
-    """The JSON value of an answer; None: it is empty (or ``null``). What is no JSON is given back as its bytes."""
+    """Return the JSON value of a response: None if it is empty (or ``null``), its raw bytes if it is not JSON."""
     if not reply.body.strip():
         return None
     try:
@@ -401,17 +433,17 @@ def words_of(reply: Reply) -> Any:
 
 
 def says(key: str, value: bool | str) -> Words:
-    """An object that has this value under this key."""
+    """Return a check that accepts an object with ``value`` under ``key``."""
     return lambda said: isinstance(said, dict) and type(said.get(key)) is type(value) and said[key] == value
 
 
 def nothing(said: Any) -> bool:
-    """An empty answer."""
+    """Return whether a response was empty."""
     return said is None
 
 
 def require_words(client: HttpClient, reply: Reply, route: str, *words: Words) -> None:
-    """Raise the error that an answer means, unless its status is 200 and its body is one of ``words``."""
+    """Raise an error unless the status is 200 and one of ``words`` accepts the body."""
     client.require_ok(reply, route)
     said = words_of(reply)
     if not any(word(said) for word in words):
@@ -422,19 +454,19 @@ def require_words(client: HttpClient, reply: Reply, route: str, *words: Words) -
 
 
 def is_page(reply: Reply) -> bool:
-    """Return whether an answer is a page of a proxy or a web site, whatever its status."""
+    """Return whether the body is an HTML page, say of a proxy, whatever the status."""
     return reply.body.lstrip()[:1] == b"<"
 
 
 async def control(
     client: HttpClient, route: str, *words: Words, body: object = None, params: dict[str, str] | None = None
 ) -> None:
-    """POST a control call that may be made twice and is done when the server says one of ``words``; or EngineError."""
+    """POST a control call that may safely run twice. Raises EngineError unless one of ``words`` accepts it."""
     require_words(client, await client.call("POST", route, body, params=params, retry=True), route, *words)
 
 
 def text_under(client: HttpClient, said: Any, key: str, route: str) -> str:
-    """The text that an object has under this key; raises EngineError if there is none."""
+    """Return the text that ``said`` has under ``key``. Raises EngineError if there is none."""
     value = said.get(key) if isinstance(said, dict) else None
     if not isinstance(value, str):
         raise EngineError(f"{client.url}{route} does not say its {key}; is a proxy or another server in between?")

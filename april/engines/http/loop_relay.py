@@ -1,4 +1,4 @@
-"""An asynchronous generator, or a coroutine, of one event loop, awaited on another (or the same)."""
+"""Runs an asynchronous generator or a coroutine on one event loop, and awaits it from another (or the same)."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 LOOK_AGAIN_S = 1.0
-"""A loop that was stopped tells nobody; so who waits for it looks every so often whether it runs."""
+"""Seconds between checks whether the other loop still runs, because a stopped loop notifies nobody."""
 
 
 async def result_from(there: asyncio.AbstractEventLoop, work: Coroutine[Any, Any, T]) -> T:
-    """Run ``work`` on ``there`` and wait for its result; RuntimeError if that loop stops before the end."""
+    """Run ``work`` on the loop ``there`` and return its result. Raises RuntimeError if that loop stops first."""
     future = asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, there))
     try:
         while not (await asyncio.wait([future], timeout=LOOK_AGAIN_S))[0]:
@@ -28,7 +28,7 @@ async def result_from(there: asyncio.AbstractEventLoop, work: Coroutine[Any, Any
 
 
 async def _stopped(there: asyncio.AbstractEventLoop) -> bool:
-    """Return whether a loop runs no more; whatever it has queued on this one has been received by then."""
+    """Return whether the loop has stopped. By then, everything it had queued on this loop has been received."""
     if there.is_running():
         return False
     await asyncio.sleep(0)  # callbacks run in their order, and this comes after those that it queued
@@ -36,10 +36,10 @@ async def _stopped(there: asyncio.AbstractEventLoop) -> bool:
 
 
 class LoopRelay:
-    """An iterator over ``make()``, run on ``there``: its items come out here, in order.
+    """Iterates here over the generator ``make()``, which runs on the event loop ``there``.
 
-    It begins at once and must be closed. An error of the generator is raised after its last item; RuntimeError where
-    ``there`` was stopped.
+    The generator starts at once, and the relay must be closed. An error in it is raised after its last item;
+    RuntimeError is raised if ``there`` was stopped.
     """
 
     def __init__(self, there: asyncio.AbstractEventLoop, make: Callable[[], AsyncGenerator[Any, None]]) -> None:
@@ -68,16 +68,16 @@ class LoopRelay:
         raise StopAsyncIteration
 
     async def close(self) -> None:
-        """Cancel the generator if it runs, and wait for its end; a loop that runs no more is not waited for."""
+        """Cancel the generator if it is running, and wait until it ends; a stopped loop is not waited for."""
         if self._ended:
             return
-        with contextlib.suppress(RuntimeError):  # closed
+        with contextlib.suppress(RuntimeError):  # the other loop is closed
             self._there.call_soon_threadsafe(self._cancel)
         while not self._ended and not await _stopped(self._there):
             await self._more()
 
     async def _more(self) -> bool:
-        """Wait for news; False: none can come."""
+        """Wait for an item or the end; False if neither can come any more."""
         self._news.clear()
         try:
             async with asyncio.timeout(LOOK_AGAIN_S):
@@ -104,15 +104,15 @@ class LoopRelay:
         except Exception as error:
             self._tell(self._finish, error)
         else:
-            self._tell(self._finish, None)  # here: a loop that is stopped now calls no callback of the task
+            self._tell(self._finish, None)  # sent here: if the loop stops now, the task's callback never runs
 
     def _done(self, task: asyncio.Task[None]) -> None:
-        """Tells of what :meth:`_run` could not: it was cancelled, perhaps before it began."""
+        """Report the end if :meth:`_run` could not, because it was cancelled, perhaps before it began."""
         error = None if task.cancelled() else task.exception()
         self._tell(self._finish, error or RuntimeError("the request was cancelled on its event loop"))
 
     def _tell(self, function: Callable[[Any], None], value: Any) -> None:
-        with contextlib.suppress(RuntimeError):  # the reader's loop is closed: nobody is left to be told
+        with contextlib.suppress(RuntimeError):  # this loop is closed: nobody is waiting
             self._here.call_soon_threadsafe(function, value)
 
     # ---------------------------------------------------------------- on the reader's loop

@@ -1,7 +1,7 @@
-"""The one reader of responses, whole or event by event: whether they can be true, and which weights made which token.
+"""Reads the response to one request: checks every event, and assigns each token the policy version that made it.
 
-A kind of server has a parser of its own, which makes pieces of what it says. Of events that are read together, those
-before a wrong one count.
+It reads whole responses and streams alike. Each kind of server has a :class:`Parser` that turns its events into
+:class:`Piece` objects. When several events are read together, those before an invalid one still count.
 """
 
 from __future__ import annotations
@@ -22,43 +22,43 @@ from april.engines.protocol import Chunk, EngineFinish, Int32, Request
 from april.errors import EngineError, WireError
 
 E = TypeVar("E")
-"""An event of a stream, or one whole answer, as it is decoded."""
+"""Decoded event of a stream, or a decoded whole response."""
 _DONE = b"[DONE]"
 
 
 class End(msgspec.Struct, gc=False):
-    """The reason for which generation has ended, by the server; an error is raised after the tokens."""
+    """The end of a response. An EngineError as ``reason`` is raised after the tokens are handed over."""
 
     reason: EngineFinish | EngineError
     stopped_at: int | str | None = None
     spans: Sequence[Span] | None = None
-    """The weights of all tokens; None: they have the label of the piece."""
+    """Weight labels of all tokens; None if the server sent no spans, so that the label of the piece holds for all."""
     extras: Extras = NO_EXTRAS
-    """Rows of the conversation, from its row ``extras_from`` on."""
+    """Rows for the tokens of the conversation, starting with row ``extras_from``."""
     extras_from: int = 0
 
 
 class Piece(msgspec.Struct, gc=False):
-    """The content of one event, or of one whole answer."""
+    """Content of one stream event, or of one whole response."""
 
     ids: list[int]
-    """The ids that did not come before."""
+    """Token ids that no earlier piece contained."""
     logprobs: list[float]
     end: End | None = None
     label: str | None = None
-    """The label of the weights that made the ids; None if the server does not say it."""
+    """Label of the weights that made the ids; None if the server does not report it."""
     prompt_tokens: int | None = None
     total: int | None = None
-    """Tokens of the whole response, by the server's count."""
+    """Number of tokens in the whole response, as counted by the server."""
 
 
 class Parser(Generic[E]):
-    """Makes pieces of what one kind of server says about one attempt."""
+    """Turns the events of one kind of server into pieces, for one attempt."""
 
     __slots__ = ("attempt_id", "decoder", "list_decoder")
 
     count_may_follow = True
-    """The server's count of tokens, and events that say nothing, may come after the end."""
+    """True if events without tokens, such as the server's token count, may follow the end."""
 
     def __init__(
         self, attempt_id: str, decoder: msgspec.json.Decoder[Any], list_decoder: msgspec.json.Decoder[Any]
@@ -68,31 +68,31 @@ class Parser(Generic[E]):
         self.list_decoder = list_decoder
 
     def piece(self, event: E, payload: bytes, had: int) -> Piece:
-        """Return what one event brings; ``payload`` is its source, ``had`` the number of tokens before it.
+        """Return the content of one event. ``payload`` is its raw JSON, ``had`` the number of tokens before it.
 
-        Raises WireError for an event that cannot be true, and the error that the server says.
+        Raises WireError for an event that cannot be right, or the error that the server reports in it.
         """
         raise NotImplementedError
 
     def wrong(self, what: str) -> WireError:
-        """The error for an answer that cannot be true."""
+        """Return the error for an invalid response."""
         return WireError(f"attempt {self.attempt_id}: the server's answer {what}")
 
     def failed(self, payload: bytes) -> EngineError:
-        """The error that an event without tokens means."""
+        """Return the error that the server reports in an event without tokens."""
         return failure_said(payload, f"attempt {self.attempt_id}")
 
 
 class Progress(StrEnum):
-    """The progress of reading a response."""
+    """Stage that the reading of a response has reached."""
 
     TOKENS = "tokens"
     ENDED = "ended"
-    """The server has said why generation ended."""
+    """The server has given the finish reason."""
     DONE = "done"
-    """And that nothing more follows."""
+    """The server has given the finish reason, and marked the end of the stream."""
     WRONG = "wrong"
-    """``failure`` says why; nothing more is read."""
+    """Reading has stopped at an error, which is in ``failure``."""
 
 
 _TOKENS = Progress.TOKENS
@@ -100,11 +100,11 @@ OTHER_PROCESSOR = (
     "does the server's processor cut images up as the one here does (the same files, min_pixels and max_pixels), and "
     "has the prompt what its model wants around an image?"
 )
-"""The end of a sentence on a prompt that a server has expanded to something else."""
+"""Hint that ends the error message when the server has expanded a prompt to other token ids than april."""
 
 
 def require_prompt(parser: Parser[Any], sent: Int32, said: Sequence[int]) -> None:
-    """Raise WireError unless the server has expanded a prompt to the ids to which it was expanded here."""
+    """Raise WireError unless the server has expanded the prompt to the same ids as april."""
     if len(said) != len(sent):
         raise parser.wrong(f"is to a prompt of {len(said)} tokens, and {len(sent)} were sent; {OTHER_PROCESSOR}")
     if not np.array_equal(np.asarray(said), sent):
@@ -112,15 +112,15 @@ def require_prompt(parser: Parser[Any], sent: Int32, said: Sequence[int]) -> Non
 
 
 class ResponseReader:
-    """A reader of the response to one request.
+    """Reads the response to one request and turns it into chunks.
 
     Args:
-        version: of the weights when the request was sent.
-        labels: of the engine, where the server says which weights made which token; otherwise every token has
-            ``version``.
-        prompt_tokens: how many were sent, compared with what the server says of them; None means no comparison.
-        request: what asked for rows with the tokens (extras), or has attachments that the server expands its prompt by;
-            None means that nothing did.
+        version: Policy version of the weights when the request was sent.
+        labels: Weight labels of the engine, if the server reports which weights made which token; None means that every
+            token gets ``version``.
+        prompt_tokens: Number of prompt tokens sent, compared with the server's count; None means no comparison.
+        request: The request, if it asks for rows with the tokens (extras) or has attachments that expand its prompt;
+            otherwise it may be None.
     """
 
     __slots__ = (
@@ -139,32 +139,33 @@ class ResponseReader:
         self._extras: Extras = NO_EXTRAS
         self._version = self._guess = version
         self._sure: int | None = None
-        """Tokens before the weights changed while it ran; those after it have the version ``_guess`` until its end."""
+        """Number of tokens made before the weights changed during this request; None if they have not changed. Later
+        tokens are marked as ``_guess`` until the last event names their spans."""
         self._runs: list[tuple[list[int], list[float], PolicyVersion]] = []
-        """Tokens of earlier guesses that were not taken."""
+        """Untaken tokens from before the latest weight change, each run with the version assumed for it."""
         self._versions: list[tuple[PolicyVersion, int]] | None = None
-        """Those of all tokens, by the end of a response whose weights have changed."""
+        """Versions of all tokens with their counts, from the last event; None if the weights did not change."""
         self.labels = labels
         self._label = labels.of(version) if labels is not None else ""
         self._prompt_tokens = prompt_tokens
-        # tokens that were not taken: those before the end, and the last ones, split by the weights that made them
+        # tokens not taken yet: _ids came before the end, _last came with the end and is split by weights
         self._ids: list[int] = []
         self._logprobs: list[float] = []
         self._last: list[tuple[list[int], list[float], PolicyVersion]] = []
-        # tokens under another label than the request was sent with: the end says whose they are
+        # tokens under another label than at submission: only the spans at the end tell which version made them
         self._held_ids: list[int] = []
         self._held_logprobs: list[float] = []
         self.progress = Progress.TOKENS
         self.count = 0
-        """Tokens whose weights are known."""
+        """Number of tokens whose weights are known."""
         self.finish: EngineFinish | None = None
-        """The reason why generation ended, once the server has said it."""
+        """Finish reason, once the server has given it."""
         self._stopped_at: int | str | None = None
         self.failure: EngineError | None = None
-        """The error to be raised once the chunks that came with it are handed over."""
+        """Error to raise after the chunks read before it are handed over."""
 
     def read(self, payloads: list[bytes]) -> None:
-        """Several events in order, or one whole answer; what is wrong becomes ``failure``."""
+        """Read several events in order, or one whole response. An error is stored in ``failure`` and not raised."""
         if self.progress is Progress.WRONG or not payloads:
             return
         try:
@@ -182,7 +183,10 @@ class ResponseReader:
             self.fail(error)
 
     def goes_on(self, version: PolicyVersion) -> None:
-        """What follows is of these weights, as its server is paused now: a guess, until the end names the spans."""
+        """Assume ``version`` for all tokens that follow, because the paused server got new weights.
+
+        The assumption holds until the last event names the spans.
+        """
         if version != self._guess:
             if self._ids:
                 self._runs.append((self._ids, self._logprobs, self._guess))
@@ -191,10 +195,10 @@ class ResponseReader:
             self._guess = version
 
     def take(self, *, last: bool = False) -> list[Chunk]:
-        """Return what was read since the last call; ``last`` means that nothing more comes.
+        """Return the chunks read since the last call; ``last`` means that nothing more arrives.
 
-        The last chunk then has the finish. Before, the tokens that came with an end wait until nothing can take it
-        back.
+        The last chunk then carries the finish reason. Until then, tokens that arrived with the finish reason are kept
+        back, because a later event can still prove it wrong.
         """
         chunks: list[Chunk] = []
         runs, self._runs = self._runs, []
@@ -219,23 +223,23 @@ class ResponseReader:
         return chunks
 
     def fail(self, error: EngineError) -> None:
-        """Nothing more is read; what was read before counts. The first failure stays."""
+        """Stop reading because of an error. Earlier tokens still count, and the first error is kept."""
         self.progress, self.failure = Progress.WRONG, self.failure or error
 
     def cut(self) -> None:
-        """The response ends here, because april has closed its stream."""
+        """End the response here with the finish ABORT, because april has closed its stream."""
         self.progress, self.finish = Progress.DONE, EngineFinish.ABORT
 
     # ---------------------------------------------------------------- inside
 
     def _decoded(self, payloads: list[bytes]) -> Iterable[Any]:
-        """Many small answers cost less in one go; if one of them cannot be read, each has its own turn."""
+        """Decode all payloads in one go, which is faster for small events; if that fails, decode each by itself."""
         if len(payloads) > 1:
             try:
                 events: list[Any] = read_with(self._parser.list_decoder, b"[%b]" % b",".join(payloads))
             except NotJson:
                 events = []
-            if len(events) == len(payloads):  # a broken one may be two values, or half of one
+            if len(events) == len(payloads):  # one broken payload may parse as two values, or as half of one
                 return events
         return map(self._decode, payloads)
 
@@ -253,7 +257,7 @@ class ResponseReader:
         if count != len(logprobs):
             raise self._parser.wrong(f"has {count} tokens with {len(logprobs)} log-probabilities")
         if piece.prompt_tokens is not None and self._prompt_tokens not in (None, piece.prompt_tokens):
-            # shortened, or with a token before it: it goes on from something else than was asked
+            # the server has shortened the prompt or put a token before it: the response continues something else
             sent = self._prompt_tokens
             why = f"; {OTHER_PROCESSOR}" if self._expands else ""
             raise self._parser.wrong(f"is to a prompt of {piece.prompt_tokens} tokens, and {sent} were sent{why}")
@@ -269,7 +273,7 @@ class ResponseReader:
         total = piece.total
         if total is not None and self.finish is not None and total != self.count:
             if total < self.count:
-                self._last = []  # one of them was never made
+                self._last = []  # the server counts fewer tokens than it sent, so drop the last ones
             raise self._parser.wrong(
                 f"says {total} tokens and came with {self.count}; does the server keep the EOS or stop token back?"
             )
@@ -282,10 +286,10 @@ class ResponseReader:
             raise self._parser.wrong(f"has {again}{len(piece.ids)} tokens more after it ended")
 
     def _end(self, piece: Piece, end: End) -> None:
-        """The last tokens, split by the weights that made them."""
+        """Add the tokens that came with the end, split by the weights that made them."""
         ids, logprobs = self._held_ids + piece.ids, self._held_logprobs + piece.logprobs
         labels, total = self.labels, self.count + len(ids)
-        if labels is None and end.spans:  # nobody here has named the weights, but they were the same all the time
+        if labels is None and end.spans:  # april gave no labels here, but the weights must still not have changed
             first = end.spans[0].version
             for span in end.spans:
                 if span.version != first:
@@ -308,9 +312,9 @@ class ResponseReader:
         self.finish, self._stopped_at, self.progress = end.reason, end.stopped_at, Progress.ENDED
 
     def _rows(self, request: Request, end: End, total: int) -> Extras:
-        """The rows that were asked for, out of those that came.
+        """Return the requested rows out of those that the server sent.
 
-        None for a request that the server had put back when it was ended: what it made without rows is made again.
+        Empty for a preempted request that the server aborted without rows: its tokens are generated again.
         """
         if not end.extras and end.reason is EngineFinish.ABORT:
             return NO_EXTRAS
@@ -322,7 +326,7 @@ class ResponseReader:
         return rows
 
     def _add_spans(self, labels: ReadingLabels, spans: Sequence[Span], ids: list[int], logprobs: list[float]) -> None:
-        """Split the last tokens by spans; tokens before them must be of the version at submission."""
+        """Split the last tokens by ``spans``. Tokens handed over earlier must have the version at submission."""
         had, total = self.count, self.count + len(ids)
         if not cover(spans, total):
             raise self._parser.wrong(f"has version spans that do not cover its {total} tokens one after the other")
@@ -336,7 +340,7 @@ class ResponseReader:
                 self._last.append((ids[start:end], logprobs[start:end], version))
 
     def _name_all(self, labels: ReadingLabels, spans: Sequence[Span], total: int) -> None:
-        """The versions of all tokens of a response whose weights have changed; the sure ones are as they were."""
+        """Set the versions of all tokens of a response during which the weights changed; sure ones must not differ."""
         if not cover(spans, total):
             raise self._parser.wrong(f"has version spans that do not cover its {total} tokens one after the other")
         self._versions = []

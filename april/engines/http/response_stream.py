@@ -1,9 +1,9 @@
-"""A request at a server, from the gate to its end: its response read as it comes, made into chunks when wanted.
+"""Streams one request to a server: waits for admission, sends it, and turns its response into chunks.
 
-An event of one token costs far more to look at by itself than among others. So who drives a stream may let pieces
-of the response pile up here and take them together; what has arrived can be taken at any time.
+Parsing many one-token events together is much cheaper than one at a time. So the caller may let pieces of the response
+pile up here and parse them together; whatever has arrived can be taken at any time.
 
-Invariant: tokens that need a confirmation of the server's weights are handed over after it, and none before.
+Invariant: tokens that need a confirmation of the server's weights are handed over only after it.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from april.engines.protocol import AbortMeans, BufferedStream, Chunk, EngineFini
 from april.errors import EngineBusy, EngineError, EngineUnreachable, WireError
 
 MAX_EVENT_BYTES = 4 << 20
-"""Largest single event, unless whoever reads knows better."""
+"""Maximum bytes of one event, unless the caller sets another limit."""
 _BOM = b"\xef\xbb\xbf"
 
 
 class EventSplitter:
-    """Turns bytes into the payloads (what follows ``data:``) of the events that are complete.
+    """Splits a byte stream into the payloads (the text after ``data:``) of complete server-sent events.
 
-    Lines end in LF or CRLF; comments and other fields are skipped; several data lines of one event are joined.
-    ``limit`` is the most bytes of one event; None means MAX_EVENT_BYTES.
+    Lines end in LF or CRLF. Comments and other fields are skipped; several data lines of one event are joined.
+    ``limit`` is the maximum number of bytes of one event; None means MAX_EVENT_BYTES.
     """
 
     def __init__(self, limit: int | None = None) -> None:
@@ -43,11 +43,11 @@ class EventSplitter:
         self._size = 0
         self._data: list[bytes] = []
         self._lines = 0
-        """Bytes of the lines in it."""
+        """Number of bytes in the lines of ``_data``."""
         self._first = True
 
     def feed(self, piece: bytes) -> list[bytes]:
-        """Return the payloads that end in this piece; raises WireError for another line, or for an event too large."""
+        """Return the payloads completed by this piece. Raises WireError for a line or event that is not valid."""
         cut = piece.rfind(b"\n")
         if cut < 0:
             self._keep(piece)
@@ -75,7 +75,7 @@ class EventSplitter:
         return events
 
     def end(self) -> list[bytes]:
-        """Return the event that the end of the stream completes; raises EngineError if it ends inside a line."""
+        """Return the event that the stream's end completes, if any. Raises EngineError if it ends inside a line."""
         if self._size:
             raise EngineError(f"the stream ends inside an event, after {self._size} bytes of it")
         data, self._data = self._data, []
@@ -94,7 +94,7 @@ class EventSplitter:
 
 
 def _plain(text: bytes) -> list[bytes] | None:
-    """The payloads of whole events of one data line each, as most servers send them; None: it has something else."""
+    """Split events of exactly one data line each, the usual case; None if the text contains anything else."""
     blocks = text.split(b"\n\n")
     if blocks.pop() or text.count(b"\n") != 2 * len(blocks) or b"\r" in text:
         return None
@@ -104,47 +104,47 @@ def _plain(text: bytes) -> list[bytes] | None:
 
 
 BYTES_PER_TOKEN = 1 << 12
-"""JSON bytes beyond what a token takes: some 140 on vLLM, 2,000 for the longest with its text, bytes and all. Tokens
-of the prompt count too: a vLLM that returns routed experts sends up to 2,000 for each of them, and others its id."""
+"""Upper bound for the JSON of one token: vLLM sends about 140 bytes, the longest form with text and bytes 2,000. Prompt
+tokens count too: a vLLM that returns routed experts sends up to 2,000 bytes for each, other servers their ids."""
 ROW_BYTES = 1 << 14
-"""The same for rows that come with tokens (extras): 12,000 for 8 experts in each of 288 layers, as SGLang says them."""
+"""Upper bound for the rows of one token (extras): SGLang sends 12,000 bytes for 8 experts in each of 288 layers."""
 OTHER_BYTES = 1 << 20
 
 
 def answer_bytes(request: Request) -> int:
-    """Most bytes of the answer, or of one event of its stream, as some servers repeat everything in each event."""
+    """Return the maximum size of the response, or of one stream event, since some servers repeat everything in each."""
     each = BYTES_PER_TOKEN + ROW_BYTES * len(request.extras)
     return OTHER_BYTES + each * (len(request.token_ids) + request.sampling.max_tokens)
 
 
 class StreamState(StrEnum):
-    """The state of a request; what is read of its response is the reader's :class:`Progress`."""
+    """State of one request. How far its response has been read is in the reader's :class:`Progress`."""
 
     WAITING = "waiting"
-    """The request was not let in yet."""
+    """The request has not been admitted yet."""
     SENDING = "sending"
-    """The request was let in; its response has not begun."""
+    """The request has been admitted, and its response has not begun."""
     HELD = "held"
-    """The response comes, and its tokens are held until the server has confirmed its weights."""
+    """The response is arriving; its tokens are held back until the server has confirmed its weights."""
     READING = "reading"
-    """Tokens are handed over as they come."""
+    """Tokens are handed over as they arrive."""
     ENDED = "ended"
-    """Nothing more comes: its finish is with the last chunk."""
+    """The response is complete; the last chunk carries the finish reason."""
     FAILED = "failed"
-    """Nothing more comes: an error is raised after the last chunk."""
+    """The request has failed; the error is raised after the last chunk."""
     CLOSED = "closed"
-    """The reader has left."""
+    """The caller has closed the stream."""
 
 
-# looked at for every piece
+# module names are faster than enum attributes, and these are read for every piece
 _HELD, _READING = StreamState.HELD, StreamState.READING
 _OVER = frozenset({StreamState.ENDED, StreamState.FAILED, StreamState.CLOSED})
 TRANSITIONS: dict[StreamState, tuple[StreamState, ...]] = {
-    # ended: aborted before it was let in
+    # ENDED here: aborted before it was admitted
     StreamState.WAITING: (StreamState.SENDING, *_OVER),
     StreamState.SENDING: (StreamState.HELD, StreamState.READING, StreamState.WAITING, *_OVER),
-    # sent once more: a pause that was for others has ended it before its first token; waiting again: the server stands
-    # still for its owner
+    # SENDING again: a pause meant for other requests ended this one before its first token. WAITING again: recalled,
+    # because the server's owner has paused it
     StreamState.HELD: (StreamState.READING, StreamState.SENDING, StreamState.WAITING, *_OVER),
     StreamState.READING: (StreamState.SENDING, StreamState.WAITING, *_OVER),
     StreamState.ENDED: (StreamState.CLOSED,),
@@ -155,50 +155,51 @@ TRANSITIONS: dict[StreamState, tuple[StreamState, ...]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Endpoint:
-    """The address of the requests of one engine, and what its streams share."""
+    """The route to which one engine sends its requests, with the state that its streams share."""
 
     client: HttpClient
     route: str
     admission: Admission
     labels: WeightLabels
     prepare: Callable[[Request, bool, Urls], tuple[ResponseReader, bytes]]
-    """Reader and body of a request, which is streamed or not, with the content of attachments that goes along; raises
-    EngineError for what must not be sent."""
+    """Called as ``prepare(request, streamed, urls)``, returns the reader and the body of the request; ``urls`` holds
+    the attachments to send. Raises EngineError for a request that must not be sent."""
     abort_means: AbortMeans
     marks_end: bool
-    """Without the mark at its end a stream has broken off: the server's own count of tokens comes before it."""
+    """True if a stream that ends without its end mark has broken off; the token count comes before that mark."""
     confirmation: Confirmation | None = None
-    """A check of the weights, where responses do not say them before their end."""
+    """Check of the server's weights, if responses do not name them before they end."""
     pauses: OwnPauses = field(default_factory=OwnPauses)
-    """The pauses by which april itself ends requests here."""
+    """Pauses by which april itself ends requests at this server."""
     stands_still: Callable[[], Awaitable[bool]] | None = None
-    """Asked when the server has ended a request by itself: whether its owner has paused it."""
+    """Returns whether the server's owner has paused it; called when the server ends a request on its own."""
     attachments: SentAttachments = field(default_factory=SentAttachments)
-    """What the server was sent."""
+    """Record of the attachments that the server has received."""
     open: dict[str, ResponseStream] = field(default_factory=dict)
-    """Requests that were let in and have not ended, by attempt."""
+    """Streams that were admitted and have not ended, by attempt id."""
 
     def abort(self, attempt_ids: Iterable[str]) -> None:
-        """Ask for the ends of these attempts; see :meth:`ResponseStream.abort`."""
+        """Abort these attempts; see :meth:`ResponseStream.abort`."""
         for attempt_id in attempt_ids:
             if (stream := self.open.get(attempt_id)) is not None:
                 stream.abort()
 
     def goes_on(self, version: PolicyVersion) -> None:
-        """The server is paused with its requests, and goes on with these weights."""
+        """Switch to ``version`` in all open streams; the server is paused and keeps their requests."""
         for stream in self.open.values():
             stream.goes_on(version)
 
     def recall(self) -> None:
-        """The server stands still: requests without tokens are taken back, and wait at the gate."""
+        """Recall all requests without tokens, because the server is paused; they wait for admission again."""
         for stream in list(self.open.values()):
             stream.recall()
 
 
 class ResponseStream(BufferedStream):
-    """An iterator of chunks (one event at a time), or :meth:`arrived` and :meth:`take` for who can wait.
+    """Streams the response to one request as chunks; must be closed with :meth:`aclose`.
 
-    It must be closed with :meth:`aclose`. ``streamed`` means that the response comes as server-sent events.
+    Iterate over it to get one event at a time, or call :meth:`arrived` and :meth:`take` to get all pending events at
+    once. ``streamed`` means that the response comes as server-sent events.
     """
 
     __slots__ = (
@@ -226,15 +227,15 @@ class ResponseStream(BufferedStream):
 
     @property
     def over(self) -> bool:
-        """Nothing more comes."""
+        """Return whether nothing more will arrive."""
         return self.state in _OVER
 
     # ---------------------------------------------------------------- in two steps
 
     async def arrived(self) -> bool:
-        """Wait until more is there to :meth:`take`; False means that the request has ended and everything was taken.
+        """Wait until :meth:`take` has something to return; False means that the request has ended and all was taken.
 
-        Raises EngineError where it was refused, broke off or has answers that cannot be true, after what came before.
+        Raises EngineError if the request was refused, broke off or got an invalid response; earlier tokens come first.
         """
         if self.state in _OVER:
             if not self._chunks:
@@ -261,7 +262,7 @@ class ResponseStream(BufferedStream):
         return True
 
     def take(self) -> list[Chunk]:
-        """The chunks of everything that has arrived; the last of a request has its finish."""
+        """Return the chunks of everything that has arrived; the last chunk of a request carries the finish reason."""
         if self._pieces:
             self._chunks += self._read().take()
             self._next(_READING)
@@ -269,14 +270,14 @@ class ResponseStream(BufferedStream):
         return chunks
 
     def abort(self) -> None:
-        """Ask for its end. Where that closes the stream, what has come is still read; elsewhere the server is asked,
-        and says the end."""
+        """Abort the request. If aborting closes the stream, the bytes that have arrived are still read; otherwise the
+        server is asked to abort it and ends the response."""
         self._abort_wanted = True
         if self._endpoint.abort_means is AbortMeans.CLOSE:
             self._break_off()
 
     def goes_on(self, version: PolicyVersion) -> None:
-        """What has arrived is of the weights before, what comes now of these."""
+        """Assign ``version`` to tokens that arrive from now on; those that have arrived keep the version before."""
         if self._pieces and self.state is _READING:
             self._chunks += self._read().take()
             self._next(_READING)
@@ -284,7 +285,7 @@ class ResponseStream(BufferedStream):
             self._read().goes_on(version)
 
     def recall(self) -> None:
-        """Taken back if no token has come: a server that stands still would begin it later, under other weights."""
+        """Take the request back if it has no token yet: a paused server would start it later, under other weights."""
         if self._pieces and self.state is _READING:
             self._chunks += self._read().take()
         if self._reader is None or not (self._pieces or self._reader.count):
@@ -316,7 +317,7 @@ class ResponseStream(BufferedStream):
         return self._chunks.pop(0)
 
     async def aclose(self) -> None:
-        """End the request; the server drops what it has not sent."""
+        """Close the stream. The server drops the tokens that it has not sent yet."""
         if self.state is not StreamState.CLOSED:
             self._go(StreamState.CLOSED)
         self._pieces, self.waiting = [], 0
@@ -329,7 +330,7 @@ class ResponseStream(BufferedStream):
         self.state = state
 
     async def _send(self) -> bool:
-        """Let the request in and send it; False: it has ended, or is to be sent again."""
+        """Wait for admission and send the request; False if it has ended or must be sent again."""
         endpoint, request = self._endpoint, self._request
         admission, attempt_id = endpoint.admission, request.attempt_id
         if self.state is StreamState.WAITING:
@@ -346,9 +347,9 @@ class ResponseStream(BufferedStream):
         return await endpoint.attachments.send(attempt_id, request.attached, self._post)
 
     async def _post(self, urls: Urls) -> bool:
-        """Send it with these attachments; False: it has ended."""
+        """Send the request with the attachments in ``urls``; False if it has already ended."""
         endpoint, request = self._endpoint, self._request
-        # the beginning of a stream shows that they have arrived, and others of the prompt wait for that
+        # stream if attachments go along: the first event shows that they arrived, which other requests wait for
         self._streamed = self._streamed or (bool(urls) and endpoint.attachments.by_name)
         if endpoint.pauses.now:
             await endpoint.pauses.over()
@@ -370,29 +371,29 @@ class ResponseStream(BufferedStream):
         return False
 
     def _begin(self, reader: ResponseReader) -> None:
-        """A whole answer may say itself whose tokens it has, the events of a stream only at its end."""
+        """Hold back tokens that need a confirmation; a whole response may name its weights itself, a stream cannot."""
         confirmation = self._endpoint.confirmation
         held = confirmation is not None and confirmation.needed() and (self._streamed or reader.labels is None)
         self._go(StreamState.HELD if held else StreamState.READING)
 
     def _read(self, *, to_the_end: bool = False) -> ResponseReader:
-        """Return what has piled up, by the reader; ``to_the_end``: nothing follows it."""
+        """Parse the pending pieces and return the reader; ``to_the_end`` means that nothing follows them."""
         pieces, self._pieces = self._pieces, []
         splitter, reader = self._splitter, self._reader
         assert reader is not None
         if splitter is not None:
             try:
                 reader.read(splitter.feed(pieces[0] if len(pieces) == 1 else b"".join(pieces)))
-                if to_the_end and not self._closing:  # closed by april, it may end in the middle of an event
+                if to_the_end and not self._closing:  # a stream closed by april may end inside an event
                     reader.read(splitter.end())
             except EngineError as error:
                 reader.fail(error)
         return reader
 
     async def _settle(self, error: EngineError | None) -> None:
-        """End the request: the answer is here, or ``error`` has broken it off, or it was never begun.
+        """End the request: its response is complete, ``error`` has broken it off, or it was never sent.
 
-        What came before counts, and so does an end that nothing can follow.
+        Tokens from before the error count, and so does a finish reason that nothing can follow.
         """
         reader = self._reader
         if reader is None:
@@ -420,7 +421,7 @@ class ResponseStream(BufferedStream):
         await self._confirm(reader.take(last=True), StreamState.ENDED)
 
     def _judge(self, reader: ResponseReader, error: EngineError | None) -> None:
-        """Judge whether what was read is the whole response."""
+        """Decide whether the response is complete, and set the reader's failure if it is not."""
         if reader.progress is Progress.WRONG:
             return
         sure = reader.progress is Progress.DONE or self._closing or not (self._streamed and self._endpoint.marks_end)
@@ -441,28 +442,29 @@ class ResponseStream(BufferedStream):
 
     @property
     def _closing(self) -> bool:
-        """The stream was closed to end the request."""
+        """Return whether april has closed the stream to end the request."""
         return self._recalled or (self._abort_wanted and self._endpoint.abort_means is AbortMeans.CLOSE)
 
     def _swept(self, reader: ResponseReader) -> bool:
-        """A pause has ended this request, or april's own has refused it, before its first token."""
+        """Return whether one of april's pauses has ended or refused this request before its first token."""
         pauses, by_pauses = self._endpoint.pauses, self._endpoint.abort_means is AbortMeans.PAUSE
         refused = isinstance(reader.failure, EngineBusy) and pauses.begun != self._pauses_before
         ended = reader.failure is None and reader.finish is EngineFinish.ABORT
         return by_pauses and not reader.count and (refused or ended)
 
     async def _is_taken_back(self, reader: ResponseReader) -> bool:
-        """Return whether it goes back to the gate: it has no token, and its server stands still for its owner."""
+        """Return whether the request must wait for admission again: it has no token, and the owner paused the
+        server."""
         stands_still = self._endpoint.stands_still
         if self._recalled:
-            return not reader.count  # what it began under weights that april does not know is nobody's
+            return not reader.count  # its tokens would come from weights that april does not know
         if stands_still is None or self._abort_wanted:
             return False
         by_others = reader.finish is EngineFinish.ABORT or reader.failure is not None
         return by_others and await stands_still() and not (reader.count or self._abort_wanted)
 
     async def _confirm(self, chunks: list[Chunk], then: StreamState | None = None) -> None:
-        """Hand chunks over, the first tokens once the server was seen to have the weights."""
+        """Hand chunks over; the first tokens wait until the server has confirmed its weights."""
         if self.state is StreamState.HELD:
             tokens = any(len(chunk.tokens) for chunk in chunks)
             if tokens:
@@ -484,7 +486,7 @@ class ResponseStream(BufferedStream):
         return (reader is not None and reader.failure is not None) or (body is not None and body.broken)
 
     def _next(self, state: StreamState) -> None:
-        """The state after what was read, if it was good."""
+        """Go to ``state``, or to FAILED if the reader has found an error."""
         reader = self._reader
         if reader is not None and reader.failure is not None and not self._swept(reader):
             self._failure, state = reader.failure, StreamState.FAILED
@@ -492,7 +494,7 @@ class ResponseStream(BufferedStream):
             self._go(state)
 
     def _leave(self) -> None:
-        """The server is not asked for anything any more."""
+        """Release the connection and the place in admission."""
         body, self._body = self._body, None
         if body is not None:
             body.close()

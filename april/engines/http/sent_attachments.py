@@ -1,7 +1,7 @@
-"""Attachments on their way to a server: the bytes once, and after that, where the server keeps them, the name alone.
+"""Sends attachments to a server: their bytes once, then only their digests if the server keeps them.
 
-Invariant: an attachment is named without its bytes only to a server that has taken them, and a server that has lost
-them is sent them again, by the request that it has refused for it. Digests are remembered, and no bytes.
+Invariant: an attachment is sent by digest alone only to a server that has received its bytes. If the server has lost
+them, the request that it refused for that is sent again with the bytes. Only digests are remembered, not bytes.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from april.errors import AttachmentError, RequestRefused
 T = TypeVar("T")
 
 REMEMBERED = 1 << 16
-"""Digests of which it is known that a server has them; beyond that, those used last stay, and others are sent again."""
+"""Number of digests remembered as known to a server. The least recently used beyond that are sent again."""
 AT_ONCE = 1 << 17
-"""Bytes that are encoded on the event loop: in less than a millisecond."""
+"""Attachments up to this many bytes are encoded on the event loop, in less than a millisecond."""
 TRIES = 4
-"""Sendings of one request; a server that still misses something then is to blame."""
+"""Maximum number of times one request is sent; if the server still lacks something then, that is its error."""
 _MAGIC = (
     (b"\x89PNG", "png"), (b"\xff\xd8\xff", "jpeg"), (b"GIF8", "gif"), (b"BM", "bmp"), (b"II*\0", "tiff"),
     (b"MM\0*", "tiff"),
@@ -33,7 +33,7 @@ _MAGIC = (
 
 
 def data_url(kind: str, data: bytes) -> str:
-    """Return the bytes as a URL, with the type that their beginning shows."""
+    """Return the bytes as a data URL, with the media type shown by their first bytes."""
     subtype = next((name for magic, name in _MAGIC if data.startswith(magic)), "")
     if data[:4] == b"RIFF" and data[8:12] == b"WEBP":
         subtype = "webp"
@@ -42,60 +42,60 @@ def data_url(kind: str, data: bytes) -> str:
 
 
 Urls = Mapping[str, str]
-"""Data URL by digest, of those whose bytes go along."""
+"""Data URLs of the attachments whose bytes are sent along, indexed by digest."""
 
 
 class SentAttachments:
-    """Knows what one server was sent.
+    """Tracks which attachments one server has received.
 
     Args:
-        misses: tells the refusal of a server that was given a name and does not have the bytes; None: the server keeps
-            nothing by name, so the bytes go along with every request.
+        misses: Returns whether a refusal means that the server lacks the bytes of a digest. None if the server keeps
+            nothing by digest, so that every request carries the bytes.
     """
 
     def __init__(self, misses: Callable[[RequestRefused], bool] | None = None) -> None:
         self._misses = misses
         self._known: OrderedDict[str, int] = OrderedDict()
-        """Digest -> number of the sending by which the server has got it."""
+        """Digest -> number of the request that brought its bytes to the server."""
         self._coming: dict[str, asyncio.Future[None]] = {}
-        """Digests whose bytes are on their way."""
+        """Digest -> future that ends when the request carrying its bytes has returned."""
         self._numbers = count(1)
         self.sendings: OrderedDict[str, int] = OrderedDict()
-        """Digest -> how often its bytes were sent; of the digests used last."""
+        """Digest -> number of times its bytes were sent, for the most recently used digests."""
         self.requests = 0
-        """Requests with attachments that the server has taken."""
+        """Number of requests with attachments that the server has accepted."""
         self.bytes_sent = 0
-        """Bytes of content, before they are encoded."""
+        """Total content bytes sent, before encoding."""
         self.times_sent = 0
-        """Attachments that were sent with their bytes."""
+        """Number of attachments sent with their bytes."""
 
     def __repr__(self) -> str:
         return f"<SentAttachments {len(self._known)} known, {self.times_sent} sent, {self.bytes_sent} bytes>"
 
     @property
     def by_name(self) -> bool:
-        """The server keeps what it was sent, and finds it again by its digest."""
+        """Return whether the server keeps attachments and finds them by digest."""
         return self._misses is not None
 
     def forget(self) -> None:
-        """The server has nothing any more: it was started anew, or has emptied its caches."""
+        """Forget what the server has, because it was restarted or has emptied its caches."""
         self._known.clear()
 
     @property
     def counters(self) -> dict[str, float]:
-        """For :attr:`april.engines.protocol.Health.counters`; empty before anything was sent."""
+        """Return counters for :attr:`april.engines.protocol.Health.counters`; empty before anything was sent."""
         if not self.times_sent:
             return {}
         return {"attachments_sent": float(self.times_sent), "attachment_bytes_sent": float(self.bytes_sent)}
 
     async def send(self, attempt_id: str, attached: Sequence[Placed], post: Callable[[Urls], Awaitable[T]]) -> T:
-        """Call ``post`` with what the server needs, and again with the rest if it misses something.
+        """Call ``post`` with the URLs that the server needs, and again with the others if it lacks them.
 
-        Of requests that bring the same attachment at a time one sends it, and the others wait until ``post`` has
-        returned there: by then the server must have taken it.
+        If several requests bring the same attachment at once, one sends its bytes and the others wait until its
+        ``post`` has returned; by then the server must have accepted the attachment.
 
         Raises:
-            RequestRefused: the content cannot be had, or the server refuses the request.
+            RequestRefused: The content cannot be read, or the server refuses the request.
         """
         distinct = {placed.attachment.digest: placed.attachment for placed in attached}
         for again in reversed(range(TRIES)):
@@ -112,7 +112,7 @@ class SentAttachments:
                     raise
                 self._count(lacking)
                 for digest, number in relied.items():
-                    if self._known.get(digest) == number:  # or it was sent again meanwhile
+                    if self._known.get(digest) == number:  # unless it was sent again meanwhile
                         del self._known[digest]
             else:
                 self.requests += 1
@@ -127,7 +127,7 @@ class SentAttachments:
         raise AssertionError("the last sending relies on nothing")
 
     async def _settled(self, distinct: Iterable[str], *, alone: bool) -> dict[str, int]:
-        """What the server has, once nothing of this is on its way; ``alone``: rely on nothing."""
+        """Return what the server has, after waiting for uploads in progress; with ``alone``, nothing is relied on."""
         if self._misses is None or alone:
             return {}
         while coming := [self._coming[digest] for digest in distinct if digest in self._coming]:

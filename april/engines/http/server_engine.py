@@ -1,29 +1,36 @@
-"""The base of engines before a server, or an engine object: a gate for requests, pauses, checks."""
+"""Base class of engines that send requests to a server or an engine object: admission, pauses, weight updates."""
 
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator, Collection, Sequence
 from contextlib import asynccontextmanager, suppress
 
 import numpy as np
 
 from april.core.attachments import collapsed
-from april.core.versions import PolicyVersion
+from april.core.versions import FIRST_VERSION, PolicyVersion
+from april.engines.base import EngineBase
 from april.engines.http.adapter_files import why_refused
-from april.engines.http.own_adapters import OwnAdapters
+from april.engines.http.http_client import HttpClient
+from april.engines.http.own_adapters import Loaded, OwnAdapters
+from april.engines.http.server_probe import is_listed, why_not_served
 from april.engines.http.weight_directories import is_adapter
-from april.engines.http.weight_labels import WeightLabels
-from april.engines.protocol import Capabilities, Request
+from april.engines.http.weight_labels import WeightLabels, start_is_known
+from april.engines.protocol import Capabilities, FirstWeights, Request
 from april.errors import EngineError, RequestRefused
+from april.server_text import quoted
+
+log = logging.getLogger("april")
 
 
 class Admission:
-    """Closed while weights change. Requests wait before it, and can be aborted there."""
+    """Gate that requests pass before they are sent. While weights change it is closed, and requests wait."""
 
     def __init__(self) -> None:
         self._open = True
-        # attempts that wait -> True: go on, False: aborted before they were sent
+        # attempt id -> result of its wait: True if admitted, False if aborted before it was sent
         self._waiting: dict[str, asyncio.Future[bool]] = {}
         self._inside: set[str] = set()
         self._idle = asyncio.Event()
@@ -35,14 +42,14 @@ class Admission:
 
     @property
     def inside(self) -> Collection[str]:
-        """Attempts that were let in and have not ended."""
+        """Ids of attempts that were admitted and have not ended."""
         return self._inside
 
     @asynccontextmanager
     async def request(self, attempt_id: str) -> AsyncIterator[bool]:
-        """Be inside for the time of one request; False means that it was aborted while it waited, and must not be sent.
+        """Hold one place while a request runs; yields False if it was aborted while it waited and must not be sent.
 
-        Raises RequestRefused for an id that is in use: servers end both requests when one of them is aborted.
+        Raises RequestRefused for an id that is in use: on one abort, servers end both requests with that id.
         """
         admitted = self.is_open or await self.wait(attempt_id)
         if not admitted:
@@ -56,11 +63,11 @@ class Admission:
 
     @property
     def is_open(self) -> bool:
-        """Return whether :meth:`enter` is allowed now, without a wait."""
+        """Return whether :meth:`enter` may be called now, without waiting."""
         return self._open
 
     async def wait(self, attempt_id: str) -> bool:
-        """Wait until the attempt may enter; False if it was aborted meanwhile. Raises RequestRefused as above."""
+        """Wait until the attempt may enter; False if it was aborted. Raises RequestRefused for an id that is in use."""
         self._require_new(attempt_id)
         while not self._open:
             turn: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
@@ -73,7 +80,7 @@ class Admission:
         return True
 
     def enter(self, attempt_id: str) -> None:
-        """Record that its request is sent now; raises RequestRefused for an id that is in use."""
+        """Record that the request is being sent. Raises RequestRefused for an id that is in use."""
         self._require_new(attempt_id)
         self._inside.add(attempt_id)
         self._idle.clear()
@@ -89,20 +96,20 @@ class Admission:
             self._idle.set()
 
     def abort(self, attempt_ids: Collection[str] | None) -> None:
-        """End the wait of these attempts (None: of all); those inside are the server's affair."""
+        """Abort attempts that are waiting, all of them if None. Admitted ones are left to the server."""
         self._end_waits(list(self._waiting) if attempt_ids is None else attempt_ids, admit=False)
 
     def close(self) -> None:
-        """Let nobody in any more."""
+        """Stop admitting requests."""
         self._open = False
 
     def open(self) -> None:
-        """Let in who waits and who comes."""
+        """Admit waiting and future requests."""
         self._open = True
         self._end_waits(list(self._waiting), admit=True)
 
     async def until_idle(self) -> None:
-        """Until nobody is inside."""
+        """Wait until no admitted request is left."""
         await self._idle.wait()
 
     def _end_waits(self, attempt_ids: Collection[str], *, admit: bool) -> None:
@@ -113,50 +120,72 @@ class Admission:
 
 
 ABORT_RESEND_S = 1.0
-"""While a pause waits for attempts to end; the server may not have known them yet."""
+"""Seconds between aborts during a pause; an abort may arrive before the server knows the request."""
 PAUSE_DEADLINE_S = 25.0
-"""Below the 30 s after which the driver gives an engine up that does not pause, so that the reason is heard."""
+"""Seconds for a pause; below the driver's own limit of 30 s, so that the driver sees the reason."""
+FORGET_S = 5.0
+"""Seconds for unloading adapters when an engine is closed."""
 
 
-class ServerEngine:
-    """Base of engines whose requests pass a gate; subclasses add ``generate``, ``update_weights`` and ``health``."""
+class ServerEngine(EngineBase):
+    """Base class of engines that send requests to a server or an object, which they can pause and update.
+
+    Subclasses add ``generate``, ``abort`` and ``health``, and the calls that load weights (:meth:`_load_whole`) and
+    adapters (:meth:`_load_adapter`, :meth:`_unload`).
+    """
 
     _abort_again_s = ABORT_RESEND_S
+    _servers: tuple[HttpClient, ...] = ()
+    """Clients of the servers that hold the weights; empty for an engine object in this process."""
+    _asked: str | None = None
+    """Model name from the settings."""
 
     def __init__(self, name: str, capabilities: Capabilities) -> None:
-        self._name = name
-        self._capabilities = capabilities
+        super().__init__(name, capabilities)
         self._labels = WeightLabels()
         self._adapters = OwnAdapters(self._labels)
         self._admission = Admission()
         self._not_whole = ""
-        """The reason why its weights are those of no version, since an update has failed."""
+        """Reason why the weights match no policy version after a failed update; empty if they do."""
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.name} version {self._version} {self._admission!r}>"
 
     @property
-    def name(self) -> str:
-        """Short unique label; host and port of a server."""
-        return self._name
-
-    @property
-    def capabilities(self) -> Capabilities:
-        """As found when it was made."""
-        return self._capabilities
-
-    @property
     def _version(self) -> PolicyVersion:
-        """The version of the present weights."""
+        """Return the policy version of the present weights."""
         return self._labels.present
 
+    def begins_with(self, labels: Sequence[str | None], *, present: bool) -> str | None:
+        """Set up the labels from those that the servers showed on connection; return the label to give them now.
+
+        None means that they have weights of another run and keep their labels; a warning says so. ``present`` is the
+        setting that the run starts with the weights they have, even if these are not the ones they were started with.
+        """
+        self._labels.name_first(of_start=not present and all(map(start_is_known, labels)))
+        shown = ", ".join(dict.fromkeys(quoted(label) for label in labels if label is not None))
+        if self._capabilities.first_weights is FirstWeights.OTHERS:
+            self._not_whole = (
+                f"engine {self.name} has weights of another run of april (it calls them {shown}), and none of this run "
+                "before a weight update"
+            )
+            log.warning("%s", self._not_whole)
+            return None
+        if self._capabilities.first_weights is FirstWeights.UNVERIFIED:
+            log.warning(
+                "engine %s calls its weights %s, a name that april has not given: they are taken for version %s, "
+                "unverified. If an earlier run left them there, restart the server; if they are right, set "
+                "engine.first_weights: present", self.name, shown, FIRST_VERSION,
+            )  # fmt: skip
+        return self._labels.of(FIRST_VERSION)
+
     def _check(self, request: Request) -> None:
-        """Refuse what servers shorten without a word, or die of.
+        """Refuse requests that servers would silently shorten or crash on.
 
         Raises:
-            EngineError: the weights are those of no version.
-            RequestRefused: no ids, one outside the vocabulary, more tokens than there is room for, or attachments that
-                it would leave out.
+            EngineError: The weights match no policy version.
+            RequestRefused: The request has no ids, an id outside the vocabulary, more tokens than fit, or attachments
+                that the server would ignore.
         """
         if self._not_whole:
             raise EngineError(self._not_whole)
@@ -172,7 +201,7 @@ class ServerEngine:
                 )
         if request.attached:
             self._check_places(request)
-        # as unsigned numbers, negative ones are too large as well
+        # viewed as unsigned, negative ids are too large as well
         if ids.view(np.uint32).max() >= limit.vocab_size:
             raise RequestRefused(
                 f"attempt {request.attempt_id} has a token id outside the vocabulary of {limit.vocab_size} of engine "
@@ -185,7 +214,7 @@ class ServerEngine:
             )
 
     def _check_places(self, request: Request) -> None:
-        """Refuse a request in which more stands for attachments than there are: SGLang would never answer it."""
+        """Refuse a request with more placeholder tokens than attachments: SGLang would never answer it."""
         sent = collapsed(request.token_ids, request.attached)
         stands = [token for placed in request.attached for token in placed.stands]
         found = int(np.isin(sent, stands).sum())
@@ -196,20 +225,20 @@ class ServerEngine:
             )
 
     def _to_abort(self, attempt_ids: Sequence[str] | None) -> list[str]:
-        """Return those of the attempts (None: all) that the server has; others that wait are ended here."""
+        """Abort attempts that wait for admission; return the ones that the server has (``None`` means all attempts)."""
         self._admission.abort(attempt_ids)
         inside = self._admission.inside
         return list(inside) if attempt_ids is None else [i for i in attempt_ids if i in inside]
 
     async def abort(self, attempt_ids: Sequence[str] | None = None) -> None:
-        """Ask for the end of these attempts (None: of all)."""
+        """Abort these attempts (None means all)."""
         raise NotImplementedError
 
     async def pause(self) -> None:
-        """Close admission and end what is inside, asking again until it has ended; a call that fails is made again.
+        """Close admission, abort the requests in flight, and repeat the abort until all have ended, even if one fails.
 
-        The server itself is not paused: nothing of april's is inside any more, and to every probe a paused server is
-        dead. Raises EngineError for requests that have not ended in PAUSE_DEADLINE_S.
+        The server itself is not paused: none of april's requests is left, and to every probe a paused server looks
+        dead. Raises EngineError if requests have not ended within PAUSE_DEADLINE_S.
         """
         self._admission.close()
         failure: EngineError | None = None
@@ -219,7 +248,7 @@ class ServerEngine:
                     try:
                         await self.abort(None)
                     except EngineError as error:
-                        failure = error  # requests of a server that died end by themselves
+                        failure = error  # requests of a dead server end by themselves
                     with suppress(TimeoutError):
                         async with asyncio.timeout(self._abort_again_s):
                             await self._admission.until_idle()
@@ -230,11 +259,74 @@ class ServerEngine:
             ) from failure
 
     async def resume(self) -> None:
-        """Let requests in again."""
+        """Admit requests again."""
         self._admission.open()
 
+    async def update_weights(self, version: PolicyVersion, path: str | None = None) -> None:
+        """Load whole weights, or load an adapter under a new name next to the one in use; see the engine protocol.
+
+        Raises:
+            EngineError: Requests are running, the directory does not fit, or a server has failed. An engine that may be
+                between two versions gets no requests until an update succeeds.
+            WeightsGone: A server has lost weights that it had when april connected.
+        """
+        if path is not None:
+            self._require_loadable(path)
+            if is_adapter(path):
+                adapter = self._adapters.fresh(version, path)
+                await self._load_adapter(adapter, version)
+                await self._took(version, adapter)
+                return
+        await self._load_whole(version, path)
+        await self._took(version)
+
+    async def _load_whole(self, version: PolicyVersion, path: str | None) -> None:
+        """Load whole weights from ``path``, or label the weights that the servers were sent if it is None."""
+        raise NotImplementedError
+
+    async def _load_adapter(self, adapter: Loaded, version: PolicyVersion) -> None:
+        """Load an adapter on all servers. If this raises, requests continue with the weights in use."""
+        raise NotImplementedError
+
+    async def _unload(self, adapter: Loaded) -> bool:
+        """Unload an adapter from all servers; False if a server may still have it."""
+        raise NotImplementedError
+
+    async def _took(self, version: PolicyVersion, adapter: Loaded | None = None) -> None:
+        """Record ``version`` as the one that serves requests from now on, and unload adapters that no request uses.
+
+        An adapter that cannot be unloaded is tried again at the next update.
+        """
+        self._adapters.take(adapter, version)
+        self._labels.present, self._not_whole = version, ""
+        for idle in self._adapters.idle(self._admission.inside):
+            if await self._unload(idle):
+                self._adapters.gone(idle)
+
+    async def _unload_all(self) -> None:
+        """Unload april's adapters, before the connections are closed."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(FORGET_S):
+                for adapter in self._adapters.all():
+                    await self._unload(adapter)
+
+    async def _why_not_served(self) -> str:
+        """Return why a server would not answer with the trained model; empty if there is no sign of that."""
+        found = await asyncio.gather(*(why_not_served(server, self._asked) for server in self._servers))
+        return next(filter(None, found), "")
+
+    async def _amiss(self) -> tuple[str, bool]:
+        """Return why the present version would not answer requests (empty if it would), and whether its adapter is
+        gone."""
+        present = self._adapters.present
+        if present is None:
+            return await self._why_not_served(), False
+        listed = await asyncio.gather(*(is_listed(server, present.name) for server in self._servers))
+        lost = False in listed
+        return (f"the server has no adapter {present.name} any more" if lost else ""), lost
+
     def _require_loadable(self, path: str) -> None:
-        """Raises EngineError for a directory that must not be loaded here."""
+        """Raise EngineError for a directory that this engine must not load."""
         if is_adapter(path):
             self._require_adapter(path)
             return
@@ -244,7 +336,7 @@ class ServerEngine:
             raise EngineError(f"engine {self.name} cannot load weights from {path}: {reason}")
 
     def _require_adapter(self, path: str) -> None:
-        """Raises EngineError for an adapter that does not fit, or one for a model whose weights are torn."""
+        """Raise EngineError for an adapter that does not fit, or whose base model is only partly updated."""
         can = self._capabilities
         why = why_refused(path, can.adapters)
         if why is not None:
@@ -255,15 +347,15 @@ class ServerEngine:
 
     @property
     def whole_version(self) -> PolicyVersion:
-        """The version of the whole weights below adapters."""
+        """Version of the whole weights, without adapters."""
         return self._adapters.base
 
     def adapter_paths(self) -> frozenset[str]:
-        """Return the directories of adapters that the server may read again."""
+        """Return the adapter directories that the server may have to read again."""
         return self._adapters.paths(self._admission.inside)
 
     def require_idle(self) -> None:
-        """Raises EngineError while requests run: their tokens would be of no version."""
+        """Raise EngineError while requests are running: their tokens would belong to no version."""
         if self._admission.inside:
             raise EngineError(
                 f"engine {self.name}: weights were updated while {len(self._admission.inside)} requests run, whose "

@@ -1,4 +1,4 @@
-"""The way in which servers are connected to and asked what they can do, whatever their kind."""
+"""Connects to servers and finds out what they can do: the parts that all kinds of servers share."""
 
 from __future__ import annotations
 
@@ -7,71 +7,105 @@ import json
 import os
 import re
 import secrets
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
-from urllib.parse import urlsplit
 
-from april.config.engines import ServerEngineConfig, checked_key
+from april.config.engines import AddressedEngineConfig, ServerEngineConfig, checked_key, name_at
 from april.core.sampling import LogprobKind
-from april.engine_limits import Limit, LimitCode
-from april.engines.http.http_client import HttpClient
+from april.engine_limits import UNKNOWN_LOGPROBS, Limit, LimitCode, unknown_eos
+from april.engines.http.http_client import HttpClient, Reply, is_page, words_of
 from april.engines.http.own_adapters import is_ours
+from april.engines.http.weight_labels import first_weights
 from april.engines.http.wire import NotJson, error_text, read_json
-from april.engines.protocol import Capabilities, Engine
+from april.engines.protocol import Capabilities, Engine, FirstWeights
 from april.errors import ConfigError, EngineError
 from april.server_text import clean
 
-PROBE_S = 10.0
-"""Longest wait for one answer while a server is probed."""
 NO_TOKEN = 2**31 - 2
-"""An id that no vocabulary has; sent only where the server checks it before the model sees it."""
+"""Token id outside every vocabulary; sent only where the server checks ids before the model sees them."""
 _NARROW = {"temperature": 0.5, "top_p": 1e-6}
-"""Sampling of which only the greedy token is left, at another temperature than the greedy request's."""
+"""Sampling settings that leave only the greedy token, at another temperature than the greedy request."""
 _SAME_LOGPROB = 0.02
-"""Two log-probabilities of one token that are closer than this are of one distribution (nats; half precision)."""
+"""Log-probabilities of one token that differ by less are of the same distribution (nats; half precision)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerFacts:
-    """The facts about one server, as it says them; each kind of server has facts of its own besides."""
+    """Results of probing one server. Each kind of server adds facts of its own."""
 
     url: str
     model: str
-    """As the server names it."""
+    """Name of the model at the server."""
     asked: str | None = None
-    """The name in the settings; None: the server's only model."""
+    """Model name from the settings; None means the server's only model."""
     base: str | None = None
-    """The model below, where ``model`` is an adapter."""
+    """Base model, if ``model`` is an adapter."""
     software: str = ""
-    """Version of what it runs, with a name where the engine's kind is none."""
+    """Version of the server's software, with its name if the engine kind does not say it."""
     label: str | None = None
-    """The label of its present weights; None if the server has no labels."""
+    """Label of the present weights; None if the server has no labels."""
     paused: bool = False
     started_s: float | None = None
-    """The time when its process began, seconds since 1970, if it says."""
+    """Time when the server's process began, in seconds since 1970; None if it does not say."""
     capabilities: Capabilities
-    """The capabilities of an engine before it."""
+    """Capabilities of an engine in front of this server."""
 
 
 def least(*limits: int | None) -> int | None:
-    """The least of those that are known."""
+    """Return the smallest known limit, or None if all are unknown."""
     return min((limit for limit in limits if limit is not None), default=None)
 
 
 def longest_request(url: str, *limits: int | None) -> int:
-    """Most tokens of prompt plus response; raises ConfigError if none of the limits is known."""
+    """Return the maximum number of tokens of prompt plus response. Raises ConfigError if no limit is known."""
     longest = least(*limits)
     if longest is None:
         raise ConfigError(f"{url} does not say how long a request may be; set engine.max_len")
     return longest
 
 
-async def get_json(client: HttpClient, *routes: str) -> Any:
-    """Return the answer of the first GET route that is there; None if none is. Raises ConfigError for no JSON."""
+TRIES, AGAIN_S = 3, 0.1
+"""Number of tries, and seconds between them, if an answer does not come from the server itself. A run relies to its end
+on what it learns here, so a proxy's page or a passing error must not count."""
+REFUSES = (401, 403, 404, 405)
+"""Statuses with which a server, or a proxy in front of it, says that april cannot use a route."""
+
+
+async def answer_of(
+    client: HttpClient, method: str, route: str, is_own: Callable[[Reply], bool], body: Any = None
+) -> Reply:
+    """Make a harmless call, repeated until the server itself answers. Raises EngineError if it never does.
+
+    Single calls have no timeout, since a cold server is slow at first; the caller limits the time of the whole probe.
+    """
+    for left in reversed(range(TRIES)):
+        reply = await client.call(method, route, body, timeout_s=None, retry=method == "GET")
+        if is_own(reply):
+            return reply
+        if left:
+            await asyncio.sleep(AGAIN_S)
+    client.require_ok(reply, route)
+    raise EngineError(
+        f"{client.url}{route} does not answer as the server of engine.kind does: status {reply.status}, "
+        f"{error_text(reply.body)}; is a proxy or another server in between?"
+    )
+
+
+async def get_json(client: HttpClient, *routes: str, has: str = "") -> Any:
+    """Return the JSON answer of the first GET route that exists; None if none does.
+
+    With ``has``, the answer must be an object with that key. Raises ConfigError if the answer is not JSON, and
+    EngineError if it is something else.
+    """
+
+    def is_own(reply: Reply) -> bool:
+        said = words_of(reply) if reply.ok else None
+        return reply.status in REFUSES or (isinstance(said, dict) and has in said if has else said is not None)
+
     for route in routes:
-        reply = await client.call("GET", route, timeout_s=PROBE_S, retry=True)
+        reply = await answer_of(client, "GET", route, is_own)
         if reply.status in (404, 405):
             continue
         client.require_ok(reply, route)
@@ -85,22 +119,32 @@ async def get_json(client: HttpClient, *routes: str) -> Any:
 
 
 async def has_route(client: HttpClient, route: str) -> bool:
-    """Return whether a POST route is there: GET is not allowed on it, and nothing happens."""
-    return (await client.call("GET", route, timeout_s=PROBE_S, retry=True)).status == 405
+    """Return whether a POST route exists, by a GET that must be refused with 405 and has no effect."""
+    return (await answer_of(client, "GET", route, lambda reply: reply.status in REFUSES)).status == 405
+
+
+async def has_page(client: HttpClient, route: str) -> bool:
+    """Return whether a GET route exists and april may use it."""
+
+    def is_own(reply: Reply) -> bool:
+        return reply.status in REFUSES or (reply.ok and not is_page(reply))
+
+    return (await answer_of(client, "GET", route, is_own)).ok
 
 
 def probe_id() -> str:
-    """A fresh request id."""
+    """Return a fresh request id."""
     return f"april-probe-{secrets.token_hex(10)}"
 
 
 def model_files(root: Any, tokenizer: Any = None, ends: Collection[str] = ()) -> list[dict[str, Any]]:
-    """Return the model's configuration files, if its directory is on this machine; its tokenizer's ends are one more.
+    """Return the model's configuration files, plus its tokenizer's end tokens, if its directory is on this machine.
 
-    ``ends`` are texts of tokens at which the server stops if the tokenizer, by default the model's, has added them.
+    ``ends`` are texts of further tokens at which the server stops if the tokenizer (by default the model's) has added
+    them.
     """
     found = [f for f in (_json_file(root, name) for name in ("config.json", "generation_config.json")) if f]
-    # servers stop at the tokenizer's EOS as well, which need not be the model's (that of a chat format, say)
+    # servers also stop at the tokenizer's EOS, which may differ from the model's (that of a chat format, say)
     return [*found, {"eos_token_id": _tokenizer_ends(tokenizer or root, ends)}] if found else []
 
 
@@ -113,7 +157,7 @@ def _json_file(root: Any, name: str) -> dict[str, Any]:
 
 
 def _tokenizer_ends(root: Any, ends: Collection[str]) -> list[int]:
-    """The ids of the tokenizer's EOS and of ``ends`` by its files; without those that are not there."""
+    """Return the ids of the tokenizer's EOS and of ``ends``, as far as its files name them."""
     config = _json_file(root, "tokenizer_config.json")
     eos = config.get("eos_token")
     texts = {*ends, eos.get("content") if isinstance(eos, dict) else eos}
@@ -129,8 +173,8 @@ def _tokenizer_ends(root: Any, ends: Collection[str]) -> list[int]:
     ]  # fmt: skip
 
 
-def eos_of(files: list[dict[str, Any]]) -> tuple[int, ...] | None:
-    """The ids that end a response; None: the files do not say."""
+def eos_of(files: Sequence[dict[str, Any]]) -> tuple[int, ...] | None:
+    """Return the ids that end a response; None if the files do not say."""
     ids: set[int] = set()
     for file in files:
         text = file.get("text_config")
@@ -140,17 +184,81 @@ def eos_of(files: list[dict[str, Any]]) -> tuple[int, ...] | None:
     return tuple(sorted(ids)) or None
 
 
-async def vocabulary_in_refusal(client: HttpClient, route: str, body: dict[str, Any], words: str) -> int | None:
-    """The number that ``words`` (a pattern) finds in the refusal of a request that can never run."""
-    reply = await client.call("POST", route, body, timeout_s=PROBE_S)
-    found = None if reply.ok else re.search(words, error_text(reply.body))
-    return None if found is None else int(found[1])
+class ServerProbe:
+    """Base class of probes, with the abilities that are found out in the same way for all kinds of servers.
+
+    Each method finds out one ability. It returns the value for the capabilities, and notes a limit if the server could
+    do more when started differently.
+    """
+
+    files: Sequence[dict[str, Any]] = ()
+    """Configuration files of the model, if they are on this machine."""
+    served: ServedModel | None = None
+    """Entry of the trained model in the server's list of models."""
+    paused = False
+    """True if somebody has paused the server, which then answers no request."""
+    label: str | None = None
+    """Label of the present weights."""
+
+    def __init__(self, client: HttpClient, config: ServerEngineConfig) -> None:
+        self.client, self.config, self._limits = client, config, list[Limit]()
+
+    def note(self, limit: Limit, amiss: object = True) -> None:
+        """Note ``limit`` if ``amiss`` is true."""
+        if amiss:
+            self._limits.append(limit)
+
+    def lacks(
+        self, amiss: object, code: LimitCode, consequence: str, remedy: str = "", *flags: str, server: str = ""
+    ) -> bool:
+        """Note a :class:`Limit` with these fields if ``amiss`` is true; return whether it is."""
+        self.note(Limit(code, consequence, remedy, flags, server), amiss)
+        return bool(amiss)
+
+    def limits(self, *, takes_adapters: bool = False) -> tuple[Limit, ...]:
+        """Return all noted limits, and those that follow from the server's adapters."""
+        return (*self._limits, *(() if self.served is None else self.served.limits(takes_adapters=takes_adapters)))
+
+    async def ask(self, route: str, body: dict[str, Any]) -> Reply:
+        """Send a request without a timeout; the caller of the probe limits its whole time."""
+        return await self.client.call("POST", route, body, timeout_s=None)
+
+    async def vocabulary_in_refusal(self, route: str, body: dict[str, Any], words: str) -> int | None:
+        """Return the number that the pattern ``words`` finds in the refusal of a request that can never run."""
+        reply = await self.ask(route, body)
+        found = None if reply.ok else re.search(words, error_text(reply.body))
+        return None if found is None else int(found[1])
+
+    def ends(self) -> tuple[int, ...]:
+        """Return the ids that end a response, from the settings or the model's files."""
+        ids = self.config.eos_token_ids if self.config.eos_token_ids is not None else eos_of(self.files)
+        self.note(unknown_eos(), ids is None)
+        return ids or ()
+
+    def logprobs(self, seen: LogprobKind, raw: Limit) -> LogprobKind:
+        """Return the kind of log-probabilities: from the settings, otherwise as ``seen``."""
+        kind = seen if self.config.logprobs is None else LogprobKind(self.config.logprobs)
+        self.note(raw, kind is LogprobKind.RAW)
+        self.note(UNKNOWN_LOGPROBS, kind is LogprobKind.UNKNOWN)
+        return kind
+
+    def common(self) -> dict[str, Any]:
+        """Return the fields of :class:`ServerFacts` that are found out in the same way for all kinds of servers."""
+        base = None if self.served is None else self.served.base
+        return {
+            "url": self.client.url, "asked": self.config.model, "base": base, "label": self.label,
+            "paused": self.paused,
+        }  # fmt: skip
+
+    def first_weights(self) -> FirstWeights:
+        """Return what is known of the present weights, from their label and the settings."""
+        return first_weights(self.label, present=self.config.first_weights == "present")
 
 
 async def kind_of_logprobs(
     one_token: Callable[[list[int], dict[str, float]], Awaitable[tuple[int, float]]],
 ) -> LogprobKind:
-    """Tell of which distribution log-probabilities are; ``one_token``: (prompt, sampling) -> (id, nats)."""
+    """Find out which distribution log-probabilities are of; ``one_token`` maps (prompt, sampling) to (id, nats)."""
     for start in range(3):
         prompt = [start * 7 + i for i in (3, 4, 5)]
         kind = _kind_seen(await one_token(prompt, {"temperature": 0.0}), await one_token(prompt, _NARROW))
@@ -160,13 +268,13 @@ async def kind_of_logprobs(
 
 
 def _kind_seen(greedy: tuple[int, float], narrow: tuple[int, float]) -> LogprobKind:
-    """Compare the same token (id, nats) greedily and as _NARROW says.
+    """Compare the same token (id, nats) sampled greedily and under _NARROW.
 
-    The second is that of the greedy request (raw), 0 (processed), or neither (temperature).
+    The second value equals the first (raw), is 0 (processed), or is neither (temperature).
     """
     (token, raw), (other, said) = greedy, narrow
     if token != other or raw > -5 * _SAME_LOGPROB:
-        return LogprobKind.UNKNOWN  # a near certain token looks the same in all of them
+        return LogprobKind.UNKNOWN  # an almost certain token looks the same under all kinds
     if abs(said - raw) < _SAME_LOGPROB:
         return LogprobKind.RAW
     return LogprobKind.PROCESSED if said > -_SAME_LOGPROB else LogprobKind.TEMPERATURE
@@ -174,23 +282,23 @@ def _kind_seen(greedy: tuple[int, float], narrow: tuple[int, float]) -> LogprobK
 
 ROUTE = "/v1/models"
 NAMES = 20
-"""Most names in a message."""
+"""Maximum number of names in a message."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServedModel:
-    """An entry of a server's list of models."""
+    """Entry of a server's list of models."""
 
     name: str
     base: str | None = None
-    """The model for which it was made, of an adapter."""
+    """Base model, if this entry is an adapter."""
     card: dict[str, Any]
-    """All that the server says of it; of an adapter, of its base where that is listed."""
+    """Everything that the server says of the model (of the base model, if it is listed, for an adapter)."""
     adapters: tuple[str, ...] = ()
-    """The adapters that the server has besides."""
+    """Names of the adapters that the server also has."""
 
     def limits(self, *, takes_adapters: bool = False) -> tuple[Limit, ...]:
-        """Return what follows from adapters; ``takes_adapters``: april can load new ones."""
+        """Return the limits that follow from adapters; ``takes_adapters`` means that april can load new ones."""
         if self.base is not None:
             how = "give a directory with a new adapter" if takes_adapters else (
                 "hand a new adapter over with weight_update(transfer=...)"
@@ -210,7 +318,7 @@ class ServedModel:
 
 
 def choose_model(url: str, answer: Any, name: str | None) -> ServedModel:
-    """Pick the model that the settings name, or the only one, from an answer of ``/v1/models``; raises ConfigError."""
+    """Pick the configured model, or the only one, from an answer of ``/v1/models``. Raises ConfigError."""
     listed = answer.get("data") if isinstance(answer, dict) else None
     cards = [c for c in listed if isinstance(c, dict) and "id" in c] if isinstance(listed, list) else []
     adapters = {
@@ -219,11 +327,11 @@ def choose_model(url: str, answer: Any, name: str | None) -> ServedModel:
     }  # fmt: skip
     models = {str(c["id"]): c for c in cards if str(c["id"]) not in adapters and not is_ours(str(c["id"]))}
     if name is None:
-        # one model may have several names
+        # one model may be listed under several names
         if adapters or len({c.get("root") or c["id"] for c in models.values()}) != 1:
             raise ConfigError(f"engine.model: {url} {_choice(models, adapters)}")
         name = next(iter(models))
-    # SGLang also calls an adapter base:adapter
+    # SGLang also accepts base:adapter as the name of an adapter
     found = next((a for a, base in adapters.items() if name in (a, f"{base}:{a}")), name)
     if found in adapters:
         base = adapters[found]
@@ -236,7 +344,7 @@ def choose_model(url: str, answer: Any, name: str | None) -> ServedModel:
 
 
 async def is_listed(client: HttpClient, name: str) -> bool | None:
-    """Return whether the server lists a model or adapter of this name; None: it shows no list."""
+    """Return whether the server lists a model or adapter of this name; None if it shows no list."""
     try:
         reply = await client.call("GET", ROUTE, retry=True)
         answer = read_json(reply.body) if reply.ok else None
@@ -247,7 +355,7 @@ async def is_listed(client: HttpClient, name: str) -> bool | None:
 
 
 async def why_not_served(client: HttpClient, name: str | None) -> str:
-    """Return what :func:`choose_model` has against the server's present list; empty: nothing, or it shows none."""
+    """Return why :func:`choose_model` fails on the server's present list; empty if it works, or there is no list."""
     try:
         reply = await client.call("GET", ROUTE, retry=True)
         answer = read_json(reply.body) if reply.ok else None
@@ -263,7 +371,7 @@ async def why_not_served(client: HttpClient, name: str | None) -> str:
 
 
 def _choice(models: dict[str, Any], adapters: dict[str, str]) -> str:
-    """Return what there is to choose from, and how to."""
+    """Return the message part that lists the models and adapters, and says how to choose."""
     if not adapters:
         several = f"several models ({_listed(models)})" if models else "no model"
         return f"serves {several}; name the one that is trained"
@@ -281,12 +389,12 @@ def _listed(names: Any) -> str:
 E = TypeVar("E", bound=Engine)
 
 
-async def connect_all(config: ServerEngineConfig, connect: Callable[[HttpClient], Awaitable[E]]) -> list[E]:
-    """Call ``connect`` for all configured servers at once; when one fails, the others are closed again.
+async def connect_all(config: AddressedEngineConfig, connect: Callable[[HttpClient], Awaitable[E]]) -> list[E]:
+    """Call ``connect`` for all configured servers concurrently; if one fails, close all of them.
 
     Raises:
-        ConfigError: as ``connect`` does, or the environment variable with the key is not set.
-        EngineError: a server could not be asked; the message names it.
+        ConfigError: ``connect`` raised it, or the environment variable of the API key is not set.
+        EngineError: A server could not be asked; the message names it.
     """
     clients = [client_of(url, config) for url in config.urls]
 
@@ -300,6 +408,7 @@ async def connect_all(config: ServerEngineConfig, connect: Callable[[HttpClient]
                 raise
             raise EngineError(
                 f"{client.url} has not said in {config.probe_timeout_s:g} s what it can do; is it overloaded or paused?"
+                " If it is only slow at first, raise engine.probe_timeout_s"
             ) from None
 
     try:
@@ -314,15 +423,15 @@ async def connect_all(config: ServerEngineConfig, connect: Callable[[HttpClient]
     return [r for r in results if not isinstance(r, BaseException)]
 
 
-def client_of(url: str, config: ServerEngineConfig) -> HttpClient:
-    """Make a client of one server, as the configuration says; raises ConfigError as :func:`api_key`."""
+def client_of(url: str, config: AddressedEngineConfig) -> HttpClient:
+    """Make the client of one server from the configuration; raises ConfigError like :func:`api_key`."""
     return HttpClient(
-        url, name=urlsplit(url).netloc, api_key=api_key(config), connect_timeout_s=config.connect_timeout_s
+        url, name=name_at(url), api_key=api_key(config), connect_timeout_s=config.connect_timeout_s
     )
 
 
-def api_key(config: ServerEngineConfig) -> str | None:
-    """The key, from the environment where it is named there."""
+def api_key(config: AddressedEngineConfig) -> str | None:
+    """Return the API key, from the environment if the configuration names a variable. Raises ConfigError if unset."""
     if config.api_key_env is None:
         return None if config.api_key is None else config.api_key.get_secret_value()
     key = os.environ.get(config.api_key_env)

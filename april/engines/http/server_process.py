@@ -1,7 +1,7 @@
-"""Finds out whether answers come from the process that was given the present weights, and assumes nothing.
+"""Checks that responses come from the server process that holds the present weights, and not from a restarted one.
 
-A server that is started anew has the weights of its start. One with labels shows it; another by the time at which its
-process began, if its metrics say that; of one that says neither, april knows only that its port was found closed.
+A restarted server has the weights it was started with. Servers with labels show that. Others are told apart by the
+start time in their metrics; without that, april only notices when the server's port was found closed.
 """
 
 from __future__ import annotations
@@ -17,33 +17,33 @@ from typing import Any
 
 from april.core.versions import FIRST_VERSION, PolicyVersion
 from april.engines.http.http_client import HttpClient
-from april.engines.http.server_probe import PROBE_S
+from april.engines.http.weight_labels import is_ours
 from april.engines.protocol import EngineLoad
 from april.errors import EngineError
 
 log = logging.getLogger("april")
 
 class OwnPauses:
-    """Pauses by which april ends requests at a server, one at a time: the end of another would end this one."""
+    """Lock for pauses with which april ends requests: one at a time, since each resume would end the others."""
 
     def __init__(self) -> None:
         self._one = asyncio.Lock()
         self.begun = 0
-        """So many; a request that was sent before the latest may have been ended, or refused, by it."""
+        """Number of pauses begun. The latest may have ended or refused any request that was sent before it."""
 
     @property
     def now(self) -> bool:
-        """Return whether one is under way."""
+        """Return whether a pause is under way."""
         return self._one.locked()
 
     async def over(self) -> None:
-        """Until none is."""
+        """Wait until no pause is under way."""
         async with self._one:
             pass
 
     @asynccontextmanager
     async def one(self) -> AsyncIterator[None]:
-        """The time of one of them."""
+        """Hold the lock for one pause."""
         async with self._one:
             self.begun += 1
             yield
@@ -54,10 +54,10 @@ Call = Callable[[], Coroutine[Any, Any, object]]
 
 @asynccontextmanager
 async def while_paused(pause: Call, resume: Call) -> AsyncIterator[None]:
-    """``pause`` before, ``resume`` after, also where the pause fails or is cancelled: the server may have taken it.
+    """Run the body between ``pause`` and ``resume``; a failed or cancelled pause is undone, as it may have worked.
 
-    Neither call is cut off in the middle, for a resumption that overtakes its pause resumes nothing. Raises EngineError
-    if the server cannot be paused or, where nothing else is raised, not be resumed.
+    Neither call is cut off halfway, because a resume that overtakes its pause has no effect. Raises EngineError if the
+    server cannot be paused, or, unless another error is raised, cannot be resumed.
     """
     pausing = asyncio.ensure_future(pause())
     try:
@@ -72,10 +72,21 @@ async def while_paused(pause: Call, resume: Call) -> AsyncIterator[None]:
     await asyncio.shield(resume())
 
 
+def require_left_paused(url: str, label: str | None, load: EngineLoad | None, remedy: str) -> None:
+    """Raise EngineError unless the paused server was left so by an earlier april run; log that it will be resumed.
+
+    An earlier run shows by its weight label and by having no requests there. A live run closes its own admission while
+    paused, so none of its requests run on weights that it is writing.
+    """
+    if not is_ours(label) or load is None or load.running or load.waiting:
+        raise EngineError(f"{url} is paused; {remedy} and start again")
+    log.warning("%s is paused, no request is there, and april has named its weights %s: it is resumed", url, label)
+
+
 async def _undo(pausing: asyncio.Future[object], resume: Call) -> None:
     await asyncio.wait([pausing])
     if not pausing.cancelled():
-        pausing.exception()  # whoever waits has it, or was cancelled
+        pausing.exception()  # mark as retrieved: its error is already raised in the caller
     await resume()
 
 
@@ -85,32 +96,30 @@ _KIND_OF = {
     "vllm:num_requests_waiting": "waiting",
     "vllm:kv_cache_usage_perc": "kv_usage",
     "vllm:num_preemptions_total": "preemptions",
+    "vllm:external_prefix_cache_queries_total": "connector",
     "trtllm_num_requests_running": "running",
     "trtllm_num_requests_waiting": "waiting",
     "trtllm_kv_cache_utilization": "kv_usage",
 }
-"""The metrics by their names in vLLM and in TensorRT-LLM."""
+"""Kinds of metrics, by their names in vLLM and TensorRT-LLM."""
 
 MAX_PAGE_BYTES = 8 << 20
-"""Largest page that is read; that of a server with many models has some hundred KB."""
+"""Maximum bytes of a metrics page; a server with many models sends a few hundred KB."""
 
 
 @dataclass(frozen=True, slots=True)
 class ServerMetrics:
-    """None: the page does not say it."""
+    """Values from a server's metrics page. None means that the page does not contain the value."""
 
     started_s: float | None = None
-    """The time when the server's process began, seconds since 1970; another value means another process."""
+    """Time when the server's process began, in seconds since 1970; a new value means a new process."""
     load: EngineLoad | None = None
-
-
-async def has_metrics(client: HttpClient, route: str) -> bool:
-    """Return whether the server has such a page."""
-    return (await client.call("GET", route, timeout_s=PROBE_S, retry=True, limit=MAX_PAGE_BYTES)).ok
+    asks_kv_connector: bool = False
+    """True if the server has queried an external KV cache (one of vLLM's KV connectors)."""
 
 
 async def read_metrics(client: HttpClient, route: str | None = "/metrics") -> ServerMetrics:
-    """Read this page; the result is empty if there is none."""
+    """Read a metrics page; the result is empty if there is none."""
     if route is None:
         return ServerMetrics()
     try:
@@ -121,7 +130,10 @@ async def read_metrics(client: HttpClient, route: str | None = "/metrics") -> Se
 
 
 def parse_metrics(lines: Iterable[str]) -> ServerMetrics:
-    """Read a page. Values of one name are added, of memory shares the largest counts; only finite ones >= 0 do."""
+    """Parse a metrics page. Values of one name are added up, except KV usage, where the maximum counts.
+
+    Only finite values >= 0 count.
+    """
     values: dict[str, list[float]] = defaultdict(list)
     for line in lines:
         kind = _KIND_OF.get(line.split("{", 1)[0].split(" ", 1)[0])
@@ -137,31 +149,31 @@ def parse_metrics(lines: Iterable[str]) -> ServerMetrics:
     if values["running"] and values["waiting"]:
         running, waiting, preemptions = (int(sum(values[kind])) for kind in ("running", "waiting", "preemptions"))
         load = EngineLoad(running, waiting, max(values["kv_usage"], default=0.0), preemptions)
-    return ServerMetrics(min(values["started"], default=None), load)
+    return ServerMetrics(min(values["started"], default=None), load, sum(values["connector"]) > 0)
 
 
 PAUSE_CHECK_S = 5.0
-"""Longest wait for a server to say which process it is, while it is paused: a hung one shall not hold up an update."""
+"""Seconds to wait for the metrics of a paused server; a hung server must not hold up an update."""
 CHECKS_APART_S = 0.1
-"""Seconds between two looks for the sake of answers: a metrics page costs its server some milliseconds."""
+"""Minimum seconds between two checks, because a metrics page costs the server some milliseconds."""
 PATIENCE_S = 10.0
-"""The time for which answers are held back while the server does not say which process it is."""
+"""Seconds to hold responses back while the server does not say which process it is."""
 AGAIN_S = 0.5
-"""Seconds between two such questions."""
+"""Seconds between two such checks."""
 
 UNSAID = "its metrics do not say whether it is still the process that was given the present weights"
 
 Check = Callable[[], Awaitable[bool | None]]
-"""True if the server has the present weights; None: it does not say."""
+"""Returns whether the server has the present weights; None if it does not say."""
 
 
 class ServerProcess:
-    """The process behind one address, as its metrics tell it apart from the next one.
+    """Detects, by the start time in its metrics, whether a server's process was replaced by a new one.
 
     Args:
-        route: of the metrics; None means that there are none that may be asked.
-        started_s: when it began, at the connection; None means that it does not say.
-        start_is_known: a new process has the weights that this one had at the connection.
+        route: Route of the metrics; None means that there are none to ask.
+        started_s: Start time on connection, in seconds since 1970; None if the server does not say.
+        start_is_known: Whether a new process would have the weights that this one had on connection.
     """
 
     def __init__(
@@ -173,10 +185,10 @@ class ServerProcess:
         self._refusals = client.refusals
         self._paused: tuple[float | None, int] | None = None
         self._start_is_known = self.keeps_weights = start_is_known
-        """A process that is started anew has the present weights too: they are those of the start."""
+        """True if a restarted process has the present weights too, because they are those of its start."""
 
     async def check(self) -> tuple[bool | None, ServerMetrics]:
-        """Return whether it is the one that has the present weights (None: it does not say), and its metrics."""
+        """Return whether this process has the present weights (None if it does not say), and its metrics."""
         metrics = await read_metrics(self._client, self._route)
         if self._present is None:
             return self.keeps_weights or self._client.refusals == self._refusals, metrics
@@ -186,7 +198,7 @@ class ServerProcess:
         return metrics.started_s == self._present, metrics
 
     async def pause(self) -> None:
-        """Remember the process: the trainer may write weights into it."""
+        """Remember the paused process, because the trainer may write weights into it."""
         with suppress(TimeoutError):
             async with asyncio.timeout(PAUSE_CHECK_S):
                 metrics = await read_metrics(self._client, self._route)
@@ -194,11 +206,11 @@ class ServerProcess:
         self._paused = self._seen, self._client.refusals
 
     def resume(self) -> None:
-        """Forget the paused process: nobody writes any more."""
+        """Forget the paused process; nobody writes into it any more."""
         self._paused = None
 
     async def take(self, version: PolicyVersion) -> None:
-        """Record that the paused process has the weights ``version``; raises EngineError if it is another one now."""
+        """Record that the paused process has the weights ``version``. Raises EngineError if it was replaced."""
         now = (await read_metrics(self._client, self._route)).started_s
         paused, refusals = self._paused or (now or self._seen, self._client.refusals)
         gone = self._client.refusals != refusals if paused is None else now not in (None, paused)
@@ -213,30 +225,30 @@ class ServerProcess:
 
 
 class Confirmation:
-    """Answers wait here until the server was seen to have the present weights after they had begun.
+    """Holds responses back until a check made after they began shows that the server has the present weights.
 
-    Whoever answers on a port before and after such a check is the process that was seen: one check is enough for all
-    streams that had begun by then, whatever it says.
+    Such a check also proves that the same process sent them. So one check serves all streams that began before it,
+    whatever its outcome.
     """
 
     def __init__(self, check: Check, name: str, needed: Callable[[], bool] = lambda: True) -> None:
         self.needed = needed
-        """True if answers have to wait at all."""
+        """Returns whether responses have to wait at all."""
         self._check = check
         self._name = name
         self._confirmed_s = -math.inf
-        """The time when the last check began that has seen them."""
+        """Loop time when the last successful check began."""
         self._checked_s = -math.inf
-        """The time when the last check of all began."""
+        """Loop time when the last check began."""
         self._same: bool | None = None
-        """The outcome of that check."""
+        """Outcome of the last check."""
         self._one = asyncio.Lock()
 
     async def since(self, began_s: float, *, broken: Callable[[], bool] = lambda: False) -> None:
-        """Wait for a check that began at ``began_s`` (loop time) or later and saw the weights.
+        """Wait for a successful check that began at ``began_s`` (loop time) or later.
 
-        Raises EngineError for other weights, or where the server says none for PATIENCE_S or once the answer is
-        ``broken``.
+        Raises EngineError if the server has other weights, or does not say for PATIENCE_S (at once if the response is
+        ``broken``).
         """
         loop = asyncio.get_running_loop()
         deadline, heard_s = loop.time() + PATIENCE_S, -math.inf

@@ -1,6 +1,6 @@
-"""Rows that come with tokens (extras), as servers send them: text in base64, of numbers or of a file of numpy's.
+"""Decodes the rows that servers send with tokens (extras): base64 text of plain numbers or of a numpy file.
 
-Everything here is data of a stranger: nothing is unpickled, no shape is believed before it fits the bytes that came.
+The data is not trusted: nothing is unpickled, and a shape is used only if it fits the bytes that came.
 """
 
 from __future__ import annotations
@@ -21,33 +21,33 @@ from april.server_text import clean
 
 NO_EXPERTS = "serve a model with experts, as its config.json has no num_experts_per_tok"
 _LARGEST = 1 << 16
-"""Ids that two bytes can tell apart."""
+"""Number of ids that fit into two bytes."""
 _HEADERS = {(1, 0): npy.read_array_header_1_0, (2, 0): npy.read_array_header_2_0}
 
 
 class WrongRows(ValueError):
-    """Raised for what cannot be rows; the message can follow "has"."""
+    """Raised for data that is not valid rows; the message can follow "has"."""
 
 
 @dataclass(frozen=True, slots=True)
 class Routing:
-    """The shape of a row of ``routed_experts``."""
+    """Shape of one row of ``routed_experts``."""
 
     layers: int
-    """Layers of the model, those without experts included."""
+    """Number of layers of the model, including those without experts."""
     top_k: int
-    """Experts per token."""
+    """Number of experts per token."""
     experts: int | None = None
-    """Experts of a layer; ids are below. None: unknown."""
+    """Number of experts per layer, above all ids; None if unknown."""
 
     @property
     def width(self) -> int:
-        """Numbers of one row."""
+        """Return how many numbers one row has."""
         return self.layers * self.top_k
 
 
 def routing_of(files: Sequence[dict[str, Any]]) -> Routing | None:
-    """The shape by a model's configuration files; None if they do not say it, or the model has no experts."""
+    """Return the shape from a model's configuration files; None if it is missing or the model has no experts."""
     for file in files:
         text = file.get("text_config")
         for values in (text if isinstance(text, dict) else {}, file):
@@ -64,7 +64,7 @@ def _number(values: dict[str, Any], name: str) -> int | None:
 
 
 def experts_of_numbers(text: str, routing: Routing) -> Rows:
-    """Rows out of int32 numbers (SGLang); raises WrongRows."""
+    """Decode rows from base64 int32 numbers (SGLang). Raises WrongRows."""
     raw = _bytes_of(text)
     if len(raw) % (4 * routing.width):
         raise WrongRows(
@@ -75,12 +75,12 @@ def experts_of_numbers(text: str, routing: Routing) -> Rows:
 
 
 def experts_of_npy(text: str, routing: Routing | None = None) -> Rows:
-    """Rows out of a file of numpy's (vLLM); ``routing``: the shape, where it is known. Raises WrongRows."""
+    """Decode rows from a base64 numpy file (vLLM), and compare them with ``routing`` if known. Raises WrongRows."""
     return experts_of_array(_array_of(_bytes_of(text)), routing)
 
 
 def experts_of_array(rows: Rows, routing: Routing | None = None) -> Rows:
-    """Rows of an array; as :func:`experts_of_npy`."""
+    """Check and narrow rows that are already an array. Raises WrongRows, like :func:`experts_of_npy`."""
     if rows.ndim != 3 or rows.dtype.kind not in "iu":
         raise WrongRows(f"{ROUTED_EXPERTS} of shape {rows.shape} and type {rows.dtype}, and not rows of ids by layer")
     if routing is not None and rows.shape[1:] != (routing.layers, routing.top_k):
@@ -92,9 +92,9 @@ def experts_of_array(rows: Rows, routing: Routing | None = None) -> Rows:
 
 
 def narrowed(rows: Rows, experts: int | None) -> Rows:
-    """Ids as the smallest unsigned numbers that hold all experts, or, if their number is unknown, all that came.
+    """Convert ids to the smallest unsigned dtype that holds all experts, or all ids if the number is unknown.
 
-    Raises WrongRows for an id outside of them.
+    Raises WrongRows for an id that no expert has.
     """
     low, high = (int(rows.min()), int(rows.max())) if rows.size else (0, 0)
     most = _LARGEST if experts is None else experts
@@ -112,7 +112,7 @@ def _bytes_of(text: str) -> bytes:
 
 
 def _array_of(raw: bytes) -> Rows:
-    """The array of a .npy file; its header is believed if the bytes behind it are as many as it says."""
+    """Decode a .npy file. The header is trusted only if the number of bytes after it matches."""
     file = io.BytesIO(raw)
     try:
         shape, by_columns, dtype = _HEADERS[npy.read_magic(file)](file)

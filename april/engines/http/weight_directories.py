@@ -1,4 +1,4 @@
-"""Directories from which engines load weights: what must not be in them, and whether they still hold what they held."""
+"""Inspects the directories that engines load weights from: is it an adapter, and has its content changed?"""
 
 from __future__ import annotations
 
@@ -8,33 +8,33 @@ from pathlib import Path
 
 ADAPTER_FILE = "adapter_config.json"
 SAMPLES, SAMPLE_BYTES = 16, 4096
-"""Samples of each file, spread over all of it; a file that is no longer is read whole."""
+"""Number of samples per file, evenly spaced, and bytes per sample; a file of at most that size is read whole."""
 MOST_FILES = 1_000
 WEIGHTS = ".safetensors"
-"""The way in which the names of files with weights end; a directory without any has them in all its files."""
+"""Suffix of weight files. In a directory without such files, all files count as weights."""
 
 
 def is_adapter(path: str) -> bool:
-    """Return whether a directory has an adapter (LoRA), which servers load beside their model and not over it."""
+    """Return whether a directory holds an adapter (LoRA), which servers load in addition to their model."""
     return (Path(path) / ADAPTER_FILE).is_file()
 
 
 def content_of(path: str) -> str:
-    """Stands for what a directory holds: another text once any file in it was written, replaced, added or removed.
+    """Return a fingerprint of a directory, which changes when a file is written, replaced, added or removed.
 
-    Its first half stands for the weights alone and is the same on every machine: made from names below ``path``, sizes
-    and samples of the bytes. The second one is this machine's: whole names, times. Empty: it cannot be read here, or
-    has no files.
+    The first half covers the weights only and is the same on every machine: it is made from names below ``path``, sizes
+    and samples of the bytes. The second half also covers full names and times on this machine. Empty if the directory
+    cannot be read here or has no files.
     """
     weights, files = hashlib.blake2b(digest_size=16), hashlib.blake2b(digest_size=16)
     try:
         names = sorted(_files(path))
         if not 0 < len(names) <= MOST_FILES:
             return ""
-        # beside them may be what each machine has of its own: logs, states of optimizers
+        # other files may differ between machines: logs, optimizer states
         weighty = {name for name in names if name.endswith(WEIGHTS)} or set(names)
         for name in names:
-            with open(name, "rb") as file:  # on a network, times are those of the server only after it was opened
+            with open(name, "rb") as file:  # network file systems refresh times only on open
                 stat = os.fstat(file.fileno())
                 told = name, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns
                 files.update(_text(told))
@@ -56,7 +56,7 @@ def _text(told: object) -> bytes:
 
 
 def _files(path: str) -> list[str]:
-    """All but hidden ones, which file systems and editors make and remove."""
+    """Return all files except hidden ones, which file systems and editors create and remove."""
     if os.path.isfile(path):
         return [path]
     found: list[str] = []

@@ -1,7 +1,8 @@
-"""The labels by which a server knows the weights that it has, and which of them an engine believes."""
+"""Labels that name the weights of a server, and the rules by which an engine trusts them."""
 
 from __future__ import annotations
 
+import re
 import secrets
 from collections.abc import Sequence
 from itertools import pairwise
@@ -10,12 +11,13 @@ from typing import Protocol
 import msgspec
 
 from april.core.versions import FIRST_VERSION, PolicyVersion
+from april.engines.protocol import FirstWeights
 from april.errors import EngineError, WeightsGone, WireError
 from april.server_text import quoted
 
 
 class Span(msgspec.Struct, gc=False):
-    """Tokens [start, end) of a reply were generated under the weights called ``version``."""
+    """Tokens [start, end) of a response, generated under the weights labelled ``version``."""
 
     version: str
     start: int
@@ -23,65 +25,87 @@ class Span(msgspec.Struct, gc=False):
 
 
 START_LABEL = "default"
-"""The name that servers give to the weights with which they were started."""
+"""Label that servers give to the weights they were started with."""
 MARK = "between-"
+GIVEN = "-given"
+"""Suffix of the first version's label once the weights may differ from those of the server's start."""
+_OURS = re.compile(rf"(v\d+\.\d+|{MARK}[0-9a-f]{{8}})-[0-9a-f]{{6}}({GIVEN})?")
+_OF_START = re.compile(rf"v{re.escape(str(FIRST_VERSION))}-[0-9a-f]{{6}}")
 
 
 class LabelledServer(Protocol):
-    """A server that may show a label of its weights; a new process has forgotten what the old one was given."""
+    """Server that may show a label of its weights. A new process has lost the label that the old one was given."""
 
     async def label(self) -> str | None:
-        """The present one; None: the server has no labels. Raises EngineError if it does not say it."""
+        """Return the present label; None if the server has no labels. Raises EngineError if it does not answer."""
         ...
 
     async def set_label(self, label: str) -> None:
-        """Give another; raises EngineError unless the server shows it afterwards."""
+        """Set the label. Raises EngineError unless the server shows it afterwards."""
         ...
 
 
 class ReadingLabels(Protocol):
-    """Labels by which the answer to a request is read."""
+    """Maps labels to policy versions while the response to a request is read."""
 
     def of(self, version: PolicyVersion) -> str:
-        """The label that the server shows while it has ``version``."""
+        """Return the label that the server shows while it has ``version``."""
         ...
 
     def version_of(self, label: str, since: PolicyVersion) -> PolicyVersion | None:
-        """The version of tokens under another label; None: they are nobody's."""
+        """Return the version of tokens with another label; None if the label is unknown."""
         ...
 
 
 class WeightLabels:
-    """An engine's names for the weights of its server: ``v<version>-<six digits of its own>``.
+    """Labels of one engine for the weights of its server: ``v<version>-<six hex digits>``.
 
-    The digits keep apart two engines that name the weights of one server: neither takes the other's for its own.
+    The digits are random per engine, so that two engines on one server do not mistake each other's labels for their
+    own. For later runs, the label of the first version also tells whether the server still has the weights of its
+    start.
     """
 
     def __init__(self) -> None:
-        self._end = f"-{secrets.token_hex(3)}"
-        self._latest = (FIRST_VERSION, f"v{FIRST_VERSION}{self._end}")
+        self._end, self._salt = f"-{secrets.token_hex(3)}", secrets.token_hex(8)
+        self._first = self._start = f"v{FIRST_VERSION}{self._end}"
+        self._latest = (FIRST_VERSION, self._first)
         self.present = FIRST_VERSION
-        """The version of the weights that the server has confirmed; the newest version whose label is believed."""
+        """Version of the weights that the server has confirmed, and the newest version whose label is trusted."""
 
     def of(self, version: PolicyVersion) -> str:
-        """The label of these weights."""
-        if self._latest[0] != version:  # asked for every request
-            self._latest = (version, f"v{version}{self._end}")
+        """Return the label of ``version``."""
+        if self._latest[0] != version:  # cached, because it is asked for every request
+            self._latest = (version, self._first if version == FIRST_VERSION else f"v{version}{self._end}")
         return self._latest[1]
 
+    def salt(self, version: PolicyVersion) -> str:
+        """Return the cache salt of requests under ``version``. No other engine or run ever uses it."""
+        return f"v{version}-{self._salt}"
+
+    def is_of(self, label: str | None, version: PolicyVersion) -> bool:
+        """Return whether ``label`` is one of this engine's labels for ``version``."""
+        return label == self.of(version) or (version == FIRST_VERSION and label in (self._start, self._start + GIVEN))
+
+    def name_first(self, *, of_start: bool) -> None:
+        """Set whether the label of the first version says that the weights are those of the server's start."""
+        self._first = self._start if of_start else self._start + GIVEN
+        self._latest = (FIRST_VERSION, self._first)
+
     def mark(self) -> str:
-        """A fresh name that is no version's, for weights that are not known or are about to change."""
+        """Return a fresh label of no version, for weights that are unknown or about to change."""
         return f"{MARK}{secrets.token_hex(4)}{self._end}"
 
     def is_mark(self, label: str) -> bool:
-        """Return whether :meth:`mark` has made it here."""
+        """Return whether :meth:`mark` of this engine made the label."""
         return label.startswith(MARK) and label.endswith(self._end)
 
     def version_of(self, label: str, since: PolicyVersion) -> PolicyVersion | None:
-        """The version that this engine gave the label, if it is ``since`` or came after it and was confirmed.
+        """Return the version with this label, if it is ``since`` or a later confirmed one.
 
-        None: the label says nothing of the tokens of a request that was sent under ``since``.
+        None means that the label says nothing about tokens of a request that was sent under ``since``.
         """
+        if self.is_of(label, FIRST_VERSION):
+            return FIRST_VERSION if since == FIRST_VERSION else None
         if not label.startswith("v") or not label.endswith(self._end):
             return None
         incarnation, _, n = label[1 : -len(self._end)].partition(".")
@@ -92,7 +116,7 @@ class WeightLabels:
 
 
 class LabelOfBase:
-    """The one label of the model below an adapter: it says nothing of versions, but must stay."""
+    """Label of the base model of adapters. It does not change with the version, and any other label is an error."""
 
     __slots__ = ("_label",)
 
@@ -100,36 +124,41 @@ class LabelOfBase:
         self._label = label
 
     def of(self, version: PolicyVersion) -> str:
-        """The label of the server while requests under ``version`` run."""
+        """Return the label of the server while requests under ``version`` run."""
         return self._label
 
     def version_of(self, label: str, since: PolicyVersion) -> PolicyVersion | None:
-        """None: another label means that somebody has changed the model."""
+        """Return None: another label means that somebody has changed the base model."""
         return None
 
 
 async def mark_process(
     server: LabelledServer, labels: WeightLabels, first: str | None, version: PolicyVersion | None = None
 ) -> str | None:
-    """A label by which the present process is known again, and which is not that of ``version``.
+    """Return a label that identifies the present process and is not that of ``version``; None if it has no labels.
 
-    One that was given to it does, whoever gave it; one that it had at its start (``first``) is replaced, for the next
-    process has it too. None: it has no labels.
+    A label that anybody gave to this process identifies it. The label it had from its start (``first``) does not, since
+    a restarted process would have it too, so it is replaced by a mark. The label that says "weights of the start" is
+    replaced as well: the weights may be overwritten from now on, and the run may die before it labels the new ones.
     """
     shown = await server.label()
-    if shown is None or shown not in (START_LABEL, first, version and labels.of(version)):
+    if is_of_start(shown) and labels.is_of(shown, FIRST_VERSION):
+        labels.name_first(of_start=False)
+        mark = labels.of(FIRST_VERSION)
+    elif shown is not None and shown in (START_LABEL, first, version and labels.of(version)):
+        mark = labels.mark()
+    else:
         return shown
-    mark = labels.mark()
     await server.set_label(mark)
     return mark
 
 
 def is_another_process(label: str, mark: str | None, labels: WeightLabels, first: str | None) -> bool:
-    """Return whether the process that has the ``mark`` has gone, or may have (``mark`` None).
+    """Return whether the process with label ``mark`` has been, or (``mark`` None) may have been, replaced.
 
-    A trainer that hands weights over may name them, but hardly as they were named at the start.
+    A trainer that hands weights over may label them itself, but hardly with a label from the start.
     """
-    if label in (mark, labels.of(labels.present)):
+    if label == mark or labels.is_of(label, labels.present):
         return False
     return mark is None or label in (START_LABEL, first)
 
@@ -137,15 +166,18 @@ def is_another_process(label: str, mark: str | None, labels: WeightLabels, first
 async def require_base(
     server: LabelledServer, labels: WeightLabels, first: str | None, base: PolicyVersion
 ) -> None:
-    """Have the server show the label of the model below the adapters, ``base``; it must have that model.
+    """Set the server's label to that of ``base``, the model below the adapters; it must have that model.
 
-    Raises WeightsGone if it was started anew and has another one.
+    Raises WeightsGone if the server was restarted and has another model.
     """
+    of_start = base == FIRST_VERSION and start_is_known(first)
+    if of_start:  # adapters do not overwrite them
+        labels.name_first(of_start=True)
     shown, label = await server.label(), labels.of(base)
     if shown in (None, label):
         return
-    fresh = shown in (START_LABEL, first) or labels.is_mark(shown)
-    if not (fresh and base == FIRST_VERSION and start_is_known(first)):
+    fresh = shown in (START_LABEL, first) or labels.is_mark(shown) or labels.is_of(shown, base)
+    if not (fresh and of_start):
         raise WeightsGone(
             f"its server has the model {quoted(shown)}, and not {label}, to which the adapter belongs; update it with "
             "whole weights"
@@ -154,32 +186,49 @@ async def require_base(
 
 
 def start_is_known(first: str | None) -> bool:
-    """Return whether a server that starts anew has the weights it had when april connected, and showed ``first``.
+    """Return whether a restarted server has the same weights as on april's connection, when it showed ``first``.
 
-    Servers show START_LABEL until weights are put there; of one without labels, that is taken on trust.
+    Servers show START_LABEL until other weights are loaded; for servers without labels it is assumed.
     """
-    return first in (None, START_LABEL)
+    return first in (None, START_LABEL) or is_of_start(first)
+
+
+def is_of_start(label: str | None) -> bool:
+    """Return whether a run of april has labelled the weights of a server's start so."""
+    return label is not None and _OF_START.fullmatch(label) is not None
+
+
+def is_ours(label: str | None) -> bool:
+    """Return whether some run of april has given this label."""
+    return label is not None and _OURS.fullmatch(label) is not None
+
+
+def first_weights(label: str | None, *, present: bool) -> FirstWeights:
+    """Return what a new run knows of weights with this label; ``present`` is the setting that it starts with them."""
+    if present or start_is_known(label):
+        return FirstWeights.KNOWN
+    return FirstWeights.OTHERS if is_ours(label) else FirstWeights.UNVERIFIED
 
 
 async def require_first_weights(
     server: LabelledServer, labels: WeightLabels, first: str | None, version: PolicyVersion
 ) -> None:
-    """Raises WeightsGone if ``version`` means weights that the server had at the connection, and may have lost."""
-    if version == FIRST_VERSION and not start_is_known(first) and await server.label() != labels.of(version):
+    """Raise WeightsGone if ``version`` means weights from before april connected that the server may have lost."""
+    if version == FIRST_VERSION and not start_is_known(first) and not labels.is_of(await server.label(), version):
         raise WeightsGone(
             f"its server was started anew, and had been given weights ({quoted(first)}) before april connected"
         )
 
 
 def cover(spans: Sequence[Span], total: int) -> bool:
-    """Return whether the spans cover ``total`` tokens one after the other."""
+    """Return whether the spans cover ``total`` tokens without gaps or overlaps."""
     if not spans:
         return total == 0
     return spans[0].start == 0 and spans[-1].end == total and all(a.end == b.start for a, b in pairwise(spans))
 
 
 def foreign_weights(attempt_id: str, sent_to: str, label: str, *, too_late: bool) -> EngineError:
-    """The error for tokens of weights that are not april's; ``too_late``: some may have been handed over."""
+    """Return the error for tokens of foreign weights; ``too_late`` means that some may have been handed over."""
     error = WireError if too_late else EngineError
     return error(
         f"attempt {attempt_id} was sent to weights {sent_to} and has tokens of weights {quoted(label)}: the server was "

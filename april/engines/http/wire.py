@@ -1,4 +1,4 @@
-"""Answers of servers, read with care: JSON, errors, and lists of numbers."""
+"""Parses the answers of servers and checks them: JSON, errors and lists of numbers."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ T = TypeVar("T")
 
 
 class NotJson(ValueError):
-    """Raised for what is no JSON, is nested too deeply, or does not have the shape that was asked for."""
+    """Raised for data that is not JSON, is nested too deeply, or does not have the expected shape."""
 
 
 def read_json(raw: bytes, shape: Any = Any) -> Any:
-    """Return the value, of type ``shape``; raises NotJson, whose message can end a sentence."""
+    """Parse JSON into a value of type ``shape``. Raises NotJson, whose message can end a sentence."""
     return read_with(msgspec.json.Decoder(shape), raw) if shape is not Any else read_with(_ANY, raw)
 
 
 def read_with(decoder: msgspec.json.Decoder[T], raw: bytes) -> T:
-    """Return the value by a decoder that is kept."""
+    """Parse JSON with an existing decoder. Raises NotJson."""
     try:
         return decoder.decode(raw)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -40,14 +40,14 @@ _ANY = msgspec.json.Decoder()
 
 
 _AT_REST = re.compile(r"\bis (?:paused|asleep|sleeping)\b", re.IGNORECASE)
-"""The words for "no requests now" under a status that blames the request (TensorRT-LLM: 400)."""
+"""Text that means "no requests now", although the status blames the request (TensorRT-LLM: 400)."""
 
 _ADAPTER_GONE = re.compile(r"\bLoRA (?:adapters are not loaded|is not enabled|adapter that has never been loaded)\b")
-"""The way in which SGLang says, with such a status, that the adapter which it had at the start is not there."""
+"""Text with which SGLang says, under such a status, that it no longer has the adapter it was started with."""
 
 
 def failure_of(status: int, text: str, retry_after_s: float | None = None) -> EngineError:
-    """The error that a status means; all but 400, 413 and 422 are about the server: other requests meet it too."""
+    """Return the error for a status. All except 400, 413 and 422 blame the server, so other requests would fail too."""
     if status in (429, 503) or (status in (400, 500) and _AT_REST.search(text)):
         return EngineBusy(text, retry_after_s)
     refused = status in (400, 413, 422) and not _ADAPTER_GONE.search(text)
@@ -55,9 +55,9 @@ def failure_of(status: int, text: str, retry_after_s: float | None = None) -> En
 
 
 def failure_said(payload: bytes, who: str) -> EngineError:
-    """The error of an event or answer that has no tokens; ``who`` begins the message.
+    """Return the error that an event or answer without tokens reports; ``who`` begins the message.
 
-    Its code, where it has one, decides as a status would; a WireError if it is no error of any known shape.
+    An error code is treated like a status. Returns a WireError if the payload has no known error shape.
     """
     try:
         answer: Any = read_json(payload)
@@ -73,7 +73,7 @@ def failure_said(payload: bytes, who: str) -> EngineError:
 
 
 def error_text(body: bytes) -> str:
-    """Return what an error answer says, out of the shapes that servers use, as :func:`clean` shows it."""
+    """Return the message of an error answer, in any shape that servers use, as cleaned by :func:`clean`."""
     try:
         value: Any = read_json(body)
     except NotJson:
@@ -91,19 +91,19 @@ def error_text(body: bytes) -> str:
 def chunk_of(
     tokens: Sequence[int], logprobs: Sequence[float], version: PolicyVersion, finish: EngineFinish | None = None
 ) -> Chunk:
-    """Make one chunk; raises WireError for lists of different lengths, missing numbers, or ones that do not fit."""
+    """Make a chunk. Raises WireError for lists of different lengths or values that are missing or out of range."""
     if len(tokens) != len(logprobs):
         raise WireError(f"{len(tokens)} tokens came with {len(logprobs)} log-probabilities")
     return Chunk(int32_array(tokens), float32_array(logprobs), version, finish)
 
 
 def empty_chunk(version: PolicyVersion, finish: EngineFinish | None) -> Chunk:
-    """No tokens; an end, or nothing at all."""
+    """Make a chunk without tokens, with or without a finish reason."""
     return Chunk(np.empty(0, np.int32), np.empty(0, np.float32), version, finish)
 
 
 def int32_array(values: Sequence[int]) -> Int32:
-    """[k] int32."""
+    """Return token ids as int32, shape [k]. Raises WireError."""
     try:
         return np.array(values, np.int32)
     except (TypeError, ValueError, OverflowError) as error:
@@ -111,9 +111,9 @@ def int32_array(values: Sequence[int]) -> Int32:
 
 
 def float32_array(values: Sequence[float]) -> Float32:
-    """[k] float32."""
+    """Return log-probabilities as float32, shape [k]. Raises WireError."""
     try:
-        # a number beyond float32 becomes infinite here, and is refused with the other infinite ones
+        # values beyond float32 become infinite here and are refused like other infinite ones
         with np.errstate(over="ignore"):
             return np.array(values, np.float32)
     except (TypeError, ValueError) as error:

@@ -1,1 +1,1 @@
-"""Engines by name: made from their settings, recognised by their answers, asked what they offer."""
+"""The kinds of engines: creating them from settings, recognising their servers and probing them."""

@@ -1,17 +1,20 @@
-"""The way from the configuration to engine objects; the only place that knows engines by name."""
+"""Creates engines from the configuration; the only module that knows every kind of engine by name."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Coroutine
+from pathlib import Path
 from typing import Any
 
 from april.config.engines import (
+    AprilEngineConfig,
     EngineConfig,
     OpenAIEngineConfig,
     SglangEngineConfig,
     SimulatedEngineConfig,
     TransformersEngineConfig,
     VllmEngineConfig,
+    checked_key,
 )
 from april.engines.protocol import Engine
 from april.engines.simulated.decode_cost import roofline
@@ -28,14 +31,14 @@ def create_engines(
     run: Callable[[Coroutine[Any, Any, list[Engine]]], list[Engine]],
     processor: Any = None,
 ) -> list[Engine]:
-    """Make the engines that ``config`` describes, with a ``model`` object for those that embed one.
+    """Create the engines that ``config`` describes; ``model`` is the model object for an engine that embeds one.
 
-    ``processor`` is transformers' own, for an engine in this process that is given images. ``run`` runs a coroutine on
-    the event loop that will use the engines: servers are asked there what they can do.
+    ``processor`` is transformers' processor, for an engine in this process that gets images. ``run`` runs a coroutine
+    on the event loop that will use the engines; servers are probed there.
 
     Raises:
         ConfigError: a model is missing or superfluous, packages are not installed, a server cannot do what april needs,
-            or servers differ in what must be equal.
+            or servers differ in something that must be equal.
         EngineError: a server could not be asked.
     """
     if isinstance(config, TransformersEngineConfig):
@@ -47,25 +50,15 @@ def create_engines(
     return run(open_servers(config))
 
 
-def part_of_process(config: EngineConfig, model: Any, place: int, places: int) -> EngineConfig | None:
-    """The part of one of several processes in what ``config`` describes: servers in turn; None: no engine.
+async def open_servers(
+    config: AprilEngineConfig | VllmEngineConfig | SglangEngineConfig | OpenAIEngineConfig,
+) -> list[Engine]:
+    """Open one engine per server, all at the same time; if one cannot be used, none stays open."""
+    # imported here, as the configuration and simulations need no aiohttp
+    if isinstance(config, AprilEngineConfig):
+        from april.engines.served.client import connect_april
 
-    Servers behind a router are one engine, of the first process. An embedded engine is one in each that has a model.
-    """
-    if isinstance(config, TransformersEngineConfig):
-        return config if model is not None or config.model is not None else None
-    if isinstance(config, SimulatedEngineConfig):
-        count = len(range(place, config.count, places))
-        return config.model_copy(update={"count": count}) if count else None
-    if isinstance(config, SglangEngineConfig) and config.router is not None:
-        return None if place else config
-    urls = config.urls[place::places]
-    return config.model_copy(update={"urls": urls}) if urls else None
-
-
-async def open_servers(config: VllmEngineConfig | SglangEngineConfig | OpenAIEngineConfig) -> list[Engine]:
-    """Open one engine per server, asked all at once; if one cannot be used, none stays open."""
-    # here, and not above: the configuration and simulations need no aiohttp
+        return list[Engine](await connect_april(config))
     if isinstance(config, VllmEngineConfig):
         from april.engines.vllm.engine import connect_vllm
 
@@ -77,6 +70,26 @@ async def open_servers(config: VllmEngineConfig | SglangEngineConfig | OpenAIEng
     from april.engines.openai.engine import connect_openai
 
     return list[Engine](await connect_openai(config))
+
+
+async def open_server(config: EngineConfig, url: str, api_key: str | None = None) -> Engine:
+    """Open one more server with the settings of ``config``, or as an april server if that kind has no servers.
+
+    Raises:
+        ConfigError: the server cannot be used, or ``config`` has a router, which must be told of the server instead.
+        EngineError: the server could not be asked.
+    """
+    if isinstance(config, SglangEngineConfig) and config.router is not None:
+        raise ConfigError(f"{config.router} decides which servers get requests; add {url} there and start the run anew")
+    if api_key is not None:
+        checked_key(api_key)  # the settings' own error would show it
+    changes: dict[str, Any] = {"urls": (url,)} | ({} if api_key is None else {"api_key": api_key, "api_key_env": None})
+    if not isinstance(config, AprilEngineConfig | VllmEngineConfig | SglangEngineConfig | OpenAIEngineConfig):
+        config = AprilEngineConfig(**changes)
+    else:
+        config = type(config)(**(dict(config) | changes))
+    (engine,) = await open_servers(config)
+    return engine
 
 
 def _transformers(config: TransformersEngineConfig, model: Any, seed: int, processor: Any) -> Engine:
@@ -93,6 +106,8 @@ def _transformers(config: TransformersEngineConfig, model: Any, seed: int, proce
         raise ConfigError(
             "engine kind transformers needs a model: give the scheduler model=..., or set engine.model to a directory"
         )
+    if config.model.startswith(("/", ".", "~")) and not Path(config.model).is_dir():
+        raise ConfigError(f"engine.model: there is no directory {config.model}")
     return TransformersEngine.from_pretrained(config.model, **options)
 
 

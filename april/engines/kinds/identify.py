@@ -1,7 +1,8 @@
-"""Which kind of server is behind an address? Asked with GETs alone, which change nothing on any server.
+"""Finds out which kind of server is behind an address, by GET requests that change nothing on any server.
 
-Routes that only one kind has decide: an sglang-router lists its workers, SGLang has ``/model_info``, vLLM names itself
-as the owner of its models. ``/health`` is never asked: on SGLang it takes a second at best, and 20 while paused.
+The kind follows from routes that only one kind has: sglang-router lists its workers, SGLang has ``/model_info``, and
+vLLM names itself as the owner of its models. ``/health`` is not used: on SGLang it takes a second at best, and 20
+while paused.
 """
 
 from __future__ import annotations
@@ -22,44 +23,47 @@ from april.engines.vllm.probe import probe_vllm
 from april.server_text import clean
 
 VERSION_CHARS = 64
-"""Most characters of a server's version in a report."""
+"""Largest number of characters of a server's version in a report."""
 
 
 class ServerKind(StrEnum):
-    """The kinds of servers."""
+    """The kinds of servers that april can tell apart."""
 
     VLLM = "vllm"
     SGLANG = "sglang"
     ROUTER = "sglang-router"
     OPENAI = "openai"
-    """A server that lists models as OpenAI does, and is none of the others."""
+    """A server that lists models as OpenAI does, but is none of the other kinds."""
     NEEDS_KEY = "needs a key"
-    """A server that answers 401 or 403 to everything that would tell."""
+    """A server that answers 401 or 403 to every route that would identify it."""
     STARTING = "starting"
-    """A server that answers 502, 503 or 504 to everything that would tell."""
+    """A server that answers 502, 503 or 504 to every route that would identify it."""
     OTHER = "other"
-    """A web server that april knows nothing about."""
+    """A web server of a kind unknown to april."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Identity:
-    """The identity of a server by its own words, as it can be shown."""
+    """What a server says about itself, cleaned for display."""
 
     kind: ServerKind
     version: str | None = None
-    """The version of its software; with its name where the kind does not say it."""
+    """Version of the server's software; for kind OPENAI, its name too."""
     models: tuple[str, ...] = ()
     workers: tuple[str, ...] = ()
-    """Addresses of a router's workers, as it says them."""
+    """Addresses of a router's workers, as the router reports them."""
     needs_key: bool = False
-    """True if its models are shown only to those with a key that was not given, or was wrong."""
+    """True if the server lists its models only for a valid key, and none was given."""
 
 
 ROUTES = ("/v1/models", "/version", "/model_info", "/workers")
 
 
 async def identify(client: HttpClient, timeout_s: float) -> Identity:
-    """Ask all routes at once; raises EngineError where nothing answers within ``timeout_s`` seconds."""
+    """Identify a server by asking all routes at once.
+
+    Raises EngineError if none answers within ``timeout_s`` seconds.
+    """
     replies = await asyncio.gather(
         *(client.call("GET", route, timeout_s=timeout_s) for route in ROUTES), return_exceptions=True
     )
@@ -72,7 +76,7 @@ async def identify(client: HttpClient, timeout_s: float) -> Identity:
 
 
 async def why_silent(client: HttpClient, kind: ServerKind, timeout_s: float) -> str:
-    """Quote what the server says that means: requests are taken and not answered. Empty if it says no such thing."""
+    """Explain why a server accepts requests but does not answer them (paused, asleep); empty if it does not say so."""
     for route, means in _PAUSED.get(kind, ()):
         reply = await client.call("GET", route, timeout_s=timeout_s)
         if means(reply):
@@ -101,7 +105,7 @@ def _judge(replies: dict[str, Reply]) -> Identity:
         return found(ServerKind.SGLANG)
     if any(m.get("owned_by") == "sglang" for m in listed):
         return found(ServerKind.SGLANG)
-    # with a key vLLM shows its version to everybody, its models not
+    # with a key, vLLM hides its models but not its version
     if any(m.get("owned_by") == "vllm" for m in listed) or (version is not None and models_locked):
         return found(ServerKind.VLLM)
     if models:
@@ -140,7 +144,7 @@ _PAUSED: dict[ServerKind, tuple[tuple[str, Callable[[Reply], bool]], ...]] = {
     ServerKind.VLLM: (("/is_paused", _says("is_paused")), ("/is_sleeping", _says("is_sleeping"))),
     ServerKind.SGLANG: (("/ready", lambda reply: reply.status == 503),),
 }
-"""Routes to ask a server of a kind, and which answer means that it answers no requests. Unknown routes mean nothing."""
+"""Routes that tell whether a server of a kind is paused, each with a test of the reply. Unknown routes never match."""
 
 
 SETTINGS: dict[ServerKind, type[VllmEngineConfig | SglangEngineConfig | OpenAIEngineConfig]] = {
@@ -148,7 +152,7 @@ SETTINGS: dict[ServerKind, type[VllmEngineConfig | SglangEngineConfig | OpenAIEn
     ServerKind.SGLANG: SglangEngineConfig,
     ServerKind.OPENAI: OpenAIEngineConfig,
 }
-"""The settings to use for a server of which only its kind is known."""
+"""Settings class for a server of which only the kind is known."""
 _PROBES: dict[type[ServerEngineConfig], Callable[[HttpClient, Any], Awaitable[ServerFacts]]] = {
     VllmEngineConfig: probe_vllm,
     SglangEngineConfig: probe_sglang,
@@ -157,8 +161,8 @@ _PROBES: dict[type[ServerEngineConfig], Callable[[HttpClient, Any], Awaitable[Se
 
 
 async def probe(client: HttpClient, config: ServerEngineConfig) -> ServerFacts:
-    """Find out what a server is and can do for an engine of the kind of ``config``; changes nothing there.
+    """Probe what a server is and can do as an engine of ``config``'s kind; changes nothing there.
 
-    Raises ConfigError for another kind, or one that april cannot use; EngineError if it could not be asked.
+    Raises ConfigError if it is of another kind or april cannot use it; EngineError if it could not be asked.
     """
     return await _PROBES[type(config)](client, config)

@@ -1,1 +1,1 @@
-"""Servers with the OpenAI completions route that take and give token ids."""
+"""Engines for servers with an OpenAI-compatible completions route that takes and returns token ids."""

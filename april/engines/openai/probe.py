@@ -1,4 +1,4 @@
-"""The abilities of an OpenAI-compatible server, found out by a few short requests before it is used."""
+"""Finds out what an OpenAI-compatible server can do, with a few short requests before it is used."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ import numpy as np
 from april.config.engines import OpenAIEngineConfig
 from april.core.sampling import LogprobKind, SamplingParams
 from april.core.versions import FIRST_VERSION
-from april.engine_limits import IT, UNKNOWN_LOGPROBS, Limit, LimitCode, raw_logprobs, unknown_eos
+from april.engine_limits import IT, Limit, LimitCode, raw_logprobs, unknown_eos
 from april.engines.http.http_client import HttpClient
 from april.engines.http.response_reader import ResponseReader
 from april.engines.http.response_stream import Endpoint, ResponseStream
 from april.engines.http.server_engine import Admission
 from april.engines.http.server_probe import ROUTE as ROUTE_OF_MODELS
-from april.engines.http.server_probe import ServerFacts, choose_model, get_json
-from april.engines.http.server_process import has_metrics, read_metrics
+from april.engines.http.server_probe import ServerFacts, ServerProbe, choose_model, get_json, has_page
+from april.engines.http.server_process import read_metrics
 from april.engines.http.weight_labels import WeightLabels
 from april.engines.http.wire import NotJson, read_json
 from april.engines.openai.wire import ROUTE, CompletionParser, TokenShape, completion_body
@@ -30,20 +30,22 @@ from april.server_text import clean
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KnownServer:
-    """The way in which a kind of server differs from what its answers to single short requests show."""
+    """Properties of a kind of server that single short requests do not reveal."""
 
     name: str
-    """A name for people; empty for a server of no special kind."""
+    """Name for messages; empty for an unknown kind of server."""
     shapes: tuple[TokenShape, ...] = tuple(TokenShape)
-    """Ways of token ids to try, the likeliest first."""
+    """Ways to get token ids, in the order in which they are tried."""
     load_route: str = "/metrics"
-    """The route of its Prometheus page."""
+    """Route of the Prometheus metrics page."""
     load_route_always: bool = True
-    """That page costs nothing where it is not there; if not, it is asked once, and again only if it was there."""
+    """False if a request for a missing page does harm; then it is asked for once, and later only if it existed."""
     adapter_name: str = "{adapter}"
-    """The way in which a request names an adapter; by another name the base of the adapter answers."""
+    """Format of an adapter's name in requests; under other names the base model would answer."""
     honours_seeds: bool = True
-    """True if requests that run together keep their seeds; alone is asked."""
+    """True if seeds also work for concurrent requests; the probe only tests a request that runs alone."""
+    takes_seeds: bool = True
+    """False if a seed may crash the server."""
     limits: tuple[Limit, ...] = ()
 
 
@@ -51,7 +53,7 @@ ANY = KnownServer(name="")
 TENSORRT_LLM = KnownServer(
     name="TensorRT-LLM",
     shapes=(TokenShape.DETOKENIZE,),
-    # /metrics is no Prometheus page there: it waits 2 s for records of iterations, and takes them away from others
+    # /metrics waits 2 s for iteration records there, and takes them away from other readers
     load_route="/prometheus/metrics",
     load_route_always=False,
     honours_seeds=False,
@@ -83,41 +85,62 @@ TENSORRT_LLM = KnownServer(
     ),
 )
 SGLANG = KnownServer(name="SGLang", adapter_name="{base}:{adapter}")
-_BY_OWNER = {"tensorrt_llm": TENSORRT_LLM, "sglang": SGLANG}
+VLLM = KnownServer(
+    name="vLLM",
+    shapes=(TokenShape.RETURN_TOKEN_IDS, TokenShape.STRINGS),
+    honours_seeds=False,
+    takes_seeds=False,
+    limits=(
+        Limit(
+            LimitCode.NO_SEEDS,
+            "runs vLLM, which on a CPU with chunked prefill dies of a request with a seed, so april sends none, and "
+            "runs do not repeat. Use engine.kind vllm, which finds out",
+            server=IT,
+        ),
+    ),
+)
+_BY_OWNER = {"tensorrt_llm": TENSORRT_LLM, "sglang": SGLANG, "vllm": VLLM}
 
 
 def known_server(owner: str | None) -> KnownServer:
-    """Find a server by ``owned_by`` of its models; ANY for one that is not known."""
+    """Return the kind of server for the ``owned_by`` of its models; ANY if it is unknown."""
     return _BY_OWNER.get(owner or "", ANY)
 
 
-# ids that every vocabulary has; which ones does not matter
+# these ids exist in every vocabulary; their choice does not matter
 _PROMPTS = ((1, 4, 7), (3, 1, 9), (5, 8, 6), (11, 2, 10))
 _SEED_TOKENS = 16
 _CERTAIN = 0.05
-"""A most likely token whose log-probability is nearer to 0 than this tells no kinds apart."""
+"""Minimum distance of a log-probability from 0; a more certain token looks the same under all kinds."""
 _SAME = 0.02
-"""Log-probabilities of one token, twice computed in bfloat16, differ by less."""
+"""Maximum difference between two log-probabilities of one token that were computed in bfloat16."""
 _EOS_BIAS = 100.0
+_UNKNOWN_EOS = unknown_eos(
+    "engine.eos_token_ids is not set, and the server does not tell: a response that is cut right behind its EOS, "
+    "before the server says that it ended, would be continued"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenAIFacts(ServerFacts):
-    """The facts about an OpenAI-compatible server; one that keeps stop ids back is refused."""
+    """Results of probing an OpenAI-compatible server. Servers that omit stop ids are refused."""
 
     token_shape: TokenShape
     keeps_eos: bool | None
-    """EOS is in the ids of the answer. None: it could not be asked, and each answer is checked when it comes."""
+    """True if responses include the EOS id; None if that is unknown, so that each response is checked."""
     load_route: str | None = "/metrics"
-    """The route of its Prometheus page; None: it has none that may be asked."""
+    """Route of the Prometheus metrics page; None if there is none that may be used."""
+    takes_seeds: bool = True
+    """False if requests must have no seed: a vLLM server on a CPU can crash on one."""
 
 
 async def probe_openai(client: HttpClient, config: OpenAIEngineConfig) -> OpenAIFacts:
-    """Ask one server, by its list of models and up to 15 requests of 1 to 16 tokens.
+    """Probe one server, with its list of models and up to 15 requests for 1 to 16 tokens.
 
-    Raises ConfigError for one that cannot do what april needs or does not tell what must be set; EngineError.
+    Raises ConfigError if the server lacks something that april needs, or a setting is missing; and EngineError.
     """
-    served = choose_model(client.url, await _models(client), config.model)
+    found = ServerProbe(client, config)
+    served = found.served = choose_model(client.url, await _models(client), config.model)
     said_len, owner = served.card.get("max_model_len"), served.card.get("owned_by")
     said_len = said_len if isinstance(said_len, int) else None
     server = known_server(owner if isinstance(owner, str) else None)
@@ -139,18 +162,50 @@ async def probe_openai(client: HttpClient, config: OpenAIEngineConfig) -> OpenAI
     await _refuse_without_stop_ids(probe)
     eos = config.eos_token_ids or ()
     keeps_eos = await _keeps_eos(probe, eos[0]) if eos else None
-    kind = LogprobKind(config.logprobs) if config.logprobs is not None else await _logprob_kind(probe)
+    found.lacks(
+        True, LimitCode.NO_ABORT_BY_ID,
+        "has no route for aborts: a request is ended by closing its stream, and tokens that the server had made and "
+        "not sent by then are lost; a vLLM or SGLang server under its own engine kind loses none",
+        server=client.url,
+    )  # fmt: skip
+    found.lacks(
+        True, LimitCode.NO_LABELS,
+        "does not say which weights made which token: the version is that of the request's submission, and no request "
+        "lives through a weight update",
+        server=client.url,
+    )  # fmt: skip
+    found.lacks(
+        True, LimitCode.NO_DISK_UPDATES,
+        "does not load weights from disk for april: hand them over yourself, with weight_update(transfer=...), and "
+        "have it forget the cached keys and values of the old weights there",
+        server=client.url,
+    )  # fmt: skip
+    seen = LogprobKind.UNKNOWN if config.logprobs is not None else await _logprob_kind(probe)
+    kind = found.logprobs(seen, raw_logprobs("set engine.logprobs if you know them better"))
+    for limit in server.limits:
+        found.note(limit.of(client.url))
     seeds = server.honours_seeds and await _honours_seeds(probe)
+    found.lacks(
+        not seeds and server.honours_seeds, LimitCode.NO_SEEDS,
+        "does not repeat a response for the same seed: runs cannot be repeated exactly", server=client.url,
+    )  # fmt: skip
+    found.lacks(
+        eos and keeps_eos is None, LimitCode.UNSEEN_EOS,
+        "could not be made to end a response at the start: whether EOS is among its ids is checked with every "
+        "response, and one without it fails",
+        server=client.url,
+    )  # fmt: skip
+    found.note(_UNKNOWN_EOS, not eos)
     load_route = await _load_route(client, server)
     return OpenAIFacts(
-        url=client.url,
+        **found.common() | {"base": None},
         model=model,
-        asked=config.model,
         software=await software_of(client, server),
         started_s=(await read_metrics(client, load_route)).started_s,
         token_shape=probe.shape,
         keeps_eos=keeps_eos,
         load_route=load_route,
+        takes_seeds=server.takes_seeds,
         capabilities=Capabilities(
             logprob_kind=kind,
             vocab_size=config.vocab_size,
@@ -162,26 +217,26 @@ async def probe_openai(client: HttpClient, config: OpenAIEngineConfig) -> OpenAI
             remote=True,
             verifies_weights=False,
             honours_seeds=seeds,
-            limits=_limits(client.url, kind, server, seeds, keeps_eos, knows_eos=bool(eos)) + served.limits(),
+            limits=found.limits(),
         ),
     )
 
 
 async def software_of(client: HttpClient, server: KnownServer) -> str:
-    """Name and version of a server that is known by its name."""
+    """Return the name and version of the server's software; empty for an unknown kind of server."""
     if not server.name:
         return ""
-    answer = await get_json(client, "/version")
+    answer = await get_json(client, "/version", has="version")
     version = answer.get("version") if isinstance(answer, dict) else None
     return f"{server.name} {clean(version, 64)}" if isinstance(version, str) else server.name
 
 
 async def _load_route(client: HttpClient, server: KnownServer) -> str | None:
-    return server.load_route if server.load_route_always or await has_metrics(client, server.load_route) else None
+    return server.load_route if server.load_route_always or await has_page(client, server.load_route) else None
 
 
 async def _models(client: HttpClient) -> Any:
-    """Return what the server says of its models."""
+    """Return the server's list of models. Raises ConfigError if the answer is not one."""
     reply = await client.call("GET", ROUTE_OF_MODELS, retry=True)
     client.require_ok(reply, ROUTE_OF_MODELS)
     try:
@@ -196,7 +251,7 @@ async def _models(client: HttpClient) -> Any:
 
 
 SEVERAL = 4
-"""Tokens of a request that shows whether events repeat them."""
+"""Number of tokens of the request that shows whether events repeat tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,14 +263,14 @@ class _Generated:
 
 @dataclass(frozen=True, slots=True)
 class _Probe:
-    """Asks one server in one shape."""
+    """Sends short requests to one server, in one token shape."""
 
     client: HttpClient
     model: str
     shape: TokenShape
 
     async def ask(self, sampling: SamplingParams, prompt: int = 0, **changes: Any) -> _Generated:
-        """The whole answer to one short request."""
+        """Send one short request and return its whole response."""
         request = Request(attempt_id="probe", token_ids=np.array(_PROMPTS[prompt], np.int32), sampling=sampling)
         reader = ResponseReader(CompletionParser(self.shape, request), FIRST_VERSION, None, len(request.token_ids))
         endpoint = Endpoint(
@@ -233,7 +288,7 @@ class _Probe:
 
 
 async def _token_shape(client: HttpClient, model: str, shapes: Iterable[TokenShape]) -> TokenShape:
-    """The first of these ways in which the server hands over ids with log-probabilities."""
+    """Return the first of these ways in which the server returns token ids with log-probabilities."""
     said = []
     for shape in shapes:
         try:
@@ -252,7 +307,7 @@ async def _token_shape(client: HttpClient, model: str, shapes: Iterable[TokenSha
 
 
 async def _refuse_repeated_tokens(probe: _Probe) -> None:
-    """Each event must have its own tokens only: of a stream that is cut off, nobody else would notice."""
+    """Raise ConfigError if events repeat earlier tokens, which would go unnoticed in a stream that is cut off."""
     try:
         count = len((await probe.ask(SamplingParams(SEVERAL, temperature=0.0))).tokens)
         wrong = f"{count} token ids for max_tokens={SEVERAL}" if count > SEVERAL else ""
@@ -270,7 +325,7 @@ async def _refuse_without_stop_ids(probe: _Probe) -> None:
     token = (await probe.ask(greedy)).tokens[0]
     try:
         answer = await probe.ask(replace(greedy, max_tokens=2, stop_token_ids=(token,)))
-    except WireError:  # it counts a token that it did not hand over
+    except WireError:  # it counts a token that it did not return
         answer = _Generated([], [], EngineFinish.STOP)
     if answer.tokens != [token] or answer.finish is not EngineFinish.STOP:
         what = "keeps the stop token back" if not answer.tokens else "does not stop at the ids in stop_token_ids"
@@ -281,7 +336,10 @@ async def _refuse_without_stop_ids(probe: _Probe) -> None:
 
 
 async def _keeps_eos(probe: _Probe, eos: int) -> bool | None:
-    """Make EOS all but certain; a server that cannot do that leaves it open."""
+    """Make EOS almost certain and return True if the response includes it; None if that cannot be found out.
+
+    Raises ConfigError if the server omits EOS.
+    """
     sampling = SamplingParams(2, temperature=0.0)
     try:
         answer = await probe.ask(sampling, logit_bias={str(eos): _EOS_BIAS})
@@ -290,7 +348,7 @@ async def _keeps_eos(probe: _Probe, eos: int) -> bool | None:
     except EngineError:
         return None
     if answer.finish is not EngineFinish.STOP:
-        return None  # the bias was ignored, or this id ends nothing here
+        return None  # the bias was ignored, or this id does not end responses here
     if answer.tokens != [eos]:
         raise ConfigError(
             f"{probe.client.url} keeps EOS ({eos}) back; a response without the token that ended it would be trained "
@@ -300,9 +358,10 @@ async def _keeps_eos(probe: _Probe, eos: int) -> bool | None:
 
 
 async def _logprob_kind(probe: _Probe) -> LogprobKind:
-    """Compare the most likely token of one prompt, forced by top_k=1, under three samplings.
+    """Compare the most likely token of one prompt, forced by top_k=1, under three sampling settings.
 
-    Of the distribution sampled from it has log-probability 0; otherwise it changes with the temperature or does not.
+    In the distribution sampled from, its log-probability is 0. In others, it may or may not change with the
+    temperature.
     """
     for prompt in range(len(_PROMPTS)):
         try:
@@ -323,58 +382,8 @@ async def _logprob_kind(probe: _Probe) -> LogprobKind:
 
 
 async def _honours_seeds(probe: _Probe) -> bool:
-    """Return whether the same seed twice gives the same tokens, and another seed gives others."""
+    """Return whether the same seed gives the same tokens twice, and another seed gives others."""
     sampling = SamplingParams(_SEED_TOKENS, _SEED_TOKENS, temperature=1.0, seed=7)
     first, again = await probe.ask(sampling), await probe.ask(sampling)
     other = await probe.ask(replace(sampling, seed=8))
     return first.tokens == again.tokens != other.tokens
-
-
-_NO_ABORT_BY_ID = Limit(
-    LimitCode.NO_ABORT_BY_ID,
-    "has no route for aborts: a request is ended by closing its stream, and tokens that the server had made and not "
-    "sent by then are lost; a vLLM or SGLang server under its own engine kind loses none",
-    server=IT,
-)
-_NO_LABELS = Limit(
-    LimitCode.NO_LABELS,
-    "does not say which weights made which token: the version is that of the request's submission, and no request "
-    "lives through a weight update",
-    server=IT,
-)
-_NO_DISK_UPDATES = Limit(
-    LimitCode.NO_DISK_UPDATES,
-    "does not load weights from disk for april: hand them over yourself, with weight_update(transfer=...), and have it "
-    "forget the cached keys and values of the old weights there",
-    server=IT,
-)
-_NO_SEEDS = Limit(
-    LimitCode.NO_SEEDS, "does not repeat a response for the same seed: runs cannot be repeated exactly", server=IT
-)
-_UNSEEN_EOS = Limit(
-    LimitCode.UNSEEN_EOS,
-    "could not be made to end a response at the start: whether EOS is among its ids is checked with every response, "
-    "and one without it fails",
-    server=IT,
-)
-_UNKNOWN_EOS = unknown_eos(
-    "engine.eos_token_ids is not set, and the server does not tell: a response that is cut right behind its EOS, "
-    "before the server says that it ended, would be continued"
-)
-
-
-def _limits(
-    url: str, kind: LogprobKind, server: KnownServer, seeds: bool, keeps_eos: bool | None, *, knows_eos: bool
-) -> tuple[Limit, ...]:
-    limits = (
-        (True, _NO_ABORT_BY_ID),
-        (True, _NO_LABELS),
-        (True, _NO_DISK_UPDATES),
-        (kind is LogprobKind.RAW, raw_logprobs("set engine.logprobs if you know them better")),
-        (kind is LogprobKind.UNKNOWN, UNKNOWN_LOGPROBS),
-        *((True, limit) for limit in server.limits),
-        (not seeds and server.honours_seeds, _NO_SEEDS),
-        (not knows_eos, _UNKNOWN_EOS),
-        (knows_eos and keeps_eos is None, _UNSEEN_EOS),
-    )
-    return tuple(limit.of(url) for amiss, limit in limits if amiss)

@@ -1,7 +1,7 @@
-"""The OpenAI completions route with token ids: what is sent, and what the events of its stream say.
+"""Builds requests for the OpenAI completions route with token ids, and parses the events of its stream.
 
-Three ways are known in which such a server hands over the ids of the tokens that it made. ``extra`` keys are refused by
-TensorRT-LLM and ignored by others, so every way has a request of its own.
+Servers return the ids of generated tokens in one of three known ways. Unknown keys are refused by TensorRT-LLM and
+ignored by others, so each way has its own request.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ ROUTE = "/v1/completions"
 
 
 class TokenShape(StrEnum):
-    """The way in which the ids of generated tokens come."""
+    """Way in which a server returns the ids of generated tokens."""
 
     RETURN_TOKEN_IDS = "return_token_ids"  # noqa: S105 - a name on the wire, not a secret
     """``return_token_ids: true`` (vLLM): choices have token_ids; the first event repeats the prompt's ids."""
@@ -34,15 +34,15 @@ class TokenShape(StrEnum):
 
 
 ASK_SPANS = {"return_weight_versions": True}
-"""The end of a response says which weights made which token (vLLM from 0.33 on; older ones ignore it)."""
-# what each way needs beside the common part. logprobs 0 is the sampled token alone; TensorRT-LLM takes 0 for none
+"""Asks that the end of a response says which weights made which token (vLLM 0.33 and later; older ones ignore it)."""
+# keys for each way, besides the common part. logprobs 0 returns only the sampled token, but none on TensorRT-LLM
 _EXTRA: dict[TokenShape, dict[str, Any]] = {
     TokenShape.RETURN_TOKEN_IDS: {"return_token_ids": True, "logprobs": 0, **ASK_SPANS},
-    # without include_stop_str_in_output a stop id is cut off the ids; EOS never is
+    # without include_stop_str_in_output stop ids are missing from the ids; EOS never is
     TokenShape.DETOKENIZE: {"detokenize": False, "logprobs": 1, "include_stop_str_in_output": True},
     TokenShape.STRINGS: {"return_tokens_as_token_ids": True, "logprobs": 1},
 }
-# spelled out, for a server may have other defaults out of the model's generation_config.json
+# set explicitly, because a server may take other defaults from the model's generation_config.json
 _NEUTRAL: dict[str, Any] = {
     "top_k": 0,
     "min_p": 0.0,
@@ -54,7 +54,7 @@ STREAMED: dict[str, Any] = {"stream": True, "stream_options": {"include_usage": 
 _FINISHES = {
     "stop": EngineFinish.STOP,
     "length": EngineFinish.LENGTH,
-    # the server ended it for reasons of its own; what came is good, and goes on elsewhere
+    # the server ended it for its own reasons; the tokens are valid and generation continues elsewhere
     "abort": EngineFinish.ABORT,
     "cancelled": EngineFinish.ABORT,
     "timeout": EngineFinish.ABORT,
@@ -63,27 +63,33 @@ _ID_PREFIX = "token_id:"
 
 
 def completion_body(
-    model: str, shape: TokenShape, request: Request, *, bans: bool = False, **changes: Any
-) -> bytes:
-    """The JSON of one streamed request; ``changes`` are keys that replace others."""
-    params = sampling_of(request, bans=bans)
+    model: str, shape: TokenShape, request: Request, *, bans: bool = False, seeds: bool = True, salt: str = "",
+    **changes: Any,
+) -> bytes:  # fmt: skip
+    """Return the JSON body of one streamed request; ``changes`` are keys that override others.
+
+    A server with ``cache_salt`` shares cached keys only between requests with the same ``salt``.
+    """
+    params = sampling_of(request, bans=bans, seeds=seeds)
     body = {"model": model, "prompt": request.token_ids.tolist(), "n": 1, **params, **STREAMED}
+    if salt and shape is not TokenShape.DETOKENIZE:  # TensorRT-LLM accepts it only on its chat route
+        body["cache_salt"] = salt
     return msgspec.json.encode({**body, **_EXTRA[shape], **changes})
 
 
 NEVER = -100.0
-"""The bias under which a token is never sampled: the largest that servers take."""
+"""Logit bias that prevents a token from being sampled; the strongest that servers accept."""
 
 
 def bias_of(banned_ids: Sequence[int]) -> dict[str, float]:
-    """``logit_bias`` that bans these ids."""
+    """Return the ``logit_bias`` that bans these ids."""
     return {str(token): NEVER for token in banned_ids}
 
 
-def sampling_of(request: Request, *, bans: bool) -> dict[str, Any]:
-    """The sampling of a request as keys of its JSON; everything that changes the distribution is explicit.
+def sampling_of(request: Request, *, bans: bool, seeds: bool) -> dict[str, Any]:
+    """Return the sampling settings of a request as JSON keys, with everything explicit that affects the distribution.
 
-    ``bans``: the server takes banned ids.
+    ``bans`` means that the server supports banned ids, ``seeds`` that a seed does not crash it.
     """
     sampling = request.sampling
     params: dict[str, Any] = {
@@ -95,7 +101,7 @@ def sampling_of(request: Request, *, bans: bool) -> dict[str, Any]:
     }
     if sampling.stop_token_ids:
         params["stop_token_ids"] = sampling.stop_token_ids
-    if sampling.seed is not None:
+    if seeds and sampling.seed is not None:
         params["seed"] = sampling.seed
     if bans and sampling.banned_ids:
         params["logit_bias"] = bias_of(sampling.banned_ids)
@@ -125,7 +131,7 @@ class _NamedChoice(_Choice):
 
 
 class Usage(msgspec.Struct):
-    """The server's own counts."""
+    """Token counts reported by the server."""
 
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
@@ -149,13 +155,13 @@ _NOTHING = _Choice()
 
 
 def counted(piece: Piece, usage: Usage) -> Piece:
-    """Return the same piece, with the server's own counts."""
+    """Store the server's token counts in the piece, and return it."""
     piece.prompt_tokens, piece.total = usage.prompt_tokens, usage.completion_tokens
     return piece
 
 
 def finish_of(attempt_id: str, reason: str) -> EngineFinish | EngineError:
-    """Return why the response ended; an error where april knows no such reason."""
+    """Return the finish reason, or an error if april does not know it."""
     known = _FINISHES.get(reason)
     if known is None:
         return EngineError(f"attempt {attempt_id}: the server ended the response for the reason {quoted(reason)}")
@@ -163,7 +169,7 @@ def finish_of(attempt_id: str, reason: str) -> EngineFinish | EngineError:
 
 
 class CompletionParser(Parser[_Event | _NamedEvent]):
-    """The parser of the completions route; with ``spans`` the server must say which weights made which token."""
+    """Parser for the completions route. With ``spans``, the server must say which weights made which token."""
 
     __slots__ = ("_prompt", "_spans")
 
@@ -173,7 +179,7 @@ class CompletionParser(Parser[_Event | _NamedEvent]):
         self._spans = spans
 
     def piece(self, event: _Event | _NamedEvent, payload: bytes, had: int) -> Piece:
-        """Return what one event brings; see :class:`Parser`."""
+        """Return the content of one event; see :class:`Parser`."""
         choices, usage = event.choices, event.usage
         if choices is None and usage is None:
             raise self.failed(payload)

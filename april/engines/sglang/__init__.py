@@ -1,1 +1,1 @@
-"""SGLang servers, alone or behind a router."""
+"""Engines for SGLang servers, alone or behind a router."""

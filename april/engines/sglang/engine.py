@@ -1,28 +1,28 @@
-"""SGLang servers as engines: one HTTP call per attempt, ended by rid, weights loaded from disk or by the trainer.
+"""Engine for SGLang servers: one HTTP call per attempt, aborted by rid; weights come from disk or from the trainer.
 
-The control calls, and whether a load has succeeded, are in ``worker``; those of a transfer of weights in ``transfer``.
+Control calls, and whether a load has succeeded, are in ``worker``; weight transfers are in ``transfer``.
 
-Invariant: no call for an attempt is closed in order to end it, because the server would drop its tokens; and no token
-is handed over under a label that the server does not confirm.
+Invariant: no call is closed in order to abort an attempt, because the server would drop its tokens. No token is handed
+over under a label that the server does not confirm.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Sequence
-from contextlib import suppress
 
 from april.config.engines import SglangEngineConfig
 from april.core.sampling import attempt_seed
 from april.core.versions import PolicyVersion
 from april.engines.groups.gloo import towards
 from april.engines.http.http_client import HttpClient
+from april.engines.http.own_adapters import Loaded
 from april.engines.http.response_reader import ResponseReader
 from april.engines.http.response_stream import Endpoint, ResponseStream
 from april.engines.http.sent_attachments import SentAttachments, Urls
 from april.engines.http.server_engine import ServerEngine
-from april.engines.http.server_probe import client_of, connect_all, is_listed, why_not_served
-from april.engines.http.weight_directories import is_adapter
+from april.engines.http.server_probe import client_of, connect_all
+from april.engines.http.server_process import require_left_paused
 from april.engines.http.weight_labels import START_LABEL, require_first_weights
 from april.engines.protocol import Engine, EngineLoad, Health, Request
 from april.engines.sglang.probe import SglangFacts, probe_sglang, workers_of
@@ -35,29 +35,28 @@ from april.errors import EngineError, EngineUnreachable
 from april.server_text import quoted
 
 ABORTS_AT_ONCE = 32
-"""Abort calls on their way to one server; hundreds at the same time have killed servers."""
-FORGET_S = 5.0
-"""Longest wait at the end for the servers to forget adapters."""
+"""Maximum number of abort calls in progress to one server; hundreds at a time have crashed servers."""
 HEALTH_S = 5.0
-"""Longest wait for the answers that a health probe needs."""
+"""Seconds for the answers that a health probe needs."""
 STREAM_INTERVAL = 16
-"""Tokens per event where nothing else is asked for. A request that the server has put back for want of memory loses
-fewer than this at an abort, all others lose nothing. Client CPU per 1,000 tokens, measured: 37 ms at 1, 6.8 ms at 8,
-3.5 ms at 16, 2.0 ms at 50, 0.9 ms without streaming (there up to 49 tokens are lost)."""
+"""Tokens per stream event by default. On an abort, a request that the server has preempted for lack of memory loses
+fewer tokens than this, and all others lose none. Measured client CPU per 1,000 tokens: 37 ms at 1, 6.8 ms at 8, 3.5 ms
+at 16, 2.0 ms at 50, 0.9 ms without streaming (there up to 49 tokens are lost)."""
 STOP_STRING_INTERVAL = 2
-"""Tokens per event for a request that april may end by what it reads."""
+"""Tokens per stream event for a request that april may end by its content."""
 
 
 class SglangEngine(ServerEngine):
-    """An SGLang server, or several behind one router; implements :class:`april.engines.protocol.Engine`.
+    """Engine for one SGLang server, or for several behind one router.
 
-    The bytes of an image go along with every request: SGLang has no way to leave out what it was sent before.
+    Implements :class:`april.engines.protocol.Engine`. Every request carries the bytes of its images, because SGLang
+    cannot be sent a digest instead.
 
     Args:
-        requests: where requests go: the server itself, or the router.
-        workers: the servers; control calls go to each of them.
-        facts: what the probe has found of all of them.
-        max_token_loss: most tokens of a response that may be lost when a server dies.
+        requests: Client for requests, connected to the server itself or to the router.
+        workers: The servers; control calls go to each of them.
+        facts: What the probe has learned about all of them.
+        max_token_loss: Maximum tokens of a response that may be lost when a server dies; None means no such limit.
     """
 
     def __init__(
@@ -67,6 +66,7 @@ class SglangEngine(ServerEngine):
         super().__init__(requests.name, facts.capabilities)
         self._requests = requests
         self.workers = tuple(workers)
+        self._servers, self._asked = tuple(worker.client for worker in workers), facts.asked
         self.facts = facts
         self._max_token_loss = max_token_loss
         self.attachments = SentAttachments()
@@ -76,22 +76,22 @@ class SglangEngine(ServerEngine):
             attachments=self.attachments,
         )  # fmt: skip
         self.on_foreign_pause: Callable[[], None] | None = None
-        """Called when requests end because somebody else has paused the servers, to change their weights. Nothing is
-        sent from then until :meth:`resume`, so a weight update must follow. None: such ends are like all others."""
+        """Called when requests end because somebody else has paused the servers to change their weights. Nothing is
+        sent from then until :meth:`resume`, so a weight update must follow. None means no check for such pauses."""
         self.is_paused_by_others = False
         """True from such a call until :meth:`resume`."""
         self._look: asyncio.Task[None] | None = None
-        """At whether the servers are paused; one for all requests that end meanwhile."""
+        """Running check whether the servers are paused, shared by all requests that end meanwhile."""
         self._paused_as: tuple[str | None, ...] = (None,) * len(self.workers)
-        """Label of each worker's process that was paused for an update; None: it did not say."""
+        """Label of each worker's process that was paused for an update; None for a worker that did not answer."""
         self._transfers = tuple(WeightTransfer(worker) for worker in self.workers)
         self._mark = ""
-        """Label of weights that are partly written, in the present transfer."""
+        """Label of partly written weights in the present transfer."""
 
     # ---------------------------------------------------------------- requests
 
     def generate(self, request: Request) -> ResponseStream:
-        """Make one call of ``/generate``; raises RequestRefused for what the server must not be asked."""
+        """Start one call of ``/generate``. Raises RequestRefused for a request that the server must not get."""
         return ResponseStream(self._endpoint, request, streamed=self._interval(request) > 0)
 
     def _prepare(self, request: Request, streamed: bool, urls: Urls) -> tuple[ResponseReader, bytes]:
@@ -108,12 +108,12 @@ class SglangEngine(ServerEngine):
         interval = self._interval(request) if streamed and facts.stream_interval else None
         body = request_body(
             request, stream=streamed, stream_interval=interval, seed=self._seed(request), adapter=adapter, urls=urls,
-            label=self._labels.of(self._adapters.base),
+            label=self._labels.of(self._adapters.base), salt=self._labels.salt(self._version),
         )  # fmt: skip
         return reader, body
 
     def _interval(self, request: Request) -> int:
-        """Tokens per event; 0: one answer at the end."""
+        """Return the tokens per stream event; 0 means one response at the end."""
         if self._max_token_loss is not None:
             interval = max(1, self._max_token_loss)
         elif self._capabilities.streams:
@@ -123,7 +123,7 @@ class SglangEngine(ServerEngine):
         return min(interval, STOP_STRING_INTERVAL) if request.stream else interval
 
     def _seed(self, request: Request) -> int | None:
-        """With deterministic inference a request without a seed would get the same one as all others."""
+        """Return the seed, or None if the server ignores it; requests without a seed would all get the same one."""
         if not self._capabilities.honours_seeds:
             return None
         if request.sampling.seed is not None:
@@ -134,7 +134,7 @@ class SglangEngine(ServerEngine):
     # ---------------------------------------------------------------- aborts
 
     async def abort(self, attempt_ids: Sequence[str] | None = None) -> None:
-        """Ask every worker by rid: nobody says which of them has a request, and others may use the server."""
+        """Abort these attempts (None means all) by rid at every worker, since it is unknown which one has a request."""
         asked = self._to_abort(attempt_ids)
         self._endpoint.abort(asked)
         rids = [rid_of(i) for i in asked]
@@ -142,9 +142,10 @@ class SglangEngine(ServerEngine):
             await _all(worker.abort(rids, ABORTS_AT_ONCE) for worker in self.workers)
 
     async def _stands_still(self) -> bool:
-        """Return whether the servers' owner has paused them; the gate is closed then.
+        """Return whether somebody else has paused the servers, after which admission is closed.
 
-        A paused server begins requests under whatever weights it has later, so those without a token are taken back.
+        A paused server would start requests later, under whatever weights it has then, so those without a token are
+        recalled.
         """
         if self.on_foreign_pause is None:
             return False
@@ -155,8 +156,8 @@ class SglangEngine(ServerEngine):
         return not self._admission.is_open
 
     async def _look_for_pause(self, tell: Callable[[], None]) -> None:
-        label = self._labels.of(self._adapters.base)
-        looks = await asyncio.gather(*(w.is_foreign(label) for w in self.workers), return_exceptions=True)
+        labels, base = self._labels, self._adapters.base
+        looks = await asyncio.gather(*(w.is_foreign(labels, base) for w in self.workers), return_exceptions=True)
         self._look = None
         if self._admission.is_open and any(look is True for look in looks):
             self._admission.close()
@@ -167,31 +168,20 @@ class SglangEngine(ServerEngine):
     # ---------------------------------------------------------------- weights
 
     async def pause(self) -> None:
-        """Pause as :class:`ServerEngine` does, and remember the processes, for the trainer may write weights there."""
+        """Pause like :class:`ServerEngine`, and remember the processes, as the trainer may write weights into them."""
         await super().pause()
         marks = await asyncio.gather(*(w.mark(self._labels) for w in self.workers), return_exceptions=True)
-        # if one does not answer, the update will say so
+        # if one does not answer, the update will report that
         self._paused_as = tuple(None if isinstance(mark, BaseException) else mark for mark in marks)
 
     async def resume(self) -> None:
-        """Let requests in again, and those of others where a transfer has paused a worker."""
+        """Admit requests again, and resume workers that a transfer has paused."""
         self.is_paused_by_others = False
         await _all(transfer.resume() for transfer in self._transfers)
         await super().resume()
 
-    async def update_weights(self, version: PolicyVersion, path: str | None = None) -> None:
-        """Update every worker; the version counts when all of them have it.
-
-        An adapter is loaded under a new name, beside what requests run under.
-
-        Raises EngineError for a worker that could not load it, and WeightsGone for one that has lost the weights of
-        others.
-        """
-        if path is not None:
-            self._require_loadable(path)
-            if is_adapter(path):
-                await self._take_adapter(version, path)
-                return
+    async def _load_whole(self, version: PolicyVersion, path: str | None) -> None:
+        """Update every worker; the new version counts once all of them have it."""
         if why := await self._why_not_served():
             raise EngineError(why)
         if path is None:
@@ -199,7 +189,7 @@ class SglangEngine(ServerEngine):
         before, self._not_whole = self._not_whole, (
             f"engine {self.name} is between two versions, since an update to {version} has not reached all of its "
             "weights; update them again"
-        )  # which holds where this call is cancelled, too
+        )  # also holds if this call is cancelled
         results = await asyncio.gather(
             *(
                 worker.update(
@@ -215,11 +205,8 @@ class SglangEngine(ServerEngine):
             if len(errors) == len(results) and not any(isinstance(e, HalfUpdated) for e in errors):
                 self._not_whole = before
             raise errors[0]
-        self._adapters.take(None, version)
-        self._labels.present, self._not_whole = version, ""
         for transfer in self._transfers:
             transfer.touched, transfer.mark = False, None
-        await self._unload_idle()
 
     # ---------------------------------------------------------------- weights that the trainer's process sends
 
@@ -227,18 +214,18 @@ class SglangEngine(ServerEngine):
 
     @property
     def sender_address(self) -> str:
-        """Address of this machine as the first worker reaches it."""
+        """Return the address that this machine uses towards the first worker."""
         return towards(*self.workers[0].client.address)
 
     async def ranks(self) -> int:
-        """Count of the processes that hold a part of the weights, over all workers."""
+        """Return the number of processes that hold a part of the weights, over all workers."""
         return sum(await self._ranks())
 
     async def _ranks(self) -> list[int]:
         return await asyncio.gather(*(workers_of(worker.client) for worker in self.workers))
 
     async def join(self, meeting: Meeting) -> None:
-        """Have all workers meet the sender, one behind the other."""
+        """Have all workers join the sender's group, with consecutive ranks."""
         offset, joins = meeting.rank_offset, []
         for transfer, count in zip(self._transfers, await self._ranks(), strict=True):
             joins.append(transfer.join(meeting, offset))
@@ -251,7 +238,7 @@ class SglangEngine(ServerEngine):
         await all_or_first_error([transfer.begin() for transfer in self._transfers])
 
     async def receive(self, bucket: Sequence[TensorSpec], last: bool) -> None:
-        """Have all workers take these tensors."""
+        """Have all workers receive these tensors."""
         self._not_whole = (
             f"engine {self.name} is between two versions, since a transfer of weights has not come to its end; update "
             "them again"
@@ -259,49 +246,28 @@ class SglangEngine(ServerEngine):
         await all_or_first_error([transfer.receive(bucket, last, self._mark) for transfer in self._transfers])
 
     async def finish(self) -> None:
-        """Put the weights into use; :meth:`update_weights` names them."""
+        """Put the received weights into use; :meth:`update_weights` labels them."""
         await all_or_first_error([transfer.finish() for transfer in self._transfers])
 
     async def leave(self) -> bool:
-        """Give the group up on all workers; True: all of them have the weights from before."""
+        """Leave the group on all workers; returns True if all still have the weights from before."""
         return all(await asyncio.gather(*(transfer.leave() for transfer in self._transfers)))
 
     # ---------------------------------------------------------------- adapters
 
-    async def _take_adapter(self, version: PolicyVersion, path: str) -> None:
-        """Have every worker load it, under one name; if one fails, requests go on under what they have."""
-        adapter = self._adapters.fresh(version, path)
+    async def _load_adapter(self, adapter: Loaded, version: PolicyVersion) -> None:
+        """Load an adapter on every worker, under the same name."""
         await _all(w.load_adapter(self._labels, self._adapters.base, adapter) for w in self.workers)
-        self._adapters.take(adapter, version)
-        self._labels.present = version
-        await self._unload_idle()
 
-    async def _unload_idle(self) -> None:
-        """Unload adapters of no version that anybody uses; what fails now is tried again at the next update."""
-        for adapter in self._adapters.idle(self._admission.inside):
-            if all(await asyncio.gather(*(w.unload_adapter(adapter) for w in self.workers))):
-                self._adapters.gone(adapter)
-
-    async def _amiss(self) -> tuple[str, bool]:
-        """Return why requests would not be answered by the present version, and whether its adapter has gone."""
-        present = self._adapters.present
-        if present is None:
-            return await self._why_not_served(), False
-        listed = await asyncio.gather(*(is_listed(w.client, present.name) for w in self.workers))
-        lost = any(there is False for there in listed)
-        return (f"a server has no adapter {present.name} any more" if lost else ""), lost
-
-    async def _why_not_served(self) -> str:
-        """Return why a worker would not answer by the model that is trained; empty: nothing says so."""
-        found = await asyncio.gather(*(why_not_served(w.client, self.facts.asked) for w in self.workers))
-        return next(filter(None, found), "")
+    async def _unload(self, adapter: Loaded) -> bool:
+        return all(await asyncio.gather(*(w.unload_adapter(adapter) for w in self.workers)))
 
     # ---------------------------------------------------------------- the rest
 
     async def health(self) -> Health:
-        """Ask every worker for load and label, and whether the router lives; no token is generated for it.
+        """Check the load and label of every worker and the readiness of the router, without generating a token.
 
-        A router sends requests past a dead worker, so one that lives is enough; when that one is back, its label tells.
+        A router bypasses dead workers, so one live worker is enough; the label shows when a worker comes back.
         """
         label = self._labels.of(self._adapters.base)
         (router,), results, (amiss, lost) = await asyncio.gather(
@@ -315,9 +281,10 @@ class SglangEngine(ServerEngine):
                 raise error
         well = [r for r in results if not isinstance(r, BaseException)]
         loads = [load for _, load in well if load is not None]
-        other = next((name for name, _ in well if name not in (None, label)), None)
+        names = [name for name, _ in well if name is not None]
+        other = next((name for name in names if not self._labels.is_of(name, self._adapters.base)), None)
         if other not in (None, START_LABEL) and await self._stands_still() and self.is_paused_by_others:
-            # whoever has paused it gives it weights: they are new, and not lost
+            # whoever paused it is giving it new weights, so none were lost
             return Health(ok=False, detail="others are changing its weights", current=not self._not_whole)
         named = "" if other is None else f"its weights are named {quoted(other)}, and april named them {label!r}"
         problem = self._not_whole or amiss or (str(sick[0]) if sick else named)
@@ -338,37 +305,40 @@ class SglangEngine(ServerEngine):
         )
 
     async def _look_at_router(self) -> None:
-        """Raises EngineError if requests go through a router that takes none."""
+        """Raise EngineError if requests go through a router that is not ready."""
         if all(worker.client is not self._requests for worker in self.workers):
             reply = await self._requests.call("GET", "/readiness", timeout_s=HEALTH_S, retry=True)
             if not reply.ok:
                 raise EngineError(f"the router {self._requests.url} is not ready: /readiness answers {reply.status}")
 
     async def close(self) -> None:
-        """Calls in flight break, adapters are forgotten, and a worker that stands still for a transfer goes on."""
-        with suppress(TimeoutError):
-            async with asyncio.timeout(FORGET_S):
-                for adapter in self._adapters.all():
-                    await asyncio.gather(*(w.unload_adapter(adapter) for w in self.workers))
+        """Unload adapters, resume workers paused for a transfer, and close the connections; calls in progress fail."""
+        await self._unload_all()
         await asyncio.gather(*(transfer.resume() for transfer in self._transfers), return_exceptions=True)
         await self._requests.close()
         for worker in self.workers:
             await worker.client.close()
 
-    async def adopt(self) -> None:
-        """Tell every worker what april calls the weights that it has."""
-        await _all(worker.set_label(self._labels.of(self._version)) for worker in self.workers)
+    async def adopt(self, *, present: bool) -> None:
+        """Give every worker april's label for its present weights, unless they are those of another run.
+
+        ``present`` is as in :meth:`ServerEngine.begins_with`.
+        """
+        if name := self.begins_with([worker.facts.label for worker in self.workers], present=present):
+            await _all(worker.set_label(name) for worker in self.workers)
 
 
 async def connect_sglang(config: SglangEngineConfig) -> list[Engine]:
-    """Make one engine per server, or one for all of a router; raises ConfigError and EngineError."""
+    """Make one engine per server, or one for all servers of a router. Raises ConfigError and EngineError."""
 
     async def connect(client: HttpClient) -> SglangEngine:
         facts = await probe_sglang(client, config)
         if facts.paused:
-            raise EngineError(
-                f"{client.url} is paused; continue it (POST /continue_generation with the body {{}}) and start again"
-            )
+            worker = SglangWorker(client, facts)
+            remedy = "continue it (POST /continue_generation with the body {})"
+            require_left_paused(client.url, facts.label, await worker.load(), remedy)
+            await worker.go_on()
+            facts = await probe_sglang(client, config)
         return SglangEngine(client, [SglangWorker(client, facts)], facts, config.max_token_loss)
 
     engines = await connect_all(config, connect)
@@ -376,7 +346,7 @@ async def connect_sglang(config: SglangEngineConfig) -> list[Engine]:
         if config.router is not None:
             engines = [await _behind_router(config, config.router, engines)]
         for engine in engines:
-            await engine.adopt()
+            await engine.adopt(present=config.first_weights == "present")
     except BaseException:
         for engine in engines:
             await engine.close()
@@ -385,7 +355,7 @@ async def connect_sglang(config: SglangEngineConfig) -> list[Engine]:
 
 
 async def _behind_router(config: SglangEngineConfig, url: str, engines: Sequence[SglangEngine]) -> SglangEngine:
-    """Make one engine out of those of the workers; closes nothing but the router's client."""
+    """Make one engine from those of the workers; on failure it closes only the router's client."""
     router = client_of(url, config)
     try:
         await require_same_workers(router, config)
@@ -409,7 +379,7 @@ async def _look_at(worker: SglangWorker) -> tuple[str | None, EngineLoad | None]
 
 
 async def _all(calls: Iterable[Awaitable[None]]) -> None:
-    """Await all of them, then raise the first error."""
+    """Await all calls, then raise the first error, if any."""
     for result in await asyncio.gather(*calls, return_exceptions=True):
         if isinstance(result, BaseException):
             raise result

@@ -1,6 +1,7 @@
-"""The abilities of one SGLang server, asked without disturbing it: a few GET calls and two requests of one token.
+"""Finds out what one SGLang server can do, without disturbing it: by GET calls and a few requests for one token.
 
-Those of several behind an sglang-router are what all have; its list of workers must be the configured one."""
+Behind an sglang-router, only what all workers share counts; see ``router``, which also checks the router's workers.
+"""
 
 from __future__ import annotations
 
@@ -10,15 +11,18 @@ from typing import Any
 
 from april.config.engines import SglangEngineConfig
 from april.core.sampling import LogprobKind
-from april.engine_limits import UNKNOWN_LOGPROBS, Limit, LimitCode, no_experts, raw_logprobs, unknown_eos
+from april.engine_limits import LimitCode, no_experts, raw_logprobs
 from april.engines.http.adapter_files import base_shapes
-from april.engines.http.http_client import HttpClient, Reply
+from april.engines.http.http_client import HttpClient, Reply, says, words_of
 from april.engines.http.server_probe import (
+    AGAIN_S,
     NO_TOKEN,
-    PROBE_S,
+    REFUSES,
+    TRIES,
     ServerFacts,
+    ServerProbe,
+    answer_of,
     choose_model,
-    eos_of,
     get_json,
     has_route,
     kind_of_logprobs,
@@ -26,7 +30,6 @@ from april.engines.http.server_probe import (
     longest_request,
     model_files,
     probe_id,
-    vocabulary_in_refusal,
 )
 from april.engines.http.server_process import while_paused
 from april.engines.http.token_rows import NO_EXPERTS, Routing, WrongRows, experts_of_numbers, routing_of
@@ -38,250 +41,359 @@ from april.engines.weight_routes import GLOO, NCCL
 from april.errors import ConfigError, EngineError, WireError
 
 ENDS_OF_TURNS = ("<|eom_id|>", "<|content_model_end_sampling|>", "<|ifm|im_end|>")
-"""Added tokens at which SGLang stops though no file of the model says so (0.5.19: the first two; 0.5.23: all)."""
+"""Added tokens at which SGLang stops although no model file says so (0.5.19: the first two; 0.5.23: all)."""
 TRANSFER_ROUTES = ("/init_weights_update_group", "/update_weights_from_distributed", "/begin_weight_update")
-"""The routes by which weights can be sent from the trainer's process; the last one is newer (0.5.23)."""
+"""Routes for sending weights from the trainer's process; the last one is newer (0.5.23)."""
 ADAPTERS_NEED = (
     "start the server with --enable-lora, --max-lora-rank of at least the adapter's rank, and --lora-target-modules"
 )
 EXPERTS_NEED = "start the server with --enable-return-routed-experts"
 PAUSE_S = 3.0
-"""Longest wait for the answer to a pause that a server must refuse."""
+"""Seconds to wait for the answer to a pause that a server must refuse."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SglangFacts(ServerFacts):
-    """The facts about an SGLang server."""
+    """Results of probing an SGLang server."""
 
     incremental: bool
-    """Events of a stream have the new tokens only."""
+    """True if stream events contain only the new tokens."""
     stream_interval: bool
-    """A request can say after how many tokens it wants an event."""
+    """True if a request can set the number of tokens per stream event."""
     pause_modes: tuple[str, ...]
     loads: bool
-    """True if the server tells its load."""
+    """True if the server reports its load."""
     adapter: str | None = None
-    """That which is trained."""
+    """Name of the trained adapter; None if the model itself is trained."""
     routing: Routing | None = None
-    """The shape of the experts that it gives with tokens; None: it gives none."""
+    """Shape of the routed experts that the server returns; None if it returns none."""
 
 
 async def workers_of(client: HttpClient) -> int:
-    """Ask a server how many processes hold a part of its weights; raises EngineError if it does not answer."""
+    """Ask a server how many processes hold a part of its weights. Raises EngineError if it does not answer."""
     info = await client.json("GET", "/server_info", retry=True)
     return (_number(info, "tp_size") if isinstance(info, dict) else None) or 1
 
 
 async def probe_sglang(client: HttpClient, config: SglangEngineConfig) -> SglangFacts:
-    """Ask a server (a worker, not the router) what it can do; raises ConfigError or EngineError."""
-    model, server, models, loads, ready = await asyncio.gather(
-        get_json(client, "/model_info", "/get_model_info"),
-        get_json(client, "/server_info", "/get_server_info"),
-        get_json(client, "/v1/models"),
-        get_json(client, "/v1/loads?include=core"),
-        client.call("GET", "/ready", timeout_s=PROBE_S, retry=True),
-    )
-    if not isinstance(model, dict) or "model_path" not in model or not isinstance(server, dict):
-        raise ConfigError(
-            f"{client.url} is no SGLang server (it has no /model_info); engine.urls must name SGLang servers, "
-            "not a router and not another engine"
+    """Find out what a server (a worker, not the router) can do. Raises ConfigError or EngineError."""
+    return await _SglangProbe(client, config).facts()
+
+
+class _SglangProbe(ServerProbe):
+    """Probe of one server, by its own descriptions and by requests for one token. A paused server returns no tokens."""
+
+    config: SglangEngineConfig
+    _spans = False
+    """True if responses say which weights made which token."""
+    _stream_interval = False
+    """True if a request can set the number of tokens per stream event."""
+
+    async def facts(self) -> SglangFacts:
+        """Find out all abilities; some answers decide what to ask next."""
+        await self._read()
+        model, server, client = self.model, self.server, self.client
+        vocab_size, disk, labels = await asyncio.gather(
+            self._vocab_size(), has_route(client, "/update_weights_from_disk"),
+            has_route(client, "/update_weight_version"),
+        )  # fmt: skip
+        self.lacks(
+            not labels, LimitCode.NO_LABELS,
+            "Versions cannot be set (/update_weight_version is missing): new weights are unverified, and april cannot "
+            "see that the server was restarted with other weights",
+            "upgrade SGLang",
+        )  # fmt: skip
+        self.lacks(
+            not disk, LimitCode.NO_DISK_UPDATES,
+            "Weights cannot be loaded from a directory (/update_weights_from_disk is missing): the trainer has to "
+            "transfer them itself",
+            "upgrade SGLang",
+        )  # fmt: skip
+        self.label = None if model.get("weight_version") is None or not labels else str(model["weight_version"])
+        transfers = await asyncio.gather(*(has_route(client, route) for route in TRANSFER_ROUTES))
+        # not in parallel, because another failure must not interrupt it halfway
+        modes = await self._pause_modes()
+        self.files = await asyncio.to_thread(
+            model_files, model["model_path"], model.get("tokenizer_path"), ENDS_OF_TURNS
         )
-    served = None if models is None and config.model is None else choose_model(client.url, models, config.model)
-    adapter = None if served is None or served.base is None else served.name
-    paused = ready.status == 503
-    vocab, disk, labels = await asyncio.gather(
-        _vocab_size(client, config),
-        has_route(client, "/update_weights_from_disk"),
-        has_route(client, "/update_weight_version"),
-    )
-    transfers = await asyncio.gather(*(has_route(client, route) for route in TRANSFER_ROUTES))
-    # by itself: nothing else that fails may leave it behind in the middle
-    modes = await _pause_modes(client, loads is not None, paused=paused)
-    files = await asyncio.to_thread(model_files, model["model_path"], model.get("tokenizer_path"), ENDS_OF_TURNS)
-    probe = _Replies() if paused else await _one_token(client, vocab)
-    routing, experts_need = await _routing(client, config, server, files, vocab, paused=paused)
-    kind = probe.kind if config.logprobs is None else LogprobKind(config.logprobs)
-    label = model.get("weight_version")
-    eos = config.eos_token_ids if config.eos_token_ids is not None else eos_of(files)
-    incremental = bool(server.get("incremental_streaming_output", server.get("stream_output", False)))
-    deterministic = bool(server.get("enable_deterministic_inference"))
-    copies = int(server.get("dp_size") or 1)
-    stages = int(server.get("pp_size") or 1)
-    sent = all(transfers) and "retract" in modes and copies == 1 and stages == 1 and adapter is None
-    sees = bool(model.get("has_image_understanding", any("vision_config" in file for file in files)))
-    named = sees and await _names_attachments(client)
-    site, need = await _adapter_site(client, server, model["model_path"], copies)
-    limits = (
-        (paused, _PAUSED),
-        (not probe.spans and not paused, _NO_VERSION_SPANS),
-        (not labels, _NO_LABELS),
-        (not incremental, _CUMULATIVE_STREAMS),
-        (not probe.stream_interval and not paused, _NO_STREAM_INTERVAL),
-        ("retract" not in modes, _UPDATES_WAIT),
-        (not disk, _NO_DISK_UPDATES),
-        (kind is LogprobKind.RAW, _RAW_LOGPROBS),
-        (kind is LogprobKind.UNKNOWN, UNKNOWN_LOGPROBS),
-        (not deterministic, _NO_SEEDS),
-        (routing is None and routing_of(files) is not None and not paused, _NO_EXPERTS),
-        (loads is None, _NO_LOAD),
-        (eos is None, unknown_eos()),
-        (sees and not named, _NO_ATTACHMENTS),
-        (bool(server.get("speculative_algorithm")), _SPECULATION),
-        (copies > 1, _several_copies(copies)),
-        *((True, limit) for limit in (() if served is None else served.limits(takes_adapters=site is not None))),
-    )
-    return SglangFacts(
-        url=client.url,
-        model=adapter or str(model["model_path"]),
-        asked=config.model,
-        adapter=adapter,
-        base=None if served is None else served.base,
-        software=str(server.get("version", "unknown")),
-        label=str(label) if label is not None and labels else None,
-        paused=paused,
-        incremental=incremental,
-        stream_interval=probe.stream_interval,
-        pause_modes=modes,
-        loads=loads is not None,
-        routing=routing,
-        capabilities=Capabilities(
-            logprob_kind=kind,
-            vocab_size=vocab,
-            max_context=longest_request(client.url, _context(server, models), config.max_len),
-            eos_token_ids=eos or (),
-            max_in_flight=least(_number(server, "max_running_requests"), config.max_in_flight),
-            updates_from_disk=disk and adapter is None,
-            collective=_backends(server) if sent else (),
-            adapters=site,
-            adapters_need=need,
-            extras=() if routing is None else (ROUTED_EXPERTS,),
-            extras_need=experts_need,
-            version_spans=probe.spans and labels,
-            remote=True,
-            # events that repeat everything cost more than what they save
-            streams=incremental or config.max_token_loss is not None,
-            verifies_weights=label is not None and labels,
-            honours_seeds=deterministic,
-            attachments=tuple(FIELDS) if named else (),
-            attachments_need=_NO_ATTACHMENTS.remedy if sees and not named else "",
-            bans=True,
-            limits=tuple(limit for amiss, limit in limits if amiss),
-        ),
-    )
+        seen = LogprobKind.UNKNOWN if self.paused else await self._look_at_replies(vocab_size)
+        routing, experts_need = await self._routing(vocab_size)
+        adapter = None if self.served is None or self.served.base is None else self.served.name
+        copies, stages = int(server.get("dp_size") or 1), int(server.get("pp_size") or 1)
+        self.lacks(
+            copies > 1, LimitCode.SEVERAL_COPIES,
+            f"The server runs {copies} data-parallel copies, with which april was not tried",
+            "start one server per copy, each with --dp-size 1, and name all of them", "--dp-size 1",
+        )  # fmt: skip
+        sent = all(transfers) and "retract" in modes and copies == 1 and stages == 1 and adapter is None
+        incremental = bool(server.get("incremental_streaming_output", server.get("stream_output", False)))
+        self.lacks(
+            not incremental, LimitCode.CUMULATIVE_STREAMS,
+            "Streams repeat the whole response in every event, which costs time that grows with the square of its "
+            "length: april asks for one answer at the end instead, and a request that is put back for want of memory "
+            "loses up to 49 tokens at an abort",
+            "start the server with --incremental-streaming-output", "--incremental-streaming-output",
+        )  # fmt: skip
+        seeds = not self.lacks(
+            not server.get("enable_deterministic_inference"), LimitCode.NO_SEEDS,
+            "Seeds do nothing: two requests with the same seed differ",
+            "start the server with --enable-deterministic-inference if runs must repeat",
+            "--enable-deterministic-inference",
+        )  # fmt: skip
+        self.lacks(
+            server.get("speculative_algorithm"), LimitCode.SPECULATION,
+            "The server speculates (speculative_algorithm): whether its log-probabilities are those of the tokens then "
+            "was not tried",
+            "start the server without --speculative-algorithm",
+        )  # fmt: skip
+        attachments, attachments_need = await self._attachments()
+        site, adapters_need = await self._adapter_site(copies)
+        return SglangFacts(
+            **self.common(),
+            model=adapter or str(model["model_path"]),
+            adapter=adapter,
+            software=str(server.get("version", "unknown")),
+            incremental=incremental,
+            stream_interval=self._stream_interval,
+            pause_modes=modes,
+            loads=self.loads is not None,
+            routing=routing,
+            capabilities=Capabilities(
+                logprob_kind=self.logprobs(
+                    seen, raw_logprobs("start the server without SGLANG_RETURN_ORIGINAL_LOGPROB")
+                ),
+                vocab_size=vocab_size,
+                max_context=longest_request(client.url, _context(server, self.models), self.config.max_len),
+                eos_token_ids=self.ends(),
+                max_in_flight=least(_number(server, "max_running_requests"), self.config.max_in_flight),
+                updates_from_disk=disk and adapter is None,
+                collective=_backends(server) if sent else (),
+                adapters=site,
+                adapters_need=adapters_need,
+                extras=() if routing is None else (ROUTED_EXPERTS,),
+                extras_need=experts_need,
+                version_spans=self._spans and labels,
+                remote=True,
+                # cumulative events cost more than streaming gains
+                streams=incremental or self.config.max_token_loss is not None,
+                verifies_weights=self.label is not None,
+                first_weights=self.first_weights(),
+                honours_seeds=seeds,
+                attachments=attachments,
+                attachments_need=attachments_need,
+                bans=True,
+                limits=self.limits(takes_adapters=site is not None),
+            ),
+        )
+
+    async def _read(self) -> None:
+        """Read the server's descriptions of itself."""
+        client = self.client
+        self.model, self.server, self.models, self.loads, ready = await asyncio.gather(
+            get_json(client, "/model_info", "/get_model_info", has="model_path"),
+            get_json(client, "/server_info", "/get_server_info", has="version"),
+            get_json(client, "/v1/models", has="data"),
+            get_json(client, "/v1/loads?include=core", has="loads"),
+            client.call("GET", "/ready", timeout_s=None, retry=True),
+        )
+        if not isinstance(self.model, dict) or "model_path" not in self.model or not isinstance(self.server, dict):
+            raise ConfigError(
+                f"{client.url} is no SGLang server (it has no /model_info); engine.urls must name SGLang servers, "
+                "not a router and not another engine"
+            )
+        if self.models is not None or self.config.model is not None:
+            self.served = choose_model(client.url, self.models, self.config.model)
+        self.paused = ready.status == 503
+        self.lacks(
+            self.paused, LimitCode.PAUSED,
+            "The server is paused: no request runs until somebody continues it (POST /continue_generation with the "
+            "body {}); what can only be learned from a reply is unknown",
+        )  # fmt: skip
+        self.lacks(
+            self.loads is None, LimitCode.NO_LOAD,
+            "The server does not tell its load (/v1/loads is missing, SGLang below 0.5.9)", "upgrade SGLang",
+        )  # fmt: skip
+
+    async def _routing(self, vocab_size: int) -> tuple[Routing | None, str]:
+        """Return the shape of a token's experts, or what is needed to get them."""
+        said = routing_of(self.files)
+        routing, need = await self._routing_seen(said, vocab_size)
+        limit = no_experts(EXPERTS_NEED, "--enable-return-routed-experts")
+        self.note(limit, routing is None and said is not None and not self.paused)
+        return routing, need
+
+    async def _routing_seen(self, said: Routing | None, vocab_size: int) -> tuple[Routing | None, str]:
+        """Check the experts in one reply against the shape from the model's files or the settings."""
+        if said is None and self.files and self.config.expert_shape is None:
+            return None, NO_EXPERTS
+        if not self.server.get("enable_return_routed_experts"):
+            return None, EXPERTS_NEED
+        if self.config.expert_shape is not None:
+            said = Routing(*self.config.expert_shape, None if said is None else said.experts)
+        if said is None:
+            return None, (
+                "set engine.expert_shape to its model's layers and experts per token (num_hidden_layers and "
+                "num_experts_per_tok of its config.json, which is not on this machine)"
+            )
+        if self.paused:
+            return None, "continue the server, as only a reply shows them"
+        prompt, where = [i % vocab_size for i in (3, 4, 5)], f"{self.client.url}/generate"
+        answer = await self._token(prompt, {"temperature": 0.0}, return_routed_experts=True)
+        if isinstance(answer, Reply):
+            raise EngineError(f"{where} answered {answer.status}: {error_text(answer.body)}")
+        try:
+            rows = experts_of_numbers(answer.meta_info.routed_experts or "", said)
+        except WrongRows as wrong:
+            raise WireError(f"{where} answers with {wrong}; is engine.expert_shape right?") from None
+        if len(rows) != len(prompt):
+            raise WireError(
+                f"{where} was asked for the experts of {len(prompt)} tokens and answered with {len(rows)} rows of "
+                f"{said.layers} layers with {said.top_k} experts per token; is engine.expert_shape right?"
+            )
+        return said, ""
+
+    async def _attachments(self) -> tuple[tuple[str, ...], str]:
+        """Return the accepted kinds of attachments, or what is needed if the model could take some."""
+        sees = any("vision_config" in file for file in self.files)
+        if not self.model.get("has_image_understanding", sees):
+            return (), ""
+        reply = await answer_of(
+            self.client, "GET", "/openapi.json", lambda r: r.status in REFUSES or b'"paths"' in r.body
+        )
+        named = reply.ok and b'"mm_hashes"' in reply.body
+        self.lacks(
+            not named, LimitCode.NO_ATTACHMENTS,
+            "The model takes images, and the server none from april: its requests cannot name them (/openapi.json has "
+            "no mm_hashes), and after a weight update it would answer with what the old weights have seen in them",
+            "upgrade SGLang",
+        )  # fmt: skip
+        return (tuple(FIELDS), "") if named else ((), "upgrade SGLang")
+
+    async def _adapter_site(self, copies: int) -> tuple[AdapterSite | None, str]:
+        """Return where adapters can be loaded, as the server says, or what is needed for that."""
+        if not self.server.get("enable_lora") or not await has_route(self.client, "/load_lora_adapter"):
+            return None, ADAPTERS_NEED
+        if copies > 1:
+            return None, "start one server per copy, each with --dp-size 1, as copies share no adapters"
+        rank, slots = _number(self.server, "max_lora_rank"), _number(self.server, "max_loras_per_batch")
+        base = await asyncio.to_thread(base_shapes, self.model["model_path"])
+        return AdapterSite(max_rank=rank, slots=slots, scales=False, base=base), ""
+
+    async def _pause_modes(self) -> tuple[str, ...]:
+        """Return the pause modes that the server lists when it is asked for one that does not exist.
+
+        A server that does not refuse it may have paused, so it is resumed, unless somebody else had paused it before.
+        """
+        said: list[str] = []
+
+        async def ask() -> None:
+            for _ in range(TRIES):
+                reply = await self.client.call("POST", "/pause_generation", {"mode": "?"}, timeout_s=PAUSE_S)
+                if reply.status in (400, 422) and b"'abort'" in reply.body:
+                    said.append(reply.body.decode("utf-8", "replace"))
+                if said or says("status", "ok")(words_of(reply)):
+                    return  # it has refused the mode, or has paused
+                await asyncio.sleep(AGAIN_S)
+
+        async def undo() -> None:
+            if not said and not self.paused:
+                await self.client.call("POST", "/continue_generation", {}, retry=True)
+
+        # very old servers are not asked, because they might ignore the mode and pause
+        if self.loads is not None and await has_route(self.client, "/pause_generation"):
+            async with while_paused(ask, undo):
+                pass
+        modes = tuple(mode for mode in ("abort", "retract", "in_place") if any(f"'{mode}'" in text for text in said))
+        self.lacks(
+            "retract" not in modes, LimitCode.UPDATES_WAIT,
+            "The server has no pause mode retract: a weight update waits for the requests of other clients to end",
+        )  # fmt: skip
+        return modes
+
+    async def _vocab_size(self) -> int:
+        """Take the size from the settings, or from the refusal of an impossible request. Raises ConfigError."""
+        if self.config.vocab_size is not None:
+            return self.config.vocab_size
+        # two grammars are always refused, in case the server does not check the bias
+        params = {"max_new_tokens": 1, "logit_bias": {str(NO_TOKEN): 1.0}, "json_schema": "{}", "regex": "a"}
+        body = {"rid": probe_id(), "input_ids": [0], "sampling_params": params}
+        found = await self.vocabulary_in_refusal("/generate", body, r"in \[0, (\d+)\]")
+        if found is None:
+            raise ConfigError(
+                f"{self.client.url} does not say how large its vocabulary is, and an id outside of it would kill the "
+                "server; set engine.vocab_size (vocab_size of the model's config.json)"
+            )
+        return found + 1
+
+    async def _look_at_replies(self, vocab_size: int) -> LogprobKind:
+        """Find out what only replies show: version spans, stream interval support and the kind of log-probabilities."""
+        self._stream_interval = True
+
+        async def ask(prompt: list[int], params: dict[str, float]) -> tuple[int, float]:
+            ids = [i % vocab_size for i in prompt]
+            answer = await self._token(ids, params | ({"stream_interval": 1} if self._stream_interval else {}))
+            if isinstance(answer, Reply) and self._stream_interval:
+                self._stream_interval = False  # unknown settings are refused
+                answer = await self._token(ids, params)
+            if isinstance(answer, Reply):
+                raise EngineError(f"{self.client.url}/generate answered {answer.status}: {error_text(answer.body)}")
+            self._spans = bool(answer.meta_info.weight_versions)
+            (only,) = answer.meta_info.output_token_logprobs
+            return only.token, only.logprob
+
+        kind = await kind_of_logprobs(ask)
+        self.lacks(
+            not self._spans, LimitCode.NO_VERSION_SPANS,
+            "Replies do not say which weights made which token (SGLang below 0.5.20): every token gets the version at "
+            "submission, and no request lives through a weight update",
+            "upgrade to 0.5.20 or later",
+        )  # fmt: skip
+        self.lacks(
+            not self._stream_interval, LimitCode.NO_STREAM_INTERVAL,
+            "A request cannot say how often it wants tokens (sampling_params.stream_interval is refused)",
+            "set --stream-interval at the server instead", "--stream-interval",
+        )  # fmt: skip
+        return kind
+
+    async def _token(self, prompt: list[int], params: dict[str, Any], **asked: Any) -> Any:
+        """Generate one token; returns the :class:`Reply` if the request was refused."""
+        body = {
+            "rid": probe_id(),
+            "input_ids": prompt,
+            "return_logprob": True,
+            "sampling_params": {"max_new_tokens": 1, "top_k": -1, "ignore_eos": True, **params},
+            **asked,
+        }
+        reply = await self.ask("/generate", body)
+        if reply.status == 400:
+            return reply
+        self.client.require_ok(reply, "/generate")
+        try:
+            answer = read_json(reply.body, GenerateReply)
+        except NotJson as error:
+            raise WireError(f"{self.client.url}/generate answered what april cannot read: {error}") from None
+        if answer.meta_info is None or len(answer.output_ids) != 1 or len(answer.meta_info.output_token_logprobs) != 1:
+            raise WireError(
+                f"{self.client.url}/generate was asked for one token with its log-probability and answered otherwise: "
+                f"{len(answer.output_ids)} tokens; april needs return_logprob"
+            )
+        return answer
 
 
 def _backends(server: dict[str, Any]) -> tuple[str, ...]:
-    """Those over which its workers can be in a group: what torch has for their devices."""
+    """Return the backends over which its workers can join a group: those of torch for their device."""
     device = str(server.get("device") or "cuda")
     return (GLOO,) if device == "cpu" else (NCCL, GLOO) if device == "cuda" else ()
 
 
-async def _routing(
-    client: HttpClient, config: SglangEngineConfig, server: dict[str, Any], files: list[dict[str, Any]], vocab: int, *,
-    paused: bool,
-) -> tuple[Routing | None, str]:  # fmt: skip
-    """The shape of the experts of a token, if the server gives them as the model's files, or the settings, say."""
-    said = routing_of(files)
-    if said is None and files and config.expert_shape is None:
-        return None, NO_EXPERTS
-    if not server.get("enable_return_routed_experts"):
-        return None, EXPERTS_NEED
-    if config.expert_shape is not None:
-        said = Routing(*config.expert_shape, None if said is None else said.experts)
-    if said is None:
-        return None, (
-            "set engine.expert_shape to its model's layers and experts per token (num_hidden_layers and "
-            "num_experts_per_tok of its config.json, which is not on this machine)"
-        )
-    if paused:
-        return None, "continue the server, as only a reply shows them"
-    prompt = [i % vocab for i in (3, 4, 5)]
-    answer = await _token(client, prompt, {"temperature": 0.0}, return_routed_experts=True)
-    if isinstance(answer, Reply):
-        raise EngineError(f"{client.url}/generate answered {answer.status}: {error_text(answer.body)}")
-    try:
-        rows = experts_of_numbers(answer.meta_info.routed_experts or "", said)
-    except WrongRows as wrong:
-        raise WireError(f"{client.url}/generate answers with {wrong}; is engine.expert_shape right?") from None
-    if len(rows) != len(prompt):
-        raise WireError(
-            f"{client.url}/generate was asked for the experts of {len(prompt)} tokens and answered with {len(rows)} "
-            f"rows of {said.layers} layers with {said.top_k} experts per token; is engine.expert_shape right?"
-        )
-    return said, ""
-
-
-async def _names_attachments(client: HttpClient) -> bool:
-    """Return whether a request can name its images: its description of itself has the field."""
-    reply = await client.call("GET", "/openapi.json", timeout_s=PROBE_S, retry=True)
-    return reply.ok and b'"mm_hashes"' in reply.body
-
-
-async def _adapter_site(
-    client: HttpClient, server: dict[str, Any], root: Any, copies: int
-) -> tuple[AdapterSite | None, str]:
-    """Where adapters go, as the server says; else what it needs for that."""
-    if not server.get("enable_lora") or not await has_route(client, "/load_lora_adapter"):
-        return None, ADAPTERS_NEED
-    if copies > 1:
-        return None, "start one server per copy, each with --dp-size 1, as copies share no adapters"
-    rank, slots = _number(server, "max_lora_rank"), _number(server, "max_loras_per_batch")
-    base = await asyncio.to_thread(base_shapes, root)
-    return AdapterSite(max_rank=rank, slots=slots, scales=False, base=base), ""
-
-
-async def _pause_modes(client: HttpClient, recent: bool, *, paused: bool) -> tuple[str, ...]:
-    """Return the modes that the server names when it is asked for one that does not exist.
-
-    Unless it refuses that, it may have paused after all, and is continued; one that somebody else has ``paused`` is
-    not.
-    """
-    if not recent or not await has_route(client, "/pause_generation"):
-        return ()  # a server so old that it might not look at the mode is not asked
-    said: list[str] = []
-
-    async def ask() -> None:
-        reply = await client.call("POST", "/pause_generation", {"mode": "?"}, timeout_s=PAUSE_S)
-        if reply.status in (400, 422):
-            said.append(reply.body.decode("utf-8", "replace"))
-
-    async def undo() -> None:
-        if not said and not paused:
-            await client.call("POST", "/continue_generation", {}, timeout_s=PROBE_S, retry=True)
-
-    async with while_paused(ask, undo):
-        pass
-    return tuple(mode for mode in ("abort", "retract", "in_place") if any(f"'{mode}'" in text for text in said))
-
-
-async def _vocab_size(client: HttpClient, config: SglangEngineConfig) -> int:
-    """Take it from the configuration, or out of the refusal of a request that can never be run."""
-    if config.vocab_size is not None:
-        return config.vocab_size
-    params = {
-        "max_new_tokens": 1,
-        "logit_bias": {str(NO_TOKEN): 1.0},
-        # two grammars are refused in any case, should the server not look at the bias
-        "json_schema": "{}",
-        "regex": "a",
-    }
-    body = {"rid": probe_id(), "input_ids": [0], "sampling_params": params}
-    found = await vocabulary_in_refusal(client, "/generate", body, r"in \[0, (\d+)\]")
-    if found is None:
-        raise ConfigError(
-            f"{client.url} does not say how large its vocabulary is, and an id outside of it would kill the server; "
-            "set engine.vocab_size (vocab_size of the model's config.json)"
-        )
-    return found + 1
-
-
 def _context(server: dict[str, Any], models: Any) -> int | None:
-    """The server refuses inputs a few tokens short of its context, and stops two tokens short of it without a word.
+    """Return the maximum tokens of a request; None if unknown.
 
-    So it does short of its memory, by a page for what the input leaves of its last one, and by one more.
+    The server refuses inputs a few tokens below its context, and silently stops two tokens below it. Memory also limits
+    a request, less one page for the unused rest of the input's last page and one more.
     """
     longest, memory = _number(server, "max_req_input_len"), _number(server, "max_total_num_tokens")
-    if longest is not None and memory is not None and longest < memory:  # if not, memory is that of one shard
+    if longest is not None and memory is not None and longest < memory:  # otherwise it is the memory of one shard
         longest = min(longest, memory - 2 * (_number(server, "page_size") or 1))
     if longest is None:
         try:
@@ -294,139 +406,3 @@ def _context(server: dict[str, Any], models: Any) -> int | None:
 def _number(values: dict[str, Any], key: str) -> int | None:
     value = values.get(key)
     return value if isinstance(value, int) and value > 0 else None
-
-
-# ---------------------------------------------------------------- requests of one token
-
-
-@dataclass(slots=True)
-class _Replies:
-    """The facts that only a reply shows; a paused server gives none."""
-
-    spans: bool = False
-    stream_interval: bool = False
-    kind: LogprobKind = LogprobKind.UNKNOWN
-
-
-async def _one_token(client: HttpClient, vocab: int) -> _Replies:
-    """Spans, the stream interval, and of which distribution the log-probabilities are."""
-    found = _Replies(stream_interval=True)
-
-    async def ask(prompt: list[int], params: dict[str, float]) -> tuple[int, float]:
-        ids = [i % vocab for i in prompt]
-        answer = await _token(client, ids, params | ({"stream_interval": 1} if found.stream_interval else {}))
-        if isinstance(answer, Reply) and found.stream_interval:
-            found.stream_interval = False  # an unknown setting is refused
-            answer = await _token(client, ids, params)
-        if isinstance(answer, Reply):
-            raise EngineError(f"{client.url}/generate answered {answer.status}: {error_text(answer.body)}")
-        meta = answer.meta_info
-        assert meta is not None
-        found.spans = bool(meta.weight_versions)
-        (only,) = meta.output_token_logprobs
-        return only.token, only.logprob
-
-    found.kind = await kind_of_logprobs(ask)
-    return found
-
-
-async def _token(client: HttpClient, prompt: list[int], params: dict[str, Any], **asked: Any) -> Any:
-    """The answer to a request of one token; a :class:`Reply` if it was refused."""
-    body = {
-        "rid": probe_id(),
-        "input_ids": prompt,
-        "return_logprob": True,
-        "sampling_params": {"max_new_tokens": 1, "top_k": -1, "ignore_eos": True, **params},
-        **asked,
-    }
-    reply = await client.call("POST", "/generate", body, timeout_s=PROBE_S)
-    if reply.status == 400:
-        return reply
-    client.require_ok(reply, "/generate")
-    try:
-        answer = read_json(reply.body, GenerateReply)
-    except NotJson as error:
-        raise WireError(f"{client.url}/generate answered what april cannot read: {error}") from None
-    if answer.meta_info is None or len(answer.output_ids) != 1 or len(answer.meta_info.output_token_logprobs) != 1:
-        raise WireError(
-            f"{client.url}/generate was asked for one token with its log-probability and answered otherwise: "
-            f"{len(answer.output_ids)} tokens; april needs return_logprob"
-        )
-    return answer
-
-
-# ---------------------------------------------------------------- what it cannot do
-
-_PAUSED = Limit(
-    LimitCode.PAUSED,
-    "The server is paused: no request runs until somebody continues it (POST /continue_generation with the body {}); "
-    "what can only be learned from a reply is unknown",
-)
-_NO_VERSION_SPANS = Limit(
-    LimitCode.NO_VERSION_SPANS,
-    "Replies do not say which weights made which token (SGLang below 0.5.20): every token gets the version at "
-    "submission, and no request lives through a weight update",
-    "upgrade to 0.5.20 or later",
-)
-_NO_LABELS = Limit(
-    LimitCode.NO_LABELS,
-    "Versions cannot be set (/update_weight_version is missing): new weights are unverified, and april cannot see that "
-    "the server was restarted with other weights",
-    "upgrade SGLang",
-)
-_CUMULATIVE_STREAMS = Limit(
-    LimitCode.CUMULATIVE_STREAMS,
-    "Streams repeat the whole response in every event, which costs time that grows with the square of its length: "
-    "april asks for one answer at the end instead, and a request that is put back for want of memory loses up to 49 "
-    "tokens at an abort",
-    "start the server with --incremental-streaming-output",
-    ("--incremental-streaming-output",),
-)
-_NO_STREAM_INTERVAL = Limit(
-    LimitCode.NO_STREAM_INTERVAL,
-    "A request cannot say how often it wants tokens (sampling_params.stream_interval is refused)",
-    "set --stream-interval at the server instead",
-    ("--stream-interval",),
-)
-_UPDATES_WAIT = Limit(
-    LimitCode.UPDATES_WAIT,
-    "The server has no pause mode retract: a weight update waits for the requests of other clients to end",
-)
-_NO_DISK_UPDATES = Limit(
-    LimitCode.NO_DISK_UPDATES,
-    "Weights cannot be loaded from a directory (/update_weights_from_disk is missing): the trainer has to transfer "
-    "them itself",
-    "upgrade SGLang",
-)
-_RAW_LOGPROBS = raw_logprobs("start the server without SGLANG_RETURN_ORIGINAL_LOGPROB")
-_NO_SEEDS = Limit(
-    LimitCode.NO_SEEDS,
-    "Seeds do nothing: two requests with the same seed differ",
-    "start the server with --enable-deterministic-inference if runs must repeat",
-    ("--enable-deterministic-inference",),
-)
-_NO_LOAD = Limit(
-    LimitCode.NO_LOAD, "The server does not tell its load (/v1/loads is missing, SGLang below 0.5.9)", "upgrade SGLang"
-)
-_NO_EXPERTS = no_experts(EXPERTS_NEED, "--enable-return-routed-experts")
-_NO_ATTACHMENTS = Limit(
-    LimitCode.NO_ATTACHMENTS,
-    "The model takes images, and the server none from april: its requests cannot name them (/openapi.json has no "
-    "mm_hashes), and after a weight update it would answer with what the old weights have seen in them",
-    "upgrade SGLang",
-)
-_SPECULATION = Limit(
-    LimitCode.SPECULATION,
-    "The server speculates (speculative_algorithm): whether its log-probabilities are those of the tokens then was not "
-    "tried",
-    "start the server without --speculative-algorithm",
-)
-
-
-def _several_copies(copies: int) -> Limit:
-    return Limit(
-        LimitCode.SEVERAL_COPIES,
-        f"The server runs {copies} data-parallel copies, with which april was not tried",
-        "start one server per copy, each with --dp-size 1, and name all of them",
-        ("--dp-size 1",),
-    )

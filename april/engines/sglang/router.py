@@ -1,4 +1,4 @@
-"""Several SGLang servers behind one sglang-router: what all of them have, and whether they are the configured ones."""
+"""Combines several SGLang servers behind one sglang-router, and checks that it has the configured workers."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from dataclasses import replace
 from april.config.engines import SglangEngineConfig
 from april.engines.http.http_client import HttpClient
 from april.engines.http.server_probe import least
-from april.engines.protocol import AdapterSite, Capabilities
+from april.engines.protocol import AdapterSite, Capabilities, FirstWeights
 from april.engines.sglang.probe import SglangFacts
 from april.errors import ConfigError
 from april.server_text import clean
 
 EMPTY_PATIENCE_S = 15.0
-"""A router that has just started lists no workers for some seconds."""
+"""Seconds to wait for workers, since a router that has just started lists none for some seconds."""
 ASK_AGAIN_S = 0.25
 
 
 async def router_workers(router: HttpClient) -> frozenset[str]:
-    """Return the addresses of the workers, perhaps none yet; raises ConfigError for another kind of router."""
+    """Return the addresses of the router's workers, perhaps none yet. Raises ConfigError for another kind of router."""
     reply = await router.call("GET", "/workers", retry=True)
     if reply.status == 404:
         raise ConfigError(f"engine.router: {router.url} has no /workers; it must be an sglang-router (0.3 or later)")
@@ -38,7 +38,7 @@ async def router_workers(router: HttpClient) -> frozenset[str]:
 
 
 async def require_same_workers(router: HttpClient, config: SglangEngineConfig) -> None:
-    """Raise ConfigError unless the workers are ``engine.urls``; a router that has none yet is waited for a little."""
+    """Raise ConfigError unless the router's workers are ``engine.urls``; a router with too few gets some time."""
     wanted = frozenset(config.urls)
     loop = asyncio.get_running_loop()
     deadline = loop.time() + min(EMPTY_PATIENCE_S, config.probe_timeout_s / 2)
@@ -59,7 +59,7 @@ async def require_same_workers(router: HttpClient, config: SglangEngineConfig) -
 
 
 def common_facts(workers: Sequence[SglangFacts]) -> SglangFacts:
-    """Return what holds for all workers, as a request may come to any; raises ConfigError where they differ."""
+    """Return what holds for all workers, as a request may reach any. Raises ConfigError if they do not match."""
     first = workers[0]
     ours = _equal(first)
     for other in workers[1:]:
@@ -87,6 +87,7 @@ def common_facts(workers: Sequence[SglangFacts]) -> SglangFacts:
             honours_seeds=all(c.honours_seeds for c in each),
             attachments=tuple(k for k in first.capabilities.attachments if all(k in c.attachments for c in each)),
             verifies_weights=labelled,
+            first_weights=max((c.first_weights for c in each), key=list(FirstWeights).index),
             limits=tuple(dict.fromkeys(limit for c in each for limit in c.limits)),
         ),
     )
@@ -101,7 +102,7 @@ def _common_site(each: Sequence[Capabilities]) -> AdapterSite | None:
 
 
 def _equal(worker: SglangFacts) -> dict[str, object]:
-    """Return what the workers of a router must have in common."""
+    """Return the values that the workers of one router must share."""
     c = worker.capabilities
     return {
         "vocab_size": c.vocab_size, "eos_token_ids": c.eos_token_ids, "logprob_kind": c.logprob_kind,

@@ -1,7 +1,7 @@
-"""An SGLang server as the receiver of weights that the trainer's process sends: its own group, and its own calls.
+"""Sends weights from the trainer's process to one SGLang server, over a process group.
 
-The server is paused from the first call to the last (``retract``): a request of somebody else would run on the weights
-of two versions, and SGLang would wait for its end before each bucket.
+The server is paused (``retract``) from the first call to the last. Otherwise requests of other clients would run on a
+mix of two versions, and SGLang would wait for their end before each bucket.
 """
 
 from __future__ import annotations
@@ -23,32 +23,32 @@ log = logging.getLogger("april")
 
 _DONE = says("success", True)
 _OPEN_ALREADY = "already open"
-"""Words of a server that an earlier transfer has left in the middle."""
+"""Text with which a server says that an earlier transfer was left open."""
 
 
 @dataclass(slots=True)
 class WeightTransfer:
-    """The part of one server in a transfer, from :meth:`join` to :meth:`resume`."""
+    """State of one server in a transfer, from :meth:`join` to :meth:`resume`."""
 
     worker: SglangWorker
     meeting: Meeting | None = None
-    """The group that it was asked to join."""
+    """Group that the server was asked to join; None outside a transfer."""
     begun: bool = False
-    """It was told to begin, and not to end."""
+    """True if the server was told to begin, and not yet to end."""
     touched: bool = False
-    """It was asked to take a bucket, and its weights have no version since."""
+    """True if the server was asked to receive a bucket, so that its weights match no version."""
     mark: str | None = None
-    """The label of weights that are partly written; None: none were, or it has no labels."""
+    """Label of the partly written weights; None if none were written, or the server has no labels."""
     paused: bool = False
-    """It was paused for the transfer, and not continued."""
+    """True if the server was paused for the transfer and has not been resumed."""
 
     @property
     def client(self) -> HttpClient:
-        """To its server."""
+        """Return the client of the server."""
         return self.worker.client
 
     async def join(self, meeting: Meeting, rank_offset: int) -> None:
-        """Have its workers meet the sender, from this rank up."""
+        """Have the server's workers join the sender's group, with ranks from ``rank_offset`` on."""
         self.meeting = meeting
         await self._post("/init_weights_update_group", "join the group", {
             "master_address": meeting.address, "master_port": meeting.port, "rank_offset": rank_offset,
@@ -56,8 +56,8 @@ class WeightTransfer:
         })  # fmt: skip
 
     async def begin(self) -> None:
-        """Pause it and make its weights writable; what an earlier transfer has left open is ended first."""
-        self.paused, self.mark = True, None  # also if the answer is lost
+        """Pause the server and make its weights writable, after ending a transfer that was left open."""
+        self.paused, self.mark = True, None  # set first, because the answer may be lost
         await control(self.client, "/pause_generation", says("status", "ok"), body={"mode": "retract"})
         self.begun = True
         reply = await self._ask("/begin_weight_update", {})
@@ -67,7 +67,7 @@ class WeightTransfer:
         self._require(reply, "begin a transfer of weights")
 
     async def receive(self, bucket: Sequence[TensorSpec], last: bool, mark: str) -> None:
-        """Have it take these tensors; before the first ones, its weights get the name ``mark``."""
+        """Have the server receive these tensors; before the first ones, label its weights ``mark``."""
         assert self.meeting is not None
         self.touched = True
         if self.mark is None and self.worker.facts.label is not None:
@@ -81,15 +81,15 @@ class WeightTransfer:
         })  # fmt: skip
 
     async def finish(self) -> None:
-        """Put the weights into use, and give the group up."""
+        """Put the received weights into use, and leave the group."""
         await self._post("/end_weight_update", "put the new weights into use")
         self.begun = False
         await self._part()
 
     async def leave(self) -> bool:
-        """End whatever was begun, give the group up, and let others go on; never raises.
+        """Abandon the transfer: end it if it was begun, leave the group and resume the server. Never raises.
 
-        Returns whether it still has the weights from before.
+        Returns whether the server still has the weights from before.
         """
         if self.begun:
             self.begun = False
@@ -103,7 +103,7 @@ class WeightTransfer:
         return not self.touched
 
     async def _part(self) -> None:
-        """Give the group up; a worker that never was in it, or is gone, has nothing to give up."""
+        """Leave the group; errors are ignored, since the server may be gone or may never have joined."""
         meeting, self.meeting = self.meeting, None
         if meeting is not None:
             body = {"group_name": meeting.group}
@@ -111,9 +111,9 @@ class WeightTransfer:
                 await self.client.call("POST", "/destroy_weights_update_group", body, timeout_s=CONTROL_TIMEOUT_S)
 
     async def resume(self) -> None:
-        """Let requests of others go on; raises EngineError where it does not."""
+        """Resume the server for other clients' requests. Raises EngineError if that fails."""
         if self.paused:
-            await control(self.client, "/continue_generation", says("status", "ok"), body={})
+            await self.worker.go_on()
             self.paused = False
 
     async def _post(self, route: str, what: str, body: dict[str, Any] | None = None) -> None:
@@ -134,7 +134,7 @@ def _done(reply: Reply) -> bool:
 
 
 async def all_or_first_error(calls: Sequence[Any]) -> None:
-    """Await all of them; the first error ends the wait for the others, whose servers may wait for the failed one."""
+    """Await all calls; on the first error cancel the others, whose servers may be waiting for the failed one."""
     tasks = [asyncio.ensure_future(call) for call in calls]
     try:
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)

@@ -1,7 +1,7 @@
-"""Answers of SGLang servers as typed values: those of ``/generate`` become chunks, or a sentence on what is wrong.
+"""Builds requests for ``/generate`` of SGLang servers, and parses the responses into typed values.
 
-An answer is read from the tokens on that came before: what the server repeats (cumulative streams, the echo of the last
-token at an abort) is dropped; what it takes back is an error.
+Reading continues after the tokens already received: repeated tokens (cumulative streams, the last token at an abort)
+are dropped, and tokens taken back are an error.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from april.server_text import clean, quoted
 
 
 class Finish(msgspec.Struct, gc=False):
-    """``finish_reason``; ``matched`` is what stopped it (a string also where the model gave NaN); ``status_code`` is
-    set where the server gave the request up (a time limit, for instance)."""
+    """``finish_reason`` of a response. ``matched`` is what stopped it (a string also if the model returned NaN).
+    ``status_code`` is set if the server gave the request up, because of a time limit for example."""
 
     type: str
     matched: int | str | list[int] | None = None
@@ -34,14 +34,14 @@ class Finish(msgspec.Struct, gc=False):
 
 
 class TokenLogprob(msgspec.Struct, array_like=True, gc=False):
-    """A token; what follows in the list (its text) is not looked at."""
+    """Token with its log-probability; the other list items (its text) are ignored."""
 
     logprob: float
     token: int
 
 
 class Meta(msgspec.Struct):
-    """``meta_info``; replies to requests that were aborted in the queue lack many keys."""
+    """``meta_info`` of a response; if a request was aborted in the queue, many keys are missing."""
 
     id: str
     finish_reason: Finish | None = None
@@ -51,16 +51,16 @@ class Meta(msgspec.Struct):
     weight_versions: list[Span] | None = None
     output_token_logprobs: list[TokenLogprob] = []
     routed_experts: str | None = None
-    """int32 in base64, of the conversation's tokens but its last; only with the end."""
+    """Rows as int32 in base64, for all tokens of the conversation but the last; only with the end."""
 
 
 class Reply(msgspec.Struct):
-    """An answer, or one event of a stream; errors come as events, too."""
+    """Response, or one event of a stream. Errors come as events, too."""
 
     output_ids: list[int] = []
     meta_info: Meta | None = None
     prompt_token_ids: msgspec.Raw = msgspec.Raw()
-    """Where they are asked for, in every event again."""
+    """Prompt ids, repeated in every event; only if requested."""
 
 
 DECODER = msgspec.json.Decoder(Reply)
@@ -69,21 +69,22 @@ _FINISHES = {"stop": EngineFinish.STOP, "length": EngineFinish.LENGTH, "abort": 
 
 
 def rid_of(attempt_id: str) -> str:
-    """Name of an attempt at the server, which aborts all that begin alike: with its end marked, no other one does."""
+    """Return the attempt's id at the server. An abort hits all ids with that prefix, so a final dot makes it unique."""
     return f"{attempt_id}."
 
 
 FIELDS = {"image": "image_data"}
-"""Kinds of attachments, and the field of a request that takes them."""
+"""Kinds of attachments, with the request field for each."""
 
 
 def request_body(
     request: Request, *, stream: bool, stream_interval: int | None, seed: int | None, adapter: str | None = None,
-    urls: Urls | None = None, label: str = "",
+    urls: Urls | None = None, label: str = "", salt: str,
 ) -> bytes:  # fmt: skip
-    """The JSON for ``/generate``, for the model itself or an ``adapter``; nothing is left to defaults.
+    """Return the JSON body for ``/generate``, with no setting left to defaults.
 
-    ``urls``: the content of all that is attached; ``label``: of the weights, and no others.
+    ``adapter`` None means the model itself, ``urls`` holds all attachments, ``label`` names the weights. Requests share
+    cached keys only if they have the same ``salt``.
     """
     sampling = request.sampling
     params: dict[str, Any] = {
@@ -96,7 +97,7 @@ def request_body(
         "frequency_penalty": 0.0,
         "presence_penalty": 0.0,
         "repetition_penalty": 1.0,
-        # ignore_eos would switch the stop ids off as well
+        # ignore_eos would also disable the stop ids
         "ignore_eos": False,
     }
     if sampling.stop_token_ids:
@@ -113,6 +114,8 @@ def request_body(
         "sampling_params": params,
         "return_logprob": True,
         "stream": stream,
+        # a router passes this key on, but not cache_salt
+        "extra_key": salt,
     }
     if adapter is not None:
         body["lora_path"] = adapter
@@ -123,25 +126,25 @@ def request_body(
         for kind, field in FIELDS.items():
             body[field] = [(urls or {})[a.digest] for a in attachments if a.kind == kind]
         body["mm_hashes"] = [name_under(label, a.digest) for a in attachments]
-        # some of its processors go by text: ids that do not survive that would not be noticed
+        # some processors go through text, which may silently change the ids
         body["return_prompt_token_ids"] = True
     return msgspec.json.encode(body)
 
 
 def name_under(label: str, digest: str) -> str:
-    """The name of an attachment under the weights ``label``.
+    """Return the server's name for an attachment under the weights ``label``.
 
-    SGLang keeps what its vision tower has made of an image by this name, and empties that cache neither by a load of
-    weights nor when its other caches are flushed: one name under all weights would be answered by the first.
+    SGLang caches encoded images by this name and empties that cache neither when weights are loaded nor when other
+    caches are flushed. With the same name under all weights, images encoded by the first would be reused.
     """
     return hashlib.sha256(f"{label} {digest}".encode()).hexdigest()
 
 
 class ReplyParser(Parser[Reply]):
-    """The parser of ``/generate``; if ``incremental``, events have the new tokens only, otherwise all tokens so far.
+    """Parser for ``/generate``. With ``incremental``, events contain only new tokens, otherwise all tokens so far.
 
-    ``routing``: the shape of the experts that the request asked for; ``extras_from``: the row from which on it did.
-    With a ``prompt`` the server must go on from these ids, where it says them.
+    ``routing`` is the shape of the requested experts, ``extras_from`` the first requested row. With ``prompt``, the
+    prompt ids that the server reports, if any, must equal these.
     """
 
     __slots__ = ("_extras_from", "_incremental", "_prompt", "_rid", "_routing")
@@ -158,7 +161,7 @@ class ReplyParser(Parser[Reply]):
         self._incremental = incremental
 
     def piece(self, event: Reply, payload: bytes, had: int) -> Piece:
-        """Return what one event brings; see :class:`Parser`."""
+        """Return the content of one event; see :class:`Parser`."""
         meta = event.meta_info
         if meta is None:
             raise self.failed(payload)
@@ -180,13 +183,13 @@ class ReplyParser(Parser[Reply]):
             require_prompt(self, sent, ids)
 
     def _fresh(self, reply: Reply, meta: Meta, had: int) -> tuple[list[int], list[float]]:
-        """Token ids and log-probabilities behind those that were read before."""
+        """Return the ids and log-probabilities of tokens that were not read before."""
         ids, scored = reply.output_ids, meta.output_token_logprobs
         aborted = meta.finish_reason is not None and meta.finish_reason.type == "abort"
         total = meta.completion_tokens
         if total is None:
-            # old servers do not count for requests aborted in the queue, where nothing new comes; without a count
-            # nobody could tell new tokens from repeated ones
+            # old servers report no count for a request aborted in the queue, which has no new tokens; otherwise a
+            # missing count would leave new and repeated tokens indistinguishable
             if not aborted:
                 raise self.wrong("does not say how many tokens there are")
             total = had if self._incremental else len(ids)
@@ -194,13 +197,13 @@ class ReplyParser(Parser[Reply]):
         if new < 0:
             raise self.wrong(f"had {had} tokens and now has {total}")
         if not self._incremental:
-            # an event of the stream repeats everything
+            # every event repeats all tokens
             ids, scored = (ids[had:], scored[had:]) if had else (ids, scored)
         if aborted and len(ids) == new + 1:
-            # the abort's own event repeats the last token, or has one that nobody counted
+            # the abort event repeats the last token, or contains one that is not counted
             ids = ids[:new]
         if aborted and len(scored) > new:
-            # and all log-probabilities once more, even where the stream is incremental
+            # it also repeats all log-probabilities, even in an incremental stream
             scored = scored[:new]
         if len(ids) != new or len(scored) != new:
             raise self.wrong(
@@ -214,7 +217,7 @@ class ReplyParser(Parser[Reply]):
         return ids, [one.logprob for one in scored]
 
     def _extras(self, meta: Meta) -> Extras:
-        """The rows that came, if any were asked for."""
+        """Return the rows that came, if any were requested."""
         if self._routing is None or meta.routed_experts is None:
             return NO_EXTRAS
         try:

@@ -1,4 +1,4 @@
-"""The control calls of one SGLang server: aborts, weights and their label, load."""
+"""Control calls to one SGLang server: aborts, weights, labels, adapters and load."""
 
 from __future__ import annotations
 
@@ -36,25 +36,25 @@ from april.server_text import clean
 log = logging.getLogger("april")
 
 LOAD_WEIGHTS_S = 3600.0
-"""Longest wait for a server to read its weights."""
+"""Seconds for a server to load weights."""
 LOAD_ADAPTER_S = 300.0
 UNLOAD_ADAPTER_S = 10.0
 FLUSH_S = 30.0
-"""Longest wait of the server for the moment in which its cache can be emptied."""
+"""Seconds that the server may wait until its cache can be emptied."""
 
 
 _FLUSHED = b"Cache flushed."
-"""The way in which a server begins to say that its cache is empty."""
+"""Beginning of the server's answer when its cache has been emptied."""
 _KEPT_CACHE = "Weights were updated, but the cache was not flushed"
-"""The way in which a server begins to say, of an update without success, that nothing but the cache is old."""
+"""Beginning of the server's answer to an update that failed only to empty the cache."""
 
 
 class HalfUpdated(EngineError):
-    """The weights may be new, and something that belongs to them is old."""
+    """Raised if the weights may be new while something that belongs to them is old."""
 
 
 class HalfUpdatedAndGone(HalfUpdated, EngineUnreachable):
-    """A half update of a server that does not answer any more: the others can go on without it."""
+    """Raised for a half update of a server that no longer answers; the other servers can continue without it."""
 
 
 class _Load(msgspec.Struct):
@@ -69,13 +69,13 @@ class _Loads(msgspec.Struct):
 
 @dataclass(frozen=True, slots=True)
 class SglangWorker:
-    """A server; ``facts`` say what it can do."""
+    """Control client of one server; ``facts`` are the results of its probe."""
 
     client: HttpClient
     facts: SglangFacts
 
     async def abort(self, rids: Sequence[str], at_once: int) -> None:
-        """Ask for the end of these requests, ``at_once`` calls at a time; raises the first EngineError at the end."""
+        """Abort these requests, with ``at_once`` calls in parallel; afterwards the first EngineError is raised."""
         left = deque(rids)
         errors: list[EngineError] = []
 
@@ -106,16 +106,20 @@ class SglangWorker:
         info = await self.client.json("GET", "/model_info", retry=True)
         return text_under(self.client, info, "weight_version", "/model_info")
 
-    async def is_foreign(self, label: str) -> bool:
-        """Return whether somebody else has paused it, or has given other weights than those called ``label``."""
+    async def is_foreign(self, labels: WeightLabels, version: PolicyVersion) -> bool:
+        """Return whether somebody else has paused the server, or given it other weights than ``version``."""
         ready = await self.client.call("GET", "/ready", timeout_s=PAUSE_CHECK_S, retry=True)
-        return ready.status == 503 or await self.label() not in (None, label)
+        return ready.status == 503 or not ((shown := await self.label()) is None or labels.is_of(shown, version))
+
+    async def go_on(self) -> None:
+        """Resume the server if it is paused."""
+        await control(self.client, "/continue_generation", says("status", "ok"), body={})
 
     async def set_label(self, label: str) -> None:
-        """Name the present weights, also of requests that run; raises EngineError unless the server shows the name."""
+        """Label the present weights, also for running requests. Raises EngineError unless the server shows it."""
         if self.facts.label is None:
             return
-        # without the flag the server would abort every request it has
+        # without this flag the server would abort all its requests
         body = {"new_version": label, "abort_all_requests": False}
         await control(self.client, "/update_weight_version", says("success", True), body=body)
         now = await self.label()
@@ -123,7 +127,7 @@ class SglangWorker:
             raise HalfUpdated(f"{self.client.url} says its weights are {clean(now)} after april called them {label}")
 
     async def mark(self, labels: WeightLabels) -> str | None:
-        """Call :func:`~april.engines.http.weight_labels.mark_process` within a few seconds."""
+        """Call :func:`~april.engines.http.weight_labels.mark_process` with a timeout of a few seconds."""
         async with asyncio.timeout(PAUSE_CHECK_S):
             return await mark_process(self, labels, self.facts.label)
 
@@ -131,15 +135,16 @@ class SglangWorker:
         self, labels: WeightLabels, version: PolicyVersion, path: str | None, paused_as: str | None = None, *,
         paused: bool = False, stands_still: bool = False,
     ) -> None:  # fmt: skip
-        """Load new weights from a directory (None means that they are there), empty the cache, and name them.
+        """Load weights from ``path`` (None means that they are already there), empty the cache, and label them.
 
         Args:
-            paused_as: what :meth:`mark` has said of the server that was ``paused`` for the update.
-            stands_still: the server itself is paused already.
+            paused_as: Result of :meth:`mark` when the engine was paused for the update.
+            paused: Whether the engine was paused for the update.
+            stands_still: Whether the server itself is already paused.
 
         Raises:
-            HalfUpdated: the weights are new, or may be, and the rest did not follow.
-            EngineError: the server has its old weights.
+            HalfUpdated: The weights are, or may be, new, and a later part of the update failed.
+            EngineError: The server has its old weights.
         """
         label, loaded = labels.of(version), path is None
         try:
@@ -179,9 +184,9 @@ class SglangWorker:
             raise kind(what) from error
 
     async def load_adapter(self, labels: WeightLabels, base: PolicyVersion, adapter: Loaded) -> None:
-        """Have the server read an adapter of the model ``base``, and list it; nothing else changes there.
+        """Load an adapter of the model ``base``; nothing else on the server changes.
 
-        Raises EngineError unless it does.
+        Raises EngineError unless the server confirms and lists it.
         """
         await require_base(self, labels, self.facts.label, base)
         process = await self._process()
@@ -198,7 +203,7 @@ class SglangWorker:
             raise EngineError(f"{text}: it was started anew meanwhile; update its weights again")
 
     async def unload_adapter(self, adapter: Loaded) -> bool:
-        """Have the server forget an adapter; False, with a warning, if it may be there still."""
+        """Unload an adapter; if it may still be there, log a warning and return False."""
         body = {"lora_name": adapter.name}
         try:
             reply = await self.client.call("POST", "/unload_lora_adapter", body, timeout_s=UNLOAD_ADAPTER_S, retry=True)
@@ -213,7 +218,7 @@ class SglangWorker:
         return False
 
     async def _process(self) -> Any:
-        """Return what no two processes have in common: how long each part of its start took; None: it does not say."""
+        """Return a value unique to the process (the times that parts of its start took); None if it is not shown."""
         reply = await self.client.call("GET", "/server_info", retry=True)
         answer = words_of(reply) if reply.ok else None
         return answer.get("startup_time") if isinstance(answer, dict) else None
@@ -225,7 +230,7 @@ class SglangWorker:
         )
 
     async def load(self) -> EngineLoad | None:
-        """Summed over data-parallel copies; None: the server does not say."""
+        """Return the load, summed over data-parallel copies; None if the server does not report it."""
         if not self.facts.loads:
             return None
         reply = await self.client.call("GET", "/v1/loads", params={"include": "core"}, retry=True)
@@ -241,9 +246,9 @@ class SglangWorker:
         )
 
     async def _load(self, label: str, path: str, before: str | None) -> bool:
-        """Load weights over those named ``before``; False means that the cache was kept.
+        """Load weights over those labelled ``before``; False means that the cache was kept.
 
-        Raises HalfUpdated where the server does not say whether it has loaded them, EngineError where it has not.
+        Raises HalfUpdated if the server does not say whether it has loaded them, and EngineError if it has not.
         """
         body: dict[str, Any] = {
             "model_path": path, "weight_version": label, "flush_cache": True, "abort_all_requests": False,
@@ -265,7 +270,7 @@ class SglangWorker:
         raise HalfUpdated(f"{text} (status {reply.status}); nobody knows which weights it has now")
 
     async def _flush(self, label: str) -> None:
-        """Empty the cache: keys and values of old weights must not serve new ones."""
+        """Empty the cache, which holds keys and values computed with old weights."""
         reply = await self.client.call(
             "POST", "/flush_cache", params={"timeout": f"{FLUSH_S:g}"}, timeout_s=FLUSH_S + 30, retry=True
         )
@@ -276,17 +281,17 @@ class SglangWorker:
 
     @asynccontextmanager
     async def _retracted(self) -> AsyncIterator[None]:
-        """Requests of other clients wait in the queue meanwhile, or the server would wait for their end.
+        """Pause the server so that other clients' requests wait in its queue, and do not delay the update.
 
-        Only while there are any: a server that is left paused, should april die here, serves nobody.
+        It is paused only if it has requests, because a server left paused by an april that died would serve nobody.
         """
         load = await self.load()
         if load is not None and not load.running and not load.waiting:
             yield
             return
-        # the body may be empty but must be there
+        # the body must be present, but may be empty
         async with while_paused(
             lambda: control(self.client, "/pause_generation", says("status", "ok"), body={"mode": "retract"}),
-            lambda: control(self.client, "/continue_generation", says("status", "ok"), body={}),
+            self.go_on,
         ):
             yield

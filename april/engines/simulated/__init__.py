@@ -1,1 +1,1 @@
-"""A simulated engine: the timing of a real one, without a model."""
+"""A simulated engine: realistic timing, without a model."""

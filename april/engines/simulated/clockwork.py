@@ -1,17 +1,17 @@
-"""A discrete-event model of an engine with continuous batching: no asyncio, no tokens, only when and how many.
+"""A discrete-event model of an engine with continuous batching: only times and token counts, no token ids.
 
 The model. Decode steps follow one another; every active sequence gains one token per step; a step's duration follows
-from the batch and the resident KV at its start (``DecodeCost``). Between two steps, in this order: sequences that have
-all their tokens leave; while the KV cache has no room for one more token each, the youngest sequence is preempted (its
-KV is dropped, it goes back to the head of the queue and is prefilled again later); the queue is admitted first come,
-first served, as slots and KV allow, and the prefill of what was admitted delays the next step. What is added or aborted
+from the batch and the resident KV at its start (``DecodeCost``). Between two steps, in this order: finished sequences
+leave; while the KV cache has no room for one more token per sequence, the youngest sequence is preempted (its KV is
+dropped, it returns to the head of the queue and is prefilled again later); the queue is admitted first come, first
+served, as slots and KV allow, and the prefill of the admitted requests delays the next step. A request added or aborted
 during a step changes the batch from the next step on; an aborted sequence gets no token of the step in progress.
 
 Invariant: token counts are whole steps, exact, and equal to those of a loop over single steps. Time jumps from one
-change of the batch to the next in closed form. All active sequences gain tokens together, so the order of their ends
-never changes: a heap by last step gives the next one, and no operation looks at all of them (except ``abort(None)``).
+change of the batch to the next in closed form. All active sequences gain tokens together, so the order in which they
+end never changes: a heap by last step gives the next one, and no operation visits all of them (except ``abort(None)``).
 
-Left out: prompt KV shared by the samples of a group, the token that a real prefill yields, CPU overhead per request.
+Not modelled: prompt KV shared by the samples of a group, the token that a real prefill yields, CPU time per request.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from april.engines.simulated.decode_cost import DecodeCost
 
 
 class Finished(NamedTuple):
-    """A request that has all its tokens, and when it got the last one (seconds)."""
+    """A request that has received all its tokens, and the time of the last one (seconds)."""
 
     request_id: str
     at_s: float
@@ -35,19 +35,19 @@ class Finished(NamedTuple):
 
 @dataclass(slots=True)
 class DecoderCounters:
-    """Totals since the decoder was made.
+    """Totals since the decoder was created.
 
     Attributes:
-        decode_steps: whole decode steps.
-        busy_slot_steps: over those steps, the sum of sequences that gained a token.
-        slot_steps: over those steps, the sum of slots (``max_running``).
-        prefill_tokens: tokens prefilled, those of preempted sequences again.
-        generated_tokens: response tokens.
-        requests: requests added.
-        aborts: requests aborted.
-        preemptions: times that a sequence lost its KV to make room.
-        busy_time_s: seconds spent in steps and prefill.
-        busy_slot_time_s: sum over slots of the seconds that they were occupied.
+        decode_steps: Whole decode steps.
+        busy_slot_steps: Sequences that gained a token, summed over those steps.
+        slot_steps: Slots (``max_running``), summed over those steps.
+        prefill_tokens: Tokens prefilled; those of preempted sequences count again.
+        generated_tokens: Response tokens.
+        requests: Requests added.
+        aborts: Requests aborted.
+        preemptions: Times that a sequence lost its KV to make room.
+        busy_time_s: Seconds spent in steps and prefill.
+        busy_slot_time_s: Seconds that slots were occupied, summed over slots.
     """
 
     decode_steps: int = 0
@@ -64,33 +64,34 @@ class DecoderCounters:
 
 @dataclass(slots=True, eq=False)
 class _Sequence:
-    """A request with ``kv_offset`` + steps so far resident tokens, and ``last_step`` - steps so far tokens to come."""
+    """A request; at step s it has ``kv_offset + s`` resident tokens and ``last_step - s`` tokens to come."""
 
     request_id: str
     prefix_tokens: int
     new_tokens: int
     cached: int = 0
-    """Tokens of the prefix that its first prefill finds in the cache."""
+    """Tokens of the prefix that the first prefill finds in the cache."""
     generated: int = 0
-    """Up to date only while waiting."""
+    """Tokens generated so far; kept up to date only while waiting."""
     kv_offset: int = 0
     last_step: int = -1
-    """-1 while not running."""
+    """Step at which the sequence ends; -1 while not running."""
 
 
 class SimulatedDecoder:
-    """Continuous batching of one engine on a clock that the caller moves. Times are absolute seconds and never go back.
+    """Simulates continuous batching on a clock that the caller moves; times are absolute seconds and never decrease.
 
-    ``next_event_time`` says when to call ``advance``. Steps that could start at the instant t start when time passes
-    t, so everything added at t, in whatever order, still joins them; the next event is then the smallest float above t.
+    ``next_event_time`` says when to call ``advance``. Steps that could start at the instant t start when time passes t,
+    so everything added at t, in any order, still joins them; the next event is then the smallest float above t.
 
     Args:
-        cost: what steps and prefill cost, and how much KV there is.
-        max_running: decode slots.
-        start_s: time at which the clock begins.
-        admission_reserve: tokens of KV that must stay free per running sequence when a request is admitted (>= 1).
-            More means fewer preemptions and fewer sequences running; with the roofline of Qwen3-4B on an H100, 128 and
-            256 slots, throughput was within 0.7 % of its best from 64 to 256, and up to 5 % below at 1 and at 1024.
+        cost: Cost of steps and prefill, and capacity of the KV cache.
+        max_running: Number of decode slots.
+        start_s: Time at which the clock begins.
+        admission_reserve: Tokens of KV that must stay free per running sequence when a request is admitted (>= 1). A
+            larger value means fewer preemptions and fewer running sequences; with the roofline of Qwen3-4B on an
+            H100, 128 and 256 slots, throughput was within 0.7 % of its best from 64 to 256, and up to 5 % below at 1
+            and at 1024.
     """
 
     def __init__(self, cost: DecodeCost, max_running: int, start_s: float = 0.0, admission_reserve: int = 128) -> None:
@@ -103,15 +104,16 @@ class SimulatedDecoder:
         self._now = start_s
         self._paused = False
         self._waiting: OrderedDict[str, _Sequence] = OrderedDict()  # in order of arrival
-        self._running: OrderedDict[str, _Sequence] = OrderedDict()  # the same; all of them came before all of waiting
+        self._running: OrderedDict[str, _Sequence] = OrderedDict()  # in order of arrival, all before waiting
         self._ends: list[tuple[int, int, _Sequence]] = []  # heap of (last_step, tie, sequence); may hold stale entries
         self._tie = 0
         self._steps = 0  # whole steps up to the anchor
         self._kv_offsets = 0  # sum over running; the resident KV at the anchor is this + running * steps
-        # A stretch is a run of steps with one batch, counted from the anchor; its first step ends at _first_end.
+        # A stretch is a sequence of steps with the same batch, counted from the anchor; its first step ends at
+        # _first_end.
         self._stepping = False
         self._first_end = 0.0
-        self._target = 0  # steps from the anchor to the next change of the batch that is already certain
+        self._target = 0  # steps from the anchor to the next change of the batch that is certain
         self._done = 0  # whole steps since the anchor at _now
         self._counters = DecoderCounters()
         self._accounted_to = start_s
@@ -126,22 +128,22 @@ class SimulatedDecoder:
 
     @property
     def running(self) -> int:
-        """Sequences in decode slots."""
+        """Number of sequences in decode slots."""
         return len(self._running)
 
     @property
     def waiting(self) -> int:
-        """Requests in the queue, preempted ones included."""
+        """Number of requests in the queue, preempted ones included."""
         return len(self._waiting)
 
     @property
     def kv_tokens(self) -> int:
-        """Tokens resident in the KV cache."""
+        """Number of tokens resident in the KV cache."""
         return self._kv_offsets + len(self._running) * (self._steps + self._done)
 
     @property
     def stopped(self) -> bool:
-        """No step is in progress."""
+        """True if no step is in progress."""
         return not self._stepping
 
     def __contains__(self, request_id: object) -> bool:
@@ -155,12 +157,12 @@ class SimulatedDecoder:
         )
 
     def tokens_of(self, request_id: str) -> int:
-        """Tokens generated so far for a request that is running or waiting; KeyError for any other."""
+        """Return the tokens generated so far for a running or waiting request; KeyError for any other."""
         sequence = self._running.get(request_id)
         return self._waiting[request_id].generated if sequence is None else self._generated(sequence)
 
     def counters(self) -> DecoderCounters:
-        """A copy of the totals, exact at ``now``."""
+        """Return a copy of the totals, exact at ``now``."""
         self._account()
         steps, tokens = self._done, self._done * len(self._running)
         total = self._counters
@@ -177,7 +179,7 @@ class SimulatedDecoder:
     def add(self, request_id: str, prefix_tokens: int, new_tokens: int, cached: int = 0) -> None:
         """Queue a request at ``now``: prefill ``prefix_tokens``, then generate exactly ``new_tokens`` tokens.
 
-        The first ``cached`` of them take no time the first time, as another request has prefilled them.
+        The first ``cached`` prefix tokens cost no time in the first prefill, as another request has prefilled them.
 
         Raises:
             ValueError: the id is in use, a count is impossible, or the request could never fit into the KV cache.
@@ -196,7 +198,7 @@ class SimulatedDecoder:
         self._next = None
 
     def abort(self, request_ids: Iterable[str] | None = None) -> dict[str, int]:
-        """Remove requests (None means all) at ``now``; returns their generated tokens by id, without unknown ids."""
+        """Remove requests (None means all) at ``now``; return the generated tokens of each known id."""
         ids = [*self._running, *self._waiting] if request_ids is None else request_ids
         removed: dict[str, int] = {}
         stopped: list[_Sequence] = []
@@ -217,12 +219,12 @@ class SimulatedDecoder:
         return removed
 
     def pause(self) -> None:
-        """Start no further step; the one in progress ends as planned, at the next event. ``stopped`` says when."""
+        """Start no further step; the step in progress ends as planned. ``stopped`` says when it has ended."""
         self._paused = True
         self._next = None
 
     def resume(self) -> None:
-        """Undo ``pause``: the queue and the running sequences go on where they were."""
+        """Undo ``pause``: the queue and the running sequences continue where they were."""
         self._paused = False
         self._next = None
 
@@ -240,7 +242,7 @@ class SimulatedDecoder:
         return self._next
 
     def advance(self, to_time: float) -> list[Finished]:
-        """Move the clock to ``to_time``; requests that ended on the way, in order of end, then of arrival.
+        """Move the clock to ``to_time``; return the requests that ended until then, by end time, then by arrival.
 
         Raises:
             ValueError: ``to_time`` lies before ``now``.
@@ -256,7 +258,7 @@ class SimulatedDecoder:
             change = self._next_change()
             at = self._end_of(change)
             if at > to_time:
-                # The end of a step at to_time is a place where requests may join.
+                # Requests may join the batch if a step ends exactly at to_time.
                 self._done = self._steps_at(to_time)
                 if self._done and self._end_of(self._done) == to_time:
                     self._end_stretch(self._done, to_time, finished)
@@ -269,7 +271,7 @@ class SimulatedDecoder:
         return finished
 
     def _start_stretch(self) -> bool:
-        """Preempt, admit, and begin a step at ``now``; False when there is nothing to do or time is stopped."""
+        """Preempt, admit, and begin a step at ``now``; return False if paused or if there is nothing to do."""
         if self._paused:
             return False
         running, waiting, capacity = self._running, self._waiting, self._capacity
@@ -314,13 +316,13 @@ class SimulatedDecoder:
         return True
 
     def _set_target(self) -> None:
-        """Steps from the anchor until a sequence ends or the KV cache is full."""
+        """Set the number of steps from the anchor until a sequence ends or the KV cache is full."""
         ends, n = self._ends, len(self._running)
         if n == 0:
             ends.clear()
             self._target = 1
             return
-        if len(ends) > 2 * n + 64:  # mostly stale entries: sweep them, at a cost that the aborts have paid for
+        if len(ends) > 2 * n + 64:  # mostly stale: sweep them, in time proportional to the aborts
             self._ends = ends = [entry for entry in ends if entry[0] == entry[2].last_step]
             heapify(ends)
         while ends[0][0] != ends[0][2].last_step:
@@ -331,7 +333,7 @@ class SimulatedDecoder:
             self._target = min(self._target, (self._capacity - kv) // n)
 
     def _next_change(self) -> int:
-        """Steps from the anchor to the next place where the batch changes, requests in the queue considered."""
+        """Return the steps from the anchor to the next change of the batch, with the queue taken into account."""
         following = self._done + 1
         if self._paused:
             return following
@@ -346,7 +348,7 @@ class SimulatedDecoder:
         return self._target
 
     def _end_stretch(self, steps: int, at: float, finished: list[Finished]) -> None:
-        """``steps`` steps since the anchor are done at time ``at``; take out the sequences that are complete."""
+        """End the stretch ``steps`` steps after the anchor, at time ``at``, and remove the finished sequences."""
         self._now = at
         self._anchor(steps)
         self._stepping = False
@@ -358,7 +360,7 @@ class SimulatedDecoder:
                 finished.append(Finished(sequence.request_id, at))
 
     def _leave_mid_stretch(self, sequences: list[_Sequence]) -> None:
-        """Take out running sequences at ``now``; the step in progress ends when it would have."""
+        """Remove running sequences at ``now``; the step in progress keeps its end time."""
         current_end = self._end_of(self._done + 1) if self._stepping else 0.0
         self._anchor(self._done)
         for sequence in sequences:
@@ -396,14 +398,14 @@ class SimulatedDecoder:
         self._accounted_to = self._now
 
     def _end_of(self, step: int) -> float:
-        """Time at which the ``step``-th step (1, 2, ...) since the anchor ends."""
+        """Return the time at which the ``step``-th step (1, 2, ...) since the anchor ends."""
         n = len(self._running)
         if step == 1:
             return self._first_end
         return self._first_end + self._cost.steps_s(step - 1, n, self._kv_offsets + n * (self._steps + 1))
 
     def _steps_at(self, time: float) -> int:
-        """Whole steps since the anchor that have ended at ``time``, consistent with ``_end_of`` to the last bit."""
+        """Return the whole steps since the anchor that have ended at ``time``, exactly consistent with ``_end_of``."""
         if time < self._first_end:
             return 0
         n = len(self._running)

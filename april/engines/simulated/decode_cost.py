@@ -1,10 +1,10 @@
-"""The cost of decoding on one engine, and the throughput limit that follows from it.
+"""Time model of decoding on one engine, and the throughput limit that follows from it.
 
 One decode step with n active sequences and K tokens resident in the KV cache takes ``t(n, K) = a + b n + g K`` seconds;
 every step adds n to K. Prefill costs a constant time per token.
 
-``roofline`` computes the coefficients of known models and GPUs from weight bytes, bandwidth and FLOPS: an estimate, not
-a measurement. Left out: attention FLOPs, communication between tensor-parallel ranks, activations in memory.
+``roofline`` estimates the coefficients of known models and GPUs from weight bytes, bandwidth and FLOPS; nothing is
+measured. Left out: attention FLOPs, communication between tensor-parallel ranks, activations in memory.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ class DecodeCost:
     """Cost coefficients of one engine; all times in seconds.
 
     Attributes:
-        base_s: a, one step whatever the batch: the weights are read once, plus fixed overhead; > 0.
-        per_sequence_s: b, per active sequence and step.
-        per_kv_token_s: g, per token resident in the KV cache and step.
-        per_prefill_token_s: per token that is prefilled.
-        kv_capacity_tokens: tokens that the KV cache holds; None means no bound.
+        base_s: a, fixed time of one step (reading the weights once, and overhead); > 0.
+        per_sequence_s: b, time per active sequence and step.
+        per_kv_token_s: g, time per token resident in the KV cache and step.
+        per_prefill_token_s: Time per prefilled token.
+        kv_capacity_tokens: Tokens that the KV cache holds; None means unlimited.
     """
 
     base_s: float
@@ -78,7 +78,7 @@ class DecodeCost:
 
 @dataclass(frozen=True, slots=True)
 class ModelSize:
-    """A model as a decode step sees it: parameters, bytes of one weight, KV-cache bytes of one token."""
+    """Size of a model: number of parameters, KV-cache bytes per token, bytes per parameter."""
 
     parameters: float
     kv_bytes_per_token: int
@@ -87,7 +87,7 @@ class ModelSize:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuSpeed:
-    """Peak numbers of one GPU and the shares of them that decoding is taken to reach."""
+    """Peak performance of one GPU, and the shares of it that decoding is assumed to reach."""
 
     bandwidth_bytes_per_s: float
     flops_per_s: float
@@ -96,13 +96,13 @@ class GpuSpeed:
     flops_share: float
 
 
-# Parameters and KV bytes: from the models' configurations.
+# Parameters and KV bytes are from the models' configurations.
 MODELS: dict[str, ModelSize] = {
     "r1-distill-1.5b": ModelSize(1.54e9, 28_672),
     "qwen3-4b": ModelSize(4.02e9, 147_456),
     "qwen3-8b": ModelSize(8.19e9, 147_456),
 }
-# Peaks: vendors' data sheets (dense bf16). The shares are estimates.
+# Peaks are from the vendors' data sheets (dense bf16); the shares are estimates.
 GPUS: dict[str, GpuSpeed] = {
     "h100": GpuSpeed(
         bandwidth_bytes_per_s=3.35e12, flops_per_s=989e12, memory_bytes=80e9, bandwidth_share=0.75, flops_share=0.50
@@ -117,11 +117,11 @@ STEP_OVERHEAD_S = 1.5e-3
 def roofline(
     model: str | ModelSize, gpu: str | GpuSpeed, tensor_parallel: int = 1, memory_share: float = 0.8
 ) -> DecodeCost:
-    """Estimated cost of ``model`` on an engine of ``tensor_parallel`` GPUs.
+    """Estimate the cost of ``model`` on an engine of ``tensor_parallel`` GPUs.
 
     a = weight bytes / bandwidth + 1.5 ms; b = prefill per token = 2 parameters / FLOPS; g = KV bytes per token /
-    bandwidth. The KV cache gets what the weights leave of ``memory_share`` of the memory. Tensor parallelism divides
-    all work evenly and its communication is free, which is optimistic.
+    bandwidth. The KV cache gets ``memory_share`` of the memory minus the weights. Tensor parallelism is assumed to
+    divide all work evenly and to communicate for free, which is optimistic.
 
     Raises:
         ValueError: an unknown name, fewer than one GPU, or weights that do not fit.
@@ -156,7 +156,7 @@ def _known(table: Mapping[str, _T], name: str, what: str) -> _T:
 
 
 def limit_s(cost: DecodeCost, lengths: Lengths, in_flight: float, prompt_tokens: float = 0.0) -> float:
-    """Seconds for the same tokens on an engine that always has ``in_flight`` sequences active."""
+    """Return the seconds in which an engine with always ``in_flight`` active sequences makes these tokens."""
     response = _as_float(lengths)
     if in_flight <= 0:
         raise ValueError(f"in_flight must be positive, not {in_flight}")
@@ -164,14 +164,14 @@ def limit_s(cost: DecodeCost, lengths: Lengths, in_flight: float, prompt_tokens:
 
 
 def limit_tokens_per_s(cost: DecodeCost, lengths: Lengths, in_flight: float, prompt_tokens: float = 0.0) -> float:
-    """The limit: response tokens per second of one engine kept full for ever with such ``lengths``."""
+    """Return the throughput limit: response tokens per second of one engine that is always full."""
     return float(_as_float(lengths).sum()) / limit_s(cost, lengths, in_flight, prompt_tokens)
 
 
 def in_flight_that_fits(cost: DecodeCost, lengths: Lengths, prompt_tokens: float = 0.0) -> float:
-    """Return how many sequences the KV cache holds on average when the engine is kept full for ever; inf if unbounded.
+    """Return the mean number of sequences that the KV cache of an always full engine holds; inf if unlimited.
 
-    A sequence of length L is met with probability proportional to L, on average half done.
+    A sequence of length L is present with probability proportional to L, and on average half done.
     """
     if cost.kv_capacity_tokens is None:
         return math.inf
@@ -188,7 +188,7 @@ def _as_float(lengths: Lengths) -> NDArray[np.float64]:
 
 
 def _work_s(cost: DecodeCost, response: NDArray[np.float64], prompt_tokens: float) -> float:
-    """The part of the time that no schedule saves: compute per token, KV reads, prefill of the prompts."""
+    """The time that no schedule can save: compute per token, KV reads, prefill of the prompts."""
     tokens = float(response.sum())
     kv_reads = float((response * response).sum()) / 2.0 + prompt_tokens * tokens
     prefill = cost.per_prefill_token_s * prompt_tokens * response.size

@@ -1,10 +1,10 @@
-"""A simulated engine: the timing of a real one, synthetic tokens, no model and no GPU.
+"""A simulated engine: realistic timing and synthetic tokens, without a model or a GPU.
 
-Runs on the event loop's own clock: in real time on an ordinary loop, at once on ``april.testing.virtual_clock``.
+It runs on the event loop's clock: in real time on an ordinary loop, without waiting on ``april.testing.virtual_clock``.
 
-Invariant: token t of a response depends only on (prompt ids, sample key, t, vocabulary, stop ids), so an attempt that
-resumes a sample, on this engine or another one, continues the very same sequence, and ``synthetic_response`` says what
-a delivered sample must hold. The stop id appears as the last token of a complete response and nowhere else.
+Invariant: token t of a response depends only on (prompt ids, sample key, t, vocabulary, stop ids). So an attempt
+that resumes a sample, on this or another engine, continues the same sequence, and ``synthetic_response`` tells what
+a delivered sample must contain. The stop id is the last token of a complete response and appears nowhere else.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from april.core.sampling import LogprobKind
 from april.core.versions import FIRST_VERSION, PolicyVersion
+from april.engines.base import WithoutWeights
 from april.engines.protocol import (
     Capabilities,
     Chunk,
@@ -39,7 +40,7 @@ from april.engines.simulated.synthetic_rows import rows_of_attempt
 from april.errors import EngineError
 
 TURNS = 8
-"""Turns of the loop in which a caller takes what there is."""
+"""Event-loop iterations in which callers can read their pending chunks."""
 _LOWEST_LOGPROB = 4.0
 
 
@@ -50,7 +51,7 @@ def synthetic_logprobs(mixed: NDArray[np.uint64]) -> Float32:
 
 
 def by_sample_key(lengths: ResponseLengths) -> Callable[[Request], int]:
-    """``length_of`` for a :class:`SimulatedEngine`: the response length of ``request.sample_key`` in ``lengths``."""
+    """Make a ``length_of`` for :class:`SimulatedEngine` that looks up ``request.sample_key`` in ``lengths``."""
 
     def length_of(request: Request) -> int:
         if request.sample_key is None:
@@ -71,10 +72,7 @@ def synthetic_response(
     vocab_size: int,
     stop_token_ids: Sequence[int],
 ) -> tuple[Int32, Float32]:
-    """Tokens int32[stop - start] and log-probabilities float32[stop - start] at positions start..stop-1 of a response.
-
-    No token is one of ``stop_token_ids``: the end of the response is put there by the engine.
-    """
+    """Return tokens int32 and log-probabilities float32, [stop - start] each, of positions start..stop-1."""
     stops = sorted({i for i in stop_token_ids if 0 <= i < vocab_size})
     if len(stops) >= vocab_size:
         raise ValueError(f"all {vocab_size} token ids are stop ids; nothing is left to generate")
@@ -84,58 +82,58 @@ def synthetic_response(
     x = splitmix64(origin + np.arange(start + 1, stop + 1, dtype=np.uint64) * STEP)
     tokens = (x % np.uint64(vocab_size - len(stops))).astype(np.int32)
     for stop_id in stops:
-        tokens += tokens >= stop_id  # leaves a gap at each stop id
+        tokens += tokens >= stop_id  # skips each stop id
     return tokens, synthetic_logprobs(x)
 
 
 @dataclass(slots=True)
 class _Stream:
-    """A request that is being served. ``outbox``: (number of tokens, version, finish)."""
+    """A request being served. ``outbox`` holds (number of tokens, version, finish)."""
 
     request: Request
     new_tokens: int
     finish: EngineFinish
     handed_over: int = 0  # tokens put into the outbox
-    yielded: int = 0  # tokens taken out of it
-    ended: bool = False  # the last item has been taken out
+    yielded: int = 0  # tokens read from the outbox
+    ended: bool = False  # the last item has been read
     taken: list[Chunk] = field(default_factory=list)
-    """What was taken out, of a request that wants rows."""
+    """Chunks that were read, kept only if the request asks for extras."""
     outbox: asyncio.Queue[tuple[int, PolicyVersion, EngineFinish | None] | EngineError] = field(
         default_factory=asyncio.Queue
     )
 
 
 def with_rows(request: Request, chunks: Sequence[Chunk]) -> Chunk:
-    """The last of a request's chunks, with the rows that it asked for."""
+    """Return the last of a request's chunks, with the extras that the request asked for."""
     made = np.concatenate([chunk.tokens for chunk in chunks])
     versions = [(chunk.version, len(chunk.tokens)) for chunk in chunks if len(chunk.tokens)]
     rows = rows_of_attempt(request.extras, request.token_ids, made, versions, request.extras_from)
     return replace(chunks[-1], extras=rows)
 
 
-class SimulatedEngine:
-    """Implements :class:`april.engines.protocol.Engine` on a :class:`SimulatedDecoder`.
+class SimulatedEngine(WithoutWeights):
+    """Implements :class:`april.engines.protocol.Engine` with a :class:`SimulatedDecoder`.
 
-    A response is ``length_of(request)`` tokens long, counted over all attempts of its sample; the request's
-    ``response_offset`` says how many of them are there already. It ends with STOP and a stop token, or with LENGTH
-    where ``max_tokens`` or the context is used up before. ``temperature``, ``top_p``, ``seed`` and ``priority`` change
-    nothing. ``min_tokens`` makes a response longer if need be.
+    A response has ``length_of(request)`` tokens, counted over all attempts of its sample, of which the request's
+    ``response_offset`` already exist. It ends with STOP and a stop token, or with LENGTH if ``max_tokens`` or the
+    context is exhausted first. ``temperature``, ``top_p``, ``seed`` and ``priority`` have no effect. ``min_tokens``
+    makes a response longer if necessary.
 
     Args:
-        name: unique label.
-        cost: what decoding costs.
-        length_of: tokens of the whole response that a request belongs to; see :func:`by_sample_key`.
-        max_running: decode slots; more requests wait inside the engine.
-        vocab_size: token ids are in [0, vocab_size).
-        eos_token_id: stop token where the request names none.
-        max_context: most tokens of prompt plus response; the KV capacity bounds it too.
-        version: policy version of the weights at the start.
-        stream_interval_s: longest time between two chunks; None means only when a request ends or weights change.
-        weight_update_s: how long ``update_weights`` takes. A path is accepted and not read.
-        admission_reserve: tokens of KV that stay free per running sequence when a request is admitted.
-        remote: it is asked for its load while it works, as a server is.
-        check_prefix: refuse a resumed request whose response tokens are not those that this engine would have made.
-        extras: names of the rows that it gives with its tokens, as :mod:`april.engines.simulated.synthetic_rows` says.
+        name: Unique label.
+        cost: Cost of decoding.
+        length_of: Function from a request to the length of its whole response in tokens; see :func:`by_sample_key`.
+        max_running: Number of decode slots; further requests wait inside the engine.
+        vocab_size: Size of the vocabulary; token ids are in [0, vocab_size).
+        eos_token_id: Stop token for requests that name none.
+        max_context: Largest number of tokens of prompt plus response; the KV capacity limits it too.
+        version: Policy version of the weights at the start.
+        stream_interval_s: Longest time between two chunks; None means only when a request ends or weights change.
+        weight_update_s: Duration of ``update_weights`` in seconds. A path is accepted and not read.
+        admission_reserve: Tokens of KV that stay free per running sequence when a request is admitted.
+        remote: True if april should ask for its load while it works, as with a server.
+        check_prefix: Refuse a resumed request whose response tokens differ from those this engine would have made.
+        extras: Names of the arrays returned with tokens, see :mod:`april.engines.simulated.synthetic_rows`.
     """
 
     def __init__(
@@ -160,17 +158,11 @@ class SimulatedEngine:
             raise ValueError(f"need vocab_size >= 2 and eos_token_id inside it, not {vocab_size}, {eos_token_id}")
         if stream_interval_s is not None and stream_interval_s <= 0:
             raise ValueError(f"stream_interval_s must be positive or None, not {stream_interval_s}")
-        self._name = name
-        self._capabilities = Capabilities(
-            logprob_kind=LogprobKind.TEMPERATURE,
-            vocab_size=vocab_size,
-            max_context=min(max_context, cost.kv_capacity_tokens or max_context),
-            max_in_flight=max_running,
-            updates_from_disk=True,
-            remote=remote,
-            in_flight_updates=(OnWeightUpdate.KEEP,),
-            extras=tuple(extras),
-        )
+        super().__init__(name, Capabilities(
+            logprob_kind=LogprobKind.TEMPERATURE, vocab_size=vocab_size,
+            max_context=min(max_context, cost.kv_capacity_tokens or max_context), max_in_flight=max_running,
+            updates_from_disk=True, remote=remote, in_flight_updates=(OnWeightUpdate.KEEP,), extras=tuple(extras),
+        ))  # fmt: skip
         self._kv_capacity = cost.kv_capacity_tokens
         self._length_of = length_of
         self._eos = eos_token_id
@@ -190,22 +182,14 @@ class SimulatedEngine:
         return f"<SimulatedEngine {self._name} version {self._version}: {self._decoder!r}>"
 
     @property
-    def name(self) -> str:
-        return self._name
-
-    @property
-    def capabilities(self) -> Capabilities:
-        return self._capabilities
-
-    @property
     def decoder(self) -> SimulatedDecoder:
-        """The model inside, for its counters; do not change it."""
+        """The timing model, for its counters; do not modify it."""
         return self._decoder
 
     # -- the protocol ------------------------------------------------------------------------------------------------
 
     async def generate(self, request: Request) -> AsyncGenerator[Chunk, None]:
-        """Serve one request; raises EngineError for one that is impossible, in flight already, or sent after close."""
+        """Serve one request; raises EngineError for one that is impossible, already in flight, or sent after close."""
         stream = self._admit(request)
         try:
             while True:
@@ -217,7 +201,7 @@ class SimulatedEngine:
                 if stream.ended:
                     return
         finally:
-            if not stream.ended:  # the caller left
+            if not stream.ended:  # the consumer stopped reading
                 self._catch_up()
                 if self._streams.pop(request.attempt_id, None) is stream:
                     self._decoder.abort([request.attempt_id])
@@ -240,7 +224,7 @@ class SimulatedEngine:
             await self._stopped.wait()
 
     async def pause_in_flight(self, in_flight: OnWeightUpdate) -> None:
-        """As :meth:`pause`: what has been decoded stays in the cache, and what callers have not seen they see now."""
+        """Pause as :meth:`pause` does, with requests and their cache kept; callers first receive all decoded tokens."""
         await self.pause()
         self._hand_over_all()
         for _ in range(TURNS):
@@ -265,10 +249,6 @@ class SimulatedEngine:
             await asyncio.sleep(self._weight_update_s)
         self._version = version
 
-    async def content_of(self, path: str) -> str:
-        """A path is not read: what it stands for does not change."""
-        return path
-
     async def health(self) -> Health:
         if self._closed:
             return Health(ok=False, detail="closed")
@@ -285,7 +265,7 @@ class SimulatedEngine:
         return Health(ok=True, detail="paused" if self._paused else "", counters=counters, load=load)
 
     async def close(self) -> None:
-        """Streams that are still open raise EngineError."""
+        """Close the engine; streams that are still open raise EngineError."""
         if self._closed:
             return
         self._catch_up()
@@ -338,14 +318,14 @@ class SimulatedEngine:
         return stream
 
     def _catch_up(self) -> None:
-        """Bring the decoder to the loop's time."""
+        """Advance the decoder to the loop's time."""
         now = asyncio.get_running_loop().time()
         if now > self._decoder.now:
             self._deliver(self._decoder.advance(now))
 
     def _on_timer(self, due: float) -> None:
         self._timer = None
-        # A real loop may call a moment early.
+        # A real loop may call slightly early.
         now = max(due, self._decoder.now, asyncio.get_running_loop().time())
         self._deliver(self._decoder.advance(now))
         self._set_timer()
@@ -375,14 +355,14 @@ class SimulatedEngine:
         self._set_stream_timer()
 
     def _set_stream_timer(self) -> None:
-        """Tick only while tokens may come, so that a virtual loop still sees when nothing else is scheduled."""
+        """Schedule a tick only while tokens may come, so that a virtual loop detects when nothing else is scheduled."""
         if self._stream_interval_s is None or self._stream_timer is not None or self._paused or not self._streams:
             return
         loop = asyncio.get_running_loop()
         self._stream_timer = loop.call_later(self._stream_interval_s, self._on_stream_timer)
 
     def _hand_over_all(self) -> None:
-        """Put what every running request has made since the last time into its stream, under the present version."""
+        """Put the new tokens of every running request into its stream, under the present version."""
         for attempt_id, stream in self._streams.items():
             fresh = self._decoder.tokens_of(attempt_id) - stream.handed_over
             if fresh > 0:
@@ -395,7 +375,7 @@ class SimulatedEngine:
         stream.handed_over = tokens
 
     def _chunk(self, stream: _Stream, count: int, version: PolicyVersion, finish: EngineFinish | None) -> Chunk:
-        """The tokens behind an item of the outbox."""
+        """Build the chunk for one item of the outbox."""
         request, start = stream.request, stream.request.response_offset + stream.yielded
         tokens, logprobs = self._synthetic(request, start, start + count)
         stream.yielded += count

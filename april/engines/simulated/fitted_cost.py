@@ -1,11 +1,11 @@
-"""The cost of decoding on an engine, fitted to the durations of its requests (:class:`DecodeCost`, turned round).
+"""Estimates the decode cost of an engine from the durations of its requests: the inverse of :class:`DecodeCost`.
 
-A request that gets k tokens sees k decode steps, and the prefills that stop them. How long it takes is therefore linear
-in the costs: k steps' worth of a, b for each sequence and g for each resident token of each of these steps, p for each
-token that is prefilled meanwhile. Steps are not seen. They are taken to follow each other as the costs of the round
-before say, at first evenly; a few rounds are enough.
+A request that gets k tokens waits for k decode steps and for the prefills between them. Its duration is therefore
+linear in the costs: per step a, b for each active sequence and g for each resident token, and p for each token that is
+prefilled meanwhile. When each step took place is not observed. The first round spaces the steps evenly, each later
+round by the costs of the round before; a few rounds suffice.
 
-Left out: requests that wait in the engine's own queue, which look like slow ones; prefixes that are cached.
+Not modelled: requests that wait in the engine's own queue, which look slow, and cached prefixes.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from april.engines.simulated.decode_cost import DecodeCost
 Floats = NDArray[np.float64]
 ROUNDS = 5
 FEWEST = 16
-"""Requests without which nothing is fitted."""
+"""Smallest number of requests to fit."""
 ALIKE = 0.05
-"""Relative spread of the sequences beside requests below which a step's costs are one sum."""
+"""Relative spread of concurrency below which only the total cost of a step can be estimated."""
 LEAST = 1e-3
-"""Least share of a mean step that does not depend on the batch."""
+"""Smallest share of a mean step that is attributed to the fixed cost."""
 
 
 @dataclass(frozen=True, slots=True)
 class Requests:
-    """Requests that have ended on one engine, [R] each.
+    """Finished requests of one engine, as arrays [R].
 
     Attributes:
-        began_s, ended_s: when they were sent, and when they ended; any clock.
-        context: tokens that were sent: the prompt, and what was kept of the response.
-        generated: tokens that came.
+        began_s, ended_s: Times at which they were sent and ended, on any clock.
+        context: Tokens that were sent: the prompt, and the response tokens kept from earlier attempts.
+        generated: Tokens that were received.
     """
 
     began_s: Floats
@@ -50,12 +50,12 @@ class Requests:
         return len(self.began_s)
 
     def __getitem__(self, rows: slice | NDArray[Any]) -> Requests:
-        """Return some of the requests."""
+        """Return a subset of the requests."""
         return Requests(self.began_s[rows], self.ended_s[rows], self.context[rows], self.generated[rows])
 
     @classmethod
     def of(cls, ended: Iterable[EndedRequest]) -> Requests:
-        """Return the requests of a :class:`april.core.event_pump.RequestLog`."""
+        """Convert the requests of a :class:`april.core.event_pump.RequestLog`."""
         rows = np.array([(r.began_s, r.ended_s, r.context, r.generated) for r in ended], np.float64).reshape(-1, 4)
         return cls(*rows.T)
 
@@ -65,11 +65,11 @@ class FittedCost:
     """The result of a fit.
 
     Attributes:
-        cost: of the engine.
-        requests: so many it was fitted to.
-        error: mean of abs(fitted - real duration) over the sum of the real durations.
-        told: requests had different numbers of others beside them, so it can be told what more of them cost.
-        at_best: if a step costs the same however many are in it, and all that passed is of that kind.
+        cost: Estimated cost of the engine.
+        requests: Number of requests used.
+        error: Mean of abs(fitted - real duration) over the sum of the real durations.
+        told: True if concurrency varied enough to tell what further sequences cost.
+        at_best: Cost under the assumption that a step takes the same time however many sequences are in it.
     """
 
     cost: DecodeCost
@@ -80,7 +80,7 @@ class FittedCost:
 
 
 def fit(requests: Requests) -> FittedCost | None:
-    """The cost of one engine; None where the requests do not tell."""
+    """Estimate the cost of one engine; None if the requests are too few."""
     whole = (requests.ended_s > requests.began_s) & (requests.generated > 0)
     if int(whole.sum()) < FEWEST:
         return None
@@ -103,7 +103,7 @@ def fit(requests: Requests) -> FittedCost | None:
 
 
 def predicted_s(requests: Requests, cost: DecodeCost) -> Floats:
-    """Return how long each of the requests [R] would take by ``cost``, among the others as they were."""
+    """Return how long each request [R] would take under ``cost``, with the observed other requests."""
     if not len(requests):
         return np.zeros(0)
     costs = np.array([cost.base_s, cost.per_sequence_s, cost.per_kv_token_s, cost.per_prefill_token_s])
@@ -112,7 +112,7 @@ def predicted_s(requests: Requests, cost: DecodeCost) -> Floats:
 
 
 class _Traffic:
-    """Return how many sequences and tokens an engine had, from one begin or end of a request to the next."""
+    """Load of an engine (sequences, resident tokens, prefills) between successive starts and ends of requests."""
 
     def __init__(self, requests: Requests) -> None:
         r = self._requests = requests
@@ -136,7 +136,7 @@ class _Traffic:
         self.after = np.searchsorted(self.at, r.ended_s, "left")
 
     def seen(self, rows: NDArray[np.intp], costs: Floats) -> Floats:
-        """[rows, 4]: what each request had to wait for, by which its duration is linear in the costs."""
+        """Return [rows, 4], the factors of the four costs: steps, sequence-steps, token-steps, prefilled tokens."""
         per_step = costs[0] + costs[1] * self.sequences + costs[2] * self.tokens
         steps = self.length / np.maximum(per_step, 1e-9) if costs[0] > 0.0 else self.length
         first, after = self.first[rows], self.after[rows]
@@ -155,13 +155,13 @@ class _Traffic:
 
 
 def _between(values: Floats, first: NDArray[np.intp], after: NDArray[np.intp]) -> Floats:
-    """Sums of ``values[first:after]``, for every pair."""
+    """Return the sum of ``values[first:after]`` for every pair."""
     sums = np.concatenate(((0.0,), np.cumsum(values)))
     return np.asarray(sums[after] - sums[first])
 
 
 def _not_negative(seen: Floats, took: Floats, floor: float) -> Floats:
-    """Least squares of relative errors with costs of at least 0, the first one of at least ``floor``."""
+    """Least squares of the relative errors; all costs are >= 0 and the first is >= ``floor``."""
     matrix, best, smallest = seen / took[:, None], np.zeros(4), np.inf
     least = np.array([floor, 0.0, 0.0, 0.0])
     for count in range(1, 5):

@@ -1,4 +1,4 @@
-"""Numbers that look random and are the same on every platform: the counter and mixer of splitmix64."""
+"""Pseudo-random numbers that are the same on every platform, by the mixer of splitmix64."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _MIX2 = np.uint64(0x94D049BB133111EB)
 
 
 def splitmix64(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Return a counter through the mixer of splitmix64; unsigned arithmetic of arrays wraps."""
+    """Apply the mixer of splitmix64 to counters; unsigned array arithmetic wraps around."""
     x = (x ^ (x >> np.uint64(30))) * MIX1
     x = (x ^ (x >> np.uint64(27))) * _MIX2
     return x ^ (x >> np.uint64(31))

@@ -1,11 +1,11 @@
-"""Distributions of response lengths that need no model.
+"""Distributions of response lengths for simulations without a model.
 
-Invariant: the length of a sample depends only on (distribution, seed, group, index), never on what was drawn before, in
-which process or how many samples its group has. The random bits come from BLAKE2b, so they are the same everywhere; the
-last bit of the platform's ``exp`` and ``log`` could move a length by one token about once in 1e11 draws.
+Invariant: the length of a sample depends only on (distribution, seed, group, index), not on earlier draws, on the
+process or on the size of its group. The random bits come from BLAKE2b, so they are the same everywhere; the last bit of
+the platform's ``exp`` and ``log`` could change a length by one token about once in 1e11 draws.
 
-The end of a response that a token budget cuts is the engine's business: give the budget to the sampling parameters and
-leave ``cap`` unset. ``cap`` is for using lengths alone, as in the limit formulas.
+If a token budget may cut responses, give the budget to the sampling parameters and leave ``cap`` unset, as the
+engine cuts them. ``cap`` is for using lengths without an engine, as in the limit formulas.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ _LANES = 8  # 64-bit words in one BLAKE2b digest
 
 
 class ResponseLengths(ABC):
-    """Length in tokens (>= 1) of the whole response of every sample of every group."""
+    """A distribution of response lengths: tokens (>= 1) of the whole response of every sample of every group."""
 
     @abstractmethod
     def group(self, group: int, n_samples: int) -> NDArray[np.int32]:
-        """Lengths int32[n_samples] of the samples 0..n_samples-1 of one group."""
+        """Return the lengths int32[n_samples] of the samples 0..n_samples-1 of one group."""
 
     def sample(self, group: int, index: int) -> int:
-        """Length of one sample."""
+        """Return the length of one sample."""
         return int(self.group(group, index + 1)[index])
 
 
@@ -54,14 +54,14 @@ class ConstantLengths(ResponseLengths):
 
 @dataclass(frozen=True)
 class LognormalLengths(ResponseLengths):
-    """exp(N(log median, sigma_between^2 + sigma_within^2)): the first normal is shared by a group, the second is not.
+    """Lengths exp(N(log median, sigma_between^2 + sigma_within^2)); the samples of a group share the first normal.
 
     Attributes:
-        median: median length in tokens, before the cap.
-        sigma_between: standard deviation of log length between prompts.
-        sigma_within: standard deviation of log length between the samples of one prompt.
-        cap: longer responses count as this long; None means no cap.
-        seed: another seed, other lengths.
+        median: Median length in tokens, before the cap.
+        sigma_between: Standard deviation of the log length between prompts.
+        sigma_within: Standard deviation of the log length between the samples of one prompt.
+        cap: Largest length; longer responses are cut to it. None means no cap.
+        seed: Seed of the random numbers.
     """
 
     median: float
@@ -79,7 +79,7 @@ class LognormalLengths(ResponseLengths):
     def split(
         cls, median: float, sigma: float, between_share: float, cap: int | None = None, seed: int = 0
     ) -> LognormalLengths:
-        """Make it from the total ``sigma`` and the share of its variance (0..1) that lies between prompts."""
+        """Create it from the total ``sigma`` and the share of its variance (0..1) that lies between prompts."""
         if not 0.0 <= between_share <= 1.0:
             raise ValueError(f"between_share is a share of the variance, in [0, 1], not {between_share}")
         between, within = sigma * math.sqrt(between_share), sigma * math.sqrt(1.0 - between_share)
@@ -93,10 +93,10 @@ class LognormalLengths(ResponseLengths):
 
 
 class TraceLengths(ResponseLengths):
-    """Lengths drawn with replacement from a log.
+    """Lengths drawn with replacement from recorded ones.
 
-    ``rows`` keep samples of one prompt together: a group draws one row, its samples draw from that row without
-    replacement as long as it lasts, then around again. Rows of one number each make all samples independent.
+    Each of ``rows`` holds the lengths of one prompt's samples. A group draws one row and a start in it, and its
+    samples take the lengths from there on, cyclically. Rows of one number each make all samples independent.
     """
 
     def __init__(self, rows: Sequence[int] | Sequence[Sequence[int]], cap: int | None = None, seed: int = 0) -> None:
@@ -120,8 +120,10 @@ class TraceLengths(ResponseLengths):
                     continue
                 try:
                     value = json.loads(line)
-                except (ValueError, RecursionError) as error:  # a number of too many digits is a ValueError
-                    raise ValueError(f"{path}, line {number}: not JSON ({error})") from None
+                except (ValueError, RecursionError) as error:  # int() raises ValueError for a number of too many digits
+                    raise ValueError(
+                        f"{path}, line {number}: neither JSON of lengths nor the first line of a record ({error})"
+                    ) from None
                 row = value.get("lengths") if isinstance(value, dict) else [value]
                 if not isinstance(row, list) or not row or any(type(x) is not int or x < 1 for x in row):
                     raise ValueError(
@@ -145,11 +147,11 @@ class TraceLengths(ResponseLengths):
 
 
 def uniforms(what: str, seed: int, group: int, count: int) -> list[float]:
-    """``count`` numbers in the open interval (0, 1); the i-th depends on (what, seed, group, i) only."""
+    """Return ``count`` numbers in the open interval (0, 1); the i-th depends on (what, seed, group, i) only."""
     numbers: list[float] = []
     for block in range(-(-count // _LANES)):
         digest = hashlib.blake2b(f"{what}/{seed}/{group}/{block}".encode(), digest_size=8 * _LANES).digest()
-        # 52 bits and a half: exact in a float, never 0 or 1
+        # 52 bits plus a half: exact in a float, never 0 or 1
         numbers += [((int.from_bytes(digest[k : k + 8], "little") >> 12) + 0.5) * 2.0**-52 for k in range(0, 64, 8)]
     return numbers[:count]
 

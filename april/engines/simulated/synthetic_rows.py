@@ -1,7 +1,7 @@
-"""Rows that simulated and fake engines give with their tokens (extras): numbers that a test can compute again.
+"""Arrays (extras) that simulated and fake engines return with their tokens, and that a test can recompute.
 
-A row depends on the conversation up to the token that was read, on the version that made it, and on the name of the
-rows: one that is kept from another attempt, moved, or made anew under other weights shows.
+Each row depends on the conversation up to the token that was read, on the weight version and on the name of the
+array. So a test sees if a row was taken from another attempt, shifted, or made under other weights.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from april.core.versions import PolicyVersion
 from april.engines.simulated.mixing import MIX1, STEP, splitmix64
 
 LAYERS, TOP_K = 2, 2
-"""A row is [2, 2] uint8."""
+"""Layers and experts per token; a row is [2, 2] uint8."""
 
 
 def synthetic_rows(name: str, token_ids: Int32, versions: Sequence[tuple[PolicyVersion, int]], start: int = 0) -> Rows:
-    """Rows [start, start + R) of a conversation, uint8 [R, 2, 2]; ``versions`` are theirs, run-length (R in all)."""
+    """Return rows [start, start + R) of a conversation, uint8 [R, 2, 2], whose versions are run-length encoded."""
     count = sum(k for _, k in versions)
     read = token_ids[: start + count].astype(np.int64).astype(np.uint64) + np.uint64(1)
-    weights = np.cumprod(np.full(len(read), MIX1, np.uint64))  # wraps, as all arithmetic of arrays does here
+    weights = np.cumprod(np.full(len(read), MIX1, np.uint64))  # wraps around, as all array arithmetic here
     prefix = np.cumsum(splitmix64(read * STEP) * weights, dtype=np.uint64)[start:]
     made = [np.full(k, (v.incarnation << 32) ^ (v.n & 0xFFFFFFFF), np.uint64) for v, k in versions]
     label = np.uint64(int.from_bytes(name.encode()[:8].ljust(8, b"\0"), "little"))
@@ -34,7 +34,7 @@ def synthetic_rows(name: str, token_ids: Int32, versions: Sequence[tuple[PolicyV
 def rows_of_attempt(
     names: Sequence[str], token_ids: Int32, generated: Int32, versions: Sequence[tuple[PolicyVersion, int]], start: int
 ) -> Extras:
-    """The rows that an attempt gives: those of its tokens by their versions, run-length, those before by the first."""
+    """Return the rows of one attempt: new tokens' by ``versions``, earlier tokens' by the first of these."""
     if not len(generated):
         return {}
     before = len(token_ids) - 1 - start

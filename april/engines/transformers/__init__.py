@@ -1,1 +1,1 @@
-"""The embedded engine: the trainer's own Hugging Face model."""
+"""The embedded engine, which generates from the trainer's own Hugging Face model."""

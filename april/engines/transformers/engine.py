@@ -2,13 +2,13 @@
 
 Invariants:
 
-* decode ticks run in one worker thread; everything else, requests and aborts included, happens on the event loop
-  between two ticks. With the same requests in the same order a run is exactly reproducible;
-* each token is yielded once or counted in ``stats.discarded_tokens``;
-* the model is in generation mode (dropout off) only during a tick: what a tick has generated is handed out after the
-  modules have their flags back, and an engine that is quiet touches them no more;
-* what a tick samples is handed out only if the model is as the trainer has left it from its beginning to its end
-  (``model_state.py``); whoever asks for the model in between takes turns with ticks (``april.hold_model``).
+* Decode ticks run in one worker thread; everything else, requests and aborts included, happens on the event loop
+  between two ticks. With the same requests in the same order a run is exactly reproducible.
+* Each token is yielded once or counted in ``stats.discarded_tokens``.
+* The model is in generation mode (dropout off) only during a tick. Its flags are restored before the tick's tokens are
+  handed out, and an idle engine does not touch them.
+* The tokens of a tick are handed out only if the model was in the trainer's state from the tick's beginning to its end
+  (``model_state.py``). Other code that needs the model takes turns with the ticks (``april.hold_model``).
 
 Importing this module imports neither torch nor transformers.
 """
@@ -30,10 +30,11 @@ import numpy as np
 
 from april.core.sampling import LogprobKind
 from april.core.versions import PolicyVersion
+from april.engines.base import EngineBase
 from april.engines.protocol import Capabilities, Chunk, Health, Request
 from april.engines.transformers.stats import EngineStats
 from april.engines.weight_routes import TensorSpec
-from april.errors import AttachmentError, ConfigError, EngineError, WeightsInUse
+from april.errors import AttachmentError, ConfigError, EngineError, ModelBroken, WeightsInUse
 from april.extras import require
 from april.model_turns import turns_of
 
@@ -44,55 +45,66 @@ if TYPE_CHECKING:
 log = logging.getLogger("april")
 
 MAX_STEPS_PER_TICK = 32
-"""Decode steps before the event loop is looked at again, and thus before an abort can take effect."""
+"""Largest number of decode steps before the event loop runs again, and thus before an abort can take effect."""
 STREAM_INTERVAL = 2
-"""Tokens per chunk of requests that want theirs as they come, where none is configured (docs/measurements.md)."""
+"""Default number of tokens per chunk for streamed requests (docs/measurements.md)."""
 YIELDS_BETWEEN_TICKS = 8
-"""Event-loop cycles between two ticks: consumers take chunks, submit and abort in them. A fixed number, for with a
-wall-clock wait runs would not repeat."""
+"""Event-loop iterations between two ticks, in which consumers take chunks, submit and abort. The number is fixed,
+since runs with a wall-clock wait would not be reproducible."""
+
+
+_NO_ROOM = ("out of memory", "not enough memory", "allocate memory")
+"""Phrases of torch's out-of-memory errors; "illegal memory access" and "memory format" must not match."""
+
+
+def _wants_memory(error: Exception) -> bool:
+    """Return True if a failed model call may succeed later, once memory is free."""
+    return isinstance(error, MemoryError) or any(words in str(error) for words in _NO_ROOM)
 
 
 @dataclass(slots=True, eq=False)
 class _Stream:
-    """The chunks that one consumer has not taken yet."""
+    """The chunks of one request that its consumer has not taken yet."""
 
     attempt_id: str
     chunks: deque[Chunk] = field(default_factory=deque)
     error: EngineError | None = None
     wake: asyncio.Event = field(default_factory=asyncio.Event)
     left: bool = False
-    """The consumer went away."""
+    """True if the consumer has stopped reading."""
 
 
-class TransformersEngine:
+class TransformersEngine(EngineBase):
     """Continuous batching over any Hugging Face causal model with plain key-value attention.
 
     ``optimizer.step()`` is the weight update: the parameters are read in place. Pause the engine (or let it run idle)
     before the optimizer writes, then call :meth:`update_weights` with the new version. A step while it generates is
-    refused (:class:`~april.errors.WeightsInUse`). Writes without an optimizer are found after the fact, by the version
+    refused (:class:`~april.errors.WeightsInUse`). Writes without an optimizer are detected afterwards, by the version
     counters and addresses of the tensors: every request ends with that error, without the tokens of that tick, and
-    nothing is generated before the next :meth:`update_weights`. Writes through ``.data`` alone move neither.
+    nothing is generated before the next :meth:`update_weights`. Writes through ``.data`` change neither counter nor
+    address.
 
-    It generates in the precision of the model: that of its weights, or of an autocast, be it around its ``forward`` or
-    around the line that makes the engine.
+    The engine computes in the precision of the model: the dtype of its weights, or an autocast, either around the
+    model's ``forward`` or active where the engine is created.
 
-    With DistributedDataParallel around it, the model inside is used. With FSDP2 (``fully_shard``) each rank makes an
-    engine, and :meth:`gather` and :meth:`release` go around generating.
+    A DistributedDataParallel wrapper is removed. With FSDP2 (``fully_shard``) each rank creates an engine and generates
+    between :meth:`gather` and :meth:`release`.
 
     Args:
-        model: the model, on its final device; not copied.
-        slots: most requests decoded at the same time; further ones wait.
-        max_len: most tokens of prompt plus response; None means the model's own context, at most 32,768.
-        seed: seed of the stream from which requests without a seed get theirs.
-        name: label for segments, metrics and messages.
-        stream_interval: yield a chunk about every so many tokens; None means one chunk when it ends.
-        eos_token_ids: ids that end every response; None means those of the generation configuration.
-        num_threads: set torch's thread count, which is the whole process's; None means leave it alone.
-        check: decode a few tokens at once (FSDP2: in the first :meth:`gather`) and compare with a full forward pass.
-        processor: transformers' processor of a model that sees; without it prompts are text alone.
+        model: The model, on its final device; not copied.
+        slots: Largest number of requests decoded at the same time; further ones wait.
+        max_len: Largest number of tokens of prompt plus response; None means the model's context, at most 32,768.
+        seed: Seed of the generator that gives requests without a seed theirs.
+        name: Label for segments, metrics and messages.
+        stream_interval: Number of tokens after which a chunk is yielded; None means one chunk at the end.
+        eos_token_ids: Ids that end every response; None means those of the generation configuration.
+        num_threads: Number of torch threads, set for the whole process; None leaves it unchanged.
+        check: Decode a few tokens at creation (FSDP2: in the first :meth:`gather`) and compare with a full forward
+            pass.
+        processor: transformers' processor of a vision model; without it prompts are text only.
 
     Raises:
-        ConfigError: an argument is out of range, or the model is one that this engine cannot drive exactly.
+        ConfigError: an argument is out of range, or the engine cannot run this model exactly.
     """
 
     def __init__(
@@ -148,8 +160,8 @@ class TransformersEngine:
         self.weight_sample = self._weights.sample
         self._state = ModelState(model, self._weights)
         self._turns = turns_of(model)
-        self._trainers = True  # it has had the model: as that is at the next tick it is meant to be
-        self._handed_back = False  # whoever drives this says when the trainer has it; else, whenever nothing is active
+        self._trainers = True  # the trainer used the model last, so the next tick takes its state as intended
+        self._handed_back = False  # set by quiet(); until then, an idle engine hands it back by itself
         self._unchecked = check
         try:
             self._check_once()
@@ -158,45 +170,44 @@ class TransformersEngine:
             raise
         self.stats = EngineStats()
         self._decoder = SlotDecoder(model, slots, self._max_len, self.stats, self._vision)
-        self._name = name
         self._eos = eos_ids_of(model) if eos_token_ids is None else tuple(sorted(set(eos_token_ids)))
-        self._capabilities = Capabilities(
-            logprob_kind=LogprobKind.TEMPERATURE,
-            vocab_size=int(text_config(model).vocab_size),
-            max_context=self._max_len,
-            eos_token_ids=self._eos,
-            max_in_flight=slots,
-            shares_weights=True,
-            gathers_weights=self._weights.sharded,
-            updates_from_disk=not self._weights.sharded,
-            takes_tensors=not self._weights.sharded,
-            attachments=() if self._vision is None else (IMAGE,),
-            bans=True,
-        )
+        sharded = self._weights.sharded
+        super().__init__(name, Capabilities(
+            logprob_kind=LogprobKind.TEMPERATURE, vocab_size=int(text_config(model).vocab_size),
+            max_context=self._max_len, eos_token_ids=self._eos, max_in_flight=slots, shares_weights=True,
+            gathers_weights=sharded, updates_from_disk=not sharded, takes_tensors=not sharded,
+            attachments=() if self._vision is None else (IMAGE,), bans=True,
+        ))  # fmt: skip
         self._stream_interval = stream_interval
         self._steps_per_tick = min(MAX_STEPS_PER_TICK, stream_interval or MAX_STEPS_PER_TICK)
         self._seeds = random.Random(seed)
         self._streams: dict[str, _Stream] = {}
-        # Requests, and lists of attempts to end, that came while a tick was running.
+        # Messages that arrived during a tick: requests, and lists of attempt ids to abort.
         self._inbox: list[SlotRequest | list[str]] = []
         self._pump: asyncio.Task[None] | None = None
         self._ticking = self._paused = self._closed = self._loading = False
         self._failure = ""
+        self._may_pass = False
+        """True if the failure may be temporary, which only another request can show."""
         self._loop: asyncio.AbstractEventLoop | None = None
         self._taken: TakenWeights | None = None
-        """The weights that are on their way into the model, a part of which has come."""
+        """Tensors of an incomplete transfer into the model."""
         self._overwritten = ""
-        """The reason why nothing is generated before the next update: the model has changed."""
+        """Why nothing is generated before the next update: the model has changed. Empty if it has not."""
         self._generated_under: tuple[PolicyVersion, int | None] | None = None
-        """The version that last generated, and the writes to its weights (None means that a change was reported)."""
+        """The version that generated last, and the write counter of its weights (None after a change was reported)."""
+        self._dtypes = {parameter.dtype for parameter in model.parameters()}
+        self._unchanged = 0
+        """Number of successive updates with responses but without a write to the weights before them."""
         self._unguard = guard_optimizers(self, self._weights)
 
     @classmethod
     def from_pretrained(
         cls, path: str, *, dtype: Any = "auto", device: Any = None, **options: Any
     ) -> TransformersEngine:
-        """Load the model of a directory or model id (safetensors only), its vision tower included; options as for the
-        class.
+        """Load a model from a directory or model id (safetensors only), with its vision tower if it has one.
+
+        ``options`` are further arguments of the class.
         """
         require("the transformers engine", "torch", "transformers", "safetensors")
         from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
@@ -207,18 +218,8 @@ class TransformersEngine:
         return cls(model if device is None else model.to(device), **options)
 
     @property
-    def name(self) -> str:
-        """Label given at construction."""
-        return self._name
-
-    @property
-    def capabilities(self) -> Capabilities:
-        """Constant; see :class:`~april.engines.protocol.Capabilities`."""
-        return self._capabilities
-
-    @property
     def generating(self) -> bool:
-        """Return whether a write to the weights, now, would spoil something."""
+        """True if writing to the weights now would corrupt running requests."""
         return self._ticking or (self._decoder.active > 0 and not self._paused and self._weights.ready)
 
     def __repr__(self) -> str:
@@ -230,8 +231,8 @@ class TransformersEngine:
     async def generate(self, request: Request) -> AsyncIterator[Chunk]:
         """Yield the chunks of one request; closing the iterator early frees the slot.
 
-        Raises EngineError for a request that cannot be served as it stands, or for a model call that failed, after the
-        tokens of completed steps.
+        Raises EngineError if the request cannot be served, or if a model call failed, after the tokens of completed
+        steps.
         """
         slot_request = self._checked(request)
         stream = self._streams[request.attempt_id] = _Stream(request.attempt_id)
@@ -256,13 +257,13 @@ class TransformersEngine:
                 self._leave(stream)
 
     async def abort(self, attempt_ids: Sequence[str] | None = None) -> None:
-        """End these attempts (None means all there are now), at once or after the tick that is running."""
+        """End these attempts (None means all present ones), at once or after the running tick."""
         ids = list(self._streams) if attempt_ids is None else [i for i in attempt_ids if i in self._streams]
         if ids:
             self._send(ids)
 
     def _checked(self, request: Request) -> SlotRequest:
-        """The request in the decoder's terms; EngineError, before anything is spent, if it makes no sense."""
+        """Translate the request for the decoder; raises EngineError if it is invalid."""
         from april.engines.transformers.slot_requests import slot_request, wrong_images, wrong_request
 
         where = f"{self._name}, attempt {request.attempt_id}"
@@ -306,7 +307,7 @@ class TransformersEngine:
                 self._hand_out(self._decoder.fail(), error)
 
     def _leave(self, stream: _Stream) -> None:
-        """The consumer is gone: free the slot, count what it did not take."""
+        """Free the slot of a consumer that stopped reading, and count the tokens that it did not take."""
         stream.left = True
         self.stats.discarded_tokens += sum(chunk.tokens.size for chunk in stream.chunks)
         stream.chunks.clear()
@@ -314,7 +315,7 @@ class TransformersEngine:
             self._send([stream.attempt_id])
 
     def _hand_out(self, outputs: list[SlotOutput], cause: Exception | None = None) -> None:
-        """Give outputs of the decoder to their streams; without a finish they fail if there is a ``cause``."""
+        """Give the decoder's outputs to their streams; with a ``cause``, those without a finish fail because of it."""
         for output in outputs:
             attempt_id, tokens, logprobs = output.request.attempt_id, output.tokens, output.logprobs
             stream = self._streams[attempt_id]
@@ -363,7 +364,7 @@ class TransformersEngine:
         return self._paused or self._loading or self._decoder.idle or not self._weights.ready
 
     async def _run_ticks(self) -> None:
-        """Ticks until nothing is left to do, or the engine is paused."""
+        """Run ticks until nothing is left to do, or the engine is paused."""
         try:
             self._weights.look_again()
             self._notice_silent_update()
@@ -371,7 +372,7 @@ class TransformersEngine:
                 for _ in range(YIELDS_BETWEEN_TICKS):
                     await asyncio.sleep(0)
                 if not await self._turns.wait(self):
-                    break  # closed
+                    break  # the engine was closed
                 try:
                     if self._stands_still:
                         break
@@ -381,7 +382,7 @@ class TransformersEngine:
                 self._hand_out(outputs, error)
                 self._read_inbox()
         except (Exception, asyncio.CancelledError) as error:
-            # A mistake in this file, or the loop is going down: no consumer may wait for ever because of it.
+            # A bug in this module, or the loop is shutting down: no consumer may wait for ever because of it.
             self._closed = True
             self._failure = f"the engine broke down ({type(error).__name__}: {error}): make a new one"
             for stream in self._streams.values():
@@ -395,31 +396,39 @@ class TransformersEngine:
             self._pump = None
 
     async def _tick(self) -> tuple[list[SlotOutput], Exception | None]:
-        """Run one tick in the worker thread; returns its outputs, and the error if it failed."""
+        """Run one tick in the worker thread; return its outputs, and the error if it failed."""
         self._ticking = True
         running = self._thread.submit(self._work)
         try:
             outputs, error = await asyncio.wrap_future(running)
         except asyncio.CancelledError:
-            # The loop is shutting down, and whatever comes next must find the model as it was.
+            # The loop is shutting down; wait, so that the model is restored before anything else runs.
             concurrent.futures.wait([running])
             raise
         finally:
             self._ticking = False
+        if error is not None and not isinstance(error, WeightsInUse) and not _wants_memory(error):
+            # running out of memory may be temporary; any other error of a model call would hit every request
+            broken = ModelBroken(
+                f"{self._name}: a model call failed ({type(error).__name__}: {error}), as the next one would; all "
+                "before it is kept: mend the model, call weight_update(), and ask for the batch again"
+            )
+            broken.__cause__, error = error, broken
         if isinstance(error, WeightsInUse):
             self._failure = self._overwritten = str(error)
         else:
             self._failure = "" if error is None else f"the last tick failed: {type(error).__name__}: {error}"
+        self._may_pass = error is not None and _wants_memory(error)
         return outputs, error
 
     def _check_once(self) -> None:
-        """Before anything is generated, and not before the weights are whole."""
+        """Check the model before the first request, as soon as the weights are whole."""
         if self._unchecked and self._weights.ready:
             self._thread.submit(self._try_out).result()
             self._unchecked = False
 
     def _try_out(self) -> None:
-        """In the worker thread, as ticks are: what autocast keeps there never meets the trainer's gradients."""
+        """Check the model in the worker thread, like a tick: autocast's cache must not reach the trainer."""
         from april.engines.transformers.model_check import check_model
 
         self._state.note()
@@ -428,9 +437,9 @@ class TransformersEngine:
         self._state.ignore_changes()
 
     def _work(self) -> tuple[list[SlotOutput], Exception | None]:
-        """In the worker thread: one tick, looked at from both sides."""
+        """Run one tick in the worker thread, and check before and after that the model is unchanged."""
         decoder, outputs, failure = self._decoder, list["SlotOutput"](), None
-        if not self._weights.ready:  # since this tick was asked for
+        if not self._weights.ready:  # released since this tick was requested
             return [], None
         if not decoder.active:
             self._state.note_weights()
@@ -452,7 +461,7 @@ class TransformersEngine:
 
     @contextlib.contextmanager
     def _generating(self) -> Iterator[None]:
-        """Around a tick, in the worker thread: the model generates, and its state is looked at."""
+        """Put the model into generation mode and watch its state, for one tick in the worker thread."""
         from april.engines.transformers.model_support import generation_mode
 
         with generation_mode(self._model), self._autocast(), self._state.watched():
@@ -461,14 +470,14 @@ class TransformersEngine:
     # ------------------------------------------------------------------ weights and life
 
     def gather(self) -> None:
-        """Make the weights whole on this rank, where FSDP2 has spread them; in the trainer's thread.
+        """Gather the weights that FSDP2 has sharded on this rank; called in the trainer's thread.
 
-        Collective: every rank of the mesh calls it at the same time. The first call makes the ``check`` of the model.
-        Raises EngineError where another rank did not take part, ConfigError (weights are spread again) where the model
-        does not fit.
+        This is collective: every rank of the mesh calls it at the same time. The first call also does the ``check``
+        of the model. Raises EngineError if another rank did not take part, ConfigError (the weights are sharded
+        again) if the model is not suitable.
         """
         if self._weights.sharded:
-            self.release()  # gathered again even so: other ranks may have to
+            self.release()  # gather again even if gathered: other ranks may have to
             self._weights.gather()
             self._trainers = True
             try:
@@ -480,20 +489,20 @@ class TransformersEngine:
                 loop.call_soon_threadsafe(self._start_pump)
 
     def release(self) -> None:
-        """Spread the weights again, once the tick that runs has ended; idempotent, without communication.
+        """Shard the weights again after the running tick; idempotent, without communication.
 
-        Requests that are still there wait for the next :meth:`gather`.
+        Requests that are left wait for the next :meth:`gather`.
         """
         if self._weights.sharded and self._weights.ready:
             self._weights.ready = False
-            with contextlib.suppress(RuntimeError):  # closed, so that no tick runs
-                self._thread.submit(int).result()  # behind the last tick: a later one finds nothing ready
+            with contextlib.suppress(RuntimeError):  # closed, so no tick runs
+                self._thread.submit(int).result()  # runs after the last tick; later ticks find the weights not ready
             self._weights.release()
 
     async def pause(self) -> None:
-        """Stop generating; returns when no tick runs and the model is as the trainer left it.
+        """Stop generating; returns when no tick runs and the model is in the trainer's state.
 
-        Active requests keep their slots. If the weights change before :meth:`resume`, abort them first.
+        Active requests keep their slots. If the weights change before :meth:`resume`, abort the requests first.
         """
         self._paused = True
         await self.quiet()
@@ -501,11 +510,11 @@ class TransformersEngine:
             return
         await asyncio.get_running_loop().run_in_executor(self._thread, self._decoder.synchronize)
         if self._decoder.device.type != "cpu":
-            # The trainer wants the memory; without active requests there is nothing in it.
+            # The trainer needs the memory; without active requests it holds no data.
             self._decoder.release_memory()
 
     async def resume(self) -> None:
-        """Generate again; EngineError if weights were written while active requests keep keys of the old ones."""
+        """Continue; raises EngineError if weights were written while active requests keep keys of the old ones."""
         if self._decoder.active and self._paused and self._state.weights_written():
             raise EngineError(
                 f"{self._name}: the weights were written while {self._decoder.active} requests keep keys and values of "
@@ -516,11 +525,10 @@ class TransformersEngine:
         self._start_pump()
 
     async def update_weights(self, version: PolicyVersion, path: str | None = None) -> None:
-        """Begin ``version``; with ``path``, after loading that directory (of ``save_pretrained``, safetensors) in
-        place.
+        """Begin ``version``; with ``path``, load that directory (of ``save_pretrained``, safetensors) in place before.
 
-        Waiting requests stay and will be generated under the new version. Raises EngineError while requests are active,
-        and for a directory that does not hold exactly this model's weights, of which nothing is written then.
+        Waiting requests stay and will be generated under the new version. Raises EngineError while requests are
+        active, or if the directory does not hold exactly this model's weights; nothing is written then.
         """
         self._require_idle()
         if path is not None and self._weights.sharded:
@@ -534,7 +542,7 @@ class TransformersEngine:
             self._loading = True
             await self.quiet()
             loading = asyncio.get_running_loop().run_in_executor(self._thread, load_weights, self._model, path)
-            # A cancelled call must not open the engine over half-written weights.
+            # A cancelled call must not reopen the engine while the weights are half-written.
             loading.add_done_callback(lambda done: self._loaded(done, version))
             await asyncio.shield(loading)
         else:
@@ -556,15 +564,15 @@ class TransformersEngine:
         self._start_pump()
 
     def reads(self, model: Any) -> bool:
-        """Return whether the parameters of this model are those that it generates from."""
+        """Return True if this model has the very parameters that the engine generates from."""
         ours, theirs = list(self._model.parameters()), list(model.parameters())
         return len(ours) == len(theirs) and all(a is b for a, b in zip(ours, theirs, strict=True))
 
     async def take(self, specs: Sequence[TensorSpec], tensors: Sequence[Any], last: bool) -> None:
         """Copy tensors of another model into this one, in place; :meth:`update_weights` begins their version.
 
-        Raises EngineError while requests are active, and for tensors that are not those of the model; it has a part of
-        the new weights then, if any had come before.
+        Raises EngineError while requests are active, and for tensors that do not match the model; it then keeps the
+        tensors that were copied before.
         """
         self._require_idle()
         if self._taken is None:
@@ -574,7 +582,7 @@ class TransformersEngine:
             self._taken = TakenWeights(self._model)
         self._loading, taken = True, self._taken
         taking = asyncio.get_running_loop().run_in_executor(self._thread, taken.take, specs, tensors, last)
-        # a cancelled call must not open the engine over half a tensor
+        # a cancelled call must not reopen the engine while a tensor is half-written
         taking.add_done_callback(lambda done: self._loaded(done, None))
         try:
             await asyncio.shield(taking)
@@ -585,20 +593,31 @@ class TransformersEngine:
             self._taken = None
 
     def _renewed(self, version: PolicyVersion) -> None:
+        self._notice_unchanged_weights()
+        dtypes = {parameter.dtype for parameter in self._model.parameters()}
+        if dtypes != self._dtypes:
+            self._decoder.release_memory()  # its keys have the dtype of the old weights
+            self._dtypes = dtypes
         self._decoder.version = version
         self._trainers = True
         if self._overwritten:
             self._overwritten = self._failure = ""
 
     async def health(self) -> Health:
-        """Healthy unless closed or the last tick failed; counters are those of :class:`EngineStats` and more."""
+        """Report as healthy unless closed or the last tick failed; counters are :class:`EngineStats` and more.
+
+        Lack of memory is reported only once: an unhealthy engine gets no requests, and only a request can show
+        recovery.
+        """
         detail = self._failure or ("closed" if self._closed else "")
+        if self._may_pass and not self._closed:
+            self._failure, self._may_pass = "", False
         decoder = self._decoder
         counters = self.stats.counters() | {"active": float(decoder.active), "waiting": float(decoder.waiting)}
         return Health(ok=not detail, detail=detail, counters=counters)
 
     async def close(self) -> None:
-        """Abort everything, stop the thread, give the memory back."""
+        """Abort everything, stop the thread and free the memory."""
         self._closed = True
         self._unguard()
         self._turns.excuse(self)
@@ -609,9 +628,9 @@ class TransformersEngine:
         self._decoder.release_memory()
 
     async def quiet(self) -> None:
-        """Wait until no ticks run, nobody holds the model, and it is as the trainer has left it.
+        """Wait until no ticks run, nobody holds the model, and the model is in the trainer's state.
 
-        Raises WeightsInUse where somebody has switched it and does not switch it back.
+        Raises WeightsInUse if other code has changed the model's state and does not restore it.
         """
         while (pump := self._pump) is not None:
             await asyncio.wait([pump])
@@ -622,8 +641,24 @@ class TransformersEngine:
             await self._state.as_noted(self._name, self._thread, self._generating)
         self._trainers = self._handed_back = True
 
+    def _notice_unchanged_weights(self) -> None:
+        """Warn after two successive updates without a write to the weights: probably a copy of the model is trained.
+
+        A single update of this kind may be a step that a gradient scaler skipped.
+        """
+        generated = self._generated_under is not None and self._generated_under[0] == self._decoder.version
+        if not generated:
+            return
+        self._unchanged = 0 if self._state.weights_written() else self._unchanged + 1
+        if self._unchanged == 2:
+            log.warning(
+                "%s: weight_update() was called twice since anything wrote to the weights of model=, so responses "
+                "still come from the same weights under new versions; is a copy of the model trained? Give the "
+                "scheduler the model whose parameters the optimizer holds", self._name,
+            )  # fmt: skip
+
     def _notice_silent_update(self) -> None:
-        """Warn, once per version, if the weights were written and nobody told: tokens would carry a wrong version."""
+        """Warn, once per version, if weights were written without an update: tokens would get a wrong version."""
         version, stamp = self._decoder.version, self._weights.stamp()[0]
         if self._generated_under is None or self._generated_under[0] != version:
             self._generated_under = (version, stamp)

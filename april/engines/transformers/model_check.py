@@ -1,18 +1,18 @@
-"""Decode a few tokens with a model and compare them with full forward passes: is the slot decoder right for it?
+"""Checks the slot decoder on a model: decodes a few tokens and compares them with full forward passes.
 
 A model that hides state from the cache, ignores the mask, or numbers its positions in its own way would generate
-plausible text with wrong log-probabilities. This finds it before any training does.
+plausible text with wrong log-probabilities. This check finds it before any training does.
 
-Some models change their arithmetic at a length: windows, chunks, scaled positions, and each family in its own words. So
-the trial is made once more at every length that the model names anywhere (``named_lengths``): a sequence that passes it
-token by token, one that starts beyond it, and short ones beside them. Where that is cheap, it is also made at
-``max_len``, for a model may keep its length to itself.
+Some models change their arithmetic at a certain length (windows, chunks, scaled positions), which each family names
+differently. So the check is repeated at every length in the model's configuration (``named_lengths``): with a sequence
+that grows beyond it token by token, one that starts beyond it, and short ones in the same batch. Where that is cheap,
+``max_len`` is checked too, for a length that the configuration does not name.
 
-What rounding explains is measured, not assumed, where it is more than a trifle. A bfloat16 model differs from itself by
-tenths of a nat when a batch has another shape; in float32 by 1e-5. So below float32 the decoder is held against the
-model's own noise in its own precision: the same sequences by themselves, in a padded batch, token by token with a cache
-of transformers, and with embeddings that are rounded once more. No part of the decoder is in those, so no mistake of it
-can pass for noise. Compared are whole distributions, [vocabulary] per token: the log-probability of one likely token
+Rounding is measured where it is more than negligible. In bfloat16 a model differs from itself by tenths of a nat
+when the batch has another shape; in float32 by 1e-5. So below float32 the decoder is compared with the model's own
+noise in its own precision: the same sequences alone, in a padded batch, token by token with a cache of transformers,
+and with embeddings that are rounded once more. None of these uses the decoder, so no bug of the decoder can pass for
+noise. Whole distributions are compared, [vocabulary] per token, since the log-probability of a single likely token
 hardly moves, whatever goes wrong.
 """
 
@@ -52,27 +52,27 @@ log = logging.getLogger("april")
 _PROMPT_LENGTHS = (1, 4, 2, 5, 3)
 _NEW_TOKENS = 6
 _EARLY_TOKENS = 2
-"""Tokens of the first, shortest request, which has the first slot: the last request moves there at its end."""
+"""Tokens of the first, shortest request, in the first slot; the last request moves into that slot when it ends."""
 _SHORT_NEIGHBOURS = (3, 5)
 _SHORTEST = max(_PROMPT_LENGTHS) + _NEW_TOKENS
 _CHEAP_TOKENS, _CHEAP, _CHEAP_ELSEWHERE = 1024, {"cpu": 10**9}, 10**13
-"""Most tokens of a trial that nothing but caution asks for, and most parameters times tokens: half a second at most."""
+"""Limits of a check at ``max_len``: tokens, and parameters times tokens; it takes half a second at most."""
 _WORTH_A_LINE = 10**11
-"""Parameters times tokens of a trial of ten seconds or so on a CPU."""
+"""Parameters times tokens above which a check is logged: about ten seconds on a CPU."""
 EXACT_NATS = 1e-4
 """Largest mean difference in float32 on a CPU."""
 _NOISE = 1.5
-"""The decoder may differ by so many times the model's own noise: it is one more batch shape."""
+"""Factor by which the decoder may exceed the model's own noise, as it is one more batch shape."""
 _MOST_NATS, _MOST_NATS_HALF = 2e-2, 0.5
-"""However noisy the model: in float32 on a GPU, where TF32 may be on, and below float32."""
+"""Largest accepted difference, whatever the noise: in float32 on a GPU (TF32 may be on), and below float32."""
 
 
 def recompute(
     model: Any, tokens: Tensor, last: int | None = None, images: Mapping[str, Tensor] | None = None
 ) -> Tensor:
-    """Log-probabilities float32 [last, V] of the ``last`` of ``tokens`` int64 [T]; None means all but the first.
+    """Return log-probabilities float32 [last, V] of the ``last`` of ``tokens`` int64 [T]; None means all but the first.
 
-    ``images``: what the model's processor gives for the prompt, beside its tokens.
+    ``images``: Output of the model's processor for the prompt, without its tokens.
     """
     last = len(tokens) - 1 if last is None else last
     with torch.no_grad():
@@ -82,7 +82,7 @@ def recompute(
 
 
 class _WitnessedDecoder(SlotDecoder):
-    """Keeps the whole distribution from which each token was drawn, float32 [V] each, by attempt."""
+    """A decoder that keeps the whole distribution of each token, float32 [V] each, by attempt id."""
 
     def __init__(self, model: Any, max_len: int, vision: Vision | None) -> None:
         super().__init__(model, len(_PROMPT_LENGTHS), max_len, EngineStats(), vision)
@@ -96,7 +96,7 @@ class _WitnessedDecoder(SlotDecoder):
         return super()._sample(logits, batch)
 
     def _step(self, tokens: Tensor, position: Tensor, rope: Tensor, window: int) -> Tensor:
-        """Without rounding in the way: the same step, while the cache says that it is as long as the shortest row."""
+        """Repeat the step while the cache reports the shortest row's length, to see if that changes the result."""
         logits = super()._step(tokens, position, rope, window)
         again = super()._step(tokens, position, rope, window)
         with self._cache.said_to_hold(int(position.min())):
@@ -107,13 +107,13 @@ class _WitnessedDecoder(SlotDecoder):
 
     @property
     def dtypes(self) -> set[torch.dtype]:
-        """Dtypes of weights, and of what is computed with them: an autocast around the model shows in keys."""
+        """Dtypes of the weights and of the cache; an autocast around the model shows in the keys."""
         return {p.dtype for p in self._model.parameters() if p.dtype.is_floating_point} | self._cache.stored_dtypes
 
 
 @dataclass(frozen=True)
 class _Trial:
-    """A response: its tokens, and three times the distributions of the last ``n`` of them, float32 [n, V]."""
+    """One response, with the decoded and the recomputed distributions of its last ``n`` tokens, float32 [n, V]."""
 
     tokens: Tensor
     """int64 [prompt + n]."""
@@ -127,20 +127,20 @@ class _Trial:
 
 
 def _distances(rows: Tensor, others: Tensor) -> Tensor:
-    """Root mean square over the vocabulary, [n]."""
+    """Return the root mean square over the vocabulary, [n]."""
     return (rows - others).square().mean(-1).sqrt()
 
 
 def _typical(distances: Tensor) -> float:
-    """The upper median: a token on which an expert was chosen otherwise does not count, a row that is wrong does."""
+    """Return the upper median: it ignores one token with another choice of expert, but not a row that is wrong."""
     return float(distances.sort().values[len(distances) // 2])
 
 
 def check_model(model: Any, max_len: int, vision: Vision | None = None) -> float:
-    """Mean difference in nats between decoded and recomputed log-probabilities; ConfigError if it is too large.
+    """Return the mean difference in nats of decoded and recomputed log-probabilities; ConfigError if too large.
 
-    Prompts of different lengths, so that padding, positions and a moved slot all take part; with ``vision`` such with
-    images, too.
+    The prompts have different lengths, so that padding, positions and a moved slot all take part; with ``vision``
+    there are prompts with images, too.
     """
     if max_len < _SHORTEST:
         raise ConfigError(f"max_len is {max_len}: the transformers engine needs at least {_SHORTEST}")
@@ -170,7 +170,7 @@ def check_model(model: Any, max_len: int, vision: Vision | None = None) -> float
 
 
 def _prompts(model: Any, *admissions: Sequence[int]) -> list[list[TrialPrompt]]:
-    """Prompts of such lengths, none like another."""
+    """Make prompts of these lengths, all different."""
     vocab_size, numbers = int(text_config(model).vocab_size), itertools.count()
     return [
         [TrialPrompt(((np.arange(n) * 7 + 3 * next(numbers) + 1) % vocab_size).astype(np.int32)) for n in lengths]
@@ -185,7 +185,7 @@ def _compare(
     where: str,
     vision: Vision | None = None,
 ) -> tuple[float, float]:
-    """(mean difference in nats, the model's own noise) for such prompts; ConfigError if they do not fit."""
+    """Return (mean difference in nats, the model's own noise) for such prompts; ConfigError if it is too large."""
     kind = text_config(model).model_type
     try:
         with generation_mode(model):
@@ -226,7 +226,7 @@ def _compare(
 
 
 def _decode(decoder: _WitnessedDecoder, admissions: Sequence[Sequence[TrialPrompt]]) -> list[_Trial]:
-    """Responses to such prompts; each of ``admissions`` is prefilled by itself, beside those before it."""
+    """Decode responses to the prompts; each of ``admissions`` is prefilled separately, beside earlier ones."""
     prompts: dict[str, TrialPrompt] = {}
     for together in admissions:
         for prompt in together:
@@ -253,28 +253,28 @@ def _decode(decoder: _WitnessedDecoder, admissions: Sequence[Sequence[TrialPromp
 
 
 def _noise(model: Any, trials: list[_Trial], dtypes: set[torch.dtype], batched: bool) -> float:
-    """Return how far the model is from itself, as :func:`_typical` has it, where no part of the decoder is involved.
+    """Return how far the model is from itself (by :func:`_typical`) where the decoder takes no part.
 
     Args:
-        model: the model.
-        trials: what was decoded.
-        dtypes: of its weights, keys and values.
-        batched: count what a batch and a cache of transformers change. Not beyond a length at which the arithmetic may
-            change: there a token that depends on its neighbours would pass for noise.
+        model: The model.
+        trials: The decoded responses.
+        dtypes: Dtypes of its weights, keys and values.
+        batched: Include the effects of a batch and of a cache of transformers. Not beyond a length at which the
+            arithmetic may change: there, a dependence on other rows would pass for noise.
     """
     whole = [t for t in trials if t.n == _NEW_TOKENS]
     with torch.no_grad(), _rounded_once_more(model, max(torch.finfo(dtype).eps for dtype in dtypes)):
         found = [_typical(_distances(recompute(model, t.tokens, t.n, t.images), t.alone)) for t in whole]
     if not batched:
         return max(found)
-    # right-padded: with causal attention the padding cannot be seen, and needs no mask
+    # right-padded: with causal attention the padding is invisible and needs no mask
     width = max(len(t.tokens) for t in whole)
     padded = torch.zeros(len(whole), width, dtype=torch.int64, device=whole[0].tokens.device)
     for row, trial in zip(padded, whole, strict=True):
         row[: len(trial.tokens)] = trial.tokens
     with torch.no_grad():
         together = model(input_ids=padded, use_cache=False).logits.float().log_softmax(-1)
-        # token by token, for as long as all have tokens
+        # token by token, while all sequences have tokens
         short = min(len(t.tokens) for t in whole)
         cached, steps = {cache_argument(model): DynamicCache(config=text_config(model))}, []
         for i in range(short):
@@ -283,7 +283,7 @@ def _noise(model: Any, trials: list[_Trial], dtypes: set[torch.dtype], batched: 
         one_by_one = torch.stack(steps, 1).log_softmax(-1)
     for trial, row, stepped in zip(whole, together, one_by_one, strict=True):
         end = len(trial.tokens) - 1
-        first, last = end - trial.n, min(end, short)  # the positions that ``alone`` has, and all have
+        first, last = end - trial.n, min(end, short)  # the positions that ``alone`` and all sequences have
         found.append(_typical(_distances(row[first:end], trial.alone)))
         found.append(_typical(_distances(stepped[first:last], trial.alone[: last - first])))
     return max(found)
@@ -291,7 +291,7 @@ def _noise(model: Any, trials: list[_Trial], dtypes: set[torch.dtype], batched: 
 
 @contextmanager
 def _rounded_once_more(model: Any, eps: float) -> Iterator[None]:
-    """The embedded tokens are off by up to one part in 1 / ``eps``: small models may repeat themselves bit for bit."""
+    """Change embeddings by up to a factor of 1 +- ``eps``: small models may otherwise repeat themselves bit for bit."""
     random = torch.Generator().manual_seed(0)
 
     def off(module: Any, arguments: Any, embedded: Tensor) -> Tensor:

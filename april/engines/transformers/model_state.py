@@ -1,9 +1,9 @@
-"""The state that a model computes with beside its input: whether somebody has switched it while tokens were sampled.
+"""Detects whether other code has changed the model's settings or weights while tokens were sampled.
 
-Looked at are the switches of every module (flags, words, lists and tables of them: adapters, their scales, training
-mode; its hooks, parts and parameters) and the weights. All of them after a tick; a part before each decode step, in
-rotation, since that must cost next to nothing; and all of them when another thread calls the model, for whoever
-switches it for a while does so for a call.
+The watched state is the weights and the settings of every module: flags, strings, lists and tables of them
+(adapters, their scales, training mode), hooks, submodules and parameters. All of it is compared after a tick. Before
+each decode step only a part is compared, in rotation, since that must cost next to nothing. All of it is also
+compared when another thread calls the model, since code that changes settings temporarily does so for a call.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ HOLD_IT = (
 def guard_optimizers(engine: Any, weights: Any) -> weakref.finalize[Any, Any]:
     """Make ``step()`` of optimizers that hold ``weights.trained()`` raise WeightsInUse while ``engine.generating``.
 
-    A counter of writes moves only after a write, and a fused step is one long write, or one that no counter sees: so
-    steps are looked at before they begin. Calling the result, or the end of ``engine``, takes the guard away.
+    Steps are checked before they begin: a write counter moves only after a write, a fused step is one long write,
+    and some writes are never counted. Calling the result, or deleting ``engine``, removes the guard.
     """
     engine_ref, weights_ref = weakref.ref(engine), weakref.ref(weights)
 
@@ -59,9 +59,9 @@ def guard_optimizers(engine: Any, weights: Any) -> weakref.finalize[Any, Any]:
 
 
 GLANCE = 12
-"""Switches, and tensors, that are looked at before a decode step; a 32nd of all if that is more."""
+"""Number of settings, and of tensors, compared before a decode step; a 32nd of all if that is more."""
 PATIENCE_S, LOOK_AGAIN_S = 10.0, 0.01
-"""The time for which a model that others have switched is waited for, and how often it is looked at meanwhile."""
+"""Seconds to wait for other code to restore the model, and seconds between two checks meanwhile."""
 WRITTEN = "its weights were written"
 _GONE, _NONE, _OURS = object(), object(), object()
 _PLAIN = (bool, str, int, float, type(None))
@@ -70,30 +70,30 @@ _TABLES = ("_forward_hooks", "_forward_pre_hooks", "_modules", "_parameters")
 
 
 class ModelState:
-    """The state of one model, as it was noted and as it is; inside of ``generation_mode`` both times."""
+    """The state of one model as recorded, to compare with the present one; both taken in ``generation_mode``."""
 
     def __init__(self, model: Any, weights: ModelWeights) -> None:
         self._model, self._weights = model, weights
         self._switches: list[tuple[dict[str, Any], str, Any]] = []
         self._changing: set[tuple[type, str]] = set()
-        """Switches that a model of this kind sets itself, in its forward pass."""
+        """Settings that models of this type change themselves in the forward pass."""
         self._places: list[tuple[Tensor, int]] = []
         self._steps = 0
         self._torn = ""
         self._decoder = 0
-        """The thread that decodes."""
-        self._hook = self._look  # one object: methods are made anew each time
+        """Id of the decoding thread."""
+        self._hook = self._look  # stored, since each access to a method makes a new object
         self.note_weights()
 
     def note(self) -> None:
-        """Note what it is switched to now: that is what is to be generated with."""
+        """Record the present settings as the intended ones."""
         self._switches = []
         embeddings = set(_embeddings(self._model))
         for module in self._model.modules():
             own = vars(module)
             for name in {**own, "forward": None}:
                 value = _switch(name, own.get(name, _GONE))
-                # transformers hangs a hook there and takes it away, for gradients of frozen models
+                # transformers adds and removes a hook here, for gradients of frozen models
                 if name == "_forward_hooks" and id(module) in embeddings:
                     continue
                 if value is not _NONE and (type(module), name) not in self._changing:
@@ -103,21 +103,21 @@ class ModelState:
         self._switches.append((config, attention, config.get(attention, _GONE)))
 
     def note_weights(self) -> None:
-        """The weights are those to be generated from."""
+        """Record the present weights as the intended ones."""
         self._stamp, self._places = self._weights.stamp(), self._weights.places()
 
     def ignore_changes(self) -> None:
-        """Ignore what has changed since it was noted: the model changes that itself."""
+        """Stop watching settings that have changed since they were recorded: the model changes them itself."""
         changed = {(id(own), name) for own, name, value in self._switches if _differs(own, name, value)}
         for module in self._model.modules():
             self._changing |= {(type(module), name) for own, name in changed if own == id(vars(module))}
 
     def weights_written(self) -> bool:
-        """Return whether the weights are other ones, or were."""
+        """Return True if the weights were written or replaced since they were recorded."""
         return self._stamp != self._weights.stamp()
 
     def switched(self) -> str:
-        """Return what is switched otherwise than it was noted; empty: nothing."""
+        """Describe a setting that differs from the recorded one; empty if none does."""
         changed = [(own, name, value) for own, name, value in self._switches if _differs(own, name, value)]
         if not changed:
             return ""
@@ -130,21 +130,21 @@ class ModelState:
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Watch one tick in this thread: afterwards :meth:`torn` says what has changed in it."""
+        """Watch one tick in this thread; afterwards :meth:`torn` describes what has changed."""
         self._torn, self._decoder = "", threading.get_ident()
         hooks = self._called_each_time()._forward_pre_hooks
-        hooks[_OURS] = self._hook  # under one name, so that the table is the same in every tick
+        hooks[_OURS] = self._hook  # always the same key, so that the table is the same in every tick
         try:
             yield
         finally:
             del hooks[_OURS]
 
     def torn(self) -> str:
-        """Return what has changed during the last tick, or since it was noted; empty: nothing."""
+        """Describe what changed during the last tick or since the recording; empty if nothing did."""
         return self._torn or self.switched()
 
     def torn_error(self, name: str, torn: str, requests: int, unsound: int) -> WeightsInUse:
-        """Return what engine ``name`` says of a tick in which ``torn`` has changed, or the weights have."""
+        """Build the error of engine ``name`` after a tick in which ``torn``, or else the weights, changed."""
         switched = torn not in ("", WRITTEN)
         return WeightsInUse(
             f"{name}: {f'the model was switched ({torn})' if switched else 'the weights were written'} while "
@@ -155,7 +155,7 @@ class ModelState:
     async def as_noted(
         self, name: str, thread: Executor, generating: Callable[[], AbstractContextManager[None]]
     ) -> None:
-        """Return when it is switched as it was noted, looking in ``thread``; WeightsInUse if it stays switched."""
+        """Wait until the settings are as recorded, checking in ``thread``; raises WeightsInUse if they stay changed."""
 
         def look() -> str:
             with generating():
@@ -169,7 +169,7 @@ class ModelState:
             await asyncio.sleep(LOOK_AGAIN_S)
 
     def _look(self, *_: object) -> None:
-        """The model is called, by whomever."""
+        """Hook that runs at each call of the model, by any thread."""
         if not self._torn and (threading.get_ident() != self._decoder or self._glance()):
             self._torn = self.switched() or (WRITTEN if self.weights_written() else "")
 
@@ -178,7 +178,7 @@ class ModelState:
         return self._model if compiled else self._model.get_input_embeddings()
 
     def _glance(self) -> bool:
-        """Return whether one of those looked at before this step has changed."""
+        """Compare the part of the state that is due before this step; return True if it has changed."""
         self._steps += 1
         switches, places = _part(self._switches, self._steps), _part(self._places, self._steps)
         return any(_differs(own, name, value) for own, name, value in switches) or any(
@@ -187,7 +187,7 @@ class ModelState:
 
 
 def _embeddings(model: Any) -> Iterator[int]:
-    """The modules that take the input of the model, or of a part of it, such as a vision tower."""
+    """Yield the ids of modules that embed the input of the model, or of a part such as a vision tower."""
     for module in model.modules():
         with suppress(AttributeError, NotImplementedError):
             yield id(module.get_input_embeddings())
@@ -202,12 +202,12 @@ def _part(of: list[T], number: int) -> list[T]:
 def _differs(own: dict[str, Any], name: str, value: Any) -> bool:
     try:
         return bool(own.get(name, _GONE) != value)
-    except RuntimeError:  # other tensors, which are compared value by value
+    except RuntimeError:  # other tensors, which are compared by value
         return True
 
 
 def _switch(name: str, value: Any) -> Any:
-    """A copy of what decides something, ``_NONE`` for all else: numbers that count, tensors."""
+    """Return a copy of a setting, or ``_NONE`` for attributes that are no settings, such as counters and tensors."""
     if name in _TABLES:
         return value.copy()
     if name == "forward" or value is None or isinstance(value, bool | str | float):

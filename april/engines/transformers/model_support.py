@@ -1,9 +1,9 @@
-"""Which Hugging Face causal models the slot decoder can drive, and how their layers want to be masked.
+"""Decides which Hugging Face causal models the slot decoder can run, and how their layers are masked.
 
-The decoder calls the model as it is and re-implements no layer, so what it must know is little: the attention
-patterns of the layers, the context, the vocabulary. Models that keep anything but keys and values (recurrent or
-convolutional state, indexers) are refused by a sentence; every accepted model is checked once by decoding a few
-tokens and comparing their log-probabilities with a full forward pass without a cache.
+The decoder calls the model as it is and re-implements no layer, so it needs to know little: the attention patterns
+of the layers, the context, the vocabulary. Models that keep more than keys and values (recurrent or convolutional
+state, indexers) are refused with an explanation. Every accepted model is checked once by decoding a few tokens and
+comparing their log-probabilities with a full forward pass without a cache.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from april.errors import ConfigError
 log = logging.getLogger("april")
 
 DEFAULT_MAX_LEN = 32_768
-"""Context of the engine where the model would allow more: memory grows with the longest request anyway."""
+"""Default ``max_len`` of models with a longer context; memory grows with the longest request in any case."""
 
 _PATTERN_SIZE = {
     "full_attention": None,
@@ -35,27 +35,27 @@ _PATTERN_SIZE = {
     "chunked_attention": "attention_chunk_size",
 }
 _MOST_COST, _MOST_COST_ELSEWHERE = {"cpu": 3 * 10**11}, 10**14
-"""Highest cost of a trial that nobody has asked for, see :func:`cost_of_trial`."""
+"""Highest cost of a check that the user did not ask for, see :func:`cost_of_trial`."""
 _MASKED_ATTENTION = ("sdpa", "eager")
-# Words of a setting that counts something else than positions: sizes of layers, numbers of them, ids.
+# Words in the names of settings that count something other than positions: layer sizes, numbers of layers, ids.
 _OTHER_COUNTS = {
     "num", "hidden", "intermediate", "inner", "vocab", "vocabulary", "head", "heads", "headdim", "layer", "layers",
     "expert", "experts", "dim", "dims", "d", "rank", "lowrank", "id", "ids", "idx", "idxs", "ffn", "dff", "ff",
     "embd", "embed", "embedding", "channels", "groups", "theta", "scalar", "seed",
 }  # fmt: skip
-# Rotary embeddings that change with the longest sequence of the batch, keys already cached included.
+# Rotary embeddings that depend on the longest sequence of the batch, cached keys included.
 _BATCH_DEPENDENT_ROPE = ("dynamic", "longrope")
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionPattern:
-    """The reach of layers of one type: everything before (size None), the last ``size``, or their chunk."""
+    """Which earlier positions layers of one type see: all (size None), the last ``size``, or those of their chunk."""
 
     name: str
     size: int | None
 
     def allowed(self, positions: Tensor, columns: Tensor) -> Tensor:
-        """bool [B, W]: may the query at ``positions`` int64 [B, 1] see ``columns`` int64 [W]?"""
+        """Return bool [B, W]: whether the query at ``positions`` int64 [B, 1] sees ``columns`` int64 [W]."""
         causal = columns <= positions
         if self.size is None:
             return causal
@@ -65,15 +65,15 @@ class AttentionPattern:
 
 
 def text_config(model: Any) -> Any:
-    """The configuration of the model's decoder."""
+    """Return the configuration of the model's text decoder."""
     return model.config.get_text_config(decoder=True)
 
 
 def attention_patterns(config: Any) -> tuple[AttentionPattern, ...]:
-    """Return one per layer type, in a fixed order; raises ConfigError for layers without plain keys and values."""
+    """Return one pattern per layer type, in a fixed order; ConfigError for layers without plain keys and values."""
     names = getattr(config, "layer_types", None)
     if names is None:
-        # Configurations older than ``layer_types`` say it by which size they set, for all layers alike.
+        # Older configurations have no ``layer_types``; the size that they set tells the type of all layers.
         names = [name for name, size in _PATTERN_SIZE.items() if size and getattr(config, size, None) is not None][:1]
     distinct = sorted(set(names or ["full_attention"]))
     unknown = [name for name in distinct if name not in _PATTERN_SIZE]
@@ -89,10 +89,10 @@ def attention_patterns(config: Any) -> tuple[AttentionPattern, ...]:
 
 
 def named_lengths(model: Any, max_len: int) -> dict[int, str]:
-    """Lengths at which a model may change its arithmetic, each with the settings that name it; see :func:`safe_below`.
+    """Return lengths at which a model may change its arithmetic, each with the names of its settings.
 
-    Windows, chunks, scaled positions: families have words of their own for them. So these are all whole numbers of the
-    configuration, but for those that count something else by their name.
+    Families name their windows, chunks and scaled positions differently. So the result has all whole numbers of the
+    configuration, except those whose name says that they count something else, if they limit ``max_len``.
     """
     found: dict[int, list[str]] = {}
 
@@ -117,10 +117,10 @@ def named_lengths(model: Any, max_len: int) -> dict[int, str]:
 
 
 def cache_argument(model: Any) -> str:
-    """Name of the argument and of the output that is the model's cache; transformers renames it with 5.24."""
-    for module in model.modules():  # what is around a model, as PEFT's, hands on what it does not name
+    """Return the name of the model's cache argument and output, which transformers 5.24 renames."""
+    for module in model.modules():  # a wrapper such as PEFT's passes on arguments that it does not name
         forwards: tuple[Any, ...] = (module.forward, getattr(type(module), "forward", None))
-        for forward in forwards:  # the first may stand in for the second
+        for forward in forwards:  # an instance attribute may replace the method
             try:
                 named = inspect.signature(forward).parameters
             except (TypeError, ValueError):  # compiled code has none
@@ -132,7 +132,7 @@ def cache_argument(model: Any) -> str:
 
 
 def refuse_unsupported(model: Any, max_len: int) -> None:
-    """Raise ConfigError, in one sentence, if what the model says of itself rules it out."""
+    """Raise ConfigError if the model's configuration or layers rule it out."""
     config = text_config(model)
     kind = config.model_type
     refuse_shards(model, kind)
@@ -156,7 +156,7 @@ def refuse_unsupported(model: Any, max_len: int) -> None:
     attention_patterns(config)
     rope: dict[str, Any] = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
     context: int = getattr(config, "max_position_embeddings", max_len)
-    for scaled in (rope, *(inside for inside in rope.values() if isinstance(inside, dict))):  # of each type of layer
+    for scaled in (rope, *(inside for inside in rope.values() if isinstance(inside, dict))):  # of each layer type
         trained: int = scaled.get("original_max_position_embeddings", context)
         if scaled.get("rope_type") in _BATCH_DEPENDENT_ROPE and max_len > trained:
             raise ConfigError(
@@ -172,14 +172,14 @@ def refuse_unsupported(model: Any, max_len: int) -> None:
 
 
 def _dynamically_quantised(model: Any) -> str:
-    """Name of a layer type of torch's dynamic quantisation; empty if there is none."""
+    """Return the name of a layer type of torch's dynamic quantisation; empty if there is none."""
     types = {type(module) for module in model.modules()}
     package = "torch.ao.nn.quantized.dynamic"
     return next((f"{package}.{t.__qualname__}" for t in types if t.__module__.startswith(package)), "")
 
 
 def why_not_exact(model: Any) -> str:
-    """Say what may explain why a model failed the trial, to be put into that sentence; or nothing."""
+    """Return possible reasons why a model failed its check, to append to the error; may be empty."""
     known = []
     if hasattr(model, "_orig_mod") or getattr(model, "_compiled_call_impl", None) is not None:
         known.append("it is compiled: give the engine the model from before torch.compile, which has the same weights")
@@ -190,19 +190,19 @@ def why_not_exact(model: Any) -> str:
 
 
 def autocast_here(device: torch.device) -> Callable[[], AbstractContextManager[Any]]:
-    """Makes the autocast that is on in this thread for ``device``, in another thread; nothing if there is none."""
+    """Return a factory that repeats this thread's autocast for ``device`` in another thread; a null context if none."""
     if not torch.is_autocast_enabled(device.type):
         return nullcontext
     return partial(torch.autocast, device.type, dtype=torch.get_autocast_dtype(device.type))
 
 
 def context_of(model: Any) -> int:
-    """Default ``max_len``: the model's own context, at most :data:`DEFAULT_MAX_LEN`."""
+    """Return the default ``max_len``: the model's context, at most :data:`DEFAULT_MAX_LEN`."""
     return min(int(getattr(text_config(model), "max_position_embeddings", DEFAULT_MAX_LEN)), DEFAULT_MAX_LEN)
 
 
 def affordable_context(model: Any) -> int:
-    """Default ``max_len`` of a model that is tried: it ends where a trial would take more than half a minute or so."""
+    """Return the default ``max_len`` of a checked model: lower if checking more would take over half a minute."""
     context = context_of(model)
     for length, name in sorted(named_lengths(model, context).items()):
         if cost_of_trial(model, length) > _MOST_COST.get(next(model.parameters()).device.type, _MOST_COST_ELSEWHERE):
@@ -218,23 +218,23 @@ def affordable_context(model: Any) -> int:
 
 
 def cost_of_trial(model: Any, length: int) -> int:
-    """Parameters times tokens of the longest sequence with which ``length`` is tried."""
+    """Return the cost of checking ``length``: parameters times tokens of the longest sequence needed."""
     size: int = sum(p.numel() for p in model.parameters())
     return size * beyond(length)
 
 
 def safe_below(length: int) -> int:
-    """Largest ``max_len`` with which a model never sees more than ``length`` columns, empty ones included."""
+    """Return the largest ``max_len`` at which the model never sees over ``length`` columns, empty ones included."""
     return length // WINDOW_STEP * WINDOW_STEP
 
 
 def beyond(length: int) -> int:
-    """Return where a mask that is wrong from ``length`` on shows plainly."""
+    """Return a length at which a mask that is wrong from ``length`` on has a clear effect."""
     return length + length // 4
 
 
 def eos_ids_of(model: Any) -> tuple[int, ...]:
-    """End-of-sequence ids from the generation configuration, else from the model's; sorted, may be empty."""
+    """Return the end-of-sequence ids of the generation configuration, or else of the model's; sorted, may be empty."""
     for config in (getattr(model, "generation_config", None), text_config(model)):
         ids = getattr(config, "eos_token_id", None)
         if ids is not None:
@@ -243,7 +243,7 @@ def eos_ids_of(model: Any) -> tuple[int, ...]:
 
 
 _looked_at: WeakSet[Any] = WeakSet()
-"""Models that were seen in training mode."""
+"""Models for which training mode was already checked for dropout."""
 
 
 def _warn_of_dropout(training: list[Any]) -> None:
@@ -260,9 +260,9 @@ def _warn_of_dropout(training: list[Any]) -> None:
 
 @contextmanager
 def generation_mode(model: Any) -> Iterator[None]:
-    """Dropout off, and an attention implementation that takes masks; everything as it was afterwards.
+    """Switch dropout off and use attention that takes masks; restores everything afterwards.
 
-    Flash and flex attention take no mask per row, so they are exchanged for ``sdpa`` (else ``eager``) meanwhile.
+    Flash and flex attention take no mask per row, so ``sdpa`` (or else ``eager``) replaces them meanwhile.
     """
     training = [module for module in model.modules() if module.training]
     if training and model not in _looked_at:
@@ -284,7 +284,7 @@ def generation_mode(model: Any) -> Iterator[None]:
 
 
 class DecodeMasks:
-    """Additive masks of one decode step, one per attention pattern, in the form the model takes."""
+    """Additive attention masks of one decode step, in the form that the model takes: one per attention pattern."""
 
     def __init__(self, patterns: tuple[AttentionPattern, ...], columns: int, device: torch.device) -> None:
         self._patterns = patterns
@@ -293,16 +293,16 @@ class DecodeMasks:
         self._never = torch.full((), -torch.inf, device=device)
 
     def use(self, dtype: torch.dtype) -> None:
-        """Masks must have the dtype of the queries: additive ones spare a conversion in every layer."""
+        """Set the dtype of the masks to that of the queries, which saves a conversion in every layer."""
         if self._zero.dtype != dtype:
             self._zero, self._never = self._zero.to(dtype), self._never.to(dtype)
 
     def at(self, positions: Tensor, window: int) -> Tensor | dict[str, Tensor]:
-        """0 where visible and -inf elsewhere, [B, 1, 1, window]; by pattern name if there are several.
+        """Return masks [B, 1, 1, window], 0 where visible, else -inf; several patterns give a dict by name.
 
         Args:
             positions: int64 [B, 1], position of each row's query.
-            window: columns attended to.
+            window: Number of columns attended to.
         """
         columns = self._columns[:window]
         masks = {

@@ -1,9 +1,9 @@
-"""The weights that the embedded engine reads: whether they changed, and, spread over ranks by FSDP2, making them whole.
+"""The weights of the embedded engine: detects writes, gathers FSDP2 shards, loads new ones.
 
-``fully_shard`` leaves every rank a piece of each parameter and puts it together again layer by layer in ``forward``,
-which every rank must enter at the same time. Ranks decode different numbers of tokens. So the parameters are put
-together once, before any rank decodes, and spread again before the trainer goes on (``gather``, ``release``); what
-decodes in between calls the model's own ``forward``, with FSDP2's casts of mixed precision and without its collectives.
+``fully_shard`` leaves every rank a shard of each parameter and gathers it layer by layer in ``forward``, which every
+rank must enter at the same time. But ranks decode different numbers of tokens. So ``gather`` gathers all parameters
+once, before any rank decodes, and ``release`` shards them again before the trainer continues. Decoding in between
+calls the model's own ``forward``, with FSDP2's casts of mixed precision and without its collectives.
 """
 
 from __future__ import annotations
@@ -22,29 +22,29 @@ from april.engines.weight_routes import TensorSpec
 from april.errors import ConfigError, EngineError
 
 SAMPLED = 4
-"""Values of each parameter by which weights are compared."""
+"""Number of values of each parameter that are compared."""
 
 
 class ModelWeights:
-    """Weights that are whole where they are."""
+    """Weights that are not sharded."""
 
     sharded = False
     ready = True
-    """The model can be called on this rank alone."""
+    """True if the model can be called on this rank alone."""
 
     def __init__(self, model: Any) -> None:
         self._model = model
         self._moving: set[int] = set()
-        """Buffers that the model writes itself, in its forward pass."""
+        """Buffers that the model writes itself in its forward pass."""
         self._tensors: list[Tensor] = _stored(model)
 
     def look_again(self) -> None:
-        """The trainer may have put other parameters in their place."""
+        """List the tensors again, as the trainer may have replaced parameters."""
         self._tensors = [tensor for tensor in _stored(self._model) if id(tensor) not in self._moving]
 
     @contextmanager
     def tried(self) -> Iterator[None]:
-        """Note which tensors are written inside the block: the model itself writes those (buffers of its own)."""
+        """Ignore tensors that are written inside the block from now on: these are the model's own buffers."""
         before = {id(tensor): _writes(tensor) for tensor in self._tensors}
         yield
         self._moving = {id(tensor) for tensor in self._tensors if before[id(tensor)] != _writes(tensor)}
@@ -55,30 +55,30 @@ class ModelWeights:
         yield from self._model.parameters()
 
     def stamp(self) -> tuple[int, int]:
-        """(writes to them in place, digest of where they are and of a few values): changes when the weights do."""
+        """Return (number of in-place writes, digest of addresses and some values): differs when the weights do."""
         tensors = self._tensors
         return sum(map(_writes, tensors)), hash((*(t.data_ptr() for t in tensors), *_few_values(tensors)))
 
     def places(self) -> list[tuple[Tensor, int]]:
-        """Return where each of them is."""
+        """Return each tensor with its address."""
         return [(tensor, tensor.data_ptr()) for tensor in self._tensors]
 
     def sample(self) -> NDArray[np.float32]:
-        """Up to ``SAMPLED`` values of each parameter, evenly spread."""
+        """Return up to ``SAMPLED`` values of each parameter, evenly spread."""
         with torch.no_grad():
             flat = [p.reshape(-1) for p in self._model.parameters() if p.numel()]
             values = torch.cat([p[:: -(-p.numel() // SAMPLED)].float() for p in flat])
         return values.cpu().numpy()
 
     def gather(self) -> None:
-        """Make them whole on this rank."""
+        """Gather the weights on this rank; nothing to do here."""
 
     def release(self) -> None:
-        """As they were before :meth:`gather`."""
+        """Undo :meth:`gather`; nothing to do here."""
 
 
 class ShardedWeights(ModelWeights):
-    """Weights that FSDP2 has spread over the ranks."""
+    """Weights that FSDP2 has sharded over the ranks."""
 
     sharded = True
 
@@ -87,24 +87,24 @@ class ShardedWeights(ModelWeights):
         self.ready = False
         self._units = _fsdp_modules(model)
         self._pieces: list[Tensor] = []
-        """The parameters that optimizers hold, and that outlive a gathering."""
+        """The sharded parameters, which optimizers hold and which outlive a gathering."""
         self._spread()
 
     def look_again(self) -> None:
-        """The pieces are looked at where they are gathered."""
+        """Do nothing: the tensors are listed when they are gathered."""
 
     def trained(self) -> Iterable[Tensor]:
-        """The pieces: while the weights are whole the model shows other tensors, which no optimizer knows."""
+        """The sharded parameters: a gathered model shows other tensors, which no optimizer holds."""
         yield from self._pieces
 
     def stamp(self) -> tuple[int, int]:
-        """Writes to the pieces or to the whole, and where the pieces are; whole weights move with every gathering."""
+        """Return (writes to sharded or gathered parameters, digest of the shards' addresses); see the base class."""
         local = [getattr(p, "_local_tensor", p) for p in self._pieces]
         writes = sum(map(_writes, [*self._pieces, *local, *self._tensors]))
         return writes, hash(tuple(p.data_ptr() for p in local))
 
     def gather(self) -> None:
-        """Put the parameters together. Collective: all ranks of the mesh, at the same time.
+        """Gather the parameters. Collective: all ranks of the mesh, at the same time.
 
         Raises:
             EngineError: another rank did not take part, or tensor parallelism keeps its part of them.
@@ -123,7 +123,7 @@ class ShardedWeights(ModelWeights):
         self.ready = True
 
     def release(self) -> None:
-        """Spread them again; no communication, so each rank can do it when it likes."""
+        """Shard them again; without communication, so each rank can do it at any time."""
         self.ready = False
         self._mark("IDLE")
         self._spread()
@@ -135,26 +135,26 @@ class ShardedWeights(ModelWeights):
         self._pieces = list(self._model.parameters())
 
     def _mark(self, state: str) -> None:
-        """In the state PRE_BACKWARD (activations are recomputed) the forward hooks only cast, and record nothing."""
+        """Set FSDP2's state; in PRE_BACKWARD (recomputing activations) the forward hooks only cast."""
         for unit in self._units:
             fsdp = unit._get_fsdp_state()
             fsdp._training_state = type(fsdp._training_state)[state]
 
 
 def weights_of(model: Any) -> ModelWeights:
-    """The weights of ``model``, which :func:`.model_support.refuse_unsupported` has let through."""
+    """Return the weights of ``model``, which :func:`.model_support.refuse_unsupported` has accepted."""
     return ShardedWeights(model) if _fsdp_modules(model) else ModelWeights(model)
 
 
 def inner_model(model: Any) -> Any:
-    """The model inside of ``DistributedDataParallel``, which has the same parameters; any other as it is."""
+    """Return the model inside ``DistributedDataParallel``, which has the same parameters; any other model as it is."""
     while type(model).__name__ == "DistributedDataParallel":
         model = model.module
     return model
 
 
 def refuse_shards(model: Any, kind: str) -> None:
-    """Raise ConfigError if the weights are spread over ranks, unless by FSDP2 in a way that was seen working."""
+    """Raise ConfigError if the weights are sharded over ranks, unless by FSDP2 in a way that was tested."""
     parameters = list(model.parameters())
     units = _fsdp_modules(model)
     how = ""
@@ -179,7 +179,7 @@ def refuse_shards(model: Any, kind: str) -> None:
 
 
 def _untried(units: list[Any], parameters: list[Any]) -> str:
-    """Return what of FSDP2's options stands against generating from its parameters; empty if nothing does."""
+    """Describe an FSDP2 option with which generating was not tested; empty if there is none."""
     states = [unit._get_fsdp_state() for unit in units if hasattr(unit, "_get_fsdp_state")]
     if len(states) < len(units) or not all("PRE_BACKWARD" in dir(type(s._training_state)) for s in states):
         return f"of torch {torch.__version__}"
@@ -197,18 +197,18 @@ def _untried(units: list[Any], parameters: list[Any]) -> str:
 
 
 def _groups_of(state: Any) -> list[Any]:
-    """The parameter groups of one FSDP2 module: torch before 2.11 has one at most."""
+    """Return the parameter groups of one FSDP2 module; before torch 2.11 there is at most one."""
     groups = getattr(state, "_fsdp_param_groups", None)
     return list(groups) if groups is not None else [g for g in (state._fsdp_param_group,) if g is not None]
 
 
 def _fsdp_modules(model: Any) -> list[Any]:
-    """The modules that ``fully_shard`` was applied to; by name, as the class has moved between versions of torch."""
+    """Return the modules that ``fully_shard`` was applied to; found by name, as torch has moved the class."""
     return [m for m in model.modules() if any(c.__name__ == "FSDPModule" for c in type(m).__mro__)]
 
 
 def _stored(model: Any) -> list[Tensor]:
-    """Parameters, and the buffers that are saved with them."""
+    """Return the parameters, and the buffers that are saved with them."""
     buffers = ((m._non_persistent_buffers_set, m._buffers.items()) for m in model.modules())
     return [
         *model.parameters(),
@@ -218,7 +218,7 @@ def _stored(model: Any) -> list[Tensor]:
 
 @torch.no_grad()
 def _few_values(tensors: list[Tensor]) -> list[bytes]:
-    """Up to ``SAMPLED`` values of each: writes through ``.data`` move neither a counter nor an address."""
+    """Read up to ``SAMPLED`` values of each tensor: writes through ``.data`` change neither counter nor address."""
     by_kind: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     for tensor in tensors:
         if tensor.numel() and tensor.layout == torch.strided and tensor.is_contiguous():
@@ -233,9 +233,9 @@ def _writes(parameter: Tensor) -> int:
 
 
 def load_weights(model: Any, path: str) -> None:
-    """Write the weights in directory ``path`` (safetensors, of ``save_pretrained``) into ``model``, in place.
+    """Load the weights in directory ``path`` (safetensors, of ``save_pretrained``) into ``model``, in place.
 
-    Raises EngineError for other names or shapes, or another directory; ``model`` is unchanged then.
+    Raises EngineError if names or shapes differ or the directory is unusable; ``model`` is then unchanged.
     """
     if not Path(path).is_dir():
         raise EngineError(f"{path} is not a directory: save the weights there with save_pretrained")
@@ -255,7 +255,7 @@ def load_weights(model: Any, path: str) -> None:
 
 
 class TakenWeights:
-    """Weights that come into a model tensor by tensor, under the names of its own state."""
+    """Copies weights into a model tensor by tensor, by the names of its state dict."""
 
     def __init__(self, model: Any) -> None:
         self._kind = type(model).__name__
@@ -267,7 +267,7 @@ class TakenWeights:
     def take(self, specs: Sequence[TensorSpec], tensors: Sequence[Tensor], last: bool) -> None:
         """Copy these tensors into the model, in place.
 
-        Raises EngineError for a name that the model does not have, another shape, or a tensor that never came.
+        Raises EngineError for an unknown name or another shape, and after the ``last`` ones if a tensor is missing.
         """
         for spec, tensor in zip(specs, tensors, strict=True):
             place = self._places.get(spec.name)

@@ -2,14 +2,14 @@
 
 Invariants:
 
-* active request i sits in slot i: a freed slot is filled by the last active request, so a step costs what the
-  active count costs;
-* a request's keys and values are all of one weight version: ``version`` may change only while nothing is active;
-* what was sampled is read from the device when a request ends, is aborted or is streamed, never per step; a decode
-  step waits for the device once, to learn which requests sampled a stop token.
+* Active request i is in slot i: the last active request moves into a freed slot, so the cost of a step depends on the
+  number of active requests only.
+* A request's keys and values all belong to one weight version: ``version`` may change only while no request is active.
+* Sampled tokens are read from the device when a request ends, is aborted or is streamed, never per step. A decode step
+  waits for the device once, to learn which requests sampled a stop token.
 
-The numbers of the active requests are rows of one int64 matrix, of which the device has a copy of the part that a
-step needs; both advance by one addition per step and are aligned again when the slots change.
+The integers of the active requests are columns of one int64 matrix, and the device has a copy of the rows that a
+step needs. Both advance by one addition per step and are synchronised again when the slots change.
 """
 
 from __future__ import annotations
@@ -36,22 +36,22 @@ from april.engines.transformers.vision import Vision
 from april.errors import AttachmentError
 
 PREFILL_SEQUENCES = 16
-"""Most sequences per prefill call: more padding than gain beyond it."""
+"""Largest number of sequences per prefill call; beyond it, padding costs more than batching gains."""
 PREFILL_TOKENS = 16_384
-"""Most tokens per prefill call, padding included, unless one sequence alone is longer."""
+"""Largest number of tokens per prefill call, padding included; only a single sequence may be longer."""
 _FIRST_COLUMNS = 128
-# Uniform numbers are made for this many steps ahead: few at first, for the slots change often in short runs.
+# Uniform numbers are made for this many steps ahead: few at first, as the slots of short runs change often.
 _NOISE_AHEAD, _NOISE_AHEAD_LATER = 8, 32
 
 # Rows of the slot matrix. The first five also live on the device and grow by one per decode step. _ROPE is the position
-# that the model is told, which behind an image may be another than that of the token.
+# given to the model, which can differ from the token's own after an image.
 _POSITION, _TOKENS, _CELL, _PLACE, _ROPE, _STORE_ROW, _SEED, _MIN_TOKENS, _MAX_TOKENS = range(9)
 _ON_DEVICE = 5
 
 
 @dataclass(slots=True)
 class _Batch:
-    """Slots ``lo .. hi`` as they stand until the slots change: views and parameters that no step has to rebuild."""
+    """Views and parameters for slots ``lo .. hi``, which stay valid until the slots change."""
 
     lo: int
     hi: int
@@ -63,7 +63,7 @@ class _Batch:
     sampling: SamplingRows
     stop_ids: Tensor | None
     banned: Tensor | None
-    """bool [B, V]"""
+    """Banned tokens, bool [B, V]."""
     longest: int
     most_tokens: int
     until_length: int
@@ -75,14 +75,14 @@ class _Batch:
 
 
 class SlotDecoder:
-    """Decodes up to ``slots`` requests at a time; further ones wait inside. Not thread-safe: one call at a time.
+    """Decodes up to ``slots`` requests at a time; further ones wait inside. Not thread-safe.
 
     Args:
-        model: a causal language model that :func:`.model_support.refuse_unsupported` lets through.
-        slots: most requests decoded at the same time.
-        max_len: most tokens of prompt plus response.
-        stats: counters to write to.
-        vision: what the model reads images with; None: it is given none.
+        model: A causal language model that :func:`.model_support.refuse_unsupported` accepts.
+        slots: Largest number of requests decoded at the same time.
+        max_len: Largest number of tokens of prompt plus response.
+        stats: Counters to update.
+        vision: Image processing of the model; None if it gets no images.
     """
 
     def __init__(self, model: Any, slots: int, max_len: int, stats: EngineStats, vision: Vision | None = None) -> None:
@@ -101,10 +101,10 @@ class SlotDecoder:
         self._queue: list[tuple[int, int, str]] = []
         self._arrivals = 0
         self._admitting: list[SlotRequest] = []
-        # Outputs of the present call: kept here, so that an error later in it does not lose what was read.
+        # Outputs of the present call, kept here so that a later error does not lose them.
         self._ended: list[SlotOutput] = []
         self._sound: dict[str, int] = {}
-        """Tokens of each active request that were there before the last tick and not handed out."""
+        """Number of tokens of each active request that preceded the last tick and were not handed out."""
         self._rows = np.zeros((9, slots), dtype=np.int64)
         self._temperature = np.zeros(slots)
         self._top_p = np.ones(slots)
@@ -120,17 +120,17 @@ class SlotDecoder:
 
     @property
     def active(self) -> int:
-        """Requests that hold a slot."""
+        """Number of requests that hold a slot."""
         return len(self._active)
 
     @property
     def waiting(self) -> int:
-        """Requests that hold nothing yet."""
+        """Number of requests that wait for a slot."""
         return len(self._waiting)
 
     @property
     def idle(self) -> bool:
-        """Nothing to do."""
+        """True if there is nothing to do."""
         return not self._active and not self._waiting
 
     def __repr__(self) -> str:
@@ -139,7 +139,7 @@ class SlotDecoder:
     # ------------------------------------------------------------------ what the engine asks
 
     def submit(self, request: SlotRequest) -> None:
-        """Queue a request; the lower its priority number and the earlier it came, the sooner it is admitted."""
+        """Queue a request; those with a lower priority number, then earlier ones, are admitted first."""
         self._waiting[request.attempt_id] = request
         heapq.heappush(self._queue, (request.priority, self._arrivals, request.attempt_id))
         self._arrivals += 1
@@ -147,7 +147,7 @@ class SlotDecoder:
 
     @torch.inference_mode()
     def abort(self, attempt_ids: list[str]) -> list[SlotOutput]:
-        """End these requests now, with what they have; unknown ids are ignored."""
+        """End these requests now, with their tokens so far; unknown ids are ignored."""
         wanted = set(attempt_ids)
         waited = [self._waiting.pop(i) for i in dict.fromkeys(attempt_ids) if i in self._waiting]
         self._ended = [self._empty_output(request, EngineFinish.ABORT) for request in waited]
@@ -157,7 +157,7 @@ class SlotDecoder:
 
     @torch.inference_mode()
     def tick(self, max_steps: int) -> list[SlotOutput]:
-        """Admit what may be admitted, then decode until a request ends or may stream, or ``max_steps`` are done."""
+        """Admit requests if possible, then decode until one ends or may stream, or for ``max_steps`` steps."""
         self._ended = []
         self._sound = {r.attempt_id: int(self._rows[_TOKENS, r.slot]) - r.taken for r in self._active}
         if self._admission_open():
@@ -170,27 +170,27 @@ class SlotDecoder:
 
     @torch.inference_mode()
     def partials(self) -> list[SlotOutput]:
-        """Hand out what active requests have that is new, where it is their ``stream_interval`` or more."""
+        """Hand out new tokens of active requests that have at least their ``stream_interval`` of them."""
         made = self._rows[_TOKENS]
         streamed = [(r, r.stream_interval) for r in self._active if r.stream_interval is not None]
         return self._read([r.slot for r, interval in streamed if made[r.slot] - r.taken >= interval], {})
 
     def _steps_until_partials(self, at_most: int) -> int:
-        """Decode steps after which a request that streams has something to hand out, ``at_most`` if none has."""
+        """Return the decode steps until a streamed request has a chunk to hand out; ``at_most`` if none is streamed."""
         return min([at_most, *(r.stream_interval for r in self._active if r.stream_interval is not None)])
 
     @torch.inference_mode()
     def fail(self) -> list[SlotOutput]:
-        """After another call raised: drop every request that took part, with the tokens of its completed steps.
+        """Drop every request that took part in a call that raised, with the tokens of its completed steps.
 
-        Outputs without a finish are of requests that were cut; those with one had ended before the error.
+        Outputs without a finish belong to requests that were cut; those with one had ended before the error.
         """
         outputs = list(self._ended)
         over = {output.request.attempt_id for output in outputs}
         cut = [r for r in self._active if r.attempt_id not in over]
         try:
             outputs += self._read([r.slot for r in cut], {})
-        except Exception:  # the device is gone, and the tokens with it
+        except Exception:  # the device has failed, and the tokens are lost
             self._stats.discarded_tokens += sum(int(self._rows[_TOKENS, r.slot]) - r.taken for r in cut)
             outputs += [self._empty_output(r, None) for r in cut]
         outputs += [self._empty_output(r, None) for r in self._admitting if r.slot < 0]
@@ -202,9 +202,9 @@ class SlotDecoder:
         return outputs
 
     def disown(self) -> list[SlotOutput]:
-        """The weights changed during the last tick: drop every request, and what that tick has sampled.
+        """Drop every request, and the tokens of the last tick, because the weights changed during it.
 
-        The outputs have no finish; those of requests that waited are empty.
+        The outputs have no finish; those of waiting requests are empty.
         """
         self._stats.failures += sum(output.refused is None for output in self._ended)
         outputs = self.fail()
@@ -229,20 +229,20 @@ class SlotDecoder:
         return cut + waited
 
     def synchronize(self) -> None:
-        """Wait until the device has done all it was told, so that another stream may write the weights."""
+        """Wait until the device has finished all its work, so that another stream may write the weights."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
     def release_memory(self) -> None:
-        """Give the memory of keys and values back; does nothing while a request is active."""
+        """Free the memory of keys and values; does nothing while a request is active."""
         if not self._active:
             self._cache.release()
 
     # ------------------------------------------------------------------ admission and prefill
 
     def _admission_open(self) -> bool:
-        # A prefill holds every decoding request up, so it waits until it is worth it: an eighth of the slots free, or
-        # room for all that wait.
+        # A prefill delays every decoding request, so it waits until it is worthwhile: an eighth of the slots free, or
+        # room for all waiting requests.
         free = self.slots - self.active
         if not self._waiting or not free:
             return False
@@ -254,7 +254,7 @@ class SlotDecoder:
             request = self._waiting.pop(heapq.heappop(self._queue)[2], None)
             if request is not None:
                 self._admitting.append(request)
-        # Samples of one group start from the same tokens and images: these go through the model once.
+        # Samples of one group start from the same tokens and images, which go through the model once.
         alike: dict[tuple[bytes, tuple[Placed, ...]], list[SlotRequest]] = {}
         for request in self._admitting:
             alike.setdefault((request.tokens.tobytes(), request.attached), []).append(request)
@@ -275,7 +275,7 @@ class SlotDecoder:
         self._end(ended)
 
     def _look_at(self, requests: list[SlotRequest]) -> bool:
-        """Read the images of requests that have the same ones; False: that cannot be, and they are over."""
+        """Process the images of requests that share them; return False if that fails, which ends the requests."""
         assert self._vision is not None
         try:
             seen = self._vision.see(requests[0].tokens, requests[0].attached)
@@ -290,18 +290,18 @@ class SlotDecoder:
         return True
 
     def _prefill(self, groups: list[list[SlotRequest]]) -> dict[int, EngineFinish]:
-        """Call the model once for ``groups`` of requests with equal tokens, right-padded; sample first tokens."""
+        """Prefill ``groups`` of requests with equal tokens in one right-padded call; sample their first tokens."""
         sequences = [group[0].tokens for group in groups]
         requests = [request for group in groups for request in group]
         length, first = max(s.size for s in sequences), self.active
-        # what pads a row stands for no image
+        # padding must not look like an image
         ids = np.full((len(sequences), length), 0 if self._vision is None else self._vision.no_image, dtype=np.int64)
         for row, sequence in zip(ids, sequences, strict=True):
             row[: sequence.size] = sequence
         lengths = np.array([s.size for s in sequences])
         of_request = np.repeat(np.arange(len(groups)), [len(group) for group in groups])
         source = None if len(requests) == len(groups) else self._upload(of_request)
-        # Logits at the distinct last positions only: over a whole batch they would outweigh everything else.
+        # Only logits at the distinct last positions: those of a whole batch would take more memory than all else.
         kept, last = np.unique(lengths - 1, return_inverse=True)
 
         positions = torch.arange(length, device=self.device).expand(len(sequences), -1)
@@ -320,7 +320,7 @@ class SlotDecoder:
         ).logits
         if self._cache.key_dtype is not None:
             self._masks.use(self._cache.key_dtype)
-        if logits.shape[1] != kept.size:  # a model that does not know ``logits_to_keep`` returns all positions
+        if logits.shape[1] != kept.size:  # a model that ignores ``logits_to_keep`` returns all positions
             last = lengths - 1
         logits = logits[self._upload(of_request), self._upload(last[of_request])]
 
@@ -344,7 +344,7 @@ class SlotDecoder:
         column = self._rows[:, slot]
         column[_POSITION], column[_TOKENS] = request.tokens.size, 0
         column[_ROPE] = request.tokens.size + (0 if request.seen is None else request.seen.offset)
-        request.seen = None  # pixels are for a prefill
+        request.seen = None  # pixels are needed for prefill only
         column[_STORE_ROW] = self._free_rows.pop()
         column[_SEED] = np.uint64(request.seed & (2**64 - 1)).astype(np.int64)
         column[_MIN_TOKENS], column[_MAX_TOKENS] = request.min_tokens, request.max_tokens
@@ -374,7 +374,7 @@ class SlotDecoder:
             self._end(self._endings(batch, stopped, rows))
 
     def _step(self, tokens: Tensor, position: Tensor, rope: Tensor, window: int) -> Tensor:
-        """Logits [B, V] of what follows ``tokens`` int64 [B, 1] at ``position`` int64 [B, 1], told to be ``rope``."""
+        """Return logits [B, V] after ``tokens`` int64 [B, 1] at ``position`` int64 [B, 1]; ``rope``: position ids."""
         logits: Tensor = self._model(
             input_ids=tokens,
             attention_mask=self._masks.at(position, window),
@@ -389,7 +389,7 @@ class SlotDecoder:
         return needs_columns or batch.most_tokens + batch.steps >= self._new_tokens.shape[1]
 
     def _align(self) -> _Batch:
-        """Make room for the next step, give cells and places their numbers, copy what the device needs."""
+        """Make room for the next step, number the cells and places, and copy the numbers to the device."""
         rows = self._rows[:, : self.active]
         longest = int(rows[_POSITION].max()) + 1
         self._cache.shrink_clean(longest)
@@ -421,17 +421,17 @@ class SlotDecoder:
         )
 
     def _sample(self, logits: Tensor, batch: _Batch) -> tuple[Tensor, NDArray[np.bool_]]:
-        """Draw and store one token per row of ``batch``; returns them and bool [B]: is it a stop token?"""
+        """Draw and store one token per row of ``batch``; return the tokens and bool [B], true for stop tokens."""
         tokens, logprobs = sample(logits, batch.sampling, self._noise(batch), self._forbidden(batch))
         self._new_tokens.view(-1).index_copy_(0, batch.place, tokens)
         self._new_logprobs.view(-1).index_copy_(0, batch.place, logprobs)
         if batch.stop_ids is None:
             return tokens, np.zeros(batch.hi - batch.lo, dtype=np.bool_)
-        # The one place per step where the host waits for the device.
+        # The only place in a step where the host waits for the device.
         return tokens, (tokens.unsqueeze(1) == batch.stop_ids).any(1).cpu().numpy()
 
     def _noise(self, batch: _Batch) -> Tensor | None:
-        """Uniform numbers [B, 1] of this step."""
+        """Return the uniform numbers [B, 1] of this step; None if all rows are greedy."""
         if batch.sampling.all_greedy:
             return None
         if batch.noise is None or batch.noise_used == batch.noise.shape[1]:
@@ -444,7 +444,7 @@ class SlotDecoder:
         return batch.noise[:, step : step + 1]
 
     def _forbidden(self, batch: _Batch) -> Tensor | None:
-        """bool [B, V]: banned tokens, and stop tokens of the rows that are below their minimum; None: nothing is."""
+        """Return bool [B, V]: banned tokens, and stop tokens of rows below their minimum length; None if nothing is."""
         if batch.stop_ids is None or batch.steps >= batch.until_minimum:
             return batch.banned
         if batch.stop_table is None:
@@ -457,7 +457,7 @@ class SlotDecoder:
 
     @staticmethod
     def _endings(batch: _Batch, stopped: NDArray[np.bool_], rows: NDArray[np.int64]) -> dict[int, EngineFinish]:
-        """Slots of ``batch`` that are finished, by the reason; a stop token as the last allowed one is a stop."""
+        """Return finished slots of ``batch`` with the reason; a stop token at the token limit counts as STOP."""
         full = rows[_TOKENS] >= rows[_MAX_TOKENS]
         return {
             batch.lo + int(i): EngineFinish.STOP if stopped[i] else EngineFinish.LENGTH
@@ -465,7 +465,7 @@ class SlotDecoder:
         }
 
     def _end(self, ended: dict[int, EngineFinish]) -> None:
-        """Read what these slots hold, free them, and fill the holes with the last active requests."""
+        """Read the tokens of these slots, free the slots, and move the last active requests into the gaps."""
         if not ended:
             return
         self._ended += self._read(sorted(ended), ended)
@@ -487,7 +487,7 @@ class SlotDecoder:
         self._batch = self._last = None
 
     def _read(self, slots: list[int], ended: dict[int, EngineFinish]) -> list[SlotOutput]:
-        """Tokens of these slots that were not handed out yet."""
+        """Return the tokens of these slots that were not handed out yet."""
         if not slots:
             return []
         counts = self._rows[_TOKENS, slots]
@@ -534,5 +534,5 @@ class SlotDecoder:
             setattr(self, name, grown)
 
     def _upload(self, array: NDArray[Any]) -> Tensor:
-        """Copy to the device of the model; the array is copied, for it may change while the device still reads it."""
+        """Copy to the device of the model; always a copy, as the array may change while the device still reads it."""
         return torch.from_numpy(np.ascontiguousarray(array)).to(self.device, copy=True)

@@ -1,12 +1,12 @@
-"""Keys and values of all active requests in slots, handed to a Hugging Face model as its cache.
+"""Keys and values of all active requests in slots, used by a Hugging Face model as its cache.
 
-One store per layer, ``[rows, columns, heads, head size]``: row i belongs to slot i, column p to position p. The
-active requests are dense in the first rows, so that a decode step reads one plain slice. Weights change only while no
-request is active (``TransformersEngine.pause`` and ``update_weights``), so nothing in it outlives them.
+There is one store per layer, ``[rows, columns, heads, head size]``: row i belongs to slot i, column p to position p.
+The active requests occupy the first rows without gaps, so a decode step reads one plain slice. Weights change only
+while no request is active (``TransformersEngine.pause`` and ``update_weights``), so no entry outlives them.
 
-Invariant: in the active rows every cell left of the *clean column* is the row's own (its keys and values, or padding
-of its own prefill) or zero. A decode step reads cells left of the clean column only. So nothing of a former occupant
-can be seen, not even a NaN, which a mask would let through (0 x NaN is NaN).
+Invariant: in the active rows every cell left of the *clean column* is zero or the row's own (its keys and values, or
+padding of its own prefill). A decode step reads only cells left of the clean column. So no data of a former occupant
+is read, not even a NaN, which a mask would let through (0 x NaN is NaN).
 """
 
 from __future__ import annotations
@@ -20,27 +20,27 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 
 WINDOW_STEP = 32
-"""Decode steps attend to a number of columns that is a multiple of this: few shapes, aligned masks."""
+"""Decode steps attend to a multiple of this number of columns: few shapes, aligned masks."""
 
 
 def window_of(columns: int) -> int:
-    """``columns`` rounded up to a whole number of window steps."""
+    """Round ``columns`` up to a multiple of the window step."""
     return -(-columns // WINDOW_STEP) * WINDOW_STEP
 
 
 class _LayerStore:
-    """Keys and values of one layer; their head counts and sizes may differ, as they do in latent attention."""
+    """Keys and values of one layer, whose head counts and sizes may differ, as in latent attention."""
 
     def __init__(self, keys: Tensor, values: Tensor) -> None:
         self.keys, self.values = keys, values
-        # One row per cell, so that a decode step writes with a single index.
+        # Views with one row per cell, so that a decode step writes with a single index.
         self.key_cells, self.value_cells = keys.flatten(0, 1), values.flatten(0, 1)
 
 
 class SlotCache(Cache):
-    """A ``transformers.Cache`` over slots. Tell it what the next model call is, then call the model.
+    """A ``transformers.Cache`` over slots; announce each model call with a ``begin_`` method before making it.
 
-    Memory is taken at the first call and grows by doubling, up to ``slots`` rows and ``max_len`` columns.
+    Memory is allocated at the first call and grows by doubling, up to ``slots`` rows and ``max_len`` columns.
     """
 
     def __init__(self, slots: int, max_len: int) -> None:
@@ -49,7 +49,7 @@ class SlotCache(Cache):
         self._stores: dict[int, _LayerStore] = {}
         self._rows = self._clean = self._seen = self._first = self._count = self._window = 0
         self.columns = 0
-        """Columns there is memory for; cell (row, column) has the number ``row * columns + column``."""
+        """Number of allocated columns; cell (row, column) has the number ``row * columns + column``."""
         self._prefilling = False
         self._source: Tensor | None = None
         self._cells: Tensor | None = None
@@ -57,18 +57,18 @@ class SlotCache(Cache):
     # ------------------------------------------------------------------ what the next model call is
 
     def begin_prefill(self, first: int, count: int, length: int, source: Tensor | None) -> None:
-        """The next model call prefills rows ``first .. first + count`` with sequences padded to ``length`` columns.
+        """Prepare a model call that prefills rows ``first .. first + count`` with sequences padded to ``length``.
 
         Args:
-            first: number of active rows before it.
-            count: rows to fill.
-            length: columns of the batch.
-            source: int64 [count], the batch element that each row gets; None means that row ``first + i`` gets i.
+            first: Number of rows that are already active.
+            count: Number of rows to fill.
+            length: Number of columns of the batch.
+            source: int64 [count], batch element for each row; None means that row ``first + i`` gets element i.
         """
         if first == 0:
             self._clean = 0
         self._reserve(first + count, length, first)
-        # Rows that were there must be clean as far as the new ones reach, and the new ones as far as the old do.
+        # Old rows must be clean up to the length of the new ones, and new rows up to that of the old ones.
         self._zero(0, first, self._clean, length)
         self._zero(first, first + count, length, self._clean)
         self._clean = max(self._clean, length)
@@ -76,11 +76,11 @@ class SlotCache(Cache):
         self._first, self._count, self._window, self._seen = first, count, length, 0
 
     def begin_decode(self, count: int, columns: int, cells: Tensor) -> int:
-        """The next model call appends one token to each of the first ``count`` rows; returns the window.
+        """Prepare a model call that appends one token to each of the first ``count`` rows; return the window.
 
         Args:
-            count: active rows.
-            columns: positions of the longest row, the new token included; at most :attr:`columns`.
+            count: Number of active rows.
+            columns: Length of the longest row, the new token included; at most :attr:`columns`.
             cells: int64 [count], number of the cell that each row writes.
         """
         window = min(window_of(columns), self.columns)
@@ -93,7 +93,7 @@ class SlotCache(Cache):
 
     @contextmanager
     def said_to_hold(self, columns: int) -> Iterator[None]:
-        """Meanwhile a model that asks is told another length; what it stores and attends to stays."""
+        """Report another length to a model that asks, inside the block; storage and attention are unaffected."""
         seen, self._seen = self._seen, columns
         try:
             yield
@@ -105,7 +105,7 @@ class SlotCache(Cache):
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Store [batch, heads, tokens, size] of one layer; returns what the layer attends to, in the same layout."""
+        """Store [batch, heads, tokens, size] of one layer; return what the layer attends to, in the same layout."""
         store = self._stores.get(layer_idx)
         if store is None:
             store = self._stores[layer_idx] = self._allocate(key_states, value_states)
@@ -122,19 +122,19 @@ class SlotCache(Cache):
         return store.keys[rows, columns].transpose(1, 2), store.values[rows, columns].transpose(1, 2)
 
     def get_seq_length(self, layer_idx: int = 0, *args: Any, **kwargs: Any) -> int:
-        """Positions stored before the next model call: of the longest row while decoding, 0 while prefilling."""
+        """Return the positions stored before the next model call: of the longest row in decoding, 0 in prefill."""
         return self._seen
 
     def get_mask_sizes(self, query_length: Any, layer_idx: int = 0) -> tuple[int, int]:
-        """(columns attended to, first column) of the next model call."""
+        """Return (columns attended to, first column) of the next model call."""
         return self._window, 0
 
     # ------------------------------------------------------------------ rows
 
-    # not ``dtype``: accelerate takes whatever has one for a tensor
+    # not named ``dtype``: accelerate takes any object with that attribute for a tensor
     @property
     def key_dtype(self) -> torch.dtype | None:
-        """The dtype of the stored keys; None before the first model call."""
+        """Dtype of the stored keys; None before the first model call."""
         return next((store.keys.dtype for store in self._stores.values()), None)
 
     @property
@@ -143,24 +143,24 @@ class SlotCache(Cache):
         return {cells.dtype for store in self._stores.values() for cells in (store.keys, store.values)}
 
     def move(self, to: Tensor, source: Tensor) -> None:
-        """Copy whole rows: ``to[i]`` becomes ``source[i]``; int64 [k] each, no row in both."""
+        """Copy whole rows ``source[i]`` to ``to[i]``; int64 [k] each, no row in both."""
         for store in self._stores.values():
             for cells in (store.keys, store.values):
                 cells[to, : self._clean] = cells[source, : self._clean]
 
     def shrink_clean(self, columns: int) -> None:
-        """No active row reaches past ``columns``: moving and cleaning may stop there."""
+        """Limit moving and cleaning to ``columns``, as no active row is longer."""
         self._clean = min(self._clean, window_of(columns))
 
     def reserve_columns(self, columns: int, active: int) -> bool:
-        """Have memory for ``columns`` columns; True if cells were renumbered."""
+        """Allocate at least ``columns`` columns; return True if cells were renumbered."""
         if columns <= self.columns:
             return False
         self._reserve(self._rows, columns, active)
         return True
 
     def release(self) -> None:
-        """Give all memory back; nothing may be active."""
+        """Free all memory; no request may be active."""
         self._stores.clear()
         self._rows = self.columns = self._clean = 0
 
@@ -169,7 +169,7 @@ class SlotCache(Cache):
     def _reserve(self, rows: int, columns: int, active: int) -> None:
         if rows <= self._rows and columns <= self.columns:
             return
-        # Doubling keeps the copies below twice the final size.
+        # Doubling keeps the copied bytes below twice the final size.
         if rows > self._rows:
             self._rows = min(self._slots, max(rows, 2 * self._rows))
         if columns > self.columns:

@@ -1,4 +1,4 @@
-"""Requests as they come, in the decoder's terms; what makes no sense is refused before anything is spent."""
+"""Requests in the decoder's form, and the checks that refuse invalid ones before any work is done."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from april.errors import AttachmentError
 
 @dataclass(slots=True, eq=False)
 class SlotRequest:
-    """An attempt. ``max_tokens`` fits the context, ``stop_ids`` has the end-of-sequence ids in it."""
+    """A request of the decoder. ``max_tokens`` fits into the context; ``stop_ids`` includes the end-of-sequence ids."""
 
     attempt_id: str
     tokens: Int32
@@ -28,15 +28,15 @@ class SlotRequest:
     seed: int
     priority: int = 0
     stream_interval: int | None = None
-    """Hand tokens out as soon as there are so many; None means at the end."""
+    """Number of tokens after which they are handed out; None means at the end."""
     banned_ids: tuple[int, ...] = ()
     attached: tuple[Placed, ...] = ()
     seen: Seen | None = None
-    """What the model gets of ``attached``, while the request is admitted."""
+    """The model's input for ``attached``; set only during admission."""
     slot: int = -1
-    """-1 while not active."""
+    """Slot of the request; -1 while it is not active."""
     taken: int = 0
-    """Generated tokens that were handed out already."""
+    """Number of generated tokens that were already handed out."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,13 +48,13 @@ class SlotOutput:
     logprobs: Float32
     finish: EngineFinish | None
     unsound: int = 0
-    """Further tokens, which were dropped: the weights changed while they were sampled."""
+    """Number of further tokens that were dropped because the weights changed while they were sampled."""
     refused: AttachmentError | None = None
-    """The reason why nothing was generated; of this request alone."""
+    """Why this request alone was refused and nothing was generated; None if it was not."""
 
 
 def wrong_request(request: Request, vocab_size: int, max_len: int, eos: tuple[int, ...]) -> str | None:
-    """Return why it cannot be served, and what to do; None means that it can."""
+    """Explain why a request is invalid and what to do; None if it is valid."""
     sampling, tokens = request.sampling, np.asarray(request.token_ids)
     outside = tokens[(tokens < 0) | (tokens >= vocab_size)] if tokens.dtype.kind in "iu" else tokens[:0]
     if tokens.ndim != 1 or tokens.size == 0 or tokens.dtype.kind not in "iu":
@@ -83,7 +83,7 @@ def wrong_request(request: Request, vocab_size: int, max_len: int, eos: tuple[in
 
 
 def wrong_images(request: Request, vision: Vision | None) -> str | None:
-    """Return why its images are none that the model can see; None means that it has none, or can."""
+    """Explain why the model cannot read the request's images; None if it can or there are none."""
     if vision is not None:
         return vision.wrong(np.asarray(request.token_ids), request.attached)
     if not request.attached:
@@ -97,7 +97,7 @@ def wrong_images(request: Request, vision: Vision | None) -> str | None:
 def slot_request(
     request: Request, max_len: int, eos: tuple[int, ...], seeds: random.Random, stream_interval: int | None
 ) -> SlotRequest:
-    """Translate a request that was found right; ``seeds`` gives it a seed if it has none."""
+    """Translate a valid request for the decoder; ``seeds`` supplies a seed if it has none."""
     sampling, tokens = request.sampling, np.asarray(request.token_ids)
     return SlotRequest(
         attempt_id=request.attempt_id,

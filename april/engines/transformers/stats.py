@@ -1,7 +1,7 @@
-"""Counters of an engine that april runs itself: what was computed, and what it was computed for.
+"""Counters of the embedded engine: how much it computed, and how much of that was used.
 
 Invariant: once every stream has ended, ``generated_tokens`` = tokens yielded + ``discarded_tokens``. The first is
-counted where tokens are sampled, the others where they leave, so a token that is lost between them shows.
+counted where tokens are sampled, the others where they leave, so a token that is lost in between is noticed.
 """
 
 from __future__ import annotations
@@ -11,30 +11,30 @@ from dataclasses import dataclass, fields
 
 @dataclass(slots=True)
 class EngineStats:
-    """Totals since the engine was made; plain numbers, cheap enough to be always on."""
+    """Totals since the engine was created; plain numbers, cheap enough to be always on."""
 
     requests: int = 0
-    """Requests accepted."""
+    """Number of requests accepted."""
     aborts: int = 0
-    """Requests that ended by an abort, or because their consumer went away."""
+    """Number of requests that were aborted, or whose consumer stopped reading."""
     failures: int = 0
-    """Requests that ended with an error."""
+    """Number of requests that ended with an error."""
     prefill_tokens: int = 0
     """Tokens run through the model by prefills, padding left out; equal sequences prefilled together count once."""
     prefill_batches: int = 0
-    """Model calls made for prefills."""
+    """Number of model calls for prefills."""
     decode_steps: int = 0
-    """Model calls that gave every active request one token."""
+    """Number of model calls that gave every active request one token."""
     busy_slot_steps: int = 0
-    """Active requests, summed over decode steps."""
+    """Number of active requests, summed over decode steps."""
     slot_steps: int = 0
-    """Slots, summed over decode steps: what ``busy_slot_steps`` would be if every slot were always busy."""
+    """Number of slots, summed over decode steps: the value of ``busy_slot_steps`` if all slots were always busy."""
     generated_tokens: int = 0
-    """Tokens sampled, first tokens from prefills included."""
+    """Number of tokens sampled, first tokens from prefills included."""
     discarded_tokens: int = 0
-    """Tokens sampled that no consumer was there to take."""
+    """Number of sampled tokens that no consumer took."""
     trace: list[tuple[int, int]] | None = None
-    """(decode step, active requests) of each step; None means not recorded: set it to ``[]`` to record."""
+    """(decode step, active requests) of each step; None means not recorded, ``[]`` starts recording."""
 
     def count_decode_step(self, busy: int, slots: int) -> None:
         """Count one decode step with ``busy`` of ``slots`` slots active."""
@@ -46,10 +46,10 @@ class EngineStats:
 
     @property
     def occupancy(self) -> float:
-        """Share of slot-steps that were busy, in [0, 1]; 0 before the first decode step."""
+        """Fraction of slot-steps that were busy, in [0, 1]; 0 before the first decode step."""
         return self.busy_slot_steps / self.slot_steps if self.slot_steps else 0.0
 
     def counters(self) -> dict[str, float]:
-        """All totals as one flat mapping, occupancy included, the trace left out."""
+        """Return all totals as one flat mapping, with the occupancy and without the trace."""
         totals = {f.name: float(getattr(self, f.name)) for f in fields(self) if f.name != "trace"}
         return totals | {"occupancy": self.occupancy}

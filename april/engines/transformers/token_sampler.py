@@ -1,10 +1,10 @@
-"""Draw one token per row of logits, each row with its own temperature, nucleus, minimum length and seed.
+"""Draws one token per row of logits, with separate temperature, nucleus, minimum length and seed for each row.
 
-Invariant: what a row draws depends on its logits, its own parameters and its (seed, position) only, never on the
-other rows of the batch or on the row's place in it. The randomness is one uniform number per (seed, position), made
-by an integer hash and turned into a token by inverting the row's cumulative distribution.
+Invariant: the token of a row depends only on its logits, its parameters and its (seed, position), never on the other
+rows of the batch or on the row's place in it. The randomness is one uniform number per (seed, position), made by an
+integer hash and turned into a token by inverting the row's cumulative distribution.
 
-Log-probabilities are log_softmax(logits / T) in float32, before the nucleus and before forbidden tokens are taken out
+Log-probabilities are log_softmax(logits / T) in float32, before the nucleus and forbidden tokens are applied
 (``LogprobKind.TEMPERATURE``); a greedy row reports log_softmax(logits).
 """
 
@@ -32,12 +32,12 @@ def _mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 
 def uniforms(seeds: NDArray[np.uint64], positions: NDArray[np.int64], count: int) -> NDArray[np.float64]:
-    """Uniform numbers in (0, 1), float64 [B, count]: column j belongs to position ``positions + j`` of each row.
+    """Return uniform numbers in (0, 1), float64 [B, count]: column j belongs to ``positions + j`` of each row.
 
     Args:
         seeds: uint64 [B], one stream per seed.
         positions: int64 [B], index of the first token within its attempt.
-        count: how many consecutive positions.
+        count: Number of consecutive positions.
     """
     steps = (positions[:, None] + np.arange(1, count + 1)).astype(np.uint64)
     # The seed is mixed first, so that seeds 0, 1, 2 ... do not give shifted copies of one stream.
@@ -47,21 +47,21 @@ def uniforms(seeds: NDArray[np.uint64], positions: NDArray[np.int64], count: int
 
 @dataclass(slots=True)
 class SamplingRows:
-    """Sampling parameters of the rows of one batch, on the device of the logits; None where no row needs it."""
+    """Sampling parameters of the rows of one batch, on the device of the logits; None where no row needs them."""
 
     temperature: Tensor | None
-    """float32 [B, 1], 1 for greedy rows."""
+    """Temperatures, float32 [B, 1]; 1 for greedy rows."""
     greedy: Tensor | None
-    """bool [B]."""
+    """True for greedy rows, bool [B]."""
     all_greedy: bool
     nucleus_rows: Tensor | None
-    """int64 [k]: rows with top_p < 1."""
+    """Indices of the rows with top_p < 1, int64 [k]."""
     nucleus_mass: Tensor | None
-    """float64 [k, 1]: their top_p."""
+    """The top_p of these rows, float64 [k, 1]."""
 
     @classmethod
     def of(cls, temperature: NDArray[np.float64], top_p: NDArray[np.float64], device: torch.device) -> SamplingRows:
-        """Make them of the per-row parameters [B]; temperature 0 means greedy."""
+        """Create them from the parameters of each row [B]; temperature 0 means greedy."""
         greedy = temperature == 0.0
         scale = np.where(greedy, 1.0, temperature)
         nucleus = np.flatnonzero((top_p < 1.0) & ~greedy)
@@ -78,7 +78,7 @@ class SamplingRows:
 
 
 def nucleus(probabilities: Tensor, mass: Tensor) -> Tensor:
-    """Zero all but the fewest most likely tokens that hold ``mass`` of the probability.
+    """Keep the smallest set of most likely tokens with total probability ``mass``; set all others to zero.
 
     Args:
         probabilities: float [k, V], rows sum to 1.
@@ -97,7 +97,7 @@ def sample(
 
     Args:
         logits: [B, V], any float dtype.
-        rows: parameters of the B rows.
+        rows: Parameters of the B rows.
         uniform: float64 [B, 1] in (0, 1), see :func:`uniforms`; may be None if every row is greedy.
         forbidden: bool [B, V], tokens that must not be drawn (end of sequence before ``min_tokens``), or None.
 
@@ -114,13 +114,13 @@ def sample(
         tokens = allowed.argmax(-1)
     else:
         assert uniform is not None
-        # With tokens forbidden the rest is normalised again: it may hold next to nothing before that.
+        # With forbidden tokens, normalise the rest again: its total may be close to zero.
         probabilities = allowed.exp() if forbidden is None else allowed.softmax(-1)
         if rows.nucleus_rows is not None and rows.nucleus_mass is not None:
             kept = nucleus(probabilities.index_select(0, rows.nucleus_rows), rows.nucleus_mass)
             probabilities = probabilities.index_copy(0, rows.nucleus_rows, kept)
         cumulative = probabilities.cumsum(-1, dtype=torch.float64)
-        # The first entry above u x total: an entry that adds nothing is never the first. The clamp is for NaN only.
+        # Index of the first entry above u x total, which never has probability zero. The clamp is for NaN only.
         tokens = torch.searchsorted(cumulative, uniform * cumulative[:, -1:], right=True)
         tokens = tokens.clamp_(max=logits.shape[-1] - 1).squeeze(1)
         if rows.greedy is not None:

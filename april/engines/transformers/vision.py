@@ -1,10 +1,10 @@
-"""Images for models that see: what their processor makes of an image, and where the model is told that its parts are.
+"""Images for vision models: the processor's pixels, and the positions at which the model reads them.
 
 Invariants:
 
-* an image is known by the digest of its bytes, and is what the model reads at its own tokens: as many as its features,
-  and no token beside them stands for one;
-* nothing that weights have made is kept: pixels are, within a bound, and the vision tower sees them in every prefill.
+* An image is identified by the digest of its bytes. The model reads it at the image's own tokens, one for each of its
+  features; no other token stands for a part of an image.
+* Nothing computed from weights is cached. Pixels are cached up to a limit; the vision tower runs in every prefill.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ from april.errors import AttachmentError, ConfigError
 
 IMAGE = "image"
 PIXELS_KEPT = 1 << 28
-"""Bytes of pixels, as the processor makes them, that are kept for the next request with the same image."""
+"""Largest number of bytes of processed pixels that are cached for later requests with the same image."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Family:
-    """The arguments by which models of a family are given images."""
+    """How models of one family are given images."""
 
     joined: Mapping[str, int]
-    """The dimension along which those of several images are put together."""
+    """Names of the model's arguments, with the dimension along which several images are concatenated."""
     grid: bool = False
-    """Tokens of an image have positions in two dimensions."""
+    """True if image tokens have two-dimensional positions."""
     types: bool = False
-    """The model asks which tokens are of images: they see each other."""
+    """True if the model must be told which tokens belong to images, as these attend to each other."""
 
 
 _GRID = _Family({"pixel_values": 0, "image_grid_thw": 0}, grid=True)
@@ -49,51 +49,51 @@ FAMILIES: Mapping[str, _Family] = {
     "qwen3_vl_moe": _GRID,
     "gemma3": _Family({"pixel_values": 0}, types=True),
 }
-"""By the type of the model's configuration."""
+"""Supported families, indexed by the model type of the configuration."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Pixels:
-    """What the processor makes of one image."""
+    """The processor's output for one image."""
 
     tensors: Mapping[str, Tensor]
     count: int
-    """Tokens that the model reads it as."""
+    """Number of tokens as which the model reads the image."""
     size: int
-    """Bytes."""
+    """Size in bytes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """The images of one conversation, ready for the model."""
+    """The processed images of one conversation."""
 
     pixels: Sequence[_Pixels]
     positions: Tensor | None
-    """int64 [3, T] for models with a grid."""
+    """Positions int64 [3, T], for models with a grid; None for others."""
     offset: int
-    """Added to the position of every token behind the conversation."""
+    """Number that is added to the position of every token after the conversation."""
 
 
 class Vision:
-    """Reads the images of requests for one model.
+    """Processes the images of requests for one model.
 
     Args:
-        model: a model of one of the :data:`FAMILIES`.
-        processor: the processor of transformers that belongs to it.
+        model: A model of one of the :data:`FAMILIES`.
+        processor: The model's transformers processor.
     """
 
     def __init__(self, model: Any, processor: Any) -> None:
         self._family = FAMILIES[model.config.model_type]
         self.processor = processor
         self.image_id = int(model.config.image_token_id)
-        """The id of tokens that are parts of images."""
+        """Id of the tokens that stand for parts of images."""
         self.no_image = 0 if self.image_id else 1
-        """An id that is none."""
+        """Some other token id, used for padding."""
         self._grid_of = next((m for m in model.modules() if hasattr(m, "get_rope_index")), None)
         self._kept: OrderedDict[str, _Pixels] = OrderedDict()
 
     def wrong(self, tokens: NDArray[Any], attached: Sequence[Placed]) -> str | None:
-        """Return why these cannot be the tokens of a conversation with these images; None: they can."""
+        """Explain why these tokens and images do not match; None if they do."""
         end = 0
         is_image = tokens == self.image_id
         for placed in attached:
@@ -116,7 +116,7 @@ class Vision:
         return None
 
     def see(self, tokens: NDArray[np.int32], attached: Sequence[Placed]) -> Seen:
-        """Make a conversation's images ready; AttachmentError for one that is broken, or of other tokens than these."""
+        """Process a conversation's images; AttachmentError if one is broken or does not match its tokens."""
         pixels = []
         for placed in attached:
             of_one = self._pixels_of(placed.attachment)
@@ -137,12 +137,12 @@ class Vision:
         return Seen(pixels, positions[:, 0], int(offsets[0, 0]))
 
     def arguments(self, seen: Sequence[Seen], ids: Tensor, positions: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        """Positions, and arguments of the model, for a batch of conversations.
+        """Return positions and further model arguments for a batch of conversations.
 
         Args:
-            seen: of each of them.
+            seen: Processed images of each conversation.
             ids: int64 [B, T], padded on the right with :attr:`no_image`.
-            positions: int64 [B, T], those without images.
+            positions: int64 [B, T], positions without regard to images.
         """
         parts = {name: [p.tensors[name] for s in seen for p in s.pixels] for name in self._family.joined}
         made = {name: torch.cat(parts[name], dim).to(ids.device) for name, dim in self._family.joined.items()}
@@ -190,9 +190,9 @@ def _name(attachment: Attachment) -> str:
 
 
 def vision_of(model: Any, processor: Any) -> Vision | None:
-    """What ``model`` reads images with; None: no processor is given, or the model sees none.
+    """Return the image processing of ``model``; None if no processor is given or the model reads no images.
 
-    Raises ConfigError for a model that sees, and of which this engine does not know how it is given images.
+    Raises ConfigError for a vision model of a family that this engine does not support.
     """
     if processor is None or not hasattr(model.config, "vision_config"):
         return None

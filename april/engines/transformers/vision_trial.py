@@ -1,4 +1,4 @@
-"""Prompts of a model's trial: tokens, and for a model that sees, images, with what its processor makes of them."""
+"""Prompts for checking a model: tokens, and for a vision model also images with the processor's output."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ from april.engines.transformers.vision import IMAGE, Vision
 from april.errors import ConfigError
 
 _SIZES = ((64, 96), (100, 60), (48, 48))
-"""Heights and widths: most processors make different numbers of tokens of them."""
+"""Heights and widths for which most processors make different numbers of tokens."""
 _PER_TOKEN = ("mm_token_type_ids", "token_type_ids")
-"""What a processor gives that has a value for each token; 0 for those that are generated."""
+"""Outputs of a processor with one value per token; generated tokens get 0."""
 
 
 @dataclass(frozen=True)
 class TrialPrompt:
-    """A prompt, and what a full forward pass is given besides."""
+    """A prompt, and the additional inputs of a full forward pass."""
 
     tokens: Int32
     attached: tuple[Placed, ...] = ()
     given: Mapping[str, Tensor] = field(default_factory=dict)
-    """Made by the processor."""
+    """Output of the processor for the prompt."""
     banned: tuple[int, ...] = ()
 
     def images(self, length: int) -> dict[str, Tensor]:
-        """What the model is given beside a sequence of so many tokens."""
+        """Return the model's additional inputs for a sequence of ``length`` tokens."""
         more = length - self.tokens.size
         return {
             name: torch.nn.functional.pad(tensor, (0, more)) if name in _PER_TOKEN else tensor
@@ -42,9 +42,9 @@ class TrialPrompt:
 
 
 def prompts_with_images(model: Any, vision: Vision, longest: int) -> list[TrialPrompt]:
-    """One with an image, one with two of other sizes, and one with the tokens of the first and another image.
+    """Make three prompts: one image, two images of other sizes, and the first one's tokens with another image.
 
-    Raises ConfigError if ``longest`` has no room for them.
+    Raises ConfigError if they are longer than ``longest``.
     """
     first, *others = _pictures()
     prompts = [_prompt(vision, images) for images in ([first], others, [_picture(*_SIZES[0], seed=9)])]
@@ -77,7 +77,7 @@ def _prompt(vision: Vision, images: Sequence[bytes]) -> TrialPrompt:
 
 
 def _placed(tokens: Int32, image_id: int, images: Sequence[bytes]) -> tuple[Placed, ...] | None:
-    """Images where runs of their tokens are; between two there are others. None: there are more or fewer runs."""
+    """Match the images to the runs of image tokens, which other tokens separate; None if the counts differ."""
     ours = np.concatenate([[False], tokens == image_id, [False]])
     edges = np.flatnonzero(ours[1:] != ours[:-1]).reshape(-1, 2).tolist()
     if len(edges) != len(images):

@@ -1,1 +1,1 @@
-"""vLLM: servers, an object in this process, an actor."""
+"""Engines for vLLM: as a server, as an object in this process, or in a Ray actor."""

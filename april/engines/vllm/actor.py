@@ -1,7 +1,7 @@
-"""april's engine protocol before an actor (of Ray) that owns a vLLM: one half on each side of the wire.
+"""Connects april to a vLLM engine that a (Ray) actor owns, with one class on each side of the actor boundary.
 
-:class:`ActorSide` lives in the actor and holds :class:`~april.engines.vllm.in_process.VllmInProcessEngine`;
-:class:`ActorEngine` lives with the scheduler. Between them go plain values only. Weights are the trainer's affair.
+:class:`ActorSide` runs in the actor and wraps :class:`~april.engines.vllm.in_process.VllmInProcessEngine`;
+:class:`ActorEngine` runs beside the scheduler. Only plain values pass between them. The trainer updates the weights.
 """
 
 from __future__ import annotations
@@ -29,29 +29,29 @@ from april.server_text import clean
 
 HEALTH_DEADLINE_S = 10.0
 ACTOR_CALLS = 100_000
-"""Calls that an actor may work on at once; below the requests in flight, an abort would wait for their end."""
+"""Concurrency limit for an actor; must exceed the requests in flight, or aborts wait behind them."""
 
 Result = tuple[str, Any]
-"""("ok", value), or ("refused", "busy" or "error", message): errors of Ray hide what they wrap."""
+"""("ok", value), or ("refused", "busy" or "error", message), because Ray's errors hide what they wrap."""
 
 
 class ActorSide:
-    """The part of april in the engine's actor, which owns ``llm``; all methods run on the actor's event loop."""
+    """Serves april's calls inside the actor that owns ``llm``. All methods run on the actor's event loop."""
 
     def __init__(self, llm: Any) -> None:
         self._engine = VllmInProcessEngine(llm, loop=asyncio.get_running_loop())
         self._life = secrets.token_hex(8)
 
     def capabilities(self) -> dict[str, Any]:
-        """As plain values, for :func:`capabilities_of`."""
+        """Return the capabilities as plain values, for :func:`capabilities_of`."""
         return asdict(self._engine.capabilities)
 
     def require_idle(self) -> None:
-        """Raises EngineError while requests of april's run: the trainer must not write weights then."""
+        """Raise EngineError while april's requests are running, when the trainer must not write weights."""
         self._engine.require_idle()
 
     async def generate(self, ask: dict[str, Any]) -> Result:
-        """Run one request, whole: tokens, log-probabilities, finish, what it stopped at, and the version."""
+        """Run one request to its end; returns tokens, log-probabilities, finish reason, stop match and version."""
         request = request_of(ask)
         try:
             chunks = [chunk async for chunk in self._engine.generate(request)]
@@ -67,11 +67,11 @@ class ActorSide:
         return "ok", (tokens, logprobs, str(end.finish), end.stopped_at, list(end.version))
 
     async def abort(self, attempt_ids: Sequence[str]) -> None:
-        """Ask for their end."""
+        """Abort these attempts."""
         await self._engine.abort(attempt_ids)
 
     async def update_weights(self, version: Sequence[int], life: str | None = None) -> Result:
-        """The weights that the trainer has put here are ``version``; ``life``: into which actor, if that is known."""
+        """Record that the trainer has put ``version`` into the actor process ``life`` (None if that is unknown)."""
         if life not in (None, self._life):
             return "error", "its actor was started anew while weights were handed over; hand them over again"
         try:
@@ -81,19 +81,19 @@ class ActorSide:
         return "ok", None
 
     async def health(self) -> tuple[bool, str, list[int], str]:
-        """Return whether vLLM's engine lives, what is wrong, the version of its weights, and which actor this is."""
+        """Return whether vLLM is alive, what is wrong, its policy version, and the id of this actor process."""
         health = await self._engine.health()
         return health.ok, health.detail, list(self._engine._version), self._life
 
 
 def request_of(plain: dict[str, Any]) -> Request:
-    """Read a request that was sent as plain values."""
+    """Convert plain values back to a request."""
     attached = tuple(Placed(**{**one, "attachment": Attachment(**one["attachment"])}) for one in plain["attached"])
     return Request(**{**plain, "sampling": SamplingParams(**plain["sampling"]), "attached": attached})
 
 
 async def _with_content(request: Request) -> Request:
-    """Return the request with the bytes of what is attached in memory: the actor may run where the files are not."""
+    """Load the bytes of all attachments into the request; the actor may run on a machine without their files."""
     if not any(placed.attachment.data is None for placed in request.attached):
         return request
 
@@ -105,7 +105,7 @@ async def _with_content(request: Request) -> Request:
 
 
 def capabilities_of(plain: dict[str, Any]) -> Capabilities:
-    """Read :meth:`ActorSide.capabilities`; what the wire takes away is left out."""
+    """Convert :meth:`ActorSide.capabilities` back, without the abilities that do not work through an actor."""
     known = {field.name for field in fields(Capabilities)}
     values = {name: value for name, value in plain.items() if name in known}
     values |= {"logprob_kind": LogprobKind(values["logprob_kind"]), "abort_means": AbortMeans(values["abort_means"])}
@@ -115,23 +115,23 @@ def capabilities_of(plain: dict[str, Any]) -> Capabilities:
 
 
 class ActorEngine(ServerEngine):
-    """An :class:`april.engines.protocol.Engine` before one engine actor.
+    """Engine that forwards requests to one engine actor; implements :class:`april.engines.protocol.Engine`.
 
     Args:
-        actor: a handle with the methods of :class:`ActorSide`, each called ``april_<name>``;
-            ``actor.april_x.remote(...)`` can be awaited.
-        name: short unique label.
-        capabilities: as the actor told them.
+        actor: Handle with the methods of :class:`ActorSide`, each named ``april_<name>``; ``actor.april_x.remote(...)``
+            must be awaitable.
+        name: Short unique label.
+        capabilities: Capabilities that the actor reported.
     """
 
     def __init__(self, actor: Any, name: str, capabilities: Capabilities) -> None:
         super().__init__(name, capabilities)
         self._actor = actor
         self._life: str | None = None
-        """The life of the actor that was paused for an update; None if it was not asked, or did not say."""
+        """Id of the actor process that was paused for an update; None if it was not asked or did not answer."""
 
     async def generate(self, request: Request) -> AsyncGenerator[Chunk, None]:
-        """Run one request, in one chunk; raises RequestRefused, EngineBusy and EngineError as the protocol says."""
+        """Run one request and yield one chunk. Raises RequestRefused, EngineBusy and EngineError like any engine."""
         async with self._admission.request(request.attempt_id) as admitted:
             version = self._version
             if not admitted:
@@ -144,7 +144,7 @@ class ActorEngine(ServerEngine):
                 tokens, logprobs, finish, stopped_at, under = await self._ask("april_generate", ask)
                 ended = True
             finally:
-                if not ended:  # given up here: nobody would ever read it
+                if not ended:  # cancelled here: nobody would read the result
                     with suppress(Exception):
                         self._actor.april_abort.remote([request.attempt_id])
             if tuple(under) != tuple(version):
@@ -155,28 +155,28 @@ class ActorEngine(ServerEngine):
             yield replace(chunk_of(tokens, logprobs, version, EngineFinish(finish)), stopped_at=stopped_at)
 
     async def abort(self, attempt_ids: Sequence[str] | None = None) -> None:
-        """vLLM ends them with what they have."""
+        """Abort these attempts (None means all); vLLM ends them with the tokens they have."""
         ids = self._to_abort(attempt_ids)
         if ids:
             await self._call("april_abort", ids)
 
     async def pause(self) -> None:
-        """Pause as :class:`ServerEngine` does, and remember the actor, for the trainer may write weights into it."""
+        """Pause like :class:`ServerEngine`, and remember the actor, as the trainer may write weights into it."""
         await super().pause()
         self._life = None
-        with suppress(EngineError, TimeoutError):  # if it does not answer, the update will say so
+        with suppress(EngineError, TimeoutError):  # if it does not answer, the update will report that
             async with asyncio.timeout(HEALTH_DEADLINE_S):
                 self._life = (await self._call("april_health"))[3]
 
     async def resume(self) -> None:
-        """Let requests in again."""
+        """Admit requests again."""
         self._life = None
         await super().resume()
 
     async def update_weights(self, version: PolicyVersion, path: str | None = None) -> None:
-        """Record that the trainer has put the weights ``version`` there, while paused.
+        """Record that the trainer has put the weights ``version`` into the actor, during a pause.
 
-        Raises EngineError for a path, while requests run, or where vLLM could not forget the keys of old weights.
+        Raises EngineError if ``path`` is given, requests are running, or vLLM could not drop the keys of old weights.
         """
         if path is not None:
             raise EngineError(f"engine {self.name}: the trainer puts the weights into its engines itself")
@@ -185,7 +185,7 @@ class ActorEngine(ServerEngine):
         self._labels.present = version
 
     async def health(self) -> Health:
-        """Return whether the actor answers and its vLLM lives."""
+        """Return whether the actor answers and its vLLM is alive."""
         try:
             async with asyncio.timeout(HEALTH_DEADLINE_S):
                 ok, detail, version, _ = await self._call("april_health")
@@ -200,13 +200,13 @@ class ActorEngine(ServerEngine):
         )
 
     async def close(self) -> None:
-        """End all requests; the actor is the trainer's to end."""
+        """Abort all requests. The trainer shuts down the actor."""
         if self._admission.inside:
             with suppress(EngineError):
                 await self.abort()
 
     async def _ask(self, method: str, *arguments: Any) -> Any:
-        """The value of a :data:`Result`; raises what it says went wrong."""
+        """Call the actor and return the value of its :data:`Result`, or raise the error in it."""
         outcome, value = await self._call(method, *arguments)
         if outcome == "refused":
             raise RequestRefused(value)
@@ -217,7 +217,7 @@ class ActorEngine(ServerEngine):
         return value
 
     async def _call(self, method: str, *arguments: Any) -> Any:
-        """Call the actor once; what goes wrong comes out as EngineError."""
+        """Call the actor once; any failure is raised as EngineError."""
         try:
             return await getattr(self._actor, method).remote(*arguments)
         except asyncio.CancelledError:

@@ -1,4 +1,4 @@
-"""The calls by which a vLLM server loads and unloads adapters (LoRA) while it generates."""
+"""Calls that load and unload adapters (LoRA) on a running vLLM server."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ log = logging.getLogger("april")
 
 LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
 LOAD_S = 300.0
-"""Longest wait for a server to read an adapter."""
+"""Seconds for a server to load an adapter."""
 UNLOAD_S = 10.0
 NEEDED = (
     "start the server with VLLM_ALLOW_RUNTIME_LORA_UPDATING=True, --enable-lora and a --max-lora-rank of at least the "
@@ -23,7 +23,7 @@ NEEDED = (
 
 
 async def load_adapter(client: HttpClient, adapter: Loaded) -> None:
-    """Have the server read it; raises EngineError unless it says so and lists it. Nothing else changes there."""
+    """Load an adapter; nothing else changes there. Raises EngineError unless the server confirms and lists it."""
     body = {"lora_name": adapter.name, "lora_path": adapter.path}
     reply = await client.call("POST", LOAD, body, timeout_s=LOAD_S)
     text = f"{client.url} could not load the adapter in {adapter.path}"
@@ -38,10 +38,10 @@ async def load_adapter(client: HttpClient, adapter: Loaded) -> None:
 
 
 async def unload_adapter(client: HttpClient, adapter: Loaded) -> bool:
-    """Have the server forget it; False, with a warning, if it may be there still."""
+    """Unload an adapter; if it may still be there, log a warning and return False."""
     try:
         reply = await client.call("POST", UNLOAD, {"lora_name": adapter.name}, timeout_s=UNLOAD_S, retry=True)
-        if reply.ok or reply.status == 404:  # gone, or never loaded
+        if reply.ok or reply.status == 404:  # unloaded, or never loaded
             return True
         why = f"it answered {reply.status}, {error_text(reply.body)}"
     except EngineError as error:

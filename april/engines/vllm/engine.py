@@ -1,7 +1,7 @@
-"""vLLM servers as engines: one HTTP call per attempt, ended by its id or by a pause, weights loaded from disk.
+"""Engine for vLLM servers: one HTTP call per attempt, aborted by id or by a pause; weights are loaded from disk.
 
-Invariant: no call for an attempt is closed in order to end it, because the server would drop its tokens; and no token
-is handed over under a label that the server does not confirm where it can.
+Invariant: no call is closed in order to abort an attempt, because the server would drop its tokens. No token is handed
+over under a label that the server could confirm and did not.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from april.config.engines import THIS_MACHINE, VllmEngineConfig
-from april.core.versions import FIRST_VERSION, PolicyVersion
+from april.core.versions import PolicyVersion
 from april.engines.http.http_client import HttpClient, control, nothing, says, text_under, words_of
+from april.engines.http.own_adapters import Loaded
 from april.engines.http.response_reader import ResponseReader
 from april.engines.http.response_stream import ResponseStream
 from april.engines.http.sent_attachments import SentAttachments, Urls
@@ -24,6 +25,7 @@ from april.engines.http.server_process import (
     PAUSE_CHECK_S,
     UNSAID,
     read_metrics,
+    require_left_paused,
     while_paused,
 )
 from april.engines.http.weight_directories import is_adapter
@@ -41,21 +43,19 @@ from april.errors import EngineError
 from april.server_text import quoted
 
 LOAD_WEIGHTS_S = 3600.0
-"""Longest wait for a server to read its weights."""
-FORGET_S = 5.0
-"""Longest wait at the end for a server to forget adapters."""
+"""Seconds for a server to load weights."""
 RESET_TRIES = 20
 RESET_WAIT_S = 0.1
-"""The cache cannot be emptied for a moment after the last request has gone."""
+"""Seconds between tries, because the cache cannot be emptied right after the last request has ended."""
 WEIGHT_FILES = ("*.safetensors", "*.bin", "*.pt")
 
 
 class VllmEngine(TransferEngine):
-    """A vLLM server, made by :func:`connect_vllm`; implements :class:`april.engines.protocol.Engine`.
+    """Engine for one vLLM server, made by :func:`connect_vllm`; implements :class:`april.engines.protocol.Engine`.
 
-    With ``stream`` tokens are handed over as they come, always; otherwise only where a request asks for it, or brings
-    the bytes of an image that others of its prompt wait for. The server keeps images by their digests, over weight
-    updates too, so that each is sent once, and again when the server says that it has it no more.
+    With ``stream``, all requests are streamed; otherwise only those that ask for it, or that carry the bytes of an
+    image which other requests of the prompt wait for. The server keeps images by digest, also across weight updates, so
+    each image is sent once, and again if the server reports it missing.
     """
 
     def __init__(self, client: HttpClient, facts: VllmFacts, *, stream: bool = False) -> None:
@@ -64,14 +64,14 @@ class VllmEngine(TransferEngine):
         self.attachments = sent
         self.facts, self._stream = facts, stream
         self._keeps: OnWeightUpdate | None = None
-        """The server is paused, or may be, with its requests; what becomes of them. None: it is not."""
+        """Choice for running requests while the server is (or may be) paused with them; otherwise None."""
         self._paused_as: str | None = None
-        """Label of the process that was paused for an update; None: it was not asked, or did not say."""
+        """Label of the process that was paused for an update; None if it was not asked or did not answer."""
 
     # ---------------------------------------------------------------- requests
 
     def generate(self, request: Request) -> ResponseStream:
-        """Make one call; raises RequestRefused for what the server must not be asked."""
+        """Start one call. Raises RequestRefused for a request that the server must not get."""
         return ResponseStream(self._endpoint, request, streamed=self._stream or request.stream)
 
     def _prepare(self, request: Request, streamed: bool, urls: Urls) -> tuple[ResponseReader, bytes]:
@@ -85,23 +85,23 @@ class VllmEngine(TransferEngine):
         body = request_body(
             facts.route, model, request, stream=streamed, priority=facts.priorities,
             seeds=capabilities.honours_seeds, spans=spans,
-            # the label says the version and is this engine's own: nobody else's blocks have it
-            salt=self._labels.of(self._version) if request.in_flight is OnWeightUpdate.KEEP else "", urls=urls,
+            # only this run uses this salt, so the request finds only keys made under these weights
+            salt=self._labels.salt(self._version), urls=urls,
         )  # fmt: skip
         return reader, body
 
     # ---------------------------------------------------------------- aborts
 
     async def abort(self, attempt_ids: Sequence[str] | None = None) -> None:
-        """Abort by id, all in one call: the reply is no receipt, only the end of each request is.
+        """Abort by id, all in one call. The reply confirms nothing; only the end of each response does.
 
-        Behind several API processes, where a call reaches only one: by pausing the server and resuming it.
+        With several API processes, where a call reaches only one of them, pause the server and resume it instead.
         """
         ids = self._to_abort(attempt_ids)
         if not ids:
             return
         if self._capabilities.abort_means is AbortMeans.PAUSE:
-            self._endpoint.abort(ids)  # the server's pause ends others along with them
+            self._endpoint.abort(ids)  # the pause also ends other requests, so mark these as aborted
             async with self._paused_server("abort"):
                 return
         route = self.facts.abort_route
@@ -111,8 +111,8 @@ class VllmEngine(TransferEngine):
     # ---------------------------------------------------------------- weights
 
     async def pause(self) -> None:
-        """Pause as :class:`CompletionsEngine` does, and remember the label of the process."""
-        if self._keeps is not None:  # from a pause that failed: the server may be paused, or have emptied nothing
+        """Pause like :class:`CompletionsEngine`, and remember the label of the process."""
+        if self._keeps is not None:  # from a pause that failed: the server may be paused with its cache not emptied
             self._admission.close()
             await control(self._client, "/resume", says("status", "resumed"))
             self._keeps = None
@@ -120,12 +120,12 @@ class VllmEngine(TransferEngine):
         await self._remember()
 
     async def pause_in_flight(self, in_flight: OnWeightUpdate) -> None:
-        """Pause the server with its requests; with RECOMPUTE it forgets all keys and values at that."""
+        """Pause the server together with its requests. With RECOMPUTE it also drops all cached keys and values."""
         self._admission.close()
         self._keeps = in_flight
         clear = "true" if in_flight is OnWeightUpdate.RECOMPUTE else "false"
         if in_flight is OnWeightUpdate.RECOMPUTE:
-            self.attachments.forget()  # the server does, and would refuse names
+            self.attachments.forget()  # the server drops them too, and would refuse their digests
         await control(
             self._client, "/pause", says("status", "paused"), params={"mode": "keep", "clear_cache": clear}
         )
@@ -133,87 +133,58 @@ class VllmEngine(TransferEngine):
         await self._remember()
 
     def require_idle(self) -> None:
-        """As :meth:`ServerEngine.require_idle`, unless the server itself is paused with its requests."""
+        """Raise EngineError while requests are running, unless the server itself is paused with them."""
         if self._keeps is None:
             super().require_idle()
 
     async def resume(self) -> None:
-        """Let requests in again, and those go on that were kept."""
+        """Admit requests again, and resume the server if it was paused with its requests."""
         if self._keeps is not None:
-            self._endpoint.goes_on(self._version)  # before any of their tokens can come
+            self._endpoint.goes_on(self._version)  # before any of their new tokens can arrive
             await control(self._client, "/resume", says("status", "resumed"))
             self._keeps = None
         await super().resume()
 
     async def _remember(self) -> None:
-        """Remember the label of the process that is paused."""
+        """Remember the label of the paused process."""
         self._paused_as = None
-        with suppress(EngineError, TimeoutError):  # if it does not answer, the update will say so
+        with suppress(EngineError, TimeoutError):  # if it does not answer, the update will report that
             async with asyncio.timeout(PAUSE_CHECK_S):
                 self._paused_as = await mark_process(self, self._labels, self.facts.label)
 
-    async def update_weights(self, version: PolicyVersion, path: str | None = None) -> None:
-        """Load, empty the cache, name the weights, and look whether the name is there.
-
-        An adapter is loaded under a new name, beside what requests run under, and nothing is emptied: the name is part
-        of what the cache goes by.
-
-        Raises:
-            EngineError: requests run, or the server cannot load from a directory, has failed, does not say that it has
-                done what it was asked, or was started anew; between two versions it gets no requests before an update
-                succeeds.
-            WeightsGone: it had weights of others at the connection, and has lost them.
-        """
-        try:
-            await self._update_weights(version, path)
-        finally:
-            await self.let_others_go_on()
-
-    async def _update_weights(self, version: PolicyVersion, path: str | None) -> None:
-        if path is not None:
-            self._require_loadable(path)
-            if is_adapter(path):
-                await self._take_adapter(version, path)
-                return
+    async def _load_whole(self, version: PolicyVersion, path: str | None) -> None:
+        """Load the weights, empty the cache, set the label, and check that the server shows it."""
         self.require_idle()
         await self._require_model()
         if path is None:
             await require_first_weights(self, self._labels, self.facts.label, version)
         else:
-            await self._process.pause()  # the one that loads, were it another than before
-        # without developer routes the trainer has loaded the weights and emptied the cache; nothing here can do it
+            await self._process.pause()  # remember the process that loads them, in case it is a new one
+        # without developer routes, the trainer has loaded the weights and emptied the cache
         if self.facts.developer_routes:
             async with self._stands_still or self._frozen():
                 mark = await self._load(path, version) if path is not None else await self._handed_over(version)
                 if self._keeps is None:
                     await self._empty_cache()
-                else:  # it is empty, or salts keep old keys and new ones apart
+                else:  # it was emptied at the pause, or salts keep old and new keys apart
                     await self._empty_encoder_cache()
                 await self._label_as(version, mark)
-        # a server that was started anew and has these weights now is the present one
+        # from now on this process counts as the one with the present weights
         await self._process.take(version)
-        self._adapters.take(None, version)
-        self._labels.present, self._not_whole = version, ""
-        await self._unload_idle()
 
-    async def _take_adapter(self, version: PolicyVersion, path: str) -> None:
-        """Load it; if anything fails, requests go on under what they have."""
+    async def _load_adapter(self, adapter: Loaded, version: PolicyVersion) -> None:
+        """Load an adapter. The cache is not emptied, because the adapter's name is part of its keys."""
         await require_base(self, self._labels, self.facts.label, self._adapters.base)
         await self._process.pause()
-        adapter = self._adapters.fresh(version, path)
         await load_adapter(self._client, adapter)
         if await self.label() not in (None, self._labels.of(self._adapters.base)):
-            raise EngineError(f"{self._client.url} was started anew while it loaded {path}; update its weights again")
+            raise EngineError(
+                f"{self._client.url} was started anew while it loaded {adapter.path}; update its weights again"
+            )
         await self._process.take(version)
-        self._adapters.take(adapter, version)
-        self._labels.present = version
-        await self._unload_idle()
 
-    async def _unload_idle(self) -> None:
-        """Unload adapters of no version that anybody uses; what fails now is tried again at the next update."""
-        for adapter in self._adapters.idle(self._admission.inside):
-            if await unload_adapter(self._client, adapter):
-                self._adapters.gone(adapter)
+    async def _unload(self, adapter: Loaded) -> bool:
+        return await unload_adapter(self._client, adapter)
 
     def _torn_by_a_restart(self, version: PolicyVersion) -> str:
         self._not_whole = (
@@ -223,7 +194,7 @@ class VllmEngine(TransferEngine):
         return self._not_whole
 
     def _require_loadable(self, path: str) -> None:
-        """vLLM dies of a directory without weights; one that cannot be seen from here may be there for the server."""
+        """Raise EngineError for a directory without weights, as vLLM would crash, unless only the server can see it."""
         super()._require_loadable(path)
         if is_adapter(path):
             return
@@ -237,7 +208,7 @@ class VllmEngine(TransferEngine):
             )
 
     async def _load(self, path: str, version: PolicyVersion) -> str | None:
-        """New weights; returns the label of the process that has loaded them."""
+        """Load weights from ``path``; returns the label of the process that loaded them."""
         mark = await mark_process(self, self._labels, self.facts.label, version)
         await self.forget_transfers()
         body = {"method": "reload_weights", "kwargs": {"weights_path": path}}
@@ -253,7 +224,7 @@ class VllmEngine(TransferEngine):
         return mark
 
     async def _handed_over(self, version: PolicyVersion) -> str | None:
-        """The trainer has put the weights into the process that was paused; returns its label."""
+        """Check that the trainer put the weights into the process that was paused, and return its label."""
         self._not_whole = f"engine {self.name} is between two versions until an update to {version} has succeeded"
         shown = await self.label()
         if not self._admission.is_open and shown is not None and is_another_process(
@@ -263,7 +234,7 @@ class VllmEngine(TransferEngine):
         return shown
 
     async def _empty_cache(self) -> None:
-        """Keys and values of old weights must not serve new ones, nor what they have made of images."""
+        """Empty the prefix cache and the encoder cache, which hold values computed with old weights."""
         route, done, said = "/reset_prefix_cache", says("success", True), b""
         for _ in range(RESET_TRIES):
             reply = await self._client.call("POST", route, params={"reset_running_requests": "true"}, retry=True)
@@ -278,14 +249,14 @@ class VllmEngine(TransferEngine):
         )
 
     async def _empty_encoder_cache(self) -> None:
-        """A load empties the worker's and not the scheduler's: the next request with a known image would kill both."""
+        """Empty the scheduler's encoder cache: a load empties only the worker's, and a known image would crash both."""
         route = "/reset_encoder_cache"
         reply = await self._client.call("POST", route, retry=True)
-        if reply.status != 404:  # servers from before there were encoders
+        if reply.status != 404:  # servers from before the encoder cache
             self._client.require_ok(reply, route)
 
     async def _label_as(self, version: PolicyVersion, mark: str | None) -> None:
-        """Name the weights of the process with this label, and of no other."""
+        """Label the weights, if the process still has the label ``mark``."""
         if mark is None:
             return
         if await self.label() != mark:
@@ -293,7 +264,7 @@ class VllmEngine(TransferEngine):
         await self.set_label(self._labels.of(version))
 
     async def set_label(self, label: str) -> None:
-        """Name the present weights; raises EngineError when the server does not show the name afterwards."""
+        """Set the label of the present weights. Raises EngineError if the server does not show it afterwards."""
         if self.facts.label is None:
             return
         await control(self._client, "/update_weight_version", says("success", True), body={"new_version": label})
@@ -302,7 +273,7 @@ class VllmEngine(TransferEngine):
             raise EngineError(f"{self._client.url} says its weights are {quoted(now)} after april called them {label}")
 
     async def label(self) -> str | None:
-        """Return the label of the present weights; None means that the server has no labels."""
+        """Return the label of the present weights; None if the server has no labels."""
         if self.facts.label is None:
             return None
         info = await self._client.json("GET", "/weight_info", retry=True)
@@ -310,9 +281,9 @@ class VllmEngine(TransferEngine):
 
     @asynccontextmanager
     async def _frozen(self) -> AsyncIterator[None]:
-        """Requests of other clients stand still meanwhile.
+        """Pause the server for requests of other clients, if it has any.
 
-        Only while there are any: a server that is left paused, should april die here, serves nobody.
+        Otherwise it is not paused, because a server left paused by an april that died would serve nobody.
         """
         if self._keeps is not None:
             yield
@@ -336,7 +307,7 @@ class VllmEngine(TransferEngine):
     # ---------------------------------------------------------------- the rest
 
     async def health(self) -> Health:
-        """``/health``, the label of the weights (or the start of the process), and the load of ``/metrics``."""
+        """Check ``/health``, the label of the weights (or the process's start time), and the load from ``/metrics``."""
         try:
             if wrong := await self._refuses_probe("/health"):
                 return Health(ok=False, detail=wrong)
@@ -346,7 +317,8 @@ class VllmEngine(TransferEngine):
         except EngineError as error:
             return Health(ok=False, detail=str(error))
         same, metrics = await self._process.check()
-        current = same is not False and label in (None, self._labels.of(self._adapters.base)) and not lost
+        named = label is None or self._labels.is_of(label, self._adapters.base)
+        current = same is not False and named and not lost
         known = same is not None or label is not None
         load = metrics.load
         counters = {} if load is None else {"running": float(load.running), "waiting": float(load.waiting)}
@@ -362,11 +334,11 @@ class VllmEngine(TransferEngine):
         return Health(ok=ok, detail=detail, counters=counters, current=current and whole, load=load)
 
     async def _has_weights(self) -> bool | None:
-        """Return whether the server has the present weights; None means that it does not say."""
+        """Return whether the server has the present weights; None if it does not say."""
         if self.facts.label is None:
             return await super()._has_weights()
         try:
-            return await self.label() == self._labels.of(self._adapters.base)
+            return self._labels.is_of(await self.label(), self._adapters.base)
         except EngineError:
             return None
 
@@ -378,31 +350,32 @@ class VllmEngine(TransferEngine):
         return reply.ok and says("is_paused", True)(words_of(reply)) and not self._pauses.now
 
     async def close(self) -> None:
-        """Calls in flight break, and the server forgets april's adapters."""
-        with suppress(TimeoutError):
-            async with asyncio.timeout(FORGET_S):
-                for adapter in self._adapters.all():
-                    await unload_adapter(self._client, adapter)
+        """Unload april's adapters and close the connections; calls in progress fail."""
+        await self._unload_all()
         await self._client.close()
 
 
 def _reloaded(said: object) -> bool:
-    """Return how a server says that its workers have reloaded their weights: each of them returned nothing."""
+    """Return whether all workers confirm that they reloaded their weights, by returning nothing."""
     results = said.get("results") if isinstance(said, dict) else None
     return isinstance(results, list) and bool(results) and all(result is None for result in results)
 
 
 async def connect_vllm(config: VllmEngineConfig) -> list[VllmEngine | OpenAIEngine]:
-    """Make one engine per server; one without any abort is driven like an OpenAI server."""
+    """Make one engine per server. A server without any way to abort is treated like an OpenAI server."""
 
     async def connect(client: HttpClient) -> Engine:
         facts = await probe_vllm(client, config)
         if facts.paused:
-            raise EngineError(f"{client.url} is paused; resume it (POST /resume) and start again")
+            load = (await read_metrics(client)).load
+            require_left_paused(client.url, facts.label, load, "resume it (POST /resume)")
+            await control(client, "/resume", says("status", "resumed"))
+            facts = await probe_vllm(client, config)
         if facts.capabilities.abort_means is AbortMeans.CLOSE:
             return _closing_streams(client, facts)
         engine = VllmEngine(client, facts, stream=config.max_token_loss is not None)
-        await engine.set_label(engine._labels.of(FIRST_VERSION))
+        if name := engine.begins_with([facts.label], present=config.first_weights == "present"):
+            await engine.set_label(name)
         return engine
 
     return [e for e in await connect_all(config, connect) if isinstance(e, (VllmEngine, OpenAIEngine))]
@@ -413,5 +386,8 @@ def _closing_streams(client: HttpClient, facts: VllmFacts) -> OpenAIEngine:
     common["capabilities"] = replace(
         facts.capabilities, updates_from_disk=False, version_spans=False, verifies_weights=False, extras=()
     )
-    common["label"] = None  # april neither sets nor asks it there
-    return OpenAIEngine(client, OpenAIFacts(token_shape=TokenShape.RETURN_TOKEN_IDS, keeps_eos=None, **common))
+    common["label"] = None  # april neither sets nor reads labels there
+    found = OpenAIFacts(
+        token_shape=TokenShape.RETURN_TOKEN_IDS, keeps_eos=None, takes_seeds=facts.capabilities.honours_seeds, **common
+    )
+    return OpenAIEngine(client, found)

@@ -1,6 +1,6 @@
-"""april's back-end for weight transfers inside a vLLM worker; imported there only, by its name.
+"""Receives weights inside a vLLM worker over gloo; vLLM imports this module there, by its name.
 
-A bucket comes in one buffer and goes through ``load_weights``, as a checkpoint does.
+A bucket arrives in one buffer and is loaded with ``load_weights``, like a checkpoint.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from april.engines.weight_routes import TensorSpec
 
 @dataclass
 class MeetingInfo(WeightTransferInitInfo):  # type: ignore[misc]
-    """Where the group meets; the worker's own rank is ``rank_offset`` and its number in the server."""
+    """Address and size of the process group. A worker's rank is ``rank_offset`` plus its index in the server."""
 
     master_address: str
     master_port: int
@@ -32,20 +32,20 @@ class MeetingInfo(WeightTransferInitInfo):  # type: ignore[misc]
 
 @dataclass
 class BucketInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
-    """The tensors of one bucket."""
+    """Names, dtypes and shapes of the tensors in one bucket."""
 
     names: list[str]
     dtype_names: list[str]
     shapes: list[list[int]]
 
     def specs(self) -> list[TensorSpec]:
-        """One for each tensor."""
+        """Return one spec per tensor."""
         every = zip(self.names, self.dtype_names, self.shapes, strict=True)
         return [TensorSpec(name, dtype, tuple(shape)) for name, dtype, shape in every]
 
 
 class GlooWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
-    """Takes weights from april's sender over a gloo group of its own."""
+    """vLLM weight transfer engine that receives weights from april's sender over its own gloo group."""
 
     init_info_cls = MeetingInfo
     update_info_cls = BucketInfo
@@ -55,7 +55,7 @@ class GlooWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
         self._receiver: GlooReceiver | None = None
 
     def init_transfer_engine(self, init_info: MeetingInfo) -> None:
-        """Meet the sender; the group before is let go."""
+        """Join the sender's group, after leaving the previous one."""
         self.shutdown()
         parallel = self.parallel_config
         number = parallel.data_parallel_index * parallel.world_size + parallel.rank
@@ -65,30 +65,30 @@ class GlooWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
         )  # fmt: skip
 
     def start_weight_update(self) -> None:
-        """Have the layers wait for weights of a checkpoint."""
+        """Prepare the layers to receive the weights of a checkpoint."""
         from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
 
         initialize_layerwise_reload(self.model)
 
     def receive_weights(self, update_info: BucketInfo) -> None:
-        """Take one bucket and load it."""
+        """Receive one bucket and load it."""
         if self._receiver is None:
             raise RuntimeError("init_weight_transfer_engine has not been called, or the group was let go")
         try:
             tensors = self._receiver.receive(update_info.specs())
         except BaseException:
-            self.shutdown()  # what a group does after an error, nobody knows
+            self.shutdown()  # the state of a group after an error is undefined
             raise
         self.model.load_weights((name, tensor.to(self.device)) for name, tensor in tensors)
 
     def finish_weight_update(self) -> None:
-        """Process the layers that still wait."""
+        """Process the layers that are still waiting."""
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
         finalize_layerwise_reload(self.model, self.model_config)
 
     def shutdown(self) -> None:
-        """Let the group go."""
+        """Leave the group."""
         if self._receiver is not None:
             self._receiver.close()
             self._receiver = None

@@ -1,7 +1,7 @@
-"""Engine over a vLLM ``AsyncLLM`` object in this process, for trainers that own one (in a Ray actor, say).
+"""Engine for a vLLM ``AsyncLLM`` object in this process, for trainers that own one (in a Ray actor, for example).
 
-Give it to the scheduler: ``RolloutScheduler(..., engines=[VllmInProcessEngine(async_llm)])``. vLLM is imported when the
-first request is made, never at the import of april.
+Pass it to the scheduler: ``RolloutScheduler(..., engines=[VllmInProcessEngine(async_llm)])``. vLLM is imported with the
+first request, never when april is imported.
 """
 
 from __future__ import annotations
@@ -24,20 +24,21 @@ from april.engine_limits import Limit, LimitCode, raw_logprobs, tied_embeddings
 from april.engines.http.loop_relay import LoopRelay, result_from
 from april.engines.http.response_reader import OTHER_PROCESSOR
 from april.engines.http.token_rows import Routing, WrongRows, experts_of_array
-from april.engines.http.weight_labels import foreign_weights
+from april.engines.http.weight_labels import first_weights, foreign_weights
 from april.engines.http.wire import chunk_of, empty_chunk, failure_of
 from april.engines.openai.wire import NEVER
-from april.engines.protocol import ROUTED_EXPERTS, Capabilities, Chunk, EngineFinish, Health, Request
+from april.engines.protocol import ROUTED_EXPERTS, Capabilities, Chunk, EngineFinish, FirstWeights, Health, Request
+from april.engines.vllm.kv_connectors import require_salts_kept_apart
 from april.engines.vllm.plugin import BACKENDS
 from april.engines.vllm.transfer import Transfers
 from april.errors import AttachmentError, ConfigError, EngineBusy, EngineError, WireError
-from april.server_text import clean
+from april.server_text import clean, quoted
 
 T = TypeVar("T")
 
 EXPERTS_SETTING = "enable_return_routed_experts"
 ABORT_AGAIN_S = 0.05
-"""A request that is just being handed to vLLM misses an abort; so pause asks again until the last has ended."""
+"""Seconds between aborts during a pause, because an abort misses a request that is just being handed to vLLM."""
 _UPDATES_END_ALL = Limit(
     LimitCode.UPDATES_END_ALL,
     "A weight update ends all requests of this vLLM object, those of others too; april continues its own",
@@ -56,37 +57,37 @@ _ADAPTER = Limit(
 )
 _KINDS = {"raw_logprobs": LogprobKind.RAW, "processed_logprobs": LogprobKind.PROCESSED}
 _REFUSED = "VLLMClientError"
-"""Name of vLLM's own class of errors that blame the request; older ones raise ValueError."""
+"""Name of vLLM's error class for bad requests; older versions raise ValueError."""
 _BETWEEN = "its last weight update failed, and its weights are those of no version; update them again"
 _FINISHES = {finish.value: finish for finish in EngineFinish}
 
 
 class VllmInProcessEngine(Transfers):
-    """A ``vllm.AsyncLLM`` (v1). april uses it and does not shut it down.
+    """Engine for one ``vllm.AsyncLLM`` (v1). april does not shut it down.
 
-    An AsyncLLM belongs to the event loop that it was made on, or first used on. Three cases:
+    An AsyncLLM belongs to the event loop on which it was made or first used. There are three cases:
 
-    * It was made on a running loop: calls go there, from april's loop; that loop must not be blocked meanwhile (use the
-      asynchronous scheduler on it, or give the AsyncLLM a loop on a thread of its own).
-    * It was made outside of any loop and never used: it becomes part of april's loop, and ends with its scheduler.
+    * It was made on a running loop: april's loop sends calls to that loop, which must not be blocked meanwhile (use the
+      asynchronous scheduler on it, or give the AsyncLLM a loop on its own thread).
+    * It was made outside any loop and never used: it is used on april's loop, and ends with the scheduler.
     * ``loop`` is given: calls go there.
 
-    Weights can be sent to its workers (``weight_update(weights=...)``) where it was made with
+    Weights can be sent to its workers (``weight_update(weights=...)``) if it was made with
     ``weight_transfer_config={"backend": "april_gloo"}`` or ``"nccl"``.
 
     Args:
-        async_llm: the object.
-        name: short unique label.
-        loop: the event loop of ``async_llm``, where it does not show by itself.
-        stream: take tokens as they are made, which costs time and bounds what is lost when vLLM dies; otherwise only
-            requests are streamed that april may end by what it reads.
-        eos_token_ids: ids that end every response; None: vLLM's.
-        lora_request: vLLM's ``LoRARequest`` of the adapter that is trained, sent with every request; False: the model
-            itself is trained, though the AsyncLLM was made with ``enable_lora``.
+        async_llm: The AsyncLLM object.
+        name: Short unique label.
+        loop: Event loop of ``async_llm``, if april cannot find it out.
+        stream: Whether to read tokens as they are made, which costs time and limits the loss if vLLM dies; otherwise
+            only requests that april may end by their content are streamed.
+        eos_token_ids: Ids that end every response; None means vLLM's own.
+        lora_request: vLLM's ``LoRARequest`` of the trained adapter, sent with every request. False means that the model
+            itself is trained, although the AsyncLLM was made with ``enable_lora``.
 
     Raises:
-        ConfigError: the object is no AsyncLLM, gives logits in place of log-probabilities, or was made with
-            ``enable_lora`` and nobody says whether an adapter is trained.
+        ConfigError: The object is not an AsyncLLM, returns logits instead of log-probabilities, or was made with
+            ``enable_lora`` while ``lora_request`` is None.
     """
 
     _abort_again_s = ABORT_AGAIN_S
@@ -106,7 +107,7 @@ class VllmInProcessEngine(Transfers):
         self._closed = False
 
     async def generate(self, request: Request) -> AsyncGenerator[Chunk, None]:
-        """Run one request; raises RequestRefused, EngineBusy (paused by others, or a full queue) and EngineError."""
+        """Run one request. Raises RequestRefused, EngineError, and EngineBusy if vLLM is full or others paused it."""
         async with self._admission.request(request.attempt_id) as admitted:
             version = self._version
             if not admitted:
@@ -114,7 +115,7 @@ class VllmInProcessEngine(Transfers):
                 return
             self._check(request)
             deltas = self._stream or request.stream
-            prompt = await _prompt_of(request)
+            prompt = await _prompt_of(request, salt=self._labels.salt(version))
             relay = LoopRelay(self._llm_loop(), lambda: self._outputs(request, prompt, deltas))
             finish, made = None, 0
             try:
@@ -128,7 +129,7 @@ class VllmInProcessEngine(Transfers):
                 raise
             except Exception as error:
                 failure = self._failure(error)
-                # vLLM 0.33 refuses what reaches it while it is paused; older ones hold it until it is aborted
+                # vLLM 0.33 refuses requests that arrive while it is paused; older versions hold them until an abort
                 if self._admission.is_open or not isinstance(failure, EngineBusy):
                     raise failure from error
                 finish = EngineFinish.ABORT
@@ -139,7 +140,7 @@ class VllmInProcessEngine(Transfers):
                 raise EngineError(f"engine {self._name}: the output ended without a finish reason")
 
     def _failure(self, error: Exception) -> EngineError:
-        """Return what an exception of vLLM means: newer ones carry the status with which its server would answer."""
+        """Convert an exception of vLLM; newer versions give the status with which vLLM's server would answer."""
         refused = isinstance(error, ValueError) or any(kind.__name__ == _REFUSED for kind in type(error).__mro__)
         status = getattr(error, "status_code", getattr(error, "http_status", None))
         if not isinstance(status, int):
@@ -148,7 +149,7 @@ class VllmInProcessEngine(Transfers):
         return failure_of(status, f"engine {self._name}{text}")
 
     def _outputs(self, request: Request, prompt: dict[str, Any], deltas: bool) -> AsyncGenerator[Any, None]:
-        # here, and not above: april does without vLLM
+        # imported here, because april must work without vLLM
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
@@ -189,7 +190,7 @@ class VllmInProcessEngine(Transfers):
         return replace(chunk_of(tokens, logprobs, version, finish), stopped_at=stopped_at)
 
     def _rows(self, request: Request, completion: Any, finish: EngineFinish, made: int) -> Extras:
-        """The rows that were asked for; vLLM gives all from the conversation's first token on."""
+        """Return the requested rows; vLLM returns all rows from the first token of the conversation."""
         given = getattr(completion, ROUTED_EXPERTS, None)
         if given is None and finish is EngineFinish.ABORT:
             return NO_EXTRAS
@@ -203,7 +204,7 @@ class VllmInProcessEngine(Transfers):
         return wanted
 
     def _require_expanded(self, request: Request, said: Sequence[int] | None) -> None:
-        """vLLM has expanded the prompt as it was expanded here, or it reads its images as something else."""
+        """Raise WireError unless vLLM has expanded the prompt to the same ids as april."""
         if said is not None and (
             len(said) != len(request.token_ids) or not np.array_equal(np.asarray(said), request.token_ids)
         ):
@@ -218,55 +219,48 @@ class VllmInProcessEngine(Transfers):
         return None if reason is None else _FINISHES[reason]
 
     def _check_labels(self, request: Request, spans: Sequence[Any] | None) -> None:
-        """Check what vLLM says of the weights: one version only, and the one that april gave."""
+        """Check the labels of the response: all must be of one version, with the label that april gave."""
         labels = [span.version for span in spans or ()]
+        if not self._labelled and labels and first_weights(labels[0], present=False) is FirstWeights.OTHERS:
+            raise EngineError(
+                f"engine {self._name} has weights that another run of april gave it (it calls them "
+                f"{quoted(labels[0])}); call weight_update before the first batch"
+            )
         expected = self._labels.of(self._version) if self._labelled else labels[0] if labels else ""
         for label in labels:
             if label != expected:
                 raise foreign_weights(request.attempt_id, expected, label, too_late=True)
 
     async def abort(self, attempt_ids: Sequence[str] | None = None) -> None:
-        """vLLM ends them with what they have; an id that it does not know yet is to be asked for again."""
+        """Abort these attempts (None means all); repeat this for ids that vLLM does not know yet."""
         ids = self._to_abort(attempt_ids)
         if ids:
             await self._there(lambda: self._llm.abort(ids))
 
     async def pause(self) -> None:
-        """Let nobody in, end all requests (those of others at this object, too), and wait until they have ended."""
+        """Stop admitting requests, abort all, including those of other users of this object, and wait for the end."""
         self._admission.close()
         await self._there(lambda: self._llm.pause_generation(mode="abort", clear_cache=False))
         await super().pause()
 
     async def resume(self) -> None:
-        """Let vLLM and requests go on."""
+        """Resume vLLM, and admit requests again."""
         await self._there(self._llm.resume_generation)
         await super().resume()
 
-    async def update_weights(self, version: PolicyVersion, path: str | None = None) -> None:
-        """Load ``path`` if given, forget keys and values of the old weights, and label the new ones ``version``.
-
-        Raises EngineError while requests run, for a directory that vLLM would load wrongly, or if it fails; then the
-        engine gets no requests before an update succeeds.
-        """
-        try:
-            await self._update_weights(version, path)
-        finally:
-            await self.let_others_go_on()
-
-    async def _update_weights(self, version: PolicyVersion, path: str | None) -> None:
+    async def _load_whole(self, version: PolicyVersion, path: str | None) -> None:
+        """Load ``path`` if given, drop cached keys and values of the old weights, and label the new ones."""
         self.require_idle()
-        if path is not None:
-            self._require_loadable(path)
         self._not_whole = f"engine {self._name}: {_BETWEEN}"
         if path is not None:
             await self.forget_transfers()
             results = await self._there(
                 lambda: self._llm.collective_rpc("reload_weights", kwargs={"weights_path": path})
             )
-            if not results or any(result is not None for result in results):  # each of its workers returns nothing
+            if not results or any(result is not None for result in results):  # each worker must return nothing
                 raise EngineError(f"engine {self._name} could not load {path}: its workers returned {clean(results)}")
         if self._capabilities.attachments and hasattr(self._llm, "reset_encoder_cache"):
-            # the worker forgets what it has made of images at a load, or not at all, and the scheduler never does
+            # a load may empty the worker's encoder cache, but never the scheduler's
             await self._there(self._llm.reset_encoder_cache)
         if await self._there(self._llm.reset_prefix_cache) is not True:
             raise EngineError(
@@ -282,26 +276,25 @@ class VllmInProcessEngine(Transfers):
                     what = f"says its weights are {clean(shown, 64)} after april called them {label}"
                     raise EngineError(f"engine {self._name} {what}")
             self._labelled = True
-        self._labels.present, self._not_whole = version, ""
 
     sender_address = "127.0.0.1"
 
     async def ranks(self) -> int:
-        """Count of its workers, over all data-parallel copies."""
+        """Return the number of workers, over all data-parallel copies."""
         parallel = self._llm.vllm_config.parallel_config
         return int(parallel.world_size) * int(parallel.data_parallel_size)
 
     def _frozen(self) -> AbstractAsyncContextManager[None]:
-        return nullcontext()  # a pause has ended the requests of all others
+        return nullcontext()  # the pause has already ended all other requests
 
     async def _transfer(self, call: str, arguments: dict[str, Any] | None = None) -> None:
         method = call.removeprefix("/")
         results = await self._there(lambda: self._llm.collective_rpc(method, None, kwargs=arguments or {}))
-        if not results or any(result is not None for result in results):  # each of its workers returns nothing
+        if not results or any(result is not None for result in results):  # each worker must return nothing
             raise EngineError(f"engine {self._name} failed {method}: its workers returned {clean(results)}")
 
     async def health(self) -> Health:
-        """Return whether vLLM's engine lives."""
+        """Return whether vLLM's engine is alive."""
         try:
             await self._there(self._llm.check_health)
         except Exception as error:
@@ -311,7 +304,7 @@ class VllmInProcessEngine(Transfers):
         return Health(ok=True, counters={"open_requests": float(len(self._admission.inside))})
 
     async def close(self) -> None:
-        """End all requests; the AsyncLLM is its owner's to shut down."""
+        """Abort all requests. The owner shuts down the AsyncLLM."""
         if self._closed:
             return
         self._closed = True
@@ -319,7 +312,7 @@ class VllmInProcessEngine(Transfers):
             await self.abort()
 
     def _llm_loop(self) -> asyncio.AbstractEventLoop:
-        """The loop of the AsyncLLM: the given one, the one it has begun on, or else this one."""
+        """Return the event loop of the AsyncLLM: the given one, the one it runs on, or else the present one."""
         loop = self._loop
         if loop is None:
             handler = getattr(self._llm, "output_handler", None)
@@ -337,7 +330,7 @@ class VllmInProcessEngine(Transfers):
         return loop
 
     async def _there(self, call: Callable[[], Coroutine[Any, Any, T]]) -> T:
-        """A call of the AsyncLLM on its own loop; errors come out as EngineError."""
+        """Run a call of the AsyncLLM on its own loop; any error is raised as EngineError."""
         loop = self._llm_loop()
         try:
             return await result_from(loop, call())
@@ -365,6 +358,7 @@ def _capabilities(llm: Any, stream: bool, eos_token_ids: Sequence[int] | None, l
             f"vLLM was made with logprobs_mode={mode!r}, which gives no log-probabilities; use processed_logprobs, or "
             "raw_logprobs for temperature 1"
         )
+    require_salts_kept_apart("the AsyncLLM", config, ())
     if lora_request is None and getattr(config, "lora_config", None) is not None:
         raise ConfigError(
             "vLLM was made with enable_lora, and a request without an adapter is answered by the model itself; give "
@@ -401,14 +395,14 @@ def _capabilities(llm: Any, stream: bool, eos_token_ids: Sequence[int] | None, l
 
 
 def _gives_experts(llm: Any) -> bool:
-    """Return whether it was made to give the experts of tokens; where that stands has changed with 0.33."""
+    """Return whether the AsyncLLM returns the experts of tokens; vLLM 0.33 has moved this setting."""
     config = llm.vllm_config
     parts = (config.model_config, getattr(config, "aux_output_config", None))
     return any(getattr(part, EXPERTS_SETTING, False) is True for part in parts)
 
 
 def _routing(llm: Any) -> Routing | None:
-    """The shape of those, as its configuration has it; None: it does not say."""
+    """Return the shape of routed experts from the model configuration; None if it does not have it."""
     model = llm.vllm_config.model_config
     try:
         experts = int(model.get_num_experts())
@@ -417,9 +411,13 @@ def _routing(llm: Any) -> Routing | None:
         return None
 
 
-async def _prompt_of(request: Request) -> dict[str, Any]:
-    """A prompt as vLLM takes it: not expanded, its images with the names by which it keeps what it makes of them."""
-    prompt: dict[str, Any] = {"prompt_token_ids": collapsed(request.token_ids, request.attached).tolist()}
+async def _prompt_of(request: Request, salt: str) -> dict[str, Any]:
+    """Make the prompt in vLLM's form: not expanded, with each image's digest as its cache name.
+
+    Prompts share cached keys only if they have the same ``salt``.
+    """
+    ids = collapsed(request.token_ids, request.attached).tolist()
+    prompt: dict[str, Any] = {"prompt_token_ids": ids, "cache_salt": salt}
     if request.attached:
         attachments = [placed.attachment for placed in request.attached]
         prompt["multi_modal_data"] = {"image": await in_thread(_images, request.attempt_id, attachments)}
@@ -428,8 +426,8 @@ async def _prompt_of(request: Request) -> dict[str, Any]:
 
 
 def _images(attempt_id: str, attachments: Sequence[Attachment]) -> list[Any]:
-    """In RGB, as vLLM's server reads them."""
-    # here, and not above: text needs no Pillow
+    """Load images as RGB, like vLLM's server does."""
+    # imported here, because text needs no Pillow
     from PIL import Image, UnidentifiedImageError
 
     images = []
@@ -442,7 +440,7 @@ def _images(attempt_id: str, attachments: Sequence[Attachment]) -> list[Any]:
 
 
 def _backends(llm: Any) -> tuple[str, ...]:
-    """Those over which weights can be sent to its workers, where all of them are on this machine."""
+    """Return the backends for sending weights to the workers; none if the workers may run on other machines."""
     config = llm.vllm_config
     asked = getattr(getattr(config, "weight_transfer_config", None), "backend", None)
     elsewhere = getattr(config.parallel_config, "distributed_executor_backend", None) == "ray"
@@ -450,7 +448,7 @@ def _backends(llm: Any) -> tuple[str, ...]:
 
 
 def _eos_ids(llm: Any) -> tuple[int, ...]:
-    """The tokenizer's EOS and those of the model's generation config: what vLLM itself stops at."""
+    """Return the ids at which vLLM itself stops: the tokenizer's EOS and those in the model's generation config."""
     ids: set[int] = set()
     renderer = getattr(llm, "renderer", None)
     if renderer is not None and (eos := renderer.get_eos_token_id()) is not None:

@@ -1,6 +1,6 @@
-"""april in vLLM's own processes: they find :func:`register` through the entry point group ``vllm.general_plugins``.
+"""vLLM plugin: each vLLM process finds :func:`register` through the entry point group ``vllm.general_plugins``.
 
-With it a server can be started with ``--weight-transfer-config '{"backend": "april_gloo"}'``.
+It lets a server be started with ``--weight-transfer-config '{"backend": "april_gloo"}'``.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ from typing import Any
 from april.engines.weight_routes import GLOO, NCCL
 
 BACKEND = "april_gloo"
-"""The name of april's back-end for ``--weight-transfer-config``."""
+"""Name of april's backend in ``--weight-transfer-config``."""
 BACKENDS = {BACKEND: GLOO, "nccl": NCCL}
-"""The back-ends that april can send over, by the name that a server is started with."""
+"""Backends that april can send weights over, indexed by their name in ``--weight-transfer-config``."""
 
 
 def register() -> None:
-    """Make the back-end known, once, however often vLLM calls this; torch is imported only where it is used."""
+    """Register the backend once, however often vLLM calls this. torch is imported only when the backend is used."""
     import importlib
 
     factory: Any = importlib.import_module("vllm.distributed.weight_transfer.factory").WeightTransferEngineFactory

@@ -1,25 +1,30 @@
-"""The abilities of one vLLM server: asked by GET calls, by calls that it must refuse, and by requests of one token."""
+"""Finds out what one vLLM server can do, by GET calls, calls that it must refuse, and requests for one token."""
 
 from __future__ import annotations
 
 import asyncio
 import re
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
 from april.config.engines import VllmEngineConfig
 from april.core.sampling import LogprobKind
-from april.engine_limits import UNKNOWN_LOGPROBS, tied_embeddings, unknown_eos
+from april.engine_limits import LimitCode, no_experts, raw_logprobs, tied_embeddings
 from april.engines.http.adapter_files import base_shapes
 from april.engines.http.http_client import HttpClient, Reply
 from april.engines.http.server_probe import (
     NO_TOKEN,
-    PROBE_S,
+    REFUSES,
+    TRIES,
+    ServedModel,
     ServerFacts,
+    ServerProbe,
+    answer_of,
     choose_model,
-    eos_of,
     get_json,
     has_route,
     kind_of_logprobs,
@@ -27,7 +32,6 @@ from april.engines.http.server_probe import (
     longest_request,
     model_files,
     probe_id,
-    vocabulary_in_refusal,
 )
 from april.engines.http.server_process import ServerMetrics, read_metrics
 from april.engines.http.token_rows import (
@@ -41,9 +45,9 @@ from april.engines.http.weight_labels import Span
 from april.engines.http.wire import NotJson, error_text, read_json
 from april.engines.openai.wire import ASK_SPANS
 from april.engines.protocol import ROUTED_EXPERTS, AbortMeans, AdapterSite, Capabilities, OnWeightUpdate
-from april.engines.vllm import limits
 from april.engines.vllm.adapters import LOAD, NEEDED
-from april.engines.vllm.plugin import BACKENDS
+from april.engines.vllm.kv_connectors import has_connector, refuse_hidden_connector, require_salts_kept_apart
+from april.engines.vllm.plugin import BACKEND, BACKENDS
 from april.engines.vllm.wire import COMPLETIONS_ROUTE, PARTS, TOKEN_ROUTE, TokenReply, misses_attachment
 from april.errors import ConfigError, EngineError, RequestRefused, WireError
 from april.server_text import clean
@@ -55,317 +59,406 @@ _MODES = {
 
 
 EXPERTS_SETTING = "enable_return_routed_experts"
+_DEVELOPER = "VLLM_SERVER_DEV_MODE=1"
+_MODE = "--logprobs-mode processed_logprobs"
+_EXPERTS_NEED = "start the server with --enable-return-routed-experts and --enable-scale-out"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VllmFacts(ServerFacts):
-    """The facts about a vLLM server."""
+    """Results of probing a vLLM server."""
 
     route: str
-    """The place where requests go: that with token ids in and out and version spans, or that of completions."""
+    """Route for requests: the token route (token ids in and out, version spans) or the completions route."""
     developer_routes: bool
     abort_route: str
-    """The place where requests are aborted by id; empty: nowhere."""
+    """Route that aborts requests by id; empty if there is none."""
     priorities: bool
-    """Requests are scheduled by priority."""
+    """True if requests are scheduled by priority."""
     routing: Routing | None = None
-    """The shape of the experts that it gives with tokens; None: it gives none."""
+    """Shape of the routed experts that the server returns; None if it returns none."""
     keeps_attachments: bool = False
-    """What was attached to a request is found again by its name."""
+    """True if the server keeps attachments and finds them by digest."""
 
 
 async def probe_vllm(client: HttpClient, config: VllmEngineConfig) -> VllmFacts:
-    """Ask a server what it can do, disturbing nothing; raises ConfigError if april cannot use it, and EngineError."""
-    version, models, info, label, paused, metrics = await asyncio.gather(
-        get_json(client, "/version"),
-        get_json(client, "/v1/models"),
-        get_json(client, "/server_info?config_format=json"),
-        get_json(client, "/weight_info"),
-        get_json(client, "/is_paused"),
-        read_metrics(client),
-    )
-    if not isinstance(version, dict) or not isinstance(models, dict) or "data" not in models:
-        raise ConfigError(
-            f"{client.url} is no vLLM server (it has no /version or no /v1/models); engine.urls must name servers that "
-            "were started with `vllm serve`"
+    """Find out what a server can do, without disturbing it. Raises EngineError, or ConfigError if it is unusable."""
+    return await _VllmProbe(client, config).facts()
+
+
+class _VllmProbe(ServerProbe):
+    """Probe of one server. It reads the server's settings if shown (developer mode), otherwise it tries requests."""
+
+    config: VllmEngineConfig
+    served: ServedModel
+
+    async def facts(self) -> VllmFacts:
+        """Find out all abilities; some answers decide what to ask next."""
+        await self._read()
+        abort_route, means = self._aborts()
+        attachments, attachments_need, keeps_attachments = await self._attachments(means)
+        vocab_size = await self._vocab_size()
+        spans = await self._spans()
+        kind = self.logprobs(await self._logprobs_seen(), raw_logprobs(f"start the server with {_MODE}", _MODE))
+        # by now the metrics count the requests above, in case a connector was queried for their keys
+        if not isinstance(self.shown, dict) and (await read_metrics(self.client)).asks_kv_connector:
+            refuse_hidden_connector(self.client.url, self.config.salted_kv_connectors)
+        eos, loads, seeds = self.ends(), self._loads(), self._seeds()
+        site, adapters_need = await self._adapter_site()
+        routing, experts_need = await self._routing(means)
+        copies, running, context = self._copies(), _count(self.settings, "max_num_seqs"), self.card.get("max_model_len")
+        self.lacks(
+            "speculation" in self.settings, LimitCode.SPECULATION,
+            f"The server speculates ({clean(self.settings.get('speculation'))}): on a CPU n-gram speculation gave "
+            "wrong tokens at temperatures above 0, with log-probabilities of -9999, and nothing else was tried",
+            "start the server without --speculative-config",
+        )  # fmt: skip
+        return VllmFacts(
+            **self.common(),
+            model=self.served.name,
+            software=self.software,
+            started_s=self.metrics.started_s,
+            route=TOKEN_ROUTE if self.token_route else COMPLETIONS_ROUTE,
+            developer_routes=self.developer,
+            abort_route=abort_route,
+            priorities=self.settings.get("policy") == "priority",
+            routing=routing,
+            keeps_attachments=keeps_attachments,
+            capabilities=Capabilities(
+                logprob_kind=kind,
+                vocab_size=vocab_size,
+                max_context=longest_request(
+                    self.client.url, context if isinstance(context, int) else None, self.config.max_len
+                ),
+                eos_token_ids=eos,
+                max_in_flight=least(None if running is None else running * copies, self.config.max_in_flight),
+                collective=self._collective(loads),
+                updates_from_disk=loads,
+                adapters=site,
+                adapters_need=adapters_need,
+                extras=() if routing is None else (ROUTED_EXPERTS,),
+                extras_need=experts_need,
+                abort_means=means,
+                version_spans=spans,
+                in_flight_updates=self._in_flight_updates(abort_route, spans),
+                remote=True,
+                verifies_weights=self.label is not None,
+                first_weights=self.first_weights(),
+                honours_seeds=seeds,
+                streams=self.config.max_token_loss is not None or means is AbortMeans.CLOSE,
+                attachments=attachments,
+                attachments_need=attachments_need,
+                bans=True,
+                limits=self.limits(takes_adapters=site is not None),
+            ),
         )
-    served = choose_model(client.url, models, config.model)
-    card = served.card
-    token_route, scale_out_abort, developer_abort, rpc = await asyncio.gather(
-        _offers(client, TOKEN_ROUTE), _offers(client, "/inference/v1/abort_requests"),
-        has_route(client, "/abort_requests"), has_route(client, "/collective_rpc"),
-    )  # fmt: skip
-    settings = _settings(info)
-    model, context = served.name, card.get("max_model_len")
-    label = label.get("weight_version") if isinstance(label, dict) else None
-    is_paused = bool(isinstance(paused, dict) and paused.get("is_paused"))
-    files = await asyncio.to_thread(model_files, card.get("root"))
-    attachments, no_attachments, keeps_attachments = await _attachments(client, model, files, token_route)
-    vocab = await _vocab_size(client, config, model, files)
-    spans = label is not None and (token_route or (not is_paused and await _gives_spans(client, model)))
-    kind = await _logprob_kind(client, config, model, settings, is_paused)
-    eos = config.eos_token_ids if config.eos_token_ids is not None else eos_of(files)
-    developer = developer_abort and rpc
-    on_cpu = _on_cpu(settings, str(version.get("version", "")))
-    processes = _processes(settings, metrics)
-    copies, running = _count(settings, "data_parallel_size") or 1, _count(settings, "max_num_seqs")
-    # seeds are dropped where they would kill the server
-    chunks = bool(on_cpu) and settings.get("enable_chunked_prefill") is True
-    tied = developer and on_cpu is not False and _tied(files)
-    loads = developer and not (tied and on_cpu) and served.base is None
-    abort_route = (
-        # answers when it is done; the other one at once, and does it later
-        "/abort_requests" if developer_abort
-        else "/inference/v1/abort_requests" if scale_out_abort and token_route else ""
-    )  # fmt: skip
-    means = AbortMeans.BY_ID if abort_route else AbortMeans.CLOSE
-    if processes > 1:
-        means = AbortMeans.PAUSE if developer else AbortMeans.CLOSE
-    if attachments and means is AbortMeans.CLOSE:
-        attachments, no_attachments = (), "requests that cannot be aborted by id go to its completions route"
-    open_route = token_route and means is not AbortMeans.CLOSE
-    # a pause must reach all that serve the port, and the end of a response name the weights of its tokens
-    one = processes == 1 and copies == 1
-    keeps = (OnWeightUpdate.KEEP, OnWeightUpdate.RECOMPUTE) if one and developer and abort_route and spans else ()
-    site, need = await _adapter_site(client, info, processes)
-    if site is not None:
-        site = replace(site, base=await asyncio.to_thread(base_shapes, card.get("root")))
-    routing, experts_need = None, limits.EXPERTS_NEED
-    if files and routing_of(files) is None and config.expert_shape is None:
-        experts_need = NO_EXPERTS
-    elif token_route and means is not AbortMeans.CLOSE and settings.get(ROUTED_EXPERTS) is not False:
-        routing, experts_need = await _routing(client, config, model, files, paused=is_paused)
-    found = (
-        (is_paused, limits.paused(client.url)),
-        (not (token_route or spans), limits.TOKEN_ROUTE_CLOSED),
-        (label is None, limits.NO_LABELS),
-        (not developer, limits.NO_DISK_UPDATES),
-        (loads and label is not None and not _collective(settings), limits.NO_TRANSFERS),
-        (not abort_route, limits.NO_ABORT_BY_ID),
-        (processes > 1, limits.several_processes(processes, means)),
-        (bool(no_attachments), limits.no_attachments(no_attachments, open_route)),
-        (kind is LogprobKind.RAW, limits.RAW_LOGPROBS),
-        (kind is LogprobKind.UNKNOWN, UNKNOWN_LOGPROBS),
-        (eos is None, unknown_eos()),
-        (routing is None and routing_of(files) is not None and not is_paused, limits.NO_EXPERTS),
-        (copies > 1, limits.several_copies(copies)),
-        (chunks, limits.CHUNKED_PREFILL),
-        ("speculation" in settings, limits.speculation(settings.get("speculation"))),
-        (tied, tied_embeddings() if on_cpu else tied_embeddings("If the server runs on a CPU, mind:")),
-        *((True, limit) for limit in served.limits(takes_adapters=site is not None)),
-    )
-    return VllmFacts(
-        url=client.url,
-        model=model,
-        asked=config.model,
-        base=served.base,
-        software=str(version.get("version", "unknown")),
-        label=label,
-        paused=is_paused,
-        started_s=metrics.started_s,
-        route=TOKEN_ROUTE if token_route else COMPLETIONS_ROUTE,
-        developer_routes=developer,
-        abort_route=abort_route,
-        priorities=settings.get("policy") == "priority",
-        routing=routing,
-        keeps_attachments=keeps_attachments,
-        capabilities=Capabilities(
-            logprob_kind=kind,
-            vocab_size=vocab,
-            max_context=longest_request(client.url, context if isinstance(context, int) else None, config.max_len),
-            eos_token_ids=eos or (),
-            max_in_flight=least(None if running is None else running * copies, config.max_in_flight),
-            collective=_collective(settings) if loads and label is not None else (),
-            updates_from_disk=loads and label is not None,
-            adapters=site,
-            adapters_need="" if site is not None else need,
-            extras=() if routing is None else (ROUTED_EXPERTS,),
-            extras_need=experts_need,
-            abort_means=means,
-            version_spans=spans,
-            in_flight_updates=keeps,
-            remote=True,
-            verifies_weights=label is not None,
-            honours_seeds=not chunks,
-            streams=config.max_token_loss is not None or means is AbortMeans.CLOSE,
-            attachments=attachments,
-            attachments_need=limits.no_attachments(no_attachments, open_route).remedy if no_attachments else "",
-            bans=True,
-            limits=tuple(limit for amiss, limit in found if amiss),
-        ),
-    )
 
-
-def _collective(settings: dict[str, Any]) -> tuple[str, ...]:
-    """The back-ends over which weights can be sent to the server: the one that it was started with, if april has it."""
-    backend = BACKENDS.get(str(settings.get("transfers")))
-    return () if backend is None else (backend,)
-
-
-async def _offers(client: HttpClient, route: str) -> bool:
-    """Return whether a scale-out route is there and open: a request without content tells."""
-    if not await has_route(client, route):
-        return False
-    reply = await client.call("POST", route, b"{}", timeout_s=PROBE_S)
-    if reply.status == 401:
-        client.require_ok(reply, route)
-    return reply.status not in (403, 404)
-
-
-_NOT_KEPT = re.compile(r"\bFailed to apply\b.*\[None\]")
-"""How a server without a cache of what its processor has made (--mm-processor-cache-gb 0) refuses a name."""
-
-
-async def _attachments(
-    client: HttpClient, model: str, files: list[dict[str, Any]], token_route: bool
-) -> tuple[tuple[str, ...], str, bool]:
-    """Kinds of attachments that the server takes; where its model takes some and it none, why; whether it keeps them.
-
-    A name that it cannot know is refused: for its bytes, or because no image is taken. Routes without token ids leave
-    images out without a word.
-    """
-    sees = any("vision_config" in file for file in files)
-    if not token_route:
-        return (), "it has no open route with token ids" if sees else "", False
-    name = probe_id()
-    body = {
-        "request_id": name, "token_ids": [0], "model": model, "sampling_params": {"max_tokens": 1, "temperature": 0.0},
-        "content_parts": [{"type": part, "url": None, "uuid": name} for part in PARTS.values()],
-    }  # fmt: skip
-    reply = await client.call("POST", TOKEN_ROUTE, body, timeout_s=PROBE_S)
-    said = error_text(reply.body)
-    if not reply.ok and misses_attachment(RequestRefused(said)):
-        return tuple(PARTS), "", True
-    if reply.status == 400 and _NOT_KEPT.search(said):
-        return tuple(PARTS), "", False
-    if reply.status == 400 and re.search(r"\bnot a multimodal model\b", said):
-        return (), "", False
-    why = "it does not look at content_parts" if reply.ok else f"it says {said!r}"
-    return (), why if sees else "", False
-
-
-_SETTINGS = (
-    "logprobs_mode", "policy", "max_num_seqs", "enable_chunked_prefill", "data_parallel_size", "_api_process_count",
-    "device", "device_type",
-)  # fmt: skip
-
-
-def _settings(info: Any) -> dict[str, Any]:
-    """The settings of interest of ``/server_info``, flat; empty where the server has no such route."""
-    found: dict[str, Any] = {}
-    config = info.get("vllm_config") if isinstance(info, dict) else None
-    for part in ("model_config", "scheduler_config", "parallel_config", "device_config"):
-        values = config.get(part) if isinstance(config, dict) else None
-        if isinstance(values, dict):
-            found |= {name: values[name] for name in _SETTINGS if name in values}
-    if isinstance(config, dict):  # where it stands has changed with 0.33
-        parts = (config.get("model_config"), config.get("aux_output_config"))
-        found[ROUTED_EXPERTS] = any(isinstance(p, dict) and bool(p.get(EXPERTS_SETTING)) for p in parts)
-    transfers = config.get("weight_transfer_config") if isinstance(config, dict) else None
-    if isinstance(transfers, dict):
-        found["transfers"] = transfers.get("backend")
-    speculative = config.get("speculative_config") if isinstance(config, dict) else None
-    if speculative:
-        method = speculative.get("method") if isinstance(speculative, dict) else None
-        found["speculation"] = method if isinstance(method, str) else "of some kind"
-    return found
-
-
-async def _routing(
-    client: HttpClient, config: VllmEngineConfig, model: str, files: list[dict[str, Any]], *, paused: bool
-) -> tuple[Routing | None, str]:
-    """The shape of the experts of a token, as a reply of one token has them; else what it needs for that."""
-    said = routing_of(files)
-    if paused:
-        return None, "resume the server, as only a reply shows them"
-    body = {
-        "model": model, "token_ids": [3, 4, 5], "request_id": probe_id(),
-        "sampling_params": {"max_tokens": 1, "temperature": 0.0, "ignore_eos": True},
-    }  # fmt: skip
-    reply = await client.call("POST", TOKEN_ROUTE, body, timeout_s=PROBE_S)
-    client.require_ok(reply, TOKEN_ROUTE)
-    try:
-        choices = read_json(reply.body, TokenReply).choices or []
-        text = choices[0].routed_experts if choices else None
-        rows = None if text is None else experts_of_npy(text)
-    except (NotJson, WrongRows) as error:
-        raise WireError(f"{client.url}{TOKEN_ROUTE} answers with {error}") from None
-    if rows is None:
-        return None, limits.EXPERTS_NEED
-    shape = Routing(rows.shape[1], rows.shape[2], None if said is None else said.experts)
-    if len(rows) != len(body["token_ids"]) or config.expert_shape not in (None, (shape.layers, shape.top_k)):
-        raise WireError(
-            f"{client.url}{TOKEN_ROUTE} was asked for 3 rows of experts and answered with {len(rows)}, of "
-            f"{shape.layers} layers with {shape.top_k} experts per token; is engine.expert_shape right?"
+    async def _read(self) -> None:
+        """Read the server's descriptions of itself, and find out which routes it has."""
+        client = self.client
+        version, models, info, label, paused, self.metrics = await asyncio.gather(
+            get_json(client, "/version", has="version"),
+            get_json(client, "/v1/models", has="data"),
+            get_json(client, "/server_info?config_format=json", has="vllm_config"),
+            get_json(client, "/weight_info", has="weight_version"),
+            get_json(client, "/is_paused", has="is_paused"),
+            _metrics(client),
         )
-    return shape, ""
+        if not isinstance(version, dict) or not isinstance(models, dict) or "data" not in models:
+            raise ConfigError(
+                f"{client.url} is no vLLM server (it has no /version or no /v1/models); engine.urls must name servers "
+                "that were started with `vllm serve`"
+            )
+        self.software = str(version.get("version", "unknown"))
+        self.shown = info.get("vllm_config") if isinstance(info, dict) else None
+        if isinstance(self.shown, dict):
+            require_salts_kept_apart(client.url, self.shown, self.config.salted_kv_connectors)
+        self.served = choose_model(client.url, models, self.config.model)
+        self.card, self.settings = self.served.card, _settings(self.shown)
+        self.token_route, self.scale_out_abort, self.developer_abort, rpc = await asyncio.gather(
+            _offers(client, TOKEN_ROUTE), _offers(client, "/inference/v1/abort_requests"),
+            has_route(client, "/abort_requests"), has_route(client, "/collective_rpc"),
+        )  # fmt: skip
+        self.developer = self.developer_abort and rpc
+        self.label = label.get("weight_version") if isinstance(label, dict) else None
+        self.paused = bool(isinstance(paused, dict) and paused.get("is_paused"))
+        self.files = await asyncio.to_thread(model_files, self.card.get("root"))
+        self.on_cpu = _on_cpu(self.settings, self.software)
+        self.processes = _processes(self.settings, self.metrics)
+        self.lacks(
+            self.paused, LimitCode.PAUSED, "is paused: no request runs until somebody resumes it (POST /resume)",
+            server=client.url,
+        )  # fmt: skip
+        self.lacks(
+            self.label is None, LimitCode.NO_LABELS,
+            "The server's weights have no label: every token gets the version at submission, new weights are "
+            "unverified, and a restart of the server is seen only by the time at which its process began",
+            f"start the server with {_DEVELOPER}", _DEVELOPER,
+        )  # fmt: skip
 
+    def _copies(self) -> int:
+        copies = _count(self.settings, "data_parallel_size") or 1
+        self.lacks(
+            copies > 1, LimitCode.SEVERAL_COPIES,
+            f"The server runs {copies} data-parallel copies: aborts and weights were right with two of them behind one "
+            "API process on a CPU, nothing else was tried",
+            "start one server per copy, and name all of them",
+        )  # fmt: skip
+        return copies
 
-async def _adapter_site(client: HttpClient, info: Any, processes: int) -> tuple[AdapterSite | None, str]:
-    """Where adapters go, by the settings or by a load that must fail; else what it needs for that."""
-    if not await has_route(client, LOAD):
-        return None, NEEDED
-    if processes > 1:
-        return None, "start the server with --api-server-count 1, as only one of its processes would have the adapter"
-    config = info.get("vllm_config") if isinstance(info, dict) else None
-    if isinstance(config, dict) and "lora_config" in config:
-        lora = config["lora_config"]
-        if not isinstance(lora, dict):
+    def _aborts(self) -> tuple[str, AbortMeans]:
+        """Return the route that aborts by id (empty if there is none), and how requests are aborted."""
+        route = (
+            # this one answers when the abort is done, the other one answers at once and aborts later
+            "/abort_requests" if self.developer_abort
+            else "/inference/v1/abort_requests" if self.scale_out_abort and self.token_route else ""
+        )  # fmt: skip
+        means = AbortMeans.BY_ID if route else AbortMeans.CLOSE
+        if self.processes > 1:
+            means = AbortMeans.PAUSE if self.developer else AbortMeans.CLOSE
+            how = (
+                "by pausing the whole server, which ends the requests of others too" if self.developer
+                else "by closing streams, which loses tokens that were not sent yet"
+            )  # fmt: skip
+            self.lacks(
+                True, LimitCode.SEVERAL_PROCESSES,
+                f"There are {self.processes} or more API processes behind the port, and an abort by id reaches only "
+                f"one of them: april ends requests {how}",
+                "start the server with --api-server-count 1, or one server per engine", "--api-server-count 1",
+            )  # fmt: skip
+        self.lacks(
+            not route, LimitCode.NO_ABORT_BY_ID,
+            "Requests cannot be aborted by id: april streams every token and closes the stream, and tokens that were "
+            "made and not sent yet are lost",
+            f"start the server with {_DEVELOPER}, or with --enable-scale-out", _DEVELOPER,
+        )  # fmt: skip
+        return route, means
+
+    async def _spans(self) -> bool:
+        """Return whether responses say which weights made which token; completions do since vLLM 0.33."""
+        spans = self.label is not None and (self.token_route or (not self.paused and await self._completions_say_it()))
+        self.lacks(
+            not (self.token_route or spans), LimitCode.NO_VERSION_SPANS,
+            "The route with token ids and version spans is closed: april uses /v1/completions, where every token gets "
+            "the version at submission and no request lives through a weight update",
+            "start the server with --enable-scale-out", "--enable-scale-out",
+        )  # fmt: skip
+        return spans
+
+    async def _completions_say_it(self) -> bool:
+        return bool((await self._one_token([3, 4, 5], {"temperature": 0.0, **ASK_SPANS})).weight_versions)
+
+    def _loads(self) -> bool:
+        """Return whether whole weights can be loaded from a directory and verified by their label."""
+        tied = self.developer and self.on_cpu is not False and _tied(self.files)
+        self.lacks(
+            not self.developer, LimitCode.NO_DISK_UPDATES,
+            "Weights cannot be loaded from a directory, and the cache cannot be emptied, through april: the trainer "
+            "has to do both",
+            f"start the server with {_DEVELOPER}, bound to a private address, as its key does not guard those routes",
+            _DEVELOPER,
+        )  # fmt: skip
+        self.note(tied_embeddings() if self.on_cpu else tied_embeddings("If the server runs on a CPU, mind:"), tied)
+        loads = self.developer and not (tied and self.on_cpu) and self.served.base is None
+        return loads and self.label is not None
+
+    def _collective(self, loads: bool) -> tuple[str, ...]:
+        """Return the backends for sending weights: the one that the server was started with, if april supports it."""
+        backend = BACKENDS.get(str(self.settings.get("transfers"))) if loads else None
+        self.lacks(
+            loads and backend is None, LimitCode.NO_TRANSFERS,
+            "Weights cannot be sent to the server from the trainer's process (weight_update(weights=...))",
+            f"""start it with --weight-transfer-config '{{"backend": "nccl"}}', or, with april installed beside """
+            f"""vLLM, '{{"backend": "{BACKEND}"}}', which needs no GPU""",
+            "--weight-transfer-config",
+        )  # fmt: skip
+        return () if backend is None else (backend,)
+
+    def _seeds(self) -> bool:
+        """Return whether requests may have seeds; they may not if a seed kills, or might kill, the server."""
+        chunks = self.on_cpu is not False and self.settings.get("enable_chunked_prefill") is not False
+        known = "enable_chunked_prefill" in self.settings
+        self.lacks(
+            chunks, LimitCode.CHUNKED_PREFILL,
+            ("The server runs" if known else "The server does not show whether it runs")
+            + " on a CPU with chunked prefill: it dies of a request with a seed whose prompt it reads in chunks, so "
+            "april sends no seeds, and runs do not repeat",
+            "start the server with --no-enable-chunked-prefill, and with --max-num-batched-tokens of at least its "
+            "context" if known
+            else f"start the server with {_DEVELOPER}, and on a CPU with --no-enable-chunked-prefill",
+            "--no-enable-chunked-prefill" if known else _DEVELOPER,
+        )  # fmt: skip
+        return not chunks
+
+    def _in_flight_updates(self, abort_route: str, spans: bool) -> tuple[OnWeightUpdate, ...]:
+        """Return how requests can live through a weight update.
+
+        That works only if a pause reaches everything behind the port, and responses end with the version spans of their
+        tokens.
+        """
+        one = self.processes == 1 and (_count(self.settings, "data_parallel_size") or 1) == 1
+        if not (one and self.developer and abort_route and spans):
+            return ()
+        if isinstance(self.shown, dict) and has_connector(self.shown.get("kv_transfer_config")):
+            # a recomputed prompt keeps its old salt, so the connector would return its old keys
+            return (OnWeightUpdate.KEEP,)
+        return (OnWeightUpdate.KEEP, OnWeightUpdate.RECOMPUTE)
+
+    async def _attachments(self, means: AbortMeans) -> tuple[tuple[str, ...], str, bool]:
+        """Return the accepted kinds of attachments, what is needed if the model could take more, and whether the server
+        keeps them."""
+        kinds, why_not, keeps = await self._attachments_taken()
+        if kinds and means is AbortMeans.CLOSE:
+            kinds, why_not = (), "requests that cannot be aborted by id go to its completions route"
+        if not why_not:
+            return kinds, "", keeps
+        is_open = self.token_route and means is not AbortMeans.CLOSE
+        need = "start the server " + (
+            "without --language-model-only, and with --limit-mm-per-prompt above 0" if is_open
+            else "with --enable-scale-out"
+        )  # fmt: skip
+        self.lacks(
+            True, LimitCode.NO_ATTACHMENTS, f"The model takes images, and the server none from april: {why_not}", need,
+            *(() if is_open else ("--enable-scale-out",)),
+        )  # fmt: skip
+        return kinds, need, keeps
+
+    async def _attachments_taken(self) -> tuple[tuple[str, ...], str, bool]:
+        """Find out whether images are taken, by naming an unknown one: the server misses its bytes, or takes no images.
+
+        Routes without token ids would silently ignore images.
+        """
+        sees = any("vision_config" in file for file in self.files)
+        if not self.token_route:
+            return (), "it has no open route with token ids" if sees else "", False
+        name = probe_id()
+        reply = await self.ask(TOKEN_ROUTE, {
+            "request_id": name, "token_ids": [0], "model": self.served.name,
+            "sampling_params": {"max_tokens": 1, "temperature": 0.0},
+            "content_parts": [{"type": part, "url": None, "uuid": name} for part in PARTS.values()],
+        })  # fmt: skip
+        said = error_text(reply.body)
+        if not reply.ok and misses_attachment(RequestRefused(said)):
+            return tuple(PARTS), "", True
+        if reply.status == 400 and _NOT_KEPT.search(said):
+            return tuple(PARTS), "", False
+        if reply.status == 400 and re.search(r"\bnot a multimodal model\b", said):
+            return (), "", False
+        why = "it does not look at content_parts" if reply.ok else f"it says {said!r}"
+        return (), why if sees else "", False
+
+    async def _routing(self, means: AbortMeans) -> tuple[Routing | None, str]:
+        """Return the shape of a token's experts, or what is needed to get them."""
+        said, routing, need = routing_of(self.files), None, _EXPERTS_NEED
+        if self.files and said is None and self.config.expert_shape is None:
+            need = NO_EXPERTS
+        elif self.token_route and means is not AbortMeans.CLOSE and self.settings.get(ROUTED_EXPERTS) is not False:
+            if self.paused:
+                return None, "resume the server, as only a reply shows them"
+            routing = await self._routing_seen(said)
+        limit = no_experts(_EXPERTS_NEED, "--enable-return-routed-experts", "--enable-scale-out")
+        self.note(limit, routing is None and said is not None and not self.paused)
+        return routing, need if routing is None else ""
+
+    async def _routing_seen(self, said: Routing | None) -> Routing | None:
+        """Return the shape of the experts, as seen in a reply for one token."""
+        prompt = [3, 4, 5]
+        reply = await self.ask(TOKEN_ROUTE, {
+            "model": self.served.name, "token_ids": prompt, "request_id": probe_id(),
+            "sampling_params": {"max_tokens": 1, "temperature": 0.0, "ignore_eos": True},
+        })  # fmt: skip
+        where = f"{self.client.url}{TOKEN_ROUTE}"
+        self.client.require_ok(reply, TOKEN_ROUTE)
+        try:
+            choices = read_json(reply.body, TokenReply).choices or []
+            text = choices[0].routed_experts if choices else None
+            rows = None if text is None else experts_of_npy(text)
+        except (NotJson, WrongRows) as error:
+            raise WireError(f"{where} answers with {error}") from None
+        if rows is None:
+            return None
+        shape = Routing(rows.shape[1], rows.shape[2], None if said is None else said.experts)
+        if len(rows) != len(prompt) or self.config.expert_shape not in (None, (shape.layers, shape.top_k)):
+            raise WireError(
+                f"{where} was asked for 3 rows of experts and answered with {len(rows)}, of {shape.layers} layers with "
+                f"{shape.top_k} experts per token; is engine.expert_shape right?"
+            )
+        return shape
+
+    async def _adapter_site(self) -> tuple[AdapterSite | None, str]:
+        """Return where adapters can be loaded, or what is needed for that; from the settings or a failing load."""
+        if not await has_route(self.client, LOAD):
             return None, NEEDED
-        return AdapterSite(max_rank=_count(lora, "max_lora_rank"), slots=_count(lora, "max_loras")), ""
-    # no such directory: 404 where adapters are taken, 500 where they are not
-    body = {"lora_name": probe_id(), "lora_path": f"/{probe_id()}"}
-    reply = await client.call("POST", LOAD, body, timeout_s=PROBE_S)
-    return (AdapterSite(), "") if reply.status == 404 else (None, NEEDED)
+        if self.processes > 1:
+            need = "start the server with --api-server-count 1, as only one of its processes would have the adapter"
+            return None, need
+        rank = slots = None
+        if isinstance(self.shown, dict) and "lora_config" in self.shown:
+            lora = self.shown["lora_config"]
+            if not isinstance(lora, dict):
+                return None, NEEDED
+            rank, slots = _count(lora, "max_lora_rank"), _count(lora, "max_loras")
+        elif not await self._takes_adapters():
+            return None, NEEDED
+        base = await asyncio.to_thread(base_shapes, self.card.get("root"))
+        return AdapterSite(max_rank=rank, slots=slots, base=base), ""
 
+    async def _takes_adapters(self) -> bool:
+        """Load an adapter from a missing directory: the status is 404 if adapters are accepted, 500 if not."""
+        said: list[int] = []
 
-def _processes(settings: dict[str, Any], metrics: ServerMetrics) -> int:
-    """API processes: said, or seen from metrics that are collected over several processes and know no start."""
-    said = settings.get("_api_process_count")
-    if isinstance(said, int) and said > 0:
-        return said
-    if metrics.load is not None and metrics.started_s is None:
-        return max(2, int(settings.get("data_parallel_size") or 2))
-    return 1
+        def is_own(reply: Reply) -> bool:
+            said.append(reply.status)
+            return reply.status in (400, *REFUSES) or said.count(500) == TRIES  # and not a passing error
 
+        body = {"lora_name": probe_id(), "lora_path": f"/{probe_id()}"}
+        return (await answer_of(self.client, "POST", LOAD, is_own, body)).status == 404
 
-def _count(settings: dict[str, Any], name: str) -> int | None:
-    value = settings.get(name)
-    return value if isinstance(value, int) and value > 0 else None
+    async def _vocab_size(self) -> int:
+        """Take the size from the settings, a refusal, or the model's files. Raises ConfigError if all lack it."""
+        if self.config.vocab_size is not None:
+            return self.config.vocab_size
+        body = {"model": self.served.name, "prompt": [0], "max_tokens": 1, "logit_bias": {str(NO_TOKEN): 1.0}}
+        found = await self.vocabulary_in_refusal(COMPLETIONS_ROUTE, body, r"[Vv]ocabulary size: (\d+)")
+        sizes = (found, *(file.get("vocab_size") for file in self.files))
+        size = next((size for size in sizes if isinstance(size, int)), None)
+        if size is None:
+            raise ConfigError(
+                f"{self.client.url} does not say how large its vocabulary is; set engine.vocab_size (vocab_size of the "
+                "model's config.json)"
+            )
+        return size
 
+    async def _logprobs_seen(self) -> LogprobKind:
+        """Return the kind of log-probabilities, from the server's settings or from requests for one token."""
+        if self.settings.get("logprobs_mode") in _MODES:
+            return _MODES[self.settings["logprobs_mode"]]
+        if self.paused or self.config.logprobs is not None:  # a paused server answers no requests
+            return LogprobKind.UNKNOWN
 
-def _on_cpu(settings: dict[str, Any], version: str) -> bool | None:
-    """None: the server does not say, as its settings are not shown."""
-    for name in ("device_type", "device"):
-        if isinstance(settings.get(name), str):
-            return bool(settings[name].partition(":")[0] == "cpu")
-    return True if "cpu" in version else None
+        async def ask(prompt: list[int], params: dict[str, Any]) -> tuple[int, float]:
+            choice = await self._one_token(prompt, params)
+            return choice.token_ids[0], choice.logprobs.token_logprobs[0]
 
+        return await kind_of_logprobs(ask)
 
-def _tied(files: list[dict[str, Any]]) -> bool:
-    """Return whether the output layer is the embedding, as far as the model's configuration is here and says so."""
-    return any(file.get("tie_word_embeddings") is True for file in files)
-
-
-async def _vocab_size(client: HttpClient, config: VllmEngineConfig, model: str, files: list[dict[str, Any]]) -> int:
-    """Take it from the configuration, out of the refusal of a request that can never run, or from the model's files."""
-    if config.vocab_size is not None:
-        return config.vocab_size
-    body = {"model": model, "prompt": [0], "max_tokens": 1, "logit_bias": {str(NO_TOKEN): 1.0}}
-    found = await vocabulary_in_refusal(client, COMPLETIONS_ROUTE, body, r"[Vv]ocabulary size: (\d+)")
-    if found is not None:
-        return found
-    for file in files:
-        size = file.get("vocab_size")
-        if isinstance(size, int):
-            return size
-    raise ConfigError(
-        f"{client.url} does not say how large its vocabulary is; set engine.vocab_size (vocab_size of the model's "
-        "config.json)"
-    )
-
-
-# ---------------------------------------------------------------- of which distribution the log-probabilities are
+    async def _one_token(self, prompt: list[int], params: dict[str, Any]) -> _Choice:
+        """Generate one token with its log-probability."""
+        reply = await self.ask(COMPLETIONS_ROUTE, {
+            "model": self.served.name, "prompt": prompt, "max_tokens": 1, "logprobs": 0, "return_token_ids": True,
+            "top_k": 0, "request_id": probe_id(), **params,
+        })  # fmt: skip
+        self.client.require_ok(reply, COMPLETIONS_ROUTE)
+        try:
+            choice: _Choice
+            (choice,) = read_json(reply.body, _OneToken).choices
+            (_,), (_,) = choice.logprobs.token_logprobs, choice.token_ids
+        except ValueError as error:
+            raise EngineError(
+                f"{self.client.url}{COMPLETIONS_ROUTE} was asked for one token with its id and log-probability and "
+                f"answered otherwise: {clean(error)}; april needs a vLLM that knows return_token_ids (0.11 or later)"
+            ) from None
+        return choice
 
 
 class _Logprobs(msgspec.Struct):
@@ -382,44 +475,85 @@ class _OneToken(msgspec.Struct):
     choices: list[_Choice]
 
 
-async def _logprob_kind(
-    client: HttpClient, config: VllmEngineConfig, model: str, settings: dict[str, Any], paused: bool
-) -> LogprobKind:
-    """As configured, as the server's settings say, or seen from requests of one token."""
-    if config.logprobs is not None:
-        return LogprobKind(config.logprobs)
-    if settings.get("logprobs_mode") in _MODES:
-        return _MODES[settings["logprobs_mode"]]
-    if paused:
-        return LogprobKind.UNKNOWN  # a paused server answers no request
-
-    async def ask(prompt: list[int], params: dict[str, Any]) -> tuple[int, float]:
-        choice = await _one_token(client, model, prompt, params)
-        return choice.token_ids[0], choice.logprobs.token_logprobs[0]
-
-    return await kind_of_logprobs(ask)
+_NOT_KEPT = re.compile(r"\bFailed to apply\b.*\[None\]")
+"""Refusal of an image without bytes by a server that caches no processed images (--mm-processor-cache-gb 0)."""
 
 
-async def _gives_spans(client: HttpClient, model: str) -> bool:
-    """Return whether the completions route says which weights made which token (vLLM from 0.33 on)."""
-    return bool((await _one_token(client, model, [3, 4, 5], {"temperature": 0.0, **ASK_SPANS})).weight_versions)
+METRICS_S = 10.0
+"""Seconds to wait for the metrics page, which a server need not have."""
 
 
-async def _one_token(client: HttpClient, model: str, prompt: list[int], params: dict[str, Any]) -> _Choice:
-    """A response of one token with its log-probability."""
-    body = {
-        "model": model, "prompt": prompt, "max_tokens": 1, "logprobs": 0, "return_token_ids": True, "top_k": 0,
-        "request_id": probe_id(), **params,
-    }  # fmt: skip
-    reply: Reply = await client.call("POST", COMPLETIONS_ROUTE, body, timeout_s=PROBE_S)
-    client.require_ok(reply, COMPLETIONS_ROUTE)
-    try:
-        choice: _Choice
-        (choice,) = read_json(reply.body, _OneToken).choices
-        (_,), (_,) = choice.logprobs.token_logprobs, choice.token_ids
-    except ValueError as error:
-        raise EngineError(
-            f"{client.url}{COMPLETIONS_ROUTE} was asked for one token with its id and log-probability and answered "
-            f"otherwise: {clean(error)}; april needs a vLLM that knows return_token_ids (0.11 or later)"
-        ) from None
-    return choice
+async def _metrics(client: HttpClient) -> ServerMetrics:
+    """Read the metrics, which may be the only sign of the number of API processes."""
+    with suppress(EngineError, TimeoutError):  # the server can be used without metrics
+        async with asyncio.timeout(METRICS_S):
+            await answer_of(
+                client, "GET", "/metrics", lambda r: r.status in REFUSES or bool(_OF_METRICS.search(r.body))
+            )
+    return await read_metrics(client)
+
+
+_OF_METRICS = re.compile(rb"^(vllm:|process_)", re.MULTILINE)
+
+
+async def _offers(client: HttpClient, route: str) -> bool:
+    """Return whether a scale-out route exists and is open, judged by the answer to an empty request."""
+    if not await has_route(client, route):
+        return False
+    reply = await answer_of(client, "POST", route, lambda r: r.status in (400, 401, 403, 404, 422), b"{}")
+    if reply.status == 401:
+        client.require_ok(reply, route)
+    return reply.status not in (403, 404)
+
+
+_SETTINGS = (
+    "logprobs_mode", "policy", "max_num_seqs", "enable_chunked_prefill", "data_parallel_size", "_api_process_count",
+    "device", "device_type",
+)  # fmt: skip
+
+
+def _settings(config: Any) -> dict[str, Any]:
+    """Return the relevant settings from the server's ``vllm_config`` as a flat mapping; empty if it is not shown."""
+    if not isinstance(config, dict):
+        return {}
+    found: dict[str, Any] = {}
+    for part in ("model_config", "scheduler_config", "parallel_config", "device_config"):
+        if isinstance(values := config.get(part), dict):
+            found |= {name: values[name] for name in _SETTINGS if name in values}
+    parts = (config.get("model_config"), config.get("aux_output_config"))  # vLLM 0.33 has moved this setting
+    found[ROUTED_EXPERTS] = any(isinstance(p, dict) and bool(p.get(EXPERTS_SETTING)) for p in parts)
+    if isinstance(transfers := config.get("weight_transfer_config"), dict):
+        found["transfers"] = transfers.get("backend")
+    speculative = config.get("speculative_config")
+    if speculative:
+        method = speculative.get("method") if isinstance(speculative, dict) else None
+        found["speculation"] = method if isinstance(method, str) else "of some kind"
+    return found
+
+
+def _processes(settings: dict[str, Any], metrics: ServerMetrics) -> int:
+    """Return the number of API processes: as shown, or at least 2 if metrics have a load but no start time."""
+    said = settings.get("_api_process_count")
+    if isinstance(said, int) and said > 0:
+        return said
+    if metrics.load is not None and metrics.started_s is None:
+        return max(2, int(settings.get("data_parallel_size") or 2))
+    return 1
+
+
+def _count(settings: dict[str, Any], name: str) -> int | None:
+    value = settings.get(name)
+    return value if isinstance(value, int) and value > 0 else None
+
+
+def _on_cpu(settings: dict[str, Any], version: str) -> bool | None:
+    """Return whether the server runs on a CPU; None if it does not say."""
+    for name in ("device_type", "device"):
+        if isinstance(settings.get(name), str):
+            return bool(settings[name].partition(":")[0] == "cpu")
+    return True if "cpu" in version else None
+
+
+def _tied(files: Sequence[dict[str, Any]]) -> bool:
+    """Return whether the output layer shares the embedding's weights; False if the configuration does not say."""
+    return any(file.get("tie_word_embeddings") is True for file in files)

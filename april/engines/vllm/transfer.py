@@ -1,8 +1,8 @@
-"""Weights sent to vLLM from the trainer's process: the calls that take its workers through a transfer.
+"""Sends weights from the trainer's process to vLLM: the calls that lead its workers through a transfer.
 
-vLLM's layers remember what they have got of a transfer that broke off, and count it to the next one, from wherever that
-comes. So before weights go into a server in which one may have broken off, in this run or an earlier one, an empty
-transfer is begun and ended, which makes the layers forget.
+vLLM's layers remember the tensors of a broken transfer and count them towards the next one, whoever sends it. So if a
+transfer may have broken off, in this run or an earlier one, an empty transfer is begun and ended first, which makes the
+layers forget.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, suppress
 from typing import Any
 
+from april.core.versions import PolicyVersion
 from april.engines.groups.gloo import towards
 from april.engines.http.http_client import require_words, says
 from april.engines.http.server_engine import ServerEngine
@@ -21,7 +22,7 @@ from april.errors import EngineError, EngineUnreachable
 
 INIT, START, UPDATE = "/init_weight_transfer_engine", "/start_weight_update", "/update_weights"
 FINISH = "/finish_weight_update"
-"""The calls, as a server has them; the methods of the workers have the same names."""
+"""Routes of the transfer calls; the workers' methods have the same names."""
 _WORDS = {
     INIT: says("message", "Weight transfer initialized"), START: says("message", "Weight update started"),
     UPDATE: says("message", "Weights updated"), FINISH: says("message", "Weight update finished"),
@@ -29,28 +30,39 @@ _WORDS = {
 
 
 class Transfers(ServerEngine):
-    """The part of a vLLM engine that is a :class:`~april.engines.weight_routes.ReceivesWeights`, but for the way."""
+    """Base class of vLLM engines that receive weights from the trainer's process.
+
+    It implements :class:`~april.engines.weight_routes.ReceivesWeights`. Subclasses add the way in which calls reach
+    vLLM.
+    """
 
     _stands_still: AsyncExitStack | None = None
-    """Requests of others are held up in it while weights come in."""
+    """Pause of other clients' requests during a transfer; None if there is none."""
     _forgotten = False
-    """The server's layers remember no transfer that has broken off."""
+    """True if the server's layers are known to remember no broken transfer."""
     _got_part = False
-    """It may have a part of the weights that are being sent."""
+    """True if the server may have received some of the weights in this transfer."""
     _before = ""
-    """``_not_whole`` as the transfer began."""
+    """Value of ``_not_whole`` when the transfer began."""
+
+    async def update_weights(self, version: PolicyVersion, path: str | None = None) -> None:
+        """Update like the base class, then resume the other clients' requests that a transfer had paused."""
+        try:
+            await super().update_weights(version, path)
+        finally:
+            await self.let_others_go_on()
 
     def _frozen(self) -> AbstractAsyncContextManager[None]:
-        """Requests of other clients stand still meanwhile."""
+        """Return a context that pauses the requests of other clients."""
         raise NotImplementedError
 
     async def _transfer(self, call: str, arguments: dict[str, Any] | None = None) -> None:
-        """Make one of the calls; raises EngineError unless all workers have done it."""
+        """Make one transfer call. Raises EngineError unless all workers succeed."""
         raise NotImplementedError
 
     @property
     def handshake(self) -> Handshake:
-        """vLLM's own back-end joins by a unique id."""
+        """Way in which the workers join the group: vLLM's own NCCL backend uses a unique id."""
         return Handshake.APRIL if GLOO in self._capabilities.collective else Handshake.UNIQUE_ID
 
     async def join(self, meeting: Meeting) -> None:
@@ -62,7 +74,7 @@ class Transfers(ServerEngine):
                 "timeout_s": meeting.timeout_s,
             }  # fmt: skip
         else:
-            # a bucket is one packed buffer: as long as the longest
+            # each bucket is sent as one packed buffer, so it must hold the longest bucket
             info |= {
                 "nccl_unique_id_b64": meeting.unique_id, "packed": True, "packed_num_buffers": 1,
                 "packed_buffer_size_bytes": meeting.bucket_bytes,
@@ -70,10 +82,10 @@ class Transfers(ServerEngine):
         await self._transfer(INIT, {"init_info": info})
 
     async def begin(self) -> None:
-        """Have the layers wait for weights; requests of other clients stand still from here on."""
+        """Prepare the layers to receive weights; from here on, requests of other clients are paused."""
         self.require_idle()
         with suppress(EngineError):
-            await self.let_others_go_on()  # where the last transfer ended without an answer
+            await self.let_others_go_on()  # in case the last transfer ended without an answer
         self._got_part, self._before = False, self._not_whole
         self._stands_still = AsyncExitStack()
         await self._stands_still.enter_async_context(self._frozen())
@@ -83,7 +95,7 @@ class Transfers(ServerEngine):
         await self._transfer(START)
 
     async def receive(self, bucket: Sequence[TensorSpec], last: bool) -> None:
-        """Have the workers take a bucket."""
+        """Have the workers receive one bucket."""
         info = {
             "names": [spec.name for spec in bucket], "dtype_names": [spec.dtype for spec in bucket],
             "shapes": [spec.shape for spec in bucket],
@@ -93,12 +105,12 @@ class Transfers(ServerEngine):
         await self._transfer(UPDATE, {"update_info": info})
 
     async def finish(self) -> None:
-        """Put the weights into use; ``update_weights`` does the rest."""
+        """Put the received weights into use; ``update_weights`` does the rest."""
         await self._transfer(FINISH)
         self._forgotten = True
 
     async def leave(self) -> bool:
-        """End a transfer that has broken off; True: the server has the weights that it had before."""
+        """Abandon a broken transfer; returns True if the server still has the weights from before it."""
         begun = self._stands_still is not None
         try:
             await self.forget_transfers()
@@ -114,7 +126,7 @@ class Transfers(ServerEngine):
         return not self._got_part
 
     async def forget_transfers(self) -> None:
-        """Have the layers forget a transfer that has broken off; where none can have, this is not asked."""
+        """Make the layers forget a broken transfer; does nothing if they are known to remember none."""
         if self._forgotten or not self._capabilities.collective:
             return
         try:
@@ -122,29 +134,29 @@ class Transfers(ServerEngine):
         except EngineUnreachable:
             raise
         except EngineError:
-            pass  # one is under way, and is ended then
+            pass  # a transfer is still open, and the next call ends it
         await self._transfer(FINISH)
         self._forgotten = True
 
     async def let_others_go_on(self) -> None:
-        """Let requests of other clients go on."""
+        """Resume the requests of other clients."""
         held, self._stands_still = self._stands_still, None
         if held is not None:
             await held.aclose()
 
 
 class TransferEngine(Transfers, CompletionsEngine):
-    """The way to a server: HTTP."""
+    """Base class of vLLM server engines, where transfer calls go over HTTP."""
 
     facts: VllmFacts
 
     @property
     def sender_address(self) -> str:
-        """The address from which this machine reaches the server."""
+        """Return the address that this machine uses towards the server."""
         return towards(*self._client.address)
 
     async def ranks(self) -> int:
-        """Count of the server's workers, over all its data-parallel copies."""
+        """Return the number of workers, over all data-parallel copies."""
         said = await self._client.json("GET", "/get_world_size", params={"include_dp": "true"}, retry=True)
         size = said.get("world_size") if isinstance(said, dict) else None
         if not isinstance(size, int) or isinstance(size, bool) or size < 1:

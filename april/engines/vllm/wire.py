@@ -1,8 +1,7 @@
-"""Requests to vLLM servers, and their answers: the token route with version spans, and the completions
-route, where servers of 0.33 and later have them too.
+"""Builds requests to vLLM servers and parses their responses, for the token route and the completions route.
 
-The completions route is the one that other servers have, too. Whether a stream has ended, and whole, is decided for all
-servers in ``http/response_reader.py`` and ``http/response_stream.py``.
+The token route reports version spans, as completions do since vLLM 0.33; completions exist on other servers too.
+Whether a stream is complete is decided for all servers in ``http/response_reader.py`` and ``http/response_stream.py``.
 """
 
 from __future__ import annotations
@@ -35,42 +34,39 @@ COMPLETIONS_ROUTE = "/v1/completions"
 
 
 def engine_id(route: str, attempt_id: str) -> str:
-    """The id under which the engine behind a route knows a request; an abort of any other is silently ignored."""
+    """Return the id by which vLLM's engine knows a request; it silently ignores aborts of unknown ids."""
     return f"generate-tokens-{attempt_id}" if route == TOKEN_ROUTE else f"cmpl-{attempt_id}-0"
 
 
 PARTS = {"image": "image_url"}
-"""Kinds of attachments, and what the token route calls a part of that kind."""
+"""Kinds of attachments, with their part type on the token route."""
 _MISSES = re.compile(r"\bCache miss for\b.*\bdata is not provided")
 
 
 def misses_attachment(error: RequestRefused) -> bool:
-    """Return whether the server was given a name, and does not have what it stands for any more."""
+    """Return whether the server was sent a digest alone and no longer has the bytes."""
     return _MISSES.search(str(error)) is not None
 
 
 def request_body(
     route: str, model: str, request: Request, *, stream: bool, priority: bool, seeds: bool = True, spans: bool = False,
-    salt: str = "", urls: Urls | None = None,
+    salt: str, urls: Urls | None = None,
 ) -> bytes:  # fmt: skip
-    """The JSON of a request for either route; the token route gives ``spans`` unasked.
+    """Return the JSON body of a request for either route; the token route reports spans even without ``spans``.
 
-    ``salt``: requests with another one share no cached keys with it. ``urls``: those of what is attached that the
-    server does not have; all of it is named by its digest, so that nothing else is ever taken for it.
+    Requests share cached keys only if they have the same ``salt``. ``urls`` holds the attachments whose bytes the
+    server lacks. Every attachment is named by its digest, so that the server never confuses two.
     """
-    params = sampling_of(request, bans=True) | {"logprobs": 0, "ignore_eos": False}  # 0: the sampled token alone
-    if not seeds:
-        params.pop("seed", None)
-    body: dict[str, Any] = {"model": model, "request_id": request.attempt_id, "stream": False}
+    # logprobs 0 returns the log-probability of the sampled token only
+    params = sampling_of(request, bans=True, seeds=seeds) | {"logprobs": 0, "ignore_eos": False}
+    body: dict[str, Any] = {"model": model, "request_id": request.attempt_id, "stream": False, "cache_salt": salt}
     body |= STREAMED if stream else {}
-    if salt:
-        body["cache_salt"] = salt
     if priority:
         body["priority"] = request.priority
     if route == TOKEN_ROUTE:
         body |= {"token_ids": collapsed(request.token_ids, request.attached).tolist(), "sampling_params": params}
         if request.attached:
-            # with the ids as the server has expanded them, in the first event
+            # makes the first event show the ids to which the server expanded the prompt
             body |= {"content_parts": _parts(request, urls or {}), "return_token_ids": True}
     else:
         body |= {"prompt": request.token_ids.tolist(), "return_token_ids": True, **params}
@@ -100,11 +96,11 @@ class _Choice(msgspec.Struct):
     weight_versions: list[Span] | None = None
     logprobs: _Logprobs | None = None
     routed_experts: str | None = None
-    """A file of numpy's in base64, of the conversation's tokens but its last; only with the end."""
+    """Numpy file in base64 with rows for all tokens of the conversation but the last; only with the end."""
 
 
 class TokenReply(msgspec.Struct):
-    """An answer of the token route, or one event of its stream."""
+    """Response of the token route, or one event of its stream."""
 
     choices: list[_Choice] | None = None
     usage: Usage | None = None
@@ -121,9 +117,9 @@ _NOTHING = _Choice()
 def parser_of(
     route: str, request: Request, *, spans: bool = False, routing: Routing | None = None
 ) -> Parser[Any]:
-    """Return a parser for the answers of either route; version spans come with the last event.
+    """Return a parser for the responses of either route; version spans come with the last event.
 
-    ``routing``: the shape of the experts that the token route gives, where it is known.
+    ``routing`` is the shape of the experts that the token route returns, if known.
     """
     if route == TOKEN_ROUTE:
         return TokenParser(request, routing)
@@ -131,7 +127,7 @@ def parser_of(
 
 
 class TokenParser(Parser[TokenReply]):
-    """The parser of the token route; a server that was sent images must say that it goes on from the request's ids."""
+    """Parser for the token route. If images were sent, the server must confirm the prompt ids it expanded them to."""
 
     __slots__ = ("_extras_wanted", "_prompt", "_routing")
 
@@ -141,7 +137,7 @@ class TokenParser(Parser[TokenReply]):
         self._prompt = request.token_ids if request.attached else None
 
     def piece(self, event: TokenReply, payload: bytes, had: int) -> Piece:
-        """Return what one event brings; see :class:`Parser`."""
+        """Return the content of one event; see :class:`Parser`."""
         choices, usage = event.choices, event.usage
         if choices is None:
             raise self.failed(payload)
@@ -155,7 +151,7 @@ class TokenParser(Parser[TokenReply]):
             self._prompt = None
         ids = choice.token_ids or []
         content = choice.logprobs.content or [] if choice.logprobs is not None else []
-        if len(content) == 1:  # as in nearly all events, where loops would cost most of the time
+        if len(content) == 1:  # nearly every event has one token, and loops would dominate its cost
             named, logprobs = [content[0].token_id], [content[0].logprob]
         else:
             named, logprobs = [one.token_id for one in content], [one.logprob for one in content]
@@ -168,7 +164,7 @@ class TokenParser(Parser[TokenReply]):
         return piece if usage is None else counted(piece, usage)
 
     def _extras(self, choice: _Choice) -> Extras:
-        """The rows that came, from the conversation's first on; a server that gives them gives them unasked."""
+        """Return the rows that came, from the conversation's first token on; some servers send them unasked."""
         if not self._extras_wanted or choice.routed_experts is None:
             return NO_EXTRAS
         try:

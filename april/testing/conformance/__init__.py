@@ -1,9 +1,9 @@
-"""The conformance suite: one set of promises that every engine must keep, april's own and yours.
+"""The conformance suite: tests whether an engine, april's or a user's, keeps the promises of the engine protocol.
 
     report = await conformance.run(conformance.Subject(open=my_engine))
     assert not report.failed, report.failed
 
-``docs/engines.md`` has the promises and how april's engines keep them. Needs no test runner; the table of a report
+``docs/engines.md`` lists the promises and how april's engines keep them. Needs no test runner; the table of a report
 needs the ``cli`` extra.
 """
 

@@ -1,4 +1,4 @@
-"""``python -m april.testing.conformance http://127.0.0.1:8000 --kind vllm``: put a server to the test."""
+"""Tests a server: ``python -m april.testing.conformance http://127.0.0.1:8000 --kind vllm``."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def main(
     out: Annotated[Path | None, typer.Option(help="File for the report, JSON.")] = None,
     matrix: Annotated[bool, typer.Option("--matrix", help="Print the semantics matrix as Markdown.")] = False,
 ) -> None:
-    """The server must be yours alone meanwhile: it is paused, gets weights, and has thousands of requests aborted."""
+    """Test a server that nobody else uses: it is paused, gets new weights, and has thousands of requests aborted."""
     console = Console()
     checks = [check_named(n) for n in only] if only else list(CHECKS)
     subject: dict[str, Any] = {
@@ -65,7 +65,7 @@ async def _run(
 ) -> Report:  # fmt: skip
     task_here = asyncio.current_task()
     assert task_here is not None
-    # who ends the suite gets the server back with its weights
+    # SIGTERM cancels the suite, which then restores the server's weights
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task_here.cancel)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console) as progress:

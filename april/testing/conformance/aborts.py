@@ -1,4 +1,4 @@
-"""Aborts, clients that leave, and servers that die: each request ends once, with all its tokens and no others."""
+"""Checks of aborts, disconnects and dying servers: each request ends once, with exactly its own tokens."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LONG_PROMPT = 2000
 
 
 def _ends(readings: Sequence[Reading]) -> Figures:
-    """Return how requests ended, as figures."""
+    """Count how requests ended."""
     counts = Counter(str(r.finish) for r in readings)
     cut = [r for r in readings if r.finish is EngineFinish.ABORT]
     return {
@@ -32,7 +32,7 @@ def _ends(readings: Sequence[Reading]) -> Figures:
 
 
 async def _accounted(bench: Bench, readings: Sequence[Reading]) -> Figures:
-    """Check that all have ended well, hold what was sent, and begin like the uncut responses."""
+    """Check that all have ended without error, match the wire, and are prefixes of the uncut responses."""
     bench.no_error(readings)
     figures = _ends(readings) | bench.compared(readings)
     if bench.subject.greedy_repeats:
@@ -59,7 +59,7 @@ def _number(reading: Reading) -> int:
 
 @check("A request aborted while it runs ends with ABORT and with every token that was generated for it, once.")
 async def abort_running(bench: Bench) -> Figures:
-    # in rounds: an engine that hands nothing over before the end does not show when it runs
+    # in rounds, as some engines show no token before the end, and so not when a request runs
     readings: list[Reading] = []
     for _ in range(ROUNDS):
         some = [bench.start(bench.request(i)) for i in range(FEW)]
@@ -201,7 +201,7 @@ async def cut_and_resume(bench: Bench) -> Figures:
     bench.say(f"{count} uncut responses are there")
     have: list[Int32] = [np.empty(0, np.int32)] * count
     open_ones, cuts, attempts = list(range(count)), 0, 0
-    # after the first rounds the requests are left alone
+    # after the first rounds no request is aborted any more
     for round in range(4 * FEW):
         readings = {i: bench.start(bench.request(i, length, response=have[i])) for i in open_ones}
         attempts += len(readings)

@@ -1,4 +1,4 @@
-"""What comes with a prompt, such as images: each is read as it stands in the tokens, by the weights of now."""
+"""Checks of attachments such as images: each is read at its place among the tokens, by the present weights."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SAMPLES = 4
 
 
 def _shown(bench: Bench, prompt: Shown, number: int, max_tokens: int = LENGTH, **more: object) -> Request:
-    # what stands for an image may not come: no reference could read such a response
+    # ban the tokens that stand for an image: no reference could read a response with them
     stands = {token for placed in prompt.attached for token in placed.stands}
     banned = tuple(sorted(stands)) if bench.engine.capabilities.bans else ()
     ids = prompt.token_ids
@@ -27,7 +27,7 @@ def _shown(bench: Bench, prompt: Shown, number: int, max_tokens: int = LENGTH, *
 
 
 def _prompts(bench: Bench) -> list[Shown]:
-    """At least two; the first two have the same tokens."""
+    """Return at least two prompts with attachments; the first two have the same tokens."""
     taken = bench.engine.capabilities.attachments
     if not taken:
         need = bench.engine.capabilities.attachments_need
@@ -45,7 +45,7 @@ def _prompts(bench: Bench) -> list[Shown]:
 async def attached(bench: Bench) -> Figures:
     prompts = _prompts(bench)
     bench.needs_greedy()
-    # at the same time, so that each is on its way while others need it
+    # at the same time, so that one upload is running while other requests need it
     together = [_shown(bench, prompt, 0) for prompt in prompts for _ in range(SAMPLES)]
     readings = await bench.whole(together)
     later = await bench.whole(_shown(bench, prompt, 0) for prompt in reversed(prompts))
@@ -88,15 +88,13 @@ async def attached_after_an_update(bench: Bench) -> Figures:
         raise NotTested("no reference model that reads attachments was given")
     old = await bench.whole(_shown(bench, prompt, i, temperature=1.0) for i, prompt in enumerate(prompts))
     _against_reference(bench, before, old, prompts)
-    await bench.within(bench.engine.pause(), "pause")
-    await bench.next_version(other)
-    await bench.within(bench.engine.resume(), "resume")
+    await bench.load_weights(other)
     new = await bench.whole(_shown(bench, prompt, i, temperature=1.0) for i, prompt in enumerate(prompts))
     return _against_reference(bench, other, new, prompts)
 
 
 def _against_reference(bench: Bench, weights: Weights, readings: list[Reading], prompts: list[Shown]) -> Figures:
-    """Log-probabilities are those of these weights, with these attachments."""
+    """Check that log-probabilities are those of these weights with these attachments."""
     if weights.seen is None:
         return {}
     worst, kind = 0.0, asked_kind(bench)
@@ -107,7 +105,7 @@ def _against_reference(bench: Bench, weights: Weights, readings: list[Reading], 
         logits = weights.seen(reading.request, reading.tokens.tolist())
         without = logits.copy()
         without[:, list(sampling.banned_ids)] = -np.inf
-        # some engines say log-probabilities from before a ban, some those from after it
+        # some engines report log-probabilities from before a ban, some from after it
         worst = max(worst, min(
             float(np.abs(expected(kind, of, reading.tokens, sampling.temperature or 1.0, 1.0) - reading.logprobs).max())
             for of in (logits, without)

@@ -1,7 +1,7 @@
-"""A bench for an engine: requests, their readings, and waits that end; and a check, which is one promise put to it.
+"""A test bench for an engine (requests, their responses, waits with a timeout), and the class of a check.
 
-Invariant: every reading is held to the engine contract (one end, arrays of one length, possible numbers, the budget),
-whatever the check looks at besides.
+Invariant: every response is checked against the engine contract (one end, arrays of equal length, possible values,
+the budget), whatever else a check looks at.
 """
 
 from __future__ import annotations
@@ -41,17 +41,17 @@ from april.weights.sender import WeightSender
 from april.weights.source import weight_source
 
 Held = tuple[Request, Int32, EngineFinish | None]
-"""A request, the tokens that are held of it, and how it ended."""
+"""A request, the tokens that the client has of it, and how it ended."""
 
 
 def compare(wire: Witness | None, held: Iterable[Held], means: AbortMeans) -> Figures:
-    """Figures ``lost`` and ``never read``; none without a witness.
+    """Compare the tokens that the client has with those on the wire; no figures without a witness.
 
-    Lost: sent in an answer that the client had to read to its end, and not held. Never read: sent to a client that hung
-    up, which is how some engines abort (``means``).
+    ``lost`` counts tokens of answers that the client had to read to the end, but does not have. ``never read`` counts
+    tokens that were sent to a client that had disconnected, which is how some engines abort (``means``).
 
     Raises:
-        Broken: a token is lost, or what is held is not what was sent.
+        Broken: a token is lost, or the client has tokens that were not sent.
     """
     if wire is None:
         return {}
@@ -85,7 +85,7 @@ def compare(wire: Witness | None, held: Iterable[Held], means: AbortMeans) -> Fi
 
 
 def _answer_of(answers: Iterable[Answer], tokens: Int32, taken: dict[int, int]) -> Answer | None:
-    """The answer that these tokens are from, or the beginning of; the one with the fewest others."""
+    """Find the shortest unused answer that begins with these tokens; None if there is none."""
     fits = [
         answer
         for answer in answers
@@ -97,15 +97,15 @@ def _answer_of(answers: Iterable[Answer], tokens: Int32, taken: dict[int, int]) 
 T = TypeVar("T")
 
 ASK_AGAIN_S = 0.25
-"""Time between two requests for the same abort, as april does it."""
+"""Seconds between two requests for the same abort, as in april."""
 SILENCE_S = 0.5
-"""An engine that works and has shown no token for so long hands them over at the end only."""
+"""Seconds without a token after which a working engine is assumed to yield tokens only at the end."""
 LOOK_S = 0.004
-"""Time between two looks at something that tells nobody when it changes."""
+"""Seconds between two polls of a condition that signals no change."""
 
 
 class Reading(HandedOver):
-    """A request, read to its end in a task of its own."""
+    """A request that is read to its end in its own task."""
 
     def __init__(self, engine: Engine, request: Request) -> None:
         self.request = request
@@ -128,7 +128,7 @@ class Reading(HandedOver):
 
     @property
     def versions(self) -> list[PolicyVersion]:
-        """The version of each token, as the end says it where the chunks were guesses."""
+        """Version of each token; from the last chunk if earlier versions were guesses."""
         if self.chunks and self.chunks[-1].versions is not None:
             return [version for version, count in self.chunks[-1].versions for _ in range(count)]
         return [c.version for c in self.chunks for _ in range(len(c.tokens))]
@@ -139,7 +139,7 @@ class Reading(HandedOver):
         return self.chunks[-1].finish if self.chunks else None
 
     def check(self, limits: Capabilities, newest: PolicyVersion) -> None:
-        """Raise Broken unless the chunks keep the contract, and the response has ended where it can have."""
+        """Raise Broken unless the chunks keep the contract and the response ended where it may end."""
         oldest, room, finish = None, self.request.sampling.max_tokens, None
         for chunk in self.chunks:
             if finish is not None:
@@ -162,7 +162,7 @@ class Reading(HandedOver):
 
 
 class Bench:
-    """An open engine with what the checks need around it."""
+    """An open engine, with what the checks need to test it."""
 
     def __init__(self, subject: Subject, engine: Engine) -> None:
         self.subject = subject
@@ -171,7 +171,7 @@ class Bench:
         self.weights: Weights = subject.now
         self.killed = False
         self.say: Callable[[str], None] = lambda text: None
-        """Tells how far a long check is."""
+        """Callback that reports the progress of a long check."""
         self._run = os.urandom(8).hex()
         self._numbers = itertools.count(1)
         self._seeds = itertools.count(10**6)
@@ -180,7 +180,7 @@ class Bench:
     # ---------------------------------------------------------------- requests
 
     def new_id(self) -> str:
-        """32 characters, as april's own: no id is the beginning of another."""
+        """Return a new id of 32 characters, like april's own: no id is a prefix of another."""
         return f"{self._run}{next(self._numbers):016x}"
 
     def prompt(self, number: int = 0) -> Int32:
@@ -201,13 +201,14 @@ class Bench:
         stream: bool = True,
         **sampling: Any,
     ) -> Request:
-        """A greedy request that runs to ``max_tokens`` of the whole response (default: the subject's long one).
+        """Make a greedy request that runs to ``max_tokens`` of the whole response (default: the subject's long one).
 
-        ``number`` names the sample: its prompt, and its key. ``response``: what the sample has already. ``forced``:
-        no EOS before the end, by min_tokens. The tokens are wanted as they come unless ``stream`` is off.
+        ``number`` identifies the sample: its prompt, and its key. ``response`` holds the tokens that the sample
+        already has. ``forced`` prevents EOS before the end, by min_tokens. With ``stream``, tokens are wanted as
+        they come.
         """
         whole = self.subject.long_tokens if max_tokens is None else max_tokens
-        # of greedy requests the seed is a name only, for witnesses on wires without one
+        # the seed of a greedy request only identifies it, for witnesses on wires without ids
         seed = number + 1 + 1000 * len(response) if temperature else next(self._seeds)
         ids = self.prompt(number) if prompt is None else np.asarray(prompt, np.int32)
         held = np.asarray(response, np.int32)
@@ -224,7 +225,7 @@ class Bench:
         )
 
     def again(self, request: Request, count: int | None = None) -> Request:
-        """Return the request under another id; only its first ``count`` tokens, if EOS could not end it before."""
+        """Copy the request under another id; limited to its first ``count`` tokens if EOS cannot end it before."""
         sampling = request.sampling
         if not sampling.temperature:
             sampling = replace(sampling, seed=next(self._seeds))
@@ -239,7 +240,7 @@ class Bench:
         return reading
 
     async def whole(self, requests: Iterable[Request], engine: Engine | None = None) -> list[Reading]:
-        """Return requests that must complete, read to their ends."""
+        """Run requests that must complete; return them after their ends."""
         readings = [self.start(r, engine) for r in requests]
         await self.ended(readings)
         self.no_error(readings)
@@ -248,7 +249,7 @@ class Bench:
     # ---------------------------------------------------------------- waits
 
     async def within(self, coroutine: Coroutine[Any, Any, T], what: str) -> T:
-        """Return the result of a call; raises Broken if it does not come, or the call fails."""
+        """Return the result of a call; raises Broken if it takes too long or fails."""
         try:
             async with asyncio.timeout(self.subject.patience_s):
                 return await coroutine
@@ -258,7 +259,7 @@ class Bench:
             raise Broken(f"{what} failed: {error}") from error
 
     async def until(self, condition: Callable[[], bool], what: str) -> None:
-        """Wait until it holds; raises Broken after the subject's patience."""
+        """Wait until the condition holds; raises Broken after the subject's patience."""
         deadline = asyncio.get_running_loop().time() + self.subject.patience_s
         while not condition():
             if asyncio.get_running_loop().time() > deadline:
@@ -279,7 +280,7 @@ class Bench:
             reading.check(self.engine.capabilities, self.version)
 
     async def end(self, readings: Sequence[Reading], everything: bool = False) -> None:
-        """Abort requests, asking again as april does, until all have ended."""
+        """Abort requests, repeating the abort as april does, until all have ended."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + self.subject.patience_s
         while left := [r for r in readings if not r.task.done()]:
@@ -291,7 +292,7 @@ class Bench:
         await self.ended(readings)
 
     async def caught(self, readings: Sequence[Reading], every: bool = True) -> None:
-        """Wait until each (``every`` off: any) has tokens; an engine that shows none before the end gets time."""
+        """Wait until all (``every=False``: any) have tokens, but not long if an engine yields them only at the end."""
         loop = asyncio.get_running_loop()
         began, enough = loop.time(), all if every else any
         while not enough(r.count or r.task.done() for r in readings):
@@ -303,7 +304,7 @@ class Bench:
             await asyncio.sleep(LOOK_S)
 
     async def load(self) -> int | None:
-        """Return the requests that the engine works on or holds, by its own word; None if it does not tell."""
+        """Return the number of requests that the engine reports as running or waiting; None if it reports none."""
         health = await self.within(self.engine.health(), "health")
         if health.load is not None:
             return health.load.running + health.load.waiting
@@ -312,7 +313,7 @@ class Bench:
         return sum(known) if known else None
 
     async def idle(self) -> str:
-        """Wait until nothing runs on the engine, by its own word; returns what was seen."""
+        """Wait until the engine reports no requests; return the last reported number as text."""
         load = await self.load()
         if load is None:
             return "the engine does not tell its load"
@@ -334,19 +335,19 @@ class Bench:
     # ---------------------------------------------------------------- weights
 
     async def load_weights(self, weights: Weights) -> None:
-        """Give the engine, which must have nothing in flight, other weights under the next version."""
+        """Load other weights as the next version; the engine must have nothing in flight."""
         await self.within(self.engine.pause(), "pause")
         await self.next_version(weights)
         await self.within(self.engine.resume(), "resume")
 
     async def next_version(self, weights: Weights) -> None:
-        """Call ``update_weights`` of a paused engine."""
+        """Update a paused engine to the next version."""
         version = PolicyVersion(self.version.incarnation, self.version.n + 1)
         await self.within(self.engine.update_weights(version, weights.path), "update_weights")
         self.version, self.weights = version, weights
 
     async def send_weights(self, weights: Weights) -> None:
-        """Send the tensors of a directory from this process to the engine, under the next version."""
+        """Send the tensors of a directory from this process to the engine, as the next version."""
         tensors = await asyncio.to_thread(_tensors, weights)
         loop, engine = asyncio.get_running_loop(), self.engine
 
@@ -360,7 +361,7 @@ class Bench:
         await self.within(engine.resume(), "resume")
 
     async def tidy(self) -> None:
-        """Leave nothing of the last check behind: end all readings, put back the first weights."""
+        """Clean up after a check: cancel all requests, restore the first weights."""
         tasks = [r.task for r in self._readings if not r.task.done()]
         for task in tasks:
             task.cancel()
@@ -373,12 +374,12 @@ class Bench:
     # ---------------------------------------------------------------- expectations
 
     def compared(self, readings: Iterable[Reading]) -> Figures:
-        """Compare the readings with what the witness saw, if there is one."""
+        """Compare the responses with the witness's record, if there is a witness."""
         held = [(r.request, r.tokens, r.finish) for r in readings]
         return compare(self.subject.wire, held, self.engine.capabilities.abort_means)
 
     def no_error(self, readings: Iterable[Reading]) -> None:
-        """Check that none of the readings failed."""
+        """Raise Broken if one of the requests failed."""
         for reading in readings:
             if reading.error is not None:
                 raise Broken(
@@ -387,14 +388,14 @@ class Bench:
                 )
 
     def needs_greedy(self) -> None:
-        """Raise NotTested where greedy responses do not repeat."""
+        """Raise NotTested if greedy responses are not reproducible."""
         if not self.subject.greedy_repeats:
             raise NotTested("greedy responses do not repeat exactly on this engine (greedy_repeats=False)")
 
 
 @dataclass
 class _Call:
-    """A call of an engine, for the thread that sends."""
+    """A call of an engine that the sending thread waits for."""
 
     future: Future[Any]
 
@@ -410,7 +411,7 @@ class _Call:
 
 
 def _tensors(weights: Weights) -> dict[str, Any]:
-    """The tensors of a directory, by their names."""
+    """Load the tensors of a directory, by their names."""
     try:
         from safetensors.torch import load_file
     except ImportError:
@@ -422,7 +423,7 @@ def _tensors(weights: Weights) -> dict[str, Any]:
 
 
 def same(got: Int32, wanted: Int32, what: str) -> None:
-    """Raise Broken, with the place, unless ``got`` is the beginning of ``wanted``."""
+    """Raise Broken, with the position, unless ``got`` is a prefix of ``wanted``."""
     count = min(len(got), len(wanted))
     differs = np.flatnonzero(got[:count] != wanted[:count])
     if differs.size or len(got) > len(wanted):
@@ -434,19 +435,19 @@ def same(got: Int32, wanted: Int32, what: str) -> None:
 
 
 def equal(got: Int32, wanted: Int32, what: str) -> None:
-    """Check that both are the same tokens."""
+    """Raise Broken unless both are the same tokens."""
     same(got, wanted, what)
     if len(got) != len(wanted):
         raise Broken(f"{what}: {len(got)} tokens, and the uncut response has {len(wanted)}")
 
 
 LONGEST_CHECK = 20
-"""A whole check may take so many times the subject's patience."""
+"""Multiple of the subject's patience after which a whole check fails."""
 
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """A promise. Call it with a :class:`Subject` for a verdict on a freshly opened engine."""
+    """A check of one promise. Call it with a :class:`Subject` for a verdict on a newly opened engine."""
 
     name: str
     promise: str
@@ -457,7 +458,7 @@ class Check:
         return self.name
 
     async def __call__(self, subject: Subject) -> Verdict:
-        """Open, check, close."""
+        """Open an engine, check it, close it."""
         engine = await subject.open()
         try:
             return await self.on(Bench(subject, engine))
@@ -465,7 +466,7 @@ class Check:
             await engine.close()
 
     async def on(self, bench: Bench) -> Verdict:
-        """The verdict; never raises for what the engine does."""
+        """Run the check and return its verdict; never raises for what the engine does."""
         wall, cpu = time.perf_counter(), time.process_time()
         outcome, detail, figures = Outcome.PASSED, "", Figures()
         limit = asyncio.timeout(LONGEST_CHECK * bench.subject.patience_s)
@@ -490,7 +491,7 @@ class Check:
             outcome, detail = Outcome.FAILED, str(error)
         except AprilError as error:
             outcome, detail = Outcome.FAILED, f"{type(error).__name__}: {error}"
-        except Exception as error:  # an engine may raise anything, and that is a finding and not the suite's end
+        except Exception as error:  # an engine may raise anything; that is a finding, and must not end the suite
             outcome, detail = Outcome.FAILED, f"the engine or the suite raised {type(error).__name__}: {error}"
         return Verdict(
             check=self.name, promise=self.promise, outcome=outcome, detail=detail, figures=figures,
@@ -499,7 +500,7 @@ class Check:
 
 
 def check(promise: str) -> Callable[[Callable[[Bench], Awaitable[Figures]]], Check]:
-    """Make a :class:`Check` of a coroutine function; its name is the check's."""
+    """Decorate a coroutine function to make it a :class:`Check` of the same name."""
 
     def made(body: Callable[[Bench], Awaitable[Figures]]) -> Check:
         return Check(body.__name__, promise, body)

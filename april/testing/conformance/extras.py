@@ -1,4 +1,4 @@
-"""Rows that come with tokens (extras), such as the experts that a model chose: each is of its token, over cuts too."""
+"""Checks of extras, such as chosen experts per token: each row belongs to its token, also after cuts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LENGTH = 24
 CUT = 9
 FEW = 3
 _ENOUGH = 0.9
-"""Share of the rows that must be the same when tokens are read again: rounding may decide between two experts."""
+"""Share of rows that must be equal when tokens are read again: rounding may decide between two experts."""
 
 
 def _wanting(bench: Bench, request: Request, start: int = 0) -> Request:
@@ -24,7 +24,7 @@ def _wanting(bench: Bench, request: Request, start: int = 0) -> Request:
 
 
 def _require_rows(readings: Sequence[Reading]) -> None:
-    """Each has all that it asked for, with its last chunk and no other."""
+    """Check that each request got all its rows with the last chunk, and none before."""
     for reading in readings:
         if any(chunk.extras for chunk in reading.chunks[:-1]):
             raise Broken(f"request {reading.id}: rows came before the end")
@@ -74,7 +74,7 @@ async def extras(bench: Bench) -> Figures:
 
 
 async def _cut(bench: Bench) -> Figures:
-    """Requests that are aborted have rows for all tokens, or none."""
+    """Check that aborted requests have rows for all tokens, or none."""
     readings = [bench.start(_wanting(bench, bench.request(i))) for i in range(FEW)]
     await bench.caught(readings)
     await bench.end(readings)

@@ -1,4 +1,4 @@
-"""All checks on one engine, and the semantics matrix: what each engine says it can do, and what it was seen to keep."""
+"""Runs all checks on one engine, and builds the semantics matrix of declared capabilities and tested promises."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from april.engines.protocol import Capabilities, Engine, OnWeightUpdate
-from april.testing.conformance import aborts, adapters, attached, extras, kept, tokens, weights, with_april
+from april.testing.conformance import aborts, attached, extras, tokens, weights, with_april
 from april.testing.conformance.bench import Bench, Check
 from april.testing.conformance.subject import Outcome, Report, Subject, Verdict
 
@@ -19,7 +19,7 @@ SHOWN = {
 
 
 def capabilities_in_words(can: Capabilities) -> dict[str, str]:
-    """The first block of the matrix."""
+    """Return the first block of the matrix."""
     return {
         "an abort": str(can.abort_means),
         "partials of aborted requests": "handed over" if can.returns_partials else "lost",
@@ -39,7 +39,7 @@ def capabilities_in_words(can: Capabilities) -> dict[str, str]:
 
 
 def semantics_matrix(reports: Sequence[Report]) -> str:
-    """Engine x promise as a Markdown table; sentences for what is not offered, not tested or broken stand below it."""
+    """Return a Markdown table of engine x promise; below it the reasons for promises not kept or not tested."""
     if not reports:
         raise ValueError("a matrix needs at least one report")
     names = [f"{r.engine} {r.version}".strip() for r in reports]
@@ -69,7 +69,7 @@ def semantics_matrix(reports: Sequence[Report]) -> str:
 
 
 def _union(lists: object) -> list[str]:
-    """All words of several lists, in order."""
+    """Merge several lists of words, in order of first occurrence."""
     return list(dict.fromkeys(word for words in lists for word in words))  # type: ignore[attr-defined]
 
 
@@ -95,8 +95,8 @@ CHECKS: tuple[Check, ...] = (
     weights.version_exactness,
     weights.sent_weights,
     weights.update_under_way,
-    kept.kept_over_an_update,
-    adapters.adapter_versions,
+    weights.kept_over_an_update,
+    weights.adapter_versions,
     attached.banned_ids,
     attached.attached,
     attached.attached_and_resumed,
@@ -109,14 +109,14 @@ CHECKS: tuple[Check, ...] = (
     aborts.disconnect,
     aborts.server_killed,
 )
-"""Every promise, in the order in which they are put to the test; the last one kills the server."""
+"""All checks in the order in which they run; the last one kills the server."""
 
 Watcher = Callable[[Check, str, Verdict | None], None]
-"""(the check that runs, how far it is, its verdict when it is there)"""
+"""Callback (running check, its progress, its verdict or None while it runs)."""
 
 
 def check_named(name: str) -> Check:
-    """The check of that name; KeyError with all names if there is none."""
+    """Return the check of that name; KeyError with all names if there is none."""
     for one in CHECKS:
         if one.name == name:
             return one
@@ -124,9 +124,9 @@ def check_named(name: str) -> Check:
 
 
 async def run(subject: Subject, checks: Sequence[Check] = CHECKS, watch: Watcher | None = None) -> Report:
-    """Put one engine to the test, on the running loop; a failed promise does not end the run.
+    """Run the checks on one engine, on the running loop; a failed check does not end the run.
 
-    The engine is opened once, and anew after a failed check.
+    The engine is opened once, and again after a failed check.
     """
     wall, cpu = time.perf_counter(), time.process_time()
     verdicts: list[Verdict] = []

@@ -1,4 +1,4 @@
-"""A server at a URL as a subject: a recording proxy in front of it, a Hugging Face model beside it."""
+"""Makes a subject from a server's URL: with a recording proxy in front of it and a Hugging Face model as reference."""
 
 from __future__ import annotations
 
@@ -31,16 +31,15 @@ async def served(
     kind: str, urls: Sequence[str], *, model: str | None = None, other: str | None = None, second: str | None = None,
     name: str = "", options: dict[str, Any] | None = None, **subject: Any,
 ) -> AsyncIterator[Subject]:  # fmt: skip
-    """A subject for the server at ``urls``, or for several workers behind an SGLang router, which count as one engine.
+    """Make a subject for the server at ``urls``, or for several workers behind an SGLang router, which are one engine.
 
     Args:
-        kind: of the engine configuration: vllm, sglang, openai.
-        model: directory of the weights that the server has, also readable here: for reference and tokenizer, and to be
-            put back.
-        other: directory of other weights of the same shape, to be loaded.
+        kind: Kind of the engine configuration: vllm, sglang, openai.
+        model: Directory of the server's weights, also readable here: for the reference, the tokenizer, and to restore.
+        other: Directory of other weights of the same shape, which the suite loads.
         second: URL of another server with the same weights, for the failover.
-        options: further settings of the engine configuration.
-        subject: further fields of :class:`Subject`.
+        options: Further settings of the engine configuration.
+        subject: Further fields of :class:`Subject`.
     """
     config = _config(kind, urls, options or {})
     front = config.router if isinstance(config, SglangEngineConfig) and config.router else urls[0]
@@ -74,7 +73,7 @@ async def _open(config: Any) -> Engine:
 
 
 async def _counter(urls: Sequence[str]) -> Callable[[], Awaitable[float]] | None:
-    """The servers' own count of generated tokens, if all of them have one."""
+    """Return a function for the servers' own count of generated tokens; None if one of them has no count."""
 
     async def total() -> float:
         counts = [await _made_by(url) for url in urls]
@@ -99,7 +98,7 @@ async def _made_by(url: str) -> float | None:
 
 @cache
 def hugging_face(path: str) -> Reference:
-    """Logits of the causal language model in a directory, in fp32 on the CPU, one full forward pass per response.
+    """Return a reference for the causal language model in a directory: fp32 on the CPU, one forward pass per response.
 
     Needs the ``transformers`` extra.
     """
@@ -122,7 +121,7 @@ def hugging_face(path: str) -> Reference:
 
 @cache
 def hugging_face_tokenizer(path: str) -> Any:
-    """The tokenizer in a directory, or None if there is none."""
+    """Return the tokenizer in a directory, or None if there is none."""
     from transformers import AutoTokenizer
 
     try:

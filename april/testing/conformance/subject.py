@@ -1,4 +1,4 @@
-"""The engine under test with its equipment, which goes into the suite; verdicts and a report, which come out."""
+"""Input and output of the suite: the engine under test with its equipment, and the verdicts and reports."""
 
 from __future__ import annotations
 
@@ -15,51 +15,51 @@ from april.engines.protocol import Engine, Float32, Request
 
 
 class Broken(Exception):
-    """The promise is broken; the message says how."""
+    """Raised if a promise is broken; the message says how."""
 
 
 class NotOffered(Exception):
-    """The engine declares that it does not promise this."""
+    """Raised if the engine declares that it does not make this promise."""
 
 
 class NotTested(Exception):
-    """The equipment to test this is not there."""
+    """Raised if the equipment for this check is missing."""
 
 
 Reference = Callable[[list[int], list[int]], Float32]
-"""(prompt ids, response ids [T]) -> logits float32 [T, V] at the positions that predict the response, of a full forward
-pass in fp32. The suite computes from it what the engine's declared kind of log-probability must be."""
+"""Function (prompt ids, response ids [T]) -> logits float32 [T, V] at the positions that predict the response, from
+a full forward pass in fp32. The suite computes from them log-probabilities of the kind that the engine declares."""
 
 
 class Answer(Protocol):
-    """The answer that was sent for one request."""
+    """An answer that was sent for one request."""
 
     @property
     def tokens(self) -> Sequence[int]:
-        """In order."""
+        """Token ids, in order."""
         ...
 
     @property
     def closed_early(self) -> bool:
-        """True if the client hung up before the answer was complete."""
+        """True if the client disconnected before the answer was complete."""
         ...
 
 
 class Witness(Protocol):
-    """A witness of what left the server, independent of the engine's client: :class:`~april.testing.RecordingProxy`."""
+    """Records what left a server, independently of the engine's client: :class:`~april.testing.RecordingProxy`."""
 
     def answers(self, request: Request) -> Sequence[Answer]:
-        """Answers to this request; if requests have no names on the wire, to all that look the same there."""
+        """Return the answers to this request; if the wire has no ids, to all requests that look the same there."""
         ...
 
 
 Seen = Callable[[Request, list[int]], Float32]
-"""The same of a request with attachments, which stand in its tokens: (request, response ids [T]) -> logits [T, V]."""
+"""Function (request with attachments, response ids [T]) -> logits [T, V], otherwise like :data:`Reference`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """A set of weights. ``path`` None means that there is no directory that the engine could load."""
+    """A set of weights with its references. ``path`` None means that there is no directory to load it from."""
 
     path: str | None = None
     reference: Reference | None = None
@@ -68,7 +68,7 @@ class Weights:
 
 @dataclass(frozen=True, slots=True)
 class Shown:
-    """A prompt and what is attached to it, at its places among the tokens."""
+    """A prompt with attachments, which have their places among the tokens."""
 
     token_ids: Sequence[int]
     attached: Sequence[Placed]
@@ -76,56 +76,57 @@ class Shown:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Subject:
-    """The engine under test. Everything but ``open`` is optional; what is missing leaves promises ``not tested``.
+    """The engine under test with optional equipment; promises whose equipment is missing are ``not tested``.
 
-    The server, if there is one, is the suite's alone while it runs: it is paused, gets weights, and is asked whether
-    anything runs on it.
+    If there is a server, the suite must be its only user: the suite pauses it, loads weights, and waits until it is
+    idle.
     """
 
     open: Callable[[], Awaitable[Engine]]
-    """A new engine object, on the running loop; the suite closes it."""
+    """Function that returns a new engine object on the running loop; the suite closes it."""
     name: str = ""
-    """Column of the matrix; default: the engine's name."""
+    """Name of the column in the matrix; by default, the engine's name."""
     version: str = ""
     """Version of the engine's software."""
     prompts: Sequence[Sequence[int]] = ((5, 6, 7, 8), (9, 10, 11), (12, 13, 14, 15, 16))
-    """Token ids that the model knows; no end-of-text among them."""
+    """Prompts as token ids that the model knows, without end-of-text."""
     ending_prompts: Sequence[Sequence[int]] = ()
-    """Prompts whose responses soon end by themselves; default: ``prompts``, and some patience."""
+    """Prompts whose responses soon end by themselves; by default ``prompts``, which may take longer."""
     long_tokens: int = 300
-    """Tokens of a response that runs long enough to be caught in the middle; with its prompt within the context."""
+    """Tokens of a response that runs long enough to be aborted midway; with its prompt within the context."""
     greedy_repeats: bool = True
-    """Greedy decoding gives the same tokens whatever runs beside it, as in fp32; else such promises are not tested."""
+    """True if greedy decoding gives the same tokens whatever else runs, as in fp32; if False, checks that rely on it
+    are not tested."""
     now: Weights = Weights()
-    """The weights that the engine has when it is opened; the suite leaves it with them."""
+    """Weights of the engine when it is opened; the suite restores them at the end."""
     other: Weights | None = None
-    """Others, to be loaded from disk and back."""
+    """Other weights, which the suite loads from disk and replaces again."""
     shown: Sequence[Shown] = ()
-    """Prompts with attachments, two or more; the first two have the same tokens and other attachments."""
+    """Two or more prompts with attachments; the first two have the same tokens but other attachments."""
     adapters: Sequence[Weights] = ()
-    """Two adapters (LoRA) for ``now``: directories, and the model with each of them as reference."""
+    """Two adapters (LoRA) for ``now``: directories, and as reference the model with the adapter."""
     first_version: PolicyVersion = FIRST_VERSION
-    """The version that a new engine object puts on its tokens."""
+    """Version of the tokens of a new engine object."""
     tolerance: float = 1e-4
-    """Largest difference of log-probabilities to the reference, in nats."""
+    """Largest difference of log-probabilities from the reference, in nats."""
     tokenizer: Any = None
-    """With ``decode``, for stop strings."""
+    """Tokenizer with a ``decode`` method, for stop strings."""
     wire: Witness | None = None
-    """The witness between engine and server."""
+    """Recorder between engine and server."""
     made: Callable[[], Awaitable[float]] | None = None
-    """Tokens that the server has generated since its start, by its own count."""
+    """Function that returns the tokens generated since the server's start, by the server's own count."""
     second: Callable[[], Awaitable[Engine]] | None = None
-    """Another engine with the same weights, for the failover."""
+    """Function that opens another engine with the same weights, for the failover."""
     kill: Callable[[], Awaitable[None]] | None = None
-    """Kills the server; the last check uses it."""
+    """Function that kills the server; the last check uses it."""
     in_flight: int = 80
-    """Requests at the same time in the checks with many; the bursts have 300."""
+    """Number of concurrent requests in the checks with many; the bursts have 300."""
     aborts: int = 1000
-    """Aborted requests in the count of lost tokens."""
+    """Number of aborted requests after which lost tokens are counted."""
     gives_up: Mapping[str, str] = field(default_factory=dict)
-    """Promises that the engine's own documentation gives up: name of the check -> the sentence that says why."""
+    """Promises that the engine's documentation excludes: name of the check -> sentence that says why."""
     patience_s: float = 60.0
-    """Longest wait for anything to happen; an engine that hangs fails after it."""
+    """Longest wait in seconds for anything to happen; an engine that takes longer fails."""
 
 
 Figures = dict[str, float | int | str]
@@ -133,32 +134,37 @@ Figures = dict[str, float | int | str]
 
 
 class Outcome(StrEnum):
-    """The outcome of one promise."""
+    """Outcome of a check."""
 
     PASSED = "passed"
     FAILED = "failed"
     NOT_OFFERED = "not offered"
-    """The engine says that it cannot; its sentence is in the verdict."""
+    """The engine declares that it cannot; the verdict quotes its sentence."""
     NOT_TESTED = "not tested"
     """The subject lacks the equipment; the verdict says which."""
 
 
 class Verdict(msgspec.Struct, frozen=True, kw_only=True):
-    """The outcome of one check."""
+    """The outcome of one check, with its details."""
 
     check: str
     promise: str
     outcome: Outcome
     detail: str = ""
-    """The reason, where it is broken, not offered or not tested."""
+    """Reason if the promise is broken, not offered or not tested."""
     figures: Figures = {}
     wall_s: float = 0.0
     cpu_s: float = 0.0
-    """CPU seconds of this process; a server's own are not in it."""
+    """CPU seconds of this process, without a server's."""
+
+    @property
+    def numbers(self) -> str:
+        """The figures as text."""
+        return ", ".join(f"{name} {value:.3g}" if isinstance(value, float) else f"{name} {value}"
+                         for name, value in self.figures.items())  # fmt: skip
 
     def __str__(self) -> str:
-        shown = ", ".join(f"{name} {value:g}" if isinstance(value, float) else f"{name} {value}"
-                          for name, value in self.figures.items())  # fmt: skip
+        shown = self.numbers
         return ": ".join(filter(None, [self.check, str(self.outcome), self.detail])) + (f" ({shown})" if shown else "")
 
 
@@ -167,7 +173,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
 
     engine: str
     version: str = ""
-    """Version of the engine's software, as the subject says it."""
+    """Version of the engine's software, as given in the subject."""
     capabilities: dict[str, str] = {}
     """The engine's capabilities in words; the first block of the matrix."""
     notes: tuple[str, ...] = ()
@@ -177,27 +183,27 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def failed(self) -> tuple[Verdict, ...]:
-        """Verdicts that make the engine unfit."""
+        """Verdicts of failed checks; an engine with any is unfit."""
         return tuple(v for v in self.verdicts if v.outcome is Outcome.FAILED)
 
     def verdict(self, check: str) -> Verdict:
-        """The verdict of one check by its name; KeyError if it was not run."""
+        """Return the verdict of one check by its name; KeyError if it was not run."""
         for verdict in self.verdicts:
             if verdict.check == check:
                 return verdict
         raise KeyError(check)
 
     def json(self) -> bytes:
-        """As JSON; :meth:`from_json` reads it back."""
+        """Encode as JSON; :meth:`from_json` reads it."""
         return msgspec.json.format(msgspec.json.encode(self), indent=1)
 
     @classmethod
     def from_json(cls, data: bytes | str) -> Report:
-        """A report that was written by :meth:`json`."""
+        """Decode a report that :meth:`json` encoded."""
         return msgspec.json.decode(data, type=cls)
 
     def table(self) -> Any:
-        """A ``rich`` table; needs the ``cli`` extra."""
+        """Build a ``rich`` table; needs the ``cli`` extra."""
         from rich.markup import escape
         from rich.table import Table
 
@@ -207,8 +213,6 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
             table.add_column(column, overflow="fold")
         for v in self.verdicts:
             colour = colours.get(v.outcome, "yellow")
-            figures = ", ".join(f"{name} {value:.3g}" if isinstance(value, float) else f"{name} {value}"
-                                for name, value in v.figures.items())  # fmt: skip
-            said = "; ".join(filter(None, [v.detail, figures]))
+            said = "; ".join(filter(None, [v.detail, v.numbers]))
             table.add_row(escape(v.check), f"[{colour}]{v.outcome}[/]", escape(said))
         return table

@@ -1,4 +1,4 @@
-"""Checks of the ends of responses, refusals, seeds, and log-probabilities of the declared kind."""
+"""Checks of token budgets, stop tokens, refusals, seeds, and log-probabilities of the declared kind."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ async def budgets(bench: Bench) -> Figures:
 
 
 async def _natural_end(bench: Bench) -> Reading:
-    """A response that ended in EOS by itself."""
+    """Find a response that ended in EOS by itself."""
     eos = set(bench.engine.capabilities.eos_token_ids)
     prompts = bench.subject.ending_prompts or bench.subject.prompts
     seen = 0
@@ -104,7 +104,7 @@ def _stopped_at(bench: Bench, ended: Reading, tokens: list[int], stop: int) -> N
     if got.count(tokens[stop]) > 1:
         raise Broken(f"the response went on behind the stop token {tokens[stop]}")
     if got != tokens[: stop + 1]:
-        # only engines that draw tokens by their stop ids may differ here, and they end in it all the same
+        # only engines whose tokens depend on the stop ids may differ here; they too must end with the stop token
         raise Broken(f"the response is not the greedy one up to the stop token: {len(got)} tokens, not {stop + 1}")
 
 
@@ -131,7 +131,7 @@ async def seeds(bench: Bench) -> Figures:
 
 
 async def _refused(bench: Bench, request: Request, what: str) -> str:
-    """The engine must refuse it with an EngineError, and live on; its sentence."""
+    """Raise Broken unless the engine refuses the request with an EngineError before any token; return its type."""
     reading = bench.start(request)
     await bench.ended([reading])
     if reading.error is None:
@@ -174,7 +174,7 @@ async def out_of_vocabulary(bench: Bench) -> Figures:
 @check("An id that is in flight cannot be used a second time, and the first request does not notice.")
 async def duplicate_id(bench: Bench) -> Figures:
     first = bench.start(bench.request(0, bench.subject.long_tokens // 2))
-    # a request is in flight from the moment that it is known to the client
+    # a request is in flight as soon as its client has it
     for _ in range(3):
         await asyncio.sleep(0)
     running = not first.task.done()
@@ -195,13 +195,14 @@ async def duplicate_id(bench: Bench) -> Figures:
 SAMPLES = 8
 LENGTH = 48
 TIE = 1e-5
-"""Nuclei whose edge is nearer than this to top-p may be taken with the token at the edge or without."""
+"""If the edge of a nucleus is nearer than this to top-p, the token at the edge may be in it or not."""
 
 
 def expected(kind: LogprobKind, logits: Float32, tokens: Int32, temperature: float, top_p: float) -> Float32:
-    """Return what ``kind`` says of ``tokens`` [T] under ``logits`` [T, V]: float32 [C, T]; per token one row must fit.
+    """Return the log-probabilities of ``tokens`` [T] that ``kind`` gives for ``logits`` [T, V]: float32 [C, T].
 
-    C is 1, and 2 for ``processed`` with top-p, where rounding decides which token is the last of the nucleus.
+    Each token must match one of C alternatives: 2 for ``processed`` with top-p, where rounding decides which token
+    is the last of the nucleus; otherwise 1.
     """
     scaled = np.asarray(logits, np.float64) / (1.0 if kind is LogprobKind.RAW else temperature)
     logs = scaled - np.logaddexp.reduce(scaled, axis=1, keepdims=True)
@@ -216,7 +217,7 @@ def expected(kind: LogprobKind, logits: Float32, tokens: Int32, temperature: flo
 
 
 def asked_kind(bench: Bench) -> LogprobKind:
-    """The kind that log-probabilities at temperature 1 must be of."""
+    """Return the kind that log-probabilities at temperature 1 must have."""
     kind = bench.engine.capabilities.logprob_kind
     return LogprobKind.RAW if kind is LogprobKind.UNKNOWN else kind
 
@@ -224,7 +225,7 @@ def asked_kind(bench: Bench) -> LogprobKind:
 def largest_difference(
     kind: LogprobKind, reference: Reference, reading: Reading, temperature: float, top_p: float = 1.0
 ) -> float:
-    """Largest difference in nats between a reading and the reference."""
+    """Return the largest difference in nats between a response and the reference."""
     if not reading.count:
         return 0.0
     tokens = reading.tokens
@@ -240,7 +241,7 @@ def _check(name: str, promise: str, temperature: float, top_p: float) -> Check:
             raise NotTested("no reference model was given")
         if kind is LogprobKind.UNKNOWN and (temperature != 1.0 or top_p < 1.0):
             raise NotOffered("the engine does not know of which kind its log-probabilities are")
-        asked = LogprobKind.RAW if kind is LogprobKind.UNKNOWN else kind
+        asked = asked_kind(bench)
         readings = await bench.whole(
             bench.request(i, LENGTH, forced=False, temperature=temperature, top_p=top_p) for i in range(SAMPLES)
         )

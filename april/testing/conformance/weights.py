@@ -1,27 +1,28 @@
-"""Weight updates and pauses: every token carries the version of the weights that made it."""
+"""Checks of weight updates, pauses and adapters (LoRA): every token carries the version of the weights that made it."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import replace
+from itertools import chain
 
 import numpy as np
 
-from april.core.sampling import LogprobKind
-from april.engines.protocol import EngineFinish, Float32
+from april.engines.protocol import EngineFinish, Float32, KeepsRequests, OnWeightUpdate
 from april.testing.conformance.bench import Bench, Reading, check
 from april.testing.conformance.subject import Broken, Figures, NotOffered, NotTested, Weights
-from april.testing.conformance.tokens import expected
+from april.testing.conformance.tokens import asked_kind, expected
 
 FEW = 6
 LENGTH = 40
 QUIET_S = 0.5
 NEAR_TIE = 1e-3
-"""Logits nearer than this may change places by rounding."""
+"""Difference of logits below which rounding may change their order."""
 
 
 def other_weights(bench: Bench) -> Weights:
-    """Return the other weights; raises NotOffered or NotTested where there is no way to them."""
+    """Return the other weights; raises NotOffered or NotTested if the engine cannot load any."""
     if not bench.engine.capabilities.updates_from_disk:
         why = bench.engine.capabilities.cause("updates_from_disk")
         raise NotOffered("the engine does not load weights from disk" if why is None else why.sentence)
@@ -50,18 +51,32 @@ def greedy_under(
 
 
 def all_of(readings: Sequence[Reading], version: object, what: str) -> None:
-    """Raise Broken unless all their tokens carry this version."""
+    """Raise Broken unless all tokens of these requests carry this version."""
     for reading in readings:
         strange = {str(v) for v in reading.versions if v != version}
         if strange:
             raise Broken(f"{what} carry version {', '.join(sorted(strange))} instead of {version}")
 
 
+def in_order(readings: Sequence[Reading], before: object, after: object, what: str = "") -> int:
+    """Raise Broken unless tokens carry the old version and then the new one; return how many requests carry both."""
+    both = 0
+    for reading in readings:
+        versions = reading.versions
+        old = versions.count(before)  # type: ignore[arg-type]
+        if versions != [before] * old + [after] * (len(versions) - old):
+            raise Broken(f"{what}request {reading.id} carries {sorted(set(map(str, versions)))} in another order")
+        if reading.finish is not EngineFinish.ABORT and reading.count != reading.request.sampling.max_tokens:
+            raise Broken(f"{what}request {reading.id} ended with {reading.finish} after {reading.count} tokens")
+        both += 0 < old < len(versions)
+    return both
+
+
 @check("Tokens of before an update carry the old version; those of after it carry the new one, come from the new "
        "weights, and from no cache of the old ones.")  # fmt: skip
 async def version_exactness(bench: Bench) -> Figures:
     other, before, first_weights = other_weights(bench), bench.version, bench.weights
-    # the same prompts before and after: what is left of them in a cache must not be used
+    # the same prompts before and after: keys that are cached from before must not be used
     old = await bench.whole(bench.request(i, LENGTH, forced=False) for i in range(FEW))
     cut = [bench.start(bench.request(i)) for i in range(FEW)]
     await bench.caught(cut)
@@ -100,10 +115,9 @@ async def version_exactness(bench: Bench) -> Figures:
 
 
 async def _difference_under(bench: Bench, weights: Weights) -> float:
-    """Sampled responses after the update have the log-probabilities of the new weights."""
+    """Check sampled responses against the new weights; return the largest difference of log-probabilities."""
     assert weights.reference is not None
-    kind = bench.engine.capabilities.logprob_kind
-    asked = LogprobKind.RAW if kind is LogprobKind.UNKNOWN else kind
+    asked = asked_kind(bench)
     readings = await bench.whole(bench.request(i, LENGTH, forced=False, temperature=1.0) for i in range(FEW))
     worst = 0.0
     for r in readings:
@@ -146,19 +160,13 @@ async def update_under_way(bench: Bench) -> Figures:
         raise NotOffered("the engine generates from the trainer's parameters: requests are aborted before they change")
     readings = [bench.start(bench.request(i)) for i in range(FEW)]
     await bench.caught(readings)
-    await bench.within(bench.engine.pause(), "pause")
-    await bench.next_version(other)
-    await bench.within(bench.engine.resume(), "resume")
+    await bench.load_weights(other)
     await bench.ended(readings)
     bench.no_error(readings)
-    ended = lived = 0
+    lived = in_order(readings, before, bench.version)
+    ended = sum(reading.finish is EngineFinish.ABORT for reading in readings)
     for reading in readings:
-        versions = reading.versions
-        old = sum(v == before for v in versions)
-        if versions[:old] != [before] * old or versions[old:] != [bench.version] * (len(versions) - old):
-            raise Broken(f"request {reading.id} carries versions {sorted(set(map(str, versions)))} in another order")
-        ended += reading.finish is EngineFinish.ABORT
-        lived += old < len(versions) and old > 0
+        old = reading.versions.count(before)
         if bench.subject.greedy_repeats:
             greedy_under(bench, reading, first_weights, f"request {reading.id} before the update", 0, old)
             greedy_under(bench, reading, other, f"request {reading.id} behind the update", old)
@@ -174,7 +182,7 @@ async def pause_and_resume(bench: Bench) -> Figures:
     await bench.caught(running)
     await bench.within(bench.engine.pause(), "pause")
     late = [bench.start(bench.request(FEW + i, 16)) for i in range(FEW)]
-    await asyncio.sleep(QUIET_S)  # what was on its way arrives
+    await asyncio.sleep(QUIET_S)  # tokens that were on their way arrive
     then = [r.count for r in running]
     await asyncio.sleep(QUIET_S)
     grown = sum(r.count for r in running) - sum(then)
@@ -183,7 +191,7 @@ async def pause_and_resume(bench: Bench) -> Figures:
     came = sum(r.count for r in late)
     if came or any(r.task.done() for r in late):
         raise Broken(f"requests sent while the engine was paused got {came} tokens, or ended")
-    # one of those that wait is given up meanwhile
+    # abort one of the waiting requests meanwhile
     given_up = late.pop()
     await bench.end([given_up])
     kept = sum(not r.task.done() for r in running)
@@ -204,3 +212,90 @@ async def pause_and_resume(bench: Bench) -> Figures:
                 raise Broken(f"request {reading.id} ended with {reading.finish} after {reading.count} tokens")
     figures: Figures = {"kept over the pause": kept, "ended by it": FEW - kept, "waited": len(late)}
     return figures | bench.compared([*running, *late])
+
+
+@check("A request that an engine keeps over a weight update goes on under the new weights, its end names the versions, "
+       "and a new request meets no keys of the old ones.")  # fmt: skip
+async def kept_over_an_update(bench: Bench) -> Figures:
+    modes = bench.engine.capabilities.in_flight_updates
+    if not modes:
+        raise NotOffered("requests are cut at a weight update")
+    engine = bench.engine
+    if not isinstance(engine, KeepsRequests):
+        raise Broken(f"it declares {', '.join(modes)} and has no pause_in_flight")
+    figures: Figures = {}
+    for mode in modes:
+        new, before, old = other_weights(bench), bench.version, bench.weights
+        if bench.weights is new:
+            new = bench.subject.now
+        readings = [bench.start(replace(bench.request(i), in_flight=mode)) for i in range(FEW)]
+        await bench.caught(readings)
+        await bench.within(engine.pause_in_flight(mode), "pause_in_flight")
+        silent = [r for r in readings if not r.count]
+        if mode is OnWeightUpdate.KEEP:
+            await bench.end(silent)  # as april does: their prompts would meet keys of the old weights
+        await bench.next_version(new)
+        await bench.within(bench.engine.resume(), "resume")
+        fresh = [bench.start(replace(bench.request(i, LENGTH, forced=False), in_flight=mode)) for i in range(FEW)]
+        await bench.ended([*readings, *fresh])
+        bench.no_error([*readings, *fresh])
+        all_of(fresh, bench.version, f"{mode}: tokens of requests from after the update")
+        lived = [r for r in readings if before in r.versions and bench.version in r.versions]
+        in_order(readings, before, bench.version, f"{mode}: ")
+        if not lived:
+            raise NotTested("all requests were complete before the update; raise Subject.long_tokens")
+        if bench.subject.greedy_repeats:
+            for reading in fresh:
+                greedy_under(bench, reading, new, f"{mode}: request {reading.id} from after the update")
+            for reading in lived:
+                at = reading.versions.index(bench.version)
+                greedy_under(bench, reading, old, f"{mode}: request {reading.id} before the update", 0, at)
+                if mode is OnWeightUpdate.RECOMPUTE:
+                    greedy_under(bench, reading, new, f"{mode}: request {reading.id} behind the update", at)
+        figures[f"{mode}: lived through it"] = len(lived)
+    return figures
+
+
+@check("While an adapter is loaded requests go on under the weights that they began with; those that come then, and "
+       "responses that are resumed, are of the adapter.")  # fmt: skip
+async def adapter_versions(bench: Bench) -> Figures:
+    can, adapters = bench.engine.capabilities, bench.subject.adapters
+    if can.adapters is None:
+        raise NotOffered(can.adapters_need or "the engine takes no adapters")
+    if len(adapters) < 2:
+        raise NotTested("no two adapters were given")
+    versions, weights = [bench.version], [bench.weights]
+    running = [[bench.start(bench.request(i)) for i in range(FEW)]]
+    await bench.caught(running[0])
+    for given in adapters[:2]:
+        await bench.next_version(given)  # without a pause
+        versions.append(bench.version)
+        weights.append(given)
+        running.append([bench.start(bench.request(i)) for i in range(FEW)])
+        await bench.caught(running[-1])
+    alive = sum(any(not reading.task.done() for reading in readings) for readings in running)
+    cut = running[0][: FEW // 2]
+    await bench.end(cut)
+    resumed = await bench.whole(
+        bench.request(i, reading.count + LENGTH, response=reading.tokens, forced=False)
+        for i, reading in enumerate(cut)
+        if reading.count < reading.request.sampling.max_tokens
+    )
+    for readings in running:
+        await bench.ended(readings)
+        bench.no_error(readings)
+    for version, readings in zip(versions, running, strict=True):
+        all_of(readings, version, f"tokens of requests that were sent under version {version}")
+    all_of(resumed, bench.version, "tokens of a response that was resumed after two adapters")
+    if bench.subject.greedy_repeats:
+        for of, readings in zip(weights, running, strict=True):
+            for reading in readings:
+                greedy_under(bench, reading, of, f"request {reading.id} beside the load of an adapter")
+        for reading in resumed:
+            greedy_under(bench, reading, weights[-1], f"request {reading.id}, resumed")
+    if len({tuple(readings[-1].tokens[: LENGTH // 2].tolist()) for readings in running}) < len(running):
+        raise Broken("requests under different adapters say the same: nothing was loaded")
+    if alive < len(running):
+        raise NotTested("all requests of a version were complete before the next one; raise Subject.long_tokens")
+    compared = bench.compared([*chain.from_iterable(running), *resumed])
+    return {"versions at the same time": alive, "resumed": len(resumed)} | compared

@@ -1,4 +1,4 @@
-"""Promises that april keeps on top of an engine, through the real scheduler: stop strings, EOS at a cut, the ledger."""
+"""Checks of promises that april keeps on top of an engine: stop strings, EOS at a cut, no lost tokens."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ def _greedy(length: int, **sampling: Any) -> Config:
 
 
 class _Recorded(RecordingEngine):
-    """The engine under test, which stays open.
+    """Records the engine under test, and leaves it open when the scheduler closes it.
 
     Args:
-        engine: the engine under test.
-        cut: gives the tokens after which an attempt is handed over as aborted; None means no cut. The cut is made by a
-            smaller budget, so that it hits the very token.
-        shift: the number of updates by which april's version is behind the engine's.
+        engine: The engine under test.
+        cut: Function that returns the number of tokens after which an attempt ends as if aborted; None means no cut.
+            The cut is made by a smaller budget, so it is exact.
+        shift: Number of updates by which april's version is behind the engine's.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class _Recorded(RecordingEngine):
         return sum(end is EngineFinish.ABORT for end in self.ends.values())
 
     def got(self, attempt_id: str) -> Int32:
-        """Tokens that april got for an attempt, int32 [T]."""
+        """Return the tokens that april got for an attempt, int32 [T]."""
         return np.concatenate([np.empty(0, np.int32), *(chunk.tokens for chunk in self.handed_over[attempt_id])])
 
     def alter_request(self, request: Request) -> Request:
@@ -82,7 +82,7 @@ class _Recorded(RecordingEngine):
 
 
 def _recorded(bench: Bench, **options: Any) -> _Recorded:
-    """The engine with april's first version, whatever updates it has seen before."""
+    """Wrap the engine so that april sees its first version, whatever updates the engine has had."""
     return _Recorded(bench.engine, shift=bench.version.n - bench.subject.first_version.n, **options)
 
 
@@ -128,7 +128,7 @@ async def stop_strings(bench: Bench) -> Figures:
 
 
 def _string_in(texts: list[str]) -> tuple[str, int, int] | None:
-    """A string over several tokens that appears once: (string, tokens to its end, tokens before its start)."""
+    """Find a string over several tokens that occurs once: (string, tokens to its end, tokens before its start)."""
     for begin in range(6, len(texts) - 4):
         for end in range(begin + 4, begin + 1, -1):
             stop = texts[end][len(texts[begin]) :]
@@ -163,7 +163,7 @@ async def eos_at_a_cut(bench: Bench) -> Figures:
 
 
 def _endless(bench: Bench) -> Iterator[list[int]]:
-    """Prompts without end, no two of a thousand equal."""
+    """Yield prompts without end; no two of a thousand are equal."""
     size = bench.engine.capabilities.vocab_size
     eos = set(bench.engine.capabilities.eos_token_ids)
     known = sorted({t for p in bench.subject.prompts for t in p if 0 <= t < size} - eos)
@@ -173,14 +173,14 @@ def _endless(bench: Bench) -> Iterator[list[int]]:
 
 
 def _budget(bench: Bench, group: int, index: int) -> int:
-    """Groups of very different lengths, so that steps end while most requests run."""
+    """Return a token budget that varies widely between groups, so that steps end while most requests run."""
     of_group, of_sample = (group * 40503 % 65536) / 65536, ((group * SAMPLES + index) * 30011 % 65536) / 65536
     return max(4, int(bench.subject.long_tokens * (0.06 + 0.94 * of_group) * (0.8 + 0.2 * of_sample)))
 
 
 @check("Over a thousand aborted requests, with weight updates between them, no token that was sent is lost.")
 async def thousand_aborts(bench: Bench) -> Figures:
-    """Held: the engine's client, april's ledger and the delivered responses must all have the same tokens."""
+    """Check that the engine's client, april's ledger and the delivered responses all have the same tokens."""
     subject = bench.subject
     engine = _recorded(bench)
     config = Config(
@@ -229,7 +229,7 @@ async def thousand_aborts(bench: Bench) -> Figures:
 
 
 async def _update(bench: Bench, run: Rollouts, engine: _Recorded, from_disk: bool) -> None:
-    """The other one of the two sets of weights, under the next version; the bench knows which, however a check ends."""
+    """Load the other one of the two sets of weights as the next version, and note it for the bench to restore."""
     now, other = bench.subject.now, bench.subject.other
     weights = other if from_disk and other is not None and bench.weights is now else now
     if from_disk:
@@ -240,7 +240,7 @@ async def _update(bench: Bench, run: Rollouts, engine: _Recorded, from_disk: boo
 
 
 def _exact(batch: Batch, engines: Sequence[_Recorded]) -> int:
-    """Each delivered response is what its attempts got, one after the other; the number of its tokens."""
+    """Check that each delivered response is the concatenation of its attempts; return the number of tokens."""
     attempts: dict[tuple[int, int] | None, list[tuple[int, Int32]]] = {}
     for engine in engines:
         for attempt_id, request in engine.requests.items():
@@ -261,7 +261,7 @@ def _exact(batch: Batch, engines: Sequence[_Recorded]) -> int:
 
 
 async def failover(bench: Bench, death: Callable[[], Awaitable[None]]) -> Figures:
-    """A step over two engines of which the first dies in the middle: all responses finish on the other one."""
+    """Run a step on two engines, the first of which dies midway; all responses must finish on the other one."""
     subject = bench.subject
     assert subject.second is not None
     engines = [_recorded(bench), _Recorded(await subject.second())]

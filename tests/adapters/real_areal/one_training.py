@@ -159,7 +159,7 @@ def main() -> dict[str, Any]:
     }  # fmt: skip
     if not given.stock:
         rollouts = trainer.rollout.workflow_executor.rollouts
-        seen["ledgers"] = rollouts.ask("ledgers")
+        seen["ledgers"] = {name: book.as_dict() for name, book in rollouts.scheduler.ledger().items()}
     return seen
 
 

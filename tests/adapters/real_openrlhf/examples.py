@@ -76,8 +76,8 @@ def test_the_workloads_of_the_paper(model: str, algorithm: str, mode: str) -> No
 
 WRONG: list[tuple[dict[str, Any], str]] = [
     ({"algo__advantage__is_correction_level": None}, "is_correction_level is off"),
-    ({"rollout__top_p": 0.9}, "--rollout.top_p 0.9 is not part"),
-    ({"train__async_enable": True, "train__partial_rollout_enable": True}, "partial_rollout_enable changes weights"),
+    ({"rollout__top_p": 0.9}, "--rollout.top_p 0.9: this is not part"),
+    ({"train__async_enable": True, "train__partial_rollout_enable": True}, "partial_rollout_enable: it changes"),
     ({"train__agent_func_path": "agent.txt"}, "--train.agent_func_path agent.txt: expected a Python file"),
     ({"data__max_images_per_prompt": 1, "train__agent_func_path": "a.py"}, "use one of the two"),
     ({"april__partial_rollout": "false"}, "set partial_rollout: true"),

@@ -1,4 +1,4 @@
-"""The page docs/processes.md on a real Ray: its blocks as they stand, with a rank that is killed and started anew."""
+"""The page docs/processes.md on a real Ray: its blocks as they stand; ranks and actors of functions are killed."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def cluster() -> Iterator[None]:
 
 def blocks() -> tuple[str, str]:
     """Of the page: the driver's and a rank's."""
-    page = (ROOT / "docs" / "processes.md").read_text("utf-8").partition("\n## Ray\n")[2]
+    page = (ROOT / "docs" / "processes.md").read_text("utf-8").partition("\n## Ray\n")[2].partition("\n## ")[0]
     driver, rank = re.findall(r"^```python\n(.*?)^```$", page, re.S | re.M)
     return driver, rank
 
@@ -48,7 +48,7 @@ def lengths(request: Any) -> int:
     return 4 + (7 * group + 13 * index) % 50
 
 
-def engines(host: int) -> list[SimulatedEngine]:
+def engines() -> list[SimulatedEngine]:
     """Two, which take their time."""
     return [SimulatedEngine(f"e{i}", DecodeCost(5e-4, 0.0, 0.0), lengths, max_running=16) for i in range(2)]
 
@@ -75,9 +75,39 @@ class Trained:
         self.died += 1
         return self.died == 1
 
+    def deaths(self) -> int:
+        """How often that was asked."""
+        return self.died
+
     def all(self) -> list[tuple[int, int, int, list[Any]]]:
         """Everything."""
         return self.shares
+
+
+def functions(trained: Any | None) -> dict[str, Any]:
+    """A rollout function of two turns, a reward and a filter, each in actors; the first actor is killed in a turn."""
+
+    async def turns(prompt: april.Prompt, llm: april.LLM) -> int:
+        first = await llm.generate(max_tokens=8)
+        if trained is not None and llm.sample_id == (9, 1) and await trained.may_die.remote():
+            os.kill(os.getpid(), signal.SIGKILL)
+        last = await llm.generate([*first.conversation, 5, 6])
+        return len(last.tokens)
+
+    def scores(prompt: april.Prompt, response: april.Response) -> float:
+        if trained is not None and response.sample_id == (15, 2) and ray.get(trained.may_die.remote()):
+            os.kill(os.getpid(), signal.SIGKILL)
+        assert response.output <= len(response.tokens)
+        return reward(prompt, response)
+
+    def keeps(prompt: april.Prompt, responses: list[april.Response]) -> bool:
+        return all(response.reward is not None for response in responses)
+
+    few: dict[str, Any] = {"num_cpus": 0.5}
+    return {
+        "rollout": april.ray.remote(turns, num_actors=2, **few), "reward": april.ray.remote(scores, **few),
+        "filter": april.ray.remote(keeps, **few),
+    }  # fmt: skip
 
 
 def trainer(name: str, block: str) -> Any:
@@ -85,60 +115,47 @@ def trainer(name: str, block: str) -> Any:
 
     @ray.remote(num_cpus=0, max_restarts=1, max_task_retries=1)
     class Trainer:
-        def run(self, rank: int, trained: Any, dies_at: int | None, host_dies: bool = False) -> None:
-            step = -1
-
+        def run(self, rank: int, trained: Any, dies_at: int | None) -> None:
             def train(batch: april.Batch) -> None:
-                nonlocal step
-                step = batch.id
-                engines = [sorted({segment.engine for segment in s.segments}) for s in batch.samples]
-                found = [
-                    (*s.id, s.tokens.tolist(), round(float(s.logprobs.sum()), 3), names)
-                    for s, names in zip(batch.samples, engines, strict=True)
-                ]
+                found = [(*s.id, s.tokens.tolist(), round(float(s.logprobs.sum()), 3)) for s in batch.samples]
                 for s in batch.samples:
                     s.tokens[:] = 0  # they are this rank's own
                 if batch.id == dies_at and ray.get(trained.may_die.remote()):
                     os.kill(os.getpid(), signal.SIGKILL)
                 ray.get(trained.add.remote(rank, os.getpid(), batch.id, found))
 
-            def hand_over() -> None:
-                if host_dies and rank == 0 and step == 3:
-                    ray.kill(ray.get_actor("host1", f"april/{name}"), no_restart=False)
-                if host_dies and rank == 0 and step == 6:
-                    ray.get(ray.get_actor("host1", f"april/{name}").joined.remote())
-
-            space: dict[str, Any] = {"rank": rank, "train": train, "hand_over": hand_over}
+            space: dict[str, Any] = {"rank": rank, "train": train, "hand_over": lambda: None}
             exec(block.replace("my-run", name), space)  # noqa: S102 - of the page
 
     return Trainer
 
 
-def start(name: str, block: str, more: str = "") -> april.ray.Run:
+def start(name: str, block: str, **others: Any) -> april.ray.Run:
     """The driver's block."""
     space: dict[str, Any] = {
         "config": CONFIG, "reward": reward, "prompts": [[1 + i % 90, 2] for i in range(STEPS * GROUPS)],
     }  # fmt: skip
-    found = block.replace("my-run", name).replace("reward=reward", f"reward=reward, engines=engines, check=True{more}")
-    exec(found, space | {"engines": engines}, space)  # noqa: S102 - of the page
+    found = block.replace("my-run", name).replace("reward=reward", "engines=engines, check=True, **others")
+    exec(found, space | {"engines": engines, "others": {"reward": reward} | others}, space)  # noqa: S102 - of the page
     return space["run"]  # type: ignore[no-any-return]
 
 
-def run_to_the_end(name: str, dies_at: int | None, hosts: int = 0) -> list[tuple[int, int, int, list[Any]]]:
+def run_to_the_end(
+    name: str, dies_at: int | None = None, trained: Any = None, **others: Any
+) -> list[tuple[int, int, int, list[Any]]]:
     """All shares that were trained, after the books were looked at."""
     driver, rank = blocks()
-    with start(name, driver, f", hosts={hosts}") as run:
-        trained = Trained.remote()
+    with start(name, driver, **others) as run:
+        trained = trained or Trained.remote()
         made = trainer(name, rank)
         actors = [made.remote() for _ in range(2)]
-        ray.get(
-            [actor.run.remote(r, trained, dies_at if r == 1 else None, hosts > 1) for r, actor in enumerate(actors)]
-        )
+        ray.get([actor.run.remote(r, trained, dies_at if r == 1 else None) for r, actor in enumerate(actors)])
         run.validate()
         books = run.ledger()
         assert books["prompts"].delivered == STEPS * GROUPS
         assert books["tokens"].balanced
         assert books["tokens"].held == 0
+        assert not books["tokens"].dropped
         assert run.version.n == STEPS
         return ray.get(trained.all.remote())  # type: ignore[no-any-return]
 
@@ -156,17 +173,14 @@ def texts_of(shares: list[tuple[int, int, int, list[Any]]]) -> set[str]:
     return {str(row[:4]) for *_, found in shares for row in found}
 
 
-def test_hosts_and_ranks_are_killed_and_started_anew() -> None:
-    """Two hosts and two ranks: a host is killed in step 4 and works again from step 8, a rank is killed in step 6."""
-    killed = run_to_the_end("hosts", dies_at=5, hosts=2)
+def test_actors_of_functions_are_killed() -> None:
+    """A rollout's in the middle of its turns, beside others: nothing is lost, generated twice or trained twice."""
+    trained = Trained.remote()
+    killed = run_to_the_end("functions", trained=trained, **functions(trained))
+    assert ray.get(trained.deaths.remote()) >= 2
+    whole = run_to_the_end("no-deaths", **functions(None))
     assert samples_of(killed) == EVERYTHING
-    assert len({pid for rank, pid, *_ in killed if rank == 1}) == 2
-    by_step = {
-        b: {name.partition("/")[0] for _, _, at, found in killed if at == b for row in found for name in row[4]}
-        for b in range(STEPS)
-    }
-    assert by_step[0] == by_step[STEPS - 1] == {"host0", "host1"}
-    assert by_step[5] == {"host0"}
+    assert texts_of(killed) == texts_of(whole)
 
 
 def test_a_rank_is_killed_and_started_anew() -> None:

@@ -42,29 +42,29 @@ def ask(surroundings: tuple[str, Path], *flags: str, **settings: Any) -> Any:
 
 
 @pytest.mark.parametrize(("flags", "settings", "said"), [
-    ([], {}, "starts more groups than --rollout-batch-size 4, and without --partial-rollout the tokens of the others"),
+    ([], {}, "it starts more groups than --rollout-batch-size 4, and without --partial-rollout the tokens of"),
     (["--partial-rollout", "--rollout-top-p", "0.9"], {}, "--rollout-top-p 0.9: the trainer would recompute other"),
     (["--partial-rollout", "--rollout-top-k", "20"], {}, "--rollout-top-k 20: the trainer would recompute other"),
-    (["--partial-rollout", "--disable-rollout-global-dataset"], {}, "leaves april without prompts"),
+    (["--partial-rollout", "--disable-rollout-global-dataset"], {}, "it leaves april without prompts"),
     (["--partial-rollout", "--custom-rm-path", "nowhere.reward"], {}, "slime cannot load nowhere.reward"),
     (
         ["--partial-rollout", "--n-samples-per-prompt", "4"], {"april": {"group_quorum": 0.75}},
-        "april.group_quorum=0.75 delivers groups in parts, and slime takes the mean reward over whole ones; add "
+        "april.group_quorum=0.75: it delivers groups in parts, and slime takes the mean reward over whole ones; add "
         "--custom-reward-post-process-path april.adapters.slime.post_process_rewards",
     ),
     (
         ["--partial-rollout", "--n-samples-per-prompt", "4", "--group-rm"], {"april": {"group_quorum": 0.75}},
-        "--group-rm goes by whole groups, and april.group_quorum=0.75 delivers groups in parts",
+        "--group-rm: it goes by whole groups, and april.group_quorum=0.75 delivers parts of them",
     ),
     (
         ["--partial-rollout", "--n-samples-per-prompt", "4", "--log-passrate"], {"april": {"group_quorum": 0.75}},
-        "--log-passrate goes by whole groups, and april.group_quorum=0.75 delivers groups in parts",
+        "--log-passrate: it goes by whole groups, and april.group_quorum=0.75 delivers parts of them",
     ),
     (
         ["--partial-rollout"], {"april": {"on_failed_sample": "shrink"}},
         "april.on_failed_sample=shrink: a batch would have fewer than --rollout-batch-size * --n-samples-per-prompt",
     ),
-    (["--partial-rollout"], {"april": {"sampling": {"top_p": 0.9}}}, "april.sampling is decided by"),
+    (["--partial-rollout"], {"april": {"sampling": {"top_p": 0.9}}}, "april.sampling: slime's --rollout-temperature"),
     (["--partial-rollout"], {"april": {"engine": {"urls": []}}}, "engine.urls"),
 ])  # fmt: skip
 def test_flags_that_cannot_be_right(

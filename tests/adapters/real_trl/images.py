@@ -211,7 +211,7 @@ def test_what_cannot_be_right_is_refused(tmp_path: Path) -> None:
     with pytest.raises(april.ConfigError, match="has images and a prompt of plain text"):
         trainer(tmp_path, data=text)
     within = [[{"role": "user", "content": [{"type": "image", "image": "picture.png"}]}]] * ROWS
-    with pytest.raises(april.ConfigError, match="has an image in its messages, which TRL leaves out of its loss"):
+    with pytest.raises(april.ConfigError, match="has an image in its messages: TRL leaves it out of its loss"):
         trainer(tmp_path, data=Dataset.from_dict({"prompt": within, "number": list(range(ROWS))}))
     right = tiny_processor()
     right.tokenizer.padding_side = "right"

@@ -107,7 +107,7 @@ def test_responses_are_trained_with_the_advantages_of_a_slow_reference(loss: str
     assert max(made.logprob_errors) <= 1e-3
     table = list(made._logs["advantages"])
     assert table == pytest.approx([advantage for _, advantage in expected[-16:]], rel=1e-4, abs=2e-5)
-    logged = [row for row in made.state.log_history if "april/trained_tokens" in row]
+    logged = [row for row in made.state.log_history if "april/off_policy_share" in row]
     means = [float(batch.rewards.mean()) for batch in made.batches]
     assert [float(row["reward"]) for row in logged] == pytest.approx(means, rel=1e-4)
     assert [float(row["frac_reward_zero_std"]) for row in logged] == [0.0] * 12

@@ -17,6 +17,7 @@ from trl import GRPOConfig, GRPOTrainer
 import april
 from april.adapters.trl import rollout
 from april.adapters.trl.checks import SEAMS, TESTED_VERSION, require_trl
+from benchmarks import trl_demo
 
 WRONG: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"top_p": 0.9}, {}, "GRPOConfig.top_p=0.9"),
@@ -116,8 +117,8 @@ def test_the_workloads_of_the_paper(model: str, algorithm: str, tmp_path: Path) 
 
 @pytest.mark.parametrize("mode", ["trl", "over-sampling", "constant"])
 def test_the_tiny_run(mode: str, tmp_path: Path) -> None:
-    """A few steps of each, from a model that has learned next to nothing."""
-    result = load("tiny").main(
+    """A few steps of benchmarks/trl_demo.py in each mode, from a model that has learned next to nothing."""
+    result = trl_demo.main(
         ["--mode", mode, "--steps", "3", "--warm-up-steps", "3", "--held-out", "4", "--out", str(tmp_path)]
     )
 

@@ -138,5 +138,5 @@ def trainer(
         train_dataset=tiny.dataset(ROWS) if data is None else data,
         eval_dataset=held_out,
         processing_class=tiny.tokenizer() if processing_class is None else processing_class,
-        rollout_func=rollout(**SETTINGS) if rollouts is None else rollouts,
+        rollout_func=rollout(**SETTINGS, metrics="all") if rollouts is None else rollouts,
     )

@@ -264,8 +264,8 @@ def test_without_a_quorum_the_estimator_is_verls_grpo() -> None:
     from verl.trainer.ppo.v1.utils import compute_advantage_for_multi_trajectories
 
     from april.adapters.verl import advantages
+    from april.adapters.verl.rollouts import Delivery
     from april.corrections.advantages import first_others_of
-    from april.processes.coordinator.messages import Delivery
 
     rewards = torch.rand(12, generator=torch.Generator().manual_seed(1))
     mask = torch.ones(12, 5)
@@ -275,7 +275,7 @@ def test_without_a_quorum_the_estimator_is_verls_grpo() -> None:
     rollouts = [(f"u{i // 4}", i % 4) for i in range(12)]
     cohorts = [tuple((j, float(rewards[4 * (i // 4) + j])) for j in range(4)) for i in range(12)]
     delivery = Delivery(
-        batch=0, rollouts=tuple(rollouts), settled=(), metrics={}, masked={}, rewards=rewards.numpy(),
+        batch=0, rollouts=tuple(rollouts), settled=(), held=(), metrics={}, masked={}, rewards=rewards.numpy(),
         baseline_rewards=first_others_of([i for _, i in rollouts], cohorts),
     )  # fmt: skip
     keys = [f"{uid}_{i}_0" for uid, i in rollouts]

@@ -1,0 +1,164 @@
+"""The ``llm`` of a rollout function in another process, which calls the sample's own process over HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+from urllib.error import HTTPError
+from urllib.request import ProxyHandler, Request, build_opener
+
+import aiohttp
+from aiohttp import web
+
+from april import errors
+from april.agents.chat import Answer, RequestError
+from april.agents.endpoint import Endpoint, Place, check_key
+from april.core.sampling import SamplingParams
+from april.core.tape import Int32
+from april.core.types import SampleId
+from april.driver.llm import AFTER_ITS_END, LLM, Completion, Life
+from april.driver.user_code import message_of
+from april.errors import RolloutError, UsageError
+from april.values import pack, unpack
+
+OF_CALLS = ("max_tokens", "min_tokens", "temperature", "top_p", "stop_token_ids", "stop")
+"""Sampling arguments of ``llm.generate``."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServedLLM:
+    """A handle of an ``llm`` that can be sent to the process in which the rollout function runs."""
+
+    url: str
+    """base URL of the calls"""
+    key: str
+    sample_id: SampleId
+    sampling: SamplingParams
+    life: Life
+
+    def open(self, http: aiohttp.ClientSession) -> LLM:
+        """Return an ``LLM`` for the process that has received this handle."""
+        caller = _Caller(self, http)
+        return LLM(
+            self.sample_id, self.sampling, caller.generate, caller.door, lambda: caller, lambda runs: None, self.life
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class _Door:
+    url: str
+    key: str
+
+
+class LLMCalls:
+    """The server that answers calls of :class:`ServedLLM`; it also has the endpoints for clients.
+
+    Args:
+        host: address to listen on, reachable from the other processes.
+    """
+
+    def __init__(self, host: str) -> None:
+        self._llms: dict[str, tuple[str, LLM, asyncio.AbstractEventLoop]] = {}
+        self.endpoint = Endpoint(host=host, more=self._add_route)
+        self.endpoint.start()
+
+    def _add_route(self, router: web.UrlDispatcher) -> None:
+        router.add_post("/{path}/llm/{method}", self._answer)
+
+    @contextmanager
+    def serve(self, llm: LLM) -> Iterator[ServedLLM]:
+        """Answer the calls of an ``llm`` of the running loop inside the ``with`` block."""
+        path, key = secrets.token_hex(8), secrets.token_urlsafe(24)
+        self._llms[path] = key, llm, asyncio.get_running_loop()
+        try:
+            yield ServedLLM(f"{self.endpoint.url}/{path}/llm/", key, llm.sample_id, llm.sampling, llm.life)
+        finally:
+            del self._llms[path]
+
+    async def _answer(self, request: web.Request) -> web.Response:
+        found = self._llms.get(request.match_info["path"])
+        if found is None:
+            return _failed(RolloutError(AFTER_ITS_END))
+        key, llm, loop = found
+        check_key(request, key, "the key is not that of this llm")
+        asked = unpack(await request.read(), dict[str, Any])
+        made = asyncio.run_coroutine_threadsafe(self._made(llm, request.match_info["method"], asked), loop)
+        try:
+            # the call continues if the connection breaks; the function's end is reported in another way
+            return web.Response(body=pack(await asyncio.shield(asyncio.wrap_future(made))))
+        except asyncio.CancelledError:
+            if not made.cancelled():
+                raise
+            return _failed(RolloutError("this sample was given up: nothing of it is answered any more"))
+        except Exception as error:
+            return _failed(error)
+
+    async def _made(self, llm: LLM, method: str, asked: dict[str, Any]) -> Any:
+        if method == "generate":
+            return await llm.generate(**asked)
+        if method == "chat":
+            return await llm.chat(**asked)
+        if method != "door":
+            raise RequestError(f"an llm has no {method!r:.50}", 404)
+        door = llm.door(Place(self.endpoint))
+        return _Door(door.url, door.key)
+
+
+def _failed(error: Exception) -> web.Response:
+    return web.Response(status=422, body=pack((type(error).__name__, message_of(error))))
+
+
+def _error_in(content: bytes) -> Exception:
+    name, message = unpack(content, tuple[str, str])
+    kind = getattr(errors, name, RolloutError)
+    return kind(message)
+
+
+class _Caller:
+    """Makes the calls of an ``llm`` over HTTP."""
+
+    def __init__(self, served: ServedLLM, http: aiohttp.ClientSession) -> None:
+        self._url, self._http = served.url, http
+        self._headers = {"Authorization": f"Bearer {served.key}", "Content-Type": "application/octet-stream"}
+
+    async def generate(
+        self, sampling: SamplingParams, token_ids: Int32 | None, *, any_chain: bool = False, images: Sequence[Any] = (),
+        **others: Any,
+    ) -> Completion:  # fmt: skip
+        asked = {name: getattr(sampling, name) for name in OF_CALLS}
+        ids = None if token_ids is None else token_ids.tolist()
+        asked |= {"token_ids": ids, "any_conversation": any_chain, "images": images}
+        return await self._post("generate", asked, Completion)  # type: ignore[no-any-return]
+
+    async def ask(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], sampling: Mapping[str, Any]
+    ) -> Answer:
+        asked = {"messages": messages, "tools": tools, **sampling}
+        return await self._post("chat", asked, Answer)  # type: ignore[no-any-return]
+
+    def close(self) -> Sequence[int]:
+        return ()
+
+    def door(self, place: Any = None) -> _Door:
+        """Open an endpoint. The caller is not a coroutine, so the request blocks this process's loop for a moment."""
+        asked = Request(self._url + "door", pack({}), self._headers)  # noqa: S310 - of april's own server
+        try:
+            with build_opener(ProxyHandler({})).open(asked) as answer:
+                return unpack(answer.read(), _Door)
+        except HTTPError as error:
+            raise _error_in(error.read()) from None
+
+    async def _post(self, method: str, asked: Mapping[str, Any], kind: Any) -> Any:
+        try:
+            content = pack(asked)
+        except TypeError as error:
+            raise UsageError(f"llm.{method}: an argument cannot go to the scheduler's process: {error}") from None
+        async with self._http.post(self._url + method, data=content, headers=self._headers) as answer:
+            content = await answer.read()
+        if answer.status != 200:
+            raise _error_in(content)
+        return unpack(content, kind)

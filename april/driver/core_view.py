@@ -1,0 +1,43 @@
+"""A read-only view of the core for the code that carries out its commands: current version and a few settings."""
+
+from __future__ import annotations
+
+from april.core.attachments import Rows
+from april.core.state import RolloutCore
+from april.core.types import Sample
+from april.core.versions import PolicyVersion
+
+
+class CoreView:
+    """Read-only view of a core: its current policy version, limits of its engines, and a few settings."""
+
+    __slots__ = ("_core", "abort_deadline_s", "abort_resend_s")
+
+    def __init__(self, core: RolloutCore) -> None:
+        self._core = core
+        self.abort_resend_s = core.settings.abort_resend_s
+        self.abort_deadline_s = core.settings.abort_deadline_s
+
+    @property
+    def current(self) -> PolicyVersion:
+        """Current policy version."""
+        return self._core.clock.current
+
+    @property
+    def eos_token_ids(self) -> frozenset[int]:
+        """Token ids that end every response, whatever the sampling; empty if unknown."""
+        return self._core.engines.eos_token_ids
+
+    @property
+    def max_context(self) -> int:
+        """Most tokens of prompt and response together that every engine has room for."""
+        return self._core.engines.max_context
+
+    @property
+    def row_layout(self) -> dict[str, Rows]:
+        """Layout of the run's rows of extras, as noted by :func:`april.core.attachments.note_layout`."""
+        return self._core.engines.row_layout
+
+    def room(self, sample: Sample) -> int:
+        """Return the most tokens that the sample's response may have, tokens of the environment included."""
+        return self._core.context.attempts.room(sample.chains[0])

@@ -1,0 +1,411 @@
+"""Uses an engine of another process, offered there by :func:`april.serve`, like an engine of this process.
+
+Invariant: the client yields no token that the server made outside this client's session, and believes no version
+that the server has not confirmed in that session. A session ends when the server's process ends or another client
+begins one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import aclosing, suppress
+from dataclasses import replace
+from typing import Any
+
+import aiohttp
+
+from april.attachments import attachment_bytes
+from april.beside import in_thread
+from april.config.engines import AprilEngineConfig
+from april.core.attachments import Attachment
+from april.core.versions import FIRST_VERSION, PolicyVersion
+from april.engines.http.http_client import HttpClient
+from april.engines.http.own_adapters import Loaded
+from april.engines.http.server_engine import ServerEngine
+from april.engines.http.server_probe import connect_all
+from april.engines.http.weight_directories import is_adapter
+from april.engines.http.wire import empty_chunk
+from april.engines.protocol import Capabilities, Chunk, EngineFinish, FirstWeights, Health, OnWeightUpdate, Request
+from april.engines.served.wire import (
+    HEARTBEAT_S,
+    MESSAGE_BYTES,
+    PIECE_BYTES,
+    ROUTE,
+    Abort,
+    Answer,
+    Call,
+    Leave,
+    Outbox,
+    Piece,
+    Start,
+    Tensors,
+    unpacked,
+)
+from april.engines.weight_routes import TensorSpec
+from april.errors import EngineBusy, EngineError, EngineUnreachable, LinkError, WeightsGone, WireError
+from april.values import pack, unpack
+
+log = logging.getLogger("april")
+
+TRIES = 4
+"""Attempts to send one request while the server lacks its attachments."""
+ATTACHMENT_S = 600.0
+"""Timeout in seconds for uploading one attachment."""
+
+
+class ServedEngine(ServerEngine):
+    """An engine that another process serves; created by :func:`connect_april`."""
+
+    def __init__(self, client: HttpClient, config: AprilEngineConfig, began: Answer, me: str) -> None:
+        can = began.capabilities
+        if can is None:
+            raise WireError(f"{client.url} does not say what its engine can do")
+        present = config.first_weights == "present"
+        self._of_start = began.untouched or present or can.shares_weights
+        """True if the server's weights at connection count as the first version, and a restarted server has them
+        again."""
+        most = [n for n in (config.max_in_flight, can.max_in_flight) if n is not None]
+        super().__init__(
+            client.name,
+            replace(
+                can, max_in_flight=min(most, default=None),
+                first_weights=can.first_weights if self._of_start else FirstWeights.OTHERS,
+            ),
+        )  # fmt: skip
+        self._client = client
+        self._interval_s = config.interval_s
+        self._me = me
+        self._session = began.session
+        self._line: _Line | None = None
+        self._opening = asyncio.Lock()
+        self._keeps = False
+        """True if the engine was paused with its requests kept."""
+        self._sent: dict[str, asyncio.Task[None]] = {}
+        """Uploads of attachments, finished or running, indexed by digest."""
+        self.attachments_sent = 0
+        if not self._of_start:
+            self._not_whole = (
+                f"engine {self.name} has weights that another run of april gave it, and none of this run before a "
+                "weight update"
+            )
+            log.warning("%s", self._not_whole)
+
+    # ---------------------------------------------------------------- requests
+
+    async def generate(self, request: Request) -> AsyncGenerator[Chunk, None]:
+        """Run one request; raises the errors of the remote engine, or EngineUnreachable."""
+        async with self._admission.request(request.attempt_id) as admitted:
+            if not admitted:
+                yield empty_chunk(self._version, EngineFinish.ABORT)
+                return
+            self._check(request)
+            self._adapters.send(request.attempt_id)
+            bare = tuple(replace(p, attachment=replace(p.attachment, data=None, path="")) for p in request.attached)
+            told = replace(request, attached=bare) if bare else request
+            for _ in range(TRIES):
+                for placed in request.attached:
+                    await self._send(placed.attachment)
+                missing: list[str] = []
+                async with aclosing(self._answer(told)) as pieces:
+                    async for piece in pieces:
+                        for chunk in piece.chunks:
+                            yield chunk
+                        if piece.failure is not None:
+                            raise piece.failure.error()
+                        missing = piece.missing
+                if not missing:
+                    return
+                for digest in missing:
+                    self._sent.pop(digest, None)
+            raise EngineError(f"{self._client.url} loses attachments as soon as it has them")
+
+    async def _answer(self, request: Request) -> AsyncGenerator[Piece, None]:
+        line = await self._open_line()
+        inbox = line.inboxes[request.attempt_id] = asyncio.Queue()
+        line.outbox.put(Start(request))
+        over = False
+        try:
+            while not over:
+                piece = await inbox.get()
+                if isinstance(piece, EngineError):
+                    over = True
+                    raise piece
+                over = piece.last
+                yield piece
+        finally:
+            del line.inboxes[request.attempt_id]
+            if not over:
+                line.outbox.put(Leave(request.attempt_id))
+
+    async def _open_line(self) -> _Line:
+        async with self._opening:
+            if self._line is None or self._line.broken:
+                route = f"{ROUTE}line/{self._session}"
+                socket = await self._client.web_socket(
+                    route, {"interval_s": str(self._interval_s)}, max_bytes=MESSAGE_BYTES, heartbeat_s=HEARTBEAT_S
+                )
+                self._line = _Line(self._client.url, socket)
+            return self._line
+
+    async def _send(self, attachment: Attachment) -> None:
+        """Upload the bytes once; concurrent requests with the same attachment wait for that upload."""
+        sent = self._sent.get(attachment.digest)
+        if sent is None:
+            sent = self._sent[attachment.digest] = asyncio.ensure_future(self._put(attachment))
+        try:
+            await asyncio.shield(sent)
+        except BaseException:
+            if sent.done() and self._sent.get(attachment.digest) is sent:
+                del self._sent[attachment.digest]
+            raise
+
+    async def _put(self, attachment: Attachment) -> None:
+        content = attachment.data if attachment.data is not None else await in_thread(attachment_bytes, attachment)
+        route = f"{ROUTE}attachments/{attachment.kind}/{attachment.digest}"
+        self._client.require_ok(await self._client.call("PUT", route, content, timeout_s=ATTACHMENT_S), route)
+        self.attachments_sent += 1
+
+    async def abort(self, attempt_ids: Sequence[str] | None = None) -> None:
+        """Ask the engine to end these attempts (None means all)."""
+        ids = self._to_abort(attempt_ids)
+        if ids and self._line is not None:  # without a connection the requests have ended, or are about to
+            self._line.outbox.put(Abort(ids))
+
+    # ---------------------------------------------------------------- control calls
+
+    async def _call(self, name: str, call: Call) -> Answer:
+        return await _answer_of(self._client, name, pack(call))
+
+    async def _hold(self) -> None:
+        """Begin another session if the server has restarted or its other client has left.
+
+        Raises EngineError if another client uses the engine, as two cannot share its weights, or if the model has
+        changed.
+        """
+        now = await self._call("health", Call(self._session))
+        if now.session == self._session:
+            return
+        if now.client:
+            raise EngineError(f"{self._client.url} has another client, and two cannot share its weights")
+        await self._drop_line()
+        self._sent.clear()
+        began = await self._call("begin", Call(client=self._me))
+        if other := self._differs(began.capabilities):
+            await self._call("end", Call(began.session))
+            raise EngineError(f"{self._client.url} was started anew with another model: {other}; remove this engine")
+        self._session = began.session
+        self._of_start = self._of_start and began.untouched
+        if not self._capabilities.shares_weights:
+            self._not_whole = (
+                f"{self._client.url} was started anew, or had another client, and has no weights of this run"
+            )
+
+    def _differs(self, now: Capabilities | None) -> str:
+        """Describe a change that alters what tokens and log-probabilities mean; empty if there is none."""
+        before = self._capabilities
+        if now is None:
+            return "it does not say which"
+        for name in ("vocab_size", "eos_token_ids", "logprob_kind", "max_context"):
+            there, was = getattr(now, name), getattr(before, name)
+            if there != was and not (name == "max_context" and there > was):
+                return f"{name} {there} and not {was}"
+        return ""
+
+    async def pause(self) -> None:
+        """Close admission, end all requests and pause the remote engine."""
+        self._admission.close()
+        self._keeps = False
+        await self._hold()
+        await super().pause()
+        await self._call("pause", Call(self._session))
+
+    async def pause_in_flight(self, in_flight: OnWeightUpdate) -> None:
+        """Pause with requests kept, as in :class:`~april.engines.protocol.KeepsRequests`, if the engine can."""
+        self._admission.close()
+        await self._hold()
+        await self._call("pause", Call(self._session, in_flight=in_flight))
+        self._keeps = True
+
+    async def resume(self) -> None:
+        """Resume the remote engine and reopen admission."""
+        await self._call("resume", Call(self._session))
+        self._keeps = False
+        await super().resume()
+
+    def require_idle(self) -> None:
+        """Raise if requests are running, unless the engine was paused with its requests."""
+        if not self._keeps:
+            super().require_idle()
+
+    async def update_weights(self, version: PolicyVersion, path: str | None = None) -> None:
+        """Make the engine load ``path``, or activate the tensors that it was sent, as this version.
+
+        Raises:
+            WeightsGone: the version means weights of a server process that has ended.
+            EngineError: whatever the engine raises; it then gets no requests until an update succeeds, unless it
+                still has its previous weights.
+        """
+        if path is not None:
+            self._require_loadable(path)
+        adapter = None if path is None or not is_adapter(path) else self._adapters.fresh(version, path)
+        if adapter is None:
+            self.require_idle()
+        if path is None and version == FIRST_VERSION and not self._of_start:
+            raise WeightsGone(f"{self._client.url} was started anew, and had been given other weights before")
+        before, present = self._not_whole, self._version
+        self._not_whole = f"{self._client.url} is between two versions until an update to {version} has succeeded"
+        try:
+            await self._call("update", Call(self._session, version=version, path=path))
+        except (EngineBusy, WeightsGone):
+            self._not_whole = before
+            raise
+        except EngineError:
+            if not before and await self._has(present):
+                self._not_whole = ""
+            raise
+        await self._took(version, adapter)
+
+    async def _unload(self, adapter: Loaded) -> bool:
+        """Do nothing: the remote engine unloads its adapters itself."""
+        return True
+
+    async def _has(self, version: PolicyVersion) -> bool:
+        try:
+            now = await self._call("health", Call(self._session))
+        except EngineError:
+            return False
+        return now.session == self._session and now.version == version
+
+    def reads(self, model: Any) -> bool:
+        """Return False: the remote engine generates from no model of this process."""
+        return False
+
+    async def take(self, specs: Sequence[TensorSpec], tensors: Sequence[Any], last: bool) -> None:
+        """Send tensors to the engine; :meth:`update_weights` begins their version."""
+        import torch
+
+        def raw() -> list[memoryview]:
+            return [t.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8).numpy().data for t in tensors]
+
+        self._not_whole = f"engine {self.name} has a part of new weights until an update has succeeded"
+        parts = await in_thread(raw)
+        head = pack(Tensors(self._session, list(specs), [part.nbytes for part in parts], last))
+        await _answer_of(self._client, "tensors", _in_pieces(head, parts))
+
+    async def quiet(self) -> None:
+        """Wait until nothing computes on the model that the server's process trains."""
+        with suppress(EngineUnreachable):  # a process that has ended computes nothing
+            await self._call("quiet", Call(self._session))
+
+    async def health(self) -> Health:
+        """Return the engine's own report, and whether this client still has the engine."""
+        try:
+            now = await self._call("health", Call(self._session))
+        except EngineError as error:
+            return Health(ok=False, detail=str(error))
+        said = now.health or Health(ok=False, detail="the engine does not say how it is")
+        if now.session != self._session and now.client:
+            return replace(said, ok=False, detail="another client has the engine")  # until then it stays as it was left
+        whole = now.session == self._session and now.version == self._version and not self._not_whole
+        amiss = "" if now.session == self._session else "the server was started anew, or has no client"
+        detail = "; ".join(filter(None, (said.detail, self._not_whole, amiss)))
+        return replace(said, current=said.current and whole, detail=detail)
+
+    async def close(self) -> None:
+        """End the session and close the connection."""
+        with suppress(EngineError, TimeoutError):
+            async with asyncio.timeout(1.0):
+                await self._call("end", Call(self._session))
+        await self._drop_line()
+        await self._client.close()
+
+    async def _drop_line(self) -> None:
+        line, self._line = self._line, None
+        if line is not None:
+            await line.close()
+
+
+class _ReadsPaths(ServedEngine):
+    """A served engine that interprets weight paths itself; for other engines this process reads the directories."""
+
+    async def content_of(self, path: str) -> str:
+        """Return what the remote engine says about the content of one of its paths."""
+        return (await self._call("content", Call(self._session, path=path))).content
+
+
+class _Line:
+    """The WebSocket that carries requests to the server and answers back."""
+
+    def __init__(self, url: str, socket: aiohttp.ClientWebSocketResponse) -> None:
+        self._url, self._socket = url, socket
+        self.outbox = Outbox(socket)
+        self.inboxes: dict[str, asyncio.Queue[Piece | EngineError]] = {}
+        self.broken = False
+        self._task = asyncio.ensure_future(self._read())
+
+    async def _read(self) -> None:
+        sending = asyncio.ensure_future(self.outbox.run())
+        error: EngineError = EngineUnreachable(f"the connection to {self._url} broke")
+        try:
+            async for message in self._socket:
+                if message.type is not aiohttp.WSMsgType.BINARY:
+                    break
+                for piece in unpacked(message.data, Piece):
+                    if (inbox := self.inboxes.get(piece.attempt_id)) is not None:
+                        inbox.put_nowait(piece)
+        except WireError as wrong:
+            error = wrong
+        finally:
+            self.broken = True
+            for inbox in self.inboxes.values():
+                inbox.put_nowait(error)
+            sending.cancel()
+            with suppress(asyncio.CancelledError, Exception):
+                await sending
+            await self._socket.close()
+
+    async def close(self) -> None:
+        self._task.cancel()
+        with suppress(asyncio.CancelledError):
+            await self._task
+
+
+async def _in_pieces(head: bytes, parts: Sequence[memoryview]) -> AsyncIterator[bytes | memoryview]:
+    yield len(head).to_bytes(4, "big") + head
+    for part in parts:
+        for at in range(0, part.nbytes, PIECE_BYTES):
+            yield part[at : at + PIECE_BYTES]
+
+
+async def _answer_of(client: HttpClient, name: str, body: Any) -> Answer:
+    """Make a control call without a timeout, which the caller sets; raises the error that the server reports."""
+    route = ROUTE + name
+    reply = await client.call("POST", route, body, timeout_s=None, limit=MESSAGE_BYTES)
+    client.require_ok(reply, route)
+    try:
+        answer = unpack(reply.body, Answer)
+    except LinkError as error:
+        raise WireError(f"{client.url}{route} answered something else: {error}") from None
+    if answer.failure is not None:
+        raise answer.failure.error()
+    return answer
+
+
+async def connect_april(config: AprilEngineConfig) -> list[ServedEngine]:
+    """Begin a session with each server; the server's previous client is disconnected.
+
+    Raises:
+        ConfigError: the environment variable with the key is not set.
+        EngineError: a server could not be asked, or is not one of april's.
+    """
+
+    async def connect(client: HttpClient) -> ServedEngine:
+        me = secrets.token_hex(8)
+        began = await _answer_of(client, "begin", pack(Call(client=me, present=config.first_weights == "present")))
+        kind = _ReadsPaths if began.reads_paths else ServedEngine
+        return kind(client, config, began, me)
+
+    return await connect_all(config, connect)

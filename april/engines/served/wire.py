@@ -1,0 +1,201 @@
+"""Messages between the server of an engine and its client, encoded as april's own values.
+
+Requests and answers share one WebSocket; all that are put in one iteration of the event loop form one message.
+Control calls, attachments and tensors use plain HTTP.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+import msgspec
+import numpy as np
+
+from april import errors
+from april.core.types import OnWeightUpdate
+from april.core.versions import PolicyVersion
+from april.engines.protocol import Capabilities, Chunk, Health, Request
+from april.engines.weight_routes import TensorSpec
+from april.errors import EngineBusy, EngineError, WeightsInUse, WireError
+from april.server_text import clean
+from april.values import pack, unpack
+
+T = TypeVar("T")
+
+ROUTE = "/april/"
+MESSAGE_BYTES = 256 << 20
+"""Largest size of a message, a control call or an attachment; either side closes a connection that exceeds it."""
+TENSOR_BYTES = 16 << 30
+"""Largest number of bytes of the tensors of one call."""
+TOGETHER_BYTES = 4 << 20
+"""Bytes at which a message is sent without collecting more: asyncio copies unsent bytes again and again."""
+PIECE_BYTES = 1 << 20
+"""Bytes of tensors that are sent at a time, for the same reason."""
+HEARTBEAT_S = 10.0
+"""Seconds between two pings. A silence of 1.5 times that ends the connection: a suspended process never closes it."""
+
+
+class Failure(msgspec.Struct, array_like=True):
+    """An error of april, identified by the name of its class."""
+
+    kind: str
+    message: str
+    retry_after_s: float | None = None
+    unsound: int = 0
+
+    @classmethod
+    def of(cls, error: BaseException) -> Failure:
+        """Describe an error; any other than an EngineError becomes an EngineError that names its class."""
+        if isinstance(error, EngineError):
+            kind = next(c.__name__ for c in type(error).__mro__ if c.__module__ == errors.__name__)
+            return cls(kind, str(error), getattr(error, "retry_after_s", None), getattr(error, "unsound", 0))
+        return cls(EngineError.__name__, f"{type(error).__name__}: {error}")
+
+    def error(self) -> EngineError:
+        """Build the exception that was described."""
+        kind = getattr(errors, self.kind, None)
+        if not (isinstance(kind, type) and issubclass(kind, EngineError)):
+            return EngineError(self.message)
+        if issubclass(kind, EngineBusy):
+            return kind(self.message, self.retry_after_s)
+        return kind(self.message, self.unsound) if issubclass(kind, WeightsInUse) else kind(self.message)
+
+
+# ---------------------------------------------------------------- requests and answers
+
+
+class Start(msgspec.Struct, array_like=True, tag=True):
+    """Begin a request; its attachments are given by their digests only."""
+
+    request: Request
+
+
+class Abort(msgspec.Struct, array_like=True, tag=True):
+    """End requests, which then answer with their tokens so far."""
+
+    attempt_ids: list[str]
+
+
+class Leave(msgspec.Struct, array_like=True, tag=True):
+    """Cancel a request whose answer nobody reads any more."""
+
+    attempt_id: str
+
+
+class Piece(msgspec.Struct, array_like=True):
+    """Part of the answer to a request."""
+
+    attempt_id: str
+    chunks: list[Chunk]
+    last: bool = False
+    failure: Failure | None = None
+    missing: list[str] = []
+    """Digests of attachments that the server lacks; if any, the request has not begun."""
+
+
+Ask = Start | Abort | Leave
+
+
+def unpacked(content: bytes, kind: Any) -> list[Any]:
+    """Decode the values of one WebSocket message; raises WireError for any other bytes."""
+    try:
+        return [unpack(each, kind) for each in _SEVERAL.decode(content)]
+    except (msgspec.DecodeError, errors.LinkError) as error:
+        raise WireError(f"another process has sent what is no message: {clean(error)}") from None
+
+
+_SEVERAL = msgspec.msgpack.Decoder(list[bytes])
+
+
+class Outbox:
+    """Sends values over a WebSocket; values put in one iteration of the event loop become one message."""
+
+    def __init__(self, socket: Any) -> None:
+        self._socket = socket
+        self._waiting: list[Any] = []
+        self._wake = asyncio.Event()
+
+    def put(self, value: Any) -> None:
+        """Queue a value for sending."""
+        self._waiting.append(value)
+        self._wake.set()
+
+    async def run(self) -> None:
+        """Send until cancelled; raises whatever the socket raises."""
+        while True:
+            await self._wake.wait()
+            self._wake.clear()
+            waiting, self._waiting = self._waiting, []
+            together, size = [], 0
+            for value in waiting:
+                together.append(pack(value))
+                size += len(together[-1])
+                if size >= TOGETHER_BYTES:
+                    await self._socket.send_bytes(msgspec.msgpack.encode(together))
+                    together, size = [], 0
+            if together:
+                await self._socket.send_bytes(msgspec.msgpack.encode(together))
+
+
+def joined(chunks: Sequence[Chunk]) -> list[Chunk]:
+    """Merge consecutive chunks of the same version into one; the finish stays on the last one."""
+    runs: list[list[Chunk]] = []
+    for chunk in chunks:
+        if runs and (runs[-1][-1].version, runs[-1][-1].sure) == (chunk.version, chunk.sure):
+            runs[-1].append(chunk)
+        else:
+            runs.append([chunk])
+    return [_as_one(run) if run[1:] else run[0] for run in runs]
+
+
+def _as_one(run: Sequence[Chunk]) -> Chunk:
+    last = run[-1]
+    return Chunk(
+        np.concatenate([c.tokens for c in run]), np.concatenate([c.logprobs for c in run]), last.version, last.finish,
+        last.stopped_at, last.sure, last.versions, last.extras, last.own_end,
+    )  # fmt: skip
+
+
+# ---------------------------------------------------------------- control calls
+
+
+class Call(msgspec.Struct):
+    """A control call. ``session`` is the id that the server gave the client; an empty one begins a session."""
+
+    session: str = ""
+    client: str = ""
+    """Client that begins a session; empty in a call that ends one."""
+    present: bool = False
+    """True if a new session should take the present weights as the first version, whoever loaded them."""
+    in_flight: OnWeightUpdate = OnWeightUpdate.RESUBMIT
+    version: PolicyVersion | None = None
+    path: str | None = None
+
+
+class Tensors(msgspec.Struct):
+    """Header of a tensor upload; the bytes of the tensors follow, one after the other."""
+
+    session: str
+    specs: list[TensorSpec]
+    sizes: list[int]
+    last: bool
+
+
+class Answer(msgspec.Struct):
+    """The answer to a control call."""
+
+    failure: Failure | None = None
+    session: str = ""
+    client: str = ""
+    """Client that has the session; empty if nobody has."""
+    version: PolicyVersion | None = None
+    """Version of the present weights in the session; None if they belong to no version."""
+    untouched: bool = False
+    """True if the server still has the weights with which it began, because nobody has loaded others."""
+    health: Health | None = None
+    capabilities: Capabilities | None = None
+    reads_paths: bool = False
+    """True if the engine implements :class:`~april.engines.protocol.ReadsPaths`."""
+    content: str = ""

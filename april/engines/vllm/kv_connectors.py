@@ -1,0 +1,82 @@
+"""Says which of vLLM's KV connectors never return keys that were computed with older weights.
+
+A connector is a second cache behind vLLM's own: in host memory, on disk, or shared by several servers. Most look keys
+up by vLLM's block hashes, which include the salt of the request. Some look them up by token ids alone: after a weight
+update, they would answer a known prompt with keys from older weights. Encoder-cache connectors have the same problem,
+because they look up encoded images by the image alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from april.errors import ConfigError
+from april.server_text import clean
+
+KEEP_SALTS_APART = frozenset({
+    # these look keys up by block hashes, or by the salt itself
+    "OffloadingConnector", "SimpleCPUOffloadConnector", "MooncakeStoreConnector", "LMCacheMPConnector",
+    # these act only on requests that name a server to fetch keys from, which april's do not
+    "NixlConnector", "NixlPullConnector", "NixlPushConnector", "MooncakeConnector", "MoRIIOConnector",
+})  # fmt: skip
+"""Connectors of vLLM 0.32 that are safe, judged by reading their code."""
+
+
+def require_salts_kept_apart(server: str, config: object, trusted: Collection[str]) -> None:
+    """Refuse a server with a connector that may return values from older weights.
+
+    Args:
+        server: Address or name of the server, for the message.
+        config: vLLM's ``VllmConfig``, as a mapping or as vLLM's own object.
+        trusted: Names of further connectors that are known to be safe.
+
+    Raises:
+        ConfigError: A KV connector is not known to keep the keys of different salts apart, or encoder outputs are
+            cached outside the server.
+    """
+    for name in _names(_field(config, "kv_transfer_config")):
+        if name not in KEEP_SALTS_APART and name not in trusted:
+            raise _refusal(server, f"the KV connector {clean(name, 64)}")
+    encoded = _field(_field(config, "ec_transfer_config"), "ec_connector")
+    if encoded is not None and str(encoded) not in trusted:
+        raise ConfigError(
+            f"{server} has the encoder-cache connector {clean(str(encoded), 64)}, which finds images by their content "
+            "alone: after a weight update they come as older weights have encoded them. Start the server without "
+            "--ec-transfer-config, or, if the encoder is not trained, name it in engine.salted_kv_connectors"
+        )
+
+
+def refuse_hidden_connector(server: str, trusted: Collection[str]) -> None:
+    """Refuse a server that was seen to use a KV connector whose name it hides, unless some connector is ``trusted``."""
+    if not trusted:
+        raise _refusal(server, "a KV connector whose name it does not show without VLLM_SERVER_DEV_MODE=1")
+
+
+def has_connector(transfer: object) -> bool:
+    """Return whether a ``kv_transfer_config`` names a connector."""
+    return bool(_names(transfer))
+
+
+def _refusal(server: str, what: str) -> ConfigError:
+    return ConfigError(
+        f"{server} has {what}: april does not know that it keeps keys of different cache salts apart, and if not, "
+        "prompts are answered with keys of older weights. Start the server without it, with one of "
+        f"{', '.join(sorted(KEEP_SALTS_APART))}, or, if its keys depend on cache_salt, name it in "
+        "engine.salted_kv_connectors"
+    )
+
+
+def _names(transfer: object) -> list[str]:
+    """Return the connector names in a ``kv_transfer_config``; for a MultiConnector, the names of its parts."""
+    if transfer is None:
+        return []
+    name, extra = _field(transfer, "kv_connector"), _field(transfer, "kv_connector_extra_config")
+    parts = _field(extra, "connectors")
+    if name == "MultiConnector" and isinstance(parts, list):
+        return [inner for part in parts for inner in _names(part)]
+    return [] if name is None else [str(name)]
+
+
+def _field(value: object, name: str) -> Any:
+    return value.get(name) if isinstance(value, Mapping) else getattr(value, name, None)

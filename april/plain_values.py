@@ -1,0 +1,98 @@
+"""Converts arrays and tensors to plain values (numbers, text, bytes, lists, mappings), which any process can read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from april.errors import CheckpointError
+
+ARRAY = "__array__"
+"""Key of an encoded array, [library, dtype, shape, bytes]; empty bytes are None, as ``torch.load`` cannot read them."""
+
+
+def plain(value: Any, where: str = "it") -> Any:
+    """Return ``value`` with arrays and tensors encoded under the key ARRAY; ``where`` names it in errors.
+
+    Raises:
+        CheckpointError: the value contains an object that is neither plain nor an array.
+    """
+    if value is None or isinstance(value, (bool, int, float, str, bytes)):
+        return value
+    if isinstance(value, dict) and ARRAY not in value:
+        return {key: plain(item, f"{where}[{key!r}]") for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(item, f"{where}[{i}]") for i, item in enumerate(value)]
+    if hasattr(value, "detach"):  # a tensor, without importing torch
+        import torch
+
+        flat = value.detach().cpu().contiguous().reshape(-1)
+        name = str(value.dtype).removeprefix("torch.")
+        return {ARRAY: ["torch", name, list(value.shape), flat.view(torch.uint8).numpy().tobytes() or None]}
+    array = np.asarray(value) if isinstance(value, (np.ndarray, np.generic)) else np.empty(0, object)
+    if array.dtype.kind not in "iufb":
+        raise CheckpointError(
+            f"{where} is a {type(value).__name__}; a state takes only numbers, text, bytes, lists, mappings and arrays"
+        )
+    array = array.astype(array.dtype.newbyteorder("<"))
+    return {ARRAY: ["numpy", array.dtype.str, list(array.shape), array.tobytes() or None]}
+
+
+def restored(value: Any) -> Any:
+    """Decode a value that :func:`plain` encoded; tuples stay lists. Raises CheckpointError for an invalid array."""
+    if isinstance(value, list):
+        return [restored(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    if ARRAY not in value:
+        return {key: restored(item) for key, item in value.items()}
+    try:
+        library, name, shape, content = value[ARRAY]
+        if library == "numpy":
+            return np.frombuffer(bytearray(content or b""), np.dtype(name)).reshape(shape)
+        import torch
+
+        of_bytes = partial(torch.tensor, []) if content is None else partial(torch.frombuffer, bytearray(content))
+        return of_bytes(dtype=torch.uint8).view(getattr(torch, name)).reshape(shape)
+    except (TypeError, ValueError, AttributeError, RuntimeError) as error:
+        raise CheckpointError(f"the state is damaged: what should be an array is none: {error}") from error
+
+
+SCALARS = frozenset({type(None), bool, int, float, str, bytes})
+LEVELS = 100
+"""Most nested levels of lists and mappings in a value; decoding a deeper one could exceed the recursion limit."""
+
+
+def why_not_plain(value: Any, where: str, levels: int = LEVELS) -> str | None:
+    """Return why a value cannot be sent unchanged to another process, or None if it can; ``where`` names it."""
+    kind = type(value)
+    if kind is str:
+        try:
+            value.encode()
+        except UnicodeEncodeError:
+            return f"{where} is text with half a character (a surrogate), which UTF-8 does not have"
+    elif kind is int:
+        if not -(2**63) <= value < 2**64:
+            return f"{where} is a number of more than 64 bits"
+    elif kind in (dict, list):
+        if not levels:
+            return f"{where[:100]} ... has more than {LEVELS} levels"
+        return next(filter(None, _why_items_not_plain(value, where, levels - 1)), None)
+    elif kind not in SCALARS:
+        return f"{where} is a {kind.__name__}"
+    return None
+
+
+def _why_items_not_plain(value: Any, where: str, levels: int) -> Iterator[str | None]:
+    if type(value) is list:
+        for i, item in enumerate(value):
+            yield why_not_plain(item, f"{where}[{i}]", levels)
+        return
+    for key, item in value.items():
+        if type(key) not in SCALARS:
+            yield f"{where} has a key of type {type(key).__name__}"
+        yield why_not_plain(key, f"the key {key!r} of {where}", levels)
+        yield why_not_plain(item, f"{where}[{key!r}]", levels)

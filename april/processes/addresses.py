@@ -1,0 +1,39 @@
+"""Addresses at which rank 0 listens, and the token that its ranks show there."""
+
+from __future__ import annotations
+
+import secrets
+import socket
+from typing import Any
+
+from april.errors import ConfigError, LinkError
+
+
+def new_token() -> str:
+    """Return a token for processes that belong together: 64 hexadecimal digits. Whoever has it can join."""
+    return secrets.token_hex(32)
+
+
+def split_address(address: str) -> tuple[str, int]:
+    """Return host and port of "host:port" or "[ipv6]:port"; raises ConfigError."""
+    host, _, port = address.rpartition(":") if isinstance(address, str) else ("", "", "")
+    if not host or not (port.isascii() and port.isdecimal()) or int(port) >= 1 << 16:
+        raise ConfigError(f'address: expected "host:port", such as "127.0.0.1:0" for any free port, got {address!r}')
+    return host.removeprefix("[").removesuffix("]"), int(port)
+
+
+def bound(address: str) -> socket.socket:
+    """Return a socket that listens at an address already, so that the address is taken and known; raises LinkError."""
+    host, port = split_address(address)
+    try:
+        return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+    except OSError as error:
+        raise LinkError(f"cannot listen at {address}: {error.strerror or error}") from None
+
+
+def told_address(address: Any) -> str:
+    """Return a socket's address as "host:port"."""
+    if not isinstance(address, tuple):
+        return "?"
+    host, port = address[:2]
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

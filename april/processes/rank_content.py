@@ -1,0 +1,146 @@
+"""Packs what the ranks' calls carry: rank 0's arguments for a scheduler in another process, and the results."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from april.core.batch import Batch
+from april.core.ledger import Ledger
+from april.core.types import Prompt
+from april.core.versions import PolicyVersion
+from april.driver.detokenizer import Detokenizer
+from april.driver.prompt_reader import as_prompt, has_no_conversation, iterate, without_tokens
+from april.driver.rewards import EvaluationResult, Response
+from april.driver.weight_update import absolute
+from april.errors import ConfigError, RankError, RolloutError
+from april.plain_values import why_not_plain
+from april.processes.rank_messages import Told, error_of, told
+from april.values import pack, unpack
+
+LOOKS: dict[str, Any] = {
+    "state_dict": dict[str, Any], "version": PolicyVersion, "ledger": dict[str, Ledger],
+    "held_groups": frozenset[int], "validate": None, "story": str,
+    "record_report": None,
+}  # fmt: skip
+"""Attributes and methods of the scheduler that a single rank may ask for, with the type of each result."""
+RESULTS: dict[str, Any] = {
+    "next_batch": Batch, "weight_update": tuple[PolicyVersion, bytes], "load_state_dict": tuple[PolicyVersion, bytes],
+    "evaluate": EvaluationResult, "lower_staleness": int, "commit": None, "extend": None, "pause": None, "resume": None,
+    "add_engine": str, "remove_engine": None,
+}  # fmt: skip
+"""Methods that the ranks call together, with the type sent back; a version comes with sample values of the weights."""
+_WITH_PROMPTS = {"evaluate", "extend"}
+_NO_BOUND = 1 << 31
+"""Upper bound of token ids here; the scheduler checks them against its vocabulary."""
+
+
+class _Arguments(msgspec.Struct):
+    """The arguments of a call, by name, or the error that kept them from being packed."""
+
+    method: str
+    arguments: dict[str, Any] = {}
+    prompts: list[Prompt] | None = None
+    transfer: bool = False
+    """True if the ranks have a function that transfers the weights."""
+    failed: Told | None = None
+
+
+def pack_call(method: str, arguments: Mapping[str, Any]) -> bytes:
+    """Pack a call for :func:`unpack_call`; raises ConfigError for arguments that cannot go to another process."""
+    call = _Arguments(method, {name: plain(value) for name, value in arguments.items()})
+    if method in _WITH_PROMPTS:
+        prompts = enumerate(iterate(call.arguments.pop("prompts"), f"{method}: "))
+        call.prompts = [_as_plain_prompt(method, prompt, i) for i, prompt in prompts]
+    if callable(arguments.get("transfer")):
+        call.transfer = True
+        del call.arguments["transfer"]
+    if isinstance(path := call.arguments.get("path"), str):
+        call.arguments["path"] = absolute(path)  # the actor runs in another directory
+    try:
+        return pack(call)
+    except TypeError as error:
+        raise ConfigError(f"{method}: an argument cannot go to the core's actor: {error}") from None
+
+
+def pack_failure(error: Exception) -> bytes:
+    """Pack the error of :func:`pack_call` in place of the call, so that all ranks are told."""
+    return pack(_Arguments("", failed=told(error)))
+
+
+def unpack_call(content: bytes, transfer: Callable[[], Any]) -> tuple[str, dict[str, Any]]:
+    """Return method and arguments of a call; ``transfer`` makes all ranks transfer the weights.
+
+    Raises RankError for any other method, and the error that :func:`pack_failure` was given.
+    """
+    call = unpack(content, _Arguments)
+    if call.failed is not None:
+        raise error_of(call.failed)
+    if call.method not in RESULTS:
+        raise RankError(f"a rank asks for {call.method!r}, which is no call of the ranks", (0,))
+    more: dict[str, Any] = {} if call.prompts is None else {"prompts": call.prompts}
+    return call.method, call.arguments | more | ({"transfer": transfer} if call.transfer else {})
+
+
+def plain(value: Any) -> Any:
+    """Return a path as its text, a numpy scalar as its number, and any other value unchanged."""
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    return value.item() if isinstance(value, np.generic) else value
+
+
+def _as_plain_prompt(method: str, item: Any, number: int) -> Prompt:
+    chat = isinstance(item, Mapping) and item.get("messages") and not {"token_ids", "input_ids"} & item.keys()
+    if chat or (isinstance(item, Mapping) and item.get("images")):
+        raise ConfigError(
+            f"{method}: prompt {number} is a chat or has images, which are read where the scheduler is; give them "
+            "among its prompts, or give token ids here"
+        )
+    # only the scheduler knows whether the rollout function writes its own conversations
+    bare = item and has_no_conversation(item)
+    prompt = without_tokens(item, number) if bare else as_prompt(item, _NO_BOUND, number)
+    refuse_not_plain(prompt)
+    return prompt
+
+
+def refuse_not_plain(prompt: Prompt) -> None:
+    """Raise RolloutError for a prompt whose data cannot go to another process."""
+    data = dict(prompt.data)
+    why = why_not_plain(data, "data")
+    why = why or next((f"the key {key!r}, which is no string" for key in data if type(key) is not str), None)
+    if why is not None:
+        raise RolloutError(
+            f"the data of prompt {prompt.position} cannot go to another rank: {why}; use numbers, text, bytes, lists "
+            "and dicts"
+        )
+
+
+# ---------------------------------------------------------------- evaluations
+
+_NONE = np.empty(0, np.int32), np.empty(0, np.float32), np.empty(0, np.uint8)
+
+
+def for_ranks(result: EvaluationResult) -> EvaluationResult:
+    """Return an evaluation as it is sent: without outputs that are not plain, and without repeated tokens."""
+
+    def packed(r: Response) -> Response:
+        tokens, logprobs, mask = _NONE if r.conversations else (r.tokens, r.logprobs, r.loss_mask)
+        output = r.output if why_not_plain(r.output, "it") is None else None
+        return replace(r, tokens=tokens, logprobs=logprobs, loss_mask=mask, output=output, detokenizer=None)
+
+    return replace(result, responses=tuple(tuple(map(packed, row)) for row in result.responses))
+
+
+def of_ranks(result: EvaluationResult, detokenizer: Detokenizer | None) -> EvaluationResult:
+    """Restore an evaluation that was received; ``detokenizer`` makes the text of its responses."""
+
+    def unpacked(r: Response) -> Response:
+        _, tokens, logprobs, mask = r.conversations[0] if r.conversations else (None, r.tokens, r.logprobs, r.loss_mask)
+        return replace(r, tokens=tokens, logprobs=logprobs, loss_mask=mask, detokenizer=detokenizer)
+
+    return replace(result, responses=tuple(tuple(map(unpacked, row)) for row in result.responses))

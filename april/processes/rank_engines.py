@@ -1,0 +1,84 @@
+"""The engines of a rank other than 0, each behind a server, for use by the scheduler in rank 0's process."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Sequence
+from contextlib import suppress
+from functools import partial
+from typing import Any
+
+from april.config.settings import Config
+from april.driver.loop_thread import LoopThread
+from april.engines.kinds.factory import create_engines
+from april.engines.protocol import Engine
+from april.engines.served.server import EngineServer, serve
+
+LOOK_AGAIN_S = 0.05
+"""Seconds between two checks whether the scheduler has released the engines."""
+
+
+def reads_the_trainers(engine: Engine) -> bool:
+    """Return True for an engine whose weights its own process writes, so that they need not be sent to it."""
+    return not (engine.capabilities.remote or engine.capabilities.own_weights)
+
+
+class RankEngines:
+    """Runs the engines of this rank on an event loop of their own.
+
+    Args:
+        host: address at which the scheduler reaches this process.
+        key: key for the engines' servers, which is the token that the ranks share.
+
+    Raises:
+        ConfigError: the engines cannot be created, or the address cannot be used.
+    """
+
+    def __init__(
+        self, config: Config, model: Any, engines: Sequence[Engine] | None, processor: Any, *, host: str, key: str
+    ) -> None:
+        self.engines: list[Engine] = []
+        self._servers: list[EngineServer] = []
+        self._thread = LoopThread("april-engines")
+        try:
+            if engines is None:
+                engines = create_engines(config.engine, model, config.seed, self._thread.run, processor)
+            self.engines = list(engines)
+            self._thread.run(partial(self._serve, host, key))
+        except BaseException:
+            self.close()
+            raise
+
+    async def _serve(self, host: str, key: str) -> None:
+        for engine in self.engines:
+            self._servers.append(await serve(engine, host, key=key, shares_model=reads_the_trainers(engine)))
+
+    @property
+    def urls(self) -> list[str]:
+        """The addresses of the engines' servers."""
+        return [server.url for server in self._servers]
+
+    def run(self, work: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
+        """Run a coroutine on the engines' loop and return its result."""
+        return self._thread.run(work)
+
+    def close(self, farewell_s: float = 0.0) -> None:
+        """Close the engines, once the scheduler has released them or after ``farewell_s`` seconds; idempotent."""
+        ended = False
+        try:
+            if self._thread.alive and self._thread.here:
+                self._thread.run(partial(self._end, farewell_s))
+                ended = True
+        finally:  # an interrupt ends only the wait, not the closing
+            self._thread.begin_to_stop(None if ended else partial(self._end, 0.0))
+            self._thread.stop()
+
+    async def _end(self, farewell_s: float) -> None:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(farewell_s):
+                while any(server.has_client for server in self._servers):  # noqa: ASYNC110 - a request ends it
+                    await asyncio.sleep(LOOK_AGAIN_S)
+        for server in self._servers:
+            await server.close()
+        for engine in self.engines:
+            await engine.close()

@@ -1,0 +1,82 @@
+"""Describes the images and other media that a trainer's own rollouts send with token ids: hash and position of each.
+
+The trainer keeps the media and sends them itself. The core gets only the hashes, by which it recognises a conversation
+that is continued, or repeated after a restart.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from april.core.attachments import Attachment, Placed
+
+KINDS = ("image", "video", "audio")
+ELSEWHERE = "with the trainer"
+"""Placeholder for the path of an attachment that only the trainer has."""
+
+
+def placed_media(
+    token_ids: Sequence[int] | NDArray[Any], media: Mapping[str, Sequence[Any] | None], stands: Mapping[str, int]
+) -> tuple[Placed, ...]:
+    """Return the media of a conversation as attachments, each at the run of placeholder tokens that stands for it.
+
+    Args:
+        token_ids: Tokens of the conversation, with as many placeholder tokens for each item as the model reads.
+        media: Items by kind, in order.
+        stands: Ids of the placeholder tokens by kind.
+
+    A kind is left out if its numbers of runs and items differ, or if an item has no bytes to hash.
+    """
+    placed: list[Placed] = []
+    for kind, items in media.items():
+        if not items or (stand := stands.get(kind)) is None:
+            continue
+        runs = runs_of(np.asarray(token_ids), stand)
+        digests = [digest_of(item) for item in items]
+        if len(runs) == len(items) and None not in digests:
+            for (at, end), digest in zip(runs, digests, strict=True):
+                assert digest is not None
+                placed.append(Placed(Attachment(kind, digest, 0, path=ELSEWHERE), at, end - at, (stand,)))
+    return tuple(sorted(placed, key=lambda p: p.at))
+
+
+def runs_of(token_ids: NDArray[Any], stand: int) -> list[tuple[int, int]]:
+    """Return [start, end) of each run of the id ``stand``."""
+    there = np.concatenate(([0], token_ids == stand, [0])).astype(np.int8)
+    edges = np.flatnonzero(np.diff(there))
+    return [(int(start), int(end)) for start, end in edges.reshape(-1, 2)]
+
+
+def digest_of(item: Any) -> str | None:
+    """Return the hex SHA-256 of an image, array, text, bytes, or a list or mapping of them; None for other objects."""
+    found = hashlib.sha256()
+    return found.hexdigest() if _add(found, item) else None
+
+
+def _add(found: Any, item: Any) -> bool:
+    if hasattr(item, "tobytes") and hasattr(item, "getbands"):  # a PIL.Image, without importing it
+        found.update(f"{item.mode} {item.size}".encode())
+        found.update(item.tobytes())
+        return True
+    if isinstance(item, (bytes, bytearray, memoryview)):
+        found.update(item)
+        return True
+    if isinstance(item, Mapping):
+        return all(_add(found, part) for pair in item.items() for part in pair)
+    if isinstance(item, (list, tuple)):
+        return all(_add(found, part) for part in item)
+    if item is None or isinstance(item, (str, int, float)):
+        found.update(repr(item).encode())
+        return True
+    if hasattr(item, "detach"):  # a tensor, without importing torch
+        item = item.detach().cpu().numpy()
+    if isinstance(item, np.ndarray) and item.dtype.kind in "iufb":
+        found.update(f"{item.dtype} {item.shape}".encode())
+        found.update(np.ascontiguousarray(item).tobytes())
+        return True
+    return False

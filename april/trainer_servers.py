@@ -1,0 +1,230 @@
+"""An engine that stands for a trainer's own servers: the trainer sends the requests, balances them and loads weights.
+
+The servers can abort all requests or none. Invariant: no call of a rollout function has two requests at the servers. A
+response that arrives after april stopped waiting for it answers the next attempt, or is counted as dropped (LATE).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from april.core import snapshot
+from april.core.attachments import NO_EXTRAS, Extras
+from april.core.tape import Float32, Int32
+from april.core.types import DropReason, EngineFinish, SampleId
+from april.core.versions import FIRST_VERSION, PolicyVersion
+from april.engines.http.wire import empty_chunk
+from april.engines.protocol import AbortMeans, Capabilities, Chunk, Health, LogprobKind, Request
+from april.errors import EngineError
+
+FIRST_WAIT_S, LONGEST_WAIT_S = 0.05, 1.0
+"""Shortest and longest pause before a request is sent again that a server aborted without a token."""
+ANY_TOKEN = 2**31 - 1
+"""Vocabulary size that accepts any token id, as the servers' vocabulary is unknown."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Result:
+    """A server's response to one request.
+
+    ``label`` is the trainer's number of the weights (None if the server does not report it). ``unused`` is the number
+    of further tokens and the reason why they are not among ``tokens``. ``own_end`` is True if the finish reason cannot
+    be checked by the last token, for instance with stop strings. ``extras`` are rows from the first prompt token on.
+    """
+
+    tokens: Int32
+    logprobs: Float32
+    label: int | None
+    aborted: bool
+    unused: tuple[int, DropReason] | None = None
+    own_end: bool = False
+    extras: Extras = field(default_factory=lambda: NO_EXTRAS)
+
+
+@dataclass(slots=True, eq=False)
+class _Sent:
+    """A request at the servers, or its result; ``offset`` is the number of tokens that it sent."""
+
+    offset: int
+    cut: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set if the request must not be sent again: all requests were aborted, or nobody waits for it."""
+    task: asyncio.Task[None] | None = None
+    result: Result | None = None
+    version: PolicyVersion = FIRST_VERSION
+    """Policy version of the result's tokens."""
+    error: str = ""
+    wanted: bool = True
+
+
+class TrainerServers:
+    """An :class:`april.engines.protocol.Engine` that sends requests through a trainer's own client.
+
+    Args:
+        ask: Function that sends a request, ``(entry of requests, token ids int32 [T], most tokens)``, to one server.
+        end_all: Function that makes the servers abort every request.
+        context: Most tokens of a conversation, not counting the first one.
+        places: Most requests at the same time; None means any number.
+        attachments, extras: As in Capabilities.
+    """
+
+    unused: Callable[[int, DropReason], None] = staticmethod(lambda count, reason: None)
+
+    def __init__(
+        self, name: str, ask: Callable[[Any, Int32, int], Awaitable[Result]], end_all: Callable[[], Awaitable[None]], *,
+        context: int, places: int | None = None, eos_token_ids: Sequence[int] = (), attachments: Sequence[str] = (),
+        extras: Sequence[str] = (),
+    ) -> None:  # fmt: skip
+        self.name, self._ask, self._end_all = name, ask, end_all
+        self.capabilities = Capabilities(
+            logprob_kind=LogprobKind.TEMPERATURE, vocab_size=ANY_TOKEN,
+            max_context=context + 1,  # prompts have no tokens when they are drawn
+            eos_token_ids=tuple(eos_token_ids), max_in_flight=places, abort_means=AbortMeans.PAUSE, streams=False,
+            honours_seeds=False, attachments=tuple(attachments), extras=tuple(extras), answers_late=True,
+        )  # fmt: skip
+        self.requests: dict[SampleId, Any] = {}
+        """Data of each sample's current call that ``ask`` needs besides the tokens."""
+        self._sent: dict[SampleId, _Sent] = {}
+        self._running: set[asyncio.Task[None]] = set()
+        self._waits: dict[str, asyncio.Future[None]] = {}
+        self._version = FIRST_VERSION
+
+    @property
+    def busy(self) -> bool:
+        """True if requests are at the servers, whether or not anybody waits for them."""
+        return bool(self._running)
+
+    async def generate(self, request: Request) -> AsyncIterator[Chunk]:
+        """Yield the response in one chunk; reuses an earlier request of the same call if there is one."""
+        key = SampleId(*(request.sample_key or (0, 0)))
+        sent = self._sent.get(key)
+        fits = sent is not None and sent.offset == len(request.token_ids) and not sent.error
+        if sent is None or not fits or (sent.result is not None and not len(sent.result.tokens)):
+            self._give_up(key)
+            sent = self._sent[key] = _Sent(len(request.token_ids))
+            sent.task = asyncio.get_running_loop().create_task(self._send(sent, request, self.requests[key]))
+            self._running.add(sent.task)
+            sent.task.add_done_callback(self._running.discard)
+        if sent.task is not None and not sent.task.done():
+            gone = self._waits[request.attempt_id] = asyncio.get_running_loop().create_future()
+            try:
+                await asyncio.wait((sent.task, gone), return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                del self._waits[request.attempt_id]
+            if not sent.task.done():
+                sent.cut.set()
+                yield empty_chunk(self._version, EngineFinish.ABORT)
+                return
+        del self._sent[key]
+        if sent.result is None:
+            raise EngineError(sent.error)
+        yield _chunk(request, sent.result, sent.version)
+
+    async def _send(self, sent: _Sent, request: Request, asked: Any) -> None:
+        """Send a request, again and again while the servers abort it without a token, and store its result."""
+        ids, most, version, wait_s = request.token_ids, request.sampling.max_tokens, self._version, FIRST_WAIT_S
+        try:
+            while True:
+                result = await self._ask(asked, ids, most)
+                if result.unused is not None:
+                    self.unused(*result.unused)
+                if not result.aborted or len(result.tokens) or sent.cut.is_set():
+                    break
+                try:
+                    async with asyncio.timeout(wait_s):
+                        await sent.cut.wait()
+                    break
+                except TimeoutError:
+                    wait_s = min(2 * wait_s, LONGEST_WAIT_S)
+        except Exception as error:  # a server died or refuses the request; the core decides about a retry
+            sent.error = f"{type(error).__name__}: {error}".partition("\n")[0]
+            return
+        nameless = result.label is None and version != self._version  # the weights are unknown
+        if not sent.wanted or nameless:
+            self._late(result)
+            sent.error = "its answer came after the weights had changed, and does not say by which it was written"
+            return
+        sent.version = version if result.label is None else self._version._replace(n=result.label)
+        sent.result = result
+
+    def _late(self, result: Result) -> None:
+        if len(result.tokens):
+            self.unused(len(result.tokens), DropReason.LATE)
+
+    def _give_up(self, key: SampleId) -> None:
+        sent = self._sent.pop(key, None)
+        if sent is not None:
+            sent.wanted = False
+            sent.cut.set()
+            if sent.result is not None:
+                self._late(sent.result)
+
+    def forget(self, key: SampleId) -> None:
+        """Drop a sample's request data and late response, as its rollout function has ended."""
+        self.requests.pop(key, None)
+        self._give_up(key)
+
+    # ---------------------------------------------------------------- the rest of an engine
+
+    async def abort(self, attempt_ids: Sequence[str] | None = None) -> None:
+        """Abort all requests at the servers; for single ones only stop waiting, as servers cannot abort one."""
+        if attempt_ids is None:
+            for sent in self._sent.values():
+                sent.cut.set()
+            await self._end_all()
+            return
+        for attempt_id in attempt_ids:
+            if (gone := self._waits.get(attempt_id)) is not None and not gone.done():
+                gone.set_result(None)
+
+    async def pause(self) -> None:
+        """Do nothing, as the trainer loads weights while no request runs."""
+
+    async def resume(self) -> None:
+        """Do nothing."""
+
+    async def update_weights(self, version: PolicyVersion, path: str | None = None) -> None:
+        """Note the version of the weights that the trainer has loaded into its servers."""
+        self._version = version
+
+    async def health(self) -> Health:
+        """Report the servers as healthy, as the trainer monitors and restarts them itself."""
+        return Health(ok=True)
+
+    async def close(self) -> None:
+        """Cancel the waits for all responses."""
+        for task in self._running:
+            task.cancel()
+
+    # ---------------------------------------------------------------- checkpoints
+
+    def late(self) -> list[list[Any]]:
+        """Return the responses that no attempt has received yet, as plain data for a saved state."""
+        return [
+            [*key, s.offset, r.tokens.tolist(), r.logprobs.tolist(), list(s.version), r.aborted, r.own_end,
+             snapshot.rows_out(r.extras)]
+            for key, s in self._sent.copy().items() if (r := s.result) is not None and len(r.tokens)
+        ]  # fmt: skip
+
+    def go_on(self, saved: Sequence[Sequence[Any]]) -> None:
+        """Restore the responses that :meth:`late` returned; raises ValueError, TypeError and the like for bad data."""
+        for group, index, offset, tokens, logprobs, version, aborted, own_end, extras in saved:
+            result = Result(
+                tokens=np.array(tokens, np.int32), logprobs=np.array(logprobs, np.float32), label=None,
+                aborted=aborted, own_end=own_end,
+                extras={name: snapshot.rows_in(rows) for name, rows in extras.items()},
+            )  # fmt: skip
+            self._sent[SampleId(group, index)] = _Sent(offset, result=result, version=PolicyVersion(*version))
+
+
+def _chunk(request: Request, result: Result, version: PolicyVersion) -> Chunk:
+    full = len(result.tokens) >= request.sampling.max_tokens
+    whole = EngineFinish.LENGTH if full else EngineFinish.STOP
+    return Chunk(
+        result.tokens, result.logprobs, version, EngineFinish.ABORT if result.aborted else whole,
+        extras={name: rows[request.extras_from :] for name, rows in result.extras.items()}, own_end=result.own_end,
+    )  # fmt: skip

@@ -1,0 +1,444 @@
+"""What april refuses, and in which words: one table each for settings, flags, arguments and calls.
+
+Where it can be known, it is refused before any work starts. ``test_driver_functions.py`` has the calls of rollout
+functions, ``test_driver_mistakes.py`` what functions raise and return, ``test_driver.py`` what engines answer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from omegaconf import OmegaConf
+from real_schedulers import FAST, LENGTHS, assert_nothing_is_left, check, config, engine, scheduler
+from virtual_rollouts import VOCAB
+
+import april
+from april.config.flags import settings_of
+from april.config.mistakes import NAMES_ELSEWHERE, NO_SETTINGS
+from april.driver.rewards import Response
+from april.engines.protocol import Capabilities
+from april.engines.simulated.engine import SimulatedEngine, by_sample_key
+from april.errors import AprilError, CheckpointError, ConfigError
+
+BASE: dict[str, Any] = {"rollout_batch_size": 32, "max_response_len": 1000}
+URL = "http://127.0.0.1:8000"
+
+# ---------------------------------------------------------------- settings
+
+SETTINGS: list[tuple[dict[str, Any], str]] = [
+    ({"rollout_batchsize": 2}, "rollout_batchsize: unknown setting; do you mean rollout_batch_size?"),
+    ({"colour": 2}, "colour: unknown setting; see april.Config for the names"),
+    ({"temperature": 0.7}, "temperature: unknown setting; do you mean sampling.temperature?"),
+    ({"sampling": {"temprature": 1}}, "sampling.temprature: unknown setting; do you mean sampling.temperature?"),
+    ({"engine": {"kind": "transformers", "slot": 1}}, "engine.slot: unknown setting; do you mean engine.slots?"),
+    ({"max_tokens": 9}, "max_tokens: unknown setting; do you mean max_response_len?"),
+    ({"max_new_tokens": 9}, "max_new_tokens: unknown setting; do you mean max_response_len?"),
+    ({"stop_strings": ["a"]}, "stop_strings: unknown setting; do you mean sampling.stop?"),
+    ({"num_generations": 4}, "num_generations: unknown setting; do you mean n_samples_per_prompt?"),
+    ({"group_size": 4}, "group_size: unknown setting; do you mean n_samples_per_prompt?"),
+    ({"gconfig": {"n_samples": 4}}, "gconfig: unknown setting; do you mean n_samples_per_prompt?"),
+    ({"rollout": {"n": 4}}, "rollout: unknown setting; do you mean n_samples_per_prompt?"),
+    ({"generation_batch_size": 64},
+     "generation_batch_size: unknown setting; do you mean rollout_batch_size, which counts prompts, not responses?"),
+    ({"max_completion_length": 9}, "max_completion_length: unknown setting; do you mean max_response_len?"),
+    ({"max_head_offpolicyness": 2}, "max_head_offpolicyness: unknown setting; do you mean max_staleness?"),
+    ({"n_samples_per_eval_prompt": 2},
+     "n_samples_per_eval_prompt: unknown setting; do you mean evaluate(n_samples=...) of the scheduler?"),
+    ({"learning_rate": 1e-06}, "learning_rate: belongs to the trainer; april's settings are those of rollouts"),
+    ({"reward": "my.reward"}, "reward: is an argument of RolloutScheduler, beside the configuration"),
+    ({"n": 4}, "n: every sample of a group is a request of its own; set n_samples_per_prompt"),
+    ({"engine": {"kind": "vlm"}},
+     "engine.kind: april has no engine 'vlm'; it has 'transformers', 'simulated', 'vllm', 'sglang', 'openai', "
+     "'april'; do you mean vllm?"),
+    ({"sampling": 0.7}, "sampling: expected a mapping of settings, got 0.7"),
+    ({"rollout_batch_size": 0}, "rollout_batch_size: input should be greater than or equal to 1, got 0"),
+    ({"on_data_end": "stop"}, "on_data_end: input should be 'short', 'wait' or 'wrap', got 'stop'"),
+    ({"epochs": 2, "on_data_end": "wrap"}, "epochs=2 ends, and on_data_end=wrap never does; leave out one of them"),
+    ({"rollout_batch_size": 2, "over_sampling_batch_size": 9, "max_age": 3},
+     "over_sampling_batch_size=9 holds more groups than max_age=3 lets april deliver in time, which is 8; raise "
+     "max_age or set on_stale"),
+    ({"max_filtered_groups": 0}, "max_filtered_groups: input should be greater than or equal to 1, got 0"),
+    ({"sampling": {"top_q": 5}}, "sampling.top_q: unknown setting; do you mean sampling.top_p?"),
+    ({"sampling": {"top_k": 5}},
+     "sampling.top_k: changes the distribution, and a trainer's recomputed log-probabilities could not match"),
+    ({"sampling": {"stop": ["a", ""]}},
+     "sampling.stop: an empty stop string would end every response at once; leave it out"),
+    ({"sampling": {"stop": "\ufffd"}},
+     "sampling.stop: the stop string '\ufffd' has U+FFFD in it, which also stands for unfinished characters"),
+    ({"sampling": {"stop": [3]}}, "sampling.stop.0: input should be a valid string, got 3"),
+    ({"engine": {"kind": "simulated", "gpus": 2}}, "engine.gpus: unknown setting; do you mean engine.gpu?"),
+    ({"rollout_batch_size": ...}, "rollout_batch_size: is required"),
+    ({"max_response_len": ...}, "max_response_len: is required"),
+    ({"rollout_batch_size": "many"},
+     "rollout_batch_size: input should be a valid integer, unable to parse string as an integer, got 'many'"),
+    ({"rollout_batch_size": 1.5},
+     "rollout_batch_size: input should be a valid integer, got a number with a fractional part, got 1.5"),
+    ({"rollout_batch_size": True}, "rollout_batch_size: must be a number, got True"),
+    ({"sampling": {"temperature": True}}, "sampling.temperature: must be a number, got True"),
+    ({"partial_rollout": "perhaps"},
+     "partial_rollout: input should be a valid boolean, unable to interpret input, got 'perhaps'"),
+    ({"sampling": {"stop_token_ids": 5}}, "sampling.stop_token_ids: input should be a valid tuple, got 5"),
+    ({"sampling": {"stop_token_ids": [1, "x"]}},
+     "sampling.stop_token_ids.1: input should be a valid integer, got 'x'; a token is named by its id: "
+     "tokenizer.convert_tokens_to_ids('x'); text that ends a response is stop"),
+    ({"engine": "vllm"}, "engine: expected a mapping of settings, got 'vllm'; write engine: {kind: vllm}"),
+    ({"max_staleness": -1}, "max_staleness: input should be greater than or equal to 0, got -1"),
+    ({"abort_deadline_s": 0}, "abort_deadline_s: input should be greater than 0, got 0"),
+    ({"abort_resend_s": float("inf")}, "abort_resend_s: input should be a finite number, got inf"),
+    ({"seed": -1}, "seed: input should be greater than or equal to 0, got -1"),
+    ({"refill": "always"}, "refill: input should be 'none', 'group' or 'sample', got 'always'"),
+    ({"on_stale": "panic"}, "on_stale: input should be 'finish', 'restart', 'mask' or 'drop', got 'panic'"),
+    ({"on_long_prompt": "cut"}, "on_long_prompt: input should be 'error' or 'skip', got 'cut'"),
+    ({"sampling": {"temperature": -0.1}}, "sampling.temperature: input should be greater than or equal to 0, got -0.1"),
+    ({"sampling": {"temperature": float("nan")}}, "sampling.temperature: input should be a finite number, got nan"),
+    ({"sampling": {"top_p": 0}}, "sampling.top_p: input should be greater than 0, got 0"),
+    ({"sampling": {"top_p": 1.1}}, "sampling.top_p: input should be less than or equal to 1, got 1.1"),
+    ({"engine": {"kind": "simulated", "slots": 0}}, "engine.slots: input should be greater than or equal to 1, got 0"),
+    ({"engine": {"kind": "simulated", "sigma_within": float("inf")}},
+     "engine.sigma_within: input should be a finite number, got inf"),
+    ({"engine": {"kind": "simulated", "gpu": "b200"}}, "engine.gpu: input should be 'h100' or 'mi300x', got 'b200'"),
+    ({"engine": {"kind": "llamacpp"}},
+     "engine.kind: april has no engine 'llamacpp'; it has 'transformers', 'simulated', 'vllm', 'sglang', 'openai', "
+     "'april'"),
+    ({"engine": {"slots": 3}}, "engine.kind: is required"),
+    ({"over_sampling_batch_size": 48, "partial_rollout": False},
+     "over_sampling_batch_size=48 starts more groups than rollout_batch_size=32, and partial_rollout=false would "
+     "throw their tokens away; set partial_rollout: true"),
+    ({"over_sampling_batch_size": 100, "max_staleness": 2},
+     "over_sampling_batch_size=100 holds more groups than max_staleness=2 lets april deliver in time, which is 96; "
+     "raise max_staleness or set on_stale"),
+    ({"refill": "sample", "partial_rollout": False},
+     "refill=sample leaves unfinished responses at the end of a step, and partial_rollout=false would throw them "
+     "away; set partial_rollout: true or refill: none"),
+    ({"sampling": {"min_tokens": 1000}, "allow_mismatch": True},
+     "sampling.min_tokens=1000 must be below max_response_len=1000"),
+    ({"sampling": {"min_tokens": 30}, "max_sample_tokens": 30, "allow_mismatch": True},
+     "sampling.min_tokens=30 must be below max_sample_tokens=30"),
+    ({"abort_resend_s": 31}, "abort_resend_s=31 is longer than abort_deadline_s=30"),
+    ({"sampling": {"top_p": 0.9}},
+     "sampling.top_p=0.9 is not part of the log-probabilities that a trainer recomputes (log_softmax(logits / T)), so "
+     "its ratios would be wrong; set top_p: 1, or allow_mismatch: true if your trainer accounts for it"),
+    ({"sampling": {"min_tokens": 3}},
+     "sampling.min_tokens=3 forbids EOS at first, which the log-probabilities that a trainer recomputes do not know; "
+     "set min_tokens: 0, or allow_mismatch: true"),
+    ({"sampling": {"temperature": 0}},
+     "sampling.temperature=0 makes all samples of a group equal and has no log-probability to train on; use a "
+     "positive temperature, or allow_mismatch: true"),
+    ({"max_in_flight": "auto"},
+     "max_in_flight=auto says nothing with refill=none, where the groups in work are what counts; set refill: sample, "
+     "or over_sampling_batch_size: auto as well, and april chooses that too"),
+    ({"over_sampling_batch_size": "auto", "refill": "sample"},
+     "over_sampling_batch_size=auto says nothing with refill=sample, where max_in_flight is what counts; leave it out "
+     "and set max_in_flight: auto"),
+    ({"max_in_flight": "auto", "refill": "group"},
+     "max_in_flight=auto chooses between what refill: none and refill: sample can have, not refill=group"),
+    ({"group_quorum": "auto", "partial_rollout": False},
+     "group_quorum=auto chooses how much is left over for the next step, and partial_rollout=false would throw its "
+     "tokens away; set partial_rollout: true"),
+    ({"max_off_policy_share": 0.5},
+     "max_off_policy_share=0.5 is for what april chooses, and nothing is auto; set over_sampling_batch_size: auto, or "
+     "leave it out"),
+    ({"engine": {"kind": "vllm"}},
+     "engine.urls is required for engine.kind vllm: the addresses of the servers, such as http://127.0.0.1:8000"),
+    ({"engine": {"kind": "vllm", "urls": URL, "slots": 3}},
+     "engine.slots belongs to engine.kind transformers or simulated, not to vllm"),
+    ({"engine": {"kind": "vllm", "urls": URL, "router": URL}},
+     "engine.router belongs to engine.kind sglang, not to vllm"),
+    ({"engine": {"kind": "simulated", "urls": [URL, "http://127.0.0.1:8001"]}},
+     "engine.urls belongs to engine.kind vllm or sglang or openai or april, not to simulated"),
+    ({"engine": {"kind": "vllm", "urls": URL, "base_url": "x"}},
+     "engine.base_url: unknown setting; do you mean engine.urls?"),
+    ({"engine": {"kind": "vllm", "urls": URL, "url": "x"}}, "engine.url: unknown setting; do you mean engine.urls?"),
+    ({"engine": {"kind": "vllm", "urls": URL, "max_model_len": 9}},
+     "engine.max_model_len: unknown setting; do you mean engine.max_len?"),
+    ({"engine": {"kind": "sglang", "urls": [URL, "http://127.0.0.1:8001"], "colour": 1}},
+     "engine.colour: unknown setting; engine.kind sglang has urls, api_key, api_key_env, max_in_flight, "
+     "connect_timeout_s, probe_timeout_s, first_weights, max_token_loss, vocab_size, max_len, eos_token_ids, "
+     "logprobs, model, expert_shape, router"),
+    ({"engine": {"kind": "vllm", "urls": "localhost:8000"}},
+     "engine.urls.0: an engine's URL must look like http://host:port, got 'localhost:8000'; write "
+     "http://localhost:8000"),
+    ({"engine": {"kind": "vllm", "urls": "h:8/v1"}},
+     "engine.urls.0: an engine's URL must look like http://host:port, got 'h:8/v1'; write http://h:8, without /v1"),
+    ({"engine": {"kind": "vllm", "urls": "http://0.0.0.0:8000"}},
+     "engine.urls.0: 0.0.0.0 in 'http://0.0.0.0:8000' is where a server listens, not where it is reached; write "
+     "http://127.0.0.1:8000 if it is on this machine, or else the name of its machine"),
+    ({"engine": {"kind": "vllm", "urls": "https://[::]"}},
+     "engine.urls.0: :: in 'https://[::]' is where a server listens, not where it is reached; write https://127.0.0.1 "
+     "if it is on this machine, or else the name of its machine"),
+    ({"engine": {"kind": "vllm", "urls": [URL, "ftp://h"]}},
+     "engine.urls.1: an engine's URL must look like http://host:port, got 'ftp://h'"),
+    ({"engine": {"kind": "vllm", "urls": "http://h:8/v1"}},
+     "engine.urls.0: an engine's URL must look like http://host:port, got 'http://h:8/v1'; write http://h:8, without "
+     "/v1: april adds the routes"),
+    ({"engine": {"kind": "vllm", "urls": "https://h:8/v1/"}},
+     "engine.urls.0: an engine's URL must look like http://host:port, got 'https://h:8/v1/'; write https://h:8, "
+     "without /v1/: april adds the routes"),
+    ({"engine": {"kind": "vllm", "urls": "http://h:8?key=1"}},
+     "engine.urls.0: an engine's URL must look like http://host:port, got 'http://h:8?...'"),
+    ({"engine": {"kind": "vllm", "urls": "http://h:99999"}},
+     "engine.urls.0: an engine's URL must look like http://host:port, got 'http://h:99999'"),
+    ({"engine": {"kind": "vllm", "urls": ["http://h", "http://h/"]}},
+     "engine.urls names http://h twice; each server is one engine"),
+    ({"engine": {"kind": "vllm", "urls": 8000}}, "engine.urls: input should be a valid tuple, got 8000"),
+    ({"engine": {"kind": "sglang", "urls": [URL, "http://127.0.0.1:8001"], "router": "h"}},
+     "engine.router: an engine's URL must look like http://host:port, got 'h'; write http://h:PORT"),
+    ({"engine": {"kind": "vllm", "urls": URL, "api_key": "key\n"}},
+     "engine.api_key: the key of the server begins or ends with white space or a line break; take that away"),
+    ({"engine": {"kind": "vllm", "urls": URL, "api_key": 5512345}}, "engine.api_key: input should be a valid string"),
+    ({"engine": {"kind": "vllm", "urls": URL, "max_in_flight": 0}},
+     "engine.max_in_flight: input should be greater than or equal to 1, got 0"),
+    ({"engine": {"kind": "vllm", "urls": URL, "max_token_loss": -1}},
+     "engine.max_token_loss: input should be greater than or equal to 0, got -1"),
+    ({"engine": {"kind": "vllm", "urls": URL, "logprobs": "some"}},
+     "engine.logprobs: input should be 'temperature', 'processed' or 'raw', got 'some'"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("change", "sentence"), SETTINGS, ids=[next(iter(c)) for c, _ in SETTINGS])
+def test_settings(change: dict[str, Any], sentence: str, tmp_path: Path) -> None:
+    """A ConfigError of exactly this sentence, from keywords, a mapping, OmegaConf and a file, which it names."""
+    values = {name: value for name, value in (BASE | change).items() if value is not ...}
+    file = tmp_path / "april.yaml"
+    file.write_text(yaml.safe_dump(values), "utf-8")
+    for make in (
+        lambda: april.Config(**values),
+        lambda: april.Config.from_mapping(values),
+        lambda: april.Config.from_mapping(OmegaConf.create(values)),
+        lambda: april.Config.from_yaml(file),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            make()
+        assert str(caught.value).removeprefix(f"{file}: ") == sentence
+
+
+def test_several_mistakes_are_all_named() -> None:
+    """Nobody has to run three times to learn of three mistakes."""
+    with pytest.raises(ConfigError, match=r"refill.*; seed.*; colour: unknown setting"):
+        april.Config(**BASE, refill="x", seed=-1, colour="red")
+
+
+@pytest.mark.parametrize("name", [*NAMES_ELSEWHERE, *NO_SETTINGS])
+def test_names_of_other_trainers_are_no_settings(name: str) -> None:
+    """A name that april explains is not one that it has, and what it advises to set instead is there."""
+    assert name not in april.Config.model_fields
+    if (setting := NAMES_ELSEWHERE.get(name)) and " of the scheduler" not in setting:
+        assert re.split("[,:]", setting)[0] in {known.path for known in settings_of()}
+
+
+def test_a_directory_that_is_not_there_is_named() -> None:
+    """And not looked for on the hub, which would speak of names of repositories."""
+    config = april.Config(**BASE, engine={"kind": "transformers", "model": "/no/such/model"})
+    with pytest.raises(ConfigError, match=r"engine\.model: there is no directory /no/such/model"):
+        april.RolloutScheduler(config, prompts=[[1]], reward=graded)
+
+
+# ---------------------------------------------------------------- flags
+
+NEEDED = ["--rollout-batch-size", "8", "--max-response-len", "99"]
+FLAGS: list[tuple[list[str], str]] = [
+    ([], "--rollout-batch-size: is required; --max-response-len: is required"),
+    ([*NEEDED, "--over-sampling-batch-size", "16", "--no-partial-rollout"],
+     "--over-sampling-batch-size 16 starts more groups than --rollout-batch-size 8, and --no-partial-rollout would "
+     "throw their tokens away; set --partial-rollout"),
+    ([*NEEDED, "--over-sampling-batch-size", "99"],
+     "--over-sampling-batch-size 99 holds more groups than --max-staleness 5 lets april deliver in time, which is 48; "
+     "raise --max-staleness or set --on-stale"),
+    ([*NEEDED, "--sampling-top-p", "0.5"],
+     "--sampling-top-p 0.5 is not part of the log-probabilities that a trainer recomputes (log_softmax(logits / T)), "
+     "so its ratios would be wrong; set --sampling-top-p 1, or --allow-mismatch if your trainer accounts for it"),
+    ([*NEEDED, "--engine-gpu", "h100"], "--engine-gpu belongs to --engine-kind simulated, not to transformers"),
+    ([*NEEDED, "--engine-kind", "simulated", "--engine-model", "my-model"],
+     "--engine-model: input should be 'r1-distill-1.5b', 'qwen3-4b' or 'qwen3-8b', got 'my-model'"),
+    ([*NEEDED, "--engine-kind", "vllm"],
+     "--engine-urls is required for --engine-kind vllm: the addresses of the servers, such as http://127.0.0.1:8000"),
+    ([*NEEDED, "--engine-urls", URL],
+     "--engine-urls belongs to --engine-kind vllm or sglang or openai or april, not to transformers"),
+    ([*NEEDED, "--engine-kind", "vllm", "--engine-urls", URL, "--engine-slots", "3"],
+     "--engine-slots belongs to --engine-kind transformers or simulated, not to vllm"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("typed", "sentence"), FLAGS, ids=lambda x: x[:30] if isinstance(x, str) else "")
+def test_flags(typed: list[str], sentence: str) -> None:
+    """The configuration's own sentences, in the words of the command line."""
+    parser = april.add_april_arguments(argparse.ArgumentParser())
+    with pytest.raises(ConfigError) as caught:
+        april.config_from_arguments(parser.parse_args(typed))
+    assert str(caught.value) == sentence
+
+
+TYPED: list[tuple[list[str], str]] = [
+    (["--rollout-batch-size", "0"], "input should be greater than or equal to 1, got '0'"),
+    (["--rollout-batch-size", "none"],
+     "input should be a valid integer, unable to parse string as an integer, got 'none'"),
+    (["--refill", "often"], "input should be 'none', 'group' or 'sample', got 'often'"),
+    (["--sampling-temperature", "nan"], "input should be a finite number, got 'nan'"),
+    (["--engine-urls", "localhost:8000"],
+     "an engine's URL must look like http://host:port, got 'localhost:8000'; write http://localhost:8000"),
+    (["--engine-urls", "http://user:password@host:80"],
+     "an engine's URL must look like http://host:port, got 'host:80'"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("typed", "sentence"), TYPED, ids=" ".join)
+def test_values_of_flags(typed: list[str], sentence: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """parser.error with the flag, what is possible and what was typed, but for passwords."""
+    with pytest.raises(SystemExit):
+        april.add_april_arguments(argparse.ArgumentParser(prog="train")).parse_args(typed)
+    printed = capsys.readouterr().err
+    assert printed.strip().splitlines()[-1] == f"train: error: argument {typed[0]}: {sentence}"
+    assert "password" not in printed
+
+
+# ---------------------------------------------------------------- arguments and calls
+
+
+class Untouched:
+    """Prompts that nobody may draw from."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        pytest.fail("work has started")
+
+
+async def graded(prompt: april.Prompt, response: Response) -> float:
+    pytest.fail("work has started")
+
+
+class NoPartials(SimulatedEngine):
+    """Loses what an aborted request had."""
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return replace(super().capabilities, returns_partials=False)
+
+
+def no_partials() -> SimulatedEngine:
+    return NoPartials("e0", FAST, by_sample_key(LENGTHS), max_running=64, vocab_size=VOCAB)
+
+
+def test_an_engine_without_partials_is_fine_when_nothing_is_cut() -> None:
+    """With N' = N and refill none nothing is aborted at the end of a step."""
+    with scheduler(engines=[no_partials()], config=config(over_sampling_batch_size=3)) as rollouts:
+        check(rollouts.next_batch())
+
+
+ARGUMENTS: list[tuple[dict[str, Any], str]] = [
+    ({"config": BASE}, "config must be an april.Config, got dict; Config.from_mapping and Config.from_yaml make one"),
+    ({"engines": "vllm"}, "engines must be a list of engine objects, got str"),
+    ({"engines": engine()}, "engines must be a list of engine objects, got SimulatedEngine"),
+    ({"engines": [engine(), "e1"]}, r"engines: str is not an engine \(april.engines.protocol.Engine\)"),
+    ({"engines": []}, "engines: at least one engine is needed"),
+    ({"engines": None}, ".*needs a model.*"),
+    ({"engines": None, "model": object(), "config": config(engine={"kind": "simulated"})}, ".*takes no model object.*"),
+    ({"engines": [engine("a"), engine("b"), engine("a")]}, r".*names must be unique, got \['a', 'b', 'a'\].*"),
+    (
+        {"engines": [engine("a"), engine("b", max_context=100)]},
+        "max_response_len=100 leaves no room for a prompt in the context of 100 tokens of engine b; .*",
+    ),
+    ({"engines": [no_partials()]}, "engine e0 hands over nothing.*set over_sampling_batch_size.*"),
+    (
+        {"engines": [no_partials()], "config": config(over_sampling_batch_size=3, refill="sample")},
+        "engine e0 hands over nothing.*refill: none.*",
+    ),
+    ({"group_reward": graded}, "give reward or group_reward, not both"),
+    ({"reward": 1.0}, "reward must be a function, got float"),
+    ({"rollout": "single_turn"}, "rollout must be a function, got str"),
+    ({"filter": True}, "filter must be a function, got bool"),
+    ({"prompts": "text"}, "prompts must be an iterable of prompts, got str; a file is not read: give its rows"),
+    ({"prompts": None}, "prompts must be an iterable of prompts, got NoneType"),
+    ({"prompts": 5}, "prompts must be an iterable of prompts, got int"),
+    (
+        {"filter": april.rewards_differ, "reward": None},
+        "filter=rewards_differ would reject every group; it needs a reward and n_samples_per_prompt above 1",
+    ),
+    (
+        {"filter": april.rewards_differ, "config": config(n_samples_per_prompt=1)},
+        "filter=rewards_differ would reject every group; it needs a reward and n_samples_per_prompt above 1",
+    ),
+    (
+        {"config": config(epochs=2)},
+        r"prompts can be iterated only once \(Untouched\), and several epochs are wanted; give a list or a data set, "
+        "or an object whose __iter__ begins anew",
+    ),
+    (
+        {"config": config(sampling={"stop_token_ids": [VOCAB]})},
+        "sampling.stop_token_ids: 1000 is outside the vocabulary of 1000 of engine e0",
+    ),
+]
+
+
+@pytest.mark.parametrize(("change", "sentence"), ARGUMENTS, ids=[s[:30] for _, s in ARGUMENTS])
+def test_arguments_of_the_scheduler(change: dict[str, Any], sentence: str) -> None:
+    """Refused by the constructor with exactly this sentence: no thread, no prompt, no request."""
+    with pytest.raises(ConfigError) as caught:
+        scheduler(**({"prompts": Untouched(), "reward": graded} | change))
+    assert re.fullmatch(sentence, str(caught.value)), str(caught.value)
+    assert_nothing_is_left()
+
+
+CALLS: list[tuple[Callable[[april.RolloutScheduler], Any], type[AprilError], str]] = [
+    (lambda r: r.load_state_dict("x"), CheckpointError, r"this is not a state that april's state_dict\(\) gave"),
+    *(
+        (
+            lambda r, batch=batch: r.state_dict(batch),
+            CheckpointError,
+            f"trained_through={batch!r} must be the id of a batch, or -1; the batches delivered so far are 0 to 0",
+        )
+        for batch in ("x", 7)
+    ),
+    (lambda r: r.weight_update(transfer=3), ConfigError, "weight_update: transfer must be a function, got int"),
+    (lambda r: r.evaluate(None), ConfigError, "evaluate: prompts must be an iterable of prompts, got NoneType"),
+    (lambda r: r.evaluate("text"), ConfigError, "evaluate: prompts must be an iterable of prompts, got str; a file.*"),
+    (lambda r: r.evaluate([]), ConfigError, "evaluate: there are no prompts"),
+    (
+        lambda r: r.evaluate([[1], [5000]]),
+        ConfigError,
+        "prompt 1: token id 5000 is outside the engine's vocabulary of 1000",
+    ),
+    *(
+        (lambda r, name=name, value=value: r.evaluate([[1]], **{name: value}), ConfigError, f"evaluate: {words}")
+        for name, value, words in (
+            ("n_samples", "2", "n_samples must be a whole number and at least 1, got '2'"),
+            ("n_samples", 0, "n_samples must be a whole number and at least 1, got 0"),
+            ("max_tokens", 0, "max_tokens must be a whole number and at least 1, got 0"),
+            ("seed", -1, "seed must be a whole number and at least 0, got -1"),
+            ("temperature", "hot", "temperature must be a number, got 'hot'"),
+            ("temperature", -1.0, "temperature must be a finite number .*"),
+            ("top_p", 0.0, "top_p must be in .*"),
+        )
+    ),
+    (
+        lambda r: r.weight_update(lambda: None),
+        ConfigError,
+        "weight_update: path must be the name of a directory, got function; a function that hands the weights over is "
+        "given as transfer=, a model that is read in place not at all",
+    ),
+    (lambda r: r.extend(5), ConfigError, "prompts must be an iterable of prompts, got int"),
+]
+
+
+@pytest.mark.parametrize(("call", "error", "sentence"), CALLS, ids=[s[:40] for _, _, s in CALLS])
+def test_arguments_of_calls(call: Callable[[Any], Any], error: type[AprilError], sentence: str) -> None:
+    """Refused with exactly this sentence; the run goes on with equal books."""
+    with scheduler() as rollouts:
+        rollouts.next_batch()
+        before = rollouts.version, rollouts.ledger()["prompts"].delivered
+        with pytest.raises(error) as caught:
+            call(rollouts)
+        assert re.fullmatch(sentence, str(caught.value)), str(caught.value)
+        assert (rollouts.version, rollouts.ledger()["prompts"].delivered) == before
+        rollouts.weight_update()
+        assert rollouts.next_batch().id == 1
+        rollouts.validate()
+    assert_nothing_is_left()
