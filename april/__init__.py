@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Any
 from april.version import __version__ as __version__
 
 if TYPE_CHECKING:
-    from april.attachments import attachment_bytes
+    from april.concurrency.model_lock import hold_model
     from april.config.flags import add_april_arguments, config_from_arguments
     from april.config.settings import Config, SamplingConfig
     from april.core.batch import Batch, DeliveredSample
+    from april.core.engine_limits import Limit, LimitCode
     from april.core.ledger import Ledger
     from april.core.sampling import SamplingParams
     from april.core.tape import Segment, SegmentKind
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from april.corrections.policy_loss import policy_loss
     from april.driver.llm import LLM, BlockingLLM, Completion
     from april.driver.rewards import EvaluationResult, Response, rewards_differ
-    from april.engine_limits import Limit, LimitCode
+    from april.engines.attachments import attachment_bytes
     from april.engines.kinds.serving import serve_forever
     from april.engines.protocol import Capabilities, Chunk, Engine, EngineFinish, Health, LogprobKind, Request
     from april.engines.served.server import EngineServer, serve
@@ -47,16 +48,15 @@ if TYPE_CHECKING:
         WeightsInUse,
         WireError,
     )
-    from april.model_turns import hold_model
     from april.processes.addresses import new_token
     from april.processes.rank_scheduler import RankScheduler
     from april.processes.ranks import Ranks
     from april.record.file import RunRecord
     from april.scheduler import RolloutScheduler, partial_rollout
-    from april.torch_arrays import to_torch
+    from april.serialization.torch_arrays import to_torch
 
 _HOMES = {
-    "april.attachments": ("attachment_bytes",),
+    "april.engines.attachments": ("attachment_bytes",),
     "april.config.flags": ("add_april_arguments", "config_from_arguments"),
     "april.config": ("Config", "SamplingConfig"),
     "april.core.batch": ("Batch", "DeliveredSample"),
@@ -71,8 +71,8 @@ _HOMES = {
     "april.corrections.policy_loss": ("policy_loss",),
     "april.driver.llm": ("LLM", "BlockingLLM", "Completion"),
     "april.driver.rewards": ("EvaluationResult", "Response", "rewards_differ"),
-    "april.engine_limits": ("Limit", "LimitCode"),
-    "april.model_turns": ("hold_model",),
+    "april.core.engine_limits": ("Limit", "LimitCode"),
+    "april.concurrency.model_lock": ("hold_model",),
     "april.engines.protocol": ("Capabilities", "Chunk", "Engine", "EngineFinish", "Health", "LogprobKind", "Request"),
     "april.engines.kinds.serving": ("serve_forever",),
     "april.engines.served.server": ("EngineServer", "serve"),
@@ -87,7 +87,7 @@ _HOMES = {
     "april.processes.rank_scheduler": ("RankScheduler",),
     "april.record.file": ("RunRecord",),
     "april.scheduler": ("RolloutScheduler", "partial_rollout"),
-    "april.torch_arrays": ("to_torch",),
+    "april.serialization.torch_arrays": ("to_torch",),
 }  # fmt: skip
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from april.extras import install
+from april.text.install_command import install
 
 
 def main() -> None:

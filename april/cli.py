@@ -18,11 +18,11 @@ from rich.text import Text
 import april
 from april.core.types import OnStale, SampleId
 from april.errors import AprilError, ConfigError, RolloutError
-from april.extras import install
 from april.record.file import is_record
-from april.server_text import printable
+from april.serialization.state_file import write_atomic
 from april.simulate.workload import Placement
-from april.state_file import write_atomic
+from april.text.install_command import install
+from april.text.server_text import printable
 
 app = typer.Typer(
     name="april", help="Active partial rollouts for LLM reinforcement learning.", no_args_is_help=True,

@@ -16,7 +16,7 @@ import numpy as np
 from april.core.batch import Batch, DeliveredSample, rows_by_sample
 from april.core.tape import Int32
 from april.driver.detokenizer import Detokenizer
-from april.extras import require
+from april.text.install_command import require
 
 PREFIX = "april/"
 LONGEST = 1200

@@ -7,7 +7,7 @@ import subprocess
 import sys
 
 import april
-from april.extras import install
+from april.text.install_command import install
 
 for package in ("torch", "transformers", "typer", "rich", "matplotlib", "yaml"):
     assert importlib.util.find_spec(package) is None, f"{package} is in the base install"

@@ -52,7 +52,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
 @pytest.fixture(autouse=True)
 def keys_of_one_test() -> Generator[None, None, None]:
     """Forget the keys of servers after each test: april removes them from all texts, and tests use words as keys."""
-    from april import server_text
+    from april.text import server_text
 
     before = dict(server_text._hidden)
     yield

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from april.state_file import write_atomic
+from april.serialization.state_file import write_atomic
 
 
 def mode(path: Path) -> int:

@@ -382,7 +382,7 @@ import april, logging, sys, threading
 sys.path.insert(0, "tests")
 from gate_engine import GateEngine
 import april.driver.local_host as host
-import april.daemon_pool as end
+import april.concurrency.daemon_threads as end
 host.CLOSE_PATIENCE_S = end.EXIT_PATIENCE_S = end.TELL_S = end.INTERRUPT_S = 0.01
 logging.getLogger("april").setLevel(logging.CRITICAL)
 hung, scored = threading.Barrier(3), threading.Event()

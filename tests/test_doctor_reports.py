@@ -18,11 +18,11 @@ from typer.testing import CliRunner
 
 import april
 from april.cli import app
+from april.core.engine_limits import Limit, LimitCode
 from april.core.sampling import LogprobKind
 from april.doctor import examine
 from april.doctor.examine import Patience, examine_config, examine_urls
 from april.doctor.findings import Examined, Finding, Level, Report, Verdict, abilities, verdict_of
-from april.engine_limits import Limit, LimitCode
 from april.engines.http.server_probe import ServerFacts
 from april.engines.protocol import AbortMeans, Capabilities, OnWeightUpdate
 

@@ -13,7 +13,7 @@ from fake_servers.sglang import FakeSglangServer
 from fake_servers.vllm import FakeVllmServer
 from server_fixtures import connected, facts_of, listening
 
-from april.engine_limits import CAUSES, Limit, LimitCode
+from april.core.engine_limits import CAUSES, Limit, LimitCode
 from april.engines.protocol import AbortMeans, Capabilities, LogprobKind
 from april.testing.conformance import Outcome, Subject, check_named
 

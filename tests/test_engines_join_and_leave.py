@@ -12,12 +12,12 @@ from socket_clock import run_with_sockets
 from virtual_rollouts import on_virtual_time
 
 import april
+from april.adapters.common.trainer_servers import Result, TrainerServers
 from april.core.ledger import DropReason
 from april.driver.engine_roster import EngineRoster, open_found, urls_of
 from april.engines.served.server import EngineServer, serve
 from april.errors import ConfigError, EngineError, RolloutError, SchedulerClosed
 from april.testing import FakeEngine, audit, rollouts
-from april.trainer_servers import Result, TrainerServers
 
 
 def config(**changes: Any) -> april.Config:

@@ -276,7 +276,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> Any:
 )  # fmt: skip
 def test_a_package_that_is_missing_is_named(make: Any, package: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the command that installs it."""
-    monkeypatch.setattr("april.extras.find_spec", lambda name: None)
+    monkeypatch.setattr("april.text.install_command.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=rf"needs {package}: pip install"):
         make()
 

@@ -23,8 +23,8 @@ pytest.importorskip("PIL")
 from PIL import Image
 
 import april
-from april.attachments import attachment_bytes
 from april.config.images import ImagesConfig
+from april.engines.attachments import attachment_bytes
 from april.errors import ConfigError
 from april.images import fetching
 from april.images.reading import Picture, Reader
@@ -299,6 +299,6 @@ def test_a_public_address_is_one_in_every_form(address: str) -> None:
 
 def test_without_the_package_the_sentence_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pillow is an extra."""
-    monkeypatch.setattr("april.extras.find_spec", lambda name: None)
+    monkeypatch.setattr("april.text.install_command.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"an image needs PIL: pip install .*\[images\]"):
         Reader(ImagesConfig())

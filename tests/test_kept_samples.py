@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from april.adapters.common.kept_samples import KeptSamples
 from april.core.types import SampleId
-from april.kept_samples import KeptSamples
 
 HELD, DROPPED = SampleId(1, 0), SampleId(2, 0)
 

@@ -131,7 +131,7 @@ SAID: dict[str, tuple[Callable[[], object], object]] = {
 @pytest.mark.parametrize("what", SAID)
 def test_answers_with_status_200(what: str) -> None:
     """Errors and names inside of answers and events."""
-    april.server_text.hide(KEY)  # as a client does
+    april.text.server_text.hide(KEY)  # as a client does
     reader, payload = SAID[what][0](), json.dumps(SAID[what][1]).encode()
     assert isinstance(reader, ResponseReader)
     reader.read([payload])

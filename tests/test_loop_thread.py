@@ -22,8 +22,8 @@ from typing import Any
 import pytest
 from test_function_timeouts import awaited
 
-from april import daemon_pool
-from april.daemon_pool import DaemonPool
+from april.concurrency import daemon_threads as daemon_pool
+from april.concurrency.daemon_threads import DaemonPool
 from april.driver import loop_thread
 from april.driver.loop_thread import LoopThread, LoopWatch, Reply, result_of
 from april.driver.user_calls import TimeLimits, UserCalls, WorkerThreads
@@ -553,8 +553,8 @@ def line_of(text: str) -> int:
 
 CHILD = """
 import atexit, sys, threading, time
-from april import daemon_pool
-from april.daemon_pool import DaemonPool
+from april.concurrency import daemon_threads as daemon_pool
+from april.concurrency.daemon_threads import DaemonPool
 daemon_pool.EXIT_PATIENCE_S, daemon_pool.TELL_S, daemon_pool.INTERRUPT_S = {patience}, 0.0, 60.0
 begun, go_on = threading.Event(), threading.Event()
 def judge():
@@ -601,7 +601,7 @@ def test_what_has_ended_is_not_waited_for() -> None:
 QUEUE = """
 import asyncio, sys, threading, time
 from contextvars import copy_context
-from april import daemon_pool
+from april.concurrency import daemon_threads as daemon_pool
 from april.driver.user_calls import WorkerThreads
 daemon_pool.EXIT_PATIENCE_S, daemon_pool.TELL_S = 0.0, 0.0
 begun, threads = threading.Event(), WorkerThreads()

@@ -25,7 +25,7 @@ PATTERNS = {"compile", "search", "match", "fullmatch", "findall", "finditer", "s
 WORD = re.compile(r"[^\W\d_]{4}")
 """What has no four letters in a row is no word of a sentence."""
 ALLOWED = {
-    ("adapters/shared.py", "response_len"): "names of metrics",
+    ("adapters/common/session.py", "response_len"): "names of metrics",
     ("adapters/areal/settings.py", "max_in_flight"): "names of settings",
     ("adapters/areal/settings.py", "vllm"): "AReaL's names of backends",
     ("adapters/openrlhf/arguments.py", "images."): "names of settings",
@@ -49,10 +49,10 @@ ALLOWED = {
     ("engines/sglang/worker.py", "retract"): "pause modes",
     ("engines/vllm/probe.py", "data"): "keys of an answer",
     ("engines/vllm/probe.py", "speculation"): "keys of a server's settings",
-    ("plain_values.py", "torch."): "names of dtypes",
-    ("torch_arrays.py", "_mask"): "names of arrays",
+    ("serialization/plain_values.py", "torch."): "names of dtypes",
+    ("serialization/torch_arrays.py", "_mask"): "names of arrays",
     ("view/pictures.py", "CAUSE"): "names of colours",
-    ("values.py", "digest"): "the field of an attachment that has travelled",
+    ("serialization/own_values.py", "digest"): "the field of an attachment that has travelled",
     ("testing/recording_proxy.py", "token_id:"): "tokens as a server writes them",
 }
 """(file, what it looks for): in whose words."""

@@ -21,8 +21,8 @@ from records import recorded, rewritten
 from typer.testing import CliRunner
 
 import april
-from april import process_pool
 from april.cli import app
+from april.concurrency import process_pool
 from april.core.types import OnStale, Refill, Work
 from april.engines.simulated.decode_cost import DecodeCost
 from april.simulate import plan as planning

@@ -11,9 +11,9 @@ import pytest
 from april.core.attachments import Attachment, Placed
 from april.core.types import EngineFinish, FinishReason, Prompt, SampleId
 from april.driver.rewards import Conversation, EvaluationResult, Response
-from april.plain_values import why_not_plain
 from april.processes.rank_content import for_ranks, of_ranks, pack_call, unpack_call
-from april.values import pack, unpack
+from april.serialization.own_values import pack, unpack
+from april.serialization.plain_values import why_not_plain
 
 PICTURE = Attachment.of("image", bytes(50_000))
 

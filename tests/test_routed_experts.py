@@ -22,9 +22,9 @@ from server_fixtures import BOTH, PROMPT, begun, facts_of, read, request, served
 
 import april
 from april.config.engine_fit import why_unfit
+from april.core.engine_limits import LimitCode
 from april.core.versions import PolicyVersion
 from april.doctor.findings import Level, abilities
-from april.engine_limits import LimitCode
 from april.engines.http.token_rows import Routing, WrongRows, experts_of_npy, experts_of_numbers, narrowed, routing_of
 from april.engines.protocol import EngineFinish
 from april.engines.vllm.in_process import VllmInProcessEngine

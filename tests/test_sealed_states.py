@@ -18,7 +18,7 @@ from virtual_rollouts import prompt_ids, virtual
 
 from april.core.sealed import LARGEST_ARRAY, checksum, data_out, is_plain, require_sealed, seal
 from april.errors import CheckpointError
-from april.state_file import pack, unpack
+from april.serialization.state_file import pack, unpack
 
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats(allow_nan=False) | st.text() | st.binary(),

@@ -31,8 +31,8 @@ from april.engines.served.server import EngineServer, serve
 from april.engines.served.wire import Call, Failure, Piece, Start, Tensors, unpacked
 from april.engines.weight_routes import TensorSpec
 from april.errors import ConfigError, EngineError, EngineUnreachable, WeightsGone
+from april.serialization.own_values import pack, unpack
 from april.testing import FakeEngine
-from april.values import pack, unpack
 
 ONE, TWO = PolicyVersion(0, 1), PolicyVersion(0, 2)
 RED = Attachment.of("image", b"red" * 1000)

@@ -18,8 +18,8 @@ from fake_servers.vllm import FakeVllmServer
 from server_fixtures import beside, facts_of, read, request, served, update
 
 from april.core.attachments import Attachment, Placed
+from april.core.engine_limits import LimitCode
 from april.core.versions import PolicyVersion
-from april.engine_limits import LimitCode
 from april.engines.http import sent_attachments
 from april.engines.http.sent_attachments import SentAttachments, Urls, data_url
 from april.engines.protocol import OnWeightUpdate, Request

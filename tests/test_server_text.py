@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from april import server_text
 from april.engines.http.wire import NotJson, error_text, read_json
-from april.server_text import LOOKED_AT, clean, hide, quoted
+from april.text import server_text
+from april.text.server_text import LOOKED_AT, clean, hide, quoted
 
 KEY = "sk-Test/Key+77aa=="
 WRITTEN: dict[str, Callable[[str], str]] = {

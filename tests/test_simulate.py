@@ -16,12 +16,12 @@ from april import cli
 from april.cli import app
 from april.core.types import OnStale, Refill
 from april.engines.simulated.decode_cost import limit_tokens_per_s
-from april.extras import install
 from april.simulate import workload
 from april.simulate.figure import draw_loop
 from april.simulate.run import RATIOS, measure, simulate
 from april.simulate.show import verdict
 from april.simulate.workload import BOUNDS, Placement, Schedule, Workload
+from april.text.install_command import install
 
 SMALL = Workload(
     engines=2, groups=4, samples=4, max_response_len=900, median_len=60.0, sigma_between=0.5, sigma_within=0.7,

@@ -15,12 +15,12 @@ from seeds import seeds
 from virtual_rollouts import on_virtual_time
 
 from april import Config
+from april.adapters.common.trainer_servers import Result, TrainerServers
 from april.core.tape import Int32
 from april.core.types import Prompt, Refill
 from april.driver.llm import LLM
 from april.errors import RolloutError
 from april.testing import rollouts
-from april.trainer_servers import Result, TrainerServers
 
 EOS, N, SAMPLES, PLACES = 1, 2, 2, 8
 

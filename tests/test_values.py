@@ -20,7 +20,7 @@ from april.core.versions import PolicyVersion
 from april.driver.rewards import Conversation, Response
 from april.engines.protocol import Capabilities, Chunk, EngineLoad, Health, Request
 from april.errors import LinkError
-from april.values import pack, unpack
+from april.serialization.own_values import pack, unpack
 
 PICTURES = [Attachment.of("image", bytes([n]) * 50_000) for n in range(3)]
 TOKENS = np.arange(5, dtype=np.int32)

@@ -17,7 +17,7 @@ from models_that_see import IMAGE, SEE, SEEN, picture, tiny_processor, tiny_visi
 
 import april
 from april.core.attachments import Attachment
-from april.state_file import read_state, write_state
+from april.serialization.state_file import read_state, write_state
 
 GROUPS, SAMPLES, PROMPTS = 5, 8, 40
 KIND = "vision"

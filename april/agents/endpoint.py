@@ -24,7 +24,7 @@ from april.agents.chat import ALIVE_S, COMMIT_S, Answer, ChatRequest, RequestErr
 from april.agents.dialects import Anthropic, Dialect, OpenAIChat, OpenAIText, SseEvent
 from april.agents.responses import OpenAIResponses
 from april.agents.session import Asked, Session
-from april.server_text import clean
+from april.text.server_text import clean
 
 log = logging.getLogger("april")
 wire_log = logging.getLogger("april.agents.wire")

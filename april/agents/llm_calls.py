@@ -23,7 +23,7 @@ from april.core.types import SampleId
 from april.driver.llm import AFTER_ITS_END, LLM, Completion, Life
 from april.driver.user_code import message_of
 from april.errors import RolloutError, UsageError
-from april.values import pack, unpack
+from april.serialization.own_values import pack, unpack
 
 OF_CALLS = ("max_tokens", "min_tokens", "temperature", "top_p", "stop_token_ids", "stop")
 """Sampling arguments of ``llm.generate``."""

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from april.agents.chat import NOT_READ, Message, RequestError, has_images
-from april.beside import in_thread
+from april.concurrency.worker_threads import in_thread
 from april.core.attachments import Placed
 from april.core.tape import Int32
 from april.core.types import Prompt

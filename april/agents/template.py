@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from april.agents.chat import Message, RequestError, Tools, has_images, text_of
 from april.errors import ConfigError
-from april.extras import require
 from april.images.chats import MARK, is_image
+from april.text.install_command import require
 
 if TYPE_CHECKING:
     from april.images.placing import Images

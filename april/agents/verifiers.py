@@ -12,7 +12,7 @@ from april.core.types import Prompt
 from april.driver.llm import LLM
 from april.driver.rewards import Response
 from april.errors import RolloutError, UsageError
-from april.extras import require
+from april.text.install_command import require
 
 log = logging.getLogger("april")
 

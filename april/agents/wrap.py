@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 from april.core.types import Prompt
 from april.driver.llm import LLM, BlockingLLM, RolloutFunction
 from april.errors import RolloutError, UsageError
-from april.server_text import clean
+from april.text.server_text import clean
 
 if TYPE_CHECKING:
     from april.agents.endpoint import Opened

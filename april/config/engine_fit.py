@@ -9,9 +9,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from april.config.settings import Config
+from april.core.engine_limits import CUTS
 from april.core.sampling import LogprobKind
 from april.core.types import GenerationMode, OnStale, OnWeightUpdate
-from april.engine_limits import CUTS
 from april.errors import ConfigError
 
 if TYPE_CHECKING:

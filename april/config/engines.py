@@ -18,7 +18,7 @@ from april.config.values import (
     one_or_more,
 )
 from april.errors import ConfigError
-from april.server_text import clean, hide, quoted
+from april.text.server_text import clean, hide, quoted
 
 EVERYWHERE = ("0.0.0.0", "::")  # noqa: S104 - refused in the address of a server
 """Addresses that a server can listen on, but under which no client can reach it."""

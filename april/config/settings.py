@@ -55,7 +55,7 @@ from april.core.types import (
     Work,
 )
 from april.errors import ConfigError
-from april.extras import install
+from april.text.install_command import install
 
 MOST_ASKED = 1_000_000
 """Largest number of times that the same abort may be sent."""

@@ -27,7 +27,7 @@ from april.engines.http.http_client import HttpClient
 from april.engines.http.server_probe import ServerFacts, api_key
 from april.engines.kinds.identify import SETTINGS, VERSION_CHARS, Identity, ServerKind, identify, probe, why_silent
 from april.errors import ConfigError, EngineBusy, EngineError
-from april.server_text import clean
+from april.text.server_text import clean
 
 
 def compared(servers: Mapping[str, ServerFacts]) -> list[Finding]:

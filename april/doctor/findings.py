@@ -7,9 +7,9 @@ from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from typing import Any
 
+from april.core.engine_limits import CAUSES, CUTS, Limit, LimitCode
+from april.core.engine_limits import Level as Level
 from april.core.sampling import LogprobKind
-from april.engine_limits import CAUSES, CUTS, Limit, LimitCode
-from april.engine_limits import Level as Level
 from april.engines.protocol import AbortMeans, Capabilities, OnWeightUpdate
 
 CONFIGURATION = "configuration"

@@ -14,7 +14,7 @@ from april.config.engines import SglangEngineConfig
 from april.doctor.findings import Finding, Level
 from april.engines.kinds.identify import SETTINGS, Identity, ServerKind
 from april.errors import EngineError, EngineUnreachable
-from april.server_text import clean
+from april.text.server_text import clean
 
 _NO_ENGINE = {
     ServerKind.OTHER: (

@@ -28,7 +28,7 @@ from april.driver.user_code import FailureLog, describe, own_cancellation
 from april.driver.wire_checks import AnswerChecks, copied, refuse_bare
 from april.engines.protocol import PIECES_AT_ONCE, BufferedStream, Chunk, Engine, EngineFinish
 from april.errors import EngineBusy, EngineError, RequestRefused, RolloutError, WeightsInUse, WireError
-from april.server_text import clean
+from april.text.server_text import clean
 
 log = logging.getLogger("april")
 

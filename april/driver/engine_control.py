@@ -14,7 +14,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from april.beside import threads_wake
+from april.concurrency.worker_threads import threads_wake
 from april.core import commands as do
 from april.core import events as ev
 from april.core.types import OnWeightUpdate

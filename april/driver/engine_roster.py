@@ -7,7 +7,7 @@ import logging
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-from april.beside import in_thread
+from april.concurrency.worker_threads import in_thread
 from april.config.engine_fit import check_engines
 from april.config.engines import checked_url, name_at
 from april.config.settings import Config

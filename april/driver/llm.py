@@ -21,6 +21,7 @@ from typing import Any, Concatenate, NamedTuple, Never, ParamSpec, Protocol, Typ
 
 import numpy as np
 
+from april.concurrency.model_lock import refuse_while_held
 from april.config.mistakes import UNSUPPORTED
 from april.core.attachments import NO_EXTRAS, Extras, Placed, before, first_rows
 from april.core.sampling import SamplingParams, stop_id_of, wrong_stop_strings
@@ -29,7 +30,6 @@ from april.core.types import Chain, FinishReason, Prompt, RecordedCall, Sample, 
 from april.driver.user_calls import WorkerThreads
 from april.driver.user_code import Outcome, is_async, name_of
 from april.errors import RolloutError, UsageError
-from april.model_turns import refuse_while_held
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -24,7 +24,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Generic, NamedTuple, TypeVar
 
-from april.daemon_pool import DaemonPool
+from april.concurrency.daemon_threads import DaemonPool
 from april.driver.tracebacks import shorten
 from april.driver.user_code import file_of, is_aprils, is_users, refuse_inside_user_code
 from april.errors import AprilError, RolloutError, SchedulerClosed

@@ -14,7 +14,7 @@ from april.core.attachments import Placed
 from april.core.types import Prompt
 from april.errors import ConfigError
 from april.images.chats import taken_out
-from april.server_text import clean
+from april.text.server_text import clean
 
 if TYPE_CHECKING:
     from april.images.placing import Images

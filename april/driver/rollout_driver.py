@@ -54,10 +54,10 @@ from april.errors import (
     SchedulerClosed,
     WireError,
 )
-from april.plain_values import plain, restored
 from april.record.file import RunRecord
 from april.record.recorder import Recorder
 from april.record.standing import Waits
+from april.serialization.plain_values import plain, restored
 
 log = logging.getLogger("april")
 

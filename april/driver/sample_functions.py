@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from april.beside import in_thread
+from april.concurrency.worker_threads import in_thread
 from april.core import commands as do
 from april.core import events as ev
 from april.core.attachments import Placed, before

@@ -18,7 +18,7 @@ from contextvars import Context, copy_context
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
-from april.daemon_pool import DaemonPool
+from april.concurrency.daemon_threads import DaemonPool
 from april.driver.pace import Pace
 from april.driver.user_code import Outcome, cancelled_inside, harmless, inside_user_code, is_async, name_of, outcome_of
 from april.errors import RolloutError

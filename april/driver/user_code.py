@@ -20,8 +20,8 @@ from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any, TypeVar
 
+from april.concurrency.model_lock import refuse_while_held
 from april.errors import AprilError, ConfigError, RolloutError, UsageError
-from april.model_turns import refuse_while_held
 
 T = TypeVar("T")
 

@@ -17,7 +17,7 @@ from april.core.types import Attempt
 from april.core.versions import PolicyVersion
 from april.engines.protocol import Chunk, EngineFinish, Request
 from april.errors import EngineError, WireError
-from april.server_text import quoted
+from april.text.server_text import quoted
 
 _INT32, _FLOAT32 = np.dtype(np.int32), np.dtype(np.float32)
 

@@ -28,13 +28,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from april.core.attachments import NO_EXTRAS, Extras
+from april.core.engine_limits import CAUSES, Limit
 from april.core.ledger import DropReason
 from april.core.sampling import LogprobKind as LogprobKind
 from april.core.types import EngineFinish as EngineFinish
 from april.core.types import OnWeightUpdate as OnWeightUpdate
 from april.core.types import Request as Request
 from april.core.versions import PolicyVersion
-from april.engine_limits import CAUSES, Limit
 
 Int32 = NDArray[np.int32]
 Float32 = NDArray[np.float32]
@@ -158,7 +158,7 @@ class Capabilities:
         return tuple(limit.sentence for limit in self.limits)
 
     def cause(self, field: str) -> Limit | None:
-        """Return the limit that reduces ``field``, one of :data:`~april.engine_limits.CAUSES`; None if nothing does."""
+        """Return the limit that reduces ``field`` (of :data:`~april.core.engine_limits.CAUSES`), or None."""
         return next((limit for code in CAUSES[field] for limit in self.limits if limit.code is code), None)
 
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from april.errors import ConfigError
-from april.server_text import clean
+from april.text.server_text import clean
 
 MARK: Mapping[str, Any] = {"type": "image"}
 _IMAGES = ("image", "image_url", "input_image")

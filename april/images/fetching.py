@@ -16,7 +16,7 @@ from contextlib import closing, suppress
 from urllib.parse import SplitResult, urlsplit
 
 from april.errors import ConfigError
-from april.server_text import clean
+from april.text.server_text import clean
 
 TIMEOUT_S = 30.0
 """Longest time, in seconds, for fetching an image."""

@@ -15,15 +15,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from april.attachments import attachment_bytes
 from april.config.images import ImagesConfig
 from april.core.attachments import Attachment, Placed
+from april.engines.attachments import attachment_bytes
 from april.errors import ConfigError
-from april.extras import require
 from april.images.borders import Borders
 from april.images.chats import some
 from april.images.reading import IMAGE, Picture, Reader
-from april.server_text import clean
+from april.text.install_command import require
+from april.text.server_text import clean
 
 Int32 = NDArray[np.int32]
 _TRIED = ((56, 84), (200, 140))

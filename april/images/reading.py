@@ -22,9 +22,9 @@ from urllib.request import url2pathname
 from april.config.images import ImagesConfig, InState
 from april.core.attachments import Attachment
 from april.errors import ConfigError
-from april.extras import require
 from april.images.fetching import fetched
-from april.server_text import clean
+from april.text.install_command import require
+from april.text.server_text import clean
 
 IMAGE = "image"
 """Kind of the attachments that are made here."""

@@ -18,7 +18,7 @@ from april.processes.heartbeats import Heartbeats
 from april.processes.rank_messages import ALIVE, Asked, Broken, Ended, Joined, Leaving, Look, Step, error_of, silence
 from april.processes.rank_server import LINGER_S, RankServer
 from april.processes.ranks import MeetingPoint, Ranks
-from april.values import pack, unpack
+from april.serialization.own_values import pack, unpack
 
 TRY_AGAIN_S = 0.2
 """Seconds between two attempts to reach a server that does not listen yet."""

@@ -19,9 +19,9 @@ from april.driver.prompt_reader import as_prompt, has_no_conversation, iterate, 
 from april.driver.rewards import EvaluationResult, Response
 from april.driver.weight_update import absolute
 from april.errors import ConfigError, RankError, RolloutError
-from april.plain_values import why_not_plain
 from april.processes.rank_messages import Told, error_of, told
-from april.values import pack, unpack
+from april.serialization.own_values import pack, unpack
+from april.serialization.plain_values import why_not_plain
 
 LOOKS: dict[str, Any] = {
     "state_dict": dict[str, Any], "version": PolicyVersion, "ledger": dict[str, Ledger],

@@ -46,7 +46,7 @@ from april.processes.rank_server import OnAll, RankServer
 from april.processes.rank_weights import STEPS, RankWeights, Take, WeightsOfAll
 from april.processes.ranks import MeetingPoint, Ranks
 from april.scheduler import BatchIterator, RolloutScheduler
-from april.values import pack, unpack
+from april.serialization.own_values import pack, unpack
 from april.weights.source import Bucket, WeightSource
 
 

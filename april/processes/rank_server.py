@@ -29,7 +29,7 @@ from april.processes.addresses import bound, told_address
 from april.processes.heartbeats import Heartbeats
 from april.processes.rank_messages import ALIVE, Asked, Broken, Ended, Joined, Leaving, Look, Step, silence, told
 from april.processes.ranks import Ranks
-from april.values import pack, unpack
+from april.serialization.own_values import pack, unpack
 
 log = logging.getLogger("april")
 

@@ -12,9 +12,9 @@ from dataclasses import replace
 from types import TracebackType
 from typing import Any, Self
 
+from april.concurrency.daemon_threads import DaemonPool
 from april.config.settings import Config
 from april.core.batch import SplitBy
-from april.daemon_pool import DaemonPool
 from april.engines.protocol import Engine
 from april.errors import AprilError, ConfigError, EngineError, RankError, SchedulerClosed
 from april.processes.rank_client import RankClient
@@ -23,7 +23,7 @@ from april.processes.rank_scheduler import Looks, OwnScheduler, RankScheduler
 from april.processes.rank_server import RankServer
 from april.processes.ranks import Ranks
 from april.processes.ray_functions import need_ray
-from april.values import unpack
+from april.serialization.own_values import unpack
 
 EngineFactory = Callable[[], Sequence[Engine]]
 

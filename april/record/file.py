@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from april.errors import ConfigError, RecordError
-from april.state_file import make_directory
+from april.serialization.state_file import make_directory
 
 log = logging.getLogger("april")
 

@@ -15,8 +15,8 @@ from itertools import repeat
 from typing import Any
 
 from april.auto.question import SMALLEST_QUORUM
+from april.concurrency.process_pool import process_pool, undisturbed
 from april.core.types import Refill, Work
-from april.process_pool import process_pool, undisturbed
 from april.simulate.run import measure
 from april.simulate.workload import MOST_IN_FLIGHT, Schedule, Workload
 

@@ -14,15 +14,15 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
+from april.concurrency.process_pool import sigterm_unwinds
 from april.core.types import OnStale, Refill
-from april.extras import install
-from april.process_pool import sigterm_unwinds
 from april.record.file import is_record
-from april.server_text import printable
+from april.serialization.state_file import write_atomic
 from april.simulate.observed import workload_of
 from april.simulate.plan import Plan, Row, front, plan
 from april.simulate.workload import Placement, Workload
-from april.state_file import write_atomic
+from april.text.install_command import install
+from april.text.server_text import printable
 from april.view.bars import bars
 from april.view.units import cost_of_a_step, short_time, three_digits
 

@@ -30,7 +30,7 @@ from april.engines.protocol import Engine, Request
 from april.engines.simulated.decode_cost import DecodeCost
 from april.engines.simulated.fitted_cost import FEWEST, Requests, fit, predicted_s
 from april.errors import ConfigError, EngineError
-from april.state_file import write_atomic
+from april.serialization.state_file import write_atomic
 from april.view.bars import bars
 from april.view.units import cost_of_a_step, short_time
 

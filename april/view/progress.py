@@ -17,9 +17,9 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from april.errors import ConfigError
-from april.extras import require
 from april.record.standing import Standing, Waits
-from april.server_text import clean
+from april.text.install_command import require
+from april.text.server_text import clean
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -14,7 +14,7 @@ from typing import Any
 from april.auto.question import InWork
 from april.core.partial_buffer import Idle
 from april.core.run_times import bottleneck_of
-from april.server_text import printable
+from april.text.server_text import printable
 from april.version import __version__
 from april.view import pictures
 from april.view.gain import Gain, gain_of

@@ -24,7 +24,7 @@ from rich.text import Text
 from april.errors import RecordError
 from april.record.file import BATCH, CLOSED, OVER, STANDING, Line, LineReader, end_of, refuse_other_formats
 from april.record.standing import Standing
-from april.server_text import clean
+from april.text.server_text import clean
 from april.view.progress import Line as ProgressLine
 from april.view.progress import short
 

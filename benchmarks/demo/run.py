@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from april.errors import AprilError
-from april.state_file import write_atomic
+from april.serialization.state_file import write_atomic
 from benchmarks.demo import figure
 from benchmarks.demo.arm import ArmOutcome, DemoSettings, MakeStage, Stage, train_arm
 from benchmarks.demo.summary import difference, summarise, times

@@ -25,7 +25,7 @@ from typing import Any
 
 import msgspec
 
-from april.state_file import write_atomic
+from april.serialization.state_file import write_atomic
 from benchmarks.gpu_study import design as designs
 from benchmarks.gpu_study.design import GpuDesign
 from benchmarks.gpu_study.plan import table

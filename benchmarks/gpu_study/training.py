@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 import april
-from april.state_file import write_atomic
+from april.serialization.state_file import write_atomic
 from benchmarks.gpu_study.design import GpuSizes
 from benchmarks.gpu_study.questions import reward, split, stream
 from benchmarks.gpu_study.trainer import RankTrainer, computing_in, load_model

@@ -17,7 +17,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from april.state_file import write_atomic
+from april.serialization.state_file import write_atomic
 from benchmarks.study import design as designs
 from benchmarks.study.claims import judge
 from benchmarks.study.page import draw, figures, page, verdict_rows

@@ -21,7 +21,7 @@ from typing import Any
 
 import msgspec
 
-from april.state_file import write_atomic
+from april.serialization.state_file import write_atomic
 from benchmarks.study.training import Outcome, Settings, train
 
 Say = Callable[[str], None]

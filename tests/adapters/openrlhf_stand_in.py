@@ -161,7 +161,7 @@ class Run:
         async def opened(actors: Any) -> list[Engine]:
             return self.engines
 
-        from april.carrying_loader import CarryingLoader
+        from april.adapters.common.data_loader import CarryingLoader
 
         config = config_of(self.args, own)
         tokenizer = tokenizer or Tokenizer()

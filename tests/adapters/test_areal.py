@@ -15,11 +15,11 @@ import torch
 
 from adapters import stand_in_areal as areal
 from april.adapters.areal.rollouts import CURRENT
+from april.adapters.common.media import digest_of
 from april.core.types import DropReason, FinishReason, SampleId
 from april.driver.llm import Completion
 from april.errors import CheckpointError, ConfigError, RolloutError
 from april.testing import run_virtual
-from april.trainer_media import digest_of
 
 Make = Callable[..., Any]
 

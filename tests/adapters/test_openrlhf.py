@@ -29,9 +29,9 @@ from adapters.openrlhf_stand_in import GROUPS, ROWS, SAMPLES, Engine, Loader, Ru
 from april.adapters import openrlhf as launcher
 from april.adapters.openrlhf.arguments import config_of
 from april.adapters.openrlhf.rollouts import Rollouts, TransferElsewhere
-from april.attachments import attachment_bytes
 from april.core.types import Prompt
 from april.driver.rewards import Response
+from april.engines.attachments import attachment_bytes
 from april.engines.protocol import Capabilities, Chunk, Request
 from april.engines.simulated.engine import synthetic_response
 from april.errors import CheckpointError, ConfigError, RolloutError

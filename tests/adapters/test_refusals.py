@@ -22,10 +22,10 @@ from adapters import slime_stand_in as slime
 from adapters import stand_in_areal as areal
 from adapters import stand_in_trl as trl
 from adapters import stand_in_verl as verl
-from april import seams
 from april.adapters import trl as trl_adapter
 from april.adapters.areal import settings as areal_checks
 from april.adapters.areal.settings import config_of as config_of_areal
+from april.adapters.common import installed_trainer as seams
 from april.adapters.openrlhf import main
 from april.adapters.openrlhf import samples as openrlhf_samples
 from april.adapters.openrlhf.arguments import config_of as config_of_openrlhf

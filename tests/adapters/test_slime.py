@@ -49,7 +49,7 @@ from april.engines.simulated.engine import synthetic_response
 from april.engines.simulated.synthetic_rows import LAYERS, TOP_K, synthetic_rows
 from april.errors import CheckpointError, ConfigError, RolloutError
 from april.scheduler import RolloutScheduler
-from april.state_file import write_state
+from april.serialization.state_file import write_state
 from april.testing import FakeEngine
 
 REPLAY: dict[str, Any] = {"use_rollout_routing_replay": True, "num_layers": LAYERS, "moe_router_topk": TOP_K}

@@ -25,7 +25,7 @@ from april.adapters.openrlhf.arguments import config_of, split_flags
 from april.adapters.openrlhf.samples import RewardResult, prompt_ids, row_of, trained_ranges
 from april.adapters.verl.settings import HERE, OURS, settings_of
 from april.errors import CheckpointError, ConfigError, RolloutError
-from april.plain_values import plain, restored
+from april.serialization.plain_values import plain, restored
 
 ROLLOUT = "actor_rollout_ref__rollout__"
 

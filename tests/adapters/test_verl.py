@@ -14,12 +14,12 @@ import numpy as np
 import pytest
 
 from adapters.stand_in_verl import EOS, Trainer, generate, single_turn
+from april.adapters.common.media import digest_of, placed_media, runs_of
 from april.adapters.verl.calls import Asked, Calls, Done, Result, SampleGivenUp, Session, result_of
 from april.core.versions import PolicyVersion
 from april.engines.simulated.synthetic_rows import synthetic_rows
 from april.errors import CheckpointError, RolloutError
 from april.testing import run_virtual
-from april.trainer_media import digest_of, placed_media, runs_of
 
 Make = Callable[..., Trainer]
 failures: Counter[tuple[int, int]] = Counter()

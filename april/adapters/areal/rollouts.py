@@ -11,18 +11,20 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from april.adapters.shared import Deliveries, is_masked, reading, require_count
-from april.carrying_loader import CarriedRows
+from april.adapters.common.data_loader import CarriedRows
+from april.adapters.common.refusals import require_count
+from april.adapters.common.samples import is_masked
+from april.adapters.common.session import Deliveries, reading
+from april.adapters.common.trainer_servers import TrainerServers
 from april.config.settings import Config
 from april.core.batch import DeliveredSample
 from april.core.types import GenerationMode, Prompt
 from april.driver.llm import LLM
 from april.driver.rewards import Response
 from april.errors import CheckpointError, RolloutError
-from april.plain_values import plain, restored
 from april.scheduler import RolloutScheduler
-from april.state_file import read_state, write_state
-from april.trainer_servers import TrainerServers
+from april.serialization.plain_values import plain, restored
+from april.serialization.state_file import read_state, write_state
 
 KIND = "areal"
 Trajectory = dict[str, Any]

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from april.adapters.shared import Refusal, distorting, divided_groups, greedy, misplaced, refuse
+from april.adapters.common.installed_trainer import import_trainer, require_seams
+from april.adapters.common.refusals import Refusal, distorting, divided_groups, greedy, misplaced, refuse
 from april.config.settings import Config
 from april.config.values import AUTO
 from april.core.types import Work
 from april.engines.protocol import ROUTED_EXPERTS
-from april.seams import import_trainer, require_seams
 
 TRIED = "1.0.4"
 _TRAINER = "areal.trainer.rl_trainer:PPOTrainer"

@@ -27,9 +27,12 @@ from areal.utils.recover import RecoverHandler
 
 from april.adapters.areal.rollouts import CURRENT, Prompts, Rollouts, Trajectory
 from april.adapters.areal.settings import MAX_CONTEXT, config_of, refusals
-from april.adapters.shared import closing_on_error, refuse
-from april.beside import in_thread
-from april.carrying_loader import KEY, CarryingLoader
+from april.adapters.common.data_loader import KEY, CarryingLoader
+from april.adapters.common.media import placed_media
+from april.adapters.common.refusals import refuse
+from april.adapters.common.session import closing_on_error
+from april.adapters.common.trainer_servers import Result, TrainerServers
+from april.concurrency.worker_threads import in_thread
 from april.config.settings import Config
 from april.core.attachments import Placed
 from april.core.tape import Int32
@@ -37,9 +40,7 @@ from april.core.types import DropReason, FinishReason
 from april.engines.http.token_rows import narrowed
 from april.engines.protocol import ROUTED_EXPERTS
 from april.errors import CheckpointError, ConfigError, RolloutError
-from april.server_text import clean
-from april.trainer_media import placed_media
-from april.trainer_servers import Result, TrainerServers
+from april.text.server_text import clean
 
 log = logging.getLogger("april")
 

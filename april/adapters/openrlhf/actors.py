@@ -9,11 +9,11 @@ import logging
 import sys
 from typing import Any
 
+from april.adapters.common.data_loader import CarryingLoader
+from april.adapters.common.refusals import require_count
 from april.adapters.openrlhf.arguments import config_of
 from april.adapters.openrlhf.framework import find, undecorated
 from april.adapters.openrlhf.rollouts import Rollouts, TransferElsewhere
-from april.adapters.shared import require_count
-from april.carrying_loader import CarryingLoader
 from april.engines.vllm.actor import ACTOR_CALLS, ActorSide
 
 SamplesGenerator: Any = find("openrlhf.trainer.ppo_utils.samples_generator.SamplesGenerator")

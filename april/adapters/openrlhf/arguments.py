@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from april.adapters.shared import Refusal, distorting, divided_groups, greedy, mapping_of, misplaced, refuse
+from april.adapters.common.refusals import Refusal, distorting, divided_groups, greedy, mapping_of, misplaced, refuse
 from april.config.settings import Config, read_yaml
 from april.core.types import GenerationMode, OnStale
 from april.errors import ConfigError

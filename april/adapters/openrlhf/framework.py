@@ -5,8 +5,8 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
+from april.adapters.common.installed_trainer import import_trainer, plain_class, require_seams, version_of
 from april.errors import ConfigError
-from april.seams import import_trainer, plain_class, require_seams, version_of
 
 TRIED = "0.11.2"
 _GENERATOR = "openrlhf.trainer.ppo_utils.samples_generator:SamplesGenerator"

@@ -15,6 +15,9 @@ from typing import Any
 
 import numpy as np
 
+from april.adapters.common.data_loader import KEY
+from april.adapters.common.kept_samples import KeptSamples
+from april.adapters.common.session import closing_on_error, reading
 from april.adapters.openrlhf.agents import Agents
 from april.adapters.openrlhf.samples import (
     Held,
@@ -25,20 +28,17 @@ from april.adapters.openrlhf.samples import (
     prompt_ids,
     responses_of,
 )  # fmt: skip
-from april.adapters.shared import closing_on_error, reading
-from april.carrying_loader import KEY
+from april.concurrency.daemon_threads import DaemonPool
 from april.config.settings import Config
 from april.core.batch import Batch
 from april.core.ledger import Ledger
 from april.core.types import GenerationMode, Prompt, SampleId
-from april.daemon_pool import DaemonPool
 from april.driver.llm import single_turn
 from april.driver.rewards import Response
 from april.engines.vllm.actor import ActorEngine, capabilities_of
 from april.errors import DataExhausted, RolloutError
-from april.kept_samples import KeptSamples
 from april.scheduler import RolloutScheduler
-from april.state_file import groups_in, pack, unpack
+from april.serialization.state_file import groups_in, pack, unpack
 
 
 class OpenRLHFEngine(ActorEngine):

@@ -11,15 +11,15 @@ from typing import Any
 
 import numpy as np
 
-from april.adapters.shared import NOT_TRAINED, generated, pictures
-from april.carrying_loader import CarriedRows
+from april.adapters.common.data_loader import CarriedRows
+from april.adapters.common.refusals import refuse_several_rows
+from april.adapters.common.samples import NOT_TRAINED, generated, pictures
 from april.config.images import ImagesConfig
 from april.core.batch import Batch, DeliveredSample
 from april.core.types import FinishReason, Prompt, SampleId
 from april.driver.rewards import Response
 from april.errors import ConfigError, RolloutError
 from april.images.reading import Reader
-from april.one_row import refuse_several_rows
 
 OF_BATCH = ("off_policy_share", "staleness_mean", "staleness_max", "aborted_attempts", "resumed_attempts",
             "reprefill_tokens", "carried_groups", "surplus_groups", "held_tokens", "step_s", "trainer_wait_s",

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from april.adapters.shared import Refusal, greedy, mapping_of, misplaced, refuse
+from april.adapters.common.refusals import Refusal, greedy, mapping_of, misplaced, refuse
 from april.adapters.slime.samples import HOOK, method_of
 from april.config.settings import Config
 from april.config.values import shown

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from april.adapters.shared import NOT_TRAINED, pictures, spans_of
+from april.adapters.common.samples import NOT_TRAINED, pictures, spans_of
 from april.adapters.slime.framework import Framework
 from april.core.attachments import Placed
 from april.core.batch import DeliveredSample

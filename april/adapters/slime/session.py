@@ -13,7 +13,9 @@ from contextlib import nullcontext
 from itertools import groupby, islice
 from typing import Any
 
-from april.adapters.shared import closing_on_error, reading, refuse
+from april.adapters.common.kept_samples import KeptSamples
+from april.adapters.common.refusals import refuse
+from april.adapters.common.session import closing_on_error, reading
 from april.adapters.slime.arguments import agent_path, config_of, router_url, warn_of
 from april.adapters.slime.framework import Framework
 from april.adapters.slime.functions import FunctionEngine
@@ -42,9 +44,8 @@ from april.driver.llm import single_turn
 from april.driver.user_code import check_function
 from april.engines.protocol import Engine
 from april.errors import CheckpointError
-from april.kept_samples import KeptSamples
 from april.scheduler import RolloutScheduler
-from april.state_file import groups_in, read_state, write_state
+from april.serialization.state_file import groups_in, read_state, write_state
 
 log = logging.getLogger("april")
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from april.errors import CheckpointError
-from april.state_file import checksum_of, read_state, write_atomic, write_state
+from april.serialization.state_file import checksum_of, read_state, write_atomic, write_state
 
 STATE_FILE, BUFFER_FILE = "april_state.msgpack", "april_buffer.safetensors"
 """Names of april's state file, with the checksums of all buffers, and of rank 0's buffer: its rest of a batch."""

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from april.adapters.shared import Refusal, distorting, greedy, refuse
+from april.adapters.common.installed_trainer import import_trainer
+from april.adapters.common.refusals import Refusal, distorting, greedy, refuse
 from april.adapters.trl.data import column_of, of_row, require_shown, tokenizer_of
 from april.adapters.trl.ranks import UNREADABLE, sharding_of, why_not_sent, why_unmerged
 from april.config.engines import EngineConfig, OpenAIEngineConfig, TransformersEngineConfig
 from april.config.settings import Config
 from april.core.types import OnDataEnd, OnFailedSample, WeightsRoute
 from april.errors import ConfigError
-from april.seams import import_trainer
 
 TESTED_VERSION = "1.16.0"
 SEAMS = {

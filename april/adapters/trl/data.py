@@ -15,14 +15,15 @@ from typing import Any
 
 import numpy as np
 
-from april.adapters.shared import pictures, refuse
+from april.adapters.common.refusals import refuse
+from april.adapters.common.samples import pictures
 from april.adapters.trl.ranks import of_all_ranks
-from april.attachments import attachment_bytes
 from april.config.images import ImagesConfig
 from april.core.attachments import Placed
 from april.core.batch import Batch
 from april.core.tape import Float32
 from april.driver.user_code import is_async
+from april.engines.attachments import attachment_bytes
 from april.errors import CheckpointError, ConfigError, RolloutError
 from april.images.reading import Reader
 

@@ -18,7 +18,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self
 
-from april.adapters.shared import closing_on_error, mapping_of, refuse, require_count
+from april.adapters.common.installed_trainer import require_seams
+from april.adapters.common.refusals import mapping_of, refuse, refuse_several_rows, require_count
+from april.adapters.common.session import closing_on_error
 from april.adapters.trl import checkpoint
 from april.adapters.trl.checks import SEAMS, TESTED_VERSION, config_for, refusals
 from april.adapters.trl.data import (
@@ -47,8 +49,6 @@ from april.core.batch import Batch
 from april.core.ledger import Ledger
 from april.core.types import OnDataEnd
 from april.errors import ConfigError, RolloutError
-from april.one_row import refuse_several_rows
-from april.seams import require_seams
 
 Filter = Callable[[Any, Any], Any]
 log = logging.getLogger("april")

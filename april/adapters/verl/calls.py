@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from april.adapters.common.trainer_servers import Result
 from april.core.attachments import NO_EXTRAS, Extras, Placed
 from april.core.tape import Float32, Int32
 from april.core.types import DropReason
@@ -22,7 +23,6 @@ from april.driver.user_code import FailureLog, describe_with_place, kind_of, pla
 from april.engines.http.token_rows import narrowed
 from april.engines.protocol import ROUTED_EXPERTS
 from april.errors import RolloutError
-from april.trainer_servers import Result
 
 _failures = FailureLog()
 

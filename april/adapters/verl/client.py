@@ -19,13 +19,13 @@ from verl.utils.tokenizer import get_processor_token_id
 from verl.workers.rollout.llm_server import FullyAsyncLLMServerClient, LLMServerClient
 from verl.workers.rollout.replica import TokenOutput
 
+from april.adapters.common.installed_trainer import plain_class
+from april.adapters.common.media import KINDS, placed_media
 from april.adapters.verl import calls  # as a module: Ray cannot pickle a context variable with the class
 from april.adapters.verl.calls import Asked, Calls, Done, Message, Session, fields_of
 from april.adapters.verl.settings import UNBANNED
-from april.beside import in_thread
+from april.concurrency.worker_threads import in_thread
 from april.core.attachments import Placed
-from april.seams import plain_class
-from april.trainer_media import KINDS, placed_media
 
 MEDIA = (*(f"{kind}_data" for kind in KINDS), "mm_processor_output")
 """Arguments of verl's client that are sent as Ray references, so that the trainer's process never loads them."""

@@ -21,12 +21,12 @@ from verl.trainer.ppo.v1.replay_buffer import ReplayBufferAsync
 from verl.utils import tensordict_utils as tu
 from verl.utils.checkpoint.checkpoint_manager import find_latest_ckpt_path
 
-from april.adapters.shared import refuse, require_count
+from april.adapters.common.refusals import refuse, require_count
 from april.adapters.verl.advantages import leave, name_of
 from april.adapters.verl.client import Client, ask_servers, worker_class
 from april.adapters.verl.rollouts import STATE_FILE, Delivery, Rollouts, servers_of
 from april.adapters.verl.settings import settings_of
-from april.beside import in_thread
+from april.concurrency.worker_threads import in_thread
 from april.errors import CheckpointError, ConfigError
 from april.scheduler import RolloutScheduler
 

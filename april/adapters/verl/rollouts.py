@@ -17,7 +17,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from april.adapters.shared import Deliveries, is_masked, reading
+from april.adapters.common.media import KINDS
+from april.adapters.common.samples import is_masked
+from april.adapters.common.session import Deliveries, reading
+from april.adapters.common.trainer_servers import Result, TrainerServers
 from april.adapters.verl.calls import Asked, Done, Ended, result_of
 from april.adapters.verl.settings import RunSettings
 from april.core.batch import Batch
@@ -31,9 +34,7 @@ from april.driver.rewards import Response
 from april.driver.rollout_driver import KIND
 from april.driver.user_code import FailedElsewhere, describe
 from april.errors import CheckpointError, RolloutError
-from april.state_file import read_state, write_state
-from april.trainer_media import KINDS
-from april.trainer_servers import Result, TrainerServers
+from april.serialization.state_file import read_state, write_state
 
 log = logging.getLogger("april")
 

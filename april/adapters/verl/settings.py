@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from april import seams
-from april.adapters.shared import Refusal, distorting, greedy, mapping_of, misplaced, refuse
+from april.adapters.common import installed_trainer as seams
+from april.adapters.common.refusals import Refusal, distorting, greedy, mapping_of, misplaced, refuse
 from april.config.settings import Config
 from april.engines.protocol import ROUTED_EXPERTS
 

@@ -14,7 +14,7 @@ from typing import Any
 from april.engines.http.weight_directories import ADAPTER_FILE
 from april.engines.http.wire import read_json
 from april.engines.protocol import AdapterSite
-from april.server_text import clean
+from april.text.server_text import clean
 
 TENSORS = "adapter_model.safetensors"
 MOST_HEADER_BYTES = 64 << 20

@@ -20,7 +20,7 @@ import msgspec
 from april.config.engines import checked_key, checked_url
 from april.engines.http.wire import NotJson, error_text, failure_of, read_json
 from april.errors import EngineError, EngineUnreachable, WireError
-from april.server_text import clean, without_keys
+from april.text.server_text import clean, without_keys
 
 CONTROL_TIMEOUT_S = 30.0
 """Seconds to wait for the answer to a control call, unless the caller sets another limit."""

@@ -13,9 +13,9 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from itertools import count
 from typing import TypeVar
 
-from april.attachments import attachment_bytes
-from april.beside import in_thread
+from april.concurrency.worker_threads import in_thread
 from april.core.attachments import Attachment, Placed
+from april.engines.attachments import attachment_bytes
 from april.errors import AttachmentError, RequestRefused
 
 T = TypeVar("T")

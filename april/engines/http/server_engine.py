@@ -20,7 +20,7 @@ from april.engines.http.weight_directories import is_adapter
 from april.engines.http.weight_labels import WeightLabels, start_is_known
 from april.engines.protocol import Capabilities, FirstWeights, Request
 from april.errors import EngineError, RequestRefused
-from april.server_text import quoted
+from april.text.server_text import quoted
 
 log = logging.getLogger("april")
 

@@ -13,15 +13,15 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from april.config.engines import AddressedEngineConfig, ServerEngineConfig, checked_key, name_at
+from april.core.engine_limits import UNKNOWN_LOGPROBS, Limit, LimitCode, unknown_eos
 from april.core.sampling import LogprobKind
-from april.engine_limits import UNKNOWN_LOGPROBS, Limit, LimitCode, unknown_eos
 from april.engines.http.http_client import HttpClient, Reply, is_page, words_of
 from april.engines.http.own_adapters import is_ours
 from april.engines.http.weight_labels import first_weights
 from april.engines.http.wire import NotJson, error_text, read_json
 from april.engines.protocol import Capabilities, Engine, FirstWeights
 from april.errors import ConfigError, EngineError
-from april.server_text import clean
+from april.text.server_text import clean
 
 NO_TOKEN = 2**31 - 2
 """Token id outside every vocabulary; sent only where the server checks ids before the model sees them."""

@@ -17,7 +17,7 @@ from numpy.lib import format as npy
 
 from april.core.attachments import Rows
 from april.engines.protocol import ROUTED_EXPERTS
-from april.server_text import clean
+from april.text.server_text import clean
 
 NO_EXPERTS = "serve a model with experts, as its config.json has no num_experts_per_tok"
 _LARGEST = 1 << 16

@@ -13,7 +13,7 @@ import msgspec
 from april.core.versions import FIRST_VERSION, PolicyVersion
 from april.engines.protocol import FirstWeights
 from april.errors import EngineError, WeightsGone, WireError
-from april.server_text import quoted
+from april.text.server_text import quoted
 
 
 class Span(msgspec.Struct, gc=False):

@@ -12,7 +12,7 @@ import numpy as np
 from april.core.versions import PolicyVersion
 from april.engines.protocol import Chunk, EngineFinish, Float32, Int32
 from april.errors import EngineBusy, EngineError, RequestRefused, WireError
-from april.server_text import clean
+from april.text.server_text import clean
 
 T = TypeVar("T")
 

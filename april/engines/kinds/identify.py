@@ -20,7 +20,7 @@ from april.engines.http.wire import NotJson, read_json
 from april.engines.openai.probe import known_server, probe_openai
 from april.engines.sglang.probe import probe_sglang
 from april.engines.vllm.probe import probe_vllm
-from april.server_text import clean
+from april.text.server_text import clean
 
 VERSION_CHARS = 64
 """Largest number of characters of a server's version in a report."""

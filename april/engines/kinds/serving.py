@@ -13,7 +13,7 @@ from april.engines.kinds.factory import open_servers
 from april.engines.protocol import Engine
 from april.engines.served.server import serve
 from april.errors import ConfigError
-from april.server_text import quoted
+from april.text.server_text import quoted
 
 
 def serve_forever(

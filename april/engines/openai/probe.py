@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 
 from april.config.engines import OpenAIEngineConfig
+from april.core.engine_limits import IT, Limit, LimitCode, raw_logprobs, unknown_eos
 from april.core.sampling import LogprobKind, SamplingParams
 from april.core.versions import FIRST_VERSION
-from april.engine_limits import IT, Limit, LimitCode, raw_logprobs, unknown_eos
 from april.engines.http.http_client import HttpClient
 from april.engines.http.response_reader import ResponseReader
 from april.engines.http.response_stream import Endpoint, ResponseStream
@@ -25,7 +25,7 @@ from april.engines.http.wire import NotJson, read_json
 from april.engines.openai.wire import ROUTE, CompletionParser, TokenShape, completion_body
 from april.engines.protocol import AbortMeans, Capabilities, EngineFinish, Request
 from april.errors import ConfigError, EngineError, RequestRefused, WireError
-from april.server_text import clean
+from april.text.server_text import clean
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

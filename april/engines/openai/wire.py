@@ -17,7 +17,7 @@ from april.engines.http.response_reader import End, Parser, Piece
 from april.engines.http.weight_labels import Span
 from april.engines.protocol import EngineFinish, Int32, Request
 from april.errors import EngineError
-from april.server_text import quoted
+from april.text.server_text import quoted
 
 ROUTE = "/v1/completions"
 

@@ -17,11 +17,11 @@ from typing import Any
 
 import aiohttp
 
-from april.attachments import attachment_bytes
-from april.beside import in_thread
+from april.concurrency.worker_threads import in_thread
 from april.config.engines import AprilEngineConfig
 from april.core.attachments import Attachment
 from april.core.versions import FIRST_VERSION, PolicyVersion
+from april.engines.attachments import attachment_bytes
 from april.engines.http.http_client import HttpClient
 from april.engines.http.own_adapters import Loaded
 from april.engines.http.server_engine import ServerEngine
@@ -46,7 +46,7 @@ from april.engines.served.wire import (
 )
 from april.engines.weight_routes import TensorSpec
 from april.errors import EngineBusy, EngineError, EngineUnreachable, LinkError, WeightsGone, WireError
-from april.values import pack, unpack
+from april.serialization.own_values import pack, unpack
 
 log = logging.getLogger("april")
 

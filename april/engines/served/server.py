@@ -55,8 +55,8 @@ from april.engines.served.wire import (
 )
 from april.engines.weight_routes import TakesTensors
 from april.errors import ConfigError, EngineError, EngineUnreachable, LinkError, RequestRefused, WireError
-from april.server_text import clean
-from april.values import pack, unpack
+from april.serialization.own_values import pack, unpack
+from april.text.server_text import clean
 
 log = logging.getLogger("april")
 

@@ -19,8 +19,8 @@ from april.core.versions import PolicyVersion
 from april.engines.protocol import Capabilities, Chunk, Health, Request
 from april.engines.weight_routes import TensorSpec
 from april.errors import EngineBusy, EngineError, WeightsInUse, WireError
-from april.server_text import clean
-from april.values import pack, unpack
+from april.serialization.own_values import pack, unpack
+from april.text.server_text import clean
 
 T = TypeVar("T")
 

@@ -32,7 +32,7 @@ from april.engines.sglang.wire import ReplyParser, request_body, rid_of
 from april.engines.sglang.worker import HalfUpdated, SglangWorker
 from april.engines.weight_routes import Handshake, Meeting, TensorSpec
 from april.errors import EngineError, EngineUnreachable
-from april.server_text import quoted
+from april.text.server_text import quoted
 
 ABORTS_AT_ONCE = 32
 """Maximum number of abort calls in progress to one server; hundreds at a time have crashed servers."""

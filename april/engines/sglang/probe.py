@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from april.config.engines import SglangEngineConfig
+from april.core.engine_limits import LimitCode, no_experts, raw_logprobs
 from april.core.sampling import LogprobKind
-from april.engine_limits import LimitCode, no_experts, raw_logprobs
 from april.engines.http.adapter_files import base_shapes
 from april.engines.http.http_client import HttpClient, Reply, says, words_of
 from april.engines.http.server_probe import (

@@ -12,7 +12,7 @@ from april.engines.http.server_probe import least
 from april.engines.protocol import AdapterSite, Capabilities, FirstWeights
 from april.engines.sglang.probe import SglangFacts
 from april.errors import ConfigError
-from april.server_text import clean
+from april.text.server_text import clean
 
 EMPTY_PATIENCE_S = 15.0
 """Seconds to wait for workers, since a router that has just started lists none for some seconds."""

@@ -20,7 +20,7 @@ from april.engines.http.wire import NotJson, failure_of, read_json
 from april.engines.openai.wire import bias_of
 from april.engines.protocol import ROUTED_EXPERTS, EngineFinish, Int32, Request
 from april.errors import EngineError, WireError
-from april.server_text import clean, quoted
+from april.text.server_text import clean, quoted
 
 
 class Finish(msgspec.Struct, gc=False):

@@ -31,7 +31,7 @@ from april.engines.http.wire import NotJson, error_text, read_json
 from april.engines.protocol import EngineLoad
 from april.engines.sglang.probe import SglangFacts
 from april.errors import EngineError, EngineUnreachable, WireError
-from april.server_text import clean
+from april.text.server_text import clean
 
 log = logging.getLogger("april")
 

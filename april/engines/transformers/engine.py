@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from april.concurrency.model_lock import turns_of
 from april.core.sampling import LogprobKind
 from april.core.versions import PolicyVersion
 from april.engines.base import EngineBase
@@ -35,8 +36,7 @@ from april.engines.protocol import Capabilities, Chunk, Health, Request
 from april.engines.transformers.stats import EngineStats
 from april.engines.weight_routes import TensorSpec
 from april.errors import AttachmentError, ConfigError, EngineError, ModelBroken, WeightsInUse
-from april.extras import require
-from april.model_turns import turns_of
+from april.text.install_command import require
 
 if TYPE_CHECKING:
     from april.engines.transformers.model_weights import TakenWeights

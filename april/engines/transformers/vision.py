@@ -20,8 +20,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from april.attachments import attachment_bytes
 from april.core.attachments import Attachment, Placed
+from april.engines.attachments import attachment_bytes
 from april.errors import AttachmentError, ConfigError
 
 IMAGE = "image"

@@ -15,17 +15,17 @@ from typing import Any
 
 import numpy as np
 
-from april.attachments import attachment_bytes
-from april.beside import in_thread
+from april.concurrency.worker_threads import in_thread
 from april.core.attachments import Attachment, Placed
 from april.core.sampling import LogprobKind, SamplingParams
 from april.core.versions import PolicyVersion
+from april.engines.attachments import attachment_bytes
 from april.engines.http.server_engine import ServerEngine
 from april.engines.http.wire import chunk_of, empty_chunk
 from april.engines.protocol import AbortMeans, Capabilities, Chunk, EngineFinish, Health, Request
 from april.engines.vllm.in_process import VllmInProcessEngine
 from april.errors import EngineBusy, EngineError, RequestRefused
-from april.server_text import clean
+from april.text.server_text import clean
 
 HEALTH_DEADLINE_S = 10.0
 ACTOR_CALLS = 100_000

@@ -40,7 +40,7 @@ from april.engines.vllm.probe import VllmFacts, probe_vllm
 from april.engines.vllm.transfer import TransferEngine
 from april.engines.vllm.wire import engine_id, misses_attachment, parser_of, request_body
 from april.errors import EngineError
-from april.server_text import quoted
+from april.text.server_text import quoted
 
 LOAD_WEIGHTS_S = 3600.0
 """Seconds for a server to load weights."""

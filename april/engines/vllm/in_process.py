@@ -15,12 +15,12 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from april.attachments import attachment_bytes
-from april.beside import in_thread
+from april.concurrency.worker_threads import in_thread
 from april.core.attachments import NO_EXTRAS, Attachment, Extras, collapsed, wrong_rows
+from april.core.engine_limits import Limit, LimitCode, raw_logprobs, tied_embeddings
 from april.core.sampling import LogprobKind
 from april.core.versions import PolicyVersion
-from april.engine_limits import Limit, LimitCode, raw_logprobs, tied_embeddings
+from april.engines.attachments import attachment_bytes
 from april.engines.http.loop_relay import LoopRelay, result_from
 from april.engines.http.response_reader import OTHER_PROCESSOR
 from april.engines.http.token_rows import Routing, WrongRows, experts_of_array
@@ -32,7 +32,7 @@ from april.engines.vllm.kv_connectors import require_salts_kept_apart
 from april.engines.vllm.plugin import BACKENDS
 from april.engines.vllm.transfer import Transfers
 from april.errors import AttachmentError, ConfigError, EngineBusy, EngineError, WireError
-from april.server_text import clean, quoted
+from april.text.server_text import clean, quoted
 
 T = TypeVar("T")
 

@@ -12,7 +12,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from april.errors import ConfigError
-from april.server_text import clean
+from april.text.server_text import clean
 
 KEEP_SALTS_APART = frozenset({
     # these look keys up by block hashes, or by the salt itself

@@ -12,8 +12,8 @@ from typing import Any
 import msgspec
 
 from april.config.engines import VllmEngineConfig
+from april.core.engine_limits import LimitCode, no_experts, raw_logprobs, tied_embeddings
 from april.core.sampling import LogprobKind
-from april.engine_limits import LimitCode, no_experts, raw_logprobs, tied_embeddings
 from april.engines.http.adapter_files import base_shapes
 from april.engines.http.http_client import HttpClient, Reply
 from april.engines.http.server_probe import (
@@ -50,7 +50,7 @@ from april.engines.vllm.kv_connectors import has_connector, refuse_hidden_connec
 from april.engines.vllm.plugin import BACKEND, BACKENDS
 from april.engines.vllm.wire import COMPLETIONS_ROUTE, PARTS, TOKEN_ROUTE, TokenReply, misses_attachment
 from april.errors import ConfigError, EngineError, RequestRefused, WireError
-from april.server_text import clean
+from april.text.server_text import clean
 
 _MODES = {
     "raw_logprobs": LogprobKind.RAW,

@@ -14,7 +14,7 @@ from transformers import TrainerCallback
 
 from april.adapters.trl.checkpoint import BUFFER_FILE, KIND, STATE_FILE
 from april.errors import CheckpointError
-from april.state_file import unpack
+from april.serialization.state_file import unpack
 
 
 class StopAfter(TrainerCallback):  # type: ignore[misc]

@@ -17,7 +17,7 @@ from checkpoints import MODES, StopAfter
 import april
 from april.adapters.trl import rollout
 from april.adapters.trl.checkpoint import KIND, STATE_FILE
-from april.state_file import unpack
+from april.serialization.state_file import unpack
 
 N = short_runs.SAMPLES
 SETTINGS = short_runs.SETTINGS | {"group_quorum": 0.75}

@@ -12,8 +12,8 @@ import pytest
 from typer.testing import CliRunner
 
 import april
-from april import extras
 from april.cli import app
+from april.text import install_command
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -63,7 +63,7 @@ def test_where_april_came_from(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
 def test_sources_that_are_gone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """As in an image whose build deleted them: the README's words, to be typed in a checkout."""
     gone = {"url": (tmp_path / "gone").as_uri(), "dir_info": {}}
-    monkeypatch.setattr(extras, "__file__", str(tmp_path / "site-packages" / "april" / "extras.py"))
+    monkeypatch.setattr(install_command, "__file__", str(tmp_path / "site-packages" / "april" / "text" / "install_command.py"))
     assert hint(monkeypatch, gone) == ".[yaml]"
 
 

@@ -14,8 +14,8 @@ from test_shared_weights import _broken_stream, _config
 from tiny_models import apart, at_call, tiny_engine, tiny_model, tiny_request
 
 import april
+from april.concurrency.model_lock import turns_of
 from april.errors import ConfigError, RolloutError, UsageError, WeightsInUse
-from april.model_turns import turns_of
 
 IDS = torch.tensor([[3, 4, 5]])
 

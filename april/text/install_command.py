@@ -44,6 +44,6 @@ def _origin(extra: str) -> str:
         path = Path(unquote(url.path))
         if path.exists():
             return f"{path}[{extra}]"
-    checkout = Path(__file__).resolve().parent.parent
+    checkout = Path(__file__).resolve().parents[2]
     # if the sources were deleted after the installation, assume the user's current directory
     return f"{checkout}[{extra}]" if (checkout / "pyproject.toml").is_file() else f".[{extra}]"

@@ -1,0 +1,92 @@
+"""Refuses settings and batches that a trainer cannot use, each in one sentence with the remedy."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from april.core.batch import Batch
+from april.errors import ConfigError, RolloutError
+
+Refusal = tuple[Any, str, str, str]
+"""Check of a setting: (true if it is refused, name of the setting, reason, what to do instead)."""
+_RECOMPUTED = "that the trainer recomputes (log_softmax(logits / temperature))"
+
+
+def refuse(rows: Iterable[Refusal]) -> None:
+    """Raise ConfigError, in one sentence, for the first row whose condition is true."""
+    for applies, setting, why, what_to_do in rows:
+        if applies:
+            raise ConfigError(f"{setting}: {why}; {what_to_do}")
+
+
+def mapping_of(settings: Any, where: str) -> dict[str, Any]:
+    """Return april's own settings as a dict, empty for None. Raises ConfigError for anything but a mapping."""
+    if settings is None:
+        return {}
+    if not isinstance(settings, Mapping):
+        raise ConfigError(f"{where}: expected a mapping of settings, got {type(settings).__name__}")
+    return {str(name): value for name, value in settings.items()}
+
+
+def misplaced(
+    own: Iterable[str], trainer: str, decided: Mapping[str, str], known: Sequence[str] | None = None,
+    shown: str = "april.{}",
+) -> Iterator[Refusal]:  # fmt: skip
+    """Yield refusals of april's settings that a trainer's flag decides or, given ``known``, that do not exist."""
+    for name in own:
+        flag = decided.get(name.partition(".")[0])
+        yield flag is not None, shown.format(name), f"{trainer}'s {flag} decides this", "leave it out"
+        if known is not None:
+            yield name not in known, shown.format(name), "there is no such setting", f"there are {', '.join(known)}"
+
+
+def distorting(settings: Mapping[str, Any], instead: str = "") -> Iterator[Refusal]:
+    """Yield refusals of sampling settings (name -> True if used) that the trainer's log-probabilities leave out."""
+    for setting, applies in settings.items():
+        why = f"this is not part of the log-probabilities {_RECOMPUTED}, so its ratios would be wrong"
+        yield applies, setting, why, f"leave it out{instead}"
+
+
+def greedy(applies: Any, setting: str, instead: str = "") -> Refusal:
+    """Return the refusal of temperature 0, for :func:`refuse`; ``applies`` is true if it is set."""
+    why = "greedy samples of a group are all equal, and the trainer recomputes log_softmax(logits / temperature)"
+    return applies, setting, why, f"use a positive temperature{instead}"
+
+
+def divided_groups(own: Mapping[str, Any], trainer: str, samples: str, shown: str = "april.{}") -> Iterator[Refusal]:
+    """Yield refusals of incomplete groups, for a trainer that finds a group's rewards by position in the batch."""
+    quorum, by_place = own.get("group_quorum"), f"of {samples} by their place in the batch"
+    # fmt: off
+    yield (quorum not in (None, 1), f"{shown.format('group_quorum')}={quorum}",
+           f"{trainer} takes rewards over whole groups {by_place}, so groups are delivered whole", "leave it out")
+    yield (own.get("on_failed_sample") == "shrink", f"{shown.format('on_failed_sample')}=shrink",
+           f"{trainer} takes rewards over groups {by_place}, so none may have fewer", "use replace")
+
+
+def require_count(count: int, wanted: int, unit: str = "prompts") -> None:
+    """Raise RolloutError if the trainer asks for a batch size that differs from its configuration."""
+    if count != wanted:
+        raise RolloutError(f"the trainer asked for {count} {unit}, and its configuration says {wanted}")
+
+
+def why_not_one_row(batch: Batch, trainer: str, call: str = "") -> str | None:
+    """Return an error message if a sample of the batch has several rows, else None.
+
+    ``trainer`` is the trainer's name; ``call`` names the part of its code that needs one row per sample.
+    """
+    if batch.one_row_each:
+        return None
+    (sample, rows), *_ = Counter(s.id for s in batch.samples).most_common(1)
+    return (
+        f"{trainer} trains one row per sample{call and f' ({call})'}, and sample {sample} of batch {batch.id} has "
+        f"{rows} conversations; have its rollout function go on with one conversation, or train with a loop of your "
+        "own, by batch.sample_numbers"
+    )
+
+
+def refuse_several_rows(batch: Batch, trainer: str, call: str = "") -> None:
+    """Raise RolloutError if a sample of the batch has several rows, which ``trainer`` cannot train."""
+    if why := why_not_one_row(batch, trainer, call):
+        raise RolloutError(why)

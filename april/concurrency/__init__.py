@@ -1,0 +1,1 @@
+"""Threads, worker processes and locks that several parts of april use."""

@@ -1,0 +1,1 @@
+"""Text for messages: what servers send, made safe to print, and commands that install optional packages."""
