@@ -36,8 +36,8 @@ def hint(monkeypatch: pytest.MonkeyPatch, origin: dict[str, Any] | type[Exceptio
             raise origin
         return Installed(origin)
 
-    monkeypatch.setattr(extras, "distribution", distribution)
-    words = shlex.split(extras.install("yaml"))
+    monkeypatch.setattr(install_command, "distribution", distribution)
+    words = shlex.split(install_command.install("yaml"))
     assert words[:2] == ["pip", "install"]
     (what,) = words[2:]
     return what
