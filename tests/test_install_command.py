@@ -63,7 +63,8 @@ def test_where_april_came_from(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
 def test_sources_that_are_gone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """As in an image whose build deleted them: the README's words, to be typed in a checkout."""
     gone = {"url": (tmp_path / "gone").as_uri(), "dir_info": {}}
-    monkeypatch.setattr(install_command, "__file__", str(tmp_path / "site-packages" / "april" / "text" / "install_command.py"))
+    module = tmp_path / "site-packages" / "april" / "text" / "install_command.py"
+    monkeypatch.setattr(install_command, "__file__", str(module))
     assert hint(monkeypatch, gone) == ".[yaml]"
 
 
