@@ -196,6 +196,10 @@ class Life:
             },
         )  # fmt: skip
         self.processes: list[Process] = []
+        """Those whose engines belong to the run."""
+        self.started: list[Process] = []
+        """All of them, also those that the run has let go."""
+        self.restarts: set[asyncio.Task[None]] = set()
 
     async def run(self, steps: int) -> None:
         """Live; what went wrong is in ``wrong`` afterwards."""
@@ -223,7 +227,10 @@ class Life:
                 ledger = run.ledger()["tokens"]
                 if not ledger.balanced:
                     self.wrong.append(f"the ledger: {ledger}")
-        for process in self.processes:
+        for restart in self.restarts:
+            restart.cancel()
+        await asyncio.gather(*self.restarts, return_exceptions=True)
+        for process in self.started:
             if process.server is not None:
                 await process.kill()
 
@@ -238,6 +245,7 @@ class Life:
 
     async def _process(self) -> Process:
         process = Process(self)
+        self.started.append(process)
         await process.start()
         self.processes.append(process)
         return process
@@ -292,7 +300,7 @@ class Life:
             self.seen[what] += 1
             if what == "kill":
                 await process.kill()
-                asyncio.get_running_loop().create_task(self._come_back(process))
+                self.restarts.add(asyncio.create_task(self._come_back(process)))
             elif what == "tear":
                 process.tear()
             elif what == "join" and len(self.processes) < 5:

@@ -102,8 +102,10 @@ class EngineServer:
         site = web.TCPSite(self._runner, host, port, backlog=1024)
         try:
             await site.start()
-        except (OSError, OverflowError) as error:
+        except BaseException as error:  # also a cancelled start leaves nothing that listens
             await self._runner.cleanup()
+            if not isinstance(error, OSError | OverflowError):
+                raise
             why = clean(getattr(error, "strerror", None) or error)
             raise ConfigError(f"serve: cannot listen at {host}:{port}: {why}") from None
         reached = socket.gethostname() if host in ("", *EVERYWHERE) else f"[{host}]" if ":" in host else host
