@@ -209,7 +209,7 @@ class RolloutScheduler(BatchIterator):
         self._update: TrainerUpdate | None = None  # the last weight update, until a call has returned its result
         self._adapters = AdapterUpdates(config)
         self._adapted: str | None = None  # the directory of an adapter that april has written for that update
-        self._thread = self._loop_type()
+        self._thread = self._loop_type(relax_gc=config.relax_gc)
         made: Sequence[Engine] = ()
         found: dict[str, Engine] = {}
 

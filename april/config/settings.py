@@ -199,6 +199,9 @@ class Config(Model):
     """Accept sampling parameters under which a trainer's recomputed log-probabilities cannot match."""
     seed: Seed = 0
     """Seed of all sampling, from which that of each attempt follows."""
+    relax_gc: bool = True
+    """Let Python's garbage collector run less often in this process while the scheduler is open, with the thresholds
+    50,000, 20 and 100. A collector that the program has disabled or relaxed further is left alone."""
     images: ImagesConfig = ImagesConfig()
     engine: EngineConfig = TransformersEngineConfig()
 

@@ -18,13 +18,14 @@ import time
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Coroutine
 from concurrent.futures import CancelledError
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from april.concurrency.daemon_threads import DaemonPool
+from april.concurrency.garbage import collecting_less
 from april.driver.tracebacks import shorten
 from april.driver.user_code import file_of, is_aprils, is_users, refuse_inside_user_code
 from april.errors import AprilError, RolloutError, SchedulerClosed
@@ -48,7 +49,8 @@ class LoopThread:
     threads_wake_it = True
     """True if other threads can wake the loop while it waits."""
 
-    def __init__(self, name: str = "april-loop") -> None:
+    def __init__(self, name: str = "april-loop", *, relax_gc: bool = False) -> None:
+        self._relax_gc = relax_gc
         self._process = os.getpid()
         self._loop = asyncio.new_event_loop()
         self._pool = DaemonPool(f"{name}-to-thread")
@@ -64,12 +66,13 @@ class LoopThread:
 
     def _main(self) -> None:
         asyncio.set_event_loop(self._loop)
-        while not self._ended:
-            try:
-                self._loop.run_forever()
-            except BaseException:
-                # a task raised SystemExit, which ends run_forever; the loop must go on for all other tasks
-                log.exception("a background task tried to end the process; april goes on")
+        with collecting_less() if self._relax_gc else nullcontext():
+            while not self._ended:
+                try:
+                    self._loop.run_forever()
+                except BaseException:
+                    # a task raised SystemExit, which ends run_forever; the loop must go on for all other tasks
+                    log.exception("a background task tried to end the process; april goes on")
         self._watch.stop()
         self._refuse_pending()
         self._loop.close()

@@ -39,7 +39,7 @@ class _SameLoop(LoopThread):
 
     threads_wake_it = False
 
-    def __init__(self) -> None:
+    def __init__(self, *, relax_gc: bool = False) -> None:
         self._open = True
         self._running: dict[asyncio.Task[Any], asyncio.Future[None]] = {}
         """Running calls by the task that made them; each future is done when the call has ended."""
