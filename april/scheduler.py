@@ -19,7 +19,6 @@ from typing import Any, ParamSpec, Protocol, Self, TypeVar, cast
 
 from april.agents.chat import ALIVE_S, COMMIT_S
 from april.agents.gateway import Gateway
-from april.config.engine_fit import check_engines, doubts_of, fits
 from april.config.settings import Config
 from april.config.values import MOST, shown, without_contents
 from april.core.batch import Batch
@@ -39,6 +38,7 @@ from april.driver.tracebacks import shorten
 from april.driver.user_calls import WorkerThreads
 from april.driver.user_code import PARAMETERS, check_function, check_signatures, is_async, refuse_inside_user_code
 from april.driver.weight_update import TrainerUpdate
+from april.engines.fit import check_engines, doubts_of, fits
 from april.engines.kinds.factory import create_engines
 from april.engines.protocol import Engine
 from april.errors import AprilError, ConfigError, DataExhausted, RolloutError, SchedulerClosed

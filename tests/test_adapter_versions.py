@@ -345,7 +345,7 @@ async def test_several_api_processes_take_no_adapters() -> None:
     """A load reaches one of them, and the requests of the others would not find it."""
     async with served("vllm", server=FakeVllmServer(loras=FakeAdapters(), processes=2)) as (_, engine):
         assert engine.capabilities.adapters is None
-        assert "--api-server-count 1" in engine.capabilities.adapters_need
+        assert "--api-server-count 1" in engine.capabilities.needs["adapters"]
 
 
 async def test_a_vllm_without_developer_routes_says_it_by_a_refusal() -> None:

@@ -14,9 +14,9 @@ from real_schedulers import reward
 from server_fixtures import PROMPT, ServerThread, facts_of, request, served, settings, until
 
 import april
-from april.config.engine_fit import why_unfit
 from april.core.versions import PolicyVersion
 from april.driver.wire_checks import check_versions
+from april.engines.fit import why_unfit
 from april.engines.protocol import Chunk, EngineFinish, OnWeightUpdate, Request
 from april.errors import ConfigError, EngineError, WireError
 

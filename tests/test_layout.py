@@ -84,10 +84,10 @@ def test_no_adapter_imports_another() -> None:
 
 
 def test_every_engine_is_one_package() -> None:
-    """Protocols, a base class, engines by name, groups of workers, a package per kind, and one that servers share."""
+    """Protocols, abilities, a base class, engines by name, groups of workers, a package per kind, one for servers."""
     entries = {path.name for path in (PACKAGE / "engines").iterdir()} - {"__init__.py", "__pycache__"}
     kinds = {"vllm", "sglang", "openai", "transformers", "simulated", "served"}
-    modules = {"protocol.py", "base.py", "attachments.py", "weight_routes.py"}
+    modules = {"abilities.py", "fit.py", "protocol.py", "base.py", "attachments.py", "weight_routes.py"}
     assert entries == {*modules, "groups", "kinds", "http", *kinds}
     for path in (PACKAGE / "engines" / "http").glob("*.py"):
         for name in imports(path):

@@ -21,10 +21,10 @@ from numpy.typing import NDArray
 from server_fixtures import BOTH, PROMPT, begun, facts_of, read, request, served, until, update
 
 import april
-from april.config.engine_fit import why_unfit
 from april.core.engine_limits import LimitCode
 from april.core.versions import PolicyVersion
 from april.doctor.findings import Level, abilities
+from april.engines.fit import why_unfit
 from april.engines.http.token_rows import Routing, WrongRows, experts_of_npy, experts_of_numbers, narrowed, routing_of
 from april.engines.protocol import EngineFinish
 from april.engines.vllm.in_process import VllmInProcessEngine
@@ -237,7 +237,7 @@ def test_a_server_that_april_cannot_have_them_from(made: Any, config: dict[str, 
     """The flag is there, and something else is not: the sentence says what."""
     can = facts_of(made, **config).capabilities
     assert not can.extras
-    assert words in can.extras_need
+    assert words in can.needs["extras"]
 
 
 def test_a_server_that_does_not_say_how_it_was_started() -> None:
@@ -260,7 +260,7 @@ def test_a_model_without_experts(tmp_path: Path) -> None:
     """Its files say so: no flag would help."""
     (tmp_path / "config.json").write_text('{"num_hidden_layers": 3, "vocab_size": 512}', "utf-8")
     can = facts_of(FakeVllmServer(root=str(tmp_path))).capabilities
-    assert "num_experts_per_tok" in can.extras_need
+    assert "num_experts_per_tok" in can.needs["extras"]
     assert LimitCode.NO_EXPERTS not in [limit.code for limit in can.limits]
 
 
@@ -330,4 +330,4 @@ def test_vllm_in_process_without_the_flag(monkeypatch: pytest.MonkeyPatch) -> No
     install_vllm(monkeypatch)
     can = VllmInProcessEngine(FakeAsyncLLM()).capabilities
     assert not can.extras
-    assert "enable_return_routed_experts=True" in can.extras_need
+    assert "enable_return_routed_experts=True" in can.needs["extras"]

@@ -250,10 +250,10 @@ def test_a_model_that_sees_behind_a_route_that_does_not_is_named(tmp_path: Path)
     for options, flag in (({"scale_out": False}, "--enable-scale-out"), ({"developer": False, "processes": 2}, "")):
         can = facts_of(FakeVllmServer(images=FakeImages(), root=sees(tmp_path), **options)).capabilities
         assert can.attachments == ()
-        assert flag in can.attachments_need
+        assert flag in can.needs["attachments"]
         assert any("images" in note for note in can.notes)
     blind = facts_of(FakeVllmServer(images=None, root=sees(tmp_path))).capabilities
-    assert (blind.attachments, blind.attachments_need) == ((), "")
+    assert (blind.attachments, blind.needs.get("attachments", "")) == ((), "")
 
 
 def test_sglang_that_cannot_name_images_takes_none() -> None:

@@ -21,7 +21,6 @@ from real_schedulers import config, engine, scheduler
 from tiny_models import tiny_model
 
 import april
-from april.config.engine_fit import doubts_of
 from april.core import batch as batches
 from april.core.sampling import SamplingParams
 from april.core.types import Prompt
@@ -29,6 +28,7 @@ from april.core.versions import PolicyVersion
 from april.driver import prompt_source
 from april.driver.prompt_reader import as_prompt
 from april.driver.rewards import checked_reward
+from april.engines.fit import doubts_of
 from april.engines.protocol import Chunk, Request
 from april.engines.transformers import model_support
 from april.engines.transformers.engine import TransformersEngine

@@ -57,6 +57,7 @@ class LimitCode(StrEnum):
     """A weight update aborts the requests of other clients too."""
     UPDATES_WAIT = "updates wait"
     """A weight update waits for the requests of other clients."""
+    NO_PARTIALS = "no partials", "responses can be cut and continued"
     NO_ABORT_BY_ID = "no abort by id", "an abort loses no token"
     SEVERAL_PROCESSES = "several processes", "an abort loses no token, and leaves other users of the server alone"
     """Several API processes share one port, and an abort by id reaches only one of them."""
@@ -87,27 +88,6 @@ class LimitCode(StrEnum):
     """The server does not say when its process began."""
     OTHER = "other"
     """A limit that a user's own engine class reports."""
-
-
-CAUSES: dict[str, tuple[LimitCode, ...]] = {
-    "abort_means": (LimitCode.SEVERAL_PROCESSES, LimitCode.NO_ABORT_BY_ID, LimitCode.CUMULATIVE_STREAMS),
-    "eos_token_ids": (LimitCode.UNKNOWN_EOS,),
-    "honours_seeds": (LimitCode.NO_SEEDS, LimitCode.CHUNKED_PREFILL),
-    "logprob_kind": (LimitCode.RAW_LOGPROBS, LimitCode.UNKNOWN_LOGPROBS),
-    "updates_from_disk": (
-        LimitCode.ADAPTER, LimitCode.ADAPTERS_ONLY, LimitCode.NO_DISK_UPDATES, LimitCode.TIED_EMBEDDINGS,
-        LimitCode.NO_LABELS,
-    ),
-    "verifies_weights": (LimitCode.NO_LABELS,),
-}
-"""Fields of :class:`~april.engines.protocol.Capabilities`, each with the codes that may explain a lower value than the
-best one, most likely first."""
-
-CUTS = (
-    LimitCode.NO_VERSION_SPANS, LimitCode.NO_LABELS, LimitCode.NO_DISK_UPDATES, LimitCode.SEVERAL_PROCESSES,
-    LimitCode.SEVERAL_COPIES, LimitCode.NO_ABORT_BY_ID,
-)  # fmt: skip
-"""Codes that may explain why a weight update must cut requests in flight on an engine whose kind can keep them."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
-from april.config.engine_fit import why_unfit
 from april.config.engines import AddressedEngineConfig, ServerEngineConfig, SglangEngineConfig
 from april.config.settings import Config
 from april.doctor.findings import CONFIGURATION, Examined, Finding, Level, Report, abilities
@@ -23,6 +22,7 @@ from april.doctor.reach import (
     why_no_talk,
     why_unreachable,
 )
+from april.engines.fit import why_unfit
 from april.engines.http.http_client import HttpClient
 from april.engines.http.server_probe import ServerFacts, api_key
 from april.engines.kinds.identify import SETTINGS, VERSION_CHARS, Identity, ServerKind, identify, probe, why_silent
@@ -104,11 +104,10 @@ async def examine_config(config: Config, patience: Patience) -> Report:
         key = api_key(engine)
     except ConfigError as error:
         return Report([], [missing("key", str(error), f"export {engine.api_key_env}=...")])
-    temperature = config.sampling.temperature
-    examinations = [Examination(url, key, engine, patience, temperature) for url in engine.urls]
+    examinations = [Examination(url, key, config, patience) for url in engine.urls]
     routers = []
     if isinstance(engine, SglangEngineConfig) and engine.router is not None:
-        routers.append(RouterExamination(engine.router, key, engine, patience))
+        routers.append(RouterExamination(engine.router, key, config, patience))
     await _run([*examinations, *routers], patience)
     report = Report([e.found for e in [*examinations, *routers]])
     report.together = compared({e.found.url: e.facts for e in examinations if e.facts is not None})
@@ -121,17 +120,15 @@ async def examine_config(config: Config, patience: Patience) -> Report:
 class Examination:
     """Examines one server. ``found`` is valid at any time, even if the examination is interrupted."""
 
-    def __init__(
-        self, url: str, key: str | None, settings: Any, patience: Patience, temperature: float | None = None
-    ) -> None:
+    def __init__(self, url: str, key: str | None, config: Config | None, patience: Patience) -> None:
         self.found = Examined(url=url)
         self.name = urlsplit(url).netloc
         self.identity: Identity | None = None
         self.facts: ServerFacts | None = None
         self._key = key
-        self._settings = settings
+        self._config = config
+        self._settings: Any = None if config is None else config.engine
         self._patience = patience
-        self._temperature = temperature
 
     async def run(self) -> None:
         """Examine the server and add the results to ``found``."""
@@ -198,8 +195,7 @@ class Examination:
         facts = self.facts
         found.version = clean(facts.software, VERSION_CHARS) or found.version
         found.model = clean(facts.model)
-        given = getattr(self._settings, "eos_token_ids", None) is not None
-        found.findings += abilities(facts.capabilities, self._temperature, ends_given=given)
+        found.findings += abilities(facts.capabilities, self._config)
         found.limits += facts.capabilities.limits
 
 

@@ -8,11 +8,11 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from april.concurrency.worker_threads import in_thread
-from april.config.engine_fit import check_engines
 from april.config.engines import checked_url, name_at
 from april.config.settings import Config
 from april.driver.rollout_driver import RolloutDriver
 from april.driver.user_code import describe, is_async, own_cancellation
+from april.engines.fit import check_engines
 from april.engines.kinds.factory import open_server
 from april.engines.protocol import Engine
 from april.errors import AprilError, ConfigError, EngineError, RolloutError

@@ -343,7 +343,7 @@ def directory_for(
         for engine in engines:
             can = engine.capabilities
             if (why := why_refused(path, can.adapters)) is not None:
-                need = can.adapters_need or "save a merged copy of the whole model"
+                need = can.needs.get("adapters", "save a merged copy of the whole model")
                 more = "" if can.adapters is not None else f"; {need}"
                 raise ConfigError(f"{what}: engine {engine.name}: {why}{more}")
     if servers and path is None and not written:

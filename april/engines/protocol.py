@@ -19,147 +19,29 @@ Contract that every engine keeps:
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
-from enum import StrEnum
 from typing import Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
 
 from april.core.attachments import NO_EXTRAS, Extras
-from april.core.engine_limits import CAUSES, Limit
 from april.core.ledger import DropReason
 from april.core.sampling import LogprobKind as LogprobKind
 from april.core.types import EngineFinish as EngineFinish
 from april.core.types import OnWeightUpdate as OnWeightUpdate
 from april.core.types import Request as Request
 from april.core.versions import PolicyVersion
+from april.engines.abilities import AbortMeans as AbortMeans
+from april.engines.abilities import AdapterSite as AdapterSite
+from april.engines.abilities import Capabilities as Capabilities
+from april.engines.abilities import FirstWeights as FirstWeights
 
 Int32 = NDArray[np.int32]
 Float32 = NDArray[np.float32]
 ROUTED_EXPERTS = "routed_experts"
 """Name of the extras that hold the experts chosen for each token: [R, layers, experts per token], uint8 or uint16."""
-
-
-class AbortMeans(StrEnum):
-    """How ``abort`` ends requests early on this engine."""
-
-    BY_ID = "by id"
-    """Each request is aborted by its id; the answer contains its tokens."""
-    PAUSE = "pause"
-    """All requests are aborted at once, by pausing the server in its abort mode."""
-    CLOSE = "close"
-    """The client closes the stream: tokens that were read are kept, tokens that the server had not sent yet are
-    lost."""
-
-
-class FirstWeights(StrEnum):
-    """What a run knows about the weights of an engine when it connects, before the first weight update."""
-
-    KNOWN = "known"
-    """The engine has the weights that it was started with, or those that the settings declare as the first version.
-    This is assumed of an engine whose weights have no label to tell by."""
-    UNVERIFIED = "unverified"
-    """Another program has labelled the weights. april takes them for the first version."""
-    OTHERS = "others"
-    """Another run of april has loaded all or some of the weights. They belong to no version of this run."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AdapterSite:
-    """How an engine loads adapters (LoRA) as policy versions."""
-
-    max_rank: int | None = None
-    """Largest rank of an adapter; None if unknown."""
-    slots: int | None = None
-    """Number of adapters whose requests can run at the same time, the base model not counted; None if unknown."""
-    scales: bool = True
-    """True if the engine supports scales and ranks per layer, and rank-stabilised adapters."""
-    base: Mapping[str, tuple[int, ...]] = field(default_factory=dict, repr=False, compare=False)
-    """Shapes of the model's matrices, indexed by layer name, as far as they are known."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Capabilities:
-    """The abilities of an engine. The layers above decide by this record, never by the engine's name."""
-
-    logprob_kind: LogprobKind
-    vocab_size: int
-    """Size of the vocabulary; token ids are in [0, vocab_size)."""
-    max_context: int
-    """Largest number of tokens of prompt plus response."""
-    eos_token_ids: tuple[int, ...] = ()
-    """Token ids that end every response, in addition to the stop ids of a request."""
-    max_in_flight: int | None = None
-    """Number of requests decoded at the same time; further ones are queued inside the engine. None if unknown or
-    unbounded."""
-    returns_partials: bool = True
-    """True if an aborted request returns the tokens generated so far."""
-    shares_weights: bool = False
-    """True if the engine generates from the trainer's own parameters: it must be idle while the optimizer writes.
-    Such an engine implements :class:`SharesModel`."""
-    gathers_weights: bool = False
-    """True if the parameters are sharded over ranks: the engine generates only between ``gather`` and ``release``.
-    Such an engine implements :class:`GathersWeights`."""
-    updates_from_disk: bool = False
-    """True if ``update_weights`` accepts a path."""
-    adapters: AdapterSite | None = None
-    """How ``update_weights`` accepts the directory of an adapter (LoRA); None if it does not."""
-    adapters_need: str = ""
-    """What the user should do to make the engine accept adapters; empty if nothing helps or it does already."""
-    collective: tuple[str, ...] = ()
-    """Back-ends ("nccl", "gloo") over which the trainer's process can send weights. An engine with any implements
-    :class:`~april.engines.weight_routes.ReceivesWeights`."""
-    takes_tensors: bool = False
-    """True if the engine accepts tensors of this process, by :class:`~april.engines.weight_routes.TakesTensors`."""
-    abort_means: AbortMeans = AbortMeans.BY_ID
-    """How ``abort`` works on this engine."""
-    version_spans: bool = True
-    """True if replies say which weights made which token. If False, tokens get the version at submission, and no
-    request may live through a weight update."""
-    in_flight_updates: tuple[OnWeightUpdate, ...] = ()
-    """What requests may do at a weight update besides being cut; if not empty, the engine implements
-    :class:`KeepsRequests`."""
-    streams: bool = True
-    """True if tokens arrive while they are made. If False, all tokens of running requests are lost when the engine
-    dies."""
-    remote: bool = False
-    """True if the engine is behind a server, which others may update and which may restart: while it works, april
-    asks regularly for its load and its weights."""
-    own_weights: bool = False
-    """True if the engine is no server but a trainer copies weights into it: after a transfer that broke off, nobody
-    knows which weights it has."""
-    verifies_weights: bool = True
-    """True if the engine can show which weights it has. If False, new weights are unverified: april believes whoever
-    loaded them."""
-    first_weights: FirstWeights = FirstWeights.KNOWN
-    """What is known about the weights at creation. With OTHERS, nothing is generated before a weight update."""
-    honours_seeds: bool = True
-    """True if repeating a request with its seed gives the same tokens."""
-    attachments: tuple[str, ...] = ()
-    """Kinds of attachments ("image") that the engine accepts with a prompt."""
-    attachments_need: str = ""
-    """What the user should do if the model reads attachments but the engine accepts none; empty if nothing helps."""
-    extras: tuple[str, ...] = ()
-    """Names of the arrays ("routed_experts") that the engine can return with generated tokens."""
-    extras_need: str = ""
-    """What the user should do to get these arrays if the engine gives none; empty if nothing helps."""
-    bans: bool = False
-    """True if ``sampling.banned_ids`` are honoured."""
-    answers_late: bool = False
-    """True if the engine may answer a request with tokens that an earlier, fenced request made under older weights."""
-    limits: tuple[Limit, ...] = ()
-    """What a user should know about this engine: the promises that april cannot keep with it, and why."""
-
-    @property
-    def notes(self) -> tuple[str, ...]:
-        """The limits, one sentence each."""
-        return tuple(limit.sentence for limit in self.limits)
-
-    def cause(self, field: str) -> Limit | None:
-        """Return the limit that reduces ``field`` (of :data:`~april.core.engine_limits.CAUSES`), or None."""
-        return next((limit for code in CAUSES[field] for limit in self.limits if limit.code is code), None)
 
 
 @dataclass(frozen=True, slots=True)

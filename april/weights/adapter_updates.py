@@ -41,8 +41,7 @@ class AdapterUpdates:
             return None, weights
         lacking = [engine for engine in engines if engine.capabilities.adapters is None]
         if lacking:
-            can = lacking[0].capabilities
-            need = can.adapters_need or "use servers that take adapters"
+            need = lacking[0].capabilities.remedy("adapters")
             if not all(engine.capabilities.collective for engine in engines):
                 raise ConfigError(
                     f"{what}: weights= is a model with an adapter (PEFT), and engine {lacking[0].name} takes none; "

@@ -10,7 +10,7 @@ import pytest
 from adapted_model import Adapted
 
 from april.adapters.trl.ranks import takes_adapters, write_weights
-from april.engines.protocol import AdapterSite
+from april.engines.protocol import AdapterSite, Capabilities, LogprobKind
 from april.errors import ConfigError
 
 NEED = "start the server with --enable-lora"
@@ -28,7 +28,13 @@ def trainer_of(model: Any, fsdp: int = 0) -> Any:
 
 def before(*sites: AdapterSite | None) -> Any:
     """A scheduler before servers that take adapters so."""
-    can = [SimpleNamespace(adapters=site, adapters_need="" if site else NEED) for site in sites]
+    can = [
+        Capabilities(
+            logprob_kind=LogprobKind.TEMPERATURE, vocab_size=9, max_context=9, adapters=site,
+            needs={} if site else {"adapters": NEED},
+        )
+        for site in sites
+    ]  # fmt: skip
     return SimpleNamespace(engines=[SimpleNamespace(capabilities=c) for c in can])
 
 

@@ -86,7 +86,7 @@ def takes_adapters(trainer: Any, scheduler: Any) -> bool:
     why = ""
     if trainer.accelerator.is_main_process:
         sites = [engine.capabilities for engine in scheduler.engines]
-        needs = [can.adapters_need or "use servers that take adapters" for can in sites if can.adapters is None]
+        needs = [can.remedy("adapters") for can in sites if can.adapters is None]
         why = f"the servers take none; {needs[0]}" if needs else _why_unservable(model, sites)
     why = str(of_all_ranks(trainer, why)[0])
     if why and (unmerged := why_unmerged(trainer)):

@@ -194,7 +194,7 @@ class ServerEngine(EngineBase):
             raise RequestRefused(f"attempt {request.attempt_id} has no token ids; a prompt needs at least one")
         for placed in request.attached:
             if placed.attachment.kind not in limit.attachments:
-                need = f"; {limit.attachments_need}" if limit.attachments_need else ""
+                need = f"; {need}" if (need := limit.needs.get("attachments")) else ""
                 raise RequestRefused(
                     f"attempt {request.attempt_id} comes with {placed.attachment.kind}s, and engine {self.name} would "
                     f"leave them out without a word{need}"
@@ -340,7 +340,7 @@ class ServerEngine(EngineBase):
         can = self._capabilities
         why = why_refused(path, can.adapters)
         if why is not None:
-            need = "" if can.adapters is not None or not can.adapters_need else f"; {can.adapters_need}"
+            need = f"; {need}" if can.adapters is None and (need := can.needs.get("adapters")) else ""
             raise EngineError(f"engine {self.name} was not asked to load its weights: {why}{need}")
         if self._not_whole:
             raise EngineError(f"{self._not_whole}: an adapter does not mend that, so give whole weights first")

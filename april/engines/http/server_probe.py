@@ -19,7 +19,7 @@ from april.engines.http.http_client import HttpClient, Reply, is_page, words_of
 from april.engines.http.own_adapters import is_ours
 from april.engines.http.weight_labels import first_weights
 from april.engines.http.wire import NotJson, error_text, read_json
-from april.engines.protocol import Capabilities, Engine, FirstWeights
+from april.engines.protocol import Capabilities, Engine
 from april.errors import ConfigError, EngineError
 from april.text.server_text import clean
 
@@ -56,14 +56,6 @@ class ServerFacts:
 def least(*limits: int | None) -> int | None:
     """Return the smallest known limit, or None if all are unknown."""
     return min((limit for limit in limits if limit is not None), default=None)
-
-
-def longest_request(url: str, *limits: int | None) -> int:
-    """Return the maximum number of tokens of prompt plus response. Raises ConfigError if no limit is known."""
-    longest = least(*limits)
-    if longest is None:
-        raise ConfigError(f"{url} does not say how long a request may be; set engine.max_len")
-    return longest
 
 
 TRIES, AGAIN_S = 3, 0.1
@@ -202,6 +194,8 @@ class ServerProbe:
 
     def __init__(self, client: HttpClient, config: ServerEngineConfig) -> None:
         self.client, self.config, self._limits = client, config, list[Limit]()
+        self.needs: dict[str, str] = {}
+        """What would give the server an ability that it lacks, indexed by field of the capabilities."""
 
     def note(self, limit: Limit, amiss: object = True) -> None:
         """Note ``limit`` if ``amiss`` is true."""
@@ -250,9 +244,21 @@ class ServerProbe:
             "paused": self.paused,
         }  # fmt: skip
 
-    def first_weights(self) -> FirstWeights:
-        """Return what is known of the present weights, from their label and the settings."""
-        return first_weights(self.label, present=self.config.first_weights == "present")
+    def capabilities(self, *, context: int | None, places: int | None, **found: Any) -> Capabilities:
+        """Return the capabilities: ``found``, and those that are found out in the same way for all kinds of servers.
+
+        ``context`` and ``places`` are the server's own limits of tokens of a request, and of requests at the same time.
+        Raises ConfigError if neither the server nor the settings say how long a request may be.
+        """
+        longest = least(context, self.config.max_len)
+        if longest is None:
+            raise ConfigError(f"{self.client.url} does not say how long a request may be; set engine.max_len")
+        return Capabilities(
+            max_context=longest, max_in_flight=least(places, self.config.max_in_flight), remote=True, bans=True,
+            verifies_weights=self.label is not None,
+            first_weights=first_weights(self.label, present=self.config.first_weights == "present"),
+            needs=self.needs, limits=self.limits(takes_adapters=found["adapters"] is not None), **found,
+        )  # fmt: skip
 
 
 async def kind_of_logprobs(

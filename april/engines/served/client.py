@@ -25,7 +25,7 @@ from april.engines.attachments import attachment_bytes
 from april.engines.http.http_client import HttpClient
 from april.engines.http.own_adapters import Loaded
 from april.engines.http.server_engine import ServerEngine
-from april.engines.http.server_probe import connect_all
+from april.engines.http.server_probe import connect_all, least
 from april.engines.http.weight_directories import is_adapter
 from april.engines.http.wire import empty_chunk
 from april.engines.protocol import Capabilities, Chunk, EngineFinish, FirstWeights, Health, OnWeightUpdate, Request
@@ -67,11 +67,10 @@ class ServedEngine(ServerEngine):
         self._of_start = began.untouched or present or can.shares_weights
         """True if the server's weights at connection count as the first version, and a restarted server has them
         again."""
-        most = [n for n in (config.max_in_flight, can.max_in_flight) if n is not None]
         super().__init__(
             client.name,
             replace(
-                can, max_in_flight=min(most, default=None),
+                can, max_in_flight=least(config.max_in_flight, can.max_in_flight),
                 first_weights=can.first_weights if self._of_start else FirstWeights.OTHERS,
             ),
         )  # fmt: skip

@@ -26,15 +26,13 @@ from april.engines.http.server_probe import (
     get_json,
     has_route,
     kind_of_logprobs,
-    least,
-    longest_request,
     model_files,
     probe_id,
 )
 from april.engines.http.server_process import while_paused
 from april.engines.http.token_rows import NO_EXPERTS, Routing, WrongRows, experts_of_numbers, routing_of
 from april.engines.http.wire import NotJson, error_text, read_json
-from april.engines.protocol import ROUTED_EXPERTS, AdapterSite, Capabilities
+from april.engines.protocol import ROUTED_EXPERTS, AdapterSite
 from april.engines.sglang.wire import FIELDS
 from april.engines.sglang.wire import Reply as GenerateReply
 from april.engines.weight_routes import GLOO, NCCL
@@ -117,7 +115,7 @@ class _SglangProbe(ServerProbe):
             model_files, model["model_path"], model.get("tokenizer_path"), ENDS_OF_TURNS
         )
         seen = LogprobKind.UNKNOWN if self.paused else await self._look_at_replies(vocab_size)
-        routing, experts_need = await self._routing(vocab_size)
+        routing = await self._routing(vocab_size)
         adapter = None if self.served is None or self.served.base is None else self.served.name
         copies, stages = int(server.get("dp_size") or 1), int(server.get("pp_size") or 1)
         self.lacks(
@@ -146,8 +144,7 @@ class _SglangProbe(ServerProbe):
             "was not tried",
             "start the server without --speculative-algorithm",
         )  # fmt: skip
-        attachments, attachments_need = await self._attachments()
-        site, adapters_need = await self._adapter_site(copies)
+        attachments, site = await self._attachments(), await self._adapter_site(copies)
         return SglangFacts(
             **self.common(),
             model=adapter or str(model["model_path"]),
@@ -158,31 +155,23 @@ class _SglangProbe(ServerProbe):
             pause_modes=modes,
             loads=self.loads is not None,
             routing=routing,
-            capabilities=Capabilities(
+            capabilities=self.capabilities(
                 logprob_kind=self.logprobs(
                     seen, raw_logprobs("start the server without SGLANG_RETURN_ORIGINAL_LOGPROB")
                 ),
                 vocab_size=vocab_size,
-                max_context=longest_request(client.url, _context(server, self.models), self.config.max_len),
+                context=_context(server, self.models),
+                places=_number(server, "max_running_requests"),
                 eos_token_ids=self.ends(),
-                max_in_flight=least(_number(server, "max_running_requests"), self.config.max_in_flight),
                 updates_from_disk=disk and adapter is None,
                 collective=_backends(server) if sent else (),
                 adapters=site,
-                adapters_need=adapters_need,
                 extras=() if routing is None else (ROUTED_EXPERTS,),
-                extras_need=experts_need,
                 version_spans=self._spans and labels,
-                remote=True,
                 # cumulative events cost more than streaming gains
                 streams=incremental or self.config.max_token_loss is not None,
-                verifies_weights=self.label is not None,
-                first_weights=self.first_weights(),
                 honours_seeds=seeds,
                 attachments=attachments,
-                attachments_need=attachments_need,
-                bans=True,
-                limits=self.limits(takes_adapters=site is not None),
             ),
         )
 
@@ -214,29 +203,35 @@ class _SglangProbe(ServerProbe):
             "The server does not tell its load (/v1/loads is missing, SGLang below 0.5.9)", "upgrade SGLang",
         )  # fmt: skip
 
-    async def _routing(self, vocab_size: int) -> tuple[Routing | None, str]:
-        """Return the shape of a token's experts, or what is needed to get them."""
+    async def _routing(self, vocab_size: int) -> Routing | None:
+        """Return the shape of a token's experts, or None after noting what is needed to get them."""
         said = routing_of(self.files)
-        routing, need = await self._routing_seen(said, vocab_size)
+        seen = await self._routing_seen(said, vocab_size)
+        routing = seen if isinstance(seen, Routing) else None
+        if isinstance(seen, str):
+            self.needs["extras"] = seen
         limit = no_experts(EXPERTS_NEED, "--enable-return-routed-experts")
         self.note(limit, routing is None and said is not None and not self.paused)
-        return routing, need
+        return routing
 
-    async def _routing_seen(self, said: Routing | None, vocab_size: int) -> tuple[Routing | None, str]:
-        """Check the experts in one reply against the shape from the model's files or the settings."""
+    async def _routing_seen(self, said: Routing | None, vocab_size: int) -> Routing | str:
+        """Check the experts in one reply against the shape from the model's files or the settings.
+
+        Returns the shape, or what is needed to get experts.
+        """
         if said is None and self.files and self.config.expert_shape is None:
-            return None, NO_EXPERTS
+            return NO_EXPERTS
         if not self.server.get("enable_return_routed_experts"):
-            return None, EXPERTS_NEED
+            return EXPERTS_NEED
         if self.config.expert_shape is not None:
             said = Routing(*self.config.expert_shape, None if said is None else said.experts)
         if said is None:
-            return None, (
+            return (
                 "set engine.expert_shape to its model's layers and experts per token (num_hidden_layers and "
                 "num_experts_per_tok of its config.json, which is not on this machine)"
             )
         if self.paused:
-            return None, "continue the server, as only a reply shows them"
+            return "continue the server, as only a reply shows them"
         prompt, where = [i % vocab_size for i in (3, 4, 5)], f"{self.client.url}/generate"
         answer = await self._token(prompt, {"temperature": 0.0}, return_routed_experts=True)
         if isinstance(answer, Reply):
@@ -250,34 +245,37 @@ class _SglangProbe(ServerProbe):
                 f"{where} was asked for the experts of {len(prompt)} tokens and answered with {len(rows)} rows of "
                 f"{said.layers} layers with {said.top_k} experts per token; is engine.expert_shape right?"
             )
-        return said, ""
+        return said
 
-    async def _attachments(self) -> tuple[tuple[str, ...], str]:
-        """Return the accepted kinds of attachments, or what is needed if the model could take some."""
+    async def _attachments(self) -> tuple[str, ...]:
+        """Return the accepted kinds of attachments."""
         sees = any("vision_config" in file for file in self.files)
         if not self.model.get("has_image_understanding", sees):
-            return (), ""
+            return ()
         reply = await answer_of(
             self.client, "GET", "/openapi.json", lambda r: r.status in REFUSES or b'"paths"' in r.body
         )
         named = reply.ok and b'"mm_hashes"' in reply.body
-        self.lacks(
+        if self.lacks(
             not named, LimitCode.NO_ATTACHMENTS,
             "The model takes images, and the server none from april: its requests cannot name them (/openapi.json has "
             "no mm_hashes), and after a weight update it would answer with what the old weights have seen in them",
             "upgrade SGLang",
-        )  # fmt: skip
-        return (tuple(FIELDS), "") if named else ((), "upgrade SGLang")
+        ):  # fmt: skip
+            self.needs["attachments"] = "upgrade SGLang"
+        return tuple(FIELDS) if named else ()
 
-    async def _adapter_site(self, copies: int) -> tuple[AdapterSite | None, str]:
-        """Return where adapters can be loaded, as the server says, or what is needed for that."""
+    async def _adapter_site(self, copies: int) -> AdapterSite | None:
+        """Return where adapters can be loaded, as the server says, or None after noting what is needed for that."""
         if not self.server.get("enable_lora") or not await has_route(self.client, "/load_lora_adapter"):
-            return None, ADAPTERS_NEED
+            self.needs["adapters"] = ADAPTERS_NEED
+            return None
         if copies > 1:
-            return None, "start one server per copy, each with --dp-size 1, as copies share no adapters"
+            self.needs["adapters"] = "start one server per copy, each with --dp-size 1, as copies share no adapters"
+            return None
         rank, slots = _number(self.server, "max_lora_rank"), _number(self.server, "max_loras_per_batch")
         base = await asyncio.to_thread(base_shapes, self.model["model_path"])
-        return AdapterSite(max_rank=rank, slots=slots, scales=False, base=base), ""
+        return AdapterSite(max_rank=rank, slots=slots, scales=False, base=base)
 
     async def _pause_modes(self) -> tuple[str, ...]:
         """Return the pause modes that the server lists when it is asked for one that does not exist.

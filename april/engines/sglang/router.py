@@ -83,7 +83,7 @@ def common_facts(workers: Sequence[SglangFacts]) -> SglangFacts:
             updates_from_disk=all(c.updates_from_disk for c in each),
             collective=tuple(b for b in first.capabilities.collective if all(b in c.collective for c in each)),
             adapters=_common_site(each),
-            adapters_need=next((c.adapters_need for c in each if c.adapters_need), ""),
+            needs={field: need for c in reversed(each) for field, need in c.needs.items()},
             honours_seeds=all(c.honours_seeds for c in each),
             attachments=tuple(k for k in first.capabilities.attachments if all(k in c.attachments for c in each)),
             verifies_weights=labelled,

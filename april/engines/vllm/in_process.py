@@ -388,7 +388,7 @@ def _capabilities(llm: Any, stream: bool, eos_token_ids: Sequence[int] | None, l
         attachments=("image",) if getattr(model, "is_multimodal_model", False) else (),
         bans=True,
         extras=(ROUTED_EXPERTS,) if _gives_experts(llm) else (),
-        extras_need="" if _gives_experts(llm) else "make the AsyncLLM with enable_return_routed_experts=True",
+        needs={} if _gives_experts(llm) else {"extras": "make the AsyncLLM with enable_return_routed_experts=True"},
         collective=_backends(llm) if not lora_request else (),
         limits=tuple(limit for amiss, limit in limits if amiss),
     )

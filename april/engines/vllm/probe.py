@@ -28,8 +28,6 @@ from april.engines.http.server_probe import (
     get_json,
     has_route,
     kind_of_logprobs,
-    least,
-    longest_request,
     model_files,
     probe_id,
 )
@@ -44,7 +42,7 @@ from april.engines.http.token_rows import (
 from april.engines.http.weight_labels import Span
 from april.engines.http.wire import NotJson, error_text, read_json
 from april.engines.openai.wire import ASK_SPANS
-from april.engines.protocol import ROUTED_EXPERTS, AbortMeans, AdapterSite, Capabilities, OnWeightUpdate
+from april.engines.protocol import ROUTED_EXPERTS, AbortMeans, AdapterSite, OnWeightUpdate
 from april.engines.vllm.adapters import LOAD, NEEDED
 from april.engines.vllm.kv_connectors import has_connector, refuse_hidden_connector, require_salts_kept_apart
 from april.engines.vllm.plugin import BACKEND, BACKENDS
@@ -96,7 +94,7 @@ class _VllmProbe(ServerProbe):
         """Find out all abilities; some answers decide what to ask next."""
         await self._read()
         abort_route, means = self._aborts()
-        attachments, attachments_need, keeps_attachments = await self._attachments(means)
+        attachments, keeps_attachments = await self._attachments(means)
         vocab_size = await self._vocab_size()
         spans = await self._spans()
         kind = self.logprobs(await self._logprobs_seen(), raw_logprobs(f"start the server with {_MODE}", _MODE))
@@ -104,8 +102,7 @@ class _VllmProbe(ServerProbe):
         if not isinstance(self.shown, dict) and (await read_metrics(self.client)).asks_kv_connector:
             refuse_hidden_connector(self.client.url, self.config.salted_kv_connectors)
         eos, loads, seeds = self.ends(), self._loads(), self._seeds()
-        site, adapters_need = await self._adapter_site()
-        routing, experts_need = await self._routing(means)
+        site, routing = await self._adapter_site(), await self._routing(means)
         copies, running, context = self._copies(), _count(self.settings, "max_num_seqs"), self.card.get("max_model_len")
         self.lacks(
             "speculation" in self.settings, LimitCode.SPECULATION,
@@ -124,32 +121,22 @@ class _VllmProbe(ServerProbe):
             priorities=self.settings.get("policy") == "priority",
             routing=routing,
             keeps_attachments=keeps_attachments,
-            capabilities=Capabilities(
+            capabilities=self.capabilities(
                 logprob_kind=kind,
                 vocab_size=vocab_size,
-                max_context=longest_request(
-                    self.client.url, context if isinstance(context, int) else None, self.config.max_len
-                ),
+                context=context if isinstance(context, int) else None,
+                places=None if running is None else running * copies,
                 eos_token_ids=eos,
-                max_in_flight=least(None if running is None else running * copies, self.config.max_in_flight),
                 collective=self._collective(loads),
                 updates_from_disk=loads,
                 adapters=site,
-                adapters_need=adapters_need,
                 extras=() if routing is None else (ROUTED_EXPERTS,),
-                extras_need=experts_need,
                 abort_means=means,
                 version_spans=spans,
                 in_flight_updates=self._in_flight_updates(abort_route, spans),
-                remote=True,
-                verifies_weights=self.label is not None,
-                first_weights=self.first_weights(),
                 honours_seeds=seeds,
                 streams=self.config.max_token_loss is not None or means is AbortMeans.CLOSE,
                 attachments=attachments,
-                attachments_need=attachments_need,
-                bans=True,
-                limits=self.limits(takes_adapters=site is not None),
             ),
         )
 
@@ -304,16 +291,15 @@ class _VllmProbe(ServerProbe):
             return (OnWeightUpdate.KEEP,)
         return (OnWeightUpdate.KEEP, OnWeightUpdate.RECOMPUTE)
 
-    async def _attachments(self, means: AbortMeans) -> tuple[tuple[str, ...], str, bool]:
-        """Return the accepted kinds of attachments, what is needed if the model could take more, and whether the server
-        keeps them."""
+    async def _attachments(self, means: AbortMeans) -> tuple[tuple[str, ...], bool]:
+        """Return the accepted kinds of attachments, and whether the server keeps them."""
         kinds, why_not, keeps = await self._attachments_taken()
         if kinds and means is AbortMeans.CLOSE:
             kinds, why_not = (), "requests that cannot be aborted by id go to its completions route"
         if not why_not:
-            return kinds, "", keeps
+            return kinds, keeps
         is_open = self.token_route and means is not AbortMeans.CLOSE
-        need = "start the server " + (
+        self.needs["attachments"] = need = "start the server " + (
             "without --language-model-only, and with --limit-mm-per-prompt above 0" if is_open
             else "with --enable-scale-out"
         )  # fmt: skip
@@ -321,7 +307,7 @@ class _VllmProbe(ServerProbe):
             True, LimitCode.NO_ATTACHMENTS, f"The model takes images, and the server none from april: {why_not}", need,
             *(() if is_open else ("--enable-scale-out",)),
         )  # fmt: skip
-        return kinds, need, keeps
+        return kinds, keeps
 
     async def _attachments_taken(self) -> tuple[tuple[str, ...], str, bool]:
         """Find out whether images are taken, by naming an unknown one: the server misses its bytes, or takes no images.
@@ -347,18 +333,21 @@ class _VllmProbe(ServerProbe):
         why = "it does not look at content_parts" if reply.ok else f"it says {said!r}"
         return (), why if sees else "", False
 
-    async def _routing(self, means: AbortMeans) -> tuple[Routing | None, str]:
-        """Return the shape of a token's experts, or what is needed to get them."""
+    async def _routing(self, means: AbortMeans) -> Routing | None:
+        """Return the shape of a token's experts, or None after noting what is needed to get them."""
         said, routing, need = routing_of(self.files), None, _EXPERTS_NEED
         if self.files and said is None and self.config.expert_shape is None:
             need = NO_EXPERTS
         elif self.token_route and means is not AbortMeans.CLOSE and self.settings.get(ROUTED_EXPERTS) is not False:
             if self.paused:
-                return None, "resume the server, as only a reply shows them"
+                self.needs["extras"] = "resume the server, as only a reply shows them"
+                return None
             routing = await self._routing_seen(said)
         limit = no_experts(_EXPERTS_NEED, "--enable-return-routed-experts", "--enable-scale-out")
         self.note(limit, routing is None and said is not None and not self.paused)
-        return routing, need if routing is None else ""
+        if routing is None:
+            self.needs["extras"] = need
+        return routing
 
     async def _routing_seen(self, said: Routing | None) -> Routing | None:
         """Return the shape of the experts, as seen in a reply for one token."""
@@ -385,23 +374,23 @@ class _VllmProbe(ServerProbe):
             )
         return shape
 
-    async def _adapter_site(self) -> tuple[AdapterSite | None, str]:
-        """Return where adapters can be loaded, or what is needed for that; from the settings or a failing load."""
+    async def _adapter_site(self) -> AdapterSite | None:
+        """Return where adapters can be loaded, or None after noting what is needed for that."""
+        self.needs["adapters"] = NEEDED
         if not await has_route(self.client, LOAD):
-            return None, NEEDED
+            return None
         if self.processes > 1:
-            need = "start the server with --api-server-count 1, as only one of its processes would have the adapter"
-            return None, need
-        rank = slots = None
-        if isinstance(self.shown, dict) and "lora_config" in self.shown:
-            lora = self.shown["lora_config"]
-            if not isinstance(lora, dict):
-                return None, NEEDED
-            rank, slots = _count(lora, "max_lora_rank"), _count(lora, "max_loras")
-        elif not await self._takes_adapters():
-            return None, NEEDED
+            self.needs["adapters"] = (
+                "start the server with --api-server-count 1, as only one of its processes would have the adapter"
+            )
+            return None
+        shown = self.shown if isinstance(self.shown, dict) else {}
+        lora = shown.get("lora_config", {})
+        if not isinstance(lora, dict) or not ("lora_config" in shown or await self._takes_adapters()):
+            return None
+        del self.needs["adapters"]
         base = await asyncio.to_thread(base_shapes, self.card.get("root"))
-        return AdapterSite(max_rank=rank, slots=slots, base=base), ""
+        return AdapterSite(max_rank=_count(lora, "max_lora_rank"), slots=_count(lora, "max_loras"), base=base)
 
     async def _takes_adapters(self) -> bool:
         """Load an adapter from a missing directory: the status is 404 if adapters are accepted, 500 if not."""

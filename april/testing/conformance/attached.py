@@ -28,10 +28,7 @@ def _shown(bench: Bench, prompt: Shown, number: int, max_tokens: int = LENGTH, *
 
 def _prompts(bench: Bench) -> list[Shown]:
     """Return at least two prompts with attachments; the first two have the same tokens."""
-    taken = bench.engine.capabilities.attachments
-    if not taken:
-        need = bench.engine.capabilities.attachments_need
-        raise NotOffered(need or "the engine takes no attachments")
+    taken = bench.offered("attachments")
     prompts = [s for s in bench.subject.shown if {placed.attachment.kind for placed in s.attached} <= set(taken)]
     if len(prompts) < 2:
         raise NotTested("no two prompts with attachments were given")

@@ -392,6 +392,13 @@ class Bench:
         if not self.subject.greedy_repeats:
             raise NotTested("greedy responses do not repeat exactly on this engine (greedy_repeats=False)")
 
+    def offered(self, ability: str) -> Any:
+        """Return a capability by name; raises NotOffered, with the reason, if the engine lacks it."""
+        can = self.engine.capabilities
+        if not (value := getattr(can, ability)):
+            raise NotOffered(can.lack(ability))
+        return value
+
 
 @dataclass
 class _Call:

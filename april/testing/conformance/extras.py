@@ -10,7 +10,7 @@ import numpy as np
 from april.core.attachments import wrong_rows
 from april.engines.protocol import EngineFinish, Request
 from april.testing.conformance.bench import Bench, Reading, check, same
-from april.testing.conformance.subject import Broken, Figures, NotOffered, NotTested
+from april.testing.conformance.subject import Broken, Figures, NotTested
 
 LENGTH = 24
 CUT = 9
@@ -40,10 +40,7 @@ def _require_rows(readings: Sequence[Reading]) -> None:
 @check("Rows that are asked for (extras) come with a request's last chunk, one for each token that was read; those of "
        "a request that goes on follow upon those of its first part.")  # fmt: skip
 async def extras(bench: Bench) -> Figures:
-    names = bench.engine.capabilities.extras
-    if not names:
-        need = bench.engine.capabilities.extras_need
-        raise NotOffered(need or "the engine gives no rows with its tokens")
+    names = bench.offered("extras")
     bench.needs_greedy()
     uncut = await bench.whole(_wanting(bench, bench.request(i, LENGTH)) for i in range(FEW))
     _require_rows(uncut)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
-from april.engines.protocol import Capabilities, Engine, OnWeightUpdate
+from april.engines.abilities import ABILITIES
+from april.engines.protocol import Engine
 from april.testing.conformance import aborts, attached, extras, tokens, weights, with_april
 from april.testing.conformance.bench import Bench, Check
 from april.testing.conformance.subject import Outcome, Report, Subject, Verdict
@@ -16,26 +17,6 @@ SHOWN = {
     Outcome.NOT_OFFERED: "not offered",
     Outcome.NOT_TESTED: "not tested",
 }
-
-
-def capabilities_in_words(can: Capabilities) -> dict[str, str]:
-    """Return the first block of the matrix."""
-    return {
-        "an abort": str(can.abort_means),
-        "partials of aborted requests": "handed over" if can.returns_partials else "lost",
-        "versions": "per token" if can.version_spans else "that at submission",
-        "tokens come": "while they are made" if can.streams else "at the end of a request",
-        "lost if the engine dies": "what was not sent yet" if can.streams else "all tokens of running requests",
-        "log-probabilities": str(can.logprob_kind),
-        "seeds": "honoured" if can.honours_seeds else "not honoured",
-        "requests at a weight update": ", ".join([OnWeightUpdate.RESUBMIT, *can.in_flight_updates]),
-        "weights from disk": "yes" if can.updates_from_disk else "no",
-        "weights from the trainer's process": "yes" if can.collective or can.takes_tensors else "no",
-        "attachments of prompts": ", ".join(can.attachments) or "none",
-        "rows with tokens": ", ".join(can.extras) or "none",
-        "weights": "the trainer's own" if can.shares_weights else "its own",
-        "context": f"{can.max_context} tokens",
-    }
 
 
 def semantics_matrix(reports: Sequence[Report]) -> str:
@@ -151,11 +132,12 @@ async def run(subject: Subject, checks: Sequence[Check] = CHECKS, watch: Watcher
         if bench is not None:
             await bench.engine.close()
     assert first is not None
+    can = first.capabilities
     return Report(
         engine=subject.name or first.name,
         version=subject.version,
-        capabilities=capabilities_in_words(first.capabilities),
-        notes=first.capabilities.notes,
+        capabilities={row: of(can) for ability in ABILITIES for row, of in ability.words.items()},
+        notes=can.notes,
         verdicts=tuple(verdicts),
         wall_s=time.perf_counter() - wall,
         cpu_s=time.process_time() - cpu,

@@ -110,7 +110,7 @@ def _stopped_at(bench: Bench, ended: Reading, tokens: list[int], stop: int) -> N
 
 @check("The same seed gives the same tokens, and another seed others.")
 async def seeds(bench: Bench) -> Figures:
-    honoured = bench.engine.capabilities.honours_seeds
+    can = bench.engine.capabilities
     asked = [bench.request(i, 32, temperature=1.0) for i in range(2)]
     again = [bench.again(r) for r in asked for _ in range(2)]
     reseeded = [replace(asked[0].sampling, seed=100 + i) for i in range(4)]
@@ -121,10 +121,8 @@ async def seeds(bench: Bench) -> Figures:
     different = {tuple(r.tokens.tolist()) for r in await bench.whole(others)}
     if len(different) < len(others):
         raise Broken(f"{len(others)} seeds gave {len(different)} different responses of 32 tokens to one prompt")
-    if not honoured:
-        why = bench.engine.capabilities.cause("honours_seeds")
-        sentence = "honours_seeds is False" if why is None else why.sentence
-        raise NotOffered(f"{sentence} (other seeds do give other tokens)")
+    if not can.honours_seeds:
+        raise NotOffered(f"{can.lack('honours_seeds')} (other seeds do give other tokens)")
     for one, other in zip(repeats[::2], repeats[1::2], strict=True):
         equal(other.tokens, one.tokens, f"the same request with seed {one.request.sampling.seed} again")
     return {"seeds": len(different) + len(asked)}

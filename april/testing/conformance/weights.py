@@ -23,9 +23,7 @@ NEAR_TIE = 1e-3
 
 def other_weights(bench: Bench) -> Weights:
     """Return the other weights; raises NotOffered or NotTested if the engine cannot load any."""
-    if not bench.engine.capabilities.updates_from_disk:
-        why = bench.engine.capabilities.cause("updates_from_disk")
-        raise NotOffered("the engine does not load weights from disk" if why is None else why.sentence)
+    bench.offered("updates_from_disk")
     if bench.subject.other is None:
         raise NotTested("no second set of weights was given")
     return bench.subject.other
@@ -217,10 +215,7 @@ async def pause_and_resume(bench: Bench) -> Figures:
 @check("A request that an engine keeps over a weight update goes on under the new weights, its end names the versions, "
        "and a new request meets no keys of the old ones.")  # fmt: skip
 async def kept_over_an_update(bench: Bench) -> Figures:
-    modes = bench.engine.capabilities.in_flight_updates
-    if not modes:
-        raise NotOffered("requests are cut at a weight update")
-    engine = bench.engine
+    modes, engine = bench.offered("in_flight_updates"), bench.engine
     if not isinstance(engine, KeepsRequests):
         raise Broken(f"it declares {', '.join(modes)} and has no pause_in_flight")
     figures: Figures = {}
@@ -259,9 +254,8 @@ async def kept_over_an_update(bench: Bench) -> Figures:
 @check("While an adapter is loaded requests go on under the weights that they began with; those that come then, and "
        "responses that are resumed, are of the adapter.")  # fmt: skip
 async def adapter_versions(bench: Bench) -> Figures:
-    can, adapters = bench.engine.capabilities, bench.subject.adapters
-    if can.adapters is None:
-        raise NotOffered(can.adapters_need or "the engine takes no adapters")
+    bench.offered("adapters")
+    adapters = bench.subject.adapters
     if len(adapters) < 2:
         raise NotTested("no two adapters were given")
     versions, weights = [bench.version], [bench.weights]

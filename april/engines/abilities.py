@@ -1,0 +1,422 @@
+"""The abilities of an engine: a record of what it can do, and a table of what april says about each ability.
+
+For each ability, the table has the settings that need it, the sentences and remedies where an engine lacks it, and the
+words for the reports of ``april doctor`` and of the conformance suite.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import TYPE_CHECKING
+
+from april.core.engine_limits import Limit, LimitCode
+from april.core.sampling import LogprobKind
+from april.core.types import GenerationMode, OnWeightUpdate
+
+if TYPE_CHECKING:
+    from april.config.settings import Config
+
+
+class AbortMeans(StrEnum):
+    """How ``abort`` ends requests early on this engine."""
+
+    BY_ID = "by id"
+    """Each request is aborted by its id; the answer contains its tokens."""
+    PAUSE = "pause"
+    """All requests are aborted at once, by pausing the server in its abort mode."""
+    CLOSE = "close"
+    """The client closes the stream: tokens that were read are kept, tokens that the server had not sent yet are
+    lost."""
+
+
+class FirstWeights(StrEnum):
+    """What a run knows about the weights of an engine when it connects, before the first weight update."""
+
+    KNOWN = "known"
+    """The engine has the weights that it was started with, or those that the settings declare as the first version.
+    This is assumed of an engine whose weights have no label to tell by."""
+    UNVERIFIED = "unverified"
+    """Another program has labelled the weights. april takes them for the first version."""
+    OTHERS = "others"
+    """Another run of april has loaded all or some of the weights. They belong to no version of this run."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterSite:
+    """How an engine loads adapters (LoRA) as policy versions."""
+
+    max_rank: int | None = None
+    """Largest rank of an adapter; None if unknown."""
+    slots: int | None = None
+    """Number of adapters whose requests can run at the same time, the base model not counted; None if unknown."""
+    scales: bool = True
+    """True if the engine supports scales and ranks per layer, and rank-stabilised adapters."""
+    base: Mapping[str, tuple[int, ...]] = field(default_factory=dict, repr=False, compare=False)
+    """Shapes of the model's matrices, indexed by layer name, as far as they are known."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Capabilities:
+    """The abilities of an engine. The layers above decide by this record, never by the engine's name."""
+
+    logprob_kind: LogprobKind
+    vocab_size: int
+    """Size of the vocabulary; token ids are in [0, vocab_size)."""
+    max_context: int
+    """Largest number of tokens of prompt plus response."""
+    eos_token_ids: tuple[int, ...] = ()
+    """Token ids that end every response, in addition to the stop ids of a request."""
+    max_in_flight: int | None = None
+    """Number of requests decoded at the same time; further ones are queued inside the engine. None if unknown or
+    unbounded."""
+    returns_partials: bool = True
+    """True if an aborted request returns the tokens generated so far."""
+    shares_weights: bool = False
+    """True if the engine generates from the trainer's own parameters: it must be idle while the optimizer writes.
+    Such an engine implements :class:`SharesModel`."""
+    gathers_weights: bool = False
+    """True if the parameters are sharded over ranks: the engine generates only between ``gather`` and ``release``.
+    Such an engine implements :class:`GathersWeights`."""
+    updates_from_disk: bool = False
+    """True if ``update_weights`` accepts a path."""
+    adapters: AdapterSite | None = None
+    """How ``update_weights`` accepts the directory of an adapter (LoRA); None if it does not."""
+    collective: tuple[str, ...] = ()
+    """Back-ends ("nccl", "gloo") over which the trainer's process can send weights. An engine with any implements
+    :class:`~april.engines.weight_routes.ReceivesWeights`."""
+    takes_tensors: bool = False
+    """True if the engine accepts tensors of this process, by :class:`~april.engines.weight_routes.TakesTensors`."""
+    abort_means: AbortMeans = AbortMeans.BY_ID
+    """How ``abort`` works on this engine."""
+    version_spans: bool = True
+    """True if replies say which weights made which token. If False, tokens get the version at submission, and no
+    request may live through a weight update."""
+    in_flight_updates: tuple[OnWeightUpdate, ...] = ()
+    """What requests may do at a weight update besides being cut; if not empty, the engine implements
+    :class:`KeepsRequests`."""
+    streams: bool = True
+    """True if tokens arrive while they are made. If False, all tokens of running requests are lost when the engine
+    dies."""
+    remote: bool = False
+    """True if the engine is behind a server, which others may update and which may restart: while it works, april
+    asks regularly for its load and its weights."""
+    own_weights: bool = False
+    """True if the engine is no server but a trainer copies weights into it: after a transfer that broke off, nobody
+    knows which weights it has."""
+    verifies_weights: bool = True
+    """True if the engine can show which weights it has. If False, new weights are unverified: april believes whoever
+    loaded them."""
+    first_weights: FirstWeights = FirstWeights.KNOWN
+    """What is known about the weights at creation. With OTHERS, nothing is generated before a weight update."""
+    honours_seeds: bool = True
+    """True if repeating a request with its seed gives the same tokens."""
+    attachments: tuple[str, ...] = ()
+    """Kinds of attachments ("image") that the engine accepts with a prompt."""
+    extras: tuple[str, ...] = ()
+    """Names of the arrays ("routed_experts") that the engine can return with generated tokens."""
+    bans: bool = False
+    """True if ``sampling.banned_ids`` are honoured."""
+    answers_late: bool = False
+    """True if the engine may answer a request with tokens that an earlier, fenced request made under older weights."""
+    needs: Mapping[str, str] = field(default_factory=dict)
+    """What the user should do to get an ability that the engine lacks, indexed by field ("adapters", "attachments",
+    "extras"). A field is missing if nothing helps, or nothing is needed."""
+    limits: tuple[Limit, ...] = ()
+    """What a user should know about this engine: the promises that april cannot keep with it, and why."""
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """The limits, one sentence each."""
+        return tuple(limit.sentence for limit in self.limits)
+
+    def cause(self, field: str) -> Limit | None:
+        """Return the limit that reduces ``field``, or None."""
+        return next((limit for code in BY_NAME[field].causes for limit in self.limits if limit.code is code), None)
+
+    def remedy(self, field: str) -> str:
+        """Return what the user should do where ``field`` is lacking."""
+        return self.needs.get(field) or BY_NAME[field].remedy
+
+    def lack(self, field: str) -> str:
+        """Return a sentence on why ``field`` is lacking, or on what would give it."""
+        cause = self.cause(field)
+        return self.needs.get(field) or (BY_NAME[field].lacking if cause is None else cause.sentence)
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What a run needs of its engines."""
+
+    config: Config
+    attachments: Sequence[str] = ()
+    """Kinds of attachments that prompts may have."""
+
+    @property
+    def continuous(self) -> bool:
+        """True if generation goes on while the trainer trains."""
+        return self.config.generation is GenerationMode.CONTINUOUS
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ability:
+    """What april says about one field of :class:`Capabilities`."""
+
+    name: str
+    """Name of the field."""
+    unfit: Callable[[Wanted, str, Capabilities], str] = lambda wanted, engine, c: ""
+    """Function that returns why the engine of this name does not fit the settings, and a remedy; empty if it fits."""
+    lacking: str = "The server does not offer it"
+    """Sentence on an engine without the ability, if it has no limit that explains this."""
+    remedy: str = ""
+    """What the user should do, if the engine does not say it."""
+    causes: tuple[LimitCode, ...] = ()
+    """Codes that may explain a lower value than the best one, most likely first."""
+    subject: str = ""
+    """Subject of the finding of ``april doctor``."""
+    shown: Callable[[Capabilities, Config | None], str | None] = lambda c, config: ""
+    """Function that returns the finding on an engine with the ability: empty if there is nothing to say, None if the
+    engine lacks the ability. The configuration is None if it is unknown."""
+    remark: Callable[[Capabilities], str] | None = None
+    """Function that returns the finding on an engine without the ability, if exactness does not depend on it. Otherwise
+    the finding is the limit that explains the lack."""
+    words: Mapping[str, Callable[[Capabilities], str]] = field(default_factory=dict)
+    """Rows of the semantics matrix of the conformance suite: functions that return the value, indexed by label."""
+
+
+def _abort(c: Capabilities, config: Config | None) -> str | None:
+    if not c.returns_partials:
+        return ""
+    if c.abort_means is not AbortMeans.BY_ID or c.cause("abort_means") is not None:
+        return None
+    return "each request by its id; its tokens are handed over"
+
+
+_EXACT_LOGPROBS = {
+    LogprobKind.TEMPERATURE: "of log_softmax(logits / T), what a trainer recomputes, at every temperature",
+    LogprobKind.PROCESSED: "of the distribution sampled from: with top_p 1 what a trainer recomputes",
+}
+
+
+def _logprobs(c: Capabilities, config: Config | None) -> str | None:
+    if config is not None and config.sampling.temperature == 1 and c.logprob_kind not in _EXACT_LOGPROBS:
+        return "right at sampling.temperature 1, and at no other"
+    return _EXACT_LOGPROBS.get(c.logprob_kind)
+
+
+def _wrong_logprobs(wanted: Wanted, engine: str, c: Capabilities) -> str:
+    """Return a sentence if log-probabilities are not log_softmax(logits / T).
+
+    The configuration refuses all sampling parameters that change the distribution, except the temperature. So all kinds
+    of log-probabilities agree at temperature 1; at others, the kinds that follow the temperature do.
+    """
+    temperature = wanted.config.sampling.temperature
+    if temperature == 1 or wanted.config.allow_mismatch or c.logprob_kind.follows_temperature:
+        return ""
+    if c.logprob_kind is LogprobKind.RAW:
+        return (
+            f"engine {engine} gives log-probabilities of temperature 1 (raw), which sampling.temperature="
+            f"{temperature:g} makes wrong for training; start the server with --logprobs-mode processed_logprobs "
+            "(vLLM) or without SGLANG_RETURN_ORIGINAL_LOGPROB (SGLang), set temperature: 1, or allow_mismatch: "
+            "true if your trainer accounts for it"
+        )
+    return (
+        f"engine {engine} does not say of which distribution its log-probabilities are, which matters at "
+        f"sampling.temperature={temperature:g}; set engine.logprobs if you know it (vLLM with "
+        "--logprobs-mode processed_logprobs: processed), temperature: 1, or allow_mismatch: true"
+    )
+
+
+def _weights(c: Capabilities, config: Config | None) -> str | None:
+    if c.updates_from_disk:
+        sent = f" or sent from the trainer over {' or '.join(c.collective)} (weights)," if c.collective else ""
+        return f"from a directory (weight_update(path)),{sent} or by a transfer of your own"
+    cause = c.cause("updates_from_disk")
+    if cause is not None and cause.code is LimitCode.ADAPTERS_ONLY:
+        return "adapters (LoRA) from a directory; whole weights not, as requests name an adapter"
+    return None
+
+
+def _adapters(c: Capabilities, config: Config | None) -> str | None:
+    if c.adapters is None:
+        return None if c.needs.get("adapters") else ""
+    rank = "" if c.adapters.max_rank is None else f" up to rank {c.adapters.max_rank}"
+    slots = "" if c.adapters.slots is None else f", {c.adapters.slots} at the same time"
+    return f"LoRA policies are loaded as such{rank}{slots}, from a directory and beside requests"
+
+
+def _extras_missing(wanted: Wanted, engine: str, c: Capabilities) -> str:
+    missing = ", ".join(extra for extra in wanted.config.extras if extra not in c.extras)
+    remedy = f"it gives {', '.join(c.extras)}" if c.extras else c.remedy("extras")
+    return missing and f"engine {engine} does not give {missing} with its tokens, as extras asks; {remedy}"
+
+
+def _images(c: Capabilities, config: Config | None) -> str | None:
+    if not c.attachments:
+        return None if c.needs.get("attachments") else ""
+    bans = "and what stands for them is never generated" if c.bans else "and what stands for them may be generated"
+    return f"{', '.join(c.attachments)}: they come with prompts that have some, {bans}"
+
+
+def _attachments_missing(wanted: Wanted, engine: str, c: Capabilities) -> str:
+    kinds = " and ".join(f"{kind}s" for kind in wanted.attachments if kind not in c.attachments)
+    return kinds and (
+        f"engine {engine} takes no {kinds}, and processor= is for prompts that have some; "
+        f"{c.remedy('attachments')}; for text give tokenizer= instead"
+    )
+
+
+def _offers(c: Capabilities) -> str:
+    return ", ".join([OnWeightUpdate.RESUBMIT, *c.in_flight_updates])
+
+
+def _cut(c: Capabilities) -> str:
+    why = c.cause("in_flight_updates")
+    remedy = "" if why is None or not why.remedy else f"; to keep them over an update, {why.remedy}"
+    return f"requests are cut at a weight update (on_weight_update: resubmit){remedy}"
+
+
+def _wrong_update(wanted: Wanted, engine: str, c: Capabilities) -> str:
+    how, why = wanted.config.on_weight_update, c.cause("in_flight_updates")
+    if how in (OnWeightUpdate.RESUBMIT, *c.in_flight_updates):
+        return ""
+    return (
+        f"engine {engine} cannot do on_weight_update: {how}, only {_offers(c)}; set one that all engines can"
+        f"{'' if why is None or not why.remedy else f', or {why.remedy}'}"
+    )
+
+
+def _ends(c: Capabilities, config: Config | None) -> str | None:
+    if c.eos_token_ids:
+        ids = ", ".join(map(str, c.eos_token_ids))
+        return f"a response ends with token{'s' * (len(c.eos_token_ids) > 1)} {ids}, or with a stop id"
+    if config is not None and getattr(config.engine, "eos_token_ids", None) is not None:
+        return "no id but a stop id ends a response, as engine.eos_token_ids says"
+    return None
+
+
+ABILITIES = (
+    Ability(
+        name="returns_partials", causes=(LimitCode.NO_PARTIALS,), subject="abort",
+        unfit=lambda wanted, engine, c: "" if c.returns_partials or not wanted.config.leaves_partials else (
+            f"engine {engine} hands over nothing when a request is aborted, so partial rollouts would lose their "
+            f"tokens; set {'generation: stepwise, ' if wanted.continuous else ''}over_sampling_batch_size to "
+            "rollout_batch_size, and refill: none"
+        ),
+        lacking="an aborted request hands over nothing: no partial rollouts, N' = N",
+        shown=lambda c, config: "" if c.returns_partials else None,
+        words={"partials of aborted requests": lambda c: "handed over" if c.returns_partials else "lost"},
+    ),
+    Ability(
+        name="abort_means", subject="abort", shown=_abort, words={"an abort": lambda c: str(c.abort_means)},
+        causes=(LimitCode.SEVERAL_PROCESSES, LimitCode.NO_ABORT_BY_ID, LimitCode.CUMULATIVE_STREAMS),
+    ),
+    Ability(
+        name="verifies_weights", causes=(LimitCode.NO_LABELS,), subject="versions",
+        shown=lambda c, config: None if not c.verifies_weights else (
+            "replies say which weights made which token" if c.version_spans
+            else "known from when a request was sent: april ends all requests before weights change"
+        ),
+    ),
+    Ability(
+        name="version_spans", words={"versions": lambda c: "per token" if c.version_spans else "that at submission"}
+    ),
+    Ability(
+        name="logprob_kind", unfit=_wrong_logprobs, causes=(LimitCode.RAW_LOGPROBS, LimitCode.UNKNOWN_LOGPROBS),
+        subject="log-probabilities", shown=_logprobs, words={"log-probabilities": lambda c: str(c.logprob_kind)},
+    ),
+    Ability(
+        name="updates_from_disk", lacking="the engine does not load weights from disk",
+        causes=(
+            LimitCode.ADAPTER, LimitCode.ADAPTERS_ONLY, LimitCode.NO_DISK_UPDATES, LimitCode.TIED_EMBEDDINGS,
+            LimitCode.NO_LABELS,
+        ),
+        subject="new weights", shown=_weights,
+        words={"weights from disk": lambda c: "yes" if c.updates_from_disk else "no"},
+    ),
+    Ability(
+        name="collective",
+        words={"weights from the trainer's process": lambda c: "yes" if c.collective or c.takes_tensors else "no"},
+    ),
+    Ability(
+        name="adapters", lacking="the engine takes no adapters", remedy="use servers that take adapters",
+        subject="adapters", shown=_adapters,
+        remark=lambda c: (
+            f"none are taken; a LoRA policy is sent merged, as a whole model; for adapters {c.remedy('adapters')}"
+        ),
+    ),
+    Ability(
+        name="extras", unfit=_extras_missing, lacking="the engine gives no rows with its tokens",
+        remedy="leave extras out, or use an engine that does", subject="extras",
+        shown=lambda c, config: f"{', '.join(c.extras)}: rows come with the tokens, for extras" if c.extras else "",
+        words={"rows with tokens": lambda c: ", ".join(c.extras) or "none"},
+    ),
+    Ability(
+        name="attachments", unfit=_attachments_missing, lacking="the engine takes no attachments",
+        remedy="use an engine and a model that do", subject="images", shown=_images,
+        remark=lambda c: (
+            f"none are taken, though its model takes some; for prompts that have some, {c.remedy('attachments')}"
+        ),
+        words={"attachments of prompts": lambda c: ", ".join(c.attachments) or "none"},
+    ),
+    Ability(
+        name="in_flight_updates", unfit=_wrong_update, lacking="requests are cut at a weight update",
+        causes=(
+            LimitCode.NO_VERSION_SPANS, LimitCode.NO_LABELS, LimitCode.NO_DISK_UPDATES, LimitCode.SEVERAL_PROCESSES,
+            LimitCode.SEVERAL_COPIES, LimitCode.NO_ABORT_BY_ID,
+        ),
+        subject="in flight", remark=_cut,
+        shown=lambda c, config: f"on_weight_update: {_offers(c)}" if c.in_flight_updates else None,
+        words={"requests at a weight update": _offers},
+    ),
+    Ability(name="eos_token_ids", causes=(LimitCode.UNKNOWN_EOS,), subject="ends", shown=_ends),
+    Ability(
+        name="streams", subject="if it dies",
+        shown=lambda c, config: "april can hold tokens as they are made (max_token_loss)" if c.streams else None,
+        remark=lambda c: "tokens of its running requests are made again; engine.max_token_loss bounds how many",
+        words={
+            "tokens come": lambda c: "while they are made" if c.streams else "at the end of a request",
+            "lost if the engine dies": lambda c: (
+                "what was not sent yet" if c.streams else "all tokens of running requests"
+            ),
+        },
+    ),
+    Ability(
+        name="honours_seeds", lacking="honours_seeds is False",
+        causes=(LimitCode.NO_SEEDS, LimitCode.CHUNKED_PREFILL), subject="seeds",
+        shown=lambda c, config: "the same seed gives the same tokens" if c.honours_seeds else None,
+        remark=lambda c: "not honoured: runs do not repeat; nothing else depends on them",
+        words={"seeds": lambda c: "honoured" if c.honours_seeds else "not honoured"},
+    ),
+    Ability(
+        name="shares_weights",
+        unfit=lambda wanted, engine, c: "" if not (c.shares_weights and wanted.continuous) else (
+            f"engine {engine} generates with the trainer's own model, which cannot be trained meanwhile; set "
+            "generation: stepwise, or give the engine a copy of the model (a server, or a GPU of its own)"
+        ),
+        words={"weights": lambda c: "the trainer's own" if c.shares_weights else "its own"},
+    ),
+    Ability(
+        name="max_context",
+        unfit=lambda wanted, engine, c: "" if wanted.config.max_response_len < c.max_context else (
+            f"max_response_len={wanted.config.max_response_len} leaves no room for a prompt in the context of "
+            f"{c.max_context} tokens of engine {engine}; lower it or give the engine more"
+        ),
+        subject="size",
+        shown=lambda c, config: f"context of {c.max_context} tokens, vocabulary of {c.vocab_size}" + (
+            "" if c.max_in_flight is None else f", {c.max_in_flight} requests at the same time"
+        ),
+        words={"context": lambda c: f"{c.max_context} tokens"},
+    ),
+    Ability(
+        name="vocab_size",
+        unfit=lambda wanted, engine, c: next((
+            f"sampling.stop_token_ids: {i} is outside the vocabulary of {c.vocab_size} of engine {engine}"
+            for i in wanted.config.sampling.stop_token_ids if i >= c.vocab_size
+        ), ""),
+    ),
+)  # fmt: skip
+"""All abilities about which april says anything, in the order of the reports."""
+BY_NAME = {ability.name: ability for ability in ABILITIES}
+"""The abilities, indexed by name."""

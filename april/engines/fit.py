@@ -1,0 +1,67 @@
+"""Checks whether a configuration fits its engines before anything starts, with one sentence for each problem.
+
+The scheduler refuses with the first sentence; ``april doctor`` shows them all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from april.config.settings import Config
+from april.core.types import OnStale
+from april.engines.abilities import ABILITIES, Capabilities, Wanted
+from april.engines.protocol import Engine
+from april.errors import ConfigError
+
+
+def why_unfit(config: Config, engines: Mapping[str, Capabilities], attachments: Sequence[str] = ()) -> Iterator[str]:
+    """Yield a sentence for each reason why ``config`` cannot work on the engines.
+
+    ``engines`` are given by name; ``attachments`` are the kinds of attachments that prompts may have.
+    """
+    wanted = Wanted(config, attachments)
+    yield from filter(None, (ability.unfit(wanted, name, c) for name, c in engines.items() for ability in ABILITIES))
+
+
+def check_engines(config: Config, engines: Sequence[Engine], *, gathers: bool, attachments: Sequence[str] = ()) -> None:
+    """Raise ConfigError if the configuration cannot work on the engines; see :func:`why_unfit` for ``attachments``."""
+    if not engines:
+        raise ConfigError("engines: at least one engine is needed")
+    for engine in engines:
+        if not hasattr(engine, "capabilities"):
+            raise ConfigError(f"engines: {type(engine).__name__} is not an engine (april.engines.protocol.Engine)")
+        if engine.capabilities.gathers_weights and not gathers:
+            raise ConfigError(
+                f"engine {engine.name}: the model's parameters are sharded over ranks, which have to gather them "
+                "together; use april.RankScheduler on every rank"
+            )
+    names = [e.name for e in engines]
+    if len(set(names)) != len(names):
+        raise ConfigError(f"engines: names must be unique, got {names}")
+    for sentence in why_unfit(config, {e.name: e.capabilities for e in engines}, attachments):
+        raise ConfigError(sentence)
+
+
+def fits(config: Config, engines: Mapping[str, Capabilities], **changes: object) -> bool:
+    """Return True if the configuration with these changes is valid and fits the engines."""
+    try:
+        changed = type(config)(**(config.model_dump(exclude_unset=True) | changes))
+    except ConfigError:
+        return False
+    return not any(why_unfit(changed, engines))
+
+
+def doubts_of(config: Config) -> Iterator[str]:
+    """Yield a warning for each setting that is allowed but may not be intended."""
+    n, over = config.rollout_batch_size, config.groups_in_work
+    if over < n:
+        yield (
+            f"over_sampling_batch_size={over} is below rollout_batch_size={n}, so groups are submitted in portions of "
+            f"{over} until {n} are in work, and none beyond; to over-sample set it above {n}"
+        )
+    most = (config.max_staleness + 1) * n
+    if over > most and config.on_stale is not OnStale.DROP:
+        yield (
+            f"max_staleness={config.max_staleness} limits the groups in work to {most}: what over_sampling_batch_size="
+            f"{over} begins beyond that could not be trained in time; raise max_staleness, or set on_stale: drop"
+        )
