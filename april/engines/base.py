@@ -1,12 +1,22 @@
-"""Base classes of april's own engines."""
+"""Base classes of april's own engines: name, capabilities, version, and whether they are paused or closed."""
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Callable
+
+from april.core.versions import FIRST_VERSION, PolicyVersion
 from april.engines.protocol import Capabilities
+from april.errors import EngineError
+
+TURNS = 8
+"""Event-loop iterations in which callers can read their pending chunks."""
 
 
 class EngineBase:
-    """Stores the name and the capabilities of an engine; both are constant."""
+    """Stores the name and the capabilities of an engine, which are constant, and whether it is paused or closed."""
+
+    _paused = _closed = False
 
     def __init__(self, name: str, capabilities: Capabilities) -> None:
         self._name, self._capabilities = name, capabilities
@@ -21,10 +31,45 @@ class EngineBase:
         """The abilities found when the engine was created."""
         return self._capabilities
 
+    @property
+    def _status(self) -> str:
+        """Return "closed" or "paused", or an empty text."""
+        return "closed" if self._closed else "paused" if self._paused else ""
 
-class WithoutWeights(EngineBase):
-    """Base of engines without a model: a weight update only changes the version number."""
+    def _require_paused(self, *, stopped: bool = True) -> None:
+        if not (self._paused and stopped):
+            raise EngineError(f"engine {self._name}: weights change only while it is paused; await pause() first")
+
+
+class VersionedEngine(EngineBase):
+    """Base of engines for which a weight update only changes the version number."""
+
+    def __init__(self, name: str, capabilities: Capabilities, version: PolicyVersion = FIRST_VERSION) -> None:
+        super().__init__(name, capabilities)
+        self._version = version
+
+    async def pause(self) -> None:
+        """Note the pause."""
+        self._paused = True
+
+    async def resume(self) -> None:
+        """Note the end of the pause."""
+        self._paused = False
+
+    async def update_weights(self, version: PolicyVersion, path: str | None = None) -> None:
+        """Note the version of the weights."""
+        self._version = version
+
+
+class WithoutWeights(VersionedEngine):
+    """Base of engines without a model."""
 
     async def content_of(self, path: str) -> str:
         """Return the path itself: these engines never read it, so its content cannot change."""
         return path
+
+    async def _read_by_callers(self, unread: Callable[[], bool]) -> None:
+        """Let callers read their pending chunks, while ``unread`` returns True, for a limited time."""
+        for _ in range(TURNS):
+            if unread():
+                await asyncio.sleep(0)

@@ -22,7 +22,7 @@ from april.core.versions import FIRST_VERSION, PolicyVersion
 from april.engines.base import WithoutWeights
 from april.engines.http.wire import empty_chunk
 from april.engines.protocol import Capabilities, Chunk, EngineFinish, Health, Int32, OnWeightUpdate, Request
-from april.engines.simulated.engine import TURNS, with_rows
+from april.engines.simulated.engine import with_rows
 from april.errors import EngineError
 from april.testing.fault_script import AT_TOKENS, WRONG_CHUNKS, WRONG_ENDS, AttemptFaults, Fault, FaultKind, FaultScript
 from april.testing.records import AbortRecord, AttemptRecord, as_read, fake_logprobs, fake_response
@@ -207,18 +207,16 @@ class FakeEngine(WithoutWeights):
             eos_token_ids=(eos_token_id,), max_in_flight=max_running, updates_from_disk=True,
             in_flight_updates=(OnWeightUpdate.KEEP, OnWeightUpdate.RECOMPUTE), attachments=("image",), bans=True,
             extras=tuple(extras),
-        ))  # fmt: skip
+        ), version)  # fmt: skip
         self._lengths, self._responses, self._eos = lengths, responses, eos_token_id
         self.faults = faults if faults is not None else FaultScript()
         self._token_s = seconds_per_token
         self._chunk_tokens = chunk_tokens
         self._prefix_abort = prefix_abort
         self._weight_update_s = weight_update_s
-        self._version = version
         self._streams: dict[str, FakeStream] = {}
         self._queue: deque[FakeStream] = deque()
         self._running = 0
-        self._paused = self._closed = False
         self._dead_until = -math.inf
         self._origin: float | None = None
         self._timers: list[asyncio.TimerHandle] = []
@@ -237,10 +235,9 @@ class FakeEngine(WithoutWeights):
             return  # no loop is running yet: time begins with the first call
 
     def __repr__(self) -> str:
-        state = "closed" if self._closed else "paused" if self._paused else "open"
         return (
-            f"<FakeEngine {self._name} {state} version {self._version}: {len(self._streams)} requests in work, "
-            f"{len(self.attempts)} so far, {self.handed_over_tokens} tokens handed over, {self.faults!r}>"
+            f"<FakeEngine {self._name} {self._status or 'open'} version {self._version}: {len(self._streams)} requests "
+            f"in work, {len(self.attempts)} so far, {self.handed_over_tokens} tokens handed over, {self.faults!r}>"
         )
 
     @property
@@ -309,9 +306,7 @@ class FakeEngine(WithoutWeights):
     async def pause_in_flight(self, in_flight: OnWeightUpdate) -> None:
         """Pause as :meth:`pause` does, which ends no request; returns when callers have taken the tokens so far."""
         await self.pause()
-        for _ in range(TURNS):
-            if any(stream.unsent for stream in self._streams.values()):
-                await asyncio.sleep(0)
+        await self._read_by_callers(lambda: any(stream.unsent for stream in self._streams.values()))
 
     async def resume(self) -> None:
         now = self._start_clock()
@@ -328,8 +323,7 @@ class FakeEngine(WithoutWeights):
         if self._weight_update_s > 0:
             await asyncio.sleep(self._weight_update_s)
         self._raise_if_dead("update_weights")
-        if not self._paused:
-            raise EngineError(f"engine {self._name}: weights change only while it is paused; await pause() first")
+        self._require_paused()
         if self.faults.call_fails(FaultKind.FAILED_UPDATE, self._name, self._seconds()):
             raise EngineError(f"engine {self._name}: the fault script makes this weight update fail")
         for name, stream in self._streams.items():

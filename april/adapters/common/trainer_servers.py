@@ -18,6 +18,7 @@ from april.core.attachments import NO_EXTRAS, Extras
 from april.core.tape import Float32, Int32
 from april.core.types import DropReason, EngineFinish, SampleId
 from april.core.versions import FIRST_VERSION, PolicyVersion
+from april.engines.base import VersionedEngine
 from april.engines.http.wire import empty_chunk
 from april.engines.protocol import AbortMeans, Capabilities, Chunk, Health, LogprobKind, Request
 from april.errors import EngineError
@@ -61,7 +62,7 @@ class _Sent:
     wanted: bool = True
 
 
-class TrainerServers:
+class TrainerServers(VersionedEngine):
     """An :class:`april.engines.protocol.Engine` that sends requests through a trainer's own client.
 
     Args:
@@ -79,19 +80,18 @@ class TrainerServers:
         context: int, places: int | None = None, eos_token_ids: Sequence[int] = (), attachments: Sequence[str] = (),
         extras: Sequence[str] = (),
     ) -> None:  # fmt: skip
-        self.name, self._ask, self._end_all = name, ask, end_all
-        self.capabilities = Capabilities(
+        super().__init__(name, Capabilities(
             logprob_kind=LogprobKind.TEMPERATURE, vocab_size=ANY_TOKEN,
             max_context=context + 1,  # prompts have no tokens when they are drawn
             eos_token_ids=tuple(eos_token_ids), max_in_flight=places, abort_means=AbortMeans.PAUSE, streams=False,
             honours_seeds=False, attachments=tuple(attachments), extras=tuple(extras), answers_late=True,
-        )  # fmt: skip
+        ))  # fmt: skip
+        self._ask, self._end_all = ask, end_all
         self.requests: dict[SampleId, Any] = {}
         """Data of each sample's current call that ``ask`` needs besides the tokens."""
         self._sent: dict[SampleId, _Sent] = {}
         self._running: set[asyncio.Task[None]] = set()
         self._waits: dict[str, asyncio.Future[None]] = {}
-        self._version = FIRST_VERSION
 
     @property
     def busy(self) -> bool:
@@ -180,16 +180,6 @@ class TrainerServers:
         for attempt_id in attempt_ids:
             if (gone := self._waits.get(attempt_id)) is not None and not gone.done():
                 gone.set_result(None)
-
-    async def pause(self) -> None:
-        """Do nothing, as the trainer loads weights while no request runs."""
-
-    async def resume(self) -> None:
-        """Do nothing."""
-
-    async def update_weights(self, version: PolicyVersion, path: str | None = None) -> None:
-        """Note the version of the weights that the trainer has loaded into its servers."""
-        self._version = version
 
     async def health(self) -> Health:
         """Report the servers as healthy, as the trainer monitors and restarts them itself."""

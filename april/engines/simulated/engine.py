@@ -39,8 +39,6 @@ from april.engines.simulated.response_lengths import ResponseLengths
 from april.engines.simulated.synthetic_rows import rows_of_attempt
 from april.errors import EngineError
 
-TURNS = 8
-"""Event-loop iterations in which callers can read their pending chunks."""
 _LOWEST_LOGPROB = 4.0
 
 
@@ -162,11 +160,10 @@ class SimulatedEngine(WithoutWeights):
             logprob_kind=LogprobKind.TEMPERATURE, vocab_size=vocab_size,
             max_context=min(max_context, cost.kv_capacity_tokens or max_context), max_in_flight=max_running,
             updates_from_disk=True, remote=remote, in_flight_updates=(OnWeightUpdate.KEEP,), extras=tuple(extras),
-        ))  # fmt: skip
+        ), version)  # fmt: skip
         self._kv_capacity = cost.kv_capacity_tokens
         self._length_of = length_of
         self._eos = eos_token_id
-        self._version = version
         self._stream_interval_s = stream_interval_s
         self._weight_update_s = weight_update_s
         self._check_prefix = check_prefix
@@ -174,9 +171,7 @@ class SimulatedEngine(WithoutWeights):
         self._streams: dict[str, _Stream] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._stream_timer: asyncio.TimerHandle | None = None
-        self._paused = False
         self._stopped = asyncio.Event()
-        self._closed = False
 
     def __repr__(self) -> str:
         return f"<SimulatedEngine {self._name} version {self._version}: {self._decoder!r}>"
@@ -227,9 +222,7 @@ class SimulatedEngine(WithoutWeights):
         """Pause as :meth:`pause` does, with requests and their cache kept; callers first receive all decoded tokens."""
         await self.pause()
         self._hand_over_all()
-        for _ in range(TURNS):
-            if any(not stream.outbox.empty() for stream in self._streams.values()):
-                await asyncio.sleep(0)
+        await self._read_by_callers(lambda: any(not stream.outbox.empty() for stream in self._streams.values()))
 
     async def resume(self) -> None:
         self._catch_up()
@@ -242,8 +235,7 @@ class SimulatedEngine(WithoutWeights):
     async def update_weights(self, version: PolicyVersion, path: str | None = None) -> None:
         """Change the version after ``weight_update_s``; raises EngineError unless paused."""
         self._catch_up()
-        if not self._paused or not self._decoder.stopped:
-            raise EngineError(f"engine {self._name}: weights change only while it is paused; await pause() first")
+        self._require_paused(stopped=self._decoder.stopped)
         self._hand_over_all()
         if self._weight_update_s > 0:
             await asyncio.sleep(self._weight_update_s)

@@ -185,7 +185,7 @@ class TransformersEngine(EngineBase):
         # Messages that arrived during a tick: requests, and lists of attempt ids to abort.
         self._inbox: list[SlotRequest | list[str]] = []
         self._pump: asyncio.Task[None] | None = None
-        self._ticking = self._paused = self._closed = self._loading = False
+        self._ticking = self._loading = False
         self._failure = ""
         self._may_pass = False
         """True if the failure may be temporary, which only another request can show."""
@@ -223,7 +223,7 @@ class TransformersEngine(EngineBase):
         return self._ticking or (self._decoder.active > 0 and not self._paused and self._weights.ready)
 
     def __repr__(self) -> str:
-        state = "closed" if self._closed else "paused" if self._paused else "running" if self._pump else "idle"
+        state = self._status or ("running" if self._pump else "idle")
         return f"TransformersEngine({self._name!r}, {state}, {self._decoder!r})"
 
     # ------------------------------------------------------------------ requests

@@ -104,7 +104,6 @@ class VllmInProcessEngine(Transfers):
         self._stream = stream
         self._by_priority = getattr(async_llm.vllm_config.scheduler_config, "policy", "fcfs") == "priority"
         self._labelled = False
-        self._closed = False
 
     async def generate(self, request: Request) -> AsyncGenerator[Chunk, None]:
         """Run one request. Raises RequestRefused, EngineError, and EngineBusy if vLLM is full or others paused it."""
