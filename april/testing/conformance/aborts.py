@@ -62,8 +62,7 @@ async def abort_running(bench: Bench) -> Figures:
     # in rounds, as some engines show no token before the end, and so not when a request runs
     readings: list[Reading] = []
     for _ in range(ROUNDS):
-        some = [bench.start(bench.request(i)) for i in range(FEW)]
-        await bench.caught(some)
+        some = await bench.running(bench.request(i) for i in range(FEW))
         await bench.end(some)
         readings += some
         if sum(r.finish is EngineFinish.ABORT and r.count > 0 for r in readings) >= FEW:
@@ -139,8 +138,7 @@ async def prefix_free_ids(bench: Bench) -> Figures:
     for stem in (bench.new_id()[:-1] + "-", "short"):
         ids = [f"{stem}1", f"{stem}10", f"{stem}11", stem]
         length = bench.subject.long_tokens // 2
-        readings = [bench.start(bench.request(i, length, attempt_id=id)) for i, id in enumerate(ids)]
-        await bench.caught(readings)
+        readings = await bench.running(bench.request(i, length, attempt_id=id) for i, id in enumerate(ids))
         started = [r for r in readings if not isinstance(r.error, EngineError)]
         refused += len(readings) - len(started)
         target = next((r for r in started if r.id == ids[0]), None)
@@ -208,8 +206,7 @@ async def cut_and_resume(bench: Bench) -> Figures:
         if round < FEW:
             await bench.caught(list(readings.values()), every=round % 2 == 0)
             await bench.end(list(readings.values()))
-        await bench.ended(list(readings.values()))
-        bench.no_error(readings.values())
+        await bench.completed(list(readings.values()))
         bench.compared(readings.values())
         for i, reading in readings.items():
             have[i] = np.concatenate((have[i], reading.tokens))
@@ -233,16 +230,14 @@ def _unfinished(reading: Reading) -> bool:
 @check("A request whose reader leaves is given up by the engine too, and its neighbours go on.")
 async def disconnect(bench: Bench) -> Figures:
     stays = bench.start(bench.request(0, bench.subject.long_tokens // 4))
-    leaves = [bench.start(bench.request(1 + i)) for i in range(FEW)]
-    await bench.caught(leaves)
+    leaves = await bench.running(bench.request(1 + i) for i in range(FEW))
     running = sum(not r.task.done() for r in leaves)
     for reading in leaves:
         reading.task.cancel()
     await asyncio.wait([r.task for r in leaves], timeout=bench.subject.patience_s)
     if hanging := sum(not r.task.done() for r in leaves):
         raise Broken(f"{hanging} of {FEW} readers could not leave")
-    await bench.ended([stays])
-    bench.no_error([stays])
+    await bench.completed([stays])
     left = await bench.idle()
     if bench.subject.greedy_repeats:
         (uncut,) = await bench.whole([bench.again(stays.request)])

@@ -239,11 +239,16 @@ class Bench:
         self._readings.append(reading)
         return reading
 
+    async def running(self, requests: Iterable[Request]) -> list[Reading]:
+        """Begin to read requests; return them when they have tokens, see :meth:`caught`."""
+        readings = [self.start(r) for r in requests]
+        await self.caught(readings)
+        return readings
+
     async def whole(self, requests: Iterable[Request], engine: Engine | None = None) -> list[Reading]:
         """Run requests that must complete; return them after their ends."""
         readings = [self.start(r, engine) for r in requests]
-        await self.ended(readings)
-        self.no_error(readings)
+        await self.completed(readings)
         return readings
 
     # ---------------------------------------------------------------- waits
@@ -278,6 +283,11 @@ class Bench:
             )
         for reading in readings:
             reading.check(self.engine.capabilities, self.version)
+
+    async def completed(self, readings: Sequence[Reading]) -> None:
+        """Wait until all streams have ended, as in :meth:`ended`; raises Broken if one failed."""
+        await self.ended(readings)
+        self.no_error(readings)
 
     async def end(self, readings: Sequence[Reading], everything: bool = False) -> None:
         """Abort requests, repeating the abort as april does, until all have ended."""

@@ -72,8 +72,7 @@ async def extras(bench: Bench) -> Figures:
 
 async def _cut(bench: Bench) -> Figures:
     """Check that aborted requests have rows for all tokens, or none."""
-    readings = [bench.start(_wanting(bench, bench.request(i))) for i in range(FEW)]
-    await bench.caught(readings)
+    readings = await bench.running(_wanting(bench, bench.request(i)) for i in range(FEW))
     await bench.end(readings)
     bench.no_error(readings)
     _require_rows(readings)

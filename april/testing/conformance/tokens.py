@@ -163,8 +163,7 @@ async def out_of_vocabulary(bench: Bench) -> Figures:
     for bad in (size, size + 1000, 2**31 - 1, -1):
         ids: Int32 = np.append(bench.prompt(), np.int32(bad)).astype(np.int32)
         raised = await _refused(bench, bench.request(0, 4, prompt=ids), f"token id {bad} of a vocabulary of {size}")
-    await bench.ended([bystander])
-    bench.no_error([bystander])
+    await bench.completed([bystander])
     await bench.well()
     return {"vocabulary": size, "refused with": raised}
 
@@ -178,8 +177,7 @@ async def duplicate_id(bench: Bench) -> Figures:
     running = not first.task.done()
     second = bench.request(1, attempt_id=first.id)
     raised = await _refused(bench, second, "a second request with an id in flight") if running else ""
-    await bench.ended([first])
-    bench.no_error([first])
+    await bench.completed([first])
     if not running:
         raise NotTested("the first request was complete before the second could be sent; raise Subject.long_tokens")
     if first.finish is EngineFinish.ABORT:

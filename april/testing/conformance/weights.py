@@ -32,9 +32,9 @@ def other_weights(bench: Bench) -> Weights:
 def greedy_under(
     bench: Bench, reading: Reading, weights: Weights, what: str, start: int = 0, end: int | None = None
 ) -> None:
-    """Raise Broken unless tokens ``start`` to ``end`` are the greedy ones under ``weights``."""
+    """Raise Broken unless tokens ``start`` to ``end`` are the greedy ones under ``weights``, if those repeat."""
     tokens, forbidden = reading.tokens[:end], list(bench.engine.capabilities.eos_token_ids)
-    if weights.reference is None or len(tokens) <= start:
+    if weights.reference is None or len(tokens) <= start or not bench.subject.greedy_repeats:
         return
     logits: Float32 = weights.reference(reading.request.token_ids.tolist(), tokens.tolist()).copy()
     logits[: reading.request.sampling.min_tokens, forbidden] = -np.inf
@@ -76,8 +76,7 @@ async def version_exactness(bench: Bench) -> Figures:
     other, before, first_weights = other_weights(bench), bench.version, bench.weights
     # the same prompts before and after: keys that are cached from before must not be used
     old = await bench.whole(bench.request(i, LENGTH, forced=False) for i in range(FEW))
-    cut = [bench.start(bench.request(i)) for i in range(FEW)]
-    await bench.caught(cut)
+    cut = await bench.running(bench.request(i) for i in range(FEW))
     await bench.end(cut)
     bench.no_error(cut)
     await bench.within(bench.engine.pause(), "pause")
@@ -85,8 +84,7 @@ async def version_exactness(bench: Bench) -> Figures:
     await asyncio.sleep(0)
     await bench.next_version(other)
     await bench.within(bench.engine.resume(), "resume")
-    await bench.ended(waiting)
-    bench.no_error(waiting)
+    await bench.completed(waiting)
     all_of([*old, *cut], before, "tokens of before the update")
     all_of(waiting, bench.version, "tokens of after the update")
     resumed = await bench.whole(
@@ -97,11 +95,10 @@ async def version_exactness(bench: Bench) -> Figures:
     all_of(resumed, bench.version, "tokens of a resumed response after the update")
     changed = sum(not np.array_equal(a.tokens, b.tokens) for a, b in zip(old, waiting, strict=True))
     difference = 0.0
-    if bench.subject.greedy_repeats:
-        for reading in [*old, *cut]:
-            greedy_under(bench, reading, first_weights, "before the update")
-        for reading in [*waiting, *resumed]:
-            greedy_under(bench, reading, other, "after the update")
+    for reading in [*old, *cut]:
+        greedy_under(bench, reading, first_weights, "before the update")
+    for reading in [*waiting, *resumed]:
+        greedy_under(bench, reading, other, "after the update")
     if other.reference is not None:
         if not changed:
             raise Broken("all greedy responses are the same under both weights: nothing was loaded")
@@ -139,9 +136,8 @@ async def sent_weights(bench: Bench) -> Figures:
     await bench.send_weights(other)
     new = await bench.whole(bench.request(i, LENGTH, forced=False) for i in range(FEW))
     all_of(new, bench.version, "tokens of after the transfer")
-    if bench.subject.greedy_repeats:
-        for reading in new:
-            greedy_under(bench, reading, other, "after the transfer")
+    for reading in new:
+        greedy_under(bench, reading, other, "after the transfer")
     changed = sum(not np.array_equal(a.tokens, b.tokens) for a, b in zip(old, new, strict=True))
     figures: Figures = {"responses changed": changed, "of": FEW}
     if other.reference is not None:
@@ -156,18 +152,15 @@ async def update_under_way(bench: Bench) -> Figures:
     other, before, first_weights = other_weights(bench), bench.version, bench.weights
     if bench.engine.capabilities.shares_weights:
         raise NotOffered("the engine generates from the trainer's parameters: requests are aborted before they change")
-    readings = [bench.start(bench.request(i)) for i in range(FEW)]
-    await bench.caught(readings)
+    readings = await bench.running(bench.request(i) for i in range(FEW))
     await bench.load_weights(other)
-    await bench.ended(readings)
-    bench.no_error(readings)
+    await bench.completed(readings)
     lived = in_order(readings, before, bench.version)
     ended = sum(reading.finish is EngineFinish.ABORT for reading in readings)
     for reading in readings:
         old = reading.versions.count(before)
-        if bench.subject.greedy_repeats:
-            greedy_under(bench, reading, first_weights, f"request {reading.id} before the update", 0, old)
-            greedy_under(bench, reading, other, f"request {reading.id} behind the update", old)
+        greedy_under(bench, reading, first_weights, f"request {reading.id} before the update", 0, old)
+        greedy_under(bench, reading, other, f"request {reading.id} behind the update", old)
     figures = bench.compared(readings)
     if lived == 0 and ended == 0 and all(set(r.versions) == {before} for r in readings):
         raise NotTested("all requests were complete before the update; raise Subject.long_tokens")
@@ -176,8 +169,7 @@ async def update_under_way(bench: Bench) -> Figures:
 
 @check("While the engine is paused no token comes and new requests wait; after resume all complete.")
 async def pause_and_resume(bench: Bench) -> Figures:
-    running = [bench.start(bench.request(i)) for i in range(FEW)]
-    await bench.caught(running)
+    running = await bench.running(bench.request(i) for i in range(FEW))
     await bench.within(bench.engine.pause(), "pause")
     late = [bench.start(bench.request(FEW + i, 16)) for i in range(FEW)]
     await asyncio.sleep(QUIET_S)  # tokens that were on their way arrive
@@ -223,8 +215,7 @@ async def kept_over_an_update(bench: Bench) -> Figures:
         new, before, old = other_weights(bench), bench.version, bench.weights
         if bench.weights is new:
             new = bench.subject.now
-        readings = [bench.start(replace(bench.request(i), in_flight=mode)) for i in range(FEW)]
-        await bench.caught(readings)
+        readings = await bench.running(replace(bench.request(i), in_flight=mode) for i in range(FEW))
         await bench.within(engine.pause_in_flight(mode), "pause_in_flight")
         silent = [r for r in readings if not r.count]
         if mode is OnWeightUpdate.KEEP:
@@ -232,21 +223,19 @@ async def kept_over_an_update(bench: Bench) -> Figures:
         await bench.next_version(new)
         await bench.within(bench.engine.resume(), "resume")
         fresh = [bench.start(replace(bench.request(i, LENGTH, forced=False), in_flight=mode)) for i in range(FEW)]
-        await bench.ended([*readings, *fresh])
-        bench.no_error([*readings, *fresh])
+        await bench.completed([*readings, *fresh])
         all_of(fresh, bench.version, f"{mode}: tokens of requests from after the update")
         lived = [r for r in readings if before in r.versions and bench.version in r.versions]
         in_order(readings, before, bench.version, f"{mode}: ")
         if not lived:
             raise NotTested("all requests were complete before the update; raise Subject.long_tokens")
-        if bench.subject.greedy_repeats:
-            for reading in fresh:
-                greedy_under(bench, reading, new, f"{mode}: request {reading.id} from after the update")
-            for reading in lived:
-                at = reading.versions.index(bench.version)
-                greedy_under(bench, reading, old, f"{mode}: request {reading.id} before the update", 0, at)
-                if mode is OnWeightUpdate.RECOMPUTE:
-                    greedy_under(bench, reading, new, f"{mode}: request {reading.id} behind the update", at)
+        for reading in fresh:
+            greedy_under(bench, reading, new, f"{mode}: request {reading.id} from after the update")
+        for reading in lived:
+            at = reading.versions.index(bench.version)
+            greedy_under(bench, reading, old, f"{mode}: request {reading.id} before the update", 0, at)
+            if mode is OnWeightUpdate.RECOMPUTE:
+                greedy_under(bench, reading, new, f"{mode}: request {reading.id} behind the update", at)
         figures[f"{mode}: lived through it"] = len(lived)
     return figures
 
@@ -259,14 +248,12 @@ async def adapter_versions(bench: Bench) -> Figures:
     if len(adapters) < 2:
         raise NotTested("no two adapters were given")
     versions, weights = [bench.version], [bench.weights]
-    running = [[bench.start(bench.request(i)) for i in range(FEW)]]
-    await bench.caught(running[0])
+    running = [await bench.running(bench.request(i) for i in range(FEW))]
     for given in adapters[:2]:
         await bench.next_version(given)  # without a pause
         versions.append(bench.version)
         weights.append(given)
-        running.append([bench.start(bench.request(i)) for i in range(FEW)])
-        await bench.caught(running[-1])
+        running.append(await bench.running(bench.request(i) for i in range(FEW)))
     alive = sum(any(not reading.task.done() for reading in readings) for readings in running)
     cut = running[0][: FEW // 2]
     await bench.end(cut)
@@ -276,17 +263,15 @@ async def adapter_versions(bench: Bench) -> Figures:
         if reading.count < reading.request.sampling.max_tokens
     )
     for readings in running:
-        await bench.ended(readings)
-        bench.no_error(readings)
+        await bench.completed(readings)
     for version, readings in zip(versions, running, strict=True):
         all_of(readings, version, f"tokens of requests that were sent under version {version}")
     all_of(resumed, bench.version, "tokens of a response that was resumed after two adapters")
-    if bench.subject.greedy_repeats:
-        for of, readings in zip(weights, running, strict=True):
-            for reading in readings:
-                greedy_under(bench, reading, of, f"request {reading.id} beside the load of an adapter")
-        for reading in resumed:
-            greedy_under(bench, reading, weights[-1], f"request {reading.id}, resumed")
+    for of, readings in zip(weights, running, strict=True):
+        for reading in readings:
+            greedy_under(bench, reading, of, f"request {reading.id} beside the load of an adapter")
+    for reading in resumed:
+        greedy_under(bench, reading, weights[-1], f"request {reading.id}, resumed")
     if len({tuple(readings[-1].tokens[: LENGTH // 2].tolist()) for readings in running}) < len(running):
         raise Broken("requests under different adapters say the same: nothing was loaded")
     if alive < len(running):

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from itertools import count, islice
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -23,6 +23,8 @@ from april.testing.conformance.bench import Bench, check, compare, same
 from april.testing.conformance.subject import Broken, Figures, NotTested
 from april.testing.recording_engine import RecordingEngine
 from april.testing.same_loop import Rollouts, rollouts
+
+T = TypeVar("T")
 
 LENGTH = 48
 GROUPS, SAMPLES, OVER = 2, 8, 16
@@ -98,23 +100,27 @@ async def _response(bench: Bench, config: Config, engine: _Recorded, prompt: Int
         return batch.samples[0].tokens, batch.samples[0].finish
 
 
+async def _greedy_with(bench: Bench, find: Callable[[list[int]], T | None], what: str) -> tuple[Int32, Int32, T]:
+    """Return the first prompt in whose greedy response ``find`` finds something, the response, and what was found."""
+    bench.needs_greedy()
+    for number in range(8):
+        prompt = bench.prompt(number)
+        uncut, _ = await _response(bench, _greedy(LENGTH), _recorded(bench), prompt)
+        if (found := find(uncut.tolist())) is not None:
+            return prompt, uncut, found
+    raise NotTested(f"no greedy response had {what}; give other prompts")
+
+
 @check("A stop string ends the response at the token that completes it, wherever an abort has cut the string.")
 async def stop_strings(bench: Bench) -> Figures:
     tokenizer = bench.subject.tokenizer
     if tokenizer is None:
         raise NotTested("no tokenizer was given")
-    bench.needs_greedy()
-    for number in range(8):
-        prompt = bench.prompt(number)
-        uncut, _ = await _response(bench, _greedy(LENGTH), _recorded(bench), prompt)
-        ids = uncut.tolist()
-        texts = [tokenizer.decode(ids[:n], skip_special_tokens=False) for n in range(len(ids) + 1)]
-        found = _string_in(texts)
-        if found is not None:
-            break
-    else:
-        raise NotTested("no greedy response had readable text for a stop string; give other prompts")
-    stop, end, begin = found
+    prompt, uncut, (stop, end, begin) = await _greedy_with(
+        bench,
+        lambda ids: _string_in([tokenizer.decode(ids[:n], skip_special_tokens=False) for n in range(len(ids) + 1)]),
+        "readable text for a stop string",
+    )
     cuts = sorted({*range(max(1, begin - 2), end), 1, 2})
     for cut in cuts:
         engine = _recorded(bench, cut=lambda r, cut=cut: None if r.response_offset else cut)
@@ -140,16 +146,12 @@ def _string_in(texts: list[str]) -> tuple[str, int, int] | None:
 
 @check("A partial that an abort left with EOS or a stop token at its end is finished; cut before it, the token comes.")
 async def eos_at_a_cut(bench: Bench) -> Figures:
-    bench.needs_greedy()
-    for number in range(8):
-        prompt = bench.prompt(number)
-        uncut, _ = await _response(bench, _greedy(LENGTH), _recorded(bench), prompt)
-        ids = uncut.tolist()
-        end = next((i + 1 for i in range(4, len(ids) - 1) if ids[i] not in ids[:i]), None)
-        if end is not None:
-            break
-    else:
-        raise NotTested("no greedy response had a token that was new behind the fourth; give other prompts")
+    prompt, uncut, end = await _greedy_with(
+        bench,
+        lambda ids: next((i + 1 for i in range(4, len(ids) - 1) if ids[i] not in ids[:i]), None),
+        "a token that was new behind the fourth",
+    )
+    ids = uncut.tolist()
     for cut in (end - 2, end - 1, end):
         engine = _recorded(bench, cut=lambda r, cut=cut: None if r.response_offset else cut)
         config = _greedy(LENGTH, stop_token_ids=[ids[end - 1]])
