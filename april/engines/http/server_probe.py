@@ -65,70 +65,6 @@ REFUSES = (401, 403, 404, 405)
 """Statuses with which a server, or a proxy in front of it, says that april cannot use a route."""
 
 
-async def answer_of(
-    client: HttpClient, method: str, route: str, is_own: Callable[[Reply], bool], body: Any = None
-) -> Reply:
-    """Make a harmless call, repeated until the server itself answers. Raises EngineError if it never does.
-
-    Single calls have no timeout, since a cold server is slow at first; the caller limits the time of the whole probe.
-    """
-    for left in reversed(range(TRIES)):
-        reply = await client.call(method, route, body, timeout_s=None, retry=method == "GET")
-        if is_own(reply):
-            return reply
-        if left:
-            await asyncio.sleep(AGAIN_S)
-    client.require_ok(reply, route)
-    raise EngineError(
-        f"{client.url}{route} does not answer as the server of engine.kind does: status {reply.status}, "
-        f"{error_text(reply.body)}; is a proxy or another server in between?"
-    )
-
-
-async def get_json(client: HttpClient, *routes: str, has: str = "") -> Any:
-    """Return the JSON answer of the first GET route that exists; None if none does.
-
-    With ``has``, the answer must be an object with that key. Raises ConfigError if the answer is not JSON, and
-    EngineError if it is something else.
-    """
-
-    def is_own(reply: Reply) -> bool:
-        said = words_of(reply) if reply.ok else None
-        return reply.status in REFUSES or (isinstance(said, dict) and has in said if has else said is not None)
-
-    for route in routes:
-        reply = await answer_of(client, "GET", route, is_own)
-        if reply.status in (404, 405):
-            continue
-        client.require_ok(reply, route)
-        try:
-            return read_json(reply.body)
-        except NotJson as error:
-            raise ConfigError(
-                f"{client.url}{route} answered what is no JSON ({error}); is engine.kind the kind of this server?"
-            ) from None
-    return None
-
-
-async def has_route(client: HttpClient, route: str) -> bool:
-    """Return whether a POST route exists, by a GET that must be refused with 405 and has no effect."""
-    return (await answer_of(client, "GET", route, lambda reply: reply.status in REFUSES)).status == 405
-
-
-async def has_page(client: HttpClient, route: str) -> bool:
-    """Return whether a GET route exists and april may use it."""
-
-    def is_own(reply: Reply) -> bool:
-        return reply.status in REFUSES or (reply.ok and not is_page(reply))
-
-    return (await answer_of(client, "GET", route, is_own)).ok
-
-
-def probe_id() -> str:
-    """Return a fresh request id."""
-    return f"april-probe-{secrets.token_hex(10)}"
-
-
 def model_files(root: Any, tokenizer: Any = None, ends: Collection[str] = ()) -> list[dict[str, Any]]:
     """Return the model's configuration files, plus its tokenizer's end tokens, if its directory is on this machine.
 
@@ -197,6 +133,11 @@ class ServerProbe:
         self.needs: dict[str, str] = {}
         """What would give the server an ability that it lacks, indexed by field of the capabilities."""
 
+    @staticmethod
+    def new_id() -> str:
+        """Return a fresh request id."""
+        return f"april-probe-{secrets.token_hex(10)}"
+
     def note(self, limit: Limit, amiss: object = True) -> None:
         """Note ``limit`` if ``amiss`` is true."""
         if amiss:
@@ -213,9 +154,78 @@ class ServerProbe:
         """Return all noted limits, and those that follow from the server's adapters."""
         return (*self._limits, *(() if self.served is None else self.served.limits(takes_adapters=takes_adapters)))
 
+    async def answer_of(self, method: str, route: str, is_own: Callable[[Reply], bool], body: Any = None) -> Reply:
+        """Make a harmless call, repeated until the server itself answers. Raises EngineError if it never does.
+
+        Single calls have no timeout, since a cold server is slow at first; the caller limits the time of the probe.
+        """
+        for left in reversed(range(TRIES)):
+            reply = await self.client.call(method, route, body, timeout_s=None, retry=method == "GET")
+            if is_own(reply):
+                return reply
+            if left:
+                await asyncio.sleep(AGAIN_S)
+        self.client.require_ok(reply, route)
+        raise EngineError(
+            f"{self.client.url}{route} does not answer as the server of engine.kind does: status {reply.status}, "
+            f"{error_text(reply.body)}; is a proxy or another server in between?"
+        )
+
+    async def get_json(self, *routes: str, has: str = "") -> Any:
+        """Return the JSON answer of the first GET route that exists; None if none does.
+
+        With ``has``, the answer must be an object with that key. Raises ConfigError if the answer is not JSON, and
+        EngineError if it is something else.
+        """
+
+        def is_own(reply: Reply) -> bool:
+            said = words_of(reply) if reply.ok else None
+            return reply.status in REFUSES or (isinstance(said, dict) and has in said if has else said is not None)
+
+        for route in routes:
+            reply = await self.answer_of("GET", route, is_own)
+            if reply.status in (404, 405):
+                continue
+            self.client.require_ok(reply, route)
+            try:
+                return read_json(reply.body)
+            except NotJson as error:
+                raise ConfigError(
+                    f"{self.client.url}{route} answered what is no JSON ({error}); is engine.kind the kind of this "
+                    "server?"
+                ) from None
+        return None
+
+    async def has_route(self, route: str) -> bool:
+        """Return whether a POST route exists, by a GET that must be refused with 405 and has no effect."""
+        return (await self.answer_of("GET", route, lambda reply: reply.status in REFUSES)).status == 405
+
+    async def has_page(self, route: str) -> bool:
+        """Return whether a GET route exists and april may use it."""
+
+        def is_own(reply: Reply) -> bool:
+            return reply.status in REFUSES or (reply.ok and not is_page(reply))
+
+        return (await self.answer_of("GET", route, is_own)).ok
+
     async def ask(self, route: str, body: dict[str, Any]) -> Reply:
         """Send a request without a timeout; the caller of the probe limits its whole time."""
         return await self.client.call("POST", route, body, timeout_s=None)
+
+    def choose_model(self, models: Any) -> ServedModel:
+        """Pick the trained model from the server's list of models. Raises ConfigError."""
+        self.served = served = choose_model(self.client.url, models, self.config.model)
+        return served
+
+    def size_of_vocabulary(self, *sizes: object, danger: str = "") -> int:
+        """Return the first of the sizes that is known. Raises ConfigError if none is."""
+        size = next((size for size in sizes if isinstance(size, int)), None)
+        if size is None:
+            raise ConfigError(
+                f"{self.client.url} does not say how large its vocabulary is{danger}; set engine.vocab_size "
+                "(vocab_size of the model's config.json)"
+            )
+        return size
 
     async def vocabulary_in_refusal(self, route: str, body: dict[str, Any], words: str) -> int | None:
         """Return the number that the pattern ``words`` finds in the refusal of a request that can never run."""
@@ -235,6 +245,17 @@ class ServerProbe:
         self.note(raw, kind is LogprobKind.RAW)
         self.note(UNKNOWN_LOGPROBS, kind is LogprobKind.UNKNOWN)
         return kind
+
+    async def kind_of_logprobs(
+        self, one_token: Callable[[list[int], dict[str, float]], Awaitable[tuple[int, float]]],
+    ) -> LogprobKind:
+        """Find out which distribution log-probabilities are of; ``one_token`` maps (prompt, sampling) to (id, nats)."""
+        for start in range(3):
+            prompt = [start * 7 + i for i in (3, 4, 5)]
+            kind = _kind_seen(await one_token(prompt, {"temperature": 0.0}), await one_token(prompt, _NARROW))
+            if kind is not LogprobKind.UNKNOWN:
+                return kind
+        return LogprobKind.UNKNOWN
 
     def common(self) -> dict[str, Any]:
         """Return the fields of :class:`ServerFacts` that are found out in the same way for all kinds of servers."""
@@ -259,18 +280,6 @@ class ServerProbe:
             first_weights=first_weights(self.label, present=self.config.first_weights == "present"),
             needs=self.needs, limits=self.limits(takes_adapters=found["adapters"] is not None), **found,
         )  # fmt: skip
-
-
-async def kind_of_logprobs(
-    one_token: Callable[[list[int], dict[str, float]], Awaitable[tuple[int, float]]],
-) -> LogprobKind:
-    """Find out which distribution log-probabilities are of; ``one_token`` maps (prompt, sampling) to (id, nats)."""
-    for start in range(3):
-        prompt = [start * 7 + i for i in (3, 4, 5)]
-        kind = _kind_seen(await one_token(prompt, {"temperature": 0.0}), await one_token(prompt, _NARROW))
-        if kind is not LogprobKind.UNKNOWN:
-            return kind
-    return LogprobKind.UNKNOWN
 
 
 def _kind_seen(greedy: tuple[int, float], narrow: tuple[int, float]) -> LogprobKind:

@@ -18,7 +18,7 @@ from april.engines.http.response_reader import ResponseReader
 from april.engines.http.response_stream import Endpoint, ResponseStream
 from april.engines.http.server_engine import Admission
 from april.engines.http.server_probe import ROUTE as ROUTE_OF_MODELS
-from april.engines.http.server_probe import ServerFacts, ServerProbe, choose_model, get_json, has_page
+from april.engines.http.server_probe import ServerFacts, ServerProbe
 from april.engines.http.server_process import read_metrics
 from april.engines.http.weight_labels import WeightLabels
 from april.engines.http.wire import NotJson, read_json
@@ -140,7 +140,7 @@ async def probe_openai(client: HttpClient, config: OpenAIEngineConfig) -> OpenAI
     Raises ConfigError if the server lacks something that april needs, or a setting is missing; and EngineError.
     """
     found = ServerProbe(client, config)
-    served = found.served = choose_model(client.url, await _models(client), config.model)
+    served = found.choose_model(await _models(client))
     said_len, owner = served.card.get("max_model_len"), served.card.get("owned_by")
     said_len = said_len if isinstance(said_len, int) else None
     server = known_server(owner if isinstance(owner, str) else None)
@@ -196,11 +196,11 @@ async def probe_openai(client: HttpClient, config: OpenAIEngineConfig) -> OpenAI
         server=client.url,
     )  # fmt: skip
     found.note(_UNKNOWN_EOS, not eos)
-    load_route = await _load_route(client, server)
+    load_route = await _load_route(found, server)
     return OpenAIFacts(
         **found.common() | {"base": None},
         model=model,
-        software=await software_of(client, server),
+        software=await software_of(found, server),
         started_s=(await read_metrics(client, load_route)).started_s,
         token_shape=probe.shape,
         keeps_eos=keeps_eos,
@@ -222,17 +222,17 @@ async def probe_openai(client: HttpClient, config: OpenAIEngineConfig) -> OpenAI
     )
 
 
-async def software_of(client: HttpClient, server: KnownServer) -> str:
+async def software_of(probe: ServerProbe, server: KnownServer) -> str:
     """Return the name and version of the server's software; empty for an unknown kind of server."""
     if not server.name:
         return ""
-    answer = await get_json(client, "/version", has="version")
+    answer = await probe.get_json("/version", has="version")
     version = answer.get("version") if isinstance(answer, dict) else None
     return f"{server.name} {clean(version, 64)}" if isinstance(version, str) else server.name
 
 
-async def _load_route(client: HttpClient, server: KnownServer) -> str | None:
-    return server.load_route if server.load_route_always or await has_page(client, server.load_route) else None
+async def _load_route(probe: ServerProbe, server: KnownServer) -> str | None:
+    return server.load_route if server.load_route_always or await probe.has_page(server.load_route) else None
 
 
 async def _models(client: HttpClient) -> Any:

@@ -14,21 +14,7 @@ from april.core.engine_limits import LimitCode, no_experts, raw_logprobs
 from april.core.sampling import LogprobKind
 from april.engines.http.adapter_files import base_shapes
 from april.engines.http.http_client import HttpClient, Reply, says, words_of
-from april.engines.http.server_probe import (
-    AGAIN_S,
-    NO_TOKEN,
-    REFUSES,
-    TRIES,
-    ServerFacts,
-    ServerProbe,
-    answer_of,
-    choose_model,
-    get_json,
-    has_route,
-    kind_of_logprobs,
-    model_files,
-    probe_id,
-)
+from april.engines.http.server_probe import AGAIN_S, NO_TOKEN, REFUSES, TRIES, ServerFacts, ServerProbe, model_files
 from april.engines.http.server_process import while_paused
 from april.engines.http.token_rows import NO_EXPERTS, Routing, WrongRows, experts_of_numbers, routing_of
 from april.engines.http.wire import NotJson, error_text, read_json
@@ -90,10 +76,10 @@ class _SglangProbe(ServerProbe):
     async def facts(self) -> SglangFacts:
         """Find out all abilities; some answers decide what to ask next."""
         await self._read()
-        model, server, client = self.model, self.server, self.client
+        model, server = self.model, self.server
         vocab_size, disk, labels = await asyncio.gather(
-            self._vocab_size(), has_route(client, "/update_weights_from_disk"),
-            has_route(client, "/update_weight_version"),
+            self._vocab_size(), self.has_route("/update_weights_from_disk"),
+            self.has_route("/update_weight_version"),
         )  # fmt: skip
         self.lacks(
             not labels, LimitCode.NO_LABELS,
@@ -108,7 +94,7 @@ class _SglangProbe(ServerProbe):
             "upgrade SGLang",
         )  # fmt: skip
         self.label = None if model.get("weight_version") is None or not labels else str(model["weight_version"])
-        transfers = await asyncio.gather(*(has_route(client, route) for route in TRANSFER_ROUTES))
+        transfers = await asyncio.gather(*(self.has_route(route) for route in TRANSFER_ROUTES))
         # not in parallel, because another failure must not interrupt it halfway
         modes = await self._pause_modes()
         self.files = await asyncio.to_thread(
@@ -179,10 +165,10 @@ class _SglangProbe(ServerProbe):
         """Read the server's descriptions of itself."""
         client = self.client
         self.model, self.server, self.models, self.loads, ready = await asyncio.gather(
-            get_json(client, "/model_info", "/get_model_info", has="model_path"),
-            get_json(client, "/server_info", "/get_server_info", has="version"),
-            get_json(client, "/v1/models", has="data"),
-            get_json(client, "/v1/loads?include=core", has="loads"),
+            self.get_json("/model_info", "/get_model_info", has="model_path"),
+            self.get_json("/server_info", "/get_server_info", has="version"),
+            self.get_json("/v1/models", has="data"),
+            self.get_json("/v1/loads?include=core", has="loads"),
             client.call("GET", "/ready", timeout_s=None, retry=True),
         )
         if not isinstance(self.model, dict) or "model_path" not in self.model or not isinstance(self.server, dict):
@@ -191,7 +177,7 @@ class _SglangProbe(ServerProbe):
                 "not a router and not another engine"
             )
         if self.models is not None or self.config.model is not None:
-            self.served = choose_model(client.url, self.models, self.config.model)
+            self.choose_model(self.models)
         self.paused = ready.status == 503
         self.lacks(
             self.paused, LimitCode.PAUSED,
@@ -252,9 +238,7 @@ class _SglangProbe(ServerProbe):
         sees = any("vision_config" in file for file in self.files)
         if not self.model.get("has_image_understanding", sees):
             return ()
-        reply = await answer_of(
-            self.client, "GET", "/openapi.json", lambda r: r.status in REFUSES or b'"paths"' in r.body
-        )
+        reply = await self.answer_of("GET", "/openapi.json", lambda r: r.status in REFUSES or b'"paths"' in r.body)
         named = reply.ok and b'"mm_hashes"' in reply.body
         if self.lacks(
             not named, LimitCode.NO_ATTACHMENTS,
@@ -267,7 +251,7 @@ class _SglangProbe(ServerProbe):
 
     async def _adapter_site(self, copies: int) -> AdapterSite | None:
         """Return where adapters can be loaded, as the server says, or None after noting what is needed for that."""
-        if not self.server.get("enable_lora") or not await has_route(self.client, "/load_lora_adapter"):
+        if not self.server.get("enable_lora") or not await self.has_route("/load_lora_adapter"):
             self.needs["adapters"] = ADAPTERS_NEED
             return None
         if copies > 1:
@@ -298,7 +282,7 @@ class _SglangProbe(ServerProbe):
                 await self.client.call("POST", "/continue_generation", {}, retry=True)
 
         # very old servers are not asked, because they might ignore the mode and pause
-        if self.loads is not None and await has_route(self.client, "/pause_generation"):
+        if self.loads is not None and await self.has_route("/pause_generation"):
             async with while_paused(ask, undo):
                 pass
         modes = tuple(mode for mode in ("abort", "retract", "in_place") if any(f"'{mode}'" in text for text in said))
@@ -314,14 +298,10 @@ class _SglangProbe(ServerProbe):
             return self.config.vocab_size
         # two grammars are always refused, in case the server does not check the bias
         params = {"max_new_tokens": 1, "logit_bias": {str(NO_TOKEN): 1.0}, "json_schema": "{}", "regex": "a"}
-        body = {"rid": probe_id(), "input_ids": [0], "sampling_params": params}
+        body = {"rid": self.new_id(), "input_ids": [0], "sampling_params": params}
         found = await self.vocabulary_in_refusal("/generate", body, r"in \[0, (\d+)\]")
-        if found is None:
-            raise ConfigError(
-                f"{self.client.url} does not say how large its vocabulary is, and an id outside of it would kill the "
-                "server; set engine.vocab_size (vocab_size of the model's config.json)"
-            )
-        return found + 1
+        danger = ", and an id outside of it would kill the server"
+        return self.size_of_vocabulary(None if found is None else found + 1, danger=danger)
 
     async def _look_at_replies(self, vocab_size: int) -> LogprobKind:
         """Find out what only replies show: version spans, stream interval support and the kind of log-probabilities."""
@@ -339,7 +319,7 @@ class _SglangProbe(ServerProbe):
             (only,) = answer.meta_info.output_token_logprobs
             return only.token, only.logprob
 
-        kind = await kind_of_logprobs(ask)
+        kind = await self.kind_of_logprobs(ask)
         self.lacks(
             not self._spans, LimitCode.NO_VERSION_SPANS,
             "Replies do not say which weights made which token (SGLang below 0.5.20): every token gets the version at "
@@ -356,7 +336,7 @@ class _SglangProbe(ServerProbe):
     async def _token(self, prompt: list[int], params: dict[str, Any], **asked: Any) -> Any:
         """Generate one token; returns the :class:`Reply` if the request was refused."""
         body = {
-            "rid": probe_id(),
+            "rid": self.new_id(),
             "input_ids": prompt,
             "return_logprob": True,
             "sampling_params": {"max_new_tokens": 1, "top_k": -1, "ignore_eos": True, **params},

@@ -16,21 +16,7 @@ from april.core.engine_limits import LimitCode, no_experts, raw_logprobs, tied_e
 from april.core.sampling import LogprobKind
 from april.engines.http.adapter_files import base_shapes
 from april.engines.http.http_client import HttpClient, Reply
-from april.engines.http.server_probe import (
-    NO_TOKEN,
-    REFUSES,
-    TRIES,
-    ServedModel,
-    ServerFacts,
-    ServerProbe,
-    answer_of,
-    choose_model,
-    get_json,
-    has_route,
-    kind_of_logprobs,
-    model_files,
-    probe_id,
-)
+from april.engines.http.server_probe import NO_TOKEN, REFUSES, TRIES, ServedModel, ServerFacts, ServerProbe, model_files
 from april.engines.http.server_process import ServerMetrics, read_metrics
 from april.engines.http.token_rows import (
     NO_EXPERTS,
@@ -144,12 +130,12 @@ class _VllmProbe(ServerProbe):
         """Read the server's descriptions of itself, and find out which routes it has."""
         client = self.client
         version, models, info, label, paused, self.metrics = await asyncio.gather(
-            get_json(client, "/version", has="version"),
-            get_json(client, "/v1/models", has="data"),
-            get_json(client, "/server_info?config_format=json", has="vllm_config"),
-            get_json(client, "/weight_info", has="weight_version"),
-            get_json(client, "/is_paused", has="is_paused"),
-            _metrics(client),
+            self.get_json("/version", has="version"),
+            self.get_json("/v1/models", has="data"),
+            self.get_json("/server_info?config_format=json", has="vllm_config"),
+            self.get_json("/weight_info", has="weight_version"),
+            self.get_json("/is_paused", has="is_paused"),
+            self._metrics(),
         )
         if not isinstance(version, dict) or not isinstance(models, dict) or "data" not in models:
             raise ConfigError(
@@ -160,11 +146,11 @@ class _VllmProbe(ServerProbe):
         self.shown = info.get("vllm_config") if isinstance(info, dict) else None
         if isinstance(self.shown, dict):
             require_salts_kept_apart(client.url, self.shown, self.config.salted_kv_connectors)
-        self.served = choose_model(client.url, models, self.config.model)
+        self.choose_model(models)
         self.card, self.settings = self.served.card, _settings(self.shown)
         self.token_route, self.scale_out_abort, self.developer_abort, rpc = await asyncio.gather(
-            _offers(client, TOKEN_ROUTE), _offers(client, "/inference/v1/abort_requests"),
-            has_route(client, "/abort_requests"), has_route(client, "/collective_rpc"),
+            self._offers(TOKEN_ROUTE), self._offers("/inference/v1/abort_requests"),
+            self.has_route("/abort_requests"), self.has_route("/collective_rpc"),
         )  # fmt: skip
         self.developer = self.developer_abort and rpc
         self.label = label.get("weight_version") if isinstance(label, dict) else None
@@ -182,6 +168,22 @@ class _VllmProbe(ServerProbe):
             "unverified, and a restart of the server is seen only by the time at which its process began",
             f"start the server with {_DEVELOPER}", _DEVELOPER,
         )  # fmt: skip
+
+    async def _metrics(self) -> ServerMetrics:
+        """Read the metrics, which may be the only sign of the number of API processes."""
+        with suppress(EngineError, TimeoutError):  # the server can be used without metrics
+            async with asyncio.timeout(METRICS_S):
+                await self.answer_of("GET", "/metrics", lambda r: r.status in REFUSES or bool(_METRIC.search(r.body)))
+        return await read_metrics(self.client)
+
+    async def _offers(self, route: str) -> bool:
+        """Return whether a scale-out route exists and is open, judged by the answer to an empty request."""
+        if not await self.has_route(route):
+            return False
+        reply = await self.answer_of("POST", route, lambda r: r.status in (400, 401, 403, 404, 422), b"{}")
+        if reply.status == 401:
+            self.client.require_ok(reply, route)
+        return reply.status not in (403, 404)
 
     def _copies(self) -> int:
         copies = _count(self.settings, "data_parallel_size") or 1
@@ -317,7 +319,7 @@ class _VllmProbe(ServerProbe):
         sees = any("vision_config" in file for file in self.files)
         if not self.token_route:
             return (), "it has no open route with token ids" if sees else "", False
-        name = probe_id()
+        name = self.new_id()
         reply = await self.ask(TOKEN_ROUTE, {
             "request_id": name, "token_ids": [0], "model": self.served.name,
             "sampling_params": {"max_tokens": 1, "temperature": 0.0},
@@ -353,7 +355,7 @@ class _VllmProbe(ServerProbe):
         """Return the shape of the experts, as seen in a reply for one token."""
         prompt = [3, 4, 5]
         reply = await self.ask(TOKEN_ROUTE, {
-            "model": self.served.name, "token_ids": prompt, "request_id": probe_id(),
+            "model": self.served.name, "token_ids": prompt, "request_id": self.new_id(),
             "sampling_params": {"max_tokens": 1, "temperature": 0.0, "ignore_eos": True},
         })  # fmt: skip
         where = f"{self.client.url}{TOKEN_ROUTE}"
@@ -377,7 +379,7 @@ class _VllmProbe(ServerProbe):
     async def _adapter_site(self) -> AdapterSite | None:
         """Return where adapters can be loaded, or None after noting what is needed for that."""
         self.needs["adapters"] = NEEDED
-        if not await has_route(self.client, LOAD):
+        if not await self.has_route(LOAD):
             return None
         if self.processes > 1:
             self.needs["adapters"] = (
@@ -400,8 +402,8 @@ class _VllmProbe(ServerProbe):
             said.append(reply.status)
             return reply.status in (400, *REFUSES) or said.count(500) == TRIES  # and not a passing error
 
-        body = {"lora_name": probe_id(), "lora_path": f"/{probe_id()}"}
-        return (await answer_of(self.client, "POST", LOAD, is_own, body)).status == 404
+        body = {"lora_name": self.new_id(), "lora_path": f"/{self.new_id()}"}
+        return (await self.answer_of("POST", LOAD, is_own, body)).status == 404
 
     async def _vocab_size(self) -> int:
         """Take the size from the settings, a refusal, or the model's files. Raises ConfigError if all lack it."""
@@ -409,14 +411,7 @@ class _VllmProbe(ServerProbe):
             return self.config.vocab_size
         body = {"model": self.served.name, "prompt": [0], "max_tokens": 1, "logit_bias": {str(NO_TOKEN): 1.0}}
         found = await self.vocabulary_in_refusal(COMPLETIONS_ROUTE, body, r"[Vv]ocabulary size: (\d+)")
-        sizes = (found, *(file.get("vocab_size") for file in self.files))
-        size = next((size for size in sizes if isinstance(size, int)), None)
-        if size is None:
-            raise ConfigError(
-                f"{self.client.url} does not say how large its vocabulary is; set engine.vocab_size (vocab_size of the "
-                "model's config.json)"
-            )
-        return size
+        return self.size_of_vocabulary(found, *(file.get("vocab_size") for file in self.files))
 
     async def _logprobs_seen(self) -> LogprobKind:
         """Return the kind of log-probabilities, from the server's settings or from requests for one token."""
@@ -429,13 +424,13 @@ class _VllmProbe(ServerProbe):
             choice = await self._one_token(prompt, params)
             return choice.token_ids[0], choice.logprobs.token_logprobs[0]
 
-        return await kind_of_logprobs(ask)
+        return await self.kind_of_logprobs(ask)
 
     async def _one_token(self, prompt: list[int], params: dict[str, Any]) -> _Choice:
         """Generate one token with its log-probability."""
         reply = await self.ask(COMPLETIONS_ROUTE, {
             "model": self.served.name, "prompt": prompt, "max_tokens": 1, "logprobs": 0, "return_token_ids": True,
-            "top_k": 0, "request_id": probe_id(), **params,
+            "top_k": 0, "request_id": self.new_id(), **params,
         })  # fmt: skip
         self.client.require_ok(reply, COMPLETIONS_ROUTE)
         try:
@@ -472,27 +467,7 @@ METRICS_S = 10.0
 """Seconds to wait for the metrics page, which a server need not have."""
 
 
-async def _metrics(client: HttpClient) -> ServerMetrics:
-    """Read the metrics, which may be the only sign of the number of API processes."""
-    with suppress(EngineError, TimeoutError):  # the server can be used without metrics
-        async with asyncio.timeout(METRICS_S):
-            await answer_of(
-                client, "GET", "/metrics", lambda r: r.status in REFUSES or bool(_OF_METRICS.search(r.body))
-            )
-    return await read_metrics(client)
-
-
-_OF_METRICS = re.compile(rb"^(vllm:|process_)", re.MULTILINE)
-
-
-async def _offers(client: HttpClient, route: str) -> bool:
-    """Return whether a scale-out route exists and is open, judged by the answer to an empty request."""
-    if not await has_route(client, route):
-        return False
-    reply = await answer_of(client, "POST", route, lambda r: r.status in (400, 401, 403, 404, 422), b"{}")
-    if reply.status == 401:
-        client.require_ok(reply, route)
-    return reply.status not in (403, 404)
+_METRIC = re.compile(rb"^(vllm:|process_)", re.MULTILINE)
 
 
 _SETTINGS = (
