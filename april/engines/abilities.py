@@ -145,28 +145,15 @@ class Capabilities:
         return self.needs.get(field) or (BY_NAME[field].lacking if cause is None else cause.sentence)
 
 
-@dataclass(frozen=True, slots=True)
-class Wanted:
-    """What a run needs of its engines."""
-
-    config: Config
-    attachments: Sequence[str] = ()
-    """Kinds of attachments that prompts may have."""
-
-    @property
-    def continuous(self) -> bool:
-        """True if generation goes on while the trainer trains."""
-        return self.config.generation is GenerationMode.CONTINUOUS
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ability:
     """What april says about one field of :class:`Capabilities`."""
 
     name: str
     """Name of the field."""
-    unfit: Callable[[Wanted, str, Capabilities], str] = lambda wanted, engine, c: ""
-    """Function that returns why the engine of this name does not fit the settings, and a remedy; empty if it fits."""
+    unfit: Callable[[Config, Sequence[str], str, Capabilities], str] = lambda config, kinds, engine, c: ""
+    """Function of the configuration, the kinds of attachments that prompts may have, and the name and the capabilities
+    of an engine. Returns why the engine does not fit, and a remedy; empty if it fits."""
     lacking: str = "The server does not offer it"
     """Sentence on an engine without the ability, if it has no limit that explains this."""
     remedy: str = ""
@@ -183,6 +170,10 @@ class Ability:
     the finding is the limit that explains the lack."""
     words: Mapping[str, Callable[[Capabilities], str]] = field(default_factory=dict)
     """Rows of the semantics matrix of the conformance suite: functions that return the value, indexed by label."""
+
+
+def _is_continuous(config: Config) -> bool:
+    return config.generation is GenerationMode.CONTINUOUS
 
 
 def _abort(c: Capabilities, config: Config | None) -> str | None:
@@ -205,14 +196,14 @@ def _logprobs(c: Capabilities, config: Config | None) -> str | None:
     return _EXACT_LOGPROBS.get(c.logprob_kind)
 
 
-def _wrong_logprobs(wanted: Wanted, engine: str, c: Capabilities) -> str:
+def _wrong_logprobs(config: Config, kinds: Sequence[str], engine: str, c: Capabilities) -> str:
     """Return a sentence if log-probabilities are not log_softmax(logits / T).
 
     The configuration refuses all sampling parameters that change the distribution, except the temperature. So all kinds
     of log-probabilities agree at temperature 1; at others, the kinds that follow the temperature do.
     """
-    temperature = wanted.config.sampling.temperature
-    if temperature == 1 or wanted.config.allow_mismatch or c.logprob_kind.follows_temperature:
+    temperature = config.sampling.temperature
+    if temperature == 1 or config.allow_mismatch or c.logprob_kind.follows_temperature:
         return ""
     if c.logprob_kind is LogprobKind.RAW:
         return (
@@ -246,8 +237,8 @@ def _adapters(c: Capabilities, config: Config | None) -> str | None:
     return f"LoRA policies are loaded as such{rank}{slots}, from a directory and beside requests"
 
 
-def _extras_missing(wanted: Wanted, engine: str, c: Capabilities) -> str:
-    missing = ", ".join(extra for extra in wanted.config.extras if extra not in c.extras)
+def _extras_missing(config: Config, kinds: Sequence[str], engine: str, c: Capabilities) -> str:
+    missing = ", ".join(extra for extra in config.extras if extra not in c.extras)
     remedy = f"it gives {', '.join(c.extras)}" if c.extras else c.remedy("extras")
     return missing and f"engine {engine} does not give {missing} with its tokens, as extras asks; {remedy}"
 
@@ -259,10 +250,10 @@ def _images(c: Capabilities, config: Config | None) -> str | None:
     return f"{', '.join(c.attachments)}: they come with prompts that have some, {bans}"
 
 
-def _attachments_missing(wanted: Wanted, engine: str, c: Capabilities) -> str:
-    kinds = " and ".join(f"{kind}s" for kind in wanted.attachments if kind not in c.attachments)
-    return kinds and (
-        f"engine {engine} takes no {kinds}, and processor= is for prompts that have some; "
+def _attachments_missing(config: Config, kinds: Sequence[str], engine: str, c: Capabilities) -> str:
+    missing = " and ".join(f"{kind}s" for kind in kinds if kind not in c.attachments)
+    return missing and (
+        f"engine {engine} takes no {missing}, and processor= is for prompts that have some; "
         f"{c.remedy('attachments')}; for text give tokenizer= instead"
     )
 
@@ -277,8 +268,8 @@ def _cut(c: Capabilities) -> str:
     return f"requests are cut at a weight update (on_weight_update: resubmit){remedy}"
 
 
-def _wrong_update(wanted: Wanted, engine: str, c: Capabilities) -> str:
-    how, why = wanted.config.on_weight_update, c.cause("in_flight_updates")
+def _wrong_update(config: Config, kinds: Sequence[str], engine: str, c: Capabilities) -> str:
+    how, why = config.on_weight_update, c.cause("in_flight_updates")
     if how in (OnWeightUpdate.RESUBMIT, *c.in_flight_updates):
         return ""
     return (
@@ -299,9 +290,9 @@ def _ends(c: Capabilities, config: Config | None) -> str | None:
 ABILITIES = (
     Ability(
         name="returns_partials", causes=(LimitCode.NO_PARTIALS,), subject="abort",
-        unfit=lambda wanted, engine, c: "" if c.returns_partials or not wanted.config.leaves_partials else (
+        unfit=lambda config, kinds, engine, c: "" if c.returns_partials or not config.leaves_partials else (
             f"engine {engine} hands over nothing when a request is aborted, so partial rollouts would lose their "
-            f"tokens; set {'generation: stepwise, ' if wanted.continuous else ''}over_sampling_batch_size to "
+            f"tokens; set {'generation: stepwise, ' if _is_continuous(config) else ''}over_sampling_batch_size to "
             "rollout_batch_size, and refill: none"
         ),
         lacking="an aborted request hands over nothing: no partial rollouts, N' = N",
@@ -391,7 +382,7 @@ ABILITIES = (
     ),
     Ability(
         name="shares_weights",
-        unfit=lambda wanted, engine, c: "" if not (c.shares_weights and wanted.continuous) else (
+        unfit=lambda config, kinds, engine, c: "" if not (c.shares_weights and _is_continuous(config)) else (
             f"engine {engine} generates with the trainer's own model, which cannot be trained meanwhile; set "
             "generation: stepwise, or give the engine a copy of the model (a server, or a GPU of its own)"
         ),
@@ -399,8 +390,8 @@ ABILITIES = (
     ),
     Ability(
         name="max_context",
-        unfit=lambda wanted, engine, c: "" if wanted.config.max_response_len < c.max_context else (
-            f"max_response_len={wanted.config.max_response_len} leaves no room for a prompt in the context of "
+        unfit=lambda config, kinds, engine, c: "" if config.max_response_len < c.max_context else (
+            f"max_response_len={config.max_response_len} leaves no room for a prompt in the context of "
             f"{c.max_context} tokens of engine {engine}; lower it or give the engine more"
         ),
         subject="size",
@@ -411,9 +402,9 @@ ABILITIES = (
     ),
     Ability(
         name="vocab_size",
-        unfit=lambda wanted, engine, c: next((
+        unfit=lambda config, kinds, engine, c: next((
             f"sampling.stop_token_ids: {i} is outside the vocabulary of {c.vocab_size} of engine {engine}"
-            for i in wanted.config.sampling.stop_token_ids if i >= c.vocab_size
+            for i in config.sampling.stop_token_ids if i >= c.vocab_size
         ), ""),
     ),
 )  # fmt: skip

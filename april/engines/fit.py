@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from april.config.settings import Config
 from april.core.types import OnStale
-from april.engines.abilities import ABILITIES, Capabilities, Wanted
+from april.engines.abilities import ABILITIES, Capabilities
 from april.engines.protocol import Engine
 from april.errors import ConfigError
 
@@ -19,8 +19,8 @@ def why_unfit(config: Config, engines: Mapping[str, Capabilities], attachments: 
 
     ``engines`` are given by name; ``attachments`` are the kinds of attachments that prompts may have.
     """
-    wanted = Wanted(config, attachments)
-    yield from filter(None, (ability.unfit(wanted, name, c) for name, c in engines.items() for ability in ABILITIES))
+    for name, c in engines.items():
+        yield from filter(None, (ability.unfit(config, attachments, name, c) for ability in ABILITIES))
 
 
 def check_engines(config: Config, engines: Sequence[Engine], *, gathers: bool, attachments: Sequence[str] = ()) -> None:

@@ -7,15 +7,22 @@ disk, by name. So the version of a token follows from the adapter name in its re
 from __future__ import annotations
 
 import itertools
+import logging
 import re
-from collections.abc import Collection
+from collections.abc import Awaitable, Callable, Collection
 from dataclasses import dataclass
 
 from april.core.versions import FIRST_VERSION, PolicyVersion
+from april.engines.http.http_client import HttpClient, Reply
 from april.engines.http.weight_labels import LabelOfBase, ReadingLabels, WeightLabels
+from april.engines.http.wire import error_text
+from april.errors import EngineError
 
-KEEPS_ADAPTER = "%s keeps the adapter %s, which april has no use for: %s"
-"""Log message for an adapter that could not be unloaded."""
+log = logging.getLogger("april")
+
+LOAD_S = 300.0
+"""Seconds for a server to load an adapter."""
+UNLOAD_S = 10.0
 _OURS = re.compile(r"^april-v\d+\.\d+-[0-9a-f]{6}\.\d+$")
 
 
@@ -30,6 +37,21 @@ class Loaded:
 
     name: str
     path: str
+
+
+async def unload_adapter(
+    client: HttpClient, route: str, adapter: Loaded, is_gone: Callable[[Reply], Awaitable[bool]]
+) -> bool:
+    """Unload an adapter; if it may still be there by the answer, log a warning and return False."""
+    try:
+        reply = await client.call("POST", route, {"lora_name": adapter.name}, timeout_s=UNLOAD_S, retry=True)
+        if await is_gone(reply):
+            return True
+        why = f"it answered {reply.status}, {error_text(reply.body)}"
+    except EngineError as error:
+        why = str(error)
+    log.warning("%s keeps the adapter %s, which april has no use for: %s", client.url, adapter.name, why)
+    return False
 
 
 class OwnAdapters:

@@ -39,6 +39,12 @@ def read_with(decoder: msgspec.json.Decoder[T], raw: bytes) -> T:
 _ANY = msgspec.json.Decoder()
 
 
+def positive(values: dict[str, Any], key: str) -> int | None:
+    """Return the value under ``key`` if it is a positive integer, else None."""
+    value = values.get(key)
+    return value if isinstance(value, int) and value > 0 else None
+
+
 _AT_REST = re.compile(r"\bis (?:paused|asleep|sleeping)\b", re.IGNORECASE)
 """Text that means "no requests now", although the status blames the request (TensorRT-LLM: 400)."""
 

@@ -17,7 +17,7 @@ from april.engines.http.http_client import HttpClient, Reply, says, words_of
 from april.engines.http.server_probe import AGAIN_S, NO_TOKEN, REFUSES, TRIES, ServerFacts, ServerProbe, model_files
 from april.engines.http.server_process import while_paused
 from april.engines.http.token_rows import NO_EXPERTS, Routing, WrongRows, experts_of_numbers, routing_of
-from april.engines.http.wire import NotJson, error_text, read_json
+from april.engines.http.wire import NotJson, error_text, positive, read_json
 from april.engines.protocol import ROUTED_EXPERTS, AdapterSite
 from april.engines.sglang.wire import FIELDS
 from april.engines.sglang.wire import Reply as GenerateReply
@@ -56,7 +56,7 @@ class SglangFacts(ServerFacts):
 async def workers_of(client: HttpClient) -> int:
     """Ask a server how many processes hold a part of its weights. Raises EngineError if it does not answer."""
     info = await client.json("GET", "/server_info", retry=True)
-    return (_number(info, "tp_size") if isinstance(info, dict) else None) or 1
+    return (positive(info, "tp_size") if isinstance(info, dict) else None) or 1
 
 
 async def probe_sglang(client: HttpClient, config: SglangEngineConfig) -> SglangFacts:
@@ -147,7 +147,7 @@ class _SglangProbe(ServerProbe):
                 ),
                 vocab_size=vocab_size,
                 context=_context(server, self.models),
-                places=_number(server, "max_running_requests"),
+                places=positive(server, "max_running_requests"),
                 eos_token_ids=self.ends(),
                 updates_from_disk=disk and adapter is None,
                 collective=_backends(server) if sent else (),
@@ -257,7 +257,7 @@ class _SglangProbe(ServerProbe):
         if copies > 1:
             self.needs["adapters"] = "start one server per copy, each with --dp-size 1, as copies share no adapters"
             return None
-        rank, slots = _number(self.server, "max_lora_rank"), _number(self.server, "max_loras_per_batch")
+        rank, slots = positive(self.server, "max_lora_rank"), positive(self.server, "max_loras_per_batch")
         base = await asyncio.to_thread(base_shapes, self.model["model_path"])
         return AdapterSite(max_rank=rank, slots=slots, scales=False, base=base)
 
@@ -370,17 +370,12 @@ def _context(server: dict[str, Any], models: Any) -> int | None:
     The server refuses inputs a few tokens below its context, and silently stops two tokens below it. Memory also limits
     a request, less one page for the unused rest of the input's last page and one more.
     """
-    longest, memory = _number(server, "max_req_input_len"), _number(server, "max_total_num_tokens")
+    longest, memory = positive(server, "max_req_input_len"), positive(server, "max_total_num_tokens")
     if longest is not None and memory is not None and longest < memory:  # otherwise it is the memory of one shard
-        longest = min(longest, memory - 2 * (_number(server, "page_size") or 1))
+        longest = min(longest, memory - 2 * (positive(server, "page_size") or 1))
     if longest is None:
         try:
             longest = int(server.get("context_length") or models["data"][0]["max_model_len"]) - 6
         except (KeyError, IndexError, TypeError, ValueError):
             return None
     return longest
-
-
-def _number(values: dict[str, Any], key: str) -> int | None:
-    value = values.get(key)
-    return value if isinstance(value, int) and value > 0 else None

@@ -16,6 +16,7 @@ from april.core.versions import PolicyVersion
 from april.engines.http.http_client import (
     CONTROL_TIMEOUT_S,
     HttpClient,
+    Reply,
     control,
     nothing,
     require_words,
@@ -23,9 +24,9 @@ from april.engines.http.http_client import (
     text_under,
     words_of,
 )
-from april.engines.http.own_adapters import KEEPS_ADAPTER, Loaded
+from april.engines.http.own_adapters import LOAD_S, Loaded, unload_adapter
 from april.engines.http.server_probe import is_listed
-from april.engines.http.server_process import PAUSE_CHECK_S, while_paused
+from april.engines.http.server_process import LOAD_WEIGHTS_S, PAUSE_CHECK_S, while_paused
 from april.engines.http.weight_labels import WeightLabels, is_another_process, mark_process, require_base
 from april.engines.http.wire import NotJson, error_text, read_json
 from april.engines.protocol import EngineLoad
@@ -35,10 +36,6 @@ from april.text.server_text import clean
 
 log = logging.getLogger("april")
 
-LOAD_WEIGHTS_S = 3600.0
-"""Seconds for a server to load weights."""
-LOAD_ADAPTER_S = 300.0
-UNLOAD_ADAPTER_S = 10.0
 FLUSH_S = 30.0
 """Seconds that the server may wait until its cache can be emptied."""
 
@@ -191,7 +188,7 @@ class SglangWorker:
         await require_base(self, labels, self.facts.label, base)
         process = await self._process()
         body = {"lora_name": adapter.name, "lora_path": adapter.path}
-        reply = await self.client.call("POST", "/load_lora_adapter", body, timeout_s=LOAD_ADAPTER_S)
+        reply = await self.client.call("POST", "/load_lora_adapter", body, timeout_s=LOAD_S)
         answer = words_of(reply)
         text = f"{self.client.url} could not load the adapter in {adapter.path}"
         if not (reply.ok and says("success", True)(answer)) or await is_listed(self.client, adapter.name) is False:
@@ -204,18 +201,12 @@ class SglangWorker:
 
     async def unload_adapter(self, adapter: Loaded) -> bool:
         """Unload an adapter; if it may still be there, log a warning and return False."""
-        body = {"lora_name": adapter.name}
-        try:
-            reply = await self.client.call("POST", "/unload_lora_adapter", body, timeout_s=UNLOAD_ADAPTER_S, retry=True)
-            if (reply.ok and says("success", True)(words_of(reply))) or (
-                await is_listed(self.client, adapter.name) is False
-            ):
-                return True
-            why = f"it answered {reply.status}, {clean(reply.body)}"
-        except EngineError as error:
-            why = str(error)
-        log.warning(KEEPS_ADAPTER, self.client.url, adapter.name, why)
-        return False
+
+        async def is_gone(reply: Reply) -> bool:
+            done = reply.ok and says("success", True)(words_of(reply))
+            return done or await is_listed(self.client, adapter.name) is False
+
+        return await unload_adapter(self.client, "/unload_lora_adapter", adapter, is_gone)
 
     async def _process(self) -> Any:
         """Return a value unique to the process (the times that parts of its start took); None if it is not shown."""

@@ -1,21 +1,14 @@
-"""Calls that load and unload adapters (LoRA) on a running vLLM server."""
+"""The call that loads an adapter (LoRA) on a running vLLM server."""
 
 from __future__ import annotations
 
-import logging
-
 from april.engines.http.http_client import HttpClient
-from april.engines.http.own_adapters import KEEPS_ADAPTER, Loaded
+from april.engines.http.own_adapters import LOAD_S, Loaded
 from april.engines.http.server_probe import is_listed
 from april.engines.http.wire import error_text
 from april.errors import EngineBusy, EngineError
 
-log = logging.getLogger("april")
-
 LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
-LOAD_S = 300.0
-"""Seconds for a server to load an adapter."""
-UNLOAD_S = 10.0
 NEEDED = (
     "start the server with VLLM_ALLOW_RUNTIME_LORA_UPDATING=True, --enable-lora and a --max-lora-rank of at least the "
     "adapter's rank"
@@ -35,16 +28,3 @@ async def load_adapter(client: HttpClient, adapter: Loaded) -> None:
         raise EngineError(
             f"{text}: it answered {reply.status}, {error_text(reply.body)}, and does not list it; it keeps what it had"
         )
-
-
-async def unload_adapter(client: HttpClient, adapter: Loaded) -> bool:
-    """Unload an adapter; if it may still be there, log a warning and return False."""
-    try:
-        reply = await client.call("POST", UNLOAD, {"lora_name": adapter.name}, timeout_s=UNLOAD_S, retry=True)
-        if reply.ok or reply.status == 404:  # unloaded, or never loaded
-            return True
-        why = f"it answered {reply.status}, {error_text(reply.body)}"
-    except EngineError as error:
-        why = str(error)
-    log.warning(KEEPS_ADAPTER, client.url, adapter.name, why)
-    return False

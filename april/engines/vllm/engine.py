@@ -15,13 +15,14 @@ from urllib.parse import urlsplit
 
 from april.config.engines import THIS_MACHINE, VllmEngineConfig
 from april.core.versions import PolicyVersion
-from april.engines.http.http_client import HttpClient, control, nothing, says, text_under, words_of
-from april.engines.http.own_adapters import Loaded
+from april.engines.http.http_client import HttpClient, Reply, control, nothing, says, text_under, words_of
+from april.engines.http.own_adapters import Loaded, unload_adapter
 from april.engines.http.response_reader import ResponseReader
 from april.engines.http.response_stream import ResponseStream
 from april.engines.http.sent_attachments import SentAttachments, Urls
 from april.engines.http.server_probe import ServerFacts, connect_all
 from april.engines.http.server_process import (
+    LOAD_WEIGHTS_S,
     PAUSE_CHECK_S,
     UNSAID,
     read_metrics,
@@ -35,15 +36,13 @@ from april.engines.openai.engine import OpenAIEngine
 from april.engines.openai.probe import OpenAIFacts
 from april.engines.openai.wire import TokenShape
 from april.engines.protocol import AbortMeans, Engine, Health, OnWeightUpdate, Request
-from april.engines.vllm.adapters import load_adapter, unload_adapter
+from april.engines.vllm.adapters import UNLOAD, load_adapter
 from april.engines.vllm.probe import VllmFacts, probe_vllm
 from april.engines.vllm.transfer import TransferEngine
 from april.engines.vllm.wire import engine_id, misses_attachment, parser_of, request_body
 from april.errors import EngineError
 from april.text.server_text import quoted
 
-LOAD_WEIGHTS_S = 3600.0
-"""Seconds for a server to load weights."""
 RESET_TRIES = 20
 RESET_WAIT_S = 0.1
 """Seconds between tries, because the cache cannot be emptied right after the last request has ended."""
@@ -184,7 +183,10 @@ class VllmEngine(TransferEngine):
         await self._process.take(version)
 
     async def _unload(self, adapter: Loaded) -> bool:
-        return await unload_adapter(self._client, adapter)
+        async def is_gone(reply: Reply) -> bool:
+            return reply.ok or reply.status == 404  # unloaded, or never loaded
+
+        return await unload_adapter(self._client, UNLOAD, adapter, is_gone)
 
     def _torn_by_a_restart(self, version: PolicyVersion) -> str:
         self._not_whole = (

@@ -30,13 +30,13 @@ from april.engines.openai.wire import NEVER
 from april.engines.protocol import ROUTED_EXPERTS, Capabilities, Chunk, EngineFinish, FirstWeights, Health, Request
 from april.engines.vllm.kv_connectors import require_salts_kept_apart
 from april.engines.vllm.plugin import BACKENDS
+from april.engines.vllm.probe import EXPERTS_SETTING, LOGPROBS_MODES
 from april.engines.vllm.transfer import Transfers
 from april.errors import AttachmentError, ConfigError, EngineBusy, EngineError, WireError
 from april.text.server_text import clean, quoted
 
 T = TypeVar("T")
 
-EXPERTS_SETTING = "enable_return_routed_experts"
 ABORT_AGAIN_S = 0.05
 """Seconds between aborts during a pause, because an abort misses a request that is just being handed to vLLM."""
 _UPDATES_END_ALL = Limit(
@@ -55,7 +55,6 @@ _ADAPTER = Limit(
     "Requests go to an adapter: whole weights from a directory would change the model under it",
     "hand a new adapter over with weight_update(transfer=...), or train merged weights with lora_request=False",
 )
-_KINDS = {"raw_logprobs": LogprobKind.RAW, "processed_logprobs": LogprobKind.PROCESSED}
 _REFUSED = "VLLMClientError"
 """Name of vLLM's error class for bad requests; older versions raise ValueError."""
 _BETWEEN = "its last weight update failed, and its weights are those of no version; update them again"
@@ -253,11 +252,7 @@ class VllmInProcessEngine(Transfers):
         self._not_whole = f"engine {self._name}: {_BETWEEN}"
         if path is not None:
             await self.forget_transfers()
-            results = await self._there(
-                lambda: self._llm.collective_rpc("reload_weights", kwargs={"weights_path": path})
-            )
-            if not results or any(result is not None for result in results):  # each worker must return nothing
-                raise EngineError(f"engine {self._name} could not load {path}: its workers returned {clean(results)}")
+            await self._on_workers("reload_weights", {"weights_path": path}, f"could not load {path}")
         if self._capabilities.attachments and hasattr(self._llm, "reset_encoder_cache"):
             # a load may empty the worker's encoder cache, but never the scheduler's
             await self._there(self._llm.reset_encoder_cache)
@@ -288,9 +283,13 @@ class VllmInProcessEngine(Transfers):
 
     async def _transfer(self, call: str, arguments: dict[str, Any] | None = None) -> None:
         method = call.removeprefix("/")
-        results = await self._there(lambda: self._llm.collective_rpc(method, None, kwargs=arguments or {}))
-        if not results or any(result is not None for result in results):  # each worker must return nothing
-            raise EngineError(f"engine {self._name} failed {method}: its workers returned {clean(results)}")
+        await self._on_workers(method, arguments or {}, f"failed {method}")
+
+    async def _on_workers(self, method: str, arguments: dict[str, Any], failure: str) -> None:
+        """Call a method of all workers. Raises EngineError, with ``failure``, unless each returns nothing."""
+        results = await self._there(lambda: self._llm.collective_rpc(method, None, kwargs=arguments))
+        if not results or any(result is not None for result in results):
+            raise EngineError(f"engine {self._name} {failure}: its workers returned {clean(results)}")
 
     async def health(self) -> Health:
         """Return whether vLLM's engine is alive."""
@@ -352,7 +351,7 @@ def _capabilities(llm: Any, stream: bool, eos_token_ids: Sequence[int] | None, l
             f"VllmInProcessEngine takes an AsyncLLM object of vLLM 0.12 or newer, got {type(llm).__name__} "
             f"({clean(error)})"
         ) from None
-    if mode not in _KINDS:
+    if mode not in LOGPROBS_MODES:
         raise ConfigError(
             f"vLLM was made with logprobs_mode={mode!r}, which gives no log-probabilities; use processed_logprobs, or "
             "raw_logprobs for temperature 1"
@@ -366,7 +365,7 @@ def _capabilities(llm: Any, stream: bool, eos_token_ids: Sequence[int] | None, l
         )
     tied = bool(getattr(getattr(model, "hf_config", None), "tie_word_embeddings", False))
     reloads = not (tied and getattr(getattr(config, "device_config", None), "device_type", None) == "cpu")
-    kind = _KINDS[mode]
+    kind = LOGPROBS_MODES[mode]
     limits = (
         (True, _UPDATES_END_ALL),
         (not stream, _TOKENS_AT_END),

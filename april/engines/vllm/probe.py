@@ -26,7 +26,7 @@ from april.engines.http.token_rows import (
     routing_of,
 )
 from april.engines.http.weight_labels import Span
-from april.engines.http.wire import NotJson, error_text, read_json
+from april.engines.http.wire import NotJson, error_text, positive, read_json
 from april.engines.openai.wire import ASK_SPANS
 from april.engines.protocol import ROUTED_EXPERTS, AbortMeans, AdapterSite, OnWeightUpdate
 from april.engines.vllm.adapters import LOAD, NEEDED
@@ -36,12 +36,7 @@ from april.engines.vllm.wire import COMPLETIONS_ROUTE, PARTS, TOKEN_ROUTE, Token
 from april.errors import ConfigError, EngineError, RequestRefused, WireError
 from april.text.server_text import clean
 
-_MODES = {
-    "raw_logprobs": LogprobKind.RAW,
-    "processed_logprobs": LogprobKind.PROCESSED,
-}
-
-
+LOGPROBS_MODES = {"raw_logprobs": LogprobKind.RAW, "processed_logprobs": LogprobKind.PROCESSED}
 EXPERTS_SETTING = "enable_return_routed_experts"
 _DEVELOPER = "VLLM_SERVER_DEV_MODE=1"
 _MODE = "--logprobs-mode processed_logprobs"
@@ -89,7 +84,7 @@ class _VllmProbe(ServerProbe):
             refuse_hidden_connector(self.client.url, self.config.salted_kv_connectors)
         eos, loads, seeds = self.ends(), self._loads(), self._seeds()
         site, routing = await self._adapter_site(), await self._routing(means)
-        copies, running, context = self._copies(), _count(self.settings, "max_num_seqs"), self.card.get("max_model_len")
+        copies, running = self._copies(), positive(self.settings, "max_num_seqs")
         self.lacks(
             "speculation" in self.settings, LimitCode.SPECULATION,
             f"The server speculates ({clean(self.settings.get('speculation'))}): on a CPU n-gram speculation gave "
@@ -110,7 +105,7 @@ class _VllmProbe(ServerProbe):
             capabilities=self.capabilities(
                 logprob_kind=kind,
                 vocab_size=vocab_size,
-                context=context if isinstance(context, int) else None,
+                context=positive(self.card, "max_model_len"),
                 places=None if running is None else running * copies,
                 eos_token_ids=eos,
                 collective=self._collective(loads),
@@ -186,7 +181,7 @@ class _VllmProbe(ServerProbe):
         return reply.status not in (403, 404)
 
     def _copies(self) -> int:
-        copies = _count(self.settings, "data_parallel_size") or 1
+        copies = positive(self.settings, "data_parallel_size") or 1
         self.lacks(
             copies > 1, LimitCode.SEVERAL_COPIES,
             f"The server runs {copies} data-parallel copies: aborts and weights were right with two of them behind one "
@@ -285,7 +280,7 @@ class _VllmProbe(ServerProbe):
         That works only if a pause reaches everything behind the port, and responses end with the version spans of their
         tokens.
         """
-        one = self.processes == 1 and (_count(self.settings, "data_parallel_size") or 1) == 1
+        one = self.processes == 1 and (positive(self.settings, "data_parallel_size") or 1) == 1
         if not (one and self.developer and abort_route and spans):
             return ()
         if isinstance(self.shown, dict) and has_connector(self.shown.get("kv_transfer_config")):
@@ -392,7 +387,7 @@ class _VllmProbe(ServerProbe):
             return None
         del self.needs["adapters"]
         base = await asyncio.to_thread(base_shapes, self.card.get("root"))
-        return AdapterSite(max_rank=_count(lora, "max_lora_rank"), slots=_count(lora, "max_loras"), base=base)
+        return AdapterSite(max_rank=positive(lora, "max_lora_rank"), slots=positive(lora, "max_loras"), base=base)
 
     async def _takes_adapters(self) -> bool:
         """Load an adapter from a missing directory: the status is 404 if adapters are accepted, 500 if not."""
@@ -415,8 +410,8 @@ class _VllmProbe(ServerProbe):
 
     async def _logprobs_seen(self) -> LogprobKind:
         """Return the kind of log-probabilities, from the server's settings or from requests for one token."""
-        if self.settings.get("logprobs_mode") in _MODES:
-            return _MODES[self.settings["logprobs_mode"]]
+        if self.settings.get("logprobs_mode") in LOGPROBS_MODES:
+            return LOGPROBS_MODES[self.settings["logprobs_mode"]]
         if self.paused or self.config.logprobs is not None:  # a paused server answers no requests
             return LogprobKind.UNKNOWN
 
@@ -503,11 +498,6 @@ def _processes(settings: dict[str, Any], metrics: ServerMetrics) -> int:
     if metrics.load is not None and metrics.started_s is None:
         return max(2, int(settings.get("data_parallel_size") or 2))
     return 1
-
-
-def _count(settings: dict[str, Any], name: str) -> int | None:
-    value = settings.get(name)
-    return value if isinstance(value, int) and value > 0 else None
 
 
 def _on_cpu(settings: dict[str, Any], version: str) -> bool | None:
