@@ -465,9 +465,10 @@ async def control(
     require_words(client, await client.call("POST", route, body, params=params, retry=True), route, *words)
 
 
-def text_under(client: HttpClient, said: Any, key: str, route: str) -> str:
-    """Return the text that ``said`` has under ``key``. Raises EngineError if there is none."""
-    value = said.get(key) if isinstance(said, dict) else None
-    if not isinstance(value, str):
-        raise EngineError(f"{client.url}{route} does not say its {key}; is a proxy or another server in between?")
-    return value
+async def weight_version(client: HttpClient, route: str) -> str:
+    """Return the label of the weights that a GET route shows. Raises EngineError if it shows none."""
+    said = await client.json("GET", route, retry=True)
+    label = said.get("weight_version") if isinstance(said, dict) else None
+    if isinstance(label, str):
+        return label
+    raise EngineError(f"{client.url}{route} does not say its weight_version; is a proxy or another server in between?")

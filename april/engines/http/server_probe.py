@@ -358,28 +358,28 @@ def choose_model(url: str, answer: Any, name: str | None) -> ServedModel:
     return ServedModel(name=found, card=models[found], adapters=tuple(adapters))
 
 
-async def is_listed(client: HttpClient, name: str) -> bool | None:
-    """Return whether the server lists a model or adapter of this name; None if it shows no list."""
+async def _listed_models(client: HttpClient) -> Any:
+    """Return the server's answer with its list of models; None if it shows no list."""
     try:
         reply = await client.call("GET", ROUTE, retry=True)
         answer = read_json(reply.body) if reply.ok else None
     except (EngineError, NotJson):
         return None
-    listed = answer.get("data") if isinstance(answer, dict) else None
-    return any(isinstance(c, dict) and c.get("id") == name for c in listed) if isinstance(listed, list) else None
+    return answer if isinstance(answer, dict) and isinstance(answer.get("data"), list) else None
+
+
+async def is_listed(client: HttpClient, name: str) -> bool | None:
+    """Return whether the server lists a model or adapter of this name; None if it shows no list."""
+    answer = await _listed_models(client)
+    return None if answer is None else any(isinstance(c, dict) and c.get("id") == name for c in answer["data"])
 
 
 async def why_not_served(client: HttpClient, name: str | None) -> str:
     """Return why :func:`choose_model` fails on the server's present list; empty if it works, or there is no list."""
+    answer = await _listed_models(client)
     try:
-        reply = await client.call("GET", ROUTE, retry=True)
-        answer = read_json(reply.body) if reply.ok else None
-    except (EngineError, NotJson):
-        return ""
-    if not isinstance(answer, dict) or not isinstance(answer.get("data"), list):
-        return ""
-    try:
-        choose_model(client.url, answer, name)
+        if answer is not None:
+            choose_model(client.url, answer, name)
     except ConfigError as error:
         return str(error)
     return ""

@@ -14,9 +14,8 @@ from enum import StrEnum
 from typing import Any
 
 from april.config.engines import OpenAIEngineConfig, ServerEngineConfig, SglangEngineConfig, VllmEngineConfig
-from april.engines.http.http_client import HttpClient, Reply
+from april.engines.http.http_client import HttpClient, Reply, says, words_of
 from april.engines.http.server_probe import ServerFacts
-from april.engines.http.wire import NotJson, read_json
 from april.engines.openai.probe import known_server, probe_openai
 from april.engines.sglang.probe import probe_sglang
 from april.engines.vllm.probe import probe_vllm
@@ -85,7 +84,7 @@ async def why_silent(client: HttpClient, kind: ServerKind, timeout_s: float) -> 
 
 
 def _judge(replies: dict[str, Reply]) -> Identity:
-    answers = {route: _json(reply) for route, reply in replies.items() if reply.ok}
+    answers = {route: words_of(reply) for route, reply in replies.items() if reply.ok}
     listed = [m for m in _list(answers.get("/v1/models"), "data") if isinstance(m, dict)]
     models = tuple(clean(m["id"]) for m in listed if "id" in m)
     version = _text(answers.get("/version"), "version")
@@ -119,13 +118,6 @@ def _judge(replies: dict[str, Reply]) -> Identity:
     return found(ServerKind.OTHER)
 
 
-def _json(reply: Reply) -> Any:
-    try:
-        return read_json(reply.body)
-    except NotJson:
-        return None
-
-
 def _list(value: Any, key: str) -> list[Any]:
     inner = value.get(key) if isinstance(value, dict) else None
     return inner if isinstance(inner, list) else []
@@ -137,7 +129,7 @@ def _text(value: Any, key: str) -> str | None:
 
 
 def _says(key: str) -> Callable[[Reply], bool]:
-    return lambda reply: reply.ok and isinstance(answer := _json(reply), dict) and answer.get(key) is True
+    return lambda reply: reply.ok and says(key, True)(words_of(reply))
 
 
 _PAUSED: dict[ServerKind, tuple[tuple[str, Callable[[Reply], bool]], ...]] = {

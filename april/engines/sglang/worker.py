@@ -21,7 +21,7 @@ from april.engines.http.http_client import (
     nothing,
     require_words,
     says,
-    text_under,
+    weight_version,
     words_of,
 )
 from april.engines.http.own_adapters import LOAD_S, Loaded, unload_adapter
@@ -98,10 +98,7 @@ class SglangWorker:
 
     async def label(self) -> str | None:
         """Return the label of the present weights; None if the server has no labels."""
-        if self.facts.label is None:
-            return None
-        info = await self.client.json("GET", "/model_info", retry=True)
-        return text_under(self.client, info, "weight_version", "/model_info")
+        return None if self.facts.label is None else await weight_version(self.client, "/model_info")
 
     async def is_foreign(self, labels: WeightLabels, version: PolicyVersion) -> bool:
         """Return whether somebody else has paused the server, or given it other weights than ``version``."""

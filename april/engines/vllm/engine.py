@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 
 from april.config.engines import THIS_MACHINE, VllmEngineConfig
 from april.core.versions import PolicyVersion
-from april.engines.http.http_client import HttpClient, Reply, control, nothing, says, text_under, words_of
+from april.engines.http.http_client import HttpClient, Reply, control, nothing, says, weight_version, words_of
 from april.engines.http.own_adapters import Loaded, unload_adapter
 from april.engines.http.response_reader import ResponseReader
 from april.engines.http.response_stream import ResponseStream
@@ -276,10 +276,7 @@ class VllmEngine(TransferEngine):
 
     async def label(self) -> str | None:
         """Return the label of the present weights; None if the server has no labels."""
-        if self.facts.label is None:
-            return None
-        info = await self._client.json("GET", "/weight_info", retry=True)
-        return text_under(self._client, info, "weight_version", "/weight_info")
+        return None if self.facts.label is None else await weight_version(self._client, "/weight_info")
 
     @asynccontextmanager
     async def _frozen(self) -> AsyncIterator[None]:

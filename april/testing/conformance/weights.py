@@ -12,7 +12,7 @@ import numpy as np
 from april.engines.protocol import EngineFinish, Float32, KeepsRequests, OnWeightUpdate
 from april.testing.conformance.bench import Bench, Reading, check
 from april.testing.conformance.subject import Broken, Figures, NotOffered, NotTested, Weights
-from april.testing.conformance.tokens import asked_kind, expected
+from april.testing.conformance.tokens import asked_kind, largest_difference
 
 FEW = 6
 LENGTH = 40
@@ -112,12 +112,8 @@ async def version_exactness(bench: Bench) -> Figures:
 async def _difference_under(bench: Bench, weights: Weights) -> float:
     """Check sampled responses against the new weights; return the largest difference of log-probabilities."""
     assert weights.reference is not None
-    asked = asked_kind(bench)
     readings = await bench.whole(bench.request(i, LENGTH, forced=False, temperature=1.0) for i in range(FEW))
-    worst = 0.0
-    for r in readings:
-        logits = weights.reference(r.request.token_ids.tolist(), r.tokens.tolist())
-        worst = max(worst, float(np.abs(expected(asked, logits, r.tokens, 1.0, 1.0)[0] - r.logprobs).max(initial=0.0)))
+    worst = max(largest_difference(asked_kind(bench), weights.reference, r, 1.0) for r in readings)
     if not worst <= bench.subject.tolerance:
         raise Broken(f"after the update log-probabilities differ from the new weights by up to {worst:.3g} nats")
     return worst
