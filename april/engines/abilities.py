@@ -136,8 +136,9 @@ class Capabilities:
         return next((limit for code in BY_NAME[field].causes for limit in self.limits if limit.code is code), None)
 
     def remedy(self, field: str) -> str:
-        """Return what the user should do where ``field`` is lacking."""
-        return self.needs.get(field) or BY_NAME[field].remedy
+        """Return what the user should do where ``field`` is lacking; empty if nothing helps."""
+        cause = self.cause(field)
+        return self.needs.get(field) or (BY_NAME[field].remedy if cause is None else cause.remedy)
 
     def lack(self, field: str) -> str:
         """Return a sentence on why ``field`` is lacking, or on what would give it."""
@@ -263,18 +264,18 @@ def _offers(c: Capabilities) -> str:
 
 
 def _cut(c: Capabilities) -> str:
-    why = c.cause("in_flight_updates")
-    remedy = "" if why is None or not why.remedy else f"; to keep them over an update, {why.remedy}"
-    return f"requests are cut at a weight update (on_weight_update: resubmit){remedy}"
+    remedy = c.remedy("in_flight_updates")
+    cut = "requests are cut at a weight update (on_weight_update: resubmit)"
+    return f"{cut}; to keep them over an update, {remedy}" if remedy else cut
 
 
 def _wrong_update(config: Config, kinds: Sequence[str], engine: str, c: Capabilities) -> str:
-    how, why = config.on_weight_update, c.cause("in_flight_updates")
+    how, remedy = config.on_weight_update, c.remedy("in_flight_updates")
     if how in (OnWeightUpdate.RESUBMIT, *c.in_flight_updates):
         return ""
     return (
         f"engine {engine} cannot do on_weight_update: {how}, only {_offers(c)}; set one that all engines can"
-        f"{'' if why is None or not why.remedy else f', or {why.remedy}'}"
+        + (f", or {remedy}" if remedy else "")
     )
 
 

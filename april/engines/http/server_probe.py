@@ -17,6 +17,7 @@ from april.core.engine_limits import UNKNOWN_LOGPROBS, Limit, LimitCode, unknown
 from april.core.sampling import LogprobKind
 from april.engines.http.http_client import HttpClient, Reply, is_page, words_of
 from april.engines.http.own_adapters import is_ours
+from april.engines.http.token_rows import Routing
 from april.engines.http.weight_labels import first_weights
 from april.engines.http.wire import NotJson, error_text, read_json
 from april.engines.protocol import Capabilities, Engine
@@ -245,6 +246,17 @@ class ServerProbe:
         self.note(raw, kind is LogprobKind.RAW)
         self.note(UNKNOWN_LOGPROBS, kind is LogprobKind.UNKNOWN)
         return kind
+
+    def experts(self, said: Routing | None, seen: Routing | str, limit: Limit) -> Routing | None:
+        """Return the shape of a token's experts, or None after noting the limit and what is needed to get experts.
+
+        ``said`` is the shape in the model's files, ``seen`` the shape in a reply, or what is needed to see one.
+        """
+        if isinstance(seen, Routing):
+            return seen
+        self.needs["extras"] = seen
+        self.note(limit, said is not None and not self.paused)
+        return None
 
     async def kind_of_logprobs(
         self, one_token: Callable[[list[int], dict[str, float]], Awaitable[tuple[int, float]]],

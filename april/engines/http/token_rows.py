@@ -16,6 +16,7 @@ import numpy as np
 from numpy.lib import format as npy
 
 from april.core.attachments import Rows
+from april.engines.http.wire import positive
 from april.engines.protocol import ROUTED_EXPERTS
 from april.text.server_text import clean
 
@@ -51,16 +52,11 @@ def routing_of(files: Sequence[dict[str, Any]]) -> Routing | None:
     for file in files:
         text = file.get("text_config")
         for values in (text if isinstance(text, dict) else {}, file):
-            layers, top_k = _number(values, "num_hidden_layers"), _number(values, "num_experts_per_tok")
+            layers, top_k = positive(values, "num_hidden_layers"), positive(values, "num_experts_per_tok")
             if layers is not None and top_k is not None:
                 names = ("num_experts", "n_routed_experts", "num_local_experts")
-                return Routing(layers, top_k, next(filter(None, (_number(values, name) for name in names)), None))
+                return Routing(layers, top_k, next(filter(None, (positive(values, name) for name in names)), None))
     return None
-
-
-def _number(values: dict[str, Any], name: str) -> int | None:
-    value = values.get(name)
-    return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else None
 
 
 def experts_of_numbers(text: str, routing: Routing) -> Rows:

@@ -42,7 +42,7 @@ _ANY = msgspec.json.Decoder()
 def positive(values: dict[str, Any], key: str) -> int | None:
     """Return the value under ``key`` if it is a positive integer, else None."""
     value = values.get(key)
-    return value if isinstance(value, int) and value > 0 else None
+    return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else None
 
 
 _AT_REST = re.compile(r"\bis (?:paused|asleep|sleeping)\b", re.IGNORECASE)

@@ -199,27 +199,15 @@ async def probe_openai(client: HttpClient, config: OpenAIEngineConfig) -> OpenAI
     load_route = await _load_route(found, server)
     return OpenAIFacts(
         **found.common() | {"base": None},
-        model=model,
-        software=await software_of(found, server),
+        model=model, software=await software_of(found, server),
         started_s=(await read_metrics(client, load_route)).started_s,
-        token_shape=probe.shape,
-        keeps_eos=keeps_eos,
-        load_route=load_route,
-        takes_seeds=server.takes_seeds,
+        token_shape=probe.shape, keeps_eos=keeps_eos, load_route=load_route, takes_seeds=server.takes_seeds,
         capabilities=Capabilities(
-            logprob_kind=kind,
-            vocab_size=config.vocab_size,
-            max_context=max_context,
-            eos_token_ids=tuple(eos),
-            max_in_flight=config.max_in_flight,
-            abort_means=AbortMeans.CLOSE,
-            version_spans=False,
-            remote=True,
-            verifies_weights=False,
-            honours_seeds=seeds,
-            limits=found.limits(),
+            logprob_kind=kind, vocab_size=config.vocab_size, max_context=max_context, eos_token_ids=tuple(eos),
+            max_in_flight=config.max_in_flight, abort_means=AbortMeans.CLOSE, version_spans=False, remote=True,
+            verifies_weights=False, honours_seeds=seeds, limits=found.limits(),
         ),
-    )
+    )  # fmt: skip
 
 
 async def software_of(probe: ServerProbe, server: KnownServer) -> str:

@@ -32,6 +32,7 @@ ADAPTERS_NEED = (
     "start the server with --enable-lora, --max-lora-rank of at least the adapter's rank, and --lora-target-modules"
 )
 EXPERTS_NEED = "start the server with --enable-return-routed-experts"
+_RAW_LOGPROBS = raw_logprobs("start the server without SGLANG_RETURN_ORIGINAL_LOGPROB")
 PAUSE_S = 3.0
 """Seconds to wait for the answer to a pause that a server must refuse."""
 
@@ -133,33 +134,20 @@ class _SglangProbe(ServerProbe):
         attachments, site = await self._attachments(), await self._adapter_site(copies)
         return SglangFacts(
             **self.common(),
-            model=adapter or str(model["model_path"]),
-            adapter=adapter,
-            software=str(server.get("version", "unknown")),
-            incremental=incremental,
-            stream_interval=self._stream_interval,
-            pause_modes=modes,
-            loads=self.loads is not None,
-            routing=routing,
+            model=adapter or str(model["model_path"]), adapter=adapter, software=str(server.get("version", "unknown")),
+            incremental=incremental, stream_interval=self._stream_interval, pause_modes=modes,
+            loads=self.loads is not None, routing=routing,
             capabilities=self.capabilities(
-                logprob_kind=self.logprobs(
-                    seen, raw_logprobs("start the server without SGLANG_RETURN_ORIGINAL_LOGPROB")
-                ),
-                vocab_size=vocab_size,
-                context=_context(server, self.models),
-                places=positive(server, "max_running_requests"),
-                eos_token_ids=self.ends(),
-                updates_from_disk=disk and adapter is None,
-                collective=_backends(server) if sent else (),
-                adapters=site,
-                extras=() if routing is None else (ROUTED_EXPERTS,),
-                version_spans=self._spans and labels,
+                logprob_kind=self.logprobs(seen, _RAW_LOGPROBS), vocab_size=vocab_size,
+                context=_context(server, self.models), places=positive(server, "max_running_requests"),
+                eos_token_ids=self.ends(), updates_from_disk=disk and adapter is None,
+                collective=_backends(server) if sent else (), adapters=site,
+                extras=() if routing is None else (ROUTED_EXPERTS,), version_spans=self._spans and labels,
                 # cumulative events cost more than streaming gains
                 streams=incremental or self.config.max_token_loss is not None,
-                honours_seeds=seeds,
-                attachments=attachments,
+                honours_seeds=seeds, attachments=attachments,
             ),
-        )
+        )  # fmt: skip
 
     async def _read(self) -> None:
         """Read the server's descriptions of itself."""
@@ -191,14 +179,8 @@ class _SglangProbe(ServerProbe):
 
     async def _routing(self, vocab_size: int) -> Routing | None:
         """Return the shape of a token's experts, or None after noting what is needed to get them."""
-        said = routing_of(self.files)
-        seen = await self._routing_seen(said, vocab_size)
-        routing = seen if isinstance(seen, Routing) else None
-        if isinstance(seen, str):
-            self.needs["extras"] = seen
-        limit = no_experts(EXPERTS_NEED, "--enable-return-routed-experts")
-        self.note(limit, routing is None and said is not None and not self.paused)
-        return routing
+        said, limit = routing_of(self.files), no_experts(EXPERTS_NEED, "--enable-return-routed-experts")
+        return self.experts(said, await self._routing_seen(said, vocab_size), limit)
 
     async def _routing_seen(self, said: Routing | None, vocab_size: int) -> Routing | str:
         """Check the experts in one reply against the shape from the model's files or the settings.

@@ -374,22 +374,15 @@ def _capabilities(llm: Any, stream: bool, eos_token_ids: Sequence[int] | None, l
         (bool(lora_request), _ADAPTER),
     )
     return Capabilities(
-        logprob_kind=kind,
-        vocab_size=vocab_size,
-        max_context=max_context,
+        logprob_kind=kind, vocab_size=vocab_size, max_context=max_context, max_in_flight=places,
         eos_token_ids=_eos_ids(llm) if eos_token_ids is None else tuple(eos_token_ids),
-        max_in_flight=places,
-        updates_from_disk=reloads and not lora_request,
-        version_spans=False,
-        streams=stream,
-        own_weights=True,
-        attachments=("image",) if getattr(model, "is_multimodal_model", False) else (),
-        bans=True,
+        updates_from_disk=reloads and not lora_request, version_spans=False, streams=stream, own_weights=True,
+        attachments=("image",) if getattr(model, "is_multimodal_model", False) else (), bans=True,
         extras=(ROUTED_EXPERTS,) if _gives_experts(llm) else (),
         needs={} if _gives_experts(llm) else {"extras": "make the AsyncLLM with enable_return_routed_experts=True"},
         collective=_backends(llm) if not lora_request else (),
         limits=tuple(limit for amiss, limit in limits if amiss),
-    )
+    )  # fmt: skip
 
 
 def _gives_experts(llm: Any) -> bool:

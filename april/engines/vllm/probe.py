@@ -93,33 +93,19 @@ class _VllmProbe(ServerProbe):
         )  # fmt: skip
         return VllmFacts(
             **self.common(),
-            model=self.served.name,
-            software=self.software,
-            started_s=self.metrics.started_s,
+            model=self.served.name, software=self.software, started_s=self.metrics.started_s,
             route=TOKEN_ROUTE if self.token_route else COMPLETIONS_ROUTE,
-            developer_routes=self.developer,
-            abort_route=abort_route,
-            priorities=self.settings.get("policy") == "priority",
-            routing=routing,
-            keeps_attachments=keeps_attachments,
+            developer_routes=self.developer, abort_route=abort_route,
+            priorities=self.settings.get("policy") == "priority", routing=routing, keeps_attachments=keeps_attachments,
             capabilities=self.capabilities(
-                logprob_kind=kind,
-                vocab_size=vocab_size,
-                context=positive(self.card, "max_model_len"),
-                places=None if running is None else running * copies,
-                eos_token_ids=eos,
-                collective=self._collective(loads),
-                updates_from_disk=loads,
-                adapters=site,
-                extras=() if routing is None else (ROUTED_EXPERTS,),
-                abort_means=means,
-                version_spans=spans,
-                in_flight_updates=self._in_flight_updates(abort_route, spans),
-                honours_seeds=seeds,
-                streams=self.config.max_token_loss is not None or means is AbortMeans.CLOSE,
-                attachments=attachments,
+                logprob_kind=kind, vocab_size=vocab_size, context=positive(self.card, "max_model_len"),
+                places=None if running is None else running * copies, eos_token_ids=eos,
+                collective=self._collective(loads), updates_from_disk=loads, adapters=site,
+                extras=() if routing is None else (ROUTED_EXPERTS,), abort_means=means, version_spans=spans,
+                in_flight_updates=self._in_flight_updates(abort_route, spans), honours_seeds=seeds,
+                streams=self.config.max_token_loss is not None or means is AbortMeans.CLOSE, attachments=attachments,
             ),
-        )
+        )  # fmt: skip
 
     async def _read(self) -> None:
         """Read the server's descriptions of itself, and find out which routes it has."""
@@ -332,22 +318,18 @@ class _VllmProbe(ServerProbe):
 
     async def _routing(self, means: AbortMeans) -> Routing | None:
         """Return the shape of a token's experts, or None after noting what is needed to get them."""
-        said, routing, need = routing_of(self.files), None, _EXPERTS_NEED
-        if self.files and said is None and self.config.expert_shape is None:
-            need = NO_EXPERTS
-        elif self.token_route and means is not AbortMeans.CLOSE and self.settings.get(ROUTED_EXPERTS) is not False:
-            if self.paused:
-                self.needs["extras"] = "resume the server, as only a reply shows them"
-                return None
-            routing = await self._routing_seen(said)
+        said = routing_of(self.files)
         limit = no_experts(_EXPERTS_NEED, "--enable-return-routed-experts", "--enable-scale-out")
-        self.note(limit, routing is None and said is not None and not self.paused)
-        if routing is None:
-            self.needs["extras"] = need
-        return routing
+        return self.experts(said, await self._routing_seen(said, means), limit)
 
-    async def _routing_seen(self, said: Routing | None) -> Routing | None:
-        """Return the shape of the experts, as seen in a reply for one token."""
+    async def _routing_seen(self, said: Routing | None, means: AbortMeans) -> Routing | str:
+        """Return the shape of the experts, as seen in a reply for one token, or what is needed to get experts."""
+        if self.files and said is None and self.config.expert_shape is None:
+            return NO_EXPERTS
+        if not self.token_route or means is AbortMeans.CLOSE or self.settings.get(ROUTED_EXPERTS) is False:
+            return _EXPERTS_NEED
+        if self.paused:
+            return "resume the server, as only a reply shows them"
         prompt = [3, 4, 5]
         reply = await self.ask(TOKEN_ROUTE, {
             "model": self.served.name, "token_ids": prompt, "request_id": self.new_id(),
@@ -362,7 +344,7 @@ class _VllmProbe(ServerProbe):
         except (NotJson, WrongRows) as error:
             raise WireError(f"{where} answers with {error}") from None
         if rows is None:
-            return None
+            return _EXPERTS_NEED
         shape = Routing(rows.shape[1], rows.shape[2], None if said is None else said.experts)
         if len(rows) != len(prompt) or self.config.expert_shape not in (None, (shape.layers, shape.top_k)):
             raise WireError(
