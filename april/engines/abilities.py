@@ -328,7 +328,7 @@ ABILITIES = (
         words={"weights from disk": lambda c: "yes" if c.updates_from_disk else "no"},
     ),
     Ability(
-        name="collective",
+        name="collective", lacking="no weights can be sent to the engine from the trainer's process",
         words={"weights from the trainer's process": lambda c: "yes" if c.collective or c.takes_tensors else "no"},
     ),
     Ability(
@@ -351,6 +351,10 @@ ABILITIES = (
             f"none are taken, though its model takes some; for prompts that have some, {c.remedy('attachments')}"
         ),
         words={"attachments of prompts": lambda c: ", ".join(c.attachments) or "none"},
+    ),
+    Ability(
+        name="bans",
+        lacking="bans is False: ids that stand for attachments may come, and then the response ends there",
     ),
     Ability(
         name="in_flight_updates", unfit=_wrong_update, lacking="requests are cut at a weight update",

@@ -8,7 +8,7 @@ import numpy as np
 
 from april.engines.protocol import EngineFinish, Request
 from april.testing.conformance.bench import Bench, Reading, check, equal, same
-from april.testing.conformance.subject import Broken, Figures, NotOffered, NotTested, Shown, Weights
+from april.testing.conformance.subject import Broken, Figures, NotTested, Shown, Weights
 from april.testing.conformance.tokens import asked_kind, expected
 from april.testing.conformance.weights import other_weights
 
@@ -117,8 +117,7 @@ def _against_reference(bench: Bench, weights: Weights, readings: list[Reading], 
 
 @check("Banned ids are not generated, whatever the model would say.")
 async def banned_ids(bench: Bench) -> Figures:
-    if not bench.engine.capabilities.bans:
-        raise NotOffered("bans is False: ids that stand for attachments may come, and then the response ends there")
+    bench.offered("bans")
     ends = set(bench.engine.capabilities.eos_token_ids)
     banned = 0
     for temperature in (0.0, 1.0):

@@ -124,7 +124,7 @@ async def _difference_under(bench: Bench, weights: Weights) -> float:
 async def sent_weights(bench: Bench) -> Figures:
     can = bench.engine.capabilities
     if not (can.collective or can.takes_tensors):
-        raise NotOffered("no weights can be sent to the engine from the trainer's process")
+        raise NotOffered(can.lack("collective"))
     other = bench.subject.other
     if other is None or other.path is None:
         raise NotTested("no second set of weights was given")
