@@ -414,5 +414,7 @@ ABILITIES = (
     ),
 )  # fmt: skip
 """All abilities about which april says anything, in the order of the reports."""
+OF_THE_MODEL = ("vocab_size", "eos_token_ids", "logprob_kind")
+"""Names of the fields that decide what tokens and log-probabilities mean; equal on all servers of one model."""
 BY_NAME = {ability.name: ability for ability in ABILITIES}
 """The abilities, indexed by name."""

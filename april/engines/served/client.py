@@ -21,6 +21,7 @@ from april.concurrency.worker_threads import in_thread
 from april.config.engines import AprilEngineConfig
 from april.core.attachments import Attachment
 from april.core.versions import FIRST_VERSION, PolicyVersion
+from april.engines.abilities import OF_THE_MODEL
 from april.engines.attachments import attachment_bytes
 from april.engines.http.http_client import HttpClient
 from april.engines.http.own_adapters import Loaded
@@ -207,7 +208,7 @@ class ServedEngine(ServerEngine):
         before = self._capabilities
         if now is None:
             return "it does not say which"
-        for name in ("vocab_size", "eos_token_ids", "logprob_kind", "max_context"):
+        for name in (*OF_THE_MODEL, "max_context"):
             there, was = getattr(now, name), getattr(before, name)
             if there != was and not (name == "max_context" and there > was):
                 return f"{name} {there} and not {was}"

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from april.config.engines import SglangEngineConfig
+from april.engines.abilities import OF_THE_MODEL
 from april.engines.http.http_client import HttpClient
 from april.engines.http.server_probe import least
 from april.engines.protocol import AdapterSite, Capabilities, FirstWeights
@@ -104,8 +105,7 @@ def _common_site(each: Sequence[Capabilities]) -> AdapterSite | None:
 def _equal(worker: SglangFacts) -> dict[str, object]:
     """Return the values that the workers of one router must share."""
     c = worker.capabilities
-    return {
-        "vocab_size": c.vocab_size, "eos_token_ids": c.eos_token_ids, "logprob_kind": c.logprob_kind,
+    return {name: getattr(c, name) for name in OF_THE_MODEL} | {
         "spans": c.version_spans, "incremental": worker.incremental, "version": worker.software,
         "adapter": worker.adapter, "routed experts": worker.routing,
     }  # fmt: skip

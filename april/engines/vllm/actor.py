@@ -32,7 +32,12 @@ ACTOR_CALLS = 100_000
 """Concurrency limit for an actor; must exceed the requests in flight, or aborts wait behind them."""
 
 Result = tuple[str, Any]
-"""("ok", value), or ("refused", "busy" or "error", message), because Ray's errors hide what they wrap."""
+"""("ok", value), or (a key of :data:`_FAILURES`, message), because Ray's errors hide what they wrap."""
+_FAILURES = {"refused": RequestRefused, "busy": EngineBusy, "error": EngineError}
+
+
+def _failed(error: EngineError) -> Result:
+    return next(kind for kind, error_type in _FAILURES.items() if isinstance(error, error_type)), str(error)
 
 
 class ActorSide:
@@ -55,12 +60,8 @@ class ActorSide:
         request = request_of(ask)
         try:
             chunks = [chunk async for chunk in self._engine.generate(request)]
-        except RequestRefused as error:
-            return "refused", str(error)
-        except EngineBusy as error:
-            return "busy", str(error)
         except EngineError as error:
-            return "error", str(error)
+            return _failed(error)
         tokens = np.concatenate([chunk.tokens for chunk in chunks])
         logprobs = np.concatenate([chunk.logprobs for chunk in chunks])
         end = chunks[-1]
@@ -77,7 +78,7 @@ class ActorSide:
         try:
             await self._engine.update_weights(PolicyVersion(*version))
         except EngineError as error:
-            return "error", str(error)
+            return _failed(error)
         return "ok", None
 
     async def health(self) -> tuple[bool, str, list[int], str]:
@@ -208,12 +209,8 @@ class ActorEngine(ServerEngine):
     async def _ask(self, method: str, *arguments: Any) -> Any:
         """Call the actor and return the value of its :data:`Result`, or raise the error in it."""
         outcome, value = await self._call(method, *arguments)
-        if outcome == "refused":
-            raise RequestRefused(value)
-        if outcome == "busy":
-            raise EngineBusy(value)
         if outcome != "ok":
-            raise EngineError(value)
+            raise _FAILURES.get(outcome, EngineError)(value)
         return value
 
     async def _call(self, method: str, *arguments: Any) -> Any:
