@@ -75,10 +75,10 @@ class Capabilities:
     """True if an aborted request returns the tokens generated so far."""
     shares_weights: bool = False
     """True if the engine generates from the trainer's own parameters: it must be idle while the optimizer writes.
-    Such an engine implements :class:`SharesModel`."""
+    Such an engine implements :class:`~april.engines.protocol.SharesModel`."""
     gathers_weights: bool = False
     """True if the parameters are sharded over ranks: the engine generates only between ``gather`` and ``release``.
-    Such an engine implements :class:`GathersWeights`."""
+    Such an engine implements :class:`~april.engines.protocol.GathersWeights`."""
     updates_from_disk: bool = False
     """True if ``update_weights`` accepts a path."""
     adapters: AdapterSite | None = None
@@ -95,7 +95,7 @@ class Capabilities:
     request may live through a weight update."""
     in_flight_updates: tuple[OnWeightUpdate, ...] = ()
     """What requests may do at a weight update besides being cut; if not empty, the engine implements
-    :class:`KeepsRequests`."""
+    :class:`~april.engines.protocol.KeepsRequests`."""
     streams: bool = True
     """True if tokens arrive while they are made. If False, all tokens of running requests are lost when the engine
     dies."""
@@ -120,7 +120,7 @@ class Capabilities:
     """True if ``sampling.banned_ids`` are honoured."""
     answers_late: bool = False
     """True if the engine may answer a request with tokens that an earlier, fenced request made under older weights."""
-    needs: Mapping[str, str] = field(default_factory=dict)
+    needs: Mapping[str, str] = field(default_factory=dict, hash=False)
     """What the user should do to get an ability that the engine lacks, indexed by field ("adapters", "attachments",
     "extras"). A field is missing if nothing helps, or nothing is needed."""
     limits: tuple[Limit, ...] = ()
@@ -270,9 +270,10 @@ def _cut(c: Capabilities) -> str:
 
 
 def _wrong_update(config: Config, kinds: Sequence[str], engine: str, c: Capabilities) -> str:
-    how, remedy = config.on_weight_update, c.remedy("in_flight_updates")
+    how = config.on_weight_update
     if how in (OnWeightUpdate.RESUBMIT, *c.in_flight_updates):
         return ""
+    remedy = c.remedy("in_flight_updates")
     return (
         f"engine {engine} cannot do on_weight_update: {how}, only {_offers(c)}; set one that all engines can"
         + (f", or {remedy}" if remedy else "")

@@ -17,6 +17,7 @@ import numpy as np
 
 from april.concurrency.worker_threads import in_thread
 from april.core.attachments import Attachment, Placed
+from april.core.engine_limits import Limit, LimitCode
 from april.core.sampling import LogprobKind, SamplingParams
 from april.core.versions import PolicyVersion
 from april.engines.attachments import attachment_bytes
@@ -111,6 +112,7 @@ def capabilities_of(plain: dict[str, Any]) -> Capabilities:
     values = {name: value for name, value in plain.items() if name in known}
     values |= {"logprob_kind": LogprobKind(values["logprob_kind"]), "abort_means": AbortMeans(values["abort_means"])}
     values |= {"attachments": tuple(values.get("attachments", ())), "extras": tuple(values.get("extras", ()))}
+    values["limits"] = tuple(Limit(**one | {"code": LimitCode(one["code"])}) for one in values.get("limits", ()))
     values |= {"streams": False, "updates_from_disk": False, "collective": (), "takes_tensors": False}
     return Capabilities(**values)
 
