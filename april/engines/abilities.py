@@ -354,8 +354,7 @@ ABILITIES = (
         words={"attachments of prompts": lambda c: ", ".join(c.attachments) or "none"},
     ),
     Ability(
-        name="bans",
-        lacking="bans is False: ids that stand for attachments may come, and then the response ends there",
+        name="bans", lacking="bans is False: ids that stand for attachments may come, and then the response ends there",
     ),
     Ability(
         name="in_flight_updates", unfit=_wrong_update, lacking="requests are cut at a weight update",

@@ -315,6 +315,11 @@ class ServerEngine(EngineBase):
         found = await asyncio.gather(*(why_not_served(server, self._asked) for server in self._servers))
         return next(filter(None, found), "")
 
+    async def _require_model(self) -> None:
+        """Raise EngineError if requests would not be answered by the trained model."""
+        if why := await self._why_not_served():
+            raise EngineError(why)
+
     async def _amiss(self) -> tuple[str, bool]:
         """Return why the present version would not answer requests (empty if it would), and whether its adapter is
         gone."""

@@ -152,8 +152,6 @@ def parse_metrics(lines: Iterable[str]) -> ServerMetrics:
     return ServerMetrics(min(values["started"], default=None), load, sum(values["connector"]) > 0)
 
 
-LOAD_WEIGHTS_S = 3600.0
-"""Seconds for a server to load weights."""
 PAUSE_CHECK_S = 5.0
 """Seconds to wait for the metrics of a paused server; a hung server must not hold up an update."""
 CHECKS_APART_S = 0.1

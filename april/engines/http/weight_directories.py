@@ -10,6 +10,8 @@ ADAPTER_FILE = "adapter_config.json"
 SAMPLES, SAMPLE_BYTES = 16, 4096
 """Number of samples per file, evenly spaced, and bytes per sample; a file of at most that size is read whole."""
 MOST_FILES = 1_000
+LOAD_WEIGHTS_S = 3600.0
+"""Seconds for a server to load weights."""
 WEIGHTS = ".safetensors"
 """Suffix of weight files. In a directory without such files, all files count as weights."""
 

@@ -73,11 +73,6 @@ class CompletionsEngine(ServerEngine):
         self._process.resume()
         await super().resume()
 
-    async def _require_model(self) -> None:
-        """Raise EngineError if requests would not be answered by the trained model."""
-        if why := await self._why_not_served():
-            raise EngineError(why)
-
     async def _refuses_probe(self, *routes: str) -> str:
         """Probe the first route that exists; returns what is wrong with the answer, or an empty text."""
         for route in routes:

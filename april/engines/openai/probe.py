@@ -115,6 +115,23 @@ _CERTAIN = 0.05
 _SAME = 0.02
 """Maximum difference between two log-probabilities of one token that were computed in bfloat16."""
 _EOS_BIAS = 100.0
+_LIMITS = (
+    Limit(
+        LimitCode.NO_ABORT_BY_ID,
+        "has no route for aborts: a request is ended by closing its stream, and tokens that the server had made and "
+        "not sent by then are lost; a vLLM or SGLang server under its own engine kind loses none", server=IT,
+    ),
+    Limit(
+        LimitCode.NO_LABELS,
+        "does not say which weights made which token: the version is that of the request's submission, and no request "
+        "lives through a weight update", server=IT,
+    ),
+    Limit(
+        LimitCode.NO_DISK_UPDATES,
+        "does not load weights from disk for april: hand them over yourself, with weight_update(transfer=...), and "
+        "have it forget the cached keys and values of the old weights there", server=IT,
+    ),
+)  # fmt: skip
 _UNKNOWN_EOS = unknown_eos(
     "engine.eos_token_ids is not set, and the server does not tell: a response that is cut right behind its EOS, "
     "before the server says that it ended, would be continued"
@@ -162,24 +179,8 @@ async def probe_openai(client: HttpClient, config: OpenAIEngineConfig) -> OpenAI
     await _refuse_without_stop_ids(probe)
     eos = config.eos_token_ids or ()
     keeps_eos = await _keeps_eos(probe, eos[0]) if eos else None
-    found.lacks(
-        True, LimitCode.NO_ABORT_BY_ID,
-        "has no route for aborts: a request is ended by closing its stream, and tokens that the server had made and "
-        "not sent by then are lost; a vLLM or SGLang server under its own engine kind loses none",
-        server=client.url,
-    )  # fmt: skip
-    found.lacks(
-        True, LimitCode.NO_LABELS,
-        "does not say which weights made which token: the version is that of the request's submission, and no request "
-        "lives through a weight update",
-        server=client.url,
-    )  # fmt: skip
-    found.lacks(
-        True, LimitCode.NO_DISK_UPDATES,
-        "does not load weights from disk for april: hand them over yourself, with weight_update(transfer=...), and "
-        "have it forget the cached keys and values of the old weights there",
-        server=client.url,
-    )  # fmt: skip
+    for limit in _LIMITS:
+        found.note(limit.of(client.url))
     seen = LogprobKind.UNKNOWN if config.logprobs is not None else await _logprob_kind(probe)
     kind = found.logprobs(seen, raw_logprobs("set engine.logprobs if you know them better"))
     for limit in server.limits:
@@ -196,7 +197,8 @@ async def probe_openai(client: HttpClient, config: OpenAIEngineConfig) -> OpenAI
         server=client.url,
     )  # fmt: skip
     found.note(_UNKNOWN_EOS, not eos)
-    load_route = await _load_route(found, server)
+    has_load = server.load_route_always or await found.has_page(server.load_route)
+    load_route = server.load_route if has_load else None
     return OpenAIFacts(
         **found.common() | {"base": None},
         model=model, software=await software_of(found, server),
@@ -217,10 +219,6 @@ async def software_of(probe: ServerProbe, server: KnownServer) -> str:
     answer = await probe.get_json("/version", has="version")
     version = answer.get("version") if isinstance(answer, dict) else None
     return f"{server.name} {clean(version, 64)}" if isinstance(version, str) else server.name
-
-
-async def _load_route(probe: ServerProbe, server: KnownServer) -> str | None:
-    return server.load_route if server.load_route_always or await probe.has_page(server.load_route) else None
 
 
 async def _models(client: HttpClient) -> Any:

@@ -182,8 +182,7 @@ class SglangEngine(ServerEngine):
 
     async def _load_whole(self, version: PolicyVersion, path: str | None) -> None:
         """Update every worker; the new version counts once all of them have it."""
-        if why := await self._why_not_served():
-            raise EngineError(why)
+        await self._require_model()
         if path is None:
             await _all(require_first_weights(w, self._labels, w.facts.label, version) for w in self.workers)
         before, self._not_whole = self._not_whole, (

@@ -26,7 +26,8 @@ from april.engines.http.http_client import (
 )
 from april.engines.http.own_adapters import LOAD_S, Loaded, unload_adapter
 from april.engines.http.server_probe import is_listed
-from april.engines.http.server_process import LOAD_WEIGHTS_S, PAUSE_CHECK_S, while_paused
+from april.engines.http.server_process import PAUSE_CHECK_S, while_paused
+from april.engines.http.weight_directories import LOAD_WEIGHTS_S
 from april.engines.http.weight_labels import WeightLabels, is_another_process, mark_process, require_base
 from april.engines.http.wire import NotJson, error_text, read_json
 from april.engines.protocol import EngineLoad

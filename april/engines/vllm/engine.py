@@ -21,15 +21,8 @@ from april.engines.http.response_reader import ResponseReader
 from april.engines.http.response_stream import ResponseStream
 from april.engines.http.sent_attachments import SentAttachments, Urls
 from april.engines.http.server_probe import ServerFacts, connect_all
-from april.engines.http.server_process import (
-    LOAD_WEIGHTS_S,
-    PAUSE_CHECK_S,
-    UNSAID,
-    read_metrics,
-    require_left_paused,
-    while_paused,
-)
-from april.engines.http.weight_directories import is_adapter
+from april.engines.http.server_process import PAUSE_CHECK_S, UNSAID, read_metrics, require_left_paused, while_paused
+from april.engines.http.weight_directories import LOAD_WEIGHTS_S, is_adapter
 from april.engines.http.weight_labels import is_another_process, mark_process, require_base, require_first_weights
 from april.engines.http.wire import error_text
 from april.engines.openai.engine import OpenAIEngine
