@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -100,6 +101,19 @@ async def test_the_suite_names_the_cause_of_what_is_not_offered(
         verdict = await check_named("version_exactness")(Subject(open=partial(connected, "vllm", server)))
         assert verdict.outcome is Outcome.NOT_OFFERED
         assert words in verdict.detail
+
+
+def test_each_ability_is_declared_once() -> None:
+    """A row is of one field, no two rows are of the same, and a lack that is no remark has a code that explains it."""
+    names = [ability.name for ability in ABILITIES]
+    assert len(set(names)) == len(names)
+    assert set(names) <= {field.name for field in fields(Capabilities)}
+    nothing = Capabilities(logprob_kind=LogprobKind.UNKNOWN, vocab_size=9, max_context=9, returns_partials=False,
+                           abort_means=AbortMeans.CLOSE, verifies_weights=False, streams=False, honours_seeds=False,
+                           needs={"adapters": "a", "attachments": "b"})  # fmt: skip
+    lacking = [ability for ability in ABILITIES if ability.shown(nothing, None) is None]
+    assert all(ability.subject and (ability.remark is None) <= bool(ability.causes) for ability in lacking)
+    assert len(lacking) >= 9
 
 
 def test_one_sentence() -> None:

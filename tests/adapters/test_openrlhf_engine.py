@@ -140,6 +140,7 @@ async def test_what_the_engine_is() -> None:
     assert not found.streams
     assert not found.updates_from_disk
     assert EOS in found.eos_token_ids
+    assert "A weight update ends all requests of this vLLM object" in found.notes[0]
 
 
 async def test_an_abort_hands_over_what_there_is() -> None:
