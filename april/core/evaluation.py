@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from april.core.commands import EvaluationDone, EvaluationFailed
 from april.core.context import CoreContext
 from april.core.events import EvaluationCancelled, EvaluationRequested
-from april.core.lives import SampleLives
+from april.core.sample_lifecycle import SampleLifecycle
 from april.core.types import AttemptFailure, DropReason, Evaluation, Group, Sample, SampleState
 from april.errors import InvariantError
 
@@ -26,9 +26,9 @@ FIRST_GROUP = -(1 << 40)
 class Evaluations:
     """Begins and ends evaluations."""
 
-    def __init__(self, context: CoreContext, lives: SampleLives) -> None:
+    def __init__(self, context: CoreContext, lifecycle: SampleLifecycle) -> None:
         self._context = context
-        self._lives = lives
+        self._lifecycle = lifecycle
         self._next_group = FIRST_GROUP
 
     def requested(self, event: EvaluationRequested, behind: int) -> None:
@@ -122,7 +122,7 @@ class Evaluations:
     def _give_up(self, evaluation: Evaluation) -> None:
         """Cancel the functions and end the requests of a failed evaluation; later calls do nothing."""
         for sample in self._forget(evaluation):
-            self._lives.leave(sample, DropReason.FAILED)
+            self._lifecycle.stop(sample, DropReason.FAILED)
             self._context.to(sample, SampleState.DROPPED, "its evaluation has ended")
 
     def _forget(self, evaluation: Evaluation) -> list[Sample]:

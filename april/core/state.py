@@ -1,8 +1,9 @@
 """The core's state machine: ``handle(event) -> list[Command]`` is the only method that changes its state.
 
 It connects the four parts (over-sampler, completion monitor, abort controller, partial-rollout buffer), runs the steps,
-and decides when training, evaluations, weight updates and pauses take their turns. ``lives`` decides what happens to
-samples.
+and decides when training, evaluations, weight updates and pauses take their turns. What happens to samples is decided
+in ``sample_calls`` (calls of the rollout function), ``attempt_results`` (engine requests), ``function_results``
+(rewards and filters), ``lost_functions``, ``group_completion`` and ``sample_lifecycle`` (retries and drops).
 
 Invariants, checked by :meth:`RolloutCore.validate`: each sample is in exactly one state; tokens and prompts
 are delivered, held, or dropped for a named reason; every attempt in flight belongs to exactly one sample.
@@ -17,12 +18,17 @@ from typing import Any
 
 from april.core import commands as do
 from april.core import events as ev
+from april.core.attempt_results import AttemptResults
 from april.core.batch import Batch, batch_metrics, deliver_sample, with_all_rows
 from april.core.completion_monitor import Unit
 from april.core.context import CoreContext
 from april.core.engine_recovery import EngineRecovery
 from april.core.evaluation import Evaluations
-from april.core.lives import SampleLives
+from april.core.function_results import FunctionResults
+from april.core.group_completion import GroupCompletion
+from april.core.lost_functions import LostFunctions
+from april.core.sample_calls import SampleCalls
+from april.core.sample_lifecycle import SampleLifecycle
 from april.core.settings import CoreSettings, EngineLimits
 from april.core.types import (
     AttemptFailure,
@@ -126,25 +132,30 @@ class RolloutCore:
         self._long_in_a_row = 0
         self._outage_timer = 0
         self._outage = False
-        self._calls = calls = EngineCalls(context)
-        self.updates = updates = WeightUpdates(context, calls, self._new_weights)
-        self._recovery = recovery = EngineRecovery(context, calls, updates)
-        self.lives = lives = SampleLives(context)
-        self._evaluations = Evaluations(context, lives)
+        self._engine_calls = engine_calls = EngineCalls(context)
+        self.updates = updates = WeightUpdates(context, engine_calls, self._new_weights)
+        self._recovery = recovery = EngineRecovery(context, engine_calls, updates)
+        groups = GroupCompletion(context)
+        self.lifecycle = lifecycle = SampleLifecycle(context, groups)
+        lost_functions = LostFunctions(context, lifecycle)
+        self.calls = calls = SampleCalls(context, lifecycle, lost_functions)
+        self._attempt_results = attempt_results = AttemptResults(context, calls, lifecycle)
+        self._function_results = function_results = FunctionResults(context, groups, lifecycle, calls)
+        self._evaluations = Evaluations(context, lifecycle)
         self._handlers: dict[type, Callable[[Any], None]] = {
             ev.StepRequested: self._step_requested,
             ev.PromptsDrawn: self._prompts_drawn,
-            ev.CallMade: lives.call_made,
-            ev.CallUnheard: lives.call_unheard,
-            ev.StopFound: lives.stop_found,
-            ev.AttemptStalled: lives.attempt_stalled,
-            ev.AttemptEnded: lives.attempt_ended,
+            ev.CallMade: calls.call_made,
+            ev.CallUnheard: calls.call_unheard,
+            ev.StopFound: attempt_results.stop_found,
+            ev.AttemptStalled: attempt_results.attempt_stalled,
+            ev.AttemptEnded: attempt_results.attempt_ended,
             ev.AttemptFailed: self._attempt_failed,
-            ev.SampleReturned: lives.sample_returned,
+            ev.SampleReturned: function_results.sample_returned,
             ev.TokensUnused: self._tokens_unused,
             ev.SampleFailed: self._sample_failed,
-            ev.FunctionLost: lives.function_lost,
-            ev.Scored: lives.scored,
+            ev.FunctionLost: lost_functions.function_lost,
+            ev.Scored: function_results.scored,
             ev.GroupJudged: self._group_judged,
             ev.TimerFired: self._timer_fired,
             ev.PauseRequested: self._pause_requested,
@@ -225,13 +236,14 @@ class RolloutCore:
             raise InvariantError("a step was requested while another one is running; deliver that one first")
         self.wanted = True
         if self.step is None:
-            self._calls.turns += 1
+            self._engine_calls.turns += 1
             self._recovery.ask_all()
             self._begin_step()
 
     def _begin_step(self) -> None:
         self.step = Step(self.counters.copy(), self.observed_tokens())
-        self.lives.replace_too_old()  # the last delivery moved the version at which the next batch will be trained
+        # the last delivery moved the version at which the next batch will be trained
+        self.lifecycle.restart_or_drop_stale()
         self._plan_deadlines()
 
     def _advance(self) -> None:
@@ -278,7 +290,7 @@ class RolloutCore:
 
     def _leave_step(self) -> None:
         self.step, self.wanted = None, False
-        self._calls.turns += 1
+        self._engine_calls.turns += 1
 
     @property
     def _enough(self) -> bool:
@@ -355,7 +367,7 @@ class RolloutCore:
             context.lengths.trained.add(length)
             context.to(sample, SampleState.LEASED, f"leased in batch {context.batches}")
             sample.group.delivered += 1
-            self.lives.sample_left(sample.group)
+            self.lifecycle.settle_sample(sample.group)
         metrics = batch_metrics(len(groups), samples, self.leases.age) | self.leases.recorded()
         metrics |= context.lengths.metrics(lengths)
         metrics |= step.metrics(self.counters, self.observed_tokens())
@@ -444,11 +456,11 @@ class RolloutCore:
                 context.places.reserve(work)
                 context.to(work, SampleState.RUNNING, "rollout function started")
                 context.out.append(do.StartSample(work))
-            elif not self.lives.spent(work):
+            elif not self.calls.complete_if_out_of_budget(work):
                 cached = self.engines.cached_on(work.chain.cached_on, work.chain.cached_under)
                 if work.avoid or cached:
                     engine = self.engines.pick(self.clock.current, work.avoid, cached) or engine
-                self.lives.submit(work, engine.limits.name)
+                self._attempt_results.submit(work, engine.limits.name)
                 self._recovery.used(engine.limits.name)
 
     def _prompts_drawn(self, event: ev.PromptsDrawn) -> None:
@@ -495,19 +507,20 @@ class RolloutCore:
         for sample in samples:
             why = f"there is no room to finish it in the engines' context of {self.engines.max_context}"
             if sample.group.ready:
-                self.lives.give_up_sample(sample, DropReason.TOO_LONG, why)
+                self.lifecycle.drop_sample(sample, DropReason.TOO_LONG, why)
             elif sample.state is not SampleState.DROPPED:  # not dropped with its group in this loop
                 self.counters["prompts_too_long"] += 1
-                self.lives.give_up(sample.group, DropReason.TOO_LONG, why)
+                self.lifecycle.drop_group(sample.group, DropReason.TOO_LONG, why)
 
     # ---------------------------------------------------------------- bugs in the user's functions
 
     def _sample_failed(self, event: ev.SampleFailed) -> None:
-        if self.lives.sample_failed(event) and self.step is not None:  # later failures of this kind repeat this one
+        # if the function would fail for every sample, later failures repeat this one
+        if self._function_results.sample_failed(event) and self.step is not None:
             self.context.failure = f"{event.sample}: {event.error}"
 
     def _group_judged(self, event: ev.GroupJudged) -> None:
-        if self.lives.group_judged(event) and self.step is not None:
+        if self._function_results.group_judged(event) and self.step is not None:
             self.context.failure = event.error
 
     # ---------------------------------------------------------------- pauses, versions, engines
@@ -531,7 +544,7 @@ class RolloutCore:
             self._commit(self.leases.through(trained))
         self.clock.current = version
         self._drop_without_room()
-        self.lives.replace_too_old()
+        self.lifecycle.restart_or_drop_stale()
         self._plan_anew()
 
     def _plan_deadlines(self) -> None:
@@ -557,7 +570,7 @@ class RolloutCore:
     def _timer_fired(self, event: ev.TimerFired) -> None:
         timer = event.timer
         if timer.kind is TimerKind.RETRY:
-            self.lives.ask_again(timer.number)
+            self._function_results.retry_timer_fired(timer.number)
         elif timer.kind is TimerKind.OUTAGE:
             self._outage_over(timer.number)
         elif timer.kind is TimerKind.ABORTS:
@@ -581,7 +594,7 @@ class RolloutCore:
     def _engine_call_ended(self, event: ev.EngineCallEnded) -> None:
         state = self.engines.state_of(event.engine)
         was = state.gate, state.weights
-        if not self._calls.ended(event):
+        if not self._engine_calls.ended(event):
             self.counters["late_events"] += 1
         elif state.taken_back:
             self._recovery.call_ended(event, was)
@@ -591,7 +604,7 @@ class RolloutCore:
     def _attempt_failed(self, event: ev.AttemptFailed) -> None:
         """Handle the attempt's failure, then record on its engine that the weights were written or that it is busy."""
         attempt = self.context.attempts.get(event.attempt_id)
-        self.lives.attempt_failed(event)
+        self._attempt_results.attempt_failed(event)
         if attempt is not None and event.kind is AttemptFailure.WEIGHTS_WRITTEN:
             self.engines.states[attempt.engine].lose()
         if attempt is not None and event.kind is AttemptFailure.BUSY:

@@ -1,6 +1,6 @@
 """Defines the responses that reward functions receive, and checks the rewards and verdicts that they return.
 
-``core/lives.py`` decides what happens when a function raises.
+``core/function_results.py`` decides what happens when a function raises.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from april.concurrency.worker_threads import in_thread
 from april.core import commands as do
 from april.core import events as ev
 from april.core.attachments import Placed, before
-from april.core.lives import Function
+from april.core.function_bugs import FunctionKind
 from april.core.sampling import SamplingParams
 from april.core.tape import Int32
 from april.core.types import FinishReason, Group, Sample, SampleId
@@ -154,7 +154,7 @@ class SampleFunctions:
         self._detokenizer = functions.detokenizer
         self._runners: dict[SampleId, _Runner] = {}
         self._failures = FailureLog()
-        self._worked: set[Function] = set()
+        self._worked: set[FunctionKind] = set()
         self._raised: dict[str, BaseException] = {}
         """Latest errors of functions, by the text that was reported to the core."""
         self.raised: dict[int, BaseException] = {}
@@ -298,12 +298,12 @@ class SampleFunctions:
                 error = RolloutError(f"it returned, but {_ABANDONED}")
             if error is None:
                 if evaluation is None:
-                    self._worked.add(Function.ROLLOUT)
+                    self._worked.add(FunctionKind.ROLLOUT)
                 self._post(ev.SampleReturned(sample.id))
             elif evaluation is not None:
                 self._evaluation_failed(sample, "the rollout function", error)
             else:
-                failed = self._failed(Function.ROLLOUT, error, self._functions.rollout, sample.id)
+                failed = self._failed(FunctionKind.ROLLOUT, error, self._functions.rollout, sample.id)
                 why = f"{failed.error}; {_ABANDONED}" if abandoned else failed.error
                 self._post(ev.SampleFailed(sample.id, why, failed.kind))
 
@@ -353,7 +353,9 @@ class SampleFunctions:
         except ConfigError as error:
             raise UsageError(str(error)) from error
 
-    def _failed(self, which: Function, error: BaseException, function: Callable[..., Any], where: object) -> _Failed:
+    def _failed(
+        self, which: FunctionKind, error: BaseException, function: Callable[..., Any], where: object
+    ) -> _Failed:
         """Log a function's failure, and remember the error as the cause of a later one (:meth:`cause_of`)."""
         place = place_of(error, function)
         kind = kind_of(error, place)
@@ -469,12 +471,12 @@ class SampleFunctions:
                     error = raised.with_traceback(None)  # the traceback has only april's own lines
             if error is None:
                 if samples[0].evaluation is None:
-                    self._worked.add(Function.REWARD)
+                    self._worked.add(FunctionKind.REWARD)
                 self._post(ev.Scored(group, [(s.id.index, r) for s, r in zip(samples, rewards, strict=True)]))
             elif samples[0].evaluation is not None:
                 self._evaluation_failed(samples[0], "the reward function", error)
             else:
-                self._post(ev.SampleFailed(first, *self._failed(Function.REWARD, error, function, first)))
+                self._post(ev.SampleFailed(first, *self._failed(FunctionKind.REWARD, error, function, first)))
 
         call = self._calls.begin(function, (prompt, responses if in_groups else responses[0]), first, answered)
         for runner in runners:
@@ -494,9 +496,9 @@ class SampleFunctions:
                 except (Exception, SystemExit) as raised:
                     error = raised.with_traceback(None)
             if error is None:
-                self._worked.add(Function.FILTER)
+                self._worked.add(FunctionKind.FILTER)
             else:
-                failed = self._failed(Function.FILTER, error, function, f"group {group.id}")
+                failed = self._failed(FunctionKind.FILTER, error, function, f"group {group.id}")
             self._post(
                 ev.GroupJudged(
                     group=group.id, judgement=command.judgement, keep=verdict, error=failed.error or None,

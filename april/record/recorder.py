@@ -181,7 +181,7 @@ class Recorder:
         parts: dict[str, Any] = {}
         chain: Chain | None = sample.chains[0]
         if event.any_chain and event.token_ids is not None:
-            chain = self._core.lives.chain_of(sample, event.token_ids, event.attached)
+            chain = self._core.calls.find_chain(sample, event.token_ids, event.attached)
             parts["chain"] = ev.NEW_CHAIN if chain is None else chain.number
         elif event.token_ids is not None and chain is not None:
             have = np.concatenate((chain.prompt, chain.tape.tokens))
