@@ -115,7 +115,7 @@ def test_the_state_of_an_update_is_plain_data() -> None:
         else:
             assert isinstance(value, plain), value
 
-    for owner in (player.core.updates, player.core._recovery, player.core._calls):
+    for owner in (player.core.updates, player.core._recovery, player.core._engine_calls):
         for name, value in vars(owner).items():
             if name not in ("_context", "_calls", "_updates", "_adopt"):
                 check(value)
