@@ -225,7 +225,7 @@ def test_one_without_an_engine_that_could_come_back_fails_at_once() -> None:
     """No update comes before its end: with other weights everywhere it waits for nothing, with a probe it waits."""
     m = Machine()
     for state in m.core.engines.states.values():
-        state.lose(EngineWeights.UNKNOWN)
+        state.lose_weights(EngineWeights.UNKNOWN)
     m.evaluates()
     assert m.results[0] == do.EvaluationFailed(
         0, "all engines are quarantined or have other weights: a, b", AttemptFailure.BROKE_OFF

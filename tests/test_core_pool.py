@@ -191,7 +191,7 @@ def test_what_an_engine_has_cached() -> None:
     m = asked(engines=SERVERS)
     sample, engines = m.only.sample, m.core.engines
     paused(m)
-    engines.states["a"].rest, engines.states["a"].health = 99, EngineHealth.RESTING
+    engines.states["a"].rest_timer, engines.states["a"].health = 99, EngineHealth.RESTING
     m.post(ev.Resumed())
     assert m.only.engine == "b"
     paused(m, tokens=0)

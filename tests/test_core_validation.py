@@ -15,7 +15,7 @@ from core_machine import CoreMachine, asked
 
 from april.core import events as ev
 from april.core.types import (
-    LEGAL,
+    LEGAL_TRANSITIONS,
     AttemptState,
     CallState,
     DropReason,
@@ -36,11 +36,11 @@ def test_the_table_has_every_state_and_names_are_never_shared() -> None:
     """Each state has its row, which leads to states of its kind; what is settled, or answered, changes no more."""
     states = [state for kind in ENUMS for state in kind]
     assert len(set(map(str, states))) == len(states)
-    assert set(LEGAL) == set(states)
-    for state, after in LEGAL.items():
+    assert set(LEGAL_TRANSITIONS) == set(states)
+    for state, after in LEGAL_TRANSITIONS.items():
         assert all(type(other) is type(state) for other in after)
     for state in (SampleState.LEASED, SampleState.DROPPED, CallState.DONE, AttemptState.ABANDONED):
-        assert not LEGAL[state]
+        assert not LEGAL_TRANSITIONS[state]
 
 
 @pytest.mark.parametrize("kind", ENUMS, ids=lambda kind: kind.__name__)
@@ -53,7 +53,7 @@ def test_only_what_the_table_has_is_done(kind: type[StrEnum]) -> None:
             things = {SampleState: m.sample(0), CallState: call, AttemptState: call.attempt}
             thing: Any = things.get(kind, m.sample(0).group)
             thing.state = before
-            if after in LEGAL[before]:
+            if after in LEGAL_TRANSITIONS[before]:
                 m.core.context.to(thing, after, "as the test wants it")
                 assert thing.state is after
                 assert m.core.story(SampleId(0, 0)).endswith("as the test wants it")

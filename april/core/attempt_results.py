@@ -48,7 +48,7 @@ class AttemptResults:
             sample.resumes += 1
             context.counters["resumed_attempts"] += 1
             context.counters["reprefill_tokens"] += len(attempt.request.token_ids)
-        context.to(call, CallState.IN_FLIGHT, f"attempt {attempt.id} on {engine} from token {held}")
+        context.change_state(call, CallState.IN_FLIGHT, f"attempt {attempt.id} on {engine} from token {held}")
         context.out.append(do.Submit(attempt))
 
     def stop_found(self, event: ev.StopFound) -> None:
@@ -63,7 +63,7 @@ class AttemptResults:
             return
         if attempt.state is AttemptState.WANTED:
             attempt.silent_s = event.seconds
-            self._context.to(attempt, SILENT, f"engine {attempt.engine} is silent")
+            self._context.change_state(attempt, SILENT, f"engine {attempt.engine} is silent")
         self._context.counts(attempt.sample)["stalled_attempts"] += 1
         self._context.stop([attempt])
 
@@ -82,7 +82,7 @@ class AttemptResults:
         came = counts.tokens
         # an attempt that was aborted without tokens may never have reached the engine, so it says nothing about it
         if not event.fenced and (event.finish is not ABORT or came or counts.after_stop):
-            context.engines.ended(attempt.engine, context.engines.states[attempt.engine].in_flight)
+            context.engines.count_end(attempt.engine, context.engines.states[attempt.engine].in_flight)
         self._store_tokens(attempt, event.finish, counts)
         call = attempt.call
         if attempt.state is ABANDONED:
@@ -103,7 +103,7 @@ class AttemptResults:
             return
         if not came:
             context.counters["empty_partials"] += 1
-        call.failures, call.avoid = 0, ""
+        call.failures, call.avoid_engine = 0, ""
         self._calls.queue(call, f"partial after {came} tokens")
 
     def attempt_failed(self, event: ev.AttemptFailed) -> None:
@@ -160,9 +160,9 @@ class AttemptResults:
 
     def _queue_for_another_engine(self, attempt: Attempt, why: str, error: str, kind: AttemptFailure) -> None:
         if kind is not AttemptFailure.NO_TEXT:
-            attempt.call.avoid = attempt.engine
+            attempt.call.avoid_engine = attempt.engine
         if attempt.sample.evaluation is not None:
-            attempt.sample.evaluation.trouble = error, kind
+            attempt.sample.evaluation.last_engine_error = error, kind
         self._calls.queue(attempt.call, why)
 
     def _close(self, event: ev.AttemptEnded | ev.AttemptFailed) -> Attempt | None:
@@ -173,7 +173,8 @@ class AttemptResults:
             context.counters["late_events"] += 1
             return None
         if event.counts.tokens != attempt.tape.count:
-            raise context.impossible(attempt.owner, f"has {attempt.tape.count} new tokens, its end says otherwise")
+            what = f"has {attempt.tape.count} new tokens, its end says otherwise"
+            raise context.impossible_event(attempt.owner, what)
         if after_stop:
             tokens = context.ledger(attempt.sample)
             tokens.observe(after_stop)
@@ -191,7 +192,7 @@ class AttemptResults:
 
     def _store_tokens(self, attempt: Attempt, finish: EngineFinish, counts: AttemptCounts) -> None:
         """Append the attempt's tokens to its sample, or record them in the ledger as dropped."""
-        sample, count, lost_for = attempt.sample, counts.tokens, attempt.lost_for
+        sample, count, lost_for = attempt.sample, counts.tokens, attempt.drop_reason
         tokens = self._context.ledger(sample)
         tokens.observe(count)
         cut = finish is ABORT and not counts.ends and count < attempt.request.sampling.max_tokens
@@ -207,4 +208,4 @@ class AttemptResults:
                 chain.add_extras(attempt.tape.extras)
             state = self._context.engines.states[attempt.engine]
             kept = attempt.over not in (None, state.version)  # its cache is of older weights and serves no new request
-            chain.cached_on, chain.cached_under = "" if kept else attempt.engine, state.life
+            chain.cached_on, chain.cache_key = "" if kept else attempt.engine, state.cache_key

@@ -9,10 +9,10 @@ from april.core import events as ev
 from april.core.context import CoreContext
 from april.core.function_bugs import BugDetector, BugVerdict, FunctionKind
 from april.core.group_completion import GroupCompletion
-from april.core.numbers import held_reward, wrong_reward
 from april.core.sample_calls import SampleCalls
 from april.core.sample_lifecycle import SampleLifecycle
 from april.core.types import DropReason, Group, GroupState, Sample, SampleState, TimerKind
+from april.core.value_checks import float32_reward, wrong_reward
 
 # module-level names, as an enum member costs 60 ns per use on Python 3.11 and these are used at every event
 RUNNING, SCORING = SampleState.RUNNING, SampleState.SCORING
@@ -35,7 +35,7 @@ class FunctionResults:
     def sample_returned(self, event: ev.SampleReturned) -> None:
         """Handle the return of a rollout function: ask for the reward, or finish the sample if there is none."""
         context = self._context
-        sample = context.free_to_act(event.sample, "returned while it was waiting for tokens")
+        sample = context.acting_sample(event.sample, "returned while it was waiting for tokens")
         if sample is None:
             return
         if sample.any_chain:
@@ -49,9 +49,9 @@ class FunctionResults:
             error = "the rollout function returned without a call of llm.generate that it awaited"
             self._lifecycle.replace_or_drop(sample, f"{error}; write await llm.generate(...)")
             return
-        context.to(sample, SCORING, "returned")
+        context.change_state(sample, SCORING, "returned")
         if sample.group.evaluation is not None:
-            sample.group.evaluation.functions -= 1
+            sample.group.evaluation.running_functions -= 1
         else:
             self._bugs.record_success(FunctionKind.ROLLOUT)
         if context.settings.has_reward:
@@ -87,7 +87,7 @@ class FunctionResults:
             if whole and not all(s.state in scored for s in group.members):
                 continue  # its group reward is not asked for yet
             for s in group.members:
-                if s.state is sample.state and (s.state is SCORING or s.asks):
+                if s.state is sample.state and (s.state is SCORING or s.has_open_call):
                     yield s
 
     def _should_pause(self, verdict: BugVerdict) -> bool:
@@ -110,7 +110,7 @@ class FunctionResults:
                 self._lifecycle.retry_or_give_up(blamed, f"the reward is {wrong}")
                 return
             else:
-                awaited.append((group.samples[index], held_reward(reward)))
+                awaited.append((group.samples[index], float32_reward(reward)))
         for sample, reward in awaited:
             sample.reward = reward
         if awaited and group.evaluation is None:
@@ -135,7 +135,7 @@ class FunctionResults:
         context = self._context
         what = context.retries.pop(timer, None)
         if isinstance(what, Sample):
-            if what.retry == timer:
+            if what.retry_timer == timer:
                 self._lifecycle.ask_reward(what)
         elif what is not None:
             group, judgement = what
@@ -150,13 +150,13 @@ class FunctionResults:
             context.counters["late_events"] += 1
             return False
         if event.error is not None:
-            verdict = self._bugs.record_failure(FunctionKind.FILTER, event.kind, group.first)
+            verdict = self._bugs.record_failure(FunctionKind.FILTER, event.kind, group.first_finishers)
             group.filter_failures += 1
             context.note(group.samples[0], f"filter failed: {event.error}")
             if group.filter_failures >= context.settings.max_attempt_failures:
                 self._lifecycle.drop_group(group, DropReason.FAILED, f"filter of group {group.id}: {event.error}")
             elif self._should_pause(verdict) and (pause_s := self._lifecycle.retry_pause_s(group.filter_failures)):
-                context.to_group(group, JUDGED, f"the filter is asked again in {pause_s:g} s")
+                context.change_group_state(group, JUDGED, f"the filter is asked again in {pause_s:g} s")
                 context.retries[context.start_timer(TimerKind.RETRY, pause_s)] = group, group.since
             else:
                 self._groups.ask_filter(group)

@@ -25,8 +25,8 @@ class GroupCompletion:
     def finish_sample(self, sample: Sample) -> None:
         """Mark a sample as finished, now that it has its reward."""
         group = sample.group
-        sample.retry = None
-        self._context.to(sample, FINISHED, f"finished, reward {sample.reward:g}")
+        sample.retry_timer = None
+        self._context.change_state(sample, FINISHED, f"finished, reward {sample.reward:g}")
         group.unfinished -= 1
         group.finishers.append(sample.id.index)
         if group.evaluation is None:
@@ -41,7 +41,7 @@ class GroupCompletion:
         if group.state is not OPEN or not group.complete:
             return
         if group.evaluation is not None:
-            self._context.to_group(group, READY, "complete")
+            self._context.change_group_state(group, READY, "complete")
             group.evaluation.unfinished -= 1
         elif self._context.settings.has_filter:
             self.ask_filter(group)
@@ -49,14 +49,14 @@ class GroupCompletion:
             self.accept(group)
 
     def ask_filter(self, group: Group) -> None:
-        self._context.to_group(group, JUDGED, "the filter is asked")
+        self._context.change_group_state(group, JUDGED, "the filter is asked")
         self._context.out.append(do.JudgeGroup(group, group.since))
 
     def accept(self, group: Group) -> None:
         """Make the group deliverable and fix its cohort, the rewards from which baselines are computed."""
-        self._context.to_group(group, READY, "complete")
+        self._context.change_group_state(group, READY, "complete")
         self.failed_in_a_row = self.filtered_in_a_row = 0
-        group.cohort = group.rewarded
+        group.cohort = group.cohort_rewards
         if self._context.settings.whole_groups:
             self._context.monitor.accept(group)
         else:
@@ -82,7 +82,7 @@ class GroupCompletion:
         context.monitor.not_ready(group)
         group.cohort = ()
         if group.state is not OPEN:
-            context.to_group(group, OPEN, "a sample began again")
+            context.change_group_state(group, OPEN, "a sample began again")
         self.rerun_for_return_values(group)
         self.advance(group)
 
@@ -99,7 +99,7 @@ class GroupCompletion:
                 self.unfinish_sample(sample)
                 context.lengths.generated.add(sample.generated, -1)  # counted once more when it finishes again
                 sample.finish = None
-                context.to(sample, NEW, "runs again for what it returns")
+                context.change_state(sample, NEW, "runs again for what it returns")
                 context.over_sampler.push(sample)
         if group.state is not OPEN:
-            context.to_group(group, OPEN, "what the filter was to see is lost")
+            context.change_group_state(group, OPEN, "what the filter was to see is lost")

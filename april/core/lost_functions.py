@@ -27,11 +27,12 @@ class LostFunctions:
         sample = self._context.sample(event.sample)
         if sample is None or sample.state is not RUNNING:
             return
-        if not sample.asks:  # else it did nothing when its process died
-            (times, at), now = sample.deaths, sample.tokens
-            sample.deaths = times + 1 if at == now else 1, now
-            if sample.deaths[0] >= self._context.settings.max_attempt_failures:
-                why = f"{sample.deaths[0]} processes in a row died while its function ran there, which may be why"
+        if not sample.has_open_call:  # else it did nothing when its process died
+            (times, at), now = sample.process_deaths, sample.tokens
+            sample.process_deaths = times + 1 if at == now else 1, now
+            if sample.process_deaths[0] >= self._context.settings.max_attempt_failures:
+                times = sample.process_deaths[0]
+                why = f"{times} processes in a row died while its function ran there, which may be why"
                 self._context.counts(sample)["failed_samples"] += 1
                 self._context.note(sample, f"failed: {why}")
                 self._lifecycle.replace_or_drop(sample, why)
@@ -46,7 +47,7 @@ class LostFunctions:
         context.counters["lost_functions"] += 1
         if running := [call.attempt for call in calls if call.attempt is not None]:
             for call in calls:
-                call.lost = True
+                call.function_lost = True
                 if call.attempt is None:
                     context.over_sampler.forget(call)
             context.note(sample, "its function is lost")
@@ -62,20 +63,20 @@ class LostFunctions:
         context, calls = self._context, sample.open_calls
         if any(call.attempt is not None for call in calls):
             return
-        context.places.give_back(sample)
+        context.places.release(sample)
         for call in calls:
             context.over_sampler.forget(call)
         sample.replay_all()
         sample.finish = None
-        context.to(sample, NEW, "its function runs again, answered from the tape")
+        context.change_state(sample, NEW, "its function runs again, answered from the tape")
         context.over_sampler.push(sample)
 
     def _restart_in_evaluation(self, sample: Sample, evaluation: Evaluation) -> None:
         """Restart a sample of an evaluation without its tokens; with the same seed it gets the same response."""
         evaluation.counters["lost_functions"] += 1
-        evaluation.functions -= 1
+        evaluation.running_functions -= 1
         self._lifecycle.stop(sample, DropReason.FAILED)
         evaluation.tokens.drop(sample.generated, DropReason.FAILED)
         sample.clear()
-        self._context.to(sample, NEW, "begins again, as its function was lost")
-        evaluation.to_start.appendleft(sample)
+        self._context.change_state(sample, NEW, "begins again, as its function was lost")
+        evaluation.unstarted.appendleft(sample)

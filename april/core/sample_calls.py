@@ -36,7 +36,7 @@ class SampleCalls:
         """Handle a call of ``llm.generate``: answer it from the tape, or queue it for an engine."""
         self._context.counters["overridden_requests"] += event.overridden
         what = "called generate twice at the same time"
-        sample = self._context.free_to_act(event.sample, what, asks=event.any_chain)
+        sample = self._context.acting_sample(event.sample, what, asks=event.any_chain)
         if sample is None:
             return
         if event.any_chain:
@@ -89,7 +89,9 @@ class SampleCalls:
         claimed = [(heard, chain.number, chain) for chain, heard in claims if heard is not None]
         free = (c for c in sample.chains if c.replay is None and c.open_call is None and c.calls)
         extended = [
-            (len(c.prompt) + len(c.tape), -c.number, c) for c in free if c.begins(token_ids, len(c.tape), attached)
+            (len(c.prompt) + len(c.tape), -c.number, c)
+            for c in free
+            if c.is_prefix_of(token_ids, len(c.tape), attached)
         ]
         longest, _, chain = max(extended, default=(-1, 0, None))
         if claimed:
@@ -117,14 +119,14 @@ class SampleCalls:
         for heard, start in enumerate(starts):
             if self._repeats_call_at(chain, token_ids, start, attached):
                 return heard
-        if replay.open_start is None and replay.calls and chain.begins(token_ids, replay.calls[-1].end, attached):
+        if replay.open_start is None and replay.calls and chain.is_prefix_of(token_ids, replay.calls[-1].end, attached):
             return len(starts)
         return None
 
     def _repeats_call_at(self, chain: Chain, token_ids: Int32, start: int, attached: Sequence[Placed]) -> bool:
         """Return True if the tokens equal the conversation before ``start``, both cut to the room that there is."""
         asked = token_ids[: self._max_length(chain, attached)]
-        return len(asked) == len(chain.prompt) + start and chain.begins(asked, start, attached)
+        return len(asked) == len(chain.prompt) + start and chain.is_prefix_of(asked, start, attached)
 
     def _max_length(self, chain: Chain, attached: Sequence[Placed]) -> int:
         """Return the most tokens that a chain may hold, prompt included; a cut never splits an attachment."""
@@ -158,7 +160,7 @@ class SampleCalls:
     def _append_environment(self, chain: Chain, token_ids: Int32, attached: Sequence[Placed]) -> str | None:
         """Append the tokens that the function added since its last call, cut to the room; return an error, or None."""
         have = len(chain.prompt) + len(chain.tape)
-        if not chain.begins(token_ids, len(chain.tape), attached):
+        if not chain.is_prefix_of(token_ids, len(chain.tape), attached):
             return (
                 "llm.generate was given a conversation that does not begin with the prompt and everything generated so "
                 "far, with what is attached to them; append to the conversation, never rewrite it"
@@ -176,7 +178,7 @@ class SampleCalls:
         if ids is not None:
             heard = self._answers_received(chain, ids, event.attached)
         else:
-            heard = 0 if replay.next_start == chain.seen else None
+            heard = 0 if replay.next_start == chain.seen_tokens else None
         if heard is None or (heard and not event.any_chain):
             self.restart_diverged(chain.sample)
             return
@@ -223,7 +225,7 @@ class SampleCalls:
         last = [chain.calls[-1] for chain in sample.chains if chain.calls]
         call = next((c for c in last if c.number == event.number), None)
         # a lost function is started again and repeats its calls
-        if sample.state is not RUNNING or call is None or any(c.lost for c in last):
+        if sample.state is not RUNNING or call is None or any(c.function_lost for c in last):
             return
         if call.state is not CallState.DONE:
             context.over_sampler.forget(call)
@@ -259,15 +261,15 @@ class SampleCalls:
 
     def _answer(self, call: GenerateCall, end: int, finish: FinishReason) -> None:
         call.end, call.finish, call.sample.finish = end, finish, finish
-        self._context.to(call, CallState.DONE, f"call complete ({finish}) at {end} tokens")
-        if call.lost:
+        self._context.change_state(call, CallState.DONE, f"call complete ({finish}) at {end} tokens")
+        if call.function_lost:
             self._lost_functions.restart_with_replay(call.sample)
         else:
             self._context.out.append(do.CallCompleted(call))
 
     def queue(self, call: GenerateCall, why: str) -> None:
-        self._context.to(call, CallState.QUEUED, why)
-        if call.lost:
+        self._context.change_state(call, CallState.QUEUED, why)
+        if call.function_lost:
             self._lost_functions.restart_with_replay(call.sample)
         else:
             self._context.over_sampler.push(call)

@@ -9,7 +9,7 @@ from april.core import commands as do
 from april.core.context import CoreContext
 from april.core.group_completion import GroupCompletion
 from april.core.types import (
-    MOST_SAMPLES,
+    MAX_SAMPLES_FACTOR,
     AttemptFailure,
     AttemptState,
     DropReason,
@@ -51,8 +51,8 @@ class SampleLifecycle:
         elif sample.state is not SCORING:
             self.restart(sample, DropReason.FAILED)
         elif waits and (pause_s := self.retry_pause_s(sample.failures)):
-            sample.retry = context.start_timer(TimerKind.RETRY, pause_s)
-            context.retries[sample.retry] = sample
+            sample.retry_timer = context.start_timer(TimerKind.RETRY, pause_s)
+            context.retries[sample.retry_timer] = sample
         else:
             self.ask_reward(sample)
 
@@ -65,14 +65,14 @@ class SampleLifecycle:
         if self._context.settings.group_reward:
             self._ask_group_reward(sample.group)
         else:
-            sample.retry = None
+            sample.retry_timer = None
             self._context.out.append(do.ScoreSample(sample))
 
     def _ask_group_reward(self, group: Group) -> None:
         """Ask for the group's reward if the functions of all held samples have returned and a reward is missing."""
         members = group.members
         for sample in members:
-            sample.retry = None
+            sample.retry_timer = None
         states = {sample.state for sample in members}
         if SCORING in states and states <= {SCORING, FINISHED}:
             self._context.out.append(do.ScoreGroup(group))
@@ -90,7 +90,7 @@ class SampleLifecycle:
         # a failed group reward concerns the whole group; an accepted group goes on without its late samples
         of_all = settings.group_reward and sample.state is SCORING
         counts = group.state is not OPEN
-        if policy is OnFailedSample.REPLACE and not of_all and len(group.samples) < MOST_SAMPLES * n:
+        if policy is OnFailedSample.REPLACE and not of_all and len(group.samples) < MAX_SAMPLES_FACTOR * n:
             self._replace(sample, error)
         elif counts or (policy is OnFailedSample.SHRINK and not of_all and group.held > settings.min_group_size):
             self.drop_sample(sample, DropReason.FAILED, error)
@@ -105,7 +105,7 @@ class SampleLifecycle:
         context.urgent += [fresh] * sample.urgent
         group.samples.append(fresh)
         group.unfinished += 1
-        context.buffer.changes(group, 1)
+        context.buffer.change_held_count(group, 1)
         context.counters["replaced_samples"] += 1
         context.note(fresh, f"takes the place of {sample.id}")
         context.over_sampler.push(fresh)
@@ -121,7 +121,7 @@ class SampleLifecycle:
         sample.clear()
         sample.reward = 0.0
         sample.restarts += 1
-        context.to(sample, NEW, f"begins again ({reason})")
+        context.change_state(sample, NEW, f"begins again ({reason})")
         context.over_sampler.push(sample)
         if was_finished:
             self._groups.reopen(sample.group)
@@ -139,9 +139,9 @@ class SampleLifecycle:
     def stop(self, sample: Sample, reason: DropReason) -> None:
         """Remove a sample from the queue, end its requests and cancel its rollout function."""
         context = self._context
-        sample.retry = None
+        sample.retry_timer = None
         context.over_sampler.forget(sample)
-        context.places.give_back(sample)
+        context.places.release(sample)
         for call in sample.open_calls:
             context.over_sampler.forget(call)
             call.chain.calls.remove(call)
@@ -152,8 +152,8 @@ class SampleLifecycle:
     def abandon(self, call: GenerateCall, reason: DropReason) -> None:
         """Ask the engine to end the call's attempt, if any; its tokens are dropped for ``reason`` once it has ended."""
         if call.attempt is not None:
-            call.attempt.lost_for = reason
-            self._context.to(call.attempt, ABANDONED, f"attempt abandoned ({reason})")
+            call.attempt.drop_reason = reason
+            self._context.change_state(call.attempt, ABANDONED, f"attempt abandoned ({reason})")
             self._context.stop([call.attempt])
 
     def drop_sample(self, sample: Sample, reason: DropReason, error: str) -> None:
@@ -180,7 +180,7 @@ class SampleLifecycle:
         context = self._context
         context.monitor.forget(sample)
         self._stop_and_drop_tokens(sample, reason)
-        context.to(sample, DROPPED, why)
+        context.change_state(sample, DROPPED, why)
         self.settle_sample(sample.group, reason)
 
     def settle_sample(self, group: Group, reason: DropReason | None = None) -> None:
@@ -189,7 +189,7 @@ class SampleLifecycle:
         A prompt counts as delivered if any of its samples was.
         """
         context = self._context
-        context.buffer.changes(group, -1)
+        context.buffer.change_held_count(group, -1)
         if group.held:
             return
         context.buffer.remove(group)
