@@ -309,7 +309,8 @@ class SampleFunctions:
 
         number = None if evaluation is None else evaluation.request.evaluation
         resumed = any(c.replay and c.replay.next_start is not None for c in sample.chains)
-        llm = LLM(sample.key, default, generate, open_endpoint, open_chat, clock, SampleRun(sample.restarts, number, resumed))
+        run = SampleRun(sample.restarts, number, resumed)
+        llm = LLM(sample.key, default, generate, open_endpoint, open_chat, clock, run)
         arguments = (sample.group.prompt.copy(), llm)
         function = runner.function = self._calls.begin_async(self._rollout, arguments, sample.key, ended)
 
