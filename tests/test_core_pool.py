@@ -195,10 +195,10 @@ def test_what_an_engine_has_cached() -> None:
     m.post(ev.Resumed())
     assert m.only.engine == "b"
     paused(m, tokens=0)
-    assert engines.cached_on(sample.chains[0].cached_on, sample.chains[0].cached_under) == "a"
+    assert engines.cached_on(sample.chains[0].cached_on, sample.chains[0].cache_key) == "a"
     m.probed("a", current=False)
     m.probed("a", current=False)
-    assert engines.cached_on(sample.chains[0].cached_on, sample.chains[0].cached_under) == ""
+    assert engines.cached_on(sample.chains[0].cached_on, sample.chains[0].cache_key) == ""
 
 
 def test_affinity_has_its_price() -> None:

@@ -54,12 +54,12 @@ def test_only_what_the_table_has_is_done(kind: type[StrEnum]) -> None:
             thing: Any = things.get(kind, m.sample(0).group)
             thing.state = before
             if after in LEGAL_TRANSITIONS[before]:
-                m.core.context.to(thing, after, "as the test wants it")
+                m.core.context.change_state(thing, after, "as the test wants it")
                 assert thing.state is after
                 assert m.core.story(SampleId(0, 0)).endswith("as the test wants it")
             else:
                 with pytest.raises(InvariantError, match=rf"cannot go from {before} to {after} \(no.*story of g0"):
-                    m.core.context.to(thing, after, "no")
+                    m.core.context.change_state(thing, after, "no")
                 assert thing.state is before
 
 
@@ -109,11 +109,11 @@ def test_a_place_is_reserved_from_the_start_of_a_function_to_its_first_call() ->
     m = asked(n=2, samples=2, max_in_flight=3, auto_call=False)
     places = m.core.context.places
     assert len(places.reserved) == 3 == len(m.to_call)
-    assert (places.free, places.to_start()) == (3, 0)
+    assert (places.free, places.startable()) == (3, 0)
     m.post(ev.CallMade(m.to_call.pop(0), m.sampling))
-    assert (len(places.reserved), len(m.in_flight), places.to_start()) == (2, 1, 0)
+    assert (len(places.reserved), len(m.in_flight), places.startable()) == (2, 1, 0)
     m.post(ev.SampleFailed(m.to_call.pop(0), "boom"))  # it begins again, in the place that it had
-    assert (len(places.reserved), len(m.in_flight), places.to_start()) == (2, 1, 0)
+    assert (len(places.reserved), len(m.in_flight), places.startable()) == (2, 1, 0)
 
 
 # ---------------------------------------------------------------- books that are wrong

@@ -1,6 +1,6 @@
 """Brings engines back into use: decides when they rest or are probed, and gives joining ones the present weights.
 
-``EngineTable.failed`` decides which failures quarantine an engine.
+``EngineTable.count_failure`` decides which failures quarantine an engine.
 
 Invariant: a quarantined engine is used again only after a probe, during which no weights changed, has found it healthy,
 not paused, and with the weights of the version for which it will be used.

@@ -317,7 +317,7 @@ class Chain:
         self.replay: Replay | None = None
         """Calls to be answered from the tape after a restart. A finished sample that has some lost its return value."""
         self.cached_on = ""
-        """Name of the engine with the chain's keys and values, valid while ``EngineState.life == cached_under``."""
+        """Name of the engine with the chain's keys and values, valid while ``EngineState.cache_key == cache_key``."""
         self.cache_key: tuple[PolicyVersion | None, int] | None = None
 
     @property
@@ -768,7 +768,7 @@ LEGAL_TRANSITIONS: Mapping[StrEnum, tuple[StrEnum, ...]] = {
     ),
     GroupState.READY: (GroupState.OPEN,),
 }  # fmt: skip
-"""Legal changes of state, by the state before; only :meth:`april.core.context.CoreContext.to` changes a state."""
+"""Legal changes of state, by the state before; only :meth:`april.core.context.CoreContext.change_state` changes a state."""
 
 
 class TimerKind(StrEnum):

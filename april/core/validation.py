@@ -107,7 +107,7 @@ def validate(context: CoreContext, updates: WeightUpdates) -> None:
             if any((call.state is CallState.IN_FLIGHT) != (call in by_call) for call in calls):
                 fail(f"{sample} is in flight without an attempt, or the other way round", sample)
             waiting = [(sample.ticket, sample.state is SampleState.NEW and sample not in to_start)]
-            waiting += [(c.ticket, c.state is CallState.QUEUED and not c.lost) for c in calls]
+            waiting += [(c.ticket, c.state is CallState.QUEUED and not c.function_lost) for c in calls]
             if any((ticket > 0) != waits for ticket, waits in waiting):
                 fail(f"{sample} waits outside the queue, or is queued and does not wait", sample)
             queued += sum(waits for _, waits in waiting)

@@ -114,7 +114,7 @@ class EngineCalls:
 
     def _next_number(self, name: str) -> int:
         self._number += 1
-        self._context.engines.states[name].call = self._number
+        self._context.engines.states[name].open_call = self._number
         return self._number
 
     def ended(self, event: ev.EngineCallEnded) -> bool:
@@ -147,13 +147,13 @@ class EngineCalls:
     def probe(self, name: str) -> None:
         """Send a health probe to an engine."""
         self._number += 1
-        self._context.engines.states[name].probe = self._number
+        self._context.engines.states[name].open_probe = self._number
         self._changes_at_probe[name] = self.weight_changes, self.step_changes
         self._context.out.append(do.ProbeEngine(name, self._number))
 
     def probe_answered(self, event: ev.EngineProbed) -> tuple[bool, bool]:
         """Return two bools: no weights changed since the probe was sent; and no step began or ended since, either."""
-        self._context.engines.states[event.engine].probe = 0
+        self._context.engines.states[event.engine].open_probe = 0
         moves, turns = self._changes_at_probe.pop(event.engine)
         return moves == self.weight_changes, (moves, turns) == (self.weight_changes, self.step_changes)
 
