@@ -299,7 +299,7 @@ def test_what_cannot_be_is_refused() -> None:
 BROKEN: dict[str, Any] = {
     "counted in flight": lambda e: setattr(e, "in_flight", 9),
     "its ledger says": lambda e: e.tokens.observe(3),
-    "functions and": lambda e: setattr(e, "functions", 0),
+    "functions and": lambda e: setattr(e, "running_functions", 0),
     "groups, not": lambda e: setattr(e, "unfinished", 0),
     "weights changed or training went on": lambda e: setattr(e, "version", PolicyVersion(0, 9)),
     "are evaluated": lambda e: e.fail("without giving anything up"),

@@ -77,7 +77,7 @@ def test_nothing_else_assigns_a_state() -> None:
                     if any(isinstance(t, ast.Attribute) and t.attr == "state" for t in flat):
                         found.append((path.name, function.name))
             assert "setattr" not in {n.id for n in ast.walk(function) if isinstance(n, ast.Name)}, path.name
-    assert found == [("context.py", "to")]
+    assert found == [("context.py", "change_state")]
 
 
 def test_every_change_of_a_sample_is_in_its_story() -> None:
@@ -175,7 +175,7 @@ FALSIFIED: dict[str, tuple[Callable[[CoreMachine], Any], str]] = {
     "calls end": (lambda m: m.sample(1, 0).chains[0].calls.clear(), "finished, but its calls end at 0 of 4"),
     "opened": (put("call 1.1", start=9), r"call \[9, ...\) after token 0 of 0"),
     "surplus attempt": (surplus_attempt, "belongs to <Sample g99.s0 new"),
-    "cap": (put("context.places", total=0, most=0), "more than max_in_flight"),
+    "cap": (put("context.places", total=0, max_taken=0), "more than max_in_flight"),
     "too long": (too_long, "longer than max_response_len"),
     "engine load": (put("engines.states.a", in_flight=9), "counts 9 in flight"),
     "places": (lambda m: m.core.context.places.reserved.add(SampleId(1, 0)), "places are reserved for"),

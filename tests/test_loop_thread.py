@@ -357,8 +357,8 @@ def watched(
 @pytest.fixture
 def blocking(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> Callable[..., LoopWatch]:
     """The watch of a loop that ``block`` blocks, called by an async function, until it has been seen a few times."""
-    monkeypatch.setattr(loop_thread, "PATIENCE_S", 0.0)
-    monkeypatch.setattr(loop_thread, "MOST_S", math.inf)
+    monkeypatch.setattr(loop_thread, "SAMPLE_INTERVAL_S", 0.0)
+    monkeypatch.setattr(loop_thread, "MAX_SAMPLE_GAP_S", math.inf)
 
     def run(in_april: str = "", **clock: Any) -> LoopWatch:
         inside, enough = threading.Event(), threading.Event()
@@ -435,8 +435,8 @@ def test_a_busy_loop_is_not_the_fault_of_whom_it_calls(
 ) -> None:
     """While april has much to do for many samples, one function or another of the user's is always seen on the loop;
     none of their calls lasts from one look to the next."""
-    monkeypatch.setattr(loop_thread, "PATIENCE_S", 0.0)
-    monkeypatch.setattr(loop_thread, "MOST_S", math.inf)
+    monkeypatch.setattr(loop_thread, "SAMPLE_INTERVAL_S", 0.0)
+    monkeypatch.setattr(loop_thread, "MAX_SAMPLE_GAP_S", math.inf)
     calls = [(threading.Event(), threading.Event()) for _ in range(20)]
 
     def short(inside: threading.Event, enough: threading.Event) -> None:
@@ -474,7 +474,7 @@ def test_time_that_the_whole_process_has_lost_blames_nobody(
     blocking: Callable[..., LoopWatch], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Two looks that are far apart, as while the garbage is collected, prove no more than MOST_S."""
-    monkeypatch.setattr(loop_thread, "MOST_S", 0.0)
+    monkeypatch.setattr(loop_thread, "MAX_SAMPLE_GAP_S", 0.0)
     assert blocking().take_blocked()[0] == 0.0
     assert not caplog.messages
 
@@ -493,7 +493,7 @@ def test_a_loop_with_a_clock_of_its_own_is_not_blocked(
 
 def test_a_loop_that_turns_is_not_blocked(monkeypatch: pytest.MonkeyPatch) -> None:
     """It answers; and a loop that is closed ends the look."""
-    monkeypatch.setattr(loop_thread, "PATIENCE_S", 30.0)
+    monkeypatch.setattr(loop_thread, "SAMPLE_INTERVAL_S", 30.0)
 
     async def nothing() -> None:
         """The loop goes on turning."""

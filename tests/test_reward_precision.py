@@ -139,7 +139,7 @@ async def test_states_with_other_rewards_are_rounded(monkeypatch: pytest.MonkeyP
         }  # fmt: skip
 
     with monkeypatch.context() as before:
-        before.setattr(function_results, "held_reward", float)
+        before.setattr(function_results, "float32_reward", float)
         async with rollouts(**options()) as scheduler:
             batch = await scheduler.next_batch()
             state = scheduler.state_dict(trained_through=batch.id)
