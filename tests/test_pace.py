@@ -11,7 +11,7 @@ from virtual_rollouts import RecordingEngine, Rollouts
 
 from april.core import events as ev
 from april.core.types import Prompt
-from april.driver import loop_throttle as pace_module
+from april.driver import loop_throttle
 from april.driver.llm import LLM
 from april.driver.loop_throttle import LoopThrottle
 from april.driver.rollout_driver import RolloutDriver
@@ -24,7 +24,7 @@ AT_ONCE = 16
 @pytest.fixture(autouse=True)
 def few_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that the tests need no thousands."""
-    monkeypatch.setattr(pace_module, "AT_ONCE", AT_ONCE)
+    monkeypatch.setattr(loop_throttle, "TASKS_PER_ITERATION", AT_ONCE)
 
 
 class Turns:

@@ -24,7 +24,8 @@ from april.core import commands as do
 from april.core import events as ev
 from april.core.batch import Batch
 from april.core.types import AttemptFailure, EngineFinish, SampleId
-from april.corrections.advantages import Method, loss_weights
+from april.corrections.advantages import Method
+from april.corrections.loss_weights import loss_weights
 
 Y, SUB, QUOTES, EDITED = 10, 90, 91, 92
 CHANCES = np.array([0.6, 0.3, 0.45])

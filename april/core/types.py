@@ -768,7 +768,7 @@ LEGAL_TRANSITIONS: Mapping[StrEnum, tuple[StrEnum, ...]] = {
     ),
     GroupState.READY: (GroupState.OPEN,),
 }  # fmt: skip
-"""Legal changes of state, by the state before; only :meth:`april.core.context.CoreContext.change_state` changes a state."""
+"""Legal changes of state, by the state before; only ``CoreContext.change_state`` changes a state."""
 
 
 class TimerKind(StrEnum):
